@@ -1,0 +1,154 @@
+"""Samples made without a dataset, by the model or by chance, to be compared with real text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from calib.data.batches import resolve_batch_size
+from calib.errors import InputError
+from calib.recipe import DataRecipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# samples in a row that ended at once; each costs a single token
+MAX_BARREN_SAMPLES = 200
+
+# every setting that a model's own generation_config may use to bend its distribution
+PLAIN_SAMPLING: dict[str, Any] = {
+    "do_sample": True,
+    "num_beams": 1,
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+}
+
+
+def sample_from_model(
+    recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> list[list[int]]:
+    """Let the model write each sample from BOS at temperature 1, up to `seq_len` tokens.
+
+    Without a BOS token it starts from EOS, else from a random token. Samples that end at once are
+    drawn again. The caller's random state is left as it was.
+
+    Raises:
+        InputError: the model ends every sample at once.
+    """
+    batch_size = resolve_batch_size(recipe, model.device.type)
+    ends = _end_ids(tokenizer, model)
+    samples: list[list[int]] = []
+    barren = 0
+    with _seeded(recipe.seed):
+        while len(samples) < recipe.samples:
+            starts = _start_ids(min(batch_size, recipe.samples - len(samples)), tokenizer, model)
+            rows = _generate(starts, recipe.seq_len, ends, tokenizer, model)
+            kept = [_until_end(row, ends) for row in rows if row[1] not in ends]
+            samples += kept
+            barren = 0 if kept else barren + len(rows)
+            if barren >= MAX_BARREN_SAMPLES:
+                raise InputError(
+                    "dataset 'self': the model ends every sample at its first token; use real "
+                    "text, such as `--dataset builtin:python-docs`"
+                )
+    return samples
+
+
+def sample_at_random(
+    recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> list[list[int]]:
+    """Draw `seq_len` token ids per sample, each id of the vocabulary equally likely."""
+    generator = torch.Generator().manual_seed(recipe.seed)
+    shape = recipe.samples, recipe.seq_len
+    ids = torch.randint(_num_ids(tokenizer, model), shape, generator=generator)
+    samples: list[list[int]] = ids.tolist()
+    return samples
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    # a model may be spread over several devices, and any of them may draw
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(seed)
+        yield
+
+
+def _generate(
+    starts: Tensor,  # [B, 1]
+    seq_len: int,
+    ends: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+) -> list[list[int]]:
+    from transformers import GenerationConfig
+
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    config = GenerationConfig(
+        max_new_tokens=seq_len - 1, eos_token_id=ends or None, pad_token_id=pad_id, **PLAIN_SAMPLING
+    )
+    mask = torch.ones_like(starts)
+    rows = model.generate(starts, attention_mask=mask, generation_config=config)
+    ids: list[list[int]] = rows.tolist()
+    return ids
+
+
+def _start_ids(
+    count: int, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> Tensor:  # [count, 1]
+    for start in (tokenizer.bos_token_id, tokenizer.eos_token_id):
+        if start is not None:
+            return torch.full((count, 1), start, device=model.device)
+    return torch.randint(_num_ids(tokenizer, model), (count, 1)).to(model.device)
+
+
+def _end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
+    configured = model.generation_config.eos_token_id
+    ends = configured if isinstance(configured, list) else [configured]
+    return sorted({i for i in (*ends, tokenizer.eos_token_id) if i is not None})
+
+
+def _until_end(ids: list[int], ends: list[int]) -> list[int]:
+    # position 0 was given, and may be EOS itself
+    for position, token in enumerate(ids[1:], 1):
+        if token in ends:
+            return ids[: position + 1]
+    return ids
+
+
+def _num_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:
+    # embeddings may be padded beyond the vocabulary, and a tokenizer may know unused extra tokens
+    return min(len(tokenizer), int(model.config.get_text_config().vocab_size))
+
+
+@dataclass(frozen=True)
+class Generated:
+    """How to make samples, and what is wrong with them."""
+
+    sample: Callable[..., list[list[int]]]  # (recipe, tokenizer, model)
+    warning: str
+
+
+GENERATED: dict[str, Generated] = {
+    "self": Generated(
+        sample_from_model,
+        "dataset 'self' is text that the model made up: it lacks what real prompts contain; "
+        "it is there to be compared with real data",
+    ),
+    "random": Generated(
+        sample_at_random,
+        "dataset 'random' is uniform random token ids, what vLLM's removed on-the-fly "
+        "calibration used: they under-represent real text, so scales may come out wrong",
+    ),
+}

@@ -1,0 +1,119 @@
+"""Rows of a dataset on the Hugging Face Hub, streamed; and what its errors mean in one sentence."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from calib.data.documents import Row
+from calib.errors import InputError
+from calib.recipe import DataRecipe
+
+PREFERRED_SPLITS = ("train_sft", "train", "validation", "test")
+# about one parquet row group, which has to be fetched anyway
+SHUFFLE_BUFFER = 1000
+# datasets turns some failed downloads into a FileNotFoundError that quotes this type
+QUOTED_FAILURE = "LocalEntryNotFoundError"
+# server messages can carry a whole page
+MAX_QUOTED = 300
+
+
+def find_split(recipe: DataRecipe) -> str:
+    """Return the split to read: the one asked for, else the most training-like one.
+
+    Raises:
+        InputError: the dataset, its configuration or the split is not there, or the Hub is not.
+    """
+    import datasets
+
+    with _errors_explained(recipe.dataset):
+        splits = list(datasets.get_dataset_split_names(recipe.dataset, recipe.config))
+    if recipe.split is not None and recipe.split in splits:
+        return recipe.split
+    found = [name for name in PREFERRED_SPLITS if name in splits]
+    if recipe.split is None and found:
+        return found[0]
+    problem = f"no split '{recipe.split}' in" if recipe.split else "cannot choose a split of"
+    raise InputError(
+        f"{problem} dataset '{recipe.dataset}'; splits: {', '.join(splits)}; "
+        f"choose one with `--set data.split=NAME`"
+    )
+
+
+def stream_rows(recipe: DataRecipe, split: str) -> Iterator[Row]:
+    """Yield the rows of `split` in a shuffled order that depends on the seed alone.
+
+    Raises:
+        InputError: the Hub stops answering, or a file of the dataset cannot be read.
+    """
+    import datasets
+
+    with _errors_explained(recipe.dataset):
+        rows = datasets.load_dataset(recipe.dataset, recipe.config, split=split, streaming=True)
+        yield from rows.shuffle(seed=recipe.seed, buffer_size=SHUFFLE_BUFFER)
+
+
+@contextmanager
+def _errors_explained(dataset: str) -> Iterator[None]:
+    from datasets.exceptions import DatasetsError
+
+    # the httpx that huggingface_hub itself uses: `httpx` in 1.x, `httpx2` in 2.x
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        yield
+    # RuntimeError: the dataset is a loading script
+    except (OSError, HTTPError, DatasetsError, ValueError, RuntimeError) as error:
+        raise InputError(_explain(dataset, error)) from error
+
+
+def _explain(dataset: str, error: Exception) -> str:
+    message = " ".join(str(error).split())[:MAX_QUOTED]
+    if _is_gated(error, message):
+        return (
+            f"dataset '{dataset}' is gated: accept its terms on "
+            f"https://huggingface.co/datasets/{dataset} and run `hf auth login`, "
+            f"or use an open dataset"
+        )
+    if _is_absent(error, message):
+        return (
+            f"no dataset '{dataset}' on the Hugging Face Hub, or it is private: check the name, "
+            f"give the path of a local file, or use `--dataset builtin:python-docs`"
+        )
+    if _is_unreachable(error, message):
+        return (
+            f"the Hugging Face Hub cannot be reached for dataset '{dataset}' ({message}); "
+            f"with no network use `--dataset builtin:python-docs` or a local file"
+        )
+    if message.startswith(("BuilderConfig ", "Config name is missing")):
+        message = message.split(" Example of usage")[0]
+        return f"dataset '{dataset}': {message}; choose one with `--set data.config=NAME`"
+    return f"dataset '{dataset}' cannot be read: {message}; use another dataset or a local file"
+
+
+def _is_gated(error: Exception, message: str) -> bool:
+    from huggingface_hub.errors import GatedRepoError
+
+    # datasets turns a GatedRepoError into a DatasetNotFoundError that says so in its text only
+    return _has_cause(error, GatedRepoError) or "is a gated dataset" in message
+
+
+def _is_absent(error: Exception, message: str) -> bool:
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    # said of a name that has too many slashes for a dataset, and is no path either
+    if message.startswith("Couldn't find any data file") and QUOTED_FAILURE not in message:
+        return True
+    return _has_cause(error, DatasetNotFoundError, RepositoryNotFoundError, HFValidationError)
+
+
+def _is_unreachable(error: Exception, message: str) -> bool:
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
+
+    unreachable = ConnectionError, TimeoutError, HTTPError, LocalEntryNotFoundError
+    return QUOTED_FAILURE in message or _has_cause(error, *unreachable)
+
+
+def _has_cause(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+    while error is not None and not isinstance(error, kinds):
+        error = error.__cause__
+    return error is not None

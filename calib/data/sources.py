@@ -1,0 +1,76 @@
+"""Where rows come from: files, the Hub, or text that ships with Python; in seeded order."""
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from calib.data.documents import Row
+from calib.data.hub_rows import find_split, stream_rows
+from calib.data.local_rows import Rows, looks_local, open_rows
+from calib.errors import InputError
+from calib.recipe import DataRecipe
+
+BUILTIN_PREFIX = "builtin:"
+PYTHON_DOCS = "builtin:python-docs"
+# the Python documentation has about 4; a third more so that nearly every piece fills a sample
+CHARACTERS_PER_TOKEN = 6
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows in the order in which they are to be used."""
+
+    name: str
+    rows: Iterable[Row]
+    warnings: tuple[str, ...] = ()
+
+
+def open_source(recipe: DataRecipe) -> Source:
+    """Find out what `recipe.dataset` names and open it; rows are read as they are used.
+
+    Raises:
+        InputError: it names nothing that can be read.
+    """
+    if recipe.dataset.startswith(BUILTIN_PREFIX):
+        if recipe.dataset != PYTHON_DOCS:
+            raise InputError(f"no built-in dataset '{recipe.dataset}'; built in: {PYTHON_DOCS}")
+        rows = _shuffled(_python_docs(recipe.seq_len * CHARACTERS_PER_TOKEN), recipe.seed)
+        return Source(recipe.dataset, rows, ignored(recipe, "config", "split", "column"))
+    if looks_local(recipe.dataset):
+        rows = _shuffled(open_rows(recipe.dataset), recipe.seed)
+        return Source(recipe.dataset, rows, ignored(recipe, "config", "split"))
+    split = find_split(recipe)
+    config = f" ({recipe.config})" if recipe.config else ""
+    return Source(f"{recipe.dataset}{config} [{split}]", stream_rows(recipe, split))
+
+
+def ignored(recipe: DataRecipe, *names: str) -> tuple[str, ...]:
+    """Return a warning for each of the settings that was given but means nothing here."""
+    given = {name: getattr(recipe, name) for name in names}
+    return tuple(
+        f"data.{name} '{value}' is ignored: dataset '{recipe.dataset}' has none"
+        for name, value in given.items()
+        if value is not None
+    )
+
+
+def _shuffled(rows: Rows, seed: int) -> Iterator[Row]:
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    return (rows[i] for i in order)
+
+
+def _python_docs(min_characters: int) -> list[str]:
+    from pydoc_data.topics import topics
+
+    pieces: list[str] = []
+    current: list[str] = []
+    length = 0
+    for paragraph in "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"):
+        current.append(paragraph)
+        length += len(paragraph) + len("\n\n")
+        if length >= min_characters:
+            pieces.append("\n\n".join(current))
+            current, length = [], 0
+    # what is left is too short for a sample, unless it is all there is
+    return pieces or ["\n\n".join(current)]

@@ -1,0 +1,28 @@
+"""What can go wrong, as types. Every message says what was given, what is allowed and what to do.
+
+Fp8kvError
+├── InputError              the user's flags, recipe, files or dataset
+├── UnsupportedModelError   the model's attention cannot be calibrated
+├── UnsupportedExportError  the format cannot express these scales
+└── CalibrationError        the numbers seen cannot become scales
+"""
+
+
+class Fp8kvError(Exception):
+    """Base of everything this package raises on purpose; the CLI prints it as one line, exit 2."""
+
+
+class InputError(Fp8kvError, ValueError):
+    """A flag, recipe, model directory, dataset or output path cannot be used as given."""
+
+
+class UnsupportedModelError(Fp8kvError):
+    """The model keeps no per-head K and V cache that an FP8 scale could describe."""
+
+
+class UnsupportedExportError(Fp8kvError):
+    """The target format has no way to say what these scales say."""
+
+
+class CalibrationError(Fp8kvError):
+    """A layer saw nothing, only zeros, or NaN/Inf: no scale can be derived."""

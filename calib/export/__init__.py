@@ -1,0 +1,135 @@
+"""Every format engines load, as one table; adding a format is one entry here and one golden file."""
+
+from calib.checkpoint import Checkpoint
+from calib.choices import FormatName, Reduce
+from calib.errors import UnsupportedExportError
+from calib.export.base import Export, Format
+from calib.export.compressed_tensors import compressed_tensors, sglang
+from calib.export.modelopt import modelopt, trtllm
+from calib.export.scales_json import scales_json
+from calib.export.tgi import tgi
+from calib.scales import KVScales
+
+__all__ = ["FORMATS", "Export", "Format", "export", "prepare"]
+
+
+def prepare(scales: KVScales, name: FormatName, *, reduce: Reduce = "none") -> KVScales:
+    """Return `scales` in a form that the format can express, or refuse.
+
+    Raises:
+        UnsupportedExportError: the format cannot express the strategy, FP8 type or query scales;
+            the message names the way out.
+    """
+    target = FORMATS[name]
+    if scales.fp8_dtype not in target.fp8_dtypes:
+        raise UnsupportedExportError(
+            f"--format {name} holds {' or '.join(target.fp8_dtypes)} scales; these are for "
+            f"{scales.fp8_dtype}. Use --fp8-dtype {target.fp8_dtypes[0]}: AMD MI300 engines convert "
+            f"that themselves; or --format {_others(scales, 'fp8_dtypes', scales.fp8_dtype)}"
+        )
+    if scales.has_q and not target.reads_q:
+        raise UnsupportedExportError(
+            f"--format {name} holds no query scales. Use --targets kv, or --format vllm"
+        )
+    if scales.strategy in target.strategies:
+        return scales
+    if reduce == "max":
+        return scales.reduce_max()
+    raise UnsupportedExportError(
+        f"--format {name}: {target.engine} reads one scale per layer; this calibration has strategy "
+        f"'{scales.strategy}'. Use --strategy {target.strategies[0]}, add --reduce max, or "
+        f"--format {_others(scales, 'strategies', scales.strategy)}"
+    )
+
+
+def export(
+    scales: KVScales,
+    checkpoint: Checkpoint,
+    name: FormatName,
+    *,
+    reduce: Reduce = "none",
+    tp_size: int = 1,
+) -> Export:
+    """Express `scales` in the format called `name`, for the model in `checkpoint`.
+
+    Raises:
+        UnsupportedExportError: the format, or the engine behind it, cannot hold them.
+    """
+    return FORMATS[name].build(prepare(scales, name, reduce=reduce), checkpoint, tp_size)
+
+
+def _others(scales: KVScales, field: str, wanted: str) -> str:
+    return " or ".join(name for name, format in FORMATS.items() if wanted in getattr(format, field))
+
+
+def _nothing(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
+    # the statistics and the recipe, which every output holds, are all our own runtime needs
+    return Export()
+
+
+_VLLM_NOTE = (
+    "on AMD MI300 (fnuz) vLLM does not convert compressed-tensors KV scales: use --format modelopt"
+)
+
+FORMATS: dict[FormatName, Format] = {
+    "vllm": Format(
+        engine="vLLM",
+        build=compressed_tensors,
+        serve="vllm serve {path} --kv-cache-dtype fp8",
+        strategies=("tensor", "attn_head"),
+        reads_q=True,
+        note=_VLLM_NOTE,
+    ),
+    "aphrodite": Format(
+        engine="Aphrodite",
+        build=compressed_tensors,
+        serve="aphrodite run {path} --kv-cache-dtype fp8",
+        strategies=("tensor", "attn_head"),
+        reads_q=True,
+    ),
+    "sglang": Format(
+        engine="SGLang",
+        build=sglang,
+        serve="python -m sglang.launch_server --model-path {path} --kv-cache-dtype fp8_e4m3",
+        note="needs SGLang of September 2026 or newer, which reads compressed-tensors KV scales; "
+        "older ones ignore them silently: use --format modelopt for those",
+    ),
+    "tgi": Format(
+        engine="TGI",
+        build=tgi,
+        serve="text-generation-launcher --model-id {path} --kv-cache-dtype fp8_e4m3fn",
+        fp8_dtypes=("e4m3fn", "e4m3fnuz"),
+        note="TGI uses the scales with paged attention or flashinfer only, and says so in its log",
+    ),
+    "json": Format(
+        engine="vLLM <= 0.6 on ROCm, Aphrodite <= 0.6",
+        build=scales_json,
+        serve="<engine> --model MODEL --kv-cache-dtype fp8 "
+        "--quantization-param-path {path}/kv_cache_scales.json",
+        with_weights=False,
+        note="vLLM 0.4.3 to 0.6.6, Aphrodite <= 0.6.5 and SGLang accept this file but do not apply it "
+        "correctly; vLLM >= 0.7 has dropped it: prefer --format vllm or sglang",
+    ),
+    "modelopt": Format(
+        engine="vLLM on MI300, SGLang before September 2026",
+        build=modelopt,
+        serve="vllm serve {path} --quantization modelopt --kv-cache-dtype fp8",
+        note="vLLM passes these scales through bfloat16 (0.02 becomes 0.02001953)",
+    ),
+    "trtllm": Format(
+        engine="TensorRT-LLM",
+        build=trtllm,
+        serve="trtllm-serve {path} --kv_cache_dtype fp8",
+        note="TensorRT-LLM's PyTorch backend ignores FP8 KV scales and uses 1.0; vLLM and SGLang "
+        "refuse this file: use --format modelopt for them",
+    ),
+    "fp8kv": Format(
+        engine="the bundled runtime",
+        build=_nothing,
+        serve="",
+        strategies=("tensor", "attn_head", "channel"),
+        fp8_dtypes=("e4m3fn", "e4m3fnuz", "e5m2"),
+        reads_q=True,
+        with_weights=False,
+    ),
+}

@@ -1,0 +1,35 @@
+"""What an exporter is: a function from scales to the tensors, config and documents of one format."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from calib.checkpoint import Checkpoint
+from calib.choices import FP8Name, Strategy
+from calib.scales import KVScales
+
+
+@dataclass(frozen=True)
+class Export:
+    """What goes into an output directory besides the source's own files."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # the extra shard
+    config: dict[str, Any] | None = None  # the new config.json; None leaves the source's
+    documents: dict[str, dict[str, Any]] = field(default_factory=dict)  # file name -> JSON
+    notes: tuple[str, ...] = ()  # what the user must know about this very export
+
+
+@dataclass(frozen=True)
+class Format:
+    """One value of `--format`."""
+
+    engine: str
+    build: Callable[[KVScales, Checkpoint, int], Export]  # (scales, source, tp_size)
+    serve: str  # the launch command; {path} stands for the output directory
+    strategies: tuple[Strategy, ...] = ("tensor",)
+    fp8_dtypes: tuple[FP8Name, ...] = ("e4m3fn",)
+    reads_q: bool = False
+    with_weights: bool = True
+    note: str = ""  # what the engine does with the file, where that may surprise

@@ -1,0 +1,105 @@
+"""compressed-tensors: `<attn>.{k,v,q}_scale` and `kv_cache_scheme` in the config's quantization_config.
+
+Read by vLLM and Aphrodite (tensor and attn_head) and by SGLang since August 2026 (tensor).
+An existing quantization_config is kept; only its KV part is set.
+"""
+
+import copy
+from typing import Any
+
+from torch import Tensor
+
+from calib.checkpoint import Checkpoint
+from calib.errors import UnsupportedExportError
+from calib.export import scales_json
+from calib.export.base import Export
+from calib.export.names import checkpoint_prefix
+from calib.scales import KVScales
+
+# quant_methods whose engines read `<attn>.k_scale` beside them without any scheme in the config
+_SCALES_WITHOUT_SCHEME = {"fp8", "quark", "modelopt"}
+
+
+def compressed_tensors(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
+    """Export for vLLM and Aphrodite.
+
+    Raises:
+        UnsupportedExportError: the checkpoint's weights are quantised in a way that rules scales out.
+    """
+    config = copy.deepcopy(checkpoint.config)
+    quantization = find_quantization_config(config)
+    method = quantization.get("quant_method") if quantization else None
+    notes: tuple[str, ...] = ()
+    if quantization is None:
+        config["quantization_config"] = _kv_only(scales)
+    elif method == "compressed-tensors":
+        quantization["kv_cache_scheme"] = _scheme(scales)
+        quantization.setdefault("config_groups", {})
+    elif method in _SCALES_WITHOUT_SCHEME:
+        notes = (_beside_quantized(str(method), scales, quantization),)
+    else:
+        raise UnsupportedExportError(
+            f"engines read no KV scales beside '{method}' weights; "
+            "start from the unquantized, compressed-tensors or fp8 version of this model"
+        )
+    return Export(scale_tensors(scales, checkpoint), config, notes=notes)
+
+
+def sglang(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
+    """Export for SGLang: the checkpoint, and kv_cache_scales.json beside it."""
+    export = compressed_tensors(scales, checkpoint, tp_size)
+    beside = scales_json.scales_json(scales, checkpoint, tp_size)
+    return Export(export.tensors, export.config, beside.documents, export.notes + beside.notes)
+
+
+def scale_tensors(scales: KVScales, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Name and shape scales as engines load them: `[1]`, or `[heads, 1, 1]` for attn_head."""
+    shape = (1,) if scales.strategy == "tensor" else (-1, 1, 1)
+    return {
+        f"{checkpoint_prefix(module, checkpoint)}.{which}_scale": scale.view(shape)
+        for module, layer in scales.with_shared().items()
+        for which, scale in layer.items()
+    }
+
+
+def find_quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
+    """The quantization_config of a checkpoint, where engines look for it, or None."""
+    for holder in (config, config.get("text_config")):
+        found = holder.get("quantization_config") if isinstance(holder, dict) else None
+        if isinstance(found, dict):
+            return found
+    return None
+
+
+def _kv_only(scales: KVScales) -> dict[str, Any]:
+    # `config_groups` must be present, though empty: vLLM counts heads only then
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "quantization_status": "compressed",
+        "config_groups": {},
+        "ignore": [],
+        "kv_cache_scheme": _scheme(scales),
+    }
+
+
+def _scheme(scales: KVScales) -> dict[str, Any]:
+    return {
+        "num_bits": 8,
+        "type": "float",
+        "strategy": scales.strategy,
+        "symmetric": True,
+        "dynamic": False,
+    }
+
+
+def _beside_quantized(method: str, scales: KVScales, quantization: dict[str, Any]) -> str:
+    if scales.strategy != "tensor":
+        raise UnsupportedExportError(
+            f"'{method}' weights allow one KV scale per layer; this calibration has strategy "
+            f"'{scales.strategy}'. Use --strategy tensor, or add --reduce max"
+        )
+    if method == "modelopt":
+        quantization["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+        return "modelopt weights: hf_quant_config.json, if any, is left as it is"
+    return f"'{method}' weights: the engine reads the scales only with --kv-cache-dtype fp8"

@@ -1,0 +1,73 @@
+"""ModelOpt: `<attn>.k_proj.k_scale` and `.v_proj.v_scale`, `hf_quant_config.json`.
+
+`trtllm` is what ModelOpt writes for a KV-only calibration. vLLM and SGLang refuse its null
+`quant_algo`, so `modelopt` says FP8 and then ignores every weight, which both accept.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from calib.checkpoint import Checkpoint
+from calib.errors import UnsupportedExportError
+from calib.export.base import Export
+from calib.export.compressed_tensors import find_quantization_config
+from calib.export.names import checkpoint_prefix
+from calib.scales import KVScales
+
+QUANT_CONFIG_FILE = "hf_quant_config.json"
+
+_PRODUCER = {"name": "fp8kv"}
+_READ_UNDER = ("self_attn", "mixer")
+
+
+def modelopt(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
+    """Export the variant that vLLM and SGLang accept, for MI300 and SGLang before August 2026."""
+    return _export(scales, checkpoint, quant_algo="FP8", ignore=["*"])
+
+
+def trtllm(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
+    """Export ModelOpt's own KV-only form, for TensorRT-LLM."""
+    return _export(scales, checkpoint, quant_algo=None, ignore=["lm_head"])
+
+
+def _export(
+    scales: KVScales, checkpoint: Checkpoint, *, quant_algo: str | None, ignore: list[str]
+) -> Export:
+    if find_quantization_config(checkpoint.config) is not None:
+        raise UnsupportedExportError(
+            f"'{checkpoint.path}' already has a quantization_config, which this format would "
+            "replace; use --format vllm, which keeps it"
+        )
+    quantization: dict[str, Any] = {
+        "quant_method": "modelopt",
+        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "ignore": ignore,
+        "producer": _PRODUCER,
+    }
+    if quant_algo is not None:
+        quantization["quant_algo"] = quant_algo
+    document = {
+        "producer": _PRODUCER,
+        "quantization": {
+            "quant_algo": quant_algo,
+            "kv_cache_quant_algo": "FP8",
+            "exclude_modules": ignore,
+        },
+    }
+    config = {**checkpoint.config, "quantization_config": quantization}
+    return Export(_tensors(scales, checkpoint), config, {QUANT_CONFIG_FILE: document})
+
+
+def _tensors(scales: KVScales, checkpoint: Checkpoint) -> dict[str, Tensor]:
+    tensors = {}
+    for module, layer in scales.with_shared().items():
+        prefix = checkpoint_prefix(module, checkpoint)
+        if not prefix.endswith(_READ_UNDER):
+            raise UnsupportedExportError(
+                f"engines read k_proj.k_scale only under {' or '.join(_READ_UNDER)}; this model has "
+                f"'{prefix}'. Use --format vllm"
+            )
+        tensors[f"{prefix}.k_proj.k_scale"] = layer.k
+        tensors[f"{prefix}.v_proj.v_scale"] = layer.v
+    return tensors

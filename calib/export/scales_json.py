@@ -1,0 +1,43 @@
+"""`kv_cache_scales.json`: vLLM <= 0.6, Aphrodite <= 0.6 and SGLang. One number per layer and rank."""
+
+from calib.checkpoint import Checkpoint
+from calib.errors import UnsupportedExportError
+from calib.export.base import Export
+from calib.scales import KVScales
+
+SCALES_FILE = "kv_cache_scales.json"
+
+
+def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
+    """Export the JSON alone; engines take it beside the unchanged model.
+
+    Its loaders want every layer index, so layers that cache no K and V are listed with 1.0.
+
+    Raises:
+        UnsupportedExportError: the model's config lacks a field that the loaders compare.
+    """
+    config = checkpoint.text_config
+    model_type, num_layers = config.get("model_type"), config.get("num_hidden_layers")
+    if not isinstance(model_type, str) or not isinstance(num_layers, int):
+        raise UnsupportedExportError(
+            f"{SCALES_FILE} needs model_type and num_hidden_layers, which the config of "
+            f"'{checkpoint.path}' lacks; use --format vllm or tgi"
+        )
+    largest = {
+        layer.layer_idx: float(layer.k.maximum(layer.v)) for layer in scales.with_shared().values()
+    }
+    factors = {str(index): largest.get(index, 1.0) for index in range(num_layers)}
+    document = {
+        "model_type": model_type,
+        "kv_cache": {
+            "dtype": f"float8_{scales.fp8_dtype}",
+            "scaling_factor": {str(rank): factors for rank in range(tp_size)},
+        },
+    }
+    return Export(documents={SCALES_FILE: document}, notes=_notes(num_layers - len(largest)))
+
+
+def _notes(missing: int) -> tuple[str, ...]:
+    if not missing:
+        return ()
+    return (f"{SCALES_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused",)

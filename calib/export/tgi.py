@@ -1,0 +1,18 @@
+"""Text Generation Inference: scalar `<attn>.kv_scale`, `.k_scale`, `.v_scale`, `kv_cache_torch_dtype`."""
+
+from calib.checkpoint import Checkpoint
+from calib.export.base import Export
+from calib.export.names import checkpoint_prefix
+from calib.scales import KVScales
+
+
+def tgi(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
+    """Export for TGI; `kv_scale` is the larger of K's and V's, for versions that know only it."""
+    tensors = {}
+    for module, layer in scales.with_shared().items():
+        prefix = checkpoint_prefix(module, checkpoint)
+        tensors[f"{prefix}.k_scale"] = layer.k
+        tensors[f"{prefix}.v_scale"] = layer.v
+        tensors[f"{prefix}.kv_scale"] = layer.k.maximum(layer.v)
+    config = {**checkpoint.config, "kv_cache_torch_dtype": f"float8_{scales.fp8_dtype}"}
+    return Export(tensors, config)

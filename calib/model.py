@@ -1,0 +1,147 @@
+"""From what the user typed to a checked checkpoint, and from there to a model in memory."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from calib.builtin import BUILTIN_MODELS, builtin_model
+from calib.checkpoint import Checkpoint, open_checkpoint
+from calib.errors import InputError, UnsupportedModelError
+from calib.hub import download_model
+from calib.recipe import Recipe
+
+
+def find_checkpoint(model: str) -> Checkpoint:
+    """Resolve a local directory, Hub id or `builtin:` name, and check what is there.
+
+    Raises:
+        InputError: there is no such model, it cannot be reached, or its files are damaged.
+    """
+    if model.startswith("builtin:"):
+        return open_checkpoint(builtin_model(model))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return open_checkpoint(path)
+    if path.exists():
+        raise InputError(f"model '{model}' is a file; give the directory that holds its config.json")
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise InputError(
+            f"model '{model}' does not exist; give a local directory, a Hub id such as "
+            f"Qwen/Qwen2.5-7B-Instruct, or {BUILTIN_MODELS[0]}"
+        )
+    return open_checkpoint(download_model(model))
+
+
+def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
+    """Read the model's config and refuse, before any weight is read, what cannot be calibrated.
+
+    Raises:
+        InputError: the config cannot be read, or sequences are longer than the model's positions.
+        UnsupportedModelError: not a decoder-only language model with K and V per head.
+    """
+    try:
+        config = AutoConfig.from_pretrained(
+            checkpoint.path, trust_remote_code=recipe.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(_one_line(f"cannot read the config of '{checkpoint.path}': {error}")) from None
+    _check_is_decoder(config, checkpoint)
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"{config.model_type} uses multi-head latent attention (MLA): it caches one compressed "
+            "latent per token, so it has no K and V per head that a scale could describe"
+        )
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions and recipe.data.seq_len > positions:
+        raise InputError(
+            f"--seq-len {recipe.data.seq_len} is longer than the model's {positions} positions; "
+            f"use --seq-len {positions} or less"
+        )
+    return config
+
+
+def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
+    """Load the weights, every one of them from the checkpoint.
+
+    Raises:
+        InputError: weights are missing or have other shapes than the config says.
+    """
+    _forget_kv_only_quantization(config)
+    try:
+        model, info = _auto_class(config).from_pretrained(
+            checkpoint.path,
+            config=config,
+            dtype=recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype),
+            device_map=_device_map(recipe),
+            trust_remote_code=recipe.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise InputError(_one_line(f"cannot load '{checkpoint.path}': {error}")) from None
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise InputError(
+            f"'{checkpoint.path}' lacks {len(missing)} weights, such as '{missing[0]}': "
+            "they would be random; download the model again"
+        )
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer.
+
+    Raises:
+        InputError: the directory holds none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(  # type: ignore[no-any-return]
+            checkpoint.path, trust_remote_code=recipe.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(
+            _one_line(f"cannot load the tokenizer of '{checkpoint.path}': {error}")
+        ) from None
+
+
+def _check_is_decoder(config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
+    architectures = checkpoint.config.get("architectures") or [config.model_type]
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{architectures[0]} is an encoder-decoder; only decoder-only language models keep the "
+            "KV cache that engines hold in FP8"
+        )
+    if not any("ForCausalLM" in a or "LMHead" in a or "ForConditionalGeneration" in a for a in architectures):
+        raise UnsupportedModelError(
+            f"{architectures[0]} is not a causal language model; give a ...ForCausalLM checkpoint"
+        )
+
+
+def _auto_class(config: PreTrainedConfig) -> Any:
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping or hasattr(config, "auto_map"):
+            return auto
+    raise UnsupportedModelError(
+        f"{config.model_type} is not a causal language model that transformers knows"
+    )
+
+
+def _forget_kv_only_quantization(config: PreTrainedConfig) -> None:
+    # an output of ours, calibrated again: its weights are plain, only the KV cache is quantised
+    quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and quantization.get("config_groups") == {}:
+        del config.quantization_config
+
+
+def _device_map(recipe: Recipe) -> str:
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device cuda: torch sees no GPU; use --device cpu, or see `fp8kv doctor`")
+    return "auto" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu"
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())

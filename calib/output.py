@@ -1,0 +1,167 @@
+"""Output directories: the source's files linked, one extra shard, all of it in one atomic rename."""
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from calib.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
+from calib.choices import Weights
+from calib.errors import InputError
+from calib.export.base import Export
+
+CALIBRATION_FILE = "fp8kv_calibration.json"
+SCALES_SHARD = "model-fp8kv-scales.safetensors"
+
+# transformers ignores the index, and so our shard, where a file of the usual single name exists
+_RENAMED_SINGLE = "model-00001-of-00001.safetensors"
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
+_STALE = re.compile(r"\.(?:kv|[qkv])_(?:scale|zero_point)$|\.[qkv]_proj\.output_scale$")
+
+
+def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
+    """Refuse an output path that would harm the source or something that is not ours.
+
+    Raises:
+        InputError: the path is the source, lies around or inside it, or exists.
+    """
+    resolved, model = out.resolve(), source.resolve()
+    if resolved == model or model in resolved.parents or resolved in model.parents:
+        raise InputError(f"output '{out}' would mix with the model in '{source}'; choose another -o")
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not overwrite:
+        raise InputError(f"output '{out}' exists; add --overwrite, or choose another -o")
+    if not any(out.glob(CALIBRATION_FILE)) and not any(out.glob(f"*/{CALIBRATION_FILE}")):
+        raise InputError(f"output '{out}' was not written by fp8kv, so --overwrite leaves it alone")
+
+
+@contextmanager
+def atomic_directory(out: Path) -> Iterator[Path]:
+    """Give a scratch directory that becomes `out` when the block ends well, and is gone otherwise.
+
+    Raises:
+        InputError: the file system refuses to write, as on a full disk.
+    """
+    scratch = out.parent / f".{out.name}.{os.getpid()}.partial"
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        _replace(scratch, out)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot write '{out}': {error}; nothing was left behind") from None
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_checkpoint(
+    export: Export, checkpoint: Checkpoint, out: Path, *, weights: Weights, readme: str
+) -> None:
+    """Fill the directory `out` with the source's files and what `export` adds."""
+    _copy_small_files(checkpoint, out)
+    write_documents(export, out)
+    _write_readme(checkpoint.path / "README.md", readme, out)
+    write_json(out / "config.json", export.config or checkpoint.config)
+    stale = {name for name in checkpoint.weight_map if _STALE.search(name)}
+    names = _output_names(checkpoint, weights)
+    if weights != "none":
+        for shard in checkpoint.shards:
+            drop = {name for name in stale if checkpoint.weight_map[name] == shard}
+            _place_shard(checkpoint.path / shard, out / names[shard], drop, weights)
+    tensors = {name: tensor.contiguous() for name, tensor in export.tensors.items()}
+    save_file(tensors, out / SCALES_SHARD, metadata={"format": "pt"})
+    kept = {n: names[shard] for n, shard in checkpoint.weight_map.items() if n not in stale}
+    _write_index(checkpoint, out, {**kept, **dict.fromkeys(tensors, SCALES_SHARD)}, tensors)
+
+
+def write_documents(export: Export, out: Path) -> None:
+    """Write the JSON documents of `export`."""
+    for name, document in export.documents.items():
+        write_json(out / name, document)
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write `document` as indented JSON."""
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def _replace(scratch: Path, out: Path) -> None:
+    if not out.exists():
+        scratch.rename(out)
+        return
+    old = out.parent / f".{out.name}.{os.getpid()}.old"
+    out.rename(old)
+    scratch.rename(out)
+    shutil.rmtree(old)
+
+
+def _output_names(checkpoint: Checkpoint, weights: Weights) -> dict[str, str]:
+    names = {shard: shard for shard in checkpoint.shards}
+    if SINGLE_FILE in names and weights != "none":
+        names[SINGLE_FILE] = _RENAMED_SINGLE
+    return names
+
+
+def _copy_small_files(checkpoint: Checkpoint, out: Path) -> None:
+    for file in sorted(checkpoint.path.rglob("*")):
+        relative = file.relative_to(checkpoint.path)
+        hidden = any(part.startswith((".", "fp8kv_")) for part in relative.parts)
+        if hidden or not file.is_file() or file.suffix in _WEIGHT_SUFFIXES:
+            continue
+        (out / relative).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, out / relative)
+
+
+def _place_shard(source: Path, target: Path, drop: set[str], weights: Weights) -> None:
+    if drop:
+        _rewrite_shard(source, target, drop)
+        return
+    if weights == "link":
+        try:
+            os.link(source.resolve(), target)
+            return
+        except OSError as error:
+            if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}:
+                raise
+    shutil.copyfile(source, target)
+
+
+def _rewrite_shard(source: Path, target: Path, drop: set[str]) -> None:
+    # scales of an earlier calibration: left in place, an engine would find two values for one name
+    with safe_open(source, framework="pt") as file:
+        kept = {name: file.get_tensor(name) for name in file.keys() if name not in drop}  # noqa: SIM118
+        metadata = file.metadata()
+    save_file(kept, target, metadata=metadata)
+
+
+def _write_index(
+    checkpoint: Checkpoint, out: Path, weight_map: dict[str, str], added: dict[str, Tensor]
+) -> None:
+    source_index = checkpoint.path / INDEX_FILE
+    metadata = read_json(source_index).get("metadata", {}) if source_index.exists() else {}
+    size = metadata.get("total_size") or sum(_data_bytes(checkpoint.path / s) for s in checkpoint.shards)
+    metadata["total_size"] = size + sum(tensor.nbytes for tensor in added.values())
+    write_json(out / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def _data_bytes(shard: Path) -> int:
+    # a safetensors file is 8 bytes of header length, the header, the data
+    with shard.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+    return shard.stat().st_size - 8 - header
+
+
+def _write_readme(source: Path, ours: str, out: Path) -> None:
+    card = source.read_text(errors="replace") if source.exists() else ""
+    front = re.match(r"---\n.*?\n---\n", card, re.DOTALL)
+    matter = front.group() if front else ""
+    (out / "README.md").write_text("\n".join(filter(None, [matter, ours, card[len(matter) :]])))

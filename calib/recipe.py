@@ -1,0 +1,182 @@
+"""A recipe fully determines a calibration: what to measure, on which data, and what to write."""
+
+import difflib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from calib.choices import (
+    Device,
+    DType,
+    FormatName,
+    FP8Name,
+    ObserverName,
+    Reduce,
+    Strategy,
+    Targets,
+    Weights,
+)
+from calib.errors import InputError
+
+ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ObserverRecipe(_Strict):
+    """How an amax is derived from what was measured."""
+
+    name: ObserverName = "absmax"
+    percentile: float = Field(99.99, gt=50, le=100, description="used by `percentile` only")
+
+
+class DataRecipe(_Strict):
+    """Which text the model reads during calibration."""
+
+    dataset: str = ULTRACHAT
+    config: str | None = Field(None, description="Hub dataset configuration")
+    split: str | None = Field(None, description="Hub dataset split; found when not given")
+    column: str | None = Field(None, description="text or chat column; found when not given")
+    samples: int = Field(512, ge=1)
+    seq_len: int = Field(2048, ge=2, description="tokens a sample is truncated to")
+    batch_size: int | str = Field("auto", description="samples per forward pass, or 'auto'")
+    seed: int = Field(42, ge=0)
+
+    @model_validator(mode="after")
+    def _batch_size_is_auto_or_positive(self) -> "DataRecipe":
+        if self.batch_size == "auto" or (isinstance(self.batch_size, int) and self.batch_size > 0):
+            return self
+        raise ValueError(f"batch_size must be 'auto' or a positive integer, got {self.batch_size!r}")
+
+
+class ExportRecipe(_Strict):
+    """What is written for the engines."""
+
+    formats: tuple[FormatName, ...] = Field(("vllm",), min_length=1)
+    reduce: Reduce = "none"
+    tp_size: int = Field(1, ge=1, description="ranks in kv_cache_scales.json")
+    weights: Weights = "link"
+
+
+class Recipe(_Strict):
+    """One calibration, end to end."""
+
+    version: int = Field(1, ge=1, le=1)
+    description: str = ""
+    strategy: Strategy = "tensor"
+    observer: ObserverRecipe = ObserverRecipe()
+    targets: Targets = "kv"
+    fp8_dtype: FP8Name = "e4m3fn"
+    headroom: float = Field(1.0, gt=0, le=16, description="amax is multiplied by this")
+    means: bool = Field(False, description="also collect per-channel means of K and V")
+    device: Device = "auto"
+    dtype: DType = "auto"
+    trust_remote_code: bool = False
+    data: DataRecipe = DataRecipe()
+    export: ExportRecipe = ExportRecipe()
+
+    @model_validator(mode="after")
+    def _channel_needs_absmax(self) -> "Recipe":
+        if self.strategy == "channel" and self.observer.name != "absmax":
+            raise ValueError(
+                f"strategy 'channel' keeps no histogram per channel, so observer "
+                f"'{self.observer.name}' cannot serve it; use observer absmax"
+            )
+        return self
+
+
+def recipe_names() -> list[str]:
+    """Names of the bundled recipes, sorted."""
+    files = resources.files("recipes").iterdir()
+    return sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml"))
+
+
+def recipe_text(name: str) -> str:
+    """YAML text of a bundled recipe.
+
+    Raises:
+        InputError: no bundled recipe has that name.
+    """
+    if name not in recipe_names():
+        raise InputError(
+            f"no recipe named '{name}'{_did_you_mean(name, recipe_names())}; "
+            f"bundled: {', '.join(recipe_names())}; or give a YAML file"
+        )
+    return resources.files("recipes").joinpath(f"{name}.yaml").read_text()
+
+
+def load_recipe(source: str | None, overrides: dict[str, Any] | None = None) -> Recipe:
+    """Read a bundled recipe, a YAML file or a saved `fp8kv_calibration.json`, then apply overrides.
+
+    Args:
+        source: bundled name or path; None is the default recipe.
+        overrides: dotted key -> value, such as `{"data.samples": 64}`.
+
+    Raises:
+        InputError: the recipe does not exist, is not YAML, or holds an unknown key or bad value.
+    """
+    document = _read(source) if source else {}
+    for key, value in (overrides or {}).items():
+        _set(document, key, value)
+    try:
+        return Recipe.model_validate(document)
+    except ValidationError as error:
+        raise InputError(_explain(source, error)) from None
+
+
+def _read(source: str) -> dict[str, Any]:
+    path = Path(source)
+    is_file = path.suffix in {".yaml", ".yml", ".json"} or path.exists()
+    try:
+        text = path.read_text() if is_file else recipe_text(source)
+        document = yaml.safe_load(text)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"cannot read recipe '{source}': {' '.join(str(error).split())}") from None
+    if isinstance(document, dict) and path.name == "fp8kv_calibration.json":
+        document = document.get("recipe")
+    if not isinstance(document, dict):
+        raise InputError(f"recipe '{source}' must be a mapping of keys to values; see `fp8kv recipes`")
+    return document
+
+
+def _set(document: dict[str, Any], dotted: str, value: Any) -> None:
+    *parents, leaf = dotted.split(".")
+    for parent in parents:
+        child = document.setdefault(parent, {})
+        if not isinstance(child, dict):
+            raise InputError(f"'{dotted}' cannot be set: '{parent}' is a single value in the recipe")
+        document = child
+    document[leaf] = value
+
+
+def _explain(source: str | None, error: ValidationError) -> str:
+    first = error.errors()[0]
+    dotted = ".".join(str(part) for part in first["loc"]) or "recipe"
+    where = f"recipe '{source}'" if source else "recipe"
+    if first["type"] == "extra_forbidden":
+        parent, leaf = first["loc"][:-1], str(first["loc"][-1])
+        legal = _keys(parent)
+        return (
+            f"{where}: unknown key '{dotted}'{_did_you_mean(leaf, legal)}; "
+            f"legal keys here: {', '.join(legal)}"
+        )
+    message = first["msg"].removeprefix("Value error, ")
+    given = "" if first["type"] == "value_error" else f", got {first['input']!r}"
+    return f"{where}: {dotted}: {message}{given}"
+
+
+def _keys(path: tuple[int | str, ...]) -> list[str]:
+    model: type[BaseModel] = Recipe
+    for part in path:
+        model = model.model_fields[str(part)].annotation  # type: ignore[assignment]
+    return list(model.model_fields)
+
+
+def _did_you_mean(given: str, legal: list[str]) -> str:
+    close = difflib.get_close_matches(given, legal, n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""

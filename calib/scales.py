@@ -1,0 +1,74 @@
+"""Scales: frozen, checked data, keyed by module name. Derived in `stats.py`, written by `export/`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from calib.choices import FP8Name, Strategy
+
+
+@dataclass(frozen=True)
+class LayerScales:
+    """Scales of one attention module; `x ≈ x_fp8 * scale`.
+
+    Raises:
+        ValueError: a scale is not float32, finite and positive.
+    """
+
+    layer_idx: int
+    k: Tensor  # [1], [K] or [K, D] float32
+    v: Tensor  # [1], [K] or [K, D] float32
+    q: Tensor | None = None  # [1], [H] or [H, D] float32
+
+    def __post_init__(self) -> None:
+        for name, scale in self.items():
+            if scale.dtype != torch.float32 or not (torch.isfinite(scale) & (scale > 0)).all():
+                raise ValueError(f"{name} scale must be finite, positive float32, got {scale}")
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        """`("k", k)`, `("v", v)` and, where there is one, `("q", q)`."""
+        named = [("k", self.k), ("v", self.v)]
+        return named if self.q is None else [*named, ("q", self.q)]
+
+
+@dataclass(frozen=True)
+class SharedAttention:
+    """An attention module that has no cache of its own and reads that of the module `owner`."""
+
+    layer_idx: int
+    owner: str
+
+
+@dataclass(frozen=True)
+class KVScales:
+    """Scales of every attention module that caches K and V, in layer order."""
+
+    strategy: Strategy
+    fp8_dtype: FP8Name
+    layers: Mapping[str, LayerScales]
+    shared: Mapping[str, SharedAttention] = field(default_factory=dict)
+
+    @property
+    def has_q(self) -> bool:
+        """Whether query scales are present."""
+        return any(layer.q is not None for layer in self.layers.values())
+
+    def with_shared(self) -> Mapping[str, LayerScales]:
+        """All modules an engine asks for: one that shares a cache reads it with its owner's scales."""
+        shared = {
+            name: replace(self.layers[module.owner], layer_idx=module.layer_idx)
+            for name, module in self.shared.items()
+        }
+        return {**self.layers, **shared}
+
+    def reduce_max(self) -> "KVScales":
+        """One scale per module and tensor, the largest: safe for the range, coarser than before."""
+        layers = {name: _reduce_layer(layer) for name, layer in self.layers.items()}
+        return replace(self, strategy="tensor", layers=layers)
+
+
+def _reduce_layer(layer: LayerScales) -> LayerScales:
+    q = None if layer.q is None else layer.q.amax().view(1)
+    return replace(layer, k=layer.k.amax().view(1), v=layer.v.amax().view(1), q=q)

@@ -1,0 +1,66 @@
+"""`fp8kv_stats.safetensors`: the statistics that travel with a checkpoint.
+
+Tensors are named `<module>.<k|v|q>.<amax|histogram|total>`; the header's metadata holds, as JSON,
+each module's layer index and token count.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from calib.errors import InputError
+from calib.scales import SharedAttention
+from calib.stats import KVStats, LayerStats, TensorStats
+
+STATS_FILE = "fp8kv_stats.safetensors"
+
+_FIELDS = ("amax", "histogram", "total")
+
+
+def save_stats(stats: KVStats, path: Path) -> None:
+    """Write `stats` to the file `path`."""
+    tensors = {
+        f"{name}.{which}.{field}": tensor.contiguous()
+        for name, layer in stats.layers.items()
+        for which in "kvq"
+        for field in _FIELDS
+        if (tensor := getattr(getattr(layer, which), field)) is not None
+    }
+    modules = {
+        name: {"layer_idx": layer.layer_idx, "tokens": layer.tokens}
+        for name, layer in stats.layers.items()
+    }
+    shared = {name: asdict(module) for name, module in stats.shared.items()}
+    facts = {"fp8kv_stats": "1", "modules": json.dumps(modules), "shared": json.dumps(shared)}
+    save_file(tensors, path, metadata=facts)
+
+
+def load_stats(path: Path) -> KVStats:
+    """Read statistics from a file, or from the calibration directory that holds one.
+
+    Raises:
+        InputError: there is no such file, or it is not a statistics file.
+    """
+    path = path / STATS_FILE if path.is_dir() else path
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot read statistics '{path}': {error}") from None
+    if metadata.get("fp8kv_stats") != "1":
+        raise InputError(f"'{path}' is not a {STATS_FILE} of this version")
+    modules = json.loads(metadata["modules"])
+    shared = {n: SharedAttention(**facts) for n, facts in json.loads(metadata["shared"]).items()}
+    return KVStats({n: _layer(n, facts, tensors) for n, facts in modules.items()}, shared)
+
+
+def _layer(name: str, facts: dict[str, int], tensors: dict[str, Tensor]) -> LayerStats:
+    def read(which: str) -> TensorStats:
+        return TensorStats(*(tensors.get(f"{name}.{which}.{field}") for field in _FIELDS))  # type: ignore[arg-type]
+
+    return LayerStats(facts["layer_idx"], facts["tokens"], read("k"), read("v"), read("q"))

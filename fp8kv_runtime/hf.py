@@ -1,0 +1,112 @@
+"""The bridge to transformers: stand in for a model's attention function, and leave no trace.
+
+transformers hands K, V and Q to one attention function after RoPE and QK-norm: what an engine
+caches. Models that call `scaled_dot_product_attention` themselves are met there instead.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+
+# replacement(original, module, query, key, value, *args, **kwargs) -> what original returns
+# query [B, H, T, D]; key, value [B, K, T, D]
+Replacement = Callable[..., Any]
+
+
+def swap_attention(model: PreTrainedModel, replacement: Replacement) -> AbstractContextManager[None]:
+    """Route every attention call of `model`'s decoder through `replacement` inside the block.
+
+    `replacement(original, module, query, key, value, ...)` gets the function it stands for as its
+    first argument. On exit, also after an exception, the model is exactly as before.
+    """
+    decoder = model.get_decoder()
+    if decoder._can_set_attn_implementation():
+        return _swap_interface(decoder, replacement)
+    return _swap_sdpa(decoder, replacement)
+
+
+@contextmanager
+def _swap_interface(decoder: nn.Module, replacement: Replacement) -> Iterator[None]:
+    with ExitStack() as stack:
+        for config in _attention_configs(decoder):
+            implementation = config._attn_implementation
+            # the original's name stays inside, for code that looks for "flash" in it
+            name = f"{implementation}_fp8kv_{id(replacement):x}"
+            AttentionInterface.register(name, _stand_in(implementation, replacement))
+            stack.callback(AttentionInterface._global_mapping.pop, name, None)
+            # without a mask function of the same name transformers drops the padding mask
+            mask = AttentionMaskInterface._global_mapping.get(implementation)
+            if mask is not None:
+                AttentionMaskInterface.register(name, mask)
+                stack.callback(AttentionMaskInterface._global_mapping.pop, name, None)
+            config._attn_implementation_internal = name
+            stack.callback(setattr, config, "_attn_implementation_internal", implementation)
+        yield
+
+
+def _stand_in(implementation: str, replacement: Replacement) -> Replacement:
+    def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        original = AttentionInterface._global_mapping.get(implementation) or _eager(module)
+        return replacement(original, module, *args, **kwargs)
+
+    return attend
+
+
+def _eager(module: nn.Module) -> Callable[..., Any]:
+    # "eager" is not registered: each modelling file passes its own as the default
+    forward = inspect.unwrap(type(module).forward)
+    eager: Callable[..., Any] = forward.__globals__["eager_attention_forward"]
+    return eager
+
+
+def _attention_configs(decoder: nn.Module) -> list[Any]:
+    configs = {
+        id(module.config): module.config
+        for module in decoder.modules()
+        if isinstance(getattr(module, "config", None), PreTrainedConfig)
+    }
+    return [config for config in configs.values() if config._attn_implementation is not None]
+
+
+@contextmanager
+def _swap_sdpa(decoder: nn.Module, replacement: Replacement) -> Iterator[None]:
+    running: list[nn.Module] = []  # attention modules on the call stack
+    layers = [module for module in decoder.modules() if hasattr(module, "layer_idx")]
+    with ExitStack() as stack:
+        for module in layers:
+            # a hook that returns a value would replace the module's inputs or outputs
+            enter = module.register_forward_pre_hook(lambda module, _: running.append(module))
+            leave = module.register_forward_hook(lambda *_: running.__delitem__(-1), always_call=True)
+            stack.callback(enter.remove)
+            stack.callback(leave.remove)
+        stack.enter_context(_SDPAMode(running, replacement))
+        yield
+
+
+class _SDPAMode(TorchFunctionMode):
+    """Hands `scaled_dot_product_attention` calls of a running attention module to `replacement`."""
+
+    def __init__(self, running: list[nn.Module], replacement: Replacement) -> None:
+        super().__init__()
+        self._running = running
+        self._replacement = replacement
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not scaled_dot_product_attention or not self._running:
+            return func(*args, **kwargs)
+
+        def original(_module: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+            attended: torch.Tensor = func(*args, **kwargs)
+            return attended
+
+        return self._replacement(original, self._running[-1], *args, **kwargs)

@@ -1,0 +1,1 @@
+"""Bundled recipes, YAML as package data; `fp8kv recipes` lists them."""

@@ -1,0 +1,71 @@
+"""Batches hold every sample once, in a fixed order, with less than 5 % padding."""
+
+import random
+
+import pytest
+import torch
+
+from calib.data import make_batches, resolve_batch_size
+from calib.recipe import DataRecipe
+
+PAD = 99
+
+
+def samples_of(*lengths):
+    return [[i + 1] * length for i, length in enumerate(lengths)]
+
+
+def test_rows_are_padded_on_the_right_and_masked():
+    (batch,) = make_batches([[1] * 19, [2] * 20, [3] * 20], batch_size=3, pad_id=PAD)
+    assert batch.sample_ids == (1, 2, 0)
+    expected = torch.tensor([[2] * 20, [3] * 20, [1] * 19 + [PAD]])
+    assert torch.equal(batch.input_ids, expected)
+    assert torch.equal(batch.attention_mask, (expected != PAD).long())
+    assert batch.input_ids.dtype == batch.attention_mask.dtype == torch.int64
+    assert (batch.num_tokens, batch.has_padding) == (59, True)
+
+
+def test_equal_lengths_fill_batches_in_sample_order_without_padding():
+    batches = make_batches(samples_of(4, 4, 4, 4, 4), batch_size=2, pad_id=PAD)
+    assert [batch.sample_ids for batch in batches] == [(0, 1), (2, 3), (4,)]
+    assert not any(batch.has_padding for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("short", "groups"),
+    [(19, [(0, 1)]), (18, [(0,), (1,)])],
+    ids=["1/40 is padding", "2/40 = 5 % is padding"],
+)
+def test_a_batch_closes_before_its_padding_reaches_five_percent(short, groups):
+    batches = make_batches(samples_of(20, short), batch_size=8, pad_id=PAD)
+    assert [batch.sample_ids for batch in batches] == groups
+
+
+def test_every_sample_is_in_one_batch_and_padding_stays_low():
+    rng = random.Random(0)
+    samples = samples_of(*(rng.randint(1, 300) for _ in range(200)))
+    batches = make_batches(samples, batch_size=7, pad_id=PAD)
+    assert sorted(i for batch in batches for i in batch.sample_ids) == list(range(200))
+    assert max(len(batch.sample_ids) for batch in batches) == 7
+    for batch in batches:
+        assert 1 - batch.num_tokens / batch.input_ids.numel() < 0.05
+        for row, i in enumerate(batch.sample_ids):
+            assert batch.input_ids[row][batch.attention_mask[row].bool()].tolist() == samples[i]
+
+
+def test_no_samples_make_no_batches():
+    assert make_batches([], batch_size=4, pad_id=PAD) == []
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "seq_len", "device_type", "expected"),
+    [
+        ("auto", 512, "cpu", 8),
+        ("auto", 512, "cuda", 32),
+        ("auto", 100_000, "cuda", 1),
+        (3, 512, "cuda", 3),
+    ],
+)
+def test_resolve_batch_size(batch_size, seq_len, device_type, expected):
+    recipe = DataRecipe(batch_size=batch_size, seq_len=seq_len)
+    assert resolve_batch_size(recipe, device_type) == expected

@@ -1,0 +1,83 @@
+"""The text or chat of a row is found by column name, or the error says how to name the column."""
+
+import pytest
+
+from calib.data.documents import find_document, is_blank
+from calib.errors import InputError
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "document"),
+    [
+        ("bare", "bare"),
+        ({"prompt": "p", "text": "t", "messages": CHAT}, CHAT),
+        ({"content": "c", "text": "t"}, "t"),
+        ({"id": "1", "content": "c"}, "c"),
+        ({"id": "1", "document": "d"}, "d"),
+        ({"prompt": "p", "completion": "c", "answer": 3}, "p\n\nc"),
+        ({"instruction": "do", "input": "", "output": "done"}, "do\n\ndone"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, CHAT),
+        ({"n": 1, "story": "s"}, "s"),
+        ({"text": None}, ""),
+    ],
+)
+def test_the_document_is_found_without_naming_a_column(row, document):
+    assert find_document(row, None) == document
+
+
+def test_a_named_column_comes_before_any_other():
+    assert find_document({"text": "t", "body": "b"}, "body") == "b"
+    assert find_document({"text": "t", "talk": CHAT}, "talk") == CHAT
+
+
+def test_sharegpt_turns_become_roles_and_contents():
+    turns = [("system", "s"), ("human", "q"), ("gpt", "a"), ("tool", "t")]
+    row = {"conversations": [{"from": who, "value": what} for who, what in turns]}
+    roles = [("system", "s"), ("user", "q"), ("assistant", "a"), ("tool", "t")]
+    assert find_document(row, None) == [{"role": r, "content": c} for r, c in roles]
+
+
+def test_keys_that_arrow_filled_with_none_are_removed_but_not_the_content():
+    message = {"role": "assistant", "content": None, "tool_calls": None, "name": "x"}
+    expected = [{"role": "assistant", "content": None, "name": "x"}]
+    assert find_document({"messages": [message]}, None) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "message"),
+    [
+        ({"a": "x", "b": "y"}, "c", "no column 'c' in the dataset; columns: a, b; choose one with"),
+        ({"a": "x", "b": "y"}, None, "cannot tell which column holds the text; columns: a, b;"),
+        ({"a": 1}, None, "cannot tell which column holds the text; columns: a; choose one with"),
+        ({"text": 3}, None, "column 'text' holds int, neither text nor a list of chat messages"),
+        ({"text": ["a"]}, None, "column 'text' holds list, neither text nor a list of chat"),
+        ({"messages": [{"who": "me"}]}, None, "has the keys who; it needs role and content, or"),
+    ],
+)
+def test_an_unusable_row_says_what_it_has_and_what_to_do(row, column, message):
+    with pytest.raises(InputError) as caught:
+        find_document(row, column)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_column_error_names_the_flag():
+    with pytest.raises(InputError, match=r"`--set data\.column=NAME`$"):
+        find_document({"a": 1}, None)
+
+
+@pytest.mark.parametrize(
+    ("document", "blank"),
+    [
+        ("", True),
+        (" \n\t", True),
+        ("x", False),
+        ([], True),
+        ([{"role": "user", "content": " "}, {"role": "assistant", "content": None}], True),
+        ([{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}], False),
+    ],
+)
+def test_is_blank(document, blank):
+    assert is_blank(document) is blank

@@ -1,0 +1,145 @@
+"""Every kind of local file gives its rows in order, or an error that names the place."""
+
+import json
+from itertools import pairwise
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from calib.data.local_rows import looks_local, open_rows
+from calib.errors import InputError
+
+
+def rows_of(path):
+    rows = open_rows(str(path))
+    return [rows[i] for i in range(len(rows))]
+
+
+def write(path, text):
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_jsonl_skips_empty_lines_and_splits_only_at_newlines(tmp_path):
+    # U+2028 ends a line for str.splitlines, but not in JSON lines
+    lines = [
+        "\ufeff" + json.dumps({"text": "a\u2028b"}, ensure_ascii=False),
+        "",
+        '"bare"\r',
+        '{"n": 1}',
+    ]
+    assert rows_of(write(tmp_path / "a.jsonl", "\n".join(lines))) == [
+        {"text": "a\u2028b"},
+        "bare",
+        {"n": 1},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"),
+    [
+        ('[{"text": "a"},\n "b"]', [{"text": "a"}, "b"]),
+        ('{"text": "a"}', [{"text": "a"}]),
+        ('{"text": "a"}\n{"text": "b"}\n', [{"text": "a"}, {"text": "b"}]),
+    ],
+    ids=["list", "one object", "JSON lines"],
+)
+def test_json(tmp_path, text, rows):
+    assert rows_of(write(tmp_path / "a.json", text)) == rows
+
+
+@pytest.mark.parametrize("row_group_size", [1, 2, 5])
+def test_parquet_rows_across_row_groups(tmp_path, row_group_size):
+    rows = [{"text": f"t{i}", "n": i} for i in range(5)]
+    parquet.write_table(
+        pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=row_group_size
+    )
+    assert rows_of(tmp_path / "a.parquet") == rows
+
+
+def test_a_text_file_is_one_document(tmp_path):
+    assert rows_of(write(tmp_path / "a.txt", "one\n\ntwo\n")) == ["one\n\ntwo\n"]
+
+
+def test_a_directory_is_its_readable_files_by_name(tmp_path):
+    write(tmp_path / "b.txt", "B")
+    write(tmp_path / "a.jsonl", '"a1"\n"a2"\n')
+    write(tmp_path / "C.JSON", '["c"]')
+    write(tmp_path / "empty.jsonl", "")
+    write(tmp_path / "README.md", "not data")
+    (tmp_path / "sub.txt").mkdir()
+    assert rows_of(tmp_path) == ["c", "a1", "a2", "B"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        (
+            "a.jsonl",
+            '{"text": "a"}\n\n{"text": \n',
+            "a.jsonl, line 3: not valid JSON (Expecting value",
+        ),
+        ("a.jsonl", "{}\n[1]\n", "a.jsonl, line 2: expected an object or a string, got list"),
+        (
+            "a.json",
+            '[{},\n {"text" 1}]',
+            "a.json, line 2: not valid JSON (Expecting ':' delimiter)",
+        ),
+        ("a.json", "[{}, 7]", "a.json, row 2: expected an object or a string, got int"),
+        (
+            "a.parquet",
+            "this is text",
+            "a.parquet: not a readable Parquet file (Parquet magic bytes",
+        ),
+        ("a.csv", "text\na\n", "unsupported extension; supported: .jsonl, .json, .parquet, .txt"),
+    ],
+)
+def test_a_broken_file_is_named_with_its_place(tmp_path, name, text, message):
+    with pytest.raises(InputError) as caught:
+        rows_of(write(tmp_path / name, text))
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_text_in_another_encoding_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes("café".encode("latin-1"))
+    with pytest.raises(InputError, match=r"a\.txt: not UTF-8 text \(byte 3\); convert it first"):
+        rows_of(tmp_path / "a.txt")
+
+
+def test_a_missing_path_and_an_empty_directory_say_what_to_give(tmp_path):
+    with pytest.raises(
+        InputError, match=r"no file or directory '\./gone\.jsonl'; give a \.jsonl, "
+    ):
+        open_rows("./gone.jsonl")
+    with pytest.raises(InputError, match=r"has no \.jsonl, \.json, \.parquet, \.txt file directly"):
+        open_rows(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "name", ["./a", "../a", "/a/b", "~/a", "gone.jsonl", "a/b.PARQUET", "here"]
+)
+def test_paths_look_local(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    assert looks_local(name)
+
+
+@pytest.mark.parametrize("name", ["HuggingFaceH4/ultrachat_200k", "wikitext", "a/b.v1"])
+def test_hub_ids_do_not_look_local(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert not looks_local(name)
+
+
+def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "a.txt", "home")
+    assert rows_of("~/a.txt") == ["home"]
+
+
+def test_rows_are_read_from_a_parquet_file_larger_than_the_row_group_cache(tmp_path):
+    rows = [{"n": i} for i in range(40)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=1)
+    read = rows_of(tmp_path / "a.parquet")
+    assert all(b["n"] - a["n"] == 1 for a, b in pairwise(read))
