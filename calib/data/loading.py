@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -35,24 +35,19 @@ class CalibrationData:
 def load_data(
     recipe: DataRecipe,
     tokenizer: PreTrainedTokenizerBase,
-    model: PreTrainedModel,
-    *,
-    trust_remote_code: bool = False,
+    load_model: Callable[[], PreTrainedModel],
 ) -> CalibrationData:
     """Return up to `recipe.samples` samples of at most `recipe.seq_len` tokens.
 
-    The same recipe, tokenizer and data give the same samples. `model` is used by the datasets
-    'self' and 'random' only.
-
-    Args:
-        trust_remote_code: has no effect, since `datasets` runs no code of a dataset any more.
+    The same recipe, tokenizer and data give the same samples. `load_model` is called for the
+    datasets 'self' and 'random' only, so that a bad dataset is found before weights are read.
 
     Raises:
         InputError: the dataset cannot be found, read or tokenised.
     """
     if recipe.dataset in GENERATED:
         generated = GENERATED[recipe.dataset]
-        samples = generated.sample(recipe, tokenizer, model)
+        samples = generated.sample(recipe, tokenizer, load_model())
         warnings = (generated.warning, *ignored(recipe, "config", "split", "column"))
         return CalibrationData(samples, recipe.dataset, fingerprint(samples), warnings)
     source = open_source(recipe)

@@ -73,7 +73,7 @@ def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
         )
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    # TypeError: templates add strings without checking that a message has content
+    # TypeError: templates add strings without checking that the content is one
     except (TemplateError, TypeError) as error:
         raise TemplateRefusal(" ".join(str(error).split())) from error
 

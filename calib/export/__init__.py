@@ -1,7 +1,7 @@
 """Every format engines load, as one table; adding a format is one entry here and one golden file."""
 
 from calib.checkpoint import Checkpoint
-from calib.choices import FormatName, Reduce
+from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export, Format
 from calib.export.compressed_tensors import compressed_tensors, sglang
@@ -10,36 +10,36 @@ from calib.export.scales_json import scales_json
 from calib.export.tgi import tgi
 from calib.scales import KVScales
 
-__all__ = ["FORMATS", "Export", "Format", "export", "prepare"]
+__all__ = ["FORMATS", "Export", "Format", "check_format", "export"]
 
 
-def prepare(scales: KVScales, name: FormatName, *, reduce: Reduce = "none") -> KVScales:
-    """Return `scales` in a form that the format can express, or refuse.
+def check_format(
+    name: FormatName, *, strategy: Strategy, fp8_dtype: FP8Name, with_q: bool, reduce: Reduce
+) -> None:
+    """Refuse what the format cannot express, before anything is measured.
 
     Raises:
         UnsupportedExportError: the format cannot express the strategy, FP8 type or query scales;
             the message names the way out.
     """
     target = FORMATS[name]
-    if scales.fp8_dtype not in target.fp8_dtypes:
+    if fp8_dtype not in target.fp8_dtypes:
         raise UnsupportedExportError(
             f"--format {name} holds {' or '.join(target.fp8_dtypes)} scales; these are for "
-            f"{scales.fp8_dtype}. Use --fp8-dtype {target.fp8_dtypes[0]}: AMD MI300 engines convert "
-            f"that themselves; or --format {_others(scales, 'fp8_dtypes', scales.fp8_dtype)}"
+            f"{fp8_dtype}. Use --fp8-dtype {target.fp8_dtypes[0]}, which AMD MI300 engines convert "
+            f"themselves, or --format {_formats_with('fp8_dtypes', fp8_dtype)}"
         )
-    if scales.has_q and not target.reads_q:
+    if with_q and not target.reads_q:
         raise UnsupportedExportError(
             f"--format {name} holds no query scales. Use --targets kv, or --format vllm"
         )
-    if scales.strategy in target.strategies:
-        return scales
-    if reduce == "max":
-        return scales.reduce_max()
-    raise UnsupportedExportError(
-        f"--format {name}: {target.engine} reads one scale per layer; this calibration has strategy "
-        f"'{scales.strategy}'. Use --strategy {target.strategies[0]}, add --reduce max, or "
-        f"--format {_others(scales, 'strategies', scales.strategy)}"
-    )
+    if strategy not in target.strategies and reduce != "max":
+        raise UnsupportedExportError(
+            f"--format {name}: {target.engine} reads "
+            f"{' or '.join(target.strategies)} scales; this calibration has strategy '{strategy}'. "
+            f"Use --strategy {target.strategies[0]}, add --reduce max, or "
+            f"--format {_formats_with('strategies', strategy)}"
+        )
 
 
 def export(
@@ -55,11 +55,20 @@ def export(
     Raises:
         UnsupportedExportError: the format, or the engine behind it, cannot hold them.
     """
-    return FORMATS[name].build(prepare(scales, name, reduce=reduce), checkpoint, tp_size)
+    check_format(
+        name,
+        strategy=scales.strategy,
+        fp8_dtype=scales.fp8_dtype,
+        with_q=scales.has_q,
+        reduce=reduce,
+    )
+    target = FORMATS[name]
+    held = scales if scales.strategy in target.strategies else scales.reduce_max()
+    return target.build(held, checkpoint, tp_size)
 
 
-def _others(scales: KVScales, field: str, wanted: str) -> str:
-    return " or ".join(name for name, format in FORMATS.items() if wanted in getattr(format, field))
+def _formats_with(field: str, wanted: str) -> str:
+    return " or ".join(name for name, target in FORMATS.items() if wanted in getattr(target, field))
 
 
 def _nothing(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:

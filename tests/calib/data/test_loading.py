@@ -8,9 +8,14 @@ import pytest
 from calib import data
 from calib.data import load_data
 from calib.data.loading import fingerprint
+from calib.errors import InputError
 from calib.recipe import DataRecipe
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+
+
+def no_model():
+    raise AssertionError("text needs no model")
 
 
 @pytest.fixture
@@ -26,7 +31,7 @@ def test_public_names_are_sorted_and_there():
 
 
 def test_a_local_file_becomes_samples_with_source_and_warnings(mixed, tokenizer):
-    loaded = load_data(DataRecipe(dataset=mixed, split="x", samples=9), tokenizer, None)
+    loaded = load_data(DataRecipe(dataset=mixed, split="x", samples=9), tokenizer, no_model)
     texts = {tokenizer.decode(ids) for ids in loaded.samples}
     assert texts == {"<s><|user|>hi<|assistant|>yo", "<s>plain"}
     assert loaded.num_tokens == 7 + 6
@@ -40,11 +45,11 @@ def test_a_local_file_becomes_samples_with_source_and_warnings(mixed, tokenizer)
 
 def test_python_docs_fill_64_samples_of_512_tokens(tokenizer):
     recipe = DataRecipe(dataset="builtin:python-docs", samples=64, seq_len=512)
-    loaded = load_data(recipe, tokenizer, None)
+    loaded = load_data(recipe, tokenizer, no_model)
     assert [len(sample) for sample in loaded.samples] == [512] * 64
     assert (loaded.source, loaded.warnings) == ("builtin:python-docs", ())
-    assert load_data(recipe, tokenizer, None) == loaded
-    other = load_data(recipe.model_copy(update={"seed": 1}), tokenizer, None)
+    assert load_data(recipe, tokenizer, no_model) == loaded
+    other = load_data(recipe.model_copy(update={"seed": 1}), tokenizer, no_model)
     assert other.fingerprint != loaded.fingerprint
 
 
@@ -57,11 +62,16 @@ def test_python_docs_fill_64_samples_of_512_tokens(tokenizer):
 )
 def test_generated_samples_come_with_a_warning(tokenizer, tiny_llama, dataset, warning):
     recipe = DataRecipe(dataset=dataset, column="text", samples=3, seq_len=8)
-    loaded = load_data(recipe, tokenizer, tiny_llama)
+    loaded = load_data(recipe, tokenizer, lambda: tiny_llama)
     assert (len(loaded.samples), loaded.source) == (3, dataset)
     assert loaded.warnings[0].startswith(warning)
     assert loaded.warnings[1] == f"data.column 'text' is ignored: dataset '{dataset}' has none"
-    assert loaded == load_data(recipe, tokenizer, tiny_llama)
+    assert loaded == load_data(recipe, tokenizer, lambda: tiny_llama)
+
+
+def test_a_bad_dataset_is_found_before_the_model_is_loaded(tokenizer):
+    with pytest.raises(InputError, match=r"no file or directory '\./gone\.txt'"):
+        load_data(DataRecipe(dataset="./gone.txt"), tokenizer, no_model)
 
 
 def test_the_fingerprint_is_the_sha256_of_lengths_and_ids():

@@ -76,11 +76,12 @@ def test_a_chat_without_a_template_says_what_to_do(byte_tokenizer):
 
 def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
     no_content = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]
-    rows = [{"messages": chat} for chat in (SYSTEM, CHAT, no_content, CHAT)]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
+    rows = [{"messages": chat} for chat in (SYSTEM, CHAT, no_content, parts, CHAT)]
     samples, warnings = tokenize_rows(rows, tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s><|user|>hi<|assistant|>yo"] * 2
     assert warnings == (
-        "2 chats were skipped because the tokenizer's chat template refused them "
+        "3 chats were skipped because the tokenizer's chat template refused them "
         "(System role not supported)",
     )
 

