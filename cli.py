@@ -7,8 +7,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,7 @@ import typer
 from calib import choices
 
 if TYPE_CHECKING:
-    from calib.job import Progress, Result
+    from calib.job import Result
 
 app = typer.Typer(
     name="fp8kv",
@@ -30,6 +29,16 @@ calibrate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False
 
 Flag = typer.Option
 
+# flag -> recipe key
+_RECIPE_KEYS = {
+    **{name: name for name in ("strategy", "targets", "device", "dtype", "fp8_dtype", "headroom")},
+    **{name: f"data.{name}" for name in ("dataset", "samples", "seq_len", "batch_size", "seed")},
+    **{name: f"export.{name}" for name in ("reduce", "tp_size", "weights")},
+    "observer": "observer.name",
+    "format": "export.formats",
+    "trust_remote_code": "trust_remote_code",
+}
+
 
 class Terminated(BaseException):
     """SIGTERM arrived."""
@@ -38,12 +47,14 @@ class Terminated(BaseException):
 @calibrate_app.command()
 @app.command()
 def calibrate(
+    context: typer.Context,
     model: Annotated[str, typer.Argument(help="Local directory, Hub id, or builtin:smollm2.")],
     output: Annotated[
         Path | None, Flag("-o", "--output", help="Default: ./<model>-fp8kv-<strategy>.")
     ] = None,
     recipe: Annotated[
-        str | None, Flag(help="Bundled name (see `fp8kv recipes`), YAML file, or a saved calibration.")
+        str | None,
+        Flag(help="Bundled name (see `fp8kv recipes`), YAML file, or a saved calibration."),
     ] = None,
     strategy: Annotated[choices.Strategy | None, Flag(help="Which values share a scale.")] = None,
     observer: Annotated[choices.ObserverName | None, Flag(help="How an amax is chosen.")] = None,
@@ -61,7 +72,9 @@ def calibrate(
     tp_size: Annotated[int | None, Flag(help="Ranks in kv_cache_scales.json.")] = None,
     dataset: Annotated[
         str | None,
-        Flag(help="Hub id, .jsonl/.json/.parquet/.txt/directory, builtin:python-docs, self, random."),
+        Flag(
+            help="Hub id, .jsonl/.json/.parquet/.txt/directory, builtin:python-docs, self, random."
+        ),
     ] = None,
     samples: Annotated[int | None, Flag(help="Default: 512.")] = None,
     seq_len: Annotated[int | None, Flag(help="Tokens per sample at most. Default: 2048.")] = None,
@@ -75,9 +88,12 @@ def calibrate(
         choices.Weights | None,
         Flag(help="link: hard-link the source's weights; none: scales and configs only."),
     ] = None,
-    trust_remote_code: Annotated[bool, Flag("--trust-remote-code", help="Run the model's code.")] = False,
+    trust_remote_code: Annotated[
+        bool, Flag("--trust-remote-code", help="Run the model's code.")
+    ] = False,
     set_: Annotated[
-        list[str] | None, Flag("--set", metavar="KEY=VALUE", help="Any recipe key, as data.column=text.")
+        list[str] | None,
+        Flag("--set", metavar="KEY=VALUE", help="Any recipe key, as data.column=text."),
     ] = None,
     overwrite: Annotated[bool, Flag("--overwrite", help="Replace an earlier output.")] = False,
     quiet: Annotated[bool, Flag("--quiet", help="Print nothing but errors.")] = False,
@@ -85,36 +101,17 @@ def calibrate(
     debug: Annotated[bool, Flag("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     """Calibrate a model's FP8 KV-cache scales and write a checkpoint that engines load."""
-    flags = {
-        "strategy": strategy,
-        "observer.name": observer,
-        "targets": targets,
-        "export.formats": format or None,
-        "export.reduce": reduce,
-        "export.tp_size": tp_size,
-        "data.dataset": dataset,
-        "data.samples": samples,
-        "data.seq_len": seq_len,
-        "data.batch_size": _int_or_word(batch_size),
-        "data.seed": seed,
-        "device": device,
-        "dtype": dtype,
-        "fp8_dtype": fp8_dtype,
-        "headroom": headroom,
-        "export.weights": weights,
-        "trust_remote_code": trust_remote_code or None,
-    }
 
     def work() -> None:
         from transformers.utils import logging
 
         from calib.job import run
+        from calib.progress import progress_bar
         from calib.recipe import load_recipe
 
         logging.disable_progress_bar()
-        overrides = {key: value for key, value in flags.items() if value is not None}
-        resolved = load_recipe(recipe, {**overrides, **_assignments(set_ or [])})
-        with _progress(show=not (quiet or as_json)) as progress:
+        resolved = load_recipe(recipe, {**_overrides(context.params), **_assignments(set_ or [])})
+        with progress_bar(show=not (quiet or as_json)) as progress:
             result = run(model, resolved, output, overwrite=overwrite, progress=progress)
         if as_json:
             print(json.dumps(result.to_json()))
@@ -198,8 +195,15 @@ def _quieten() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
-def _int_or_word(value: str | None) -> int | str | None:
-    return int(value) if value and value.isdecimal() else value
+def _overrides(params: dict[str, Any]) -> dict[str, Any]:
+    given = {key: params[flag] for flag, key in _RECIPE_KEYS.items() if _was_given(params[flag])}
+    batch_size = given.get("data.batch_size", "auto")
+    return {**given, "data.batch_size": int(batch_size)} if batch_size.isdecimal() else given
+
+
+def _was_given(value: object) -> bool:
+    # 0 is a value, and equals False
+    return value is not None and value is not False and value not in ((), [])
 
 
 def _assignments(pairs: list[str]) -> dict[str, Any]:
@@ -216,60 +220,13 @@ def _assignments(pairs: list[str]) -> dict[str, Any]:
     return found
 
 
-@contextmanager
-def _progress(*, show: bool) -> Iterator["Progress"]:
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    from calib.job import Progress
-
-    speed = TextColumn("{task.fields[speed]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), speed)
-    with Bar(*columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not show) as bar:
-        task = bar.add_task("load", total=None, speed="")
-
-        def advance(tokens: int) -> None:
-            bar.advance(task, tokens)
-            rate = bar.tasks[0].speed
-            bar.update(task, speed=f"{rate:,.0f} tokens/s" if rate else "")
-
-        yield Progress(
-            stage=lambda name: bar.update(task, description=name),
-            total=lambda tokens: bar.reset(task, total=tokens),
-            advance=advance,
-        )
-
-
 def _print_result(result: "Result") -> None:
-    from calib.report import serve_command
+    from calib.report import closing_lines
+    from calib.summary import HEADINGS, table_rows
 
-    rows = [
-        (
-            f"{row.layer_idx}",
-            f"{row.k_amax:.4g}",
-            f"{row.v_amax:.4g}",
-            f"{row.k_scale:.4g}",
-            f"{row.v_scale:.4g}",
-            f"{row.k_range_used:.0%}",
-            f"{row.v_range_used:.0%}",
-        )
-        for row in result.layers
-    ]
-    headings = ("layer", "K amax", "V amax", "K scale", "V scale", "K range used", "V range used")
-    _print_table(f"FP8 KV-cache scales, strategy {result.recipe.strategy}", headings, rows)
-    for warning in result.warnings:
-        print(f"warning: {warning}")
-    seconds = result.seconds
-    print(
-        f"\n{result.tokens:,} tokens in {seconds['calibrate']:.1f} s "
-        f"({result.tokens_per_second:,.0f} tokens/s); load {seconds['load']:.1f} s, "
-        f"write {seconds['write']:.1f} s\nwritten to {result.output}"
-    )
-    for name, directory in result.directories.items():
-        command = serve_command(name, directory)
-        if command:
-            print(f"\nserve ({name}):\n  {command}")
+    title = f"FP8 KV-cache scales, strategy {result.recipe.strategy}"
+    _print_table(title, HEADINGS, table_rows(result.layers))
+    print("\n".join(closing_lines(result)))
 
 
 def _print_table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -20,7 +20,7 @@ _HOMES = {
     "save_stats": "calib.stats_file",
 }
 
-__all__ = sorted(_HOMES)  # noqa: PLE0605
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -47,7 +47,13 @@ def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager
     names = {module: name for name, module in model.named_modules()}
 
     def watch(
-        original: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *args: Any, **kwargs: Any
+        original: Callable[..., Any],
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         sink(names[module], q, k, v)
         return original(module, q, k, v, *args, **kwargs)
@@ -128,12 +134,14 @@ def _stored(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor] | None:
 
 def _kv_repeat(model: PreTrainedModel, key: Tensor, value: Tensor) -> int:
     config = model.config.get_text_config(decoder=True)
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or getattr(
+        config, "num_kv_heads", None
+    )
     heads = key.shape[1]
     if not num_kv_heads or heads % num_kv_heads:
         return 1
     repeat = heads // int(num_kv_heads)
-    copies = [x.unflatten(1, (-1, repeat)) for x in (key, value)]
+    copies = [x.view(x.shape[0], -1, repeat, *x.shape[2:]) for x in (key, value)]
     return repeat if all(torch.equal(x, x[:, :, :1].expand_as(x)) for x in copies) else 1
 
 

@@ -62,7 +62,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
     except FileNotFoundError:
-        raise InputError(f"'{path.parent}' has no {path.name}: it is not a model directory") from None
+        raise InputError(
+            f"'{path.parent}' has no {path.name}: it is not a model directory"
+        ) from None
     except (OSError, ValueError) as error:
         raise InputError(f"cannot read '{path}': {error}") from None
     if not isinstance(document, dict):
@@ -87,12 +89,16 @@ def _check_shard(path: Path, shard: str) -> None:
     if Path(shard).name != shard or shard in {"", ".", ".."}:
         raise InputError(f"'{path / INDEX_FILE}' names '{shard}', a file outside the directory")
     if not (path / shard).exists():
-        raise InputError(f"'{path / INDEX_FILE}' names '{shard}', which is missing; download it again")
+        raise InputError(
+            f"'{path / INDEX_FILE}' names '{shard}', which is missing; download it again"
+        )
 
 
 def _tensor_names(shard: Path) -> set[str]:
     try:
-        with safe_open(shard, framework="pt") as file:  # checks offsets and length against the header
+        with safe_open(
+            shard, framework="pt"
+        ) as file:  # checks offsets and length against the header
             return set(file.keys())
     except (OSError, SafetensorError) as error:
         raise InputError(

@@ -1,13 +1,11 @@
-"""The closed lists a user picks from. Imports nothing heavy, so that `--help` can show them at once."""
+"""The closed lists a user picks from; imports nothing heavy, so `--help` shows them at once."""
 
 from typing import Literal, get_args
 
 Strategy = Literal["tensor", "attn_head", "channel"]
 ObserverName = Literal["absmax", "percentile", "mse"]
 Targets = Literal["kv", "qkv"]
-FormatName = Literal[
-    "vllm", "aphrodite", "sglang", "tgi", "json", "modelopt", "trtllm", "fp8kv"
-]
+FormatName = Literal["vllm", "aphrodite", "sglang", "tgi", "json", "modelopt", "trtllm", "fp8kv"]
 FP8Name = Literal["e4m3fn", "e4m3fnuz", "e5m2"]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]

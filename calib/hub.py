@@ -27,9 +27,13 @@ def download_model(repo: str) -> Path:
     try:
         return Path(snapshot_download(repo, allow_patterns=_FILES))
     except GatedRepoError:
-        message = f"is gated: accept its terms at https://huggingface.co/{repo}, then `hf auth login`"
+        message = (
+            f"is gated: accept its terms at https://huggingface.co/{repo}, then `hf auth login`"
+        )
     except (RepositoryNotFoundError, HFValidationError):
-        message = "is neither a directory nor a model on the Hub (or it is private: `hf auth login`)"
+        message = (
+            "is neither a directory nor a model on the Hub (or it is private: `hf auth login`)"
+        )
     except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         message = (

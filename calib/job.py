@@ -1,7 +1,6 @@
 """The whole job: find the model, measure, derive, write. The CLI calls this, and so may you."""
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,21 +24,13 @@ from calib.output import (
     write_documents,
     write_json,
 )
+from calib.progress import Progress
 from calib.recipe import Recipe
 from calib.report import calibration_report, output_card
 from calib.scales import KVScales, LayerScales
 from calib.stats import KVStats
 from calib.stats_file import STATS_FILE, save_stats
 from calib.summary import LayerSummary, summarize, warnings_for
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Where a running job reports to."""
-
-    stage: Callable[[str], None] = lambda name: None
-    total: Callable[[int], None] = lambda tokens: None
-    advance: Callable[[int], None] = lambda tokens: None
 
 
 @dataclass(frozen=True)
@@ -162,7 +153,9 @@ def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -
     # an export that must fail should do so before hours of calibration
     one = torch.ones(1)
     layers = {name: LayerScales(m.layer_idx, one, one) for name, m in attention.cached.items()}
-    _exports(KVScales(recipe.strategy, recipe.fp8_dtype, layers, attention.shared), checkpoint, recipe)
+    _exports(
+        KVScales(recipe.strategy, recipe.fp8_dtype, layers, attention.shared), checkpoint, recipe
+    )
 
 
 def _resolve(recipe: Recipe, model: PreTrainedModel) -> Recipe:
@@ -191,9 +184,7 @@ def _measure(
     return calibrate(model, batches, recipe, attention=attention, on_batch=advance)
 
 
-def _exports(
-    scales: KVScales, checkpoint: Checkpoint, recipe: Recipe
-) -> dict[FormatName, Export]:
+def _exports(scales: KVScales, checkpoint: Checkpoint, recipe: Recipe) -> dict[FormatName, Export]:
     options = recipe.export
     return {
         name: export(scales, checkpoint, name, reduce=options.reduce, tp_size=options.tp_size)

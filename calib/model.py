@@ -4,8 +4,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from calib.builtin import BUILTIN_MODELS, builtin_model
 from calib.checkpoint import Checkpoint, open_checkpoint
@@ -26,7 +33,9 @@ def find_checkpoint(model: str) -> Checkpoint:
     if path.is_dir():
         return open_checkpoint(path)
     if path.exists():
-        raise InputError(f"model '{model}' is a file; give the directory that holds its config.json")
+        raise InputError(
+            f"model '{model}' is a file; give the directory that holds its config.json"
+        )
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise InputError(
             f"model '{model}' does not exist; give a local directory, a Hub id such as "
@@ -47,7 +56,9 @@ def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
             checkpoint.path, trust_remote_code=recipe.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(_one_line(f"cannot read the config of '{checkpoint.path}': {error}")) from None
+        raise InputError(
+            _one_line(f"cannot read the config of '{checkpoint.path}': {error}")
+        ) from None
     _check_is_decoder(config, checkpoint)
     text = config.get_text_config(decoder=True)
     if getattr(text, "kv_lora_rank", None):
@@ -89,7 +100,7 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
             f"'{checkpoint.path}' lacks {len(missing)} weights, such as '{missing[0]}': "
             "they would be random; download the model again"
         )
-    return model.eval()  # type: ignore[no-any-return]
+    return model.eval()
 
 
 def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -99,7 +110,7 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenize
         InputError: the directory holds none.
     """
     try:
-        return AutoTokenizer.from_pretrained(  # type: ignore[no-any-return]
+        return AutoTokenizer.from_pretrained(
             checkpoint.path, trust_remote_code=recipe.trust_remote_code
         )
     except (OSError, ValueError, ImportError) as error:
@@ -115,7 +126,10 @@ def _check_is_decoder(config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
             f"{architectures[0]} is an encoder-decoder; only decoder-only language models keep the "
             "KV cache that engines hold in FP8"
         )
-    if not any("ForCausalLM" in a or "LMHead" in a or "ForConditionalGeneration" in a for a in architectures):
+    if not any(
+        "ForCausalLM" in a or "LMHead" in a or "ForConditionalGeneration" in a
+        for a in architectures
+    ):
         raise UnsupportedModelError(
             f"{architectures[0]} is not a causal language model; give a ...ForCausalLM checkpoint"
         )
@@ -139,7 +153,9 @@ def _forget_kv_only_quantization(config: PreTrainedConfig) -> None:
 
 def _device_map(recipe: Recipe) -> str:
     if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: torch sees no GPU; use --device cpu, or see `fp8kv doctor`")
+        raise InputError(
+            "--device cuda: torch sees no GPU; use --device cpu, or see `fp8kv doctor`"
+        )
     return "auto" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 

@@ -3,12 +3,13 @@
 `absmax` covers every value seen. `percentile` and `mse` clip on purpose; both read the histogram.
 """
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from calib.choices import Strategy
+from calib.choices import ObserverName, Strategy
 from calib.histogram import bin_values
 from fp8kv_runtime.fp8 import dequantize, quantize, scale_from_amax
 
@@ -91,11 +92,13 @@ def _group_histogram(histogram: Tensor | None, strategy: Strategy) -> Tensor:
     return histogram.sum(0, keepdim=True) if strategy == "tensor" else histogram
 
 
-def make_observer(name: str, *, percentile: float, fp8_dtype: torch.dtype) -> Observer:
-    """Build the observer called `name`."""
-    observers = {
-        "absmax": AbsMax,
-        "percentile": lambda: Percentile(percentile),
-        "mse": lambda: Mse(fp8_dtype),
-    }
-    return observers[name]()
+def make_observer(name: ObserverName, *, percentile: float, fp8_dtype: torch.dtype) -> Observer:
+    """Build the observer called `name`; only one of the options concerns each."""
+    return OBSERVERS[name](percentile, fp8_dtype)
+
+
+OBSERVERS: dict[ObserverName, Callable[[float, torch.dtype], Observer]] = {
+    "absmax": lambda percentile, fp8_dtype: AbsMax(),
+    "percentile": lambda percentile, fp8_dtype: Percentile(percentile),
+    "mse": lambda percentile, fp8_dtype: Mse(fp8_dtype),
+}

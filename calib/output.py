@@ -1,4 +1,4 @@
-"""Output directories: the source's files linked, one extra shard, all of it in one atomic rename."""
+"""Output directories: the source's files linked, one extra shard, all in one atomic rename."""
 
 import errno
 import json
@@ -24,7 +24,17 @@ SCALES_SHARD = "model-fp8kv-scales.safetensors"
 
 # transformers ignores the index, and so our shard, where a file of the usual single name exists
 _RENAMED_SINGLE = "model-00001-of-00001.safetensors"
-_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx"}
+_WEIGHT_SUFFIXES = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+}
 _STALE = re.compile(r"\.(?:kv|[qkv])_(?:scale|zero_point)$|\.[qkv]_proj\.output_scale$")
 
 
@@ -36,7 +46,9 @@ def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
     """
     resolved, model = out.resolve(), source.resolve()
     if resolved == model or model in resolved.parents or resolved in model.parents:
-        raise InputError(f"output '{out}' would mix with the model in '{source}'; choose another -o")
+        raise InputError(
+            f"output '{out}' would mix with the model in '{source}'; choose another -o"
+        )
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     if not overwrite:
@@ -148,9 +160,13 @@ def _write_index(
 ) -> None:
     source_index = checkpoint.path / INDEX_FILE
     metadata = read_json(source_index).get("metadata", {}) if source_index.exists() else {}
-    size = metadata.get("total_size") or sum(_data_bytes(checkpoint.path / s) for s in checkpoint.shards)
+    size = metadata.get("total_size") or sum(
+        _data_bytes(checkpoint.path / s) for s in checkpoint.shards
+    )
     metadata["total_size"] = size + sum(tensor.nbytes for tensor in added.values())
-    write_json(out / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+    write_json(
+        out / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    )
 
 
 def _data_bytes(shard: Path) -> int:

@@ -51,7 +51,9 @@ class DataRecipe(_Strict):
     def _batch_size_is_auto_or_positive(self) -> "DataRecipe":
         if self.batch_size == "auto" or (isinstance(self.batch_size, int) and self.batch_size > 0):
             return self
-        raise ValueError(f"batch_size must be 'auto' or a positive integer, got {self.batch_size!r}")
+        raise ValueError(
+            f"batch_size must be 'auto' or a positive integer, got {self.batch_size!r}"
+        )
 
 
 class ExportRecipe(_Strict):
@@ -140,7 +142,9 @@ def _read(source: str) -> dict[str, Any]:
     if isinstance(document, dict) and path.name == "fp8kv_calibration.json":
         document = document.get("recipe")
     if not isinstance(document, dict):
-        raise InputError(f"recipe '{source}' must be a mapping of keys to values; see `fp8kv recipes`")
+        raise InputError(
+            f"recipe '{source}' must be a mapping of keys to values; see `fp8kv recipes`"
+        )
     return document
 
 
@@ -149,7 +153,9 @@ def _set(document: dict[str, Any], dotted: str, value: Any) -> None:
     for parent in parents:
         child = document.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise InputError(f"'{dotted}' cannot be set: '{parent}' is a single value in the recipe")
+            raise InputError(
+                f"'{dotted}' cannot be set: '{parent}' is a single value in the recipe"
+            )
         document = child
     document[leaf] = value
 

@@ -4,13 +4,16 @@ import platform
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from calib.choices import FormatName
 from calib.data import CalibrationData
 from calib.export import FORMATS
 from calib.recipe import Recipe
 from calib.summary import LayerSummary
+
+if TYPE_CHECKING:
+    from calib.job import Result
 
 _VERSIONS = ("fp8kv", "torch", "transformers", "datasets", "safetensors")
 
@@ -56,6 +59,29 @@ def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:
         *(f"- {warning}" for warning in report["warnings"]),
     ]
     return "\n".join(lines) + "\n"
+
+
+def closing_lines(result: "Result") -> list[str]:
+    """What the summary says after its table: warnings, speed, where it is, how to serve it."""
+    seconds = result.seconds
+    lines = [f"warning: {warning}" for warning in result.warnings]
+    lines += [
+        "",
+        f"{result.tokens:,} tokens in {seconds['calibrate']:.1f} s "
+        f"({result.tokens_per_second:,.0f} tokens/s); load {seconds['load']:.1f} s, "
+        f"write {seconds['write']:.1f} s",
+        f"written to {result.output}",
+    ]
+    for name, directory in result.directories.items():
+        if FORMATS[name].note:
+            lines.append(f"note ({name}): {FORMATS[name].note}")
+        if FORMATS[name].serve:
+            lines += [
+                "",
+                f"serve with {FORMATS[name].engine}:",
+                f"  {serve_command(name, directory)}",
+            ]
+    return lines
 
 
 def serve_command(name: FormatName, path: Path) -> str:

@@ -42,7 +42,9 @@ class RunningTensor:
 class RunningLayer:
     """Statistics so far of one attention module."""
 
-    def __init__(self, module: CachedAttention, *, targets: str, histogram: bool, means: bool) -> None:
+    def __init__(
+        self, module: CachedAttention, *, targets: str, histogram: bool, means: bool
+    ) -> None:
         self.module = module
         self.tokens = 0
         self.k = RunningTensor(histogram=histogram, means=means)
@@ -50,7 +52,7 @@ class RunningLayer:
         self.q = RunningTensor(histogram=histogram and targets == "qkv", means=False)
 
     def update(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-        """Add a batch: query [B, H, T, D], key and value [B, K, T, D]; `valid` [N] indexes B * T."""
+        """Add query [B, H, T, D], key and value [B, K, T, D]; `valid` [N] indexes B * T."""
         repeat = self.module.kv_repeat
         self.q.update(_tokens(query, valid))
         self.k.update(_tokens(key, valid)[:, ::repeat])

@@ -1,4 +1,4 @@
-"""Scales: frozen, checked data, keyed by module name. Derived in `stats.py`, written by `export/`."""
+"""Scales: frozen, checked data, keyed by module name. From `stats.py`, written by `export/`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -56,7 +56,7 @@ class KVScales:
         return any(layer.q is not None for layer in self.layers.values())
 
     def with_shared(self) -> Mapping[str, LayerScales]:
-        """All modules an engine asks for: one that shares a cache reads it with its owner's scales."""
+        """All modules an engine asks about; one that shares a cache has its owner's scales."""
         shared = {
             name: replace(self.layers[module.owner], layer_idx=module.layer_idx)
             for name, module in self.shared.items()

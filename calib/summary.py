@@ -28,12 +28,25 @@ class LayerSummary:
     v_range_used: float
 
 
+HEADINGS = ("layer", "K amax", "V amax", "K scale", "V scale", "K range used", "V range used")
+
+
+def table_rows(layers: list[LayerSummary]) -> list[tuple[str, ...]]:
+    """The layers as text, one row per layer under `HEADINGS`."""
+    return [
+        (
+            str(row.layer_idx),
+            *(f"{x:.4g}" for x in (row.k_amax, row.v_amax, row.k_scale, row.v_scale)),
+            *(f"{share:.0%}" for share in (row.k_range_used, row.v_range_used)),
+        )
+        for row in layers
+    ]
+
+
 def summarize(stats: KVStats, scales: KVScales) -> list[LayerSummary]:
     """Return one row per layer, in layer order."""
     limit = fp8_max(FP8_DTYPES[scales.fp8_dtype])
-    return [
-        _row(name, layer, scales.layers[name], limit) for name, layer in stats.layers.items()
-    ]
+    return [_row(name, layer, scales.layers[name], limit) for name, layer in stats.layers.items()]
 
 
 def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
@@ -50,7 +63,7 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
         )
     for name, module in stats.shared.items():
         found.append(
-            f"{name} shares the cache of {module.owner}: it was not measured and gets that layer's scales"
+            f"{name} shares the cache of {module.owner}: left out, it gets that layer's scales"
         )
     return found
 

@@ -13,14 +13,21 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 # replacement(original, module, query, key, value, *args, **kwargs) -> what original returns
 # query [B, H, T, D]; key, value [B, K, T, D]
 Replacement = Callable[..., Any]
 
 
-def swap_attention(model: PreTrainedModel, replacement: Replacement) -> AbstractContextManager[None]:
+def swap_attention(
+    model: PreTrainedModel, replacement: Replacement
+) -> AbstractContextManager[None]:
     """Route every attention call of `model`'s decoder through `replacement` inside the block.
 
     `replacement(original, module, query, key, value, ...)` gets the function it stands for as its
@@ -67,12 +74,9 @@ def _eager(module: nn.Module) -> Callable[..., Any]:
 
 
 def _attention_configs(decoder: nn.Module) -> list[Any]:
-    configs = {
-        id(module.config): module.config
-        for module in decoder.modules()
-        if isinstance(getattr(module, "config", None), PreTrainedConfig)
-    }
-    return [config for config in configs.values() if config._attn_implementation is not None]
+    configs = [getattr(module, "config", None) for module in decoder.modules()]
+    distinct = {id(c): c for c in configs if isinstance(c, PreTrainedConfig)}
+    return [c for c in distinct.values() if c._attn_implementation is not None]
 
 
 @contextmanager
@@ -83,7 +87,9 @@ def _swap_sdpa(decoder: nn.Module, replacement: Replacement) -> Iterator[None]:
         for module in layers:
             # a hook that returns a value would replace the module's inputs or outputs
             enter = module.register_forward_pre_hook(lambda module, _: running.append(module))
-            leave = module.register_forward_hook(lambda *_: running.__delitem__(-1), always_call=True)
+            leave = module.register_forward_hook(
+                lambda *_: running.__delitem__(-1), always_call=True
+            )
             stack.callback(enter.remove)
             stack.callback(leave.remove)
         stack.enter_context(_SDPAMode(running, replacement))

@@ -1,4 +1,4 @@
-"""Every format engines load, as one table; adding a format is one entry here and one golden file."""
+"""Every format engines load, in one table; to add one: an entry here and a golden file."""
 
 from calib.checkpoint import Checkpoint
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
@@ -116,8 +116,8 @@ FORMATS: dict[FormatName, Format] = {
         serve="<engine> --model MODEL --kv-cache-dtype fp8 "
         "--quantization-param-path {path}/kv_cache_scales.json",
         with_weights=False,
-        note="vLLM 0.4.3 to 0.6.6, Aphrodite <= 0.6.5 and SGLang accept this file but do not apply it "
-        "correctly; vLLM >= 0.7 has dropped it: prefer --format vllm or sglang",
+        note="vLLM 0.4.3 to 0.6.6, Aphrodite <= 0.6.5 and SGLang accept this file but misapply it; "
+        "vLLM >= 0.7 has dropped it: prefer --format vllm or sglang",
     ),
     "modelopt": Format(
         engine="vLLM on MI300, SGLang before September 2026",

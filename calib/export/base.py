@@ -1,4 +1,4 @@
-"""What an exporter is: a function from scales to the tensors, config and documents of one format."""
+"""What an exporter is: a function from scales to the tensors, config and documents of a format."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""compressed-tensors: `<attn>.{k,v,q}_scale` and `kv_cache_scheme` in the config's quantization_config.
+"""compressed-tensors: `<attn>.{k,v,q}_scale`, and `kv_cache_scheme` in `quantization_config`.
 
 Read by vLLM and Aphrodite (tensor and attn_head) and by SGLang since August 2026 (tensor).
 An existing quantization_config is kept; only its KV part is set.
@@ -24,7 +24,7 @@ def compressed_tensors(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -
     """Export for vLLM and Aphrodite.
 
     Raises:
-        UnsupportedExportError: the checkpoint's weights are quantised in a way that rules scales out.
+        UnsupportedExportError: the weights are quantised in a way that rules KV scales out.
     """
     config = copy.deepcopy(checkpoint.config)
     quantization = find_quantization_config(config)

@@ -65,8 +65,8 @@ def _tensors(scales: KVScales, checkpoint: Checkpoint) -> dict[str, Tensor]:
         prefix = checkpoint_prefix(module, checkpoint)
         if not prefix.endswith(_READ_UNDER):
             raise UnsupportedExportError(
-                f"engines read k_proj.k_scale only under {' or '.join(_READ_UNDER)}; this model has "
-                f"'{prefix}'. Use --format vllm"
+                f"engines read k_proj.k_scale only under {' or '.join(_READ_UNDER)}; this model "
+                f"has '{prefix}'. Use --format vllm"
             )
         tensors[f"{prefix}.k_proj.k_scale"] = layer.k
         tensors[f"{prefix}.v_proj.v_scale"] = layer.v

@@ -7,7 +7,7 @@ from calib.errors import UnsupportedExportError
 def checkpoint_prefix(module: str, checkpoint: Checkpoint) -> str:
     """Find the prefix of an attention module's tensors in the checkpoint.
 
-    The two differ where transformers renames on load, as in `model.language_model.layers.0.self_attn`
+    The two differ where transformers renames on load: `model.language_model.layers.0.self_attn`
     for `language_model.model.layers.0.self_attn`. The prefix must end as the module does and share
     the most name parts with it, so that a vision tower's layer 0 is never taken for the text's.
 

@@ -1,4 +1,4 @@
-"""`kv_cache_scales.json`: vLLM <= 0.6, Aphrodite <= 0.6 and SGLang. One number per layer and rank."""
+"""`kv_cache_scales.json`: vLLM <= 0.6, Aphrodite <= 0.6, SGLang. A number per layer and rank."""
 
 from calib.checkpoint import Checkpoint
 from calib.errors import UnsupportedExportError

@@ -1,4 +1,4 @@
-"""Text Generation Inference: scalar `<attn>.kv_scale`, `.k_scale`, `.v_scale`, `kv_cache_torch_dtype`."""
+"""TGI: scalar `<attn>.kv_scale`, `.k_scale`, `.v_scale`; `kv_cache_torch_dtype` in the config."""
 
 from calib.checkpoint import Checkpoint
 from calib.export.base import Export

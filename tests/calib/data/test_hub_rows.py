@@ -4,13 +4,15 @@
 Only failures that need a network are raised in its place.
 """
 
+from importlib import import_module
+
 import datasets
-import httpx2
 import pytest
 from datasets.exceptions import DatasetNotFoundError
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
+    HTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
 )
@@ -18,6 +20,9 @@ from huggingface_hub.errors import (
 from calib.data.hub_rows import find_split, stream_rows
 from calib.errors import InputError
 from calib.recipe import DataRecipe
+
+# huggingface_hub 1.x uses httpx, 2.x its successor httpx2
+httpx = import_module(HTTPError.__module__.partition(".")[0])
 
 CARD = """---
 configs:
@@ -102,7 +107,7 @@ def caused_by(error, cause):
 
 
 def answer(kind, status):
-    response = httpx2.Response(status, request=httpx2.Request("GET", "https://huggingface.co"))
+    response = httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co"))
     return kind(f"{status} answer\n\nof the server", response=response)
 
 
@@ -111,8 +116,8 @@ UNREACHABLE = [
     OfflineModeIsEnabled("offline mode is enabled"),
     LocalEntryNotFoundError("not on disk"),
     FileNotFoundError("Couldn't find any data file at /x. LocalEntryNotFoundError: no"),
-    httpx2.ConnectError("name or service not known"),
-    httpx2.ReadTimeout("timed out"),
+    httpx.ConnectError("name or service not known"),
+    httpx.ReadTimeout("timed out"),
     answer(HfHubHTTPError, 503),
     caused_by(ValueError("The split names could not be parsed"), ConnectionError("gone")),
 ]
@@ -175,7 +180,7 @@ def test_a_long_server_message_is_cut(monkeypatch):
 def test_a_connection_lost_while_streaming_is_explained(monkeypatch):
     def rows():
         yield {"text": "first"}
-        raise httpx2.ReadError("connection reset")
+        raise httpx.ReadError("connection reset")
 
     stream = datasets.IterableDataset.from_generator(rows)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: stream)

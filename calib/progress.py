@@ -1,0 +1,40 @@
+"""Where a running job reports to, and the bar on stderr that most users see."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Callbacks of a running job; the default reports to nobody."""
+
+    stage: Callable[[str], None] = lambda name: None
+    total: Callable[[int], None] = lambda tokens: None
+    advance: Callable[[int], None] = lambda tokens: None
+
+
+@contextmanager
+def progress_bar(*, show: bool) -> Iterator[Progress]:
+    """Show stage, tokens/s and time left on stderr while the block runs."""
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    speed = TextColumn("{task.fields[speed]}")
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), speed)
+    with Bar(
+        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not show
+    ) as bar:
+        task = bar.add_task("load", total=None, speed="")
+
+        def advance(tokens: int) -> None:
+            bar.advance(task, tokens)
+            rate = bar.tasks[0].speed
+            bar.update(task, speed=f"{rate:,.0f} tokens/s" if rate else "")
+
+        yield Progress(
+            stage=lambda name: bar.update(task, description=name),
+            total=lambda tokens: bar.reset(task, total=tokens),
+            advance=advance,
+        )
