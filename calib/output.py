@@ -89,7 +89,8 @@ def write_checkpoint(
         for shard in checkpoint.shards:
             drop = {name for name in stale if checkpoint.weight_map[name] == shard}
             _place_shard(checkpoint.path / shard, out / names[shard], drop, weights)
-    tensors = {name: tensor.contiguous() for name, tensor in export.tensors.items()}
+    # cloned: layers that share a cache share their scales, and safetensors refuses shared memory
+    tensors = {name: tensor.clone().contiguous() for name, tensor in export.tensors.items()}
     save_file(tensors, out / SCALES_SHARD, metadata={"format": "pt"})
     kept = {n: names[shard] for n, shard in checkpoint.weight_map.items() if n not in stale}
     _write_index(checkpoint, out, {**kept, **dict.fromkeys(tensors, SCALES_SHARD)}, tensors)

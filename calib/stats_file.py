@@ -1,7 +1,7 @@
 """`fp8kv_stats.safetensors`: the statistics that travel with a checkpoint.
 
 Tensors are named `<module>.<k|v|q>.<amax|histogram|total>`; the header's metadata holds, as JSON,
-each module's layer index and token count.
+each module's layer index and token count, and which modules share another's cache.
 """
 
 import json
@@ -18,6 +18,7 @@ from calib.stats import KVStats, LayerStats, TensorStats
 
 STATS_FILE = "fp8kv_stats.safetensors"
 
+_KEY = "fp8kv_stats"
 _FIELDS = ("amax", "histogram", "total")
 
 
@@ -35,8 +36,9 @@ def save_stats(stats: KVStats, path: Path) -> None:
         for name, layer in stats.layers.items()
     }
     shared = {name: asdict(module) for name, module in stats.shared.items()}
-    facts = {"fp8kv_stats": "1", "modules": json.dumps(modules), "shared": json.dumps(shared)}
-    save_file(tensors, path, metadata=facts)
+    # one key, because safetensors writes several in an order that changes from run to run
+    facts = json.dumps({"version": 1, "modules": modules, "shared": shared})
+    save_file(tensors, path, metadata={_KEY: facts})
 
 
 def load_stats(path: Path) -> KVStats:
@@ -52,11 +54,12 @@ def load_stats(path: Path) -> KVStats:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
     except (OSError, SafetensorError) as error:
         raise InputError(f"cannot read statistics '{path}': {error}") from None
-    if metadata.get("fp8kv_stats") != "1":
+    facts = json.loads(metadata.get(_KEY, "{}"))
+    if facts.get("version") != 1:
         raise InputError(f"'{path}' is not a {STATS_FILE} of this version")
-    modules = json.loads(metadata["modules"])
-    shared = {n: SharedAttention(**facts) for n, facts in json.loads(metadata["shared"]).items()}
-    return KVStats({n: _layer(n, facts, tensors) for n, facts in modules.items()}, shared)
+    shared = {name: SharedAttention(**module) for name, module in facts["shared"].items()}
+    layers = {name: _layer(name, layer, tensors) for name, layer in facts["modules"].items()}
+    return KVStats(layers, shared)
 
 
 def _layer(name: str, facts: dict[str, int], tensors: dict[str, Tensor]) -> LayerStats:

@@ -1,0 +1,105 @@
+"""Recipes: bundled ones are legal, mistakes are named with the nearest legal key, saved ones return."""
+
+import json
+
+import pytest
+import yaml
+
+from calib.errors import InputError
+from calib.recipe import Recipe, load_recipe, recipe_names, recipe_text
+
+BUNDLED = [
+    "amd-fnuz",
+    "attn_head-absmax",
+    "attn_head-mse",
+    "legacy-json",
+    "qkv-attn_head",
+    "random-tokens",
+    "tensor-absmax",
+    "tgi-kv_scale",
+]
+
+
+def test_the_catalogue():
+    assert recipe_names() == BUNDLED
+
+
+@pytest.mark.parametrize("name", BUNDLED)
+def test_a_bundled_recipe_says_what_its_name_says(name):
+    recipe = load_recipe(name)
+    assert recipe.description
+    assert recipe.strategy == ("attn_head" if "attn_head" in name else "tensor")
+    assert recipe.observer.name == ("mse" if "mse" in name else "absmax")
+    assert recipe.fp8_dtype == ("e4m3fnuz" if "fnuz" in name else "e4m3fn")
+    assert recipe.targets == ("qkv" if "qkv" in name else "kv")
+    assert yaml.safe_load(recipe_text(name))["description"] == recipe.description
+
+
+def test_the_default_is_the_recommended_recipe_of_the_field():
+    recipe = load_recipe(None)
+    assert (recipe.data.dataset, recipe.data.samples, recipe.data.seq_len) == (
+        "HuggingFaceH4/ultrachat_200k",
+        512,
+        2048,
+    )
+    named = load_recipe("tensor-absmax").model_dump()
+    differing = {k for k, v in recipe.model_dump().items() if named[k] != v}
+    assert differing == {"description", "data"}  # the named one spells its split out
+    assert load_recipe("tensor-absmax").data.split == "train_sft"
+
+
+def test_overrides_win_over_the_file(tmp_path):
+    (tmp_path / "mine.yaml").write_text("strategy: attn_head\ndata: {samples: 7, seed: 3}\n")
+    recipe = load_recipe(str(tmp_path / "mine.yaml"), {"data.samples": 9, "headroom": 1.5})
+    assert (recipe.strategy, recipe.data.samples, recipe.data.seed) == ("attn_head", 9, 3)
+    assert recipe.headroom == 1.5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("stratgy: tensor", r"unknown key 'stratgy' \(did you mean 'strategy'\?\); legal keys here"),
+        ("data: {sampels: 3}", r"unknown key 'data.sampels' \(did you mean 'samples'\?\)"),
+        ("strategy: per_head", r"strategy: Input should be 'tensor', 'attn_head' or 'channel', got"),
+        ("data: {samples: 0}", "data.samples: Input should be greater than or equal to 1, got 0"),
+        ("headroom: -1", "headroom: Input should be greater than 0"),
+        ("data: {batch_size: big}", "batch_size must be 'auto' or a positive integer, got 'big'"),
+        ("export: {formats: []}", "at least 1 item"),
+        ("version: 2", "version: Input should be less than or equal to 1"),
+        ("strategy: channel\nobserver: {name: mse}", "strategy 'channel' keeps no histogram"),
+        ("- a list", "must be a mapping"),
+        ("a: [", "cannot read recipe"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(tmp_path, text, message):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(InputError, match=message) as caught:
+        load_recipe(str(tmp_path / "bad.yaml"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_name_that_is_not_bundled_is_answered_with_the_nearest():
+    with pytest.raises(InputError, match=r"did you mean 'attn_head-mse'\?"):
+        load_recipe("attn-head-mse")
+
+
+def test_a_file_that_does_not_exist():
+    with pytest.raises(InputError, match=r"cannot read recipe 'gone.yaml'"):
+        load_recipe("gone.yaml")
+
+
+def test_setting_a_key_below_a_value_is_an_error():
+    with pytest.raises(InputError, match="'strategy.x' cannot be set"):
+        load_recipe("tensor-absmax", {"strategy.x": 1})
+
+
+def test_a_saved_calibration_is_a_recipe(tmp_path):
+    recipe = load_recipe("attn_head-mse", {"data.samples": 5})
+    saved = tmp_path / "fp8kv_calibration.json"
+    saved.write_text(json.dumps({"recipe": recipe.model_dump(mode="json"), "model": "x"}))
+    assert load_recipe(str(saved)) == recipe
+
+
+def test_a_recipe_does_not_change():
+    with pytest.raises(ValueError, match="frozen"):
+        Recipe().strategy = "attn_head"

