@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 
+from calib.checkpoint import SINGLE_FILE
 from calib.errors import InputError
 from calib.output import atomic_directory
+from calib.tensor_file import share_file
 
 BUILTIN_MODELS = ("builtin:smollm2",)
 
@@ -60,4 +62,5 @@ def _dequantise(package: str, directory: Path) -> None:
         )
         model.config._name_or_path = ""
         model.save_pretrained(scratch)
+        share_file(scratch / SINGLE_FILE)
         AutoTokenizer.from_pretrained(package, gguf_file=_GGUF).save_pretrained(scratch)

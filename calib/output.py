@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from calib.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
 from calib.choices import Weights
 from calib.errors import InputError
 from calib.export.base import Export
+from calib.tensor_file import save_tensors
 
 CALIBRATION_FILE = "fp8kv_calibration.json"
 SCALES_SHARD = "model-fp8kv-scales.safetensors"
@@ -89,11 +89,10 @@ def write_checkpoint(
         for shard in checkpoint.shards:
             drop = {name for name in stale if checkpoint.weight_map[name] == shard}
             _place_shard(checkpoint.path / shard, out / names[shard], drop, weights)
-    # cloned: layers that share a cache share their scales, and safetensors refuses shared memory
-    tensors = {name: tensor.clone().contiguous() for name, tensor in export.tensors.items()}
-    save_file(tensors, out / SCALES_SHARD, metadata={"format": "pt"})
-    kept = {n: names[shard] for n, shard in checkpoint.weight_map.items() if n not in stale}
-    _write_index(checkpoint, out, {**kept, **dict.fromkeys(tensors, SCALES_SHARD)}, tensors)
+    save_tensors(export.tensors, out / SCALES_SHARD, {"format": "pt"})
+    weight_map = {n: names[s] for n, s in checkpoint.weight_map.items() if n not in stale}
+    weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
+    _write_index(checkpoint, out, weight_map, export.tensors)
 
 
 def write_documents(export: Export, out: Path) -> None:
@@ -153,7 +152,7 @@ def _rewrite_shard(source: Path, target: Path, drop: set[str]) -> None:
     with safe_open(source, framework="pt") as file:
         kept = {name: file.get_tensor(name) for name in file.keys() if name not in drop}  # noqa: SIM118
         metadata = file.metadata()
-    save_file(kept, target, metadata=metadata)
+    save_tensors(kept, target, metadata or {})
 
 
 def _write_index(

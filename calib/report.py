@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calib.choices import FormatName
+from calib.choices import FormatName, Strategy
 from calib.data import CalibrationData
 from calib.export import FORMATS
 from calib.recipe import Recipe
@@ -46,6 +46,8 @@ def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:
     """The README section of one output directory."""
     recipe, dataset = report["recipe"], report["dataset"]
     target = FORMATS[name]
+    per_head = holds_per_head(name, recipe["strategy"])
+    command = serve_command(name, path, per_head=per_head)
     lines = [
         f"# FP8 KV-cache scales for {report['model']}",
         "",
@@ -54,7 +56,7 @@ def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:
         f"{dataset['source']} in {dataset['samples']} samples. Made by fp8kv "
         f"{report['versions']['fp8kv']}. The weights are those of the source, bit for bit.",
         "",
-        *([] if not target.serve else ["```bash", serve_command(name, path), "```", ""]),
+        *(["```bash", command, "```", ""] if command else []),
         *([] if not target.note else [f"Note: {target.note}.", ""]),
         *(f"- {warning}" for warning in report["warnings"]),
     ]
@@ -73,17 +75,24 @@ def closing_lines(result: "Result") -> list[str]:
         f"written to {result.output}",
     ]
     for name, directory in result.directories.items():
+        per_head = holds_per_head(name, result.recipe.strategy)
         if FORMATS[name].note:
             lines.append(f"note ({name}): {FORMATS[name].note}")
         if FORMATS[name].serve:
             lines += [
                 "",
                 f"serve with {FORMATS[name].engine}:",
-                f"  {serve_command(name, directory)}",
+                f"  {serve_command(name, directory, per_head=per_head)}",
             ]
     return lines
 
 
-def serve_command(name: FormatName, path: Path) -> str:
+def serve_command(name: FormatName, path: Path, *, per_head: bool) -> str:
     """The exact command that serves an output directory, or "" where no engine does."""
-    return FORMATS[name].serve.format(path=path)
+    target = FORMATS[name]
+    return target.serve.format(path=path) + (target.per_head_flags if per_head else "")
+
+
+def holds_per_head(name: FormatName, strategy: Strategy) -> bool:
+    """Whether an output in this format holds per-head scales; the others were reduced."""
+    return strategy == "attn_head" and strategy in FORMATS[name].strategies

@@ -56,9 +56,12 @@ class KVScales:
         return any(layer.q is not None for layer in self.layers.values())
 
     def with_shared(self) -> Mapping[str, LayerScales]:
-        """All modules an engine asks about; one that shares a cache has its owner's scales."""
+        """All modules an engine asks about; one that shares a cache has its owner's scales.
+
+        Its queries are its own and were not measured, so it has no query scale.
+        """
         shared = {
-            name: replace(self.layers[module.owner], layer_idx=module.layer_idx)
+            name: replace(self.layers[module.owner], layer_idx=module.layer_idx, q=None)
             for name, module in self.shared.items()
         }
         return {**self.layers, **shared}

@@ -9,12 +9,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from calib.errors import InputError
 from calib.scales import SharedAttention
 from calib.stats import KVStats, LayerStats, TensorStats
+from calib.tensor_file import save_tensors
 
 STATS_FILE = "fp8kv_stats.safetensors"
 
@@ -25,7 +25,7 @@ _FIELDS = ("amax", "histogram", "total")
 def save_stats(stats: KVStats, path: Path) -> None:
     """Write `stats` to the file `path`."""
     tensors = {
-        f"{name}.{which}.{field}": tensor.contiguous()
+        f"{name}.{which}.{field}": tensor
         for name, layer in stats.layers.items()
         for which in "kvq"
         for field in _FIELDS
@@ -38,7 +38,7 @@ def save_stats(stats: KVStats, path: Path) -> None:
     shared = {name: asdict(module) for name, module in stats.shared.items()}
     # one key, because safetensors writes several in an order that changes from run to run
     facts = json.dumps({"version": 1, "modules": modules, "shared": shared})
-    save_file(tensors, path, metadata={_KEY: facts})
+    save_tensors(tensors, path, {_KEY: facts})
 
 
 def load_stats(path: Path) -> KVStats:

@@ -1,6 +1,10 @@
 """Fixtures shared by all tests."""
 
 import json
+import os
+
+# no test may reach the network: set before anything of Hugging Face is imported
+os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "COLUMNS": "200"}
 
 import pytest
 import torch

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from safetensors import safe_open
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from calib.checkpoint import open_checkpoint

@@ -3,26 +3,26 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-_BASE = dict(
-    vocab_size=128,
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-_WIDE = dict(head_dim=24)  # heads wider than hidden_size / num_heads
-_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+_BASE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_WIDE = {"head_dim": 24}  # heads wider than hidden_size / num_heads
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _SLIDING_AND_FULL = ["sliding_attention", "sliding_attention", "full_attention"]
 
 FAMILIES: dict[str, dict] = {
     "llama": {},
-    "mistral": dict(sliding_window=5),
-    "mixtral": dict(num_local_experts=4),
+    "mistral": {"sliding_window": 5},
+    "mixtral": {"num_local_experts": 4},
     "qwen2": {},
     "qwen3": _WIDE,
     "qwen3_moe": {**_WIDE, **_EXPERTS},
@@ -30,12 +30,12 @@ FAMILIES: dict[str, dict] = {
     "gemma3_text": {**_WIDE, "sliding_window": 5, "layer_types": _SLIDING_AND_FULL},
     "phi3": {},
     "gpt_neox": {},
-    "falcon": dict(num_kv_heads=2, new_decoder_architecture=True),
-    "cohere2": dict(sliding_window=5),
+    "falcon": {"num_kv_heads": 2, "new_decoder_architecture": True},
+    "cohere2": {"sliding_window": 5},
     "olmo2": {},
     "granite": {},
     "starcoder2": {},
-    "gpt_oss": dict(head_dim=16, num_local_experts=4, sliding_window=5),
+    "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 5},
 }
 # linear attention or Mamba in all layers but one
 HYBRIDS: dict[str, dict] = {
@@ -49,31 +49,31 @@ HYBRIDS: dict[str, dict] = {
         linear_value_head_dim=16,
         shared_expert_intermediate_size=32,
     ),
-    "jamba": dict(num_experts=2, attn_layer_period=2, attn_layer_offset=1),
+    "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
 }
-SHARED_KV = dict(
-    head_dim=16,
-    num_kv_shared_layers=1,
-    layer_types=["sliding_attention", "full_attention", "full_attention"],
-    activation_sparsity_pattern=[0.0] * 3,
-    vocab_size_per_layer_input=128,
-    hidden_size_per_layer_input=8,
-    altup_num_inputs=2,
-    laurel_rank=4,
-    intermediate_size=[96] * 3,
-)
-MLA = dict(
-    q_lora_rank=16,
-    kv_lora_rank=16,
-    qk_rope_head_dim=8,
-    qk_nope_head_dim=8,
-    v_head_dim=16,
-    n_routed_experts=4,
-    moe_intermediate_size=32,
-    n_group=1,
-    topk_group=1,
-    num_experts_per_tok=2,
-)
+SHARED_KV = {
+    "head_dim": 16,
+    "num_kv_shared_layers": 1,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "activation_sparsity_pattern": [0.0] * 3,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 8,
+    "altup_num_inputs": 2,
+    "laurel_rank": 4,
+    "intermediate_size": [96] * 3,
+}
+MLA = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "moe_intermediate_size": 32,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+}
 
 
 def tiny_model(model_type: str, **options):
@@ -87,14 +87,14 @@ def tiny_vision_language_model():
     """A Gemma 3 with a vision tower whose layers are named like the language model's."""
     torch.manual_seed(0)
     text = {**_BASE, **_WIDE, "sliding_window": 5, "layer_types": _SLIDING_AND_FULL}
-    vision = dict(
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        image_size=28,
-        patch_size=14,
-    )
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     config = AutoConfig.for_model(
         "gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=1
     )

@@ -77,7 +77,8 @@ def _nothing(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
 
 
 _VLLM_NOTE = (
-    "on AMD MI300 (fnuz) vLLM does not convert compressed-tensors KV scales: use --format modelopt"
+    "on AMD MI300 (fnuz) vLLM does not convert compressed-tensors KV scales, so use --format "
+    "modelopt there; per-head scales need FlashAttention 3 (Hopper) or 4 (Blackwell, sm_100)"
 )
 
 FORMATS: dict[FormatName, Format] = {
@@ -87,6 +88,7 @@ FORMATS: dict[FormatName, Format] = {
         serve="vllm serve {path} --kv-cache-dtype fp8",
         strategies=("tensor", "attn_head"),
         reads_q=True,
+        per_head_flags=" --attention-backend FLASH_ATTN",
         note=_VLLM_NOTE,
     ),
     "aphrodite": Format(
@@ -122,7 +124,7 @@ FORMATS: dict[FormatName, Format] = {
     "modelopt": Format(
         engine="vLLM on MI300, SGLang before September 2026",
         build=modelopt,
-        serve="vllm serve {path} --quantization modelopt --kv-cache-dtype fp8",
+        serve="vllm serve {path} --kv-cache-dtype fp8",
         note="vLLM passes these scales through bfloat16 (0.02 becomes 0.02001953)",
     ),
     "trtllm": Format(

@@ -32,4 +32,5 @@ class Format:
     fp8_dtypes: tuple[FP8Name, ...] = ("e4m3fn",)
     reads_q: bool = False
     with_weights: bool = True
+    per_head_flags: str = ""  # appended to `serve` for strategy attn_head
     note: str = ""  # what the engine does with the file, where that may surprise

@@ -19,9 +19,9 @@ TOKENS = torch.randint(3, 128, (2, 12), generator=torch.Generator().manual_seed(
 
 def observed(model):
     seen = {}
-    with observe_qkv(model, lambda name, q, k, v: seen.__setitem__(name, (q, k, v))):
-        with torch.inference_mode():
-            model.get_decoder()(input_ids=TOKENS, attention_mask=MASK, use_cache=False)
+    sink = lambda name, q, k, v: seen.__setitem__(name, (q, k, v))  # noqa: E731
+    with torch.inference_mode(), observe_qkv(model, sink):
+        model.get_decoder()(input_ids=TOKENS, attention_mask=MASK, use_cache=False)
     return seen
 
 

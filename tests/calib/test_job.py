@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
-from families import HYBRIDS, SHARED_KV, tiny_model
 from conftest import save_model
+from families import HYBRIDS, SHARED_KV, tiny_model
 from safetensors.torch import load_file
 
 from calib.choices import FORMATS
@@ -70,13 +70,15 @@ def test_the_saved_recipe_reproduces_the_scales_bit_for_bit(observer, tiny_direc
 
 
 def test_another_seed_gives_other_scales(tiny_directory, tmp_path):
-    outs = [run(str(tiny_directory), recipe(data__seed=s), tmp_path / f"{s}").output for s in (1, 2)]
+    outs = [
+        run(str(tiny_directory), recipe(data__seed=s), tmp_path / f"{s}").output for s in (1, 2)
+    ]
     files = [(out / STATS_FILE).read_bytes() for out in outs]
     assert files[0] != files[1]
 
 
 def test_several_formats_fill_a_directory_each(tiny_directory, tmp_path):
-    formats = [name for name in FORMATS]
+    formats = list(FORMATS)
     result = run(str(tiny_directory), recipe(export__formats=formats), tmp_path / "out")
     assert {path.name for path in result.output.iterdir()} == set(FORMATS)
     json_files = {path.name for path in (result.output / "json").iterdir()}
@@ -119,7 +121,9 @@ def test_an_output_calibrated_again_replaces_its_scales(tiny_directory, tmp_path
     assert one.keys() == two.keys()
     assert all(torch.equal(two[name], one[name] * 2) for name in one)
     index = json.loads((again / "model.safetensors.index.json").read_text())["weight_map"]
-    assert set(index) == set(json.loads((first / "model.safetensors.index.json").read_text())["weight_map"])
+    assert set(index) == set(
+        json.loads((first / "model.safetensors.index.json").read_text())["weight_map"]
+    )
 
 
 @pytest.mark.parametrize(

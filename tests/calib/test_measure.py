@@ -1,4 +1,4 @@
-"""The measurement: exact, blind to padding, indifferent to batching, and precise about bad numbers."""
+"""The measurement: exact, blind to padding, and precise about bad numbers."""
 
 import pytest
 import torch

@@ -1,6 +1,7 @@
 """Models that cannot be calibrated are refused early; models that can be load completely."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from calib.errors import InputError, UnsupportedModelError
 from calib.export.names import checkpoint_prefix
 from calib.model import find_checkpoint, load_config, load_model, load_tokenizer
 from calib.recipe import load_recipe
-
 
 
 def recipe_with(**changes):
@@ -89,7 +89,9 @@ def test_not_a_causal_language_model(tmp_path):
 
 def test_an_encoder_decoder(tiny_directory):
     edit_config(tiny_directory, model_type="t5", architectures=["T5ForConditionalGeneration"])
-    refuse(tiny_directory, UnsupportedModelError, "T5ForConditionalGeneration is an encoder-decoder")
+    refuse(
+        tiny_directory, UnsupportedModelError, "T5ForConditionalGeneration is an encoder-decoder"
+    )
 
 
 def test_mla_is_refused_before_its_weights_are_read(tmp_path):
@@ -153,14 +155,9 @@ def test_an_output_of_ours_can_be_calibrated_again(tiny_directory):
     assert list(map_attention(load(tiny_directory)).cached)
 
 
-class Response:
-    headers: dict = {}
-    request = None
-    status_code = 403
-
-
 def hub_error(kind):
-    return kind("refused", response=Response()) if kind is not OSError else OSError("no route")
+    response = SimpleNamespace(headers={}, request=None, status_code=403)
+    return kind("refused", response=response) if kind is not OSError else OSError("no route")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Recipes: bundled ones are legal, mistakes are named with the nearest legal key, saved ones return."""
+"""Recipes: bundled ones are legal, mistakes are named with the nearest key, saved ones return."""
 
 import json
 
@@ -58,9 +58,15 @@ def test_overrides_win_over_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("stratgy: tensor", r"unknown key 'stratgy' \(did you mean 'strategy'\?\); legal keys here"),
+        (
+            "stratgy: tensor",
+            r"unknown key 'stratgy' \(did you mean 'strategy'\?\); legal keys here",
+        ),
         ("data: {sampels: 3}", r"unknown key 'data.sampels' \(did you mean 'samples'\?\)"),
-        ("strategy: per_head", r"strategy: Input should be 'tensor', 'attn_head' or 'channel', got"),
+        (
+            "strategy: per_head",
+            r"strategy: Input should be 'tensor', 'attn_head' or 'channel', got",
+        ),
         ("data: {samples: 0}", "data.samples: Input should be greater than or equal to 1, got 0"),
         ("headroom: -1", "headroom: Input should be greater than 0"),
         ("data: {batch_size: big}", "batch_size must be 'auto' or a positive integer, got 'big'"),

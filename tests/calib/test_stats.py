@@ -26,7 +26,9 @@ def stats(**changes):
 
 
 def test_merge_takes_maxima_and_sums():
-    merged = stats().merge(KVStats({"a.self_attn": layer([[3.0, 5.0], [0.0, 9.0]], v=7.0, tokens=5)}))
+    merged = stats().merge(
+        KVStats({"a.self_attn": layer([[3.0, 5.0], [0.0, 9.0]], v=7.0, tokens=5)})
+    )
     found = merged.layers["a.self_attn"]
     assert found.k.amax.tolist() == [[3.0, 8.0], [4.0, 9.0]]
     assert found.k.histogram.tolist() == [[4], [4]]

@@ -56,7 +56,8 @@ def test_a_scale_above_one_warns_that_unscaled_fp8_would_clip():
 def test_one_outlier_head_recommends_attn_head():
     (warning,) = warn(stats([1.0, 1.0, 20.0], [1.0, 2.0, 1.0]))
     assert warning == (
-        "K: one head is 20x the others in layer 0; use --strategy attn_head where the engine reads it"
+        "K: one head is 20x the others in layer 0; "
+        "use --strategy attn_head where the engine reads it"
     )
     assert warn(stats([1.0, 1.0, 20.0]), "attn_head") == []
     assert warn(stats([1.0, 1.0, 19.0])) == []

@@ -121,7 +121,9 @@ def test_modelopt_refuses_attention_that_engines_would_not_look_under(make_check
     modules = [f"gpt_neox.layers.{i}.attention" for i in range(2)]
     checkpoint = make_checkpoint(names=[f"{m}.query_key_value.weight" for m in modules])
     scales = make_scales(modules=modules)
-    with pytest.raises(UnsupportedExportError, match=r"this model has 'gpt_neox.layers.0.attention'"):
+    with pytest.raises(
+        UnsupportedExportError, match=r"this model has 'gpt_neox.layers.0.attention'"
+    ):
         export(scales, checkpoint, "modelopt")
     assert "gpt_neox.layers.0.attention.k_scale" in export(scales, checkpoint, "vllm").tensors
 
@@ -141,7 +143,9 @@ def test_json_needs_what_its_loaders_compare(make_checkpoint):
 
 
 def test_one_map_per_rank(checkpoint):
-    document = export(make_scales(), checkpoint, "json", tp_size=3).documents["kv_cache_scales.json"]
+    document = export(make_scales(), checkpoint, "json", tp_size=3).documents[
+        "kv_cache_scales.json"
+    ]
     ranks = document["kv_cache"]["scaling_factor"]
     assert list(ranks) == ["0", "1", "2"]
     assert ranks["2"] == ranks["0"]

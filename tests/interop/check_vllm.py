@@ -124,9 +124,10 @@ def check(directory: Path) -> None:
         report(directory, [f"layers {sorted(layers.keys() ^ output.scales.keys())} differ"], "")
     problems = [*wrong_scales(layers, output), *other_problems(layers, output, text)]
     with_q = "q, k, v" if any("q" in scales for scales in output.scales.values()) else "k, v"
+    cache = ", ".join(sorted({layer.cache_dtype for layer in layers.values()}))
     success = (
         f"vLLM holds the file's {with_q} scales in {len(layers)} layers, "
-        f"{output.scales_per_layer} each; cache {layers[DOUBLED].cache_dtype}; {text!r}"
+        f"{output.scales_per_layer} each; cache {cache}; {text!r}"
     )
     report(directory, problems, success)
 

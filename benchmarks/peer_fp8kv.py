@@ -1,0 +1,69 @@
+"""Our side of `peers.py`, in a process of its own: load, calibrate, write, and time each."""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from machine import laps, machine, write_result
+from workload import make_recipe
+
+from calib.attention import map_attention
+from calib.checkpoint import Checkpoint, open_checkpoint, read_json
+from calib.data import make_batches, resolve_batch_size
+from calib.derive import derive_scales
+from calib.export import export
+from calib.measure import calibrate
+from calib.model import load_config, load_model
+from calib.output import write_checkpoint
+from calib.scales import KVScales
+
+
+def main() -> None:
+    """Run one calibration as told and write what it took."""
+    args = _arguments()
+    torch.set_num_threads(args.threads)
+    samples = read_json(args.documents)["samples"]
+    recipe = make_recipe(len(samples), args.seq_len)
+    checkpoint = open_checkpoint(args.model)
+    clock = [time.perf_counter()]
+    model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
+    clock.append(time.perf_counter())
+    batch_size = resolve_batch_size(recipe.data, "cpu")
+    attention = map_attention(model)
+    batches = make_batches(samples, batch_size, pad_id=0)
+    stats = calibrate(model, batches, recipe, attention=attention)
+    scales = derive_scales(stats, recipe)
+    clock.append(time.perf_counter())
+    _write(scales, checkpoint)
+    clock.append(time.perf_counter())
+    result = {
+        "tokens": stats.tokens,
+        "batch_size": batch_size,
+        "observer": recipe.observer.name,
+        "seconds": laps(clock),
+        "k_scales": {name: layer.k.item() for name, layer in scales.layers.items()},
+        "machine": machine(),
+    }
+    write_result(args.output, result)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--documents", type=Path, required=True)
+    parser.add_argument("--seq-len", type=int, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    return parser.parse_args()
+
+
+def _write(scales: KVScales, checkpoint: Checkpoint) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        made = export(scales, checkpoint, "vllm")
+        write_checkpoint(made, checkpoint, Path(directory), weights="link", readme="")
+
+
+if __name__ == "__main__":
+    main()

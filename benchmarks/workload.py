@@ -1,0 +1,60 @@
+"""The one workload of both benchmarks: SmolLM2-135M in bfloat16 over Python's own documentation."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from calib.checkpoint import Checkpoint
+from calib.choices import ObserverName
+from calib.data import Batch, CalibrationData, load_data, make_batches, resolve_batch_size
+from calib.model import find_checkpoint, load_config, load_model, load_tokenizer
+from calib.recipe import DataRecipe, ObserverRecipe, Recipe
+
+MODEL = "builtin:smollm2"
+DATASET = "builtin:python-docs"
+DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model in memory and what it shall read."""
+
+    model: PreTrainedModel
+    batches: list[Batch]
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens in all batches, without padding."""
+        return sum(batch.num_tokens for batch in self.batches)
+
+
+def make_recipe(samples: int, seq_len: int, observer: ObserverName = "absmax") -> Recipe:
+    """Return the recipe that differs from our defaults in data, dtype and observer only."""
+    return Recipe(
+        observer=ObserverRecipe(name=observer),
+        device="cpu",
+        dtype=DTYPE,
+        data=DataRecipe(dataset=DATASET, samples=samples, seq_len=seq_len),
+    )
+
+
+def load_documents(checkpoint: Checkpoint, recipe: Recipe) -> CalibrationData:
+    """Read and tokenise the documents, in the order in which our job reads them."""
+    tokenizer = load_tokenizer(checkpoint, recipe)
+    return load_data(recipe.data, tokenizer, lambda: _model(checkpoint, recipe))
+
+
+def load_workload(samples: int, seq_len: int, threads: int) -> Workload:
+    """Load model and documents, in batches of the size that our job picks."""
+    torch.set_num_threads(threads)
+    recipe = make_recipe(samples, seq_len)
+    checkpoint = find_checkpoint(MODEL)
+    data = load_documents(checkpoint, recipe)
+    batch_size = resolve_batch_size(recipe.data, "cpu")
+    batches = make_batches(data.samples, batch_size, pad_id=0)
+    return Workload(_model(checkpoint, recipe), batches)
+
+
+def _model(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedModel:
+    return load_model(checkpoint, load_config(checkpoint, recipe), recipe)

@@ -1,0 +1,222 @@
+"""The command line as a user meets it: real processes, real files, one line for each mistake."""
+
+import json
+import os
+import pty
+import resource
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+import cli
+from calib.errors import InputError
+
+CLI = [sys.executable, "-m", "cli"]
+SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu"]
+
+
+def fp8kv(*arguments):
+    """Run a command in this process."""
+    return CliRunner().invoke(cli.app, list(map(str, arguments)))
+
+
+def calibrate(*arguments):
+    return fp8kv("calibrate", *arguments, *SMALL)
+
+
+def process(*arguments, **options):
+    """Start a command in a process of its own."""
+    command = [*CLI, "calibrate", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def one_line_error(done, *phrases, status=2):
+    assert done.exit_code == status, done.stderr
+    lines = [line for line in done.stderr.splitlines() if line.startswith("fp8kv: ")]
+    assert len(lines) == 1
+    assert "Traceback" not in done.stderr
+    for phrase in phrases:
+        assert phrase in lines[0]
+
+
+def test_calibrate_prints_layers_speed_and_the_serve_command(tiny_directory, tmp_path):
+    out = tmp_path / "out"
+    done = calibrate(tiny_directory, "-o", out, "--strategy", "attn_head")
+    assert done.exit_code == 0, done.stderr
+    for heading in ("layer", "K amax", "V scale", "K range used"):
+        assert heading in done.stdout
+    assert "128 tokens in" in done.stdout
+    assert f"vllm serve {out} --kv-cache-dtype fp8" in done.stdout
+    assert "random token ids" in done.stdout.lower()  # the warning about the data
+    assert len(load_file(out / "model-fp8kv-scales.safetensors")) == 6
+
+
+def test_json_is_one_object_with_the_promised_keys(tiny_directory, tmp_path):
+    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--json")
+    printed = json.loads(done.stdout)
+    assert printed["output"] == str(tmp_path / "out")
+    assert printed["tokens"] == 128
+    assert set(printed["seconds"]) == {"load", "calibrate", "write"}
+    assert printed["tokens_per_second"] == pytest.approx(128 / printed["seconds"]["calibrate"])
+    assert [layer["layer_idx"] for layer in printed["layers"]] == [0, 1, 2]
+    assert printed["warnings"]
+
+
+def test_quiet_prints_nothing(tiny_directory, tmp_path):
+    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--quiet")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_default_output_is_named_after_model_and_strategy(
+    tiny_directory, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    done = calibrate(tiny_directory, "--strategy", "attn_head")
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "tiny-llama-fp8kv-attn_head" / "config.json").exists()
+
+
+def test_a_recipe_with_flags_and_set_on_top(tiny_directory, tmp_path):
+    done = fp8kv(
+        *("calibrate", tiny_directory, "-o", tmp_path / "out", "--recipe", "qkv-attn_head"),
+        *(*SMALL, "--set", "data.seed=7", "--set", "headroom=2.0", "--batch-size", "2"),
+    )
+    assert done.exit_code == 0, done.stderr
+    saved = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())["recipe"]
+    assert (saved["targets"], saved["strategy"], saved["headroom"]) == ("qkv", "attn_head", 2.0)
+    assert (saved["data"]["seed"], saved["data"]["batch_size"]) == (7, 2)
+
+
+@pytest.mark.parametrize(
+    ("flags", "phrases"),
+    [
+        (["--dataset", "builtin:wiki"], ["builtin:wiki", "builtin:python-docs"]),
+        (["--dataset", "org/chat"], ["org/chat", "--dataset builtin:python-docs"]),
+        (["--dataset", "gone.jsonl"], ["gone.jsonl"]),
+        (["--seq-len", "999"], ["--seq-len 999 is longer than the model's 256 positions"]),
+        (["--samples", "0"], ["data.samples", "greater than or equal to 1, got 0"]),
+        (["--format", "tgi", "--strategy", "attn_head"], ["--format tgi", "--reduce max"]),
+        (["--format", "gguf"], ["export.formats", "'vllm'", "got 'gguf'"]),
+        (["--recipe", "tensor-absmx"], ["did you mean 'tensor-absmax'?"]),
+        (["--set", "datta.seed=1"], ["unknown key 'datta' (did you mean 'data'?)"]),
+        (["--set", "seed"], ["--set takes KEY=VALUE"]),
+        (["--targets", "qkv", "--format", "json"], ["holds no query scales"]),
+        (["--batch-size", "many"], ["batch_size must be 'auto' or a positive integer"]),
+    ],
+)
+def test_bad_flags_are_one_line_and_leave_nothing(flags, phrases, tiny_directory, tmp_path):
+    one_line_error(
+        fp8kv("calibrate", tiny_directory, "-o", tmp_path / "out", *SMALL, *flags), *phrases
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama"]
+
+
+def test_a_flag_value_outside_its_list_is_a_usage_error(tiny_directory):
+    done = calibrate(tiny_directory, "--strategy", "per_head")
+    assert done.exit_code == 2
+    assert "'tensor', 'attn_head', 'channel'" in done.stderr
+
+
+def test_no_such_model(tmp_path):
+    one_line_error(calibrate("./gone"), "model './gone' does not exist")
+    one_line_error(calibrate("org/gone"), "model 'org/gone'", "the Hub cannot be reached")
+
+
+def test_the_default_dataset_without_a_network_names_the_way_out(tiny_directory):
+    flags = ["--seq-len", "32", "--samples", "4"]
+    one_line_error(
+        fp8kv("calibrate", tiny_directory, *flags),
+        "ultrachat_200k",
+        "--dataset builtin:python-docs",
+    )
+
+
+def test_an_output_that_exists(tiny_directory, tmp_path):
+    calibrate(tiny_directory, "-o", tmp_path / "out", "--quiet")
+    one_line_error(calibrate(tiny_directory, "-o", tmp_path / "out"), "exists; add --overwrite")
+    assert calibrate(tiny_directory, "-o", tmp_path / "out", "--overwrite").exit_code == 0
+    one_line_error(calibrate(tiny_directory, "-o", tiny_directory, "--overwrite"), "would mix with")
+
+
+def test_nan_weights_name_layer_tensor_and_sample(tiny_directory, tmp_path):
+    file = tiny_directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.self_attn.v_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, file, metadata={"format": "pt"})
+    done = calibrate(tiny_directory, "-o", tmp_path / "out")
+    one_line_error(done, "model.layers.1.self_attn: V holds NaN or Inf in sample ")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_truncated_weight_file(tiny_directory):
+    file = tiny_directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    one_line_error(calibrate(tiny_directory), "is not a whole safetensors file")
+
+
+def test_a_full_disk_leaves_nothing_behind(tiny_directory, tmp_path):
+    def limit():  # no file may grow beyond 64 KiB: what a full disk looks like to a writer
+        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+
+    arguments = (tiny_directory, "-o", tmp_path / "out", "--weights", "copy", *SMALL)
+    running = process(*arguments, preexec_fn=limit)
+    _, stderr = running.communicate(timeout=120)
+    assert running.returncode == 2
+    assert f"fp8kv: cannot write '{tmp_path / 'out'}'" in stderr
+    assert "Traceback" not in stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama"]
+
+
+@pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 2)])
+def test_a_signal_in_the_middle_leaves_nothing_behind(sent, status, tiny_directory, tmp_path):
+    endless = ("--samples", "20000", "--seq-len", "64", "--batch-size", "1", "--dataset", "random")
+    screen, stderr = pty.openpty()  # the bar is drawn on terminals only
+    command = [*CLI, "calibrate", str(tiny_directory), "-o", str(tmp_path / "out"), *endless]
+    running = subprocess.Popen(command, stderr=stderr)
+    shown = b""
+    while b"tokens/s" not in shown:
+        shown += os.read(screen, 4096)
+    running.send_signal(sent)
+    running.wait(timeout=60)
+    shown += os.read(screen, 1 << 20)
+    assert running.returncode == status
+    assert b"; nothing was written" in shown.splitlines()[-1]
+    assert b"Traceback" not in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama"]
+
+
+def test_debug_shows_the_traceback():
+    assert isinstance(calibrate("./gone", "--debug").exception, InputError)
+    assert isinstance(calibrate("./gone").exception, SystemExit)
+
+
+def test_recipes_lists_the_catalogue_and_shows_one():
+    listed = fp8kv("recipes")
+    assert "qkv-attn_head" in listed.stdout
+    shown = fp8kv("recipes", "tgi-kv_scale")
+    assert shown.stdout.startswith("# Text Generation Inference")
+    one_line_error(fp8kv("recipes", "nope"), "no recipe named 'nope'")
+
+
+def test_doctor_names_what_it_found():
+    done = fp8kv("doctor")
+    for what in ("Python", "torch", "triton", "GPU", "builtin:smollm2"):
+        assert what in done.stdout
+
+
+def test_help_lists_every_flag_of_the_design():
+    shown = fp8kv("calibrate", "--help").stdout
+    for flag in (
+        *("--output", "--recipe", "--strategy", "--observer", "--targets", "--format", "--reduce"),
+        *("--tp-size", "--dataset", "--samples", "--seq-len", "--batch-size", "--seed", "--device"),
+        *("--dtype", "--fp8-dtype", "--headroom", "--weights", "--overwrite", "--set", "--quiet"),
+        *("--json", "--debug", "--trust-remote-code"),
+    ):
+        assert flag in shown
