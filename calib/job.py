@@ -13,6 +13,7 @@ from calib.checkpoint import Checkpoint
 from calib.choices import FormatName
 from calib.data import Batch, CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.derive import derive_scales
+from calib.devices import input_device
 from calib.export import FORMATS, Export, check_format, export
 from calib.measure import calibrate
 from calib.model import find_checkpoint, load_config, load_model, load_tokenizer
@@ -60,6 +61,7 @@ class Result:
             "tokens_per_second": self.tokens_per_second,
             "layers": [asdict(layer) for layer in self.layers],
             "warnings": self.warnings,
+            "notes": {name: FORMATS[name].note for name in self.directories},
         }
 
 
@@ -159,7 +161,7 @@ def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -
 
 
 def _resolve(recipe: Recipe, model: PreTrainedModel) -> Recipe:
-    device = model.device.type
+    device = input_device(model).type
     batch_size = resolve_batch_size(recipe.data, device)
     return recipe.model_copy(
         update={

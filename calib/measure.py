@@ -1,7 +1,7 @@
 """The measurement: run batches through the model and collect `KVStats`. Nothing else."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from calib.attention import AttentionMap, map_attention, observe_qkv
 from calib.data import Batch
+from calib.devices import input_device
 from calib.errors import CalibrationError, InputError
 from calib.recipe import Recipe
 from calib.running import RunningLayer
@@ -62,17 +63,30 @@ def _running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, Runnin
     }
 
 
+class _LastLayerSeen(Exception):
+    """Everything there is to measure in a batch has been measured."""
+
+
 def _observe(model: PreTrainedModel, batch: Batch, layers: dict[str, RunningLayer]) -> None:
-    input_ids = batch.input_ids.to(model.device)
-    mask = batch.attention_mask.to(model.device)
+    device = input_device(model)
+    input_ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
     valid = mask.flatten().nonzero().squeeze(-1) if batch.has_padding else None
+
+    last = None if _is_offloaded(model) else list(layers)[-1]
 
     def sink(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         if name in layers:  # the others read another layer's cache
             layers[name].update(query, key, value, _on(valid, key))
+        if name == last:
+            raise _LastLayerSeen
 
-    with observe_qkv(model, sink):
+    with suppress(_LastLayerSeen), observe_qkv(model, sink):
         model.get_decoder()(input_ids=input_ids, attention_mask=mask, use_cache=False)
+
+
+def _is_offloaded(model: nn.Module) -> bool:
+    # accelerate takes weights off the device again when a module returns, so each one must
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
 
 
 def _on(index: Tensor | None, x: Tensor) -> Tensor | None:

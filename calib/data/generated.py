@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from calib.data.batches import resolve_batch_size
+from calib.devices import input_device
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
@@ -47,7 +48,7 @@ def sample_from_model(
     Raises:
         InputError: the model ends every sample at once.
     """
-    batch_size = resolve_batch_size(recipe, model.device.type)
+    batch_size = resolve_batch_size(recipe, input_device(model).type)
     ends = _end_ids(tokenizer, model)
     samples: list[list[int]] = []
     barren = 0
@@ -109,8 +110,8 @@ def _start_ids(
 ) -> Tensor:  # [count, 1]
     for start in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if start is not None:
-            return torch.full((count, 1), start, device=model.device)
-    return torch.randint(_num_ids(tokenizer, model), (count, 1)).to(model.device)
+            return torch.full((count, 1), start, device=input_device(model))
+    return torch.randint(_num_ids(tokenizer, model), (count, 1)).to(input_device(model))
 
 
 def _end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:

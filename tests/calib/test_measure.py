@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from accelerate import cpu_offload
 from families import FAMILIES, HYBRIDS, tiny_model
 from transformers import DynamicCache
 
+from calib.attention import map_attention
 from calib.data import make_batches
 from calib.errors import CalibrationError, InputError
 from calib.histogram import NUM_BINS, magnitude_histogram
@@ -104,10 +106,36 @@ def test_a_hybrid_has_statistics_for_its_attention_layer_only():
     assert list(calibrate(model, batches(), RECIPE).layers) == ["model.layers.1.self_attn"]
 
 
-def test_the_lm_head_is_never_computed():
+def fail_if_run(module):
+    module.register_forward_hook(lambda *_: pytest.fail("it ran for nothing"))
+
+
+def test_neither_the_lm_head_nor_anything_behind_the_last_k_and_v_is_computed():
     model = tiny_model("llama")
-    model.lm_head.register_forward_hook(lambda *_: pytest.fail("the LM head ran"))
-    calibrate(model, batches(), RECIPE)
+    mapped = map_attention(model)
+    fail_if_run(model.lm_head)
+    fail_if_run(model.model.layers[-1].self_attn.o_proj)
+    calibrate(model, batches(), RECIPE, attention=mapped)
+
+
+def test_a_model_with_offloaded_weights_runs_to_its_end():
+    model, plain = tiny_model("llama"), tiny_model("llama")
+    cpu_offload(model, execution_device="cpu")
+    found, expected = calibrate(model, batches(), RECIPE), calibrate(plain, batches(), RECIPE)
+    for one, other in zip(found.layers.values(), expected.layers.values(), strict=True):
+        assert torch.equal(one.k.amax, other.k.amax)
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_calibrating_does_not_change_what_the_model_computes(family):
+    model = tiny_model(family, **FAMILIES[family])
+    tokens = torch.tensor([SAMPLES[0]])
+    with torch.inference_mode():
+        before = model(tokens).logits
+        calibrate(model, batches(), RECIPE)
+        after = model(tokens).logits
+    assert torch.equal(before, after)
 
 
 def test_training_modes_come_back_after_success_and_failure():
