@@ -33,11 +33,18 @@ def machine(day: str | None = None) -> dict[str, Any]:
     }
 
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
+
+
 def reset_peak() -> bool:
     """Give freed memory back and restart the high-water mark; False where the system cannot."""
     gc.collect()
     if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        libc = ctypes.CDLL("libc.so.6")
+        # large tensors straight from the system and back: a fragmented heap differs by 20 % from
+        # run to run, whoever computes
+        libc.mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+        libc.malloc_trim(0)
     try:
         (_PROC / "self/clear_refs").write_text("5")
     except OSError:

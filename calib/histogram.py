@@ -16,11 +16,19 @@ _FIRST_CODE = (127 - 24) << MANTISSA_BITS
 
 def magnitude_histogram(x: Tensor) -> Tensor:
     """Count the magnitudes of `x` [N, H, D] per head: [H, NUM_BINS] int64."""
-    codes = x.to(torch.bfloat16).contiguous().view(torch.int16) & 0x7FFF
-    bins = codes.sub_(_FIRST_CODE).clamp_(0, NUM_BINS - 1)
+    return add_magnitudes(x, None)
+
+
+def add_magnitudes(x: Tensor, counts: Tensor | None) -> Tensor:
+    """Add the magnitudes of `x` [N, H, D] to `counts` [H, NUM_BINS] in place, and return it."""
+    if counts is None:
+        counts = torch.zeros(x.shape[1], NUM_BINS, dtype=torch.int64, device=x.device)
     # head by head: bincount wants int64, and eight times the input would leave the CPU's cache
-    counts = [torch.bincount(head.long().flatten(), minlength=NUM_BINS) for head in bins.unbind(1)]
-    return torch.stack(counts)
+    for head, total in zip(x.unbind(1), counts, strict=True):
+        codes = head.to(torch.bfloat16).contiguous().view(torch.int16) & 0x7FFF
+        bins = codes.sub_(_FIRST_CODE).clamp_(0, NUM_BINS - 1)
+        total += torch.bincount(bins.long().flatten(), minlength=NUM_BINS)
+    return counts
 
 
 def bin_values() -> Tensor:

@@ -1,7 +1,8 @@
 """The measurement: run batches through the model and collect `KVStats`. Nothing else."""
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -80,8 +81,12 @@ def _observe(model: PreTrainedModel, batch: Batch, layers: dict[str, RunningLaye
         if name == last:
             raise _LastLayerSeen
 
-    with suppress(_LastLayerSeen), observe_qkv(model, sink):
-        model.get_decoder()(input_ids=input_ids, attention_mask=mask, use_cache=False)
+    with observe_qkv(model, sink):
+        try:
+            model.get_decoder()(input_ids=input_ids, attention_mask=mask, use_cache=False)
+        except _LastLayerSeen as seen:
+            # its frames hold activations, and cycles would keep those through the next batch
+            traceback.clear_frames(seen.__traceback__)
 
 
 def _is_offloaded(model: nn.Module) -> bool:

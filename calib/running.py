@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from calib.attention import CachedAttention
-from calib.histogram import magnitude_histogram
+from calib.histogram import add_magnitudes
 from calib.stats import LayerStats, TensorStats
 
 
@@ -21,11 +21,11 @@ class RunningTensor:
         """Add the tokens of `x` [N, H, D]."""
         # reducing over the leading dimension is what a CPU does at full width
         batch = x.flatten(1).abs().amax(0)
-        self.amax = batch if self.amax is None else torch.maximum(self.amax, batch)
+        self.amax = batch if self.amax is None else torch.maximum(self.amax, batch, out=self.amax)
         self._heads = x.shape[1]
         wants_histogram, wants_means = self._wants
         if wants_histogram:
-            self._histogram = _add(self._histogram, magnitude_histogram(x))
+            self._histogram = add_magnitudes(x, self._histogram)
         if wants_means:
             self._total = _add(self._total, x.sum(0, dtype=torch.float64))
 
