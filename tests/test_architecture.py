@@ -65,9 +65,9 @@ def test_calib_works_without_triton():
 
 
 @pytest.mark.parametrize("name", ["calib", "calib.data", "calib.export", "fp8kv_runtime"])
-def test_public_names_exist_and_are_sorted(name):
+def test_public_names_exist(name):
     module = import_module(name)
-    assert list(module.__all__) == sorted(module.__all__)
+    assert len(set(module.__all__)) == len(module.__all__) > 0
     assert all(hasattr(module, public) for public in module.__all__)
     with pytest.raises(AttributeError):
         module.no_such_name  # noqa: B018
