@@ -186,3 +186,12 @@ def test_a_rewritten_shard_keeps_its_metadata(make_checkpoint, tmp_path):
     out = write(open_checkpoint(checkpoint.path), tmp_path / "out")
     with safe_open(out / "model-00001-of-00001.safetensors", framework="pt") as written:
         assert written.metadata() == {"format": "pt"}
+
+
+def test_a_server_running_as_another_user_can_read_the_scales(checkpoint, tmp_path):
+    umask = os.umask(0o022)
+    try:
+        out = write(checkpoint, tmp_path / "out")
+    finally:
+        os.umask(umask)
+    assert (out / SCALES_SHARD).stat().st_mode & 0o777 == 0o644
