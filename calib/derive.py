@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from calib.observers import make_observer
+from calib.observers import Observer, make_observer
 from calib.output import CALIBRATION_FILE
 from calib.recipe import Recipe, load_recipe
 from calib.scales import KVScales
@@ -11,20 +11,24 @@ from calib.stats_file import load_stats
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 
+def recipe_observer(recipe: Recipe) -> Observer:
+    """The observer that `recipe` names, with its options."""
+    return make_observer(
+        recipe.observer.name,
+        percentile=recipe.observer.percentile,
+        fp8_dtype=FP8_DTYPES[recipe.fp8_dtype],
+    )
+
+
 def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
     """Derive the scales that `recipe` asks for.
 
     Raises:
         CalibrationError: a layer saw nothing, only zeros, or NaN/Inf.
     """
-    observer = make_observer(
-        recipe.observer.name,
-        percentile=recipe.observer.percentile,
-        fp8_dtype=FP8_DTYPES[recipe.fp8_dtype],
-    )
     return stats.scales(
         strategy=recipe.strategy,
-        observer=observer,
+        observer=recipe_observer(recipe),
         fp8_dtype=recipe.fp8_dtype,
         headroom=recipe.headroom,
         targets=recipe.targets,

@@ -10,13 +10,12 @@ from transformers import PreTrainedModel
 
 from calib.attention import AttentionMap, map_attention, observe_qkv
 from calib.data import Batch
+from calib.derive import recipe_observer
 from calib.devices import input_device
 from calib.errors import CalibrationError, InputError
 from calib.recipe import Recipe
 from calib.running import RunningLayer
 from calib.stats import KVStats
-
-_HISTOGRAM_OBSERVERS = {"percentile", "mse"}
 
 
 @torch.inference_mode()
@@ -57,7 +56,7 @@ def calibrate(
 
 
 def _running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, RunningLayer]:
-    histogram = recipe.observer.name in _HISTOGRAM_OBSERVERS
+    histogram = recipe_observer(recipe).needs_histogram
     return {
         name: RunningLayer(module, targets=recipe.targets, histogram=histogram, means=recipe.means)
         for name, module in attention.cached.items()

@@ -26,8 +26,8 @@ def check_format(
     if fp8_dtype not in target.fp8_dtypes:
         raise UnsupportedExportError(
             f"--format {name} holds {' or '.join(target.fp8_dtypes)} scales; these are for "
-            f"{fp8_dtype}. Use --fp8-dtype {target.fp8_dtypes[0]}, which AMD MI300 engines convert "
-            f"themselves, or --format {_formats_with('fp8_dtypes', fp8_dtype)}"
+            f"{fp8_dtype}. Use --fp8-dtype {target.fp8_dtypes[0]}, or "
+            f"--format {_formats_with('fp8_dtypes', fp8_dtype)}"
         )
     if with_q and not target.reads_q:
         raise UnsupportedExportError(
