@@ -41,5 +41,26 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn)
 
 
 def dequantize(x: Tensor, scale: Tensor) -> Tensor:
-    """Restore float32 values from FP8: `x * scale`."""
+    """Restore float32 values from FP8: `x * scale`. `scale` must broadcast against `x`."""
+    if x.is_cpu and not _has_nan(x):
+        # torch's own cast takes ten times as long on a CPU
+        half, unit = _as_half(x)
+        return torch.mul(half, scale * unit)
     return x.float() * scale
+
+
+def _as_half(x: Tensor) -> tuple[Tensor, float]:
+    """FP8 bits as float16 values and the power of two that they lack; wrong for E4M3 NaN."""
+    codes = x.view(torch.int8).to(torch.int16)
+    if x.dtype == torch.float8_e5m2:
+        return codes.bitwise_left_shift_(8).view(torch.float16), 1.0
+    # the sign is extended over the upper byte: clear the exponent bit that it reaches
+    half = codes.bitwise_left_shift_(7).bitwise_and_(~0x4000).view(torch.float16)
+    return half, 2.0**8 if x.dtype == torch.float8_e4m3fn else 2.0**7
+
+
+def _has_nan(x: Tensor) -> bool:
+    codes = x.view(torch.uint8)
+    if x.dtype == torch.float8_e4m3fn:
+        return codes.numel() > 0 and int((codes & 0x7F).max()) == 0x7F
+    return x.dtype == torch.float8_e4m3fnuz and bool((codes == 0x80).any())

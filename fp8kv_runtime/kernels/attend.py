@@ -1,0 +1,210 @@
+"""The loop over one sequence's blocks, shared by decode and extend attention.
+
+K's scale is folded into the softmax scale and V's into the output: the loop itself converts FP8 to
+float16, multiplies matrices and keeps a running softmax in base 2.
+"""
+
+import triton
+import triton.language as tl
+
+from fp8kv_runtime.kernels.codec import decode, decode_unit, encode, hardware_type
+
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def prepare_query(
+    query_ptr,
+    offsets,  # [BLOCK_M] of each row
+    heads,  # [BLOCK_M]
+    inside,  # [BLOCK_M]
+    kv_head,
+    k_scale_ptr,
+    q_scale_ptr,
+    k_center_ptr,
+    softmax_scale,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    Q_SCALES: tl.constexpr,
+    HAS_CENTER: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ENCODES: tl.constexpr,
+    Q_FP8: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
+):
+    """Query rows for `attend`, what rounding took from them, factor and shift of their scores.
+
+    The rows are FP8 bits, or float16 brought into range by a power of two per row, exactly; K's
+    scale goes into the factor, or into the rows where every channel has its own.
+    """
+    channels = tl.arange(0, BLOCK_D)
+    in_head = channels < HEAD_DIM
+    valid = inside[:, None] & in_head[None, :]
+    q = tl.load(query_ptr + offsets[:, None] + channels[None, :], mask=valid, other=0.0)
+    q = q.to(tl.float32)
+    to_base_2 = softmax_scale * LOG2_E
+    shift = tl.zeros(inside.shape, tl.float32)
+    if HAS_CENTER:
+        center = tl.load(k_center_ptr + kv_head * HEAD_DIM + channels, mask=in_head, other=0.0)
+        shift = tl.sum(q * center[None, :], 1) * to_base_2
+
+    factor = tl.full(inside.shape, 1.0, tl.float32) * to_base_2
+    if K_SCALES == 2:
+        scale = tl.load(k_scale_ptr + kv_head * HEAD_DIM + channels, mask=in_head, other=1.0)
+        q = q * scale[None, :]
+    else:
+        factor *= tl.load(k_scale_ptr + kv_head * K_SCALES)
+
+    if Q_FP8:
+        q_scale = tl.load(q_scale_ptr + heads * Q_SCALES, mask=inside, other=1.0)
+        scaled = tl.div_rn(q, tl.broadcast_to(q_scale[:, None], q.shape))
+        unit: tl.constexpr = score_unit(FORMAT, HARDWARE, MULTIPLIES)
+        codes = encode(scaled, FORMAT, ENCODES)
+        return codes, codes, factor * q_scale * unit, shift
+    exponent = row_exponent(q)
+    scaled = q * power_of_two(-exponent)[:, None]
+    rows = scaled.to(tl.float16)
+    rest = (scaled - rows.to(tl.float32)).to(tl.float16)
+    return rows, rest, factor * power_of_two(exponent) * decode_unit(FORMAT, HARDWARE), shift
+
+
+@triton.jit
+def row_exponent(q):
+    """Exponent that leaves each row's largest magnitude in [512, 1024)."""
+    amax = tl.max(tl.abs(q), 1)
+    biased = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) & 0xFF, 20)
+    return tl.minimum(biased, 235) - 127 - 9
+
+
+@triton.jit
+def power_of_two(exponent):
+    """2 ** exponent, exactly."""
+    return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def row_offsets(
+    block_table_ptr, start, positions, inside, kv_head, NUM_KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Where in the cache each position's row lies, in rows: [TILE] int64."""
+    if BLOCK_SIZE % TILE == 0:  # the tile lies in one block
+        block_id = tl.load(block_table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        first = (block_id * NUM_KV_HEADS + kv_head) * BLOCK_SIZE + start % BLOCK_SIZE
+        return first + tl.arange(0, TILE)
+    block_ids = tl.load(block_table_ptr + positions // BLOCK_SIZE, mask=inside, other=0)
+    rows = (block_ids.to(tl.int64) * NUM_KV_HEADS + kv_head) * BLOCK_SIZE
+    return rows + positions % BLOCK_SIZE
+
+
+@triton.jit
+def load_codes(codes_ptr, rows, inside, channels, HEAD_DIM: tl.constexpr):
+    """A tile of K or V: [TILE, BLOCK_D] uint8. What no one may see is 0, whatever is stored."""
+    valid = inside[:, None] & (channels < HEAD_DIM)[None, :]
+    return tl.load(codes_ptr + rows[:, None] * HEAD_DIM + channels[None, :], mask=valid, other=0)
+
+
+@triton.jit
+def scores_of(q, q_rest, codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, Q_FP8: tl.constexpr,
+              Q_REST: tl.constexpr, MULTIPLIES: tl.constexpr):  # fmt: skip
+    """Q Kᵀ without scales: [BLOCK_M, TILE] float32."""
+    if Q_FP8 and MULTIPLIES:
+        query = q.to(hardware_type(FORMAT), bitcast=True)
+        key = codes.to(hardware_type(FORMAT), bitcast=True)
+        # without the limit Hopper adds up a whole row with 14 bits
+        return tl.dot(query, tl.trans(key), max_num_imprecise_acc=32)
+    if Q_FP8:
+        return tl.dot(decode(q, FORMAT, HARDWARE), tl.trans(decode(codes, FORMAT, HARDWARE)))
+    key = tl.trans(decode(codes, FORMAT, HARDWARE))
+    if Q_REST:
+        return tl.dot(q, key, tl.dot(q_rest, key))
+    return tl.dot(q, key)
+
+
+@triton.constexpr_function
+def score_unit(FORMAT, HARDWARE, MULTIPLIES):
+    """What decoding Q and K leaves out of their product."""
+    return 1.0 if MULTIPLIES else decode_unit(FORMAT, HARDWARE) ** 2
+
+
+@triton.jit
+def start_softmax(sinks_ptr, heads, inside, has_sink, HAS_SINKS: tl.constexpr):
+    """Running maximum (base 2) and running sum before the first tile."""
+    if HAS_SINKS and has_sink:
+        sink = tl.load(sinks_ptr + heads, mask=inside, other=0.0).to(tl.float32)
+        return sink * LOG2_E, tl.full(inside.shape, 1.0, tl.float32)
+    return tl.full(inside.shape, float("-inf"), tl.float32), tl.zeros(inside.shape, tl.float32)
+
+
+@triton.jit
+def softcapped(scores, softcap):
+    """softcap * tanh(scores / softcap), in base 2 before and after."""
+    x = scores / (softcap * LOG2_E)
+    # tanh(x) = 1 - 2 / (e^2x + 1)
+    return softcap * LOG2_E * (1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0))
+
+
+@triton.jit
+def attend(
+    q,  # [BLOCK_M, BLOCK_D] float16, or FP8 bits
+    q_rest,  # the same, added where Q_REST is set
+    factor,  # [BLOCK_M] turns a raw score into a logit in base 2
+    shift,  # [BLOCK_M] added to it: the centre's score
+    rows_at,  # [BLOCK_M] position of each query row
+    running_max,  # [BLOCK_M] base 2; -inf, or the sink's logit
+    running_sum,  # [BLOCK_M] 0, or 1 for the sink
+    first,  # positions from `first` ..
+    end,  # .. up to `end`, not included
+    key_blocks_ptr,
+    value_blocks_ptr,
+    block_table_ptr,
+    kv_head,
+    softcap,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: none
+    SOFTCAP: tl.constexpr,
+    HAS_CENTER: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    Q_FP8: tl.constexpr,
+    Q_REST: tl.constexpr,  # the query does not fit float16: fp32, or multiplied by channel scales
+    MULTIPLIES: tl.constexpr,
+):
+    """Unnormalised output [BLOCK_M, BLOCK_D] without V's scale, running maximum and sum."""
+    channels = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
+    for start in range(first // TILE * TILE, end, TILE):
+        positions = start + tl.arange(0, TILE)
+        inside = (positions >= first) & (positions < end)
+        rows = row_offsets(
+            block_table_ptr, start, positions, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, TILE
+        )
+        k_codes = load_codes(key_blocks_ptr, rows, inside, channels, HEAD_DIM)
+        v_codes = load_codes(value_blocks_ptr, rows, inside, channels, HEAD_DIM)
+
+        scores = scores_of(q, q_rest, k_codes, FORMAT, HARDWARE, Q_FP8, Q_REST, MULTIPLIES)
+        scores = scores * factor[:, None]
+        if HAS_CENTER:
+            scores += shift[:, None]
+        if SOFTCAP:
+            scores = softcapped(scores, softcap)
+        visible = inside[None, :] & (positions[None, :] <= rows_at[:, None])
+        if WINDOW > 0:
+            visible &= positions[None, :] > rows_at[:, None] - WINDOW
+        scores = tl.where(visible, scores, float("-inf"))
+
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf minus -inf is NaN
+        weights = tl.exp2(scores - finite_max[:, None])
+        correction = tl.exp2(running_max - finite_max)
+        running_sum = running_sum * correction + tl.sum(weights, 1)
+        value = decode(v_codes, FORMAT, HARDWARE)
+        acc = tl.dot(weights.to(tl.float16), value, acc * correction[:, None])
+        running_max = new_max
+    return acc, running_max, running_sum

@@ -1,0 +1,96 @@
+"""FP8 in Triton: integer arithmetic that is exact on every target, and the hardware's conversion.
+
+Written with integers because sm_80 has no E4M3 type and the interpreter's own casts round wrongly.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def encode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
+    """Round float32 `x` to FP8 bits (uint8): nearest, ties to even, saturating; NaN stays NaN."""
+    if HARDWARE:
+        return _encode_hardware(x, FORMAT)
+    if FORMAT == "e4m3fn":
+        return _encode_integer(x, 3, 7, 0x7E, 448.0, False)
+    if FORMAT == "e4m3fnuz":
+        return _encode_integer(x, 3, 8, 0x7F, 240.0, True)
+    tl.static_assert(FORMAT == "e5m2")
+    return _encode_integer(x, 2, 15, 0x7B, 57344.0, False)
+
+
+@triton.jit
+def decode(codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
+    """FP8 bits (uint8) as float16: exactly the value over `decode_unit(FORMAT, HARDWARE)`."""
+    if HARDWARE:
+        return codes.to(hardware_type(FORMAT), bitcast=True).to(tl.float16)
+    wide = codes.to(tl.int16)
+    if FORMAT == "e5m2":
+        return (wide << 8).to(tl.float16, bitcast=True)
+    magnitude = wide & 0x7F
+    bits = ((wide & 0x80) << 8) | (magnitude << 7)
+    if FORMAT == "e4m3fn":
+        # 0x7F is NaN: its carry sets the top exponent bit, which is clear in all other codes
+        bits |= ((magnitude + 1) & 0x80) << 7
+    else:
+        bits = tl.where(wide == 0x80, 0x7E00, bits)
+    return bits.to(tl.float16, bitcast=True)
+
+
+@triton.constexpr_function
+def decode_unit(FORMAT, HARDWARE):
+    """The power of two that `decode` leaves out, to be folded into the scale."""
+    return 1.0 if HARDWARE else {"e4m3fn": 2.0**8, "e4m3fnuz": 2.0**7, "e5m2": 1.0}[FORMAT]
+
+
+@triton.jit
+def _encode_integer(
+    x, M: tl.constexpr, BIAS: tl.constexpr, MAX_CODE: tl.constexpr, MAX: tl.constexpr,
+    FNUZ: tl.constexpr,
+):  # fmt: skip
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    magnitude = bits & 0x7FFFFFFF
+    is_nan = magnitude > 0x7F800000
+    a = tl.minimum(magnitude.to(tl.float32, bitcast=True), MAX)
+    a = tl.where(is_nan, 0.0, a)
+    a_bits = a.to(tl.int32, bitcast=True)
+
+    SHIFT: tl.constexpr = 23 - M
+    rounded = a_bits + ((1 << (SHIFT - 1)) - 1) + ((a_bits >> SHIFT) & 1)
+    normal = (rounded >> SHIFT) - ((127 - BIAS) << M)
+    # adding 2 ** (24 - BIAS - M) leaves the subnormal's code in the lowest bits, rounded by the add
+    MAGIC: tl.constexpr = (127 + 24 - BIAS - M) << 23
+    magic = tl.full(a.shape, MAGIC, tl.int32).to(tl.float32, bitcast=True)
+    subnormal = (a + magic).to(tl.int32, bitcast=True) - MAGIC
+
+    code = tl.minimum(tl.where(a < 2.0 ** (1 - BIAS), subnormal, normal), MAX_CODE)
+    if FNUZ:  # no negative zero: its bits are NaN
+        code = tl.where(is_nan, 0x80, tl.where(code == 0, 0, code | sign))
+    else:
+        code = tl.where(is_nan, 0x7F, code) | sign
+    return code.to(tl.uint8)
+
+
+@triton.jit
+def _encode_hardware(x, FORMAT: tl.constexpr):
+    bits = x.to(tl.int32, bitcast=True)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    MAX: tl.constexpr = largest(FORMAT)
+    clamped = tl.minimum(tl.maximum(tl.where(is_nan, 0.0, x), -MAX), MAX)
+    codes = clamped.to(hardware_type(FORMAT)).to(tl.uint8, bitcast=True)
+    nan = (((bits >> 24) & 0x80) | 0x7F).to(tl.uint8)
+    return tl.where(is_nan, nan, codes)
+
+
+@triton.constexpr_function
+def hardware_type(FORMAT):
+    """Triton's name of the format."""
+    return {"e4m3fn": tl.float8e4nv, "e4m3fnuz": tl.float8e4b8, "e5m2": tl.float8e5}[FORMAT]
+
+
+@triton.constexpr_function
+def largest(FORMAT):
+    """The format's largest finite value."""
+    return {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0}[FORMAT]

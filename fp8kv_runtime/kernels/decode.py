@@ -1,0 +1,207 @@
+"""Decode attention: one query token per sequence, its KV split into parts, then a reduce."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8kv_runtime.cache import PagedSequences
+from fp8kv_runtime.kernels.append_kv import load_scale
+from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
+from fp8kv_runtime.kernels.codec import decode_unit
+from fp8kv_runtime.kernels.launch import layer_constants, scale_dims
+from fp8kv_runtime.kernels.targets import Target, current_target, num_processors
+from fp8kv_runtime.kernels.tuning import choose_splits, decode_config
+from fp8kv_runtime.options import AttentionOptions, check_attention
+from fp8kv_runtime.storage import KVBlocks
+
+
+def decode_attention(
+    query: Tensor,
+    blocks: KVBlocks,
+    sequences: PagedSequences,
+    options: AttentionOptions = AttentionOptions(),  # noqa: B008  frozen
+    *,
+    num_splits: int | None = None,
+) -> Tensor:
+    """Attend from the last token of each sequence, `query` [S, H, D], to all of it.
+
+    See `reference.decode_attention`. `num_splits` is chosen to fill the GPU where it is None.
+
+    Raises:
+        ValueError: shapes, types or options do not fit together.
+    """
+    check_attention(query, blocks, options)
+    num_seqs, num_heads, head_dim = query.shape
+    out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    if num_seqs == 0:
+        return out
+    query = query if query.stride(2) == 1 else query.contiguous()
+    target = current_target()
+    config = decode_config(target, head_dim, num_heads // blocks.num_kv_heads)
+    splits = num_splits or choose_splits(
+        num_seqs * blocks.num_kv_heads,
+        sequences.block_tables.shape[1] * blocks.block_size,
+        num_processors(query.device),
+        config.tile,
+    )
+    partial = torch.empty(num_seqs, num_heads, splits, head_dim, device=query.device)
+    softmax = torch.empty(num_seqs, num_heads, splits, 2, device=query.device)
+    decode_kernel[(blocks.num_kv_heads, splits, num_seqs)](
+        query, blocks.key.view(torch.uint8), blocks.value.view(torch.uint8), blocks.k_scale,
+        options.q_scale, blocks.k_center, options.sinks, sequences.block_tables,
+        sequences.seq_lens, sequences.seq_starts, partial, softmax, options.scale(head_dim),
+        options.softcap or 0.0, query.stride(0), query.stride(1), sequences.block_tables.stride(0),
+        NUM_SPLITS=splits, TILE=config.tile, BLOCK_M=config.rows,
+        **layer_constants(query, blocks, sequences, options, target),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    reduce_kernel[(num_heads, num_seqs)](
+        partial, softmax, blocks.v_scale, out,
+        **reduce_constants(num_heads, blocks, splits, target), num_warps=1,
+    )  # fmt: skip
+    return out
+
+
+def reduce_constants(
+    num_heads: int, blocks: KVBlocks, num_splits: int, target: Target
+) -> dict[str, Any]:
+    """Compile-time constants of the reduce."""
+    return {
+        "NUM_HEADS": num_heads,
+        "GROUP": num_heads // blocks.num_kv_heads,
+        "NUM_SPLITS": num_splits,
+        "BLOCK_SPLITS": triton.next_power_of_2(num_splits),
+        "HEAD_DIM": blocks.head_dim,
+        "BLOCK_D": triton.next_power_of_2(blocks.head_dim),
+        "V_SCALES": scale_dims(blocks.v_scale),
+        "FORMAT": blocks.format,
+        "HARDWARE": target.decodes(blocks.format),
+    }
+
+
+@triton.jit
+def decode_kernel(
+    query_ptr,
+    key_blocks_ptr,
+    value_blocks_ptr,
+    k_scale_ptr,
+    q_scale_ptr,
+    k_center_ptr,
+    sinks_ptr,
+    block_tables_ptr,
+    seq_lens_ptr,
+    seq_starts_ptr,
+    partial_ptr,  # [S, H, NUM_SPLITS, D] float32, unnormalised
+    softmax_ptr,  # [S, H, NUM_SPLITS, 2] float32
+    softmax_scale,
+    softcap,
+    stride_query_token,
+    stride_query_head,
+    stride_block_tables,
+    NUM_SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    Q_SCALES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_CENTER: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    Q_FP8: tl.constexpr,
+    Q_REST: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ENCODES: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
+):
+    """One program attends from all query heads of one KV head to one part of one sequence."""
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    seq = tl.program_id(2).to(tl.int64)
+    rows = tl.arange(0, BLOCK_M)
+    heads = kv_head * GROUP + rows
+    inside = rows < GROUP
+    q, q_rest, factor, shift = prepare_query(
+        query_ptr, seq * stride_query_token + heads * stride_query_head, heads, inside, kv_head,
+        k_scale_ptr, q_scale_ptr, k_center_ptr, softmax_scale, HEAD_DIM, BLOCK_D, K_SCALES,
+        Q_SCALES, HAS_CENTER, FORMAT, HARDWARE, ENCODES, Q_FP8, MULTIPLIES,
+    )  # fmt: skip
+
+    seq_len = tl.load(seq_lens_ptr + seq)
+    first = 0
+    if HAS_STARTS:
+        first = tl.load(seq_starts_ptr + seq)
+    if WINDOW > 0:
+        first = tl.maximum(first, seq_len - WINDOW)
+    # parts are whole tiles, counted from the tile that holds the first position
+    origin = first // TILE * TILE
+    part = tl.cdiv(tl.cdiv(seq_len - origin, TILE), NUM_SPLITS) * TILE
+    begin = tl.maximum(first, origin + split * part)
+    end = tl.minimum(seq_len, origin + (split + 1) * part)
+
+    running_max, running_sum = start_softmax(sinks_ptr, heads, inside, split == 0, HAS_SINKS)
+    last = tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1)
+    acc, running_max, running_sum = attend(
+        q, q_rest, factor, shift, last, running_max, running_sum, begin, end, key_blocks_ptr,
+        value_blocks_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_CENTER, FORMAT,
+        HARDWARE, Q_FP8, Q_REST, MULTIPLIES,
+    )  # fmt: skip
+
+    channels = tl.arange(0, BLOCK_D)
+    at = (seq * NUM_KV_HEADS * GROUP + heads) * NUM_SPLITS + split
+    valid = inside[:, None] & (channels < HEAD_DIM)[None, :]
+    tl.store(partial_ptr + at[:, None] * HEAD_DIM + channels[None, :], acc, mask=valid)
+    tl.store(softmax_ptr + at * 2, running_max, mask=inside)
+    tl.store(softmax_ptr + at * 2 + 1, running_sum, mask=inside)
+
+
+@triton.jit
+def reduce_kernel(
+    partial_ptr,
+    softmax_ptr,
+    v_scale_ptr,
+    out_ptr,  # [S, H, D]
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):
+    """One program joins the parts of one sequence and head, and applies V's scale."""
+    head = tl.program_id(0)
+    at = tl.program_id(1).to(tl.int64) * NUM_HEADS + head
+    splits = tl.arange(0, BLOCK_SPLITS)
+    channels = tl.arange(0, BLOCK_D)
+    in_split = splits < NUM_SPLITS
+    in_head = channels < HEAD_DIM
+    softmax_at = softmax_ptr + (at * NUM_SPLITS + splits) * 2
+    maxima = tl.load(softmax_at, mask=in_split, other=float("-inf"))
+    sums = tl.load(softmax_at + 1, mask=in_split, other=0.0)
+    partial = tl.load(
+        partial_ptr + (at * NUM_SPLITS + splits)[:, None] * HEAD_DIM + channels[None, :],
+        mask=in_split[:, None] & in_head[None, :],
+        other=0.0,
+    )
+
+    overall = tl.max(maxima, 0)
+    overall = tl.where(overall == float("-inf"), 0.0, overall)  # nothing to attend to
+    weights = tl.exp2(maxima - overall)
+    total = tl.sum(sums * weights, 0)
+    joined = tl.sum(partial * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    scale = load_scale(v_scale_ptr, head // GROUP, channels, V_SCALES, HEAD_DIM)
+    out = joined * (scale * decode_unit(FORMAT, HARDWARE))
+    tl.store(out_ptr + at * HEAD_DIM + channels, out.to(out_ptr.dtype.element_ty), mask=in_head)

@@ -1,0 +1,143 @@
+"""Extend attention: the new tokens of each sequence against its cache, which holds them too."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fp8kv_runtime.cache import PagedSequences
+from fp8kv_runtime.kernels.append_kv import load_scale
+from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
+from fp8kv_runtime.kernels.codec import decode_unit
+from fp8kv_runtime.kernels.launch import layer_constants, scale_dims
+from fp8kv_runtime.kernels.targets import current_target
+from fp8kv_runtime.kernels.tuning import extend_config
+from fp8kv_runtime.options import AttentionOptions, check_attention
+from fp8kv_runtime.storage import KVBlocks
+
+
+def extend_attention(
+    query: Tensor,
+    blocks: KVBlocks,
+    sequences: PagedSequences,
+    cu_seqlens: Tensor,
+    max_query_len: int,
+    options: AttentionOptions = AttentionOptions(),  # noqa: B008  frozen
+) -> Tensor:
+    """Attend from the last tokens of each sequence, `query` [T, H, D], to all before them.
+
+    See `reference.extend_attention`.
+
+    Raises:
+        ValueError: shapes, types or options do not fit together.
+    """
+    check_attention(query, blocks, options)
+    num_tokens, num_heads, head_dim = query.shape
+    out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    if num_tokens == 0:
+        return out
+    query = query if query.stride(2) == 1 else query.contiguous()
+    target = current_target()
+    config = extend_config(target, head_dim)
+    rows = max_query_len * (num_heads // blocks.num_kv_heads)
+    grid = (triton.cdiv(rows, config.rows), blocks.num_kv_heads, cu_seqlens.numel() - 1)
+    extend_kernel[grid](
+        query, blocks.key.view(torch.uint8), blocks.value.view(torch.uint8), blocks.k_scale,
+        blocks.v_scale, options.q_scale, blocks.k_center, options.sinks, sequences.block_tables,
+        sequences.seq_lens, sequences.seq_starts, cu_seqlens, out, options.scale(head_dim),
+        options.softcap or 0.0, query.stride(0), query.stride(1), sequences.block_tables.stride(0),
+        TILE=config.tile, BLOCK_M=config.rows, V_SCALES=scale_dims(blocks.v_scale),
+        **layer_constants(query, blocks, sequences, options, target),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def extend_kernel(
+    query_ptr,
+    key_blocks_ptr,
+    value_blocks_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    q_scale_ptr,
+    k_center_ptr,
+    sinks_ptr,
+    block_tables_ptr,
+    seq_lens_ptr,
+    seq_starts_ptr,
+    cu_seqlens_ptr,
+    out_ptr,  # [T, H, D]
+    softmax_scale,
+    softcap,
+    stride_query_token,
+    stride_query_head,
+    stride_block_tables,
+    TILE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    V_SCALES: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    K_SCALES: tl.constexpr,
+    Q_SCALES: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_CENTER: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    Q_FP8: tl.constexpr,
+    Q_REST: tl.constexpr,
+    FORMAT: tl.constexpr,
+    HARDWARE: tl.constexpr,
+    ENCODES: tl.constexpr,
+    MULTIPLIES: tl.constexpr,
+):
+    """One program attends from BLOCK_M (token, query head) pairs of one KV head and sequence."""
+    kv_head = tl.program_id(1)
+    seq = tl.program_id(2).to(tl.int64)
+    query_start = tl.load(cu_seqlens_ptr + seq)
+    query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
+    pairs = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    tokens = pairs // GROUP
+    heads = kv_head * GROUP + pairs % GROUP
+    inside = tokens < query_len
+    if tl.program_id(0) * BLOCK_M >= query_len * GROUP:
+        return
+    at = (query_start + tokens).to(tl.int64)
+    q, q_rest, factor, shift = prepare_query(
+        query_ptr, at * stride_query_token + heads * stride_query_head, heads, inside, kv_head,
+        k_scale_ptr, q_scale_ptr, k_center_ptr, softmax_scale, HEAD_DIM, BLOCK_D, K_SCALES,
+        Q_SCALES, HAS_CENTER, FORMAT, HARDWARE, ENCODES, Q_FP8, MULTIPLIES,
+    )  # fmt: skip
+
+    seq_len = tl.load(seq_lens_ptr + seq)
+    rows_at = seq_len - query_len + tokens
+    first = 0
+    if HAS_STARTS:
+        first = tl.load(seq_starts_ptr + seq)
+    if WINDOW > 0:
+        first = tl.maximum(first, tl.min(rows_at, 0) - WINDOW + 1)
+    end = tl.minimum(seq_len, tl.max(rows_at, 0) + 1)
+
+    running_max, running_sum = start_softmax(sinks_ptr, heads, inside, True, HAS_SINKS)
+    acc, running_max, running_sum = attend(
+        q, q_rest, factor, shift, rows_at, running_max, running_sum, first, end, key_blocks_ptr,
+        value_blocks_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
+        NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_CENTER, FORMAT,
+        HARDWARE, Q_FP8, Q_REST, MULTIPLIES,
+    )  # fmt: skip
+
+    channels = tl.arange(0, BLOCK_D)
+    scale = load_scale(v_scale_ptr, kv_head, channels, V_SCALES, HEAD_DIM)
+    total = tl.where(running_sum == 0.0, 1.0, running_sum)
+    out = acc / total[:, None] * (scale * decode_unit(FORMAT, HARDWARE))[None, :]
+    out_at = (at * NUM_KV_HEADS * GROUP + heads) * HEAD_DIM
+    valid = inside[:, None] & (channels < HEAD_DIM)[None, :]
+    tl.store(
+        out_ptr + out_at[:, None] + channels[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=valid,
+    )

@@ -1,0 +1,71 @@
+"""What each GPU can do with FP8, and what it refuses."""
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Target:
+    """A GPU architecture as kernels see it."""
+
+    name: str
+    backend: str  # "cuda", "hip" or "interpreter"
+    arch: int | str  # 90, or "gfx942"
+    shared_memory: int = 0  # bytes that one program may use
+    decoded: tuple[str, ...] = ()  # formats that an instruction turns into float16
+    encoded: tuple[
+        str, ...
+    ] = ()  # formats that an instruction rounds to with the bits of `quantize`
+    multiplied: tuple[str, ...] = ()  # formats that matrix instructions take as they are
+
+    def decodes(self, format: str) -> bool:
+        """Whether the hardware converts this FP8 format to float16."""
+        return format in self.decoded
+
+    def encodes(self, format: str) -> bool:
+        """Whether the hardware converts float32 to this format, rounded once."""
+        return format in self.encoded
+
+    def multiplies(self, format: str) -> bool:
+        """Whether Q and K of this format go to a matrix instruction unconverted."""
+        return format in self.multiplied
+
+
+_OCP = ("e4m3fn", "e5m2")
+
+INTERPRETER = Target("interpreter", "interpreter", 0)
+TARGETS: dict[str, Target] = {
+    "sm_80": Target("sm_80", "cuda", 80, 166_912),
+    # rounds twice on the way to FP8, by way of float16 (triton #11753)
+    "sm_89": Target("sm_89", "cuda", 89, 101_376, _OCP, (), _OCP),
+    "sm_90": Target("sm_90", "cuda", 90, 232_448, _OCP, _OCP, _OCP),
+    "sm_100": Target("sm_100", "cuda", 100, 232_448, _OCP, _OCP, _OCP),
+    # what AMD's instructions do with values out of range is not documented: encoded by integers
+    "gfx942": Target("gfx942", "hip", "gfx942", 65_536, ("e4m3fnuz",), (), ("e4m3fnuz",)),
+    "gfx950": Target("gfx950", "hip", "gfx950", 163_840, _OCP, (), _OCP),
+}
+# an unlisted GPU does as the listed one before it
+_CAPABILITIES = {(8, 9): "sm_89", (9, 0): "sm_90", (10, 0): "sm_100"}
+
+
+@functools.cache
+def current_target() -> Target:
+    """The target that kernels run on in this process."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        return INTERPRETER
+    if torch.version.hip:
+        arch = torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
+        return TARGETS.get(arch, Target(arch, "hip", arch))
+    capability = torch.cuda.get_device_capability()
+    older = [name for needed, name in _CAPABILITIES.items() if needed <= capability]
+    return TARGETS[older[-1] if older else "sm_80"]
+
+
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors or compute units."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

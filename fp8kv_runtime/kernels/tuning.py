@@ -1,0 +1,68 @@
+"""Tile sizes, warps and stages, as data; and how many parts a sequence is split into."""
+
+from dataclasses import dataclass, replace
+
+import triton
+
+from fp8kv_runtime.kernels.targets import Target
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is compiled."""
+
+    tile: int  # tokens of K and V at a time
+    num_warps: int
+    num_stages: int = 1
+    rows: int = 16  # query rows of a program: heads, or heads x tokens
+
+
+# (backend, at most this head_dim) -> config; the first that fits
+_DECODE = (
+    ("cuda", 64, Config(tile=128, num_warps=4, num_stages=3)),
+    ("cuda", 128, Config(tile=64, num_warps=4, num_stages=3)),
+    ("cuda", 256, Config(tile=32, num_warps=4, num_stages=3)),
+    ("hip", 128, Config(tile=64, num_warps=4, num_stages=2)),
+    ("hip", 256, Config(tile=32, num_warps=4, num_stages=1)),
+    ("interpreter", 256, Config(tile=64, num_warps=4)),
+)
+_EXTEND = (
+    ("cuda", 128, Config(tile=64, num_warps=4, num_stages=2, rows=64)),
+    ("cuda", 256, Config(tile=32, num_warps=4, num_stages=2, rows=64)),
+    ("hip", 128, Config(tile=64, num_warps=4, num_stages=1, rows=64)),
+    ("hip", 256, Config(tile=32, num_warps=4, num_stages=1, rows=32)),
+    ("interpreter", 256, Config(tile=64, num_warps=4, rows=64)),
+)
+
+
+def decode_config(target: Target, head_dim: int, group: int) -> Config:
+    """Config of decode attention for `group` query heads per KV head."""
+    return _with_rows(_find(_DECODE, target, head_dim), group)
+
+
+def extend_config(target: Target, head_dim: int) -> Config:
+    """Config of extend attention."""
+    return _find(_EXTEND, target, head_dim)
+
+
+def append_config(head_dim: int) -> Config:
+    """Config of append: about 2,048 values per program."""
+    return Config(tile=max(1, 2048 // triton.next_power_of_2(head_dim)), num_warps=4)
+
+
+def choose_splits(num_programs: int, max_tokens: int, num_processors: int, tile: int) -> int:
+    """Parts of the KV so that the GPU is filled about twice, each of at least four tiles."""
+    wanted = -(-2 * num_processors // max(num_programs, 1))
+    return max(1, min(wanted, max_tokens // (4 * tile), 128))
+
+
+def _find(table: tuple[tuple[str, int, Config], ...], target: Target, head_dim: int) -> Config:
+    for backend, at_most, config in table:
+        if backend == target.backend and head_dim <= at_most:
+            return config
+    raise ValueError(f"head_dim {head_dim} is more than the {table[-1][1]} that kernels handle")
+
+
+def _with_rows(config: Config, group: int) -> Config:
+    # matrix instructions take 16 rows at least
+    return replace(config, rows=max(16, triton.next_power_of_2(group)))
