@@ -91,18 +91,11 @@ def extend_attention(
         length = int(sequences.seq_lens[s])
         if start == end or length == 0:
             continue
-        key, value = _gather(blocks, sequences.block_tables[s], length)
+        key, value = (x[0] for x in blocks.dense(sequences.block_tables[s : s + 1], length))
         first = 0 if sequences.seq_starts is None else int(sequences.seq_starts[s])
         visible = _visible(end - start, length, first, options.sliding_window).to(query.device)
         out[start:end] = _attend(query32[start:end], key, value, visible, options)
     return out.to(query.dtype)
-
-
-def _gather(blocks: KVBlocks, block_table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """K and V of one sequence, dequantised: 2 x [K, length, D] fp32."""
-    used = block_table[: -(-length // blocks.block_size)]
-    key, value = (x.transpose(0, 1).flatten(1, 2)[:, :length] for x in blocks.restored(used))
-    return key, value
 
 
 def _visible(query_len: int, length: int, first: int, window: int | None) -> Tensor:

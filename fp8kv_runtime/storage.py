@@ -98,10 +98,11 @@ class KVBlocks:
         """Name of the FP8 format, as in `FP8_DTYPES`."""
         return next(name for name, dtype in FP8_DTYPES.items() if dtype == self.key.dtype)
 
-    def restored(self, block_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V of whole blocks [n], dequantised: 2 x [n, K, block_size, D] float32."""
-        key = dequantize(take_blocks(self.key, block_ids), per_channel(self.k_scale))
-        value = dequantize(take_blocks(self.value, block_ids), per_channel(self.v_scale))
+    def dense(self, block_tables: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """First `length` tokens of sequences [S, blocks], dequantised: 2 x [S, K, T, D] float32."""
+        used = block_tables[:, : -(-length // self.block_size)]
+        key = dequantize(_gather(self.key, used, length), per_channel(self.k_scale))
+        value = dequantize(_gather(self.value, used, length), per_channel(self.v_scale))
         return key if self.k_center is None else key + per_channel(self.k_center), value
 
     def copy_block(self, source: int, target: int) -> None:
@@ -119,14 +120,17 @@ def per_channel(scale: Tensor) -> Tensor:
     return scale.unsqueeze(-2) if scale.dim() == 2 else scale.view(-1, 1, 1)
 
 
-def take_blocks(blocks: Tensor, block_ids: Tensor) -> Tensor:
-    """Blocks [n, K, block_size, D] by number; torch cannot index FP8 on every device."""
-    return blocks.view(torch.uint8).index_select(0, block_ids).view(blocks.dtype)
+def _gather(blocks: Tensor, block_tables: Tensor, length: int) -> Tensor:
+    """FP8 blocks of sequences [S, n], one after the other: [S, K, length, D]."""
+    # as bytes, because torch cannot index FP8 on every device
+    taken = blocks.view(torch.uint8)[block_tables.long()]  # [S, n, K, block_size, D]
+    return taken.transpose(1, 2).flatten(2, 3)[:, :, :length].view(blocks.dtype)
 
 
 def _grown(blocks: Tensor, num_blocks: int) -> Tensor:
     old = blocks.view(torch.uint8)
-    new = torch.empty((num_blocks, *old.shape[1:]), dtype=old.dtype, device=old.device)
+    with torch.inference_mode(False):  # or it could not be written outside inference mode
+        new = torch.empty((num_blocks, *old.shape[1:]), dtype=old.dtype, device=old.device)
     new[: old.shape[0]] = old
     return new.view(blocks.dtype)
 

@@ -174,6 +174,7 @@ def attend(
     HARDWARE: tl.constexpr,
     Q_FP8: tl.constexpr,
     Q_REST: tl.constexpr,  # the query does not fit float16: fp32, or multiplied by channel scales
+    P_REST: tl.constexpr,  # the query is fp32: softmax weights in two parts as well
     MULTIPLIES: tl.constexpr,
 ):
     """Unnormalised output [BLOCK_M, BLOCK_D] without V's scale, running maximum and sum."""
@@ -205,6 +206,9 @@ def attend(
         correction = tl.exp2(running_max - finite_max)
         running_sum = running_sum * correction + tl.sum(weights, 1)
         value = decode(v_codes, FORMAT, HARDWARE)
-        acc = tl.dot(weights.to(tl.float16), value, acc * correction[:, None])
+        rounded = weights.to(tl.float16)
+        acc = tl.dot(rounded, value, acc * correction[:, None])
+        if P_REST:
+            acc = tl.dot((weights - rounded.to(tl.float32)).to(tl.float16), value, acc)
         running_max = new_max
     return acc, running_max, running_sum

@@ -90,6 +90,7 @@ def extend_kernel(
     HAS_STARTS: tl.constexpr,
     Q_FP8: tl.constexpr,
     Q_REST: tl.constexpr,
+    P_REST: tl.constexpr,
     FORMAT: tl.constexpr,
     HARDWARE: tl.constexpr,
     ENCODES: tl.constexpr,
@@ -127,7 +128,7 @@ def extend_kernel(
         q, q_rest, factor, shift, rows_at, running_max, running_sum, first, end, key_blocks_ptr,
         value_blocks_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_CENTER, FORMAT,
-        HARDWARE, Q_FP8, Q_REST, MULTIPLIES,
+        HARDWARE, Q_FP8, Q_REST, P_REST, MULTIPLIES,
     )  # fmt: skip
 
     channels = tl.arange(0, BLOCK_D)

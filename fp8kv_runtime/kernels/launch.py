@@ -43,6 +43,7 @@ def layer_constants(
         "HAS_STARTS": sequences.seq_starts is not None,
         "Q_FP8": options.q_scale is not None,
         "Q_REST": scale_dims(blocks.k_scale) == 2 or query.dtype == torch.float32,
+        "P_REST": query.dtype == torch.float32,
         "FORMAT": blocks.format,
         "HARDWARE": target.decodes(blocks.format),
         "ENCODES": target.encodes(blocks.format),

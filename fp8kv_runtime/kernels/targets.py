@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass
 
 import torch
+from triton.runtime import driver
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Target:
 _OCP = ("e4m3fn", "e5m2")
 
 INTERPRETER = Target("interpreter", "interpreter", 0)
+# an unlisted NVIDIA GPU does as the listed one before it
 TARGETS: dict[str, Target] = {
     "sm_80": Target("sm_80", "cuda", 80, 166_912),
     # rounds twice on the way to FP8, by way of float16 (triton #11753)
@@ -47,21 +49,28 @@ TARGETS: dict[str, Target] = {
     "gfx942": Target("gfx942", "hip", "gfx942", 65_536, ("e4m3fnuz",), (), ("e4m3fnuz",)),
     "gfx950": Target("gfx950", "hip", "gfx950", 163_840, _OCP, (), _OCP),
 }
-# an unlisted GPU does as the listed one before it
-_CAPABILITIES = {(8, 9): "sm_89", (9, 0): "sm_90", (10, 0): "sm_100"}
+
+
+def current_target() -> Target:
+    """The target that Triton launches kernels on now."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return INTERPRETER
+    found = driver.active.get_current_target()
+    return find_target(found.backend, found.arch)
 
 
 @functools.cache
-def current_target() -> Target:
-    """The target that kernels run on in this process."""
-    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
-        return INTERPRETER
-    if torch.version.hip:
-        arch = torch.cuda.get_device_properties(0).gcnArchName.split(":")[0]
-        return TARGETS.get(arch, Target(arch, "hip", arch))
-    capability = torch.cuda.get_device_capability()
-    older = [name for needed, name in _CAPABILITIES.items() if needed <= capability]
-    return TARGETS[older[-1] if older else "sm_80"]
+def find_target(backend: str, arch: int | str) -> Target:
+    """The listed target that does what this architecture does."""
+    if backend == "hip":
+        return TARGETS.get(str(arch), Target(str(arch), "hip", arch))
+    older = [t for t in TARGETS.values() if t.backend == "cuda" and int(t.arch) <= int(arch)]
+    return older[-1] if older else TARGETS["sm_80"]
+
+
+def can_run(on_gpu: bool) -> bool:
+    """Whether kernels run here: on a GPU, or in Triton's interpreter."""
+    return on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def num_processors(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""The bridge to transformers: stand in for a model's attention function, and leave no trace.
+"""Stand in for a model's attention function, and leave no trace.
 
 transformers hands K, V and Q to one attention function after RoPE and QK-norm: what an engine
 caches. Models that call `scaled_dot_product_attention` themselves are met there instead.

@@ -1,0 +1,220 @@
+"""`fp8_attention`: run a model of transformers on an FP8 paged KV cache, and leave no trace."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
+from fp8kv_runtime.hf.batch import Batch
+from fp8kv_runtime.hf.layers import Fp8CacheLayer, LayerScales, layer_of
+from fp8kv_runtime.hf.swap import swap_attention
+from fp8kv_runtime.options import AttentionOptions
+
+Backend = Literal["auto", "triton", "torch"]
+
+
+class Scales(Protocol):
+    """Scales of a model, as `calib.KVScales`: those of each attention module, by its name."""
+
+    @property
+    def layers(self) -> Mapping[str, Any]: ...  # noqa: D102
+    @property
+    def fp8_dtype(self) -> str: ...  # noqa: D102
+
+
+@contextmanager
+def fp8_attention(
+    model: PreTrainedModel,
+    scales: Scales,
+    *,
+    backend: Backend = "auto",
+    quantize_query: bool = False,
+    block_size: int = 64,
+) -> Iterator[None]:
+    """Inside the block `model` keeps K and V in FP8, for `generate` and for plain forward passes.
+
+    Every forward pass reads what the cache holds, also for the tokens that it has just stored, as
+    engines do. Layers without scales keep K and V as they are.
+
+    Args:
+        model: a decoder of transformers.
+        scales: scales per attention module, such as `calib.load_scales(directory)`.
+        backend: `triton` runs the kernels, `torch` attends to dequantised K and V with the model's
+            own attention function; `auto` takes Triton on a GPU.
+        quantize_query: round queries to FP8 as well, with their own scales.
+        block_size: tokens per block of the cache.
+
+    Raises:
+        ValueError: the model or the scales do not fit the backend.
+    """
+    session = _Session(model, scales, backend, quantize_query, block_size)
+    handle = model.get_decoder().register_forward_pre_hook(session.prepare, with_kwargs=True)
+    try:
+        if session.swaps:
+            with swap_attention(model, session.attend):
+                yield
+        else:
+            yield
+    finally:
+        handle.remove()
+
+
+class _Session:
+    """One `fp8_attention` block."""
+
+    def __init__(
+        self, model: PreTrainedModel, scales: Scales, backend: Backend, quantize_query: bool,
+        block_size: int,
+    ) -> None:  # fmt: skip
+        layers: list[LayerScales] = list(scales.layers.values())
+        if not layers:
+            raise ValueError("no layer has scales, so there is nothing to hold in FP8")
+        self._scales = {layer.layer_idx: layer for layer in layers}
+        self._config = model.config
+        self._dtype = FP8_DTYPES[scales.fp8_dtype]
+        self._quantize_query = quantize_query
+        self._block_size = block_size
+        # models that bypass the attention interface are given all of K and V in their own dtype
+        self.swaps = bool(model.get_decoder()._can_set_attn_implementation())
+        self._use_triton = _use_triton(model, backend, self.swaps)
+        self._check_query_scales()
+
+    def prepare(
+        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Before a forward pass: see that it has a cache and that the cache is ours."""
+        cache = kwargs.get("past_key_values")
+        if cache is None:
+            cache = DynamicCache(config=self._config)
+        batch = self._convert(cache)
+        mask = kwargs.get("attention_mask")
+        is_padding = isinstance(mask, Tensor) and mask.dim() == 2
+        batch.padding = mask if is_padding else None
+        return args, {**kwargs, "past_key_values": cache}
+
+    def attend(
+        self, original: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor,
+        value: Tensor, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """Stand in for the model's attention function."""
+        layer = layer_of(key) if self._use_triton else None
+        if layer is not None:
+            mask = args[0] if args else kwargs.get("attention_mask")
+            return self._attend_paged(layer, query, mask, kwargs), None
+        layer_idx = getattr(module, "layer_idx", None)
+        if self._use_triton and layer_idx in self._scales:
+            raise ValueError(
+                f"layer {layer_idx} changes K after it is cached; use the torch backend"
+            )
+        if key.dtype == query.dtype and not self._quantize_query:
+            return original(module, query, key, value, *args, **kwargs)
+        return self._attend_restored(original, module, query, key, value, *args, **kwargs)
+
+    def _attend_restored(
+        self, original: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor,
+        value: Tensor, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        dtype, scales = query.dtype, self._scales.get(getattr(module, "layer_idx", -1))
+        query = query.float()
+        if self._quantize_query and scales is not None and scales.q is not None:
+            q_scale = scales.q.to(query.device).view(-1, 1, 1)
+            query = dequantize(quantize(query, q_scale, self._dtype), q_scale)
+        args = tuple(map(_as_float32, args))
+        kwargs = {name: _as_float32(each) for name, each in kwargs.items()}
+        out, *rest = original(module, query, key.float(), value.float(), *args, **kwargs)
+        return out.to(dtype), *rest
+
+    def _attend_paged(
+        self, layer: Fp8CacheLayer, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """[B, H, T, D] against the layer's blocks: [B, T, H, D]."""
+        from fp8kv_runtime.kernels.decode import decode_attention
+        from fp8kv_runtime.kernels.extend import extend_attention
+
+        if kwargs.get("position_bias") is not None:
+            raise ValueError("the Triton kernels have no position bias; use the torch backend")
+        rows, num_heads, tokens, head_dim = query.shape
+        sequences, _ = layer.batch.where(query.device)
+        window = kwargs.get("sliding_window")
+        if mask is not None:
+            layer.batch.check_once(mask, tokens, sequences.seq_starts, window)
+        options = AttentionOptions(
+            softmax_scale=kwargs.get("scaling"),
+            sliding_window=window,
+            softcap=kwargs.get("softcap"),
+            sinks=kwargs.get("s_aux"),
+            q_scale=layer.scales.q if self._quantize_query else None,
+        ).to(query.device)
+        if tokens == 1:
+            return decode_attention(query[:, :, 0], layer.blocks, sequences, options)[:, None]
+        packed = query.transpose(1, 2).reshape(rows * tokens, num_heads, head_dim)
+        ends = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * tokens
+        out = extend_attention(packed, layer.blocks, sequences, ends, tokens, options)
+        return out.view(rows, tokens, num_heads, head_dim)
+
+    def _convert(self, cache: Cache) -> Batch:
+        """Put FP8 layers where the cache has empty 16-bit ones; return the rows they share."""
+        for layer in cache.layers:
+            if isinstance(layer, Fp8CacheLayer):
+                return layer.batch
+        while cache.layer_class_to_replicate is not None and len(cache.layers) <= max(self._scales):
+            cache.layers.append(cache.layer_class_to_replicate())
+        batch = Batch(block_size=self._block_size, dtype=self._dtype, use_triton=self._use_triton)
+        lead = min(self._scales)
+        for layer_idx, scales in self._scales.items():
+            _check_convertible(cache, layer_idx)
+            cache.layers[layer_idx] = Fp8CacheLayer(
+                batch, scales, leads=layer_idx == lead, restore=not self.swaps
+            )
+        return batch
+
+    def _check_query_scales(self) -> None:
+        if not self._quantize_query:
+            return
+        if not self.swaps:
+            raise ValueError("this model's queries cannot be reached: it calls attention itself")
+        for layer in self._scales.values():
+            if layer.q is None or layer.q.dim() != 1 or layer.k.dim() == 2:
+                raise ValueError(
+                    "FP8 queries need query scales and one K scale per tensor or head: calibrate "
+                    "with --targets qkv --strategy tensor or attn_head"
+                )
+
+
+def _use_triton(model: PreTrainedModel, backend: Backend, swaps: bool) -> bool:
+    on_gpu = all(p.device.type == "cuda" for p in model.parameters())
+    if backend != "triton":
+        return backend == "auto" and on_gpu and swaps
+    if not swaps:
+        raise ValueError(
+            f"{type(model).__name__} calls attention itself and cannot be given kernels; "
+            "use the torch backend"
+        )
+    from fp8kv_runtime.kernels.targets import can_run
+
+    if not can_run(on_gpu):
+        raise ValueError("the Triton kernels need a GPU, or TRITON_INTERPRET=1; use backend torch")
+    return True
+
+
+def _check_convertible(cache: Cache, layer_idx: int) -> None:
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if layer is None or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+        raise ValueError(
+            f"layer {layer_idx} of the cache is {type(layer).__name__}; give generate a "
+            "DynamicCache, or no cache at all"
+        )
+    if layer.get_seq_length() > 0:
+        raise ValueError(
+            "the cache holds 16-bit K and V already; start with an empty one inside the block"
+        )
+
+
+def _as_float32(argument: Any) -> Any:
+    is_mask = isinstance(argument, Tensor) and argument.is_floating_point()
+    return argument.float() if is_mask else argument

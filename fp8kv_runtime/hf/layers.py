@@ -1,0 +1,175 @@
+"""One attention layer of a transformers cache, stored in FP8 blocks."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from fp8kv_runtime import reference
+from fp8kv_runtime.cache import PagedKVCache
+from fp8kv_runtime.hf.batch import Batch
+from fp8kv_runtime.storage import KVBlocks
+
+
+class LayerScales(Protocol):
+    """Scales of one attention module, as `calib` derives them."""
+
+    @property
+    def layer_idx(self) -> int: ...  # noqa: D102
+    @property
+    def k(self) -> Tensor: ...  # noqa: D102
+    @property
+    def v(self) -> Tensor: ...  # noqa: D102
+    @property
+    def q(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def k_center(self) -> Tensor | None: ...  # noqa: D102
+
+
+class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One attention layer of a transformers cache, in FP8 blocks."""
+
+    is_sliding = False  # windows are the attention's business; every token is kept
+    is_croppable = True
+
+    def __init__(self, batch: Batch, scales: LayerScales, *, leads: bool, restore: bool) -> None:
+        super().__init__()
+        self.batch = batch
+        self.scales = scales
+        self._leads = leads
+        self._restore = restore  # whether `update` returns everything, in the model's dtype
+        self._length = 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the blocks, whose shape is that of the first keys [B, K, T, D]."""
+        num_heads, head_dim = key_states.shape[1], key_states.shape[3]
+        cache, center = self.batch.cache, self.scales.k_center
+        assert cache is not None
+        # a later forward pass may run outside inference mode
+        with torch.inference_mode(False):
+            new = KVBlocks.empty(
+                cache.num_blocks,
+                cache.block_size,
+                num_kv_heads=num_heads,
+                head_dim=head_dim,
+                k_scale=_for_heads(self.scales.k, num_heads),
+                v_scale=_for_heads(self.scales.v, num_heads),
+                k_center=None if center is None else _for_heads(center, num_heads),
+                dtype=self.batch.dtype,
+                device=key_states.device,
+            )
+        cache.add_layer(self.scales.layer_idx, new)
+        self.is_initialized = True
+
+    @property
+    def blocks(self) -> KVBlocks:
+        """This layer's blocks; growing the pool replaces them."""
+        assert self.batch.cache is not None
+        return self.batch.cache.layers[self.scales.layer_idx]
+
+    @torch.no_grad()
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store K and V [B, K, T, D]; returns what the attention function is to be given.
+
+        With the Triton kernels that is K and V as they came, marked with this layer; else all of
+        K and V that this layer holds, dequantised.
+        """
+        rows, _, tokens, _ = key_states.shape
+        if self._leads:
+            self.batch.extend(rows, tokens)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._length += tokens
+        sequences, slots = self.batch.where(key_states.device)
+        _append(self.batch.use_triton)(
+            key_states.transpose(1, 2).flatten(0, 1),
+            value_states.transpose(1, 2).flatten(0, 1),
+            self.blocks,
+            slots,
+        )
+        if self.batch.use_triton:
+            key_states.fp8kv_layer = self  # type: ignore[attr-defined]
+            return key_states, value_states
+        key, value = self.blocks.dense(sequences.block_tables, self._length)
+        if self._restore:
+            return key.to(key_states.dtype), value.to(value_states.dtype)
+        return key, value
+
+    def get_seq_length(self) -> int:
+        """Tokens per row, padding included."""
+        return self._length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that the mask has to cover."""
+        return self._length + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, a number that is 0 or negative."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes 0 or minus the tokens to remove, got {tokens_to_remove}")
+        self._length = max(0, self._length + tokens_to_remove)
+        if self._leads:
+            self.batch.truncate(self._length)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self.crop(-self._length)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes row `beam_idx[i]`."""
+        if self._leads:
+            self.batch.select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        if self._leads:
+            self.batch.repeat(repeats)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the rows `indices`."""
+        self.reorder_cache(indices)
+
+    def offload(self) -> None:
+        """FP8 blocks stay where they are."""
+
+    def prefetch(self) -> None:
+        """FP8 blocks stay where they are."""
+
+
+def layer_of(key: Tensor) -> Fp8CacheLayer | None:
+    """The layer that `update` marked these keys with."""
+    return getattr(key, "fp8kv_layer", None)
+
+
+def paged_cache(cache: Cache) -> PagedKVCache:
+    """The FP8 blocks behind a transformers cache that was filled inside `fp8_attention`.
+
+    Raises:
+        ValueError: there are none.
+    """
+    for layer in cache.layers:
+        if isinstance(layer, Fp8CacheLayer) and layer.batch.cache is not None:
+            return layer.batch.cache
+    raise ValueError("this cache holds no FP8 blocks: it was not filled inside fp8_attention")
+
+
+def _append(use_triton: bool) -> Callable[..., None]:
+    if use_triton:
+        from fp8kv_runtime.kernels.append_kv import append_kv
+
+        return append_kv
+    return reference.append_kv
+
+
+def _for_heads(scale: Tensor, num_heads: int) -> Tensor:
+    """Scales [1], [K] or [K, D] for a cache in which each KV head was repeated to `num_heads`."""
+    return scale if scale.shape[0] == 1 else scale.repeat_interleave(num_heads // scale.shape[0], 0)
