@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,16 +28,12 @@ app = typer.Typer(
 calibrate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 Flag = typer.Option
-
-# flag -> recipe key
-_RECIPE_KEYS = {
-    **{name: name for name in ("strategy", "targets", "device", "dtype", "fp8_dtype", "headroom")},
-    **{name: f"data.{name}" for name in ("dataset", "samples", "seq_len", "batch_size", "seed")},
-    **{name: f"export.{name}" for name in ("reduce", "tp_size", "weights")},
-    "observer": "observer.name",
-    "format": "export.formats",
-    "trust_remote_code": "trust_remote_code",
-}
+Model = Annotated[str, typer.Argument(help="Local directory, Hub id, or builtin:smollm2.")]
+Device = Annotated[choices.Device | None, Flag()]
+DType = Annotated[choices.DType | None, Flag(help="auto: as the checkpoint says.")]
+TrustRemoteCode = Annotated[bool, Flag("--trust-remote-code", help="Run the model's code.")]
+AsJson = Annotated[bool, Flag("--json", help="Print one JSON object.")]
+Debug = Annotated[bool, Flag("--debug", help="Show tracebacks.")]
 
 
 class Terminated(BaseException):
@@ -48,7 +44,7 @@ class Terminated(BaseException):
 @app.command()
 def calibrate(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(help="Local directory, Hub id, or builtin:smollm2.")],
+    model: Model,
     output: Annotated[
         Path | None, Flag("-o", "--output", help="Default: ./<model>-fp8kv-<strategy>.")
     ] = None,
@@ -80,43 +76,84 @@ def calibrate(
     seq_len: Annotated[int | None, Flag(help="Tokens per sample at most. Default: 2048.")] = None,
     batch_size: Annotated[str | None, Flag(help="Samples per forward pass, or auto.")] = None,
     seed: Annotated[int | None, Flag(help="Default: 42.")] = None,
-    device: Annotated[choices.Device | None, Flag()] = None,
-    dtype: Annotated[choices.DType | None, Flag(help="auto: as the checkpoint says.")] = None,
+    device: Device = None,
+    dtype: DType = None,
     fp8_dtype: Annotated[choices.FP8Name | None, Flag(help="Default: e4m3fn (max 448).")] = None,
     headroom: Annotated[float | None, Flag(help="Multiplies every amax. Default: 1.0.")] = None,
     weights: Annotated[
         choices.Weights | None,
         Flag(help="link: hard-link the source's weights; none: scales and configs only."),
     ] = None,
-    trust_remote_code: Annotated[
-        bool, Flag("--trust-remote-code", help="Run the model's code.")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     set_: Annotated[
         list[str] | None,
         Flag("--set", metavar="KEY=VALUE", help="Any recipe key, as data.column=text."),
     ] = None,
     overwrite: Annotated[bool, Flag("--overwrite", help="Replace an earlier output.")] = False,
     quiet: Annotated[bool, Flag("--quiet", help="Print nothing but errors.")] = False,
-    as_json: Annotated[bool, Flag("--json", help="Print one JSON object.")] = False,
-    debug: Annotated[bool, Flag("--debug", help="Show tracebacks.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Calibrate a model's FP8 KV-cache scales and write a checkpoint that engines load."""
 
     def work() -> None:
-        from transformers.utils import logging
-
+        from calib.flags import assignments, overrides
         from calib.job import run
         from calib.progress import progress_bar
         from calib.recipe import load_recipe
 
-        logging.disable_progress_bar()
-        resolved = load_recipe(recipe, {**_overrides(context.params), **_assignments(set_ or [])})
+        resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
         with progress_bar(show=not (quiet or as_json)) as progress:
             result = run(model, resolved, output, overwrite=overwrite, progress=progress)
         if as_json:
             print(json.dumps(result.to_json()))
         elif not quiet:
             _print_result(result)
+
+    _run(work, debug=debug)
+
+
+@app.command()
+def generate(
+    context: typer.Context,
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    scales: Annotated[
+        str | None, Flag(metavar="DIR", help="Output of fp8kv-calibrate. none: 1.0. Default: MODEL")
+    ] = None,
+    max_new_tokens: Annotated[int, Flag(min=1, help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, Flag(min=0.0, help="0: the likeliest token every time.")] = 0.0,
+    seed: Annotated[int, Flag(help="Of the sampling.")] = 42,
+    chat: Annotated[bool, Flag("--chat", help="Apply the model's chat template.")] = False,
+    compare: Annotated[
+        bool, Flag("--compare", help="Generate with transformers' 16-bit cache too.")
+    ] = False,
+    backend: Annotated[
+        choices.Backend, Flag(help="auto: Triton kernels on a GPU, torch elsewhere.")
+    ] = "auto",
+    device: Device = None,
+    dtype: DType = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Continue a prompt with the model's KV cache in FP8."""
+
+    def work() -> None:
+        from calib.flags import overrides
+        from calib.generation import GenerationOptions, generate_text
+        from calib.report import generation_lines
+
+        options = GenerationOptions(max_new_tokens, temperature, seed, chat, compare, backend)
+        result = generate_text(
+            model,
+            prompt,
+            scales=scales,
+            options=options,
+            overrides=overrides(context.params),
+            on_text=None if as_json else lambda text: print(text, end="", flush=True),
+        )
+        print(json.dumps(result.to_json()) if as_json else "\n".join(generation_lines(result)))
 
     _run(work, debug=debug)
 
@@ -164,7 +201,11 @@ def calibrate_main() -> None:
 def _run(work: Callable[[], None], *, debug: bool = False) -> None:
     """Run a command; turn what a user can put right into one line and an exit status."""
     signal.signal(signal.SIGTERM, _terminate)
-    _quieten()
+    # the libraries' own bars and advice would drown ours; read when they are imported
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from calib.errors import Fp8kvError
 
     try:
@@ -188,38 +229,6 @@ def _terminate(signum: int, frame: object) -> None:
     raise Terminated
 
 
-def _quieten() -> None:
-    # the libraries' own bars and advice would drown ours; read when they are imported
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-
-
-def _overrides(params: dict[str, Any]) -> dict[str, Any]:
-    given = {key: params[flag] for flag, key in _RECIPE_KEYS.items() if _was_given(params[flag])}
-    batch_size = given.get("data.batch_size", "auto")
-    return {**given, "data.batch_size": int(batch_size)} if batch_size.isdecimal() else given
-
-
-def _was_given(value: object) -> bool:
-    # 0 is a value, and equals False
-    return value is not None and value is not False and value not in ((), [])
-
-
-def _assignments(pairs: list[str]) -> dict[str, Any]:
-    import yaml
-
-    from calib.errors import InputError
-
-    found = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not (key and equals):
-            raise InputError(f"--set takes KEY=VALUE, such as data.column=text; got '{pair}'")
-        found[key] = yaml.safe_load(value)
-    return found
-
-
 def _print_result(result: "Result") -> None:
     from calib.report import closing_lines
     from calib.summary import HEADINGS, table_rows
@@ -231,15 +240,10 @@ def _print_result(result: "Result") -> None:
 
 def _print_table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     from rich.console import Console
-    from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
-    numeric = len(headings) > 2
-    for heading in headings:
-        table.add_column(heading, justify="right" if numeric else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    from calib.report import table
+
+    Console().print(table(title, headings, rows))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ FP8Name = Literal["e4m3fn", "e4m3fnuz", "e5m2"]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Reduce = Literal["none", "max"]
+Backend = Literal["auto", "triton", "torch"]
 Weights = Literal["link", "copy", "none"]
 
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)

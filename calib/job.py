@@ -16,7 +16,7 @@ from calib.derive import derive_scales
 from calib.devices import input_device
 from calib.export import FORMATS, Export, check_format, export
 from calib.measure import calibrate
-from calib.model import find_checkpoint, load_config, load_model, load_tokenizer
+from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
 from calib.output import (
     CALIBRATION_FILE,
     atomic_directory,
@@ -138,6 +138,7 @@ def _load(
     checkpoint: Checkpoint, recipe: Recipe
 ) -> tuple[PreTrainedModel, CalibrationData, AttentionMap, Recipe]:
     config = load_config(checkpoint, recipe)
+    check_positions(config, recipe.data.seq_len, "--seq-len")
     loaded: list[PreTrainedModel] = []
 
     def model() -> PreTrainedModel:

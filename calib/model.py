@@ -48,7 +48,7 @@ def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
     """Read the model's config and refuse, before any weight is read, what cannot be calibrated.
 
     Raises:
-        InputError: the config cannot be read, or sequences are longer than the model's positions.
+        InputError: the config cannot be read.
         UnsupportedModelError: not a decoder-only language model with K and V per head.
     """
     try:
@@ -60,19 +60,27 @@ def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
             _one_line(f"cannot read the config of '{checkpoint.path}': {error}")
         ) from None
     _check_is_decoder(config, checkpoint)
-    text = config.get_text_config(decoder=True)
-    if getattr(text, "kv_lora_rank", None):
+    if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None):
         raise UnsupportedModelError(
             f"{config.model_type} uses multi-head latent attention (MLA): it caches one compressed "
             "latent per token, so it has no K and V per head that a scale could describe"
         )
-    positions = getattr(text, "max_position_embeddings", None)
-    if positions and recipe.data.seq_len > positions:
-        raise InputError(
-            f"--seq-len {recipe.data.seq_len} is longer than the model's {positions} positions; "
-            f"use --seq-len {positions} or less"
-        )
     return config
+
+
+def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
+    """Check that the model has positions for `tokens`; `flag` is what asked for them.
+
+    Raises:
+        InputError: it has fewer.
+    """
+    text = config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions and tokens > positions:
+        raise InputError(
+            f"{flag} {tokens} is longer than the model's {positions} positions; "
+            f"use {flag} {positions} or less"
+        )
 
 
 def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:

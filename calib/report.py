@@ -1,6 +1,7 @@
 """`fp8kv_calibration.json` and the README of an output: how it was made and how to serve it."""
 
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,9 @@ from calib.recipe import Recipe
 from calib.summary import LayerSummary
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from calib.generation import Generated
     from calib.job import Result
 
 _VERSIONS = ("fp8kv", "torch", "transformers", "datasets", "safetensors")
@@ -85,6 +89,47 @@ def closing_lines(result: "Result") -> list[str]:
                 f"  {serve_command(name, directory, per_head=per_head)}",
             ]
     return lines
+
+
+def generation_lines(result: "Generated") -> list[str]:
+    """What `fp8kv generate` says after the text."""
+    fp8, plain = result.fp8, result.plain
+    ratio = result.bytes_per_token / result.bytes_per_token_16bit
+    lines = [
+        "",
+        f"{len(fp8.token_ids)} tokens in {fp8.seconds:.1f} s ({fp8.tokens_per_second:.1f} "
+        "tokens/s, prompt included)",
+        f"KV cache: {result.bytes_per_token:,} bytes a token in FP8, "
+        f"{result.bytes_per_token_16bit:,} in 16 bits ({ratio:.2f}x)",
+        f"{result.cached_tokens} tokens in blocks of {result.block_size}: "
+        f"{_mib(result.cache_bytes)}; in 16 bits {_mib(result.cache_bytes_16bit)}",
+    ]
+    if plain is not None:
+        speed = fp8.tokens_per_second / plain.tokens_per_second
+        same = f"the first {result.same_tokens} of {len(fp8.token_ids)} tokens are the same"
+        lines += [
+            "",
+            f"with a 16-bit cache ({plain.tokens_per_second:.1f} tokens/s; FP8 runs at "
+            f"{speed:.2f}x): {same}",
+            plain.text,
+        ]
+    return lines
+
+
+def table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> "Table":
+    """A table for the terminal; more than two columns are numbers."""
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left")
+    for heading in headings:
+        made.add_column(heading, justify="right" if len(headings) > 2 else "left")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"
 
 
 def serve_command(name: FormatName, path: Path, *, per_head: bool) -> str:

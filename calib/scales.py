@@ -21,7 +21,7 @@ class LayerScales:
     k: Tensor  # [1], [K] or [K, D] float32
     v: Tensor  # [1], [K] or [K, D] float32
     q: Tensor | None = None  # [1], [H] or [H, D] float32
-    k_center: Tensor | None = None  # [K, D] float32, subtracted before K is stored; our runtime only
+    k_center: Tensor | None = None  # [K, D] float32, subtracted before storing; our runtime only
 
     def __post_init__(self) -> None:
         for name, scale in self.items():

@@ -71,6 +71,11 @@ class PagedKVCache:
         used = self.num_blocks - self.num_free_blocks
         return self.num_bytes // self.num_blocks * used
 
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of one token, over all layers."""
+        return self.num_bytes // (self.num_blocks * self.block_size)
+
     def add_layer(self, layer_idx: int, layer: KVBlocks) -> None:
         """Add an attention layer's storage, made by `KVBlocks.empty(cache.num_blocks, ...)`.
 

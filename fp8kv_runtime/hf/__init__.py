@@ -1,7 +1,7 @@
 """The bridge to transformers: the one place of the runtime that imports it."""
 
-from fp8kv_runtime.hf.attention import fp8_attention
+from fp8kv_runtime.hf.attention import Backend, fp8_attention
 from fp8kv_runtime.hf.layers import paged_cache
 from fp8kv_runtime.hf.swap import swap_attention
 
-__all__ = ["fp8_attention", "paged_cache", "swap_attention"]
+__all__ = ["Backend", "fp8_attention", "paged_cache", "swap_attention"]

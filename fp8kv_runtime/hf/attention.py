@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf.batch import Batch
 from fp8kv_runtime.hf.layers import Fp8CacheLayer, LayerScales, layer_of
@@ -50,7 +51,7 @@ def fp8_attention(
         block_size: tokens per block of the cache.
 
     Raises:
-        ValueError: the model or the scales do not fit the backend.
+        AttentionError: the model or the scales do not fit the backend.
     """
     session = _Session(model, scales, backend, quantize_query, block_size)
     handle = model.get_decoder().register_forward_pre_hook(session.prepare, with_kwargs=True)
@@ -73,7 +74,7 @@ class _Session:
     ) -> None:  # fmt: skip
         layers: list[LayerScales] = list(scales.layers.values())
         if not layers:
-            raise ValueError("no layer has scales, so there is nothing to hold in FP8")
+            raise AttentionError("no layer has scales, so there is nothing to hold in FP8")
         self._scales = {layer.layer_idx: layer for layer in layers}
         self._config = model.config
         self._dtype = FP8_DTYPES[scales.fp8_dtype]
@@ -108,7 +109,7 @@ class _Session:
             return self._attend_paged(layer, query, mask, kwargs), None
         layer_idx = getattr(module, "layer_idx", None)
         if self._use_triton and layer_idx in self._scales:
-            raise ValueError(
+            raise AttentionError(
                 f"layer {layer_idx} changes K after it is cached; use the torch backend"
             )
         if key.dtype == query.dtype and not self._quantize_query:
@@ -137,7 +138,7 @@ class _Session:
         from fp8kv_runtime.kernels.extend import extend_attention
 
         if kwargs.get("position_bias") is not None:
-            raise ValueError("the Triton kernels have no position bias; use the torch backend")
+            raise AttentionError("the Triton kernels have no position bias; use the torch backend")
         rows, num_heads, tokens, head_dim = query.shape
         sequences, _ = layer.batch.where(query.device)
         window = kwargs.get("sliding_window")
@@ -177,10 +178,10 @@ class _Session:
         if not self._quantize_query:
             return
         if not self.swaps:
-            raise ValueError("this model's queries cannot be reached: it calls attention itself")
+            raise AttentionError("this model calls attention itself: its queries cannot be reached")
         for layer in self._scales.values():
             if layer.q is None or layer.q.dim() != 1 or layer.k.dim() == 2:
-                raise ValueError(
+                raise AttentionError(
                     "FP8 queries need query scales and one K scale per tensor or head: calibrate "
                     "with --targets qkv --strategy tensor or attn_head"
                 )
@@ -191,26 +192,26 @@ def _use_triton(model: PreTrainedModel, backend: Backend, swaps: bool) -> bool:
     if backend != "triton":
         return backend == "auto" and on_gpu and swaps
     if not swaps:
-        raise ValueError(
+        raise AttentionError(
             f"{type(model).__name__} calls attention itself and cannot be given kernels; "
             "use the torch backend"
         )
     from fp8kv_runtime.kernels.targets import can_run
 
     if not can_run(on_gpu):
-        raise ValueError("the Triton kernels need a GPU, or TRITON_INTERPRET=1; use backend torch")
+        raise AttentionError("the Triton kernels need a GPU, or TRITON_INTERPRET=1; use torch")
     return True
 
 
 def _check_convertible(cache: Cache, layer_idx: int) -> None:
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if layer is None or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-        raise ValueError(
+        raise AttentionError(
             f"layer {layer_idx} of the cache is {type(layer).__name__}; give generate a "
             "DynamicCache, or no cache at all"
         )
     if layer.get_seq_length() > 0:
-        raise ValueError(
+        raise AttentionError(
             "the cache holds 16-bit K and V already; start with an empty one inside the block"
         )
 

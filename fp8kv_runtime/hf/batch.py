@@ -60,7 +60,7 @@ class Batch:
         """`check_mask`, once for each mask of a forward pass.
 
         Raises:
-            ValueError: the kernels apply another mask.
+            AttentionError: the kernels apply another mask.
         """
         # a layer's mask is the same object in all layers of its type
         if not any(mask is seen and window == size for seen, size in self._checked):

@@ -10,6 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from fp8kv_runtime import reference
 from fp8kv_runtime.cache import PagedKVCache
+from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf.batch import Batch
 from fp8kv_runtime.storage import KVBlocks
 
@@ -172,4 +173,9 @@ def _append(use_triton: bool) -> Callable[..., None]:
 
 def _for_heads(scale: Tensor, num_heads: int) -> Tensor:
     """Scales [1], [K] or [K, D] for a cache in which each KV head was repeated to `num_heads`."""
+    if num_heads % scale.shape[0]:
+        raise AttentionError(
+            f"scales for {scale.shape[0]} KV heads do not fit a layer with {num_heads}: "
+            "they are of another model"
+        )
     return scale if scale.shape[0] == 1 else scale.repeat_interleave(num_heads // scale.shape[0], 0)

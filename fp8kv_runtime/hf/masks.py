@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from fp8kv_runtime.errors import AttentionError
+
 
 def left_padding(mask: Tensor) -> Tensor | None:
     """Padding tokens before each row's first token, [B] int32, of a mask [B, T]; None: no padding.
@@ -25,7 +27,7 @@ def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int
         window: sliding window in tokens.
 
     Raises:
-        ValueError: it is another one, such as one for packed sequences, images, or right padding.
+        AttentionError: it is another one, as for packed sequences, images or right padding.
     """
     length = mask.shape[-1]
     columns = torch.arange(length, device=mask.device)
@@ -41,7 +43,7 @@ def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int
         matters = rows >= first[:, None, None]  # padding may attend to anything
         is_ours = torch.equal(visible & matters, (expected & matters).expand_as(visible))
     if not is_ours:
-        raise ValueError(
+        raise AttentionError(
             "the Triton kernels apply causal masks with a sliding window and left padding; this "
             "model or input needs another one. Pad on the left, or use the torch backend"
         )

@@ -14,7 +14,7 @@ from calib import hub
 from calib.attention import map_attention
 from calib.errors import InputError, UnsupportedModelError
 from calib.export.names import checkpoint_prefix
-from calib.model import find_checkpoint, load_config, load_model, load_tokenizer
+from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
 from calib.recipe import load_recipe
 
 
@@ -101,9 +101,10 @@ def test_mla_is_refused_before_its_weights_are_read(tmp_path):
         load_config(checkpoint, RECIPE)
 
 
-def test_a_sequence_longer_than_the_models_positions(tiny_directory):
-    recipe = recipe_with(**{"data.seq_len": 257})
-    refuse(tiny_directory, InputError, "--seq-len 257 is longer than the model's 256", recipe)
+def test_a_sequence_longer_than_the_models_positions(tiny_llama):
+    check_positions(tiny_llama.config, 256, "--seq-len")
+    with pytest.raises(InputError, match="--seq-len 257 is longer than the model's 256"):
+        check_positions(tiny_llama.config, 257, "--seq-len")
 
 
 def test_an_unknown_model_type(tiny_directory):

@@ -1,0 +1,45 @@
+"""Command-line flags to recipe keys."""
+
+from typing import Any
+
+import yaml
+
+from calib.errors import InputError
+
+# flag -> recipe key
+_RECIPE_KEYS = {
+    **{name: name for name in ("strategy", "targets", "device", "dtype", "fp8_dtype", "headroom")},
+    **{name: f"data.{name}" for name in ("dataset", "samples", "seq_len", "batch_size", "seed")},
+    **{name: f"export.{name}" for name in ("reduce", "tp_size", "weights")},
+    "observer": "observer.name",
+    "format": "export.formats",
+    "trust_remote_code": "trust_remote_code",
+}
+
+
+def overrides(params: dict[str, Any]) -> dict[str, Any]:
+    """Recipe keys of the flags that were given; a flag that a command lacks is not given."""
+    flags = {flag: key for flag, key in _RECIPE_KEYS.items() if _was_given(params.get(flag))}
+    given = {key: params[flag] for flag, key in flags.items()}
+    batch_size = given.get("data.batch_size", "auto")
+    return {**given, "data.batch_size": int(batch_size)} if batch_size.isdecimal() else given
+
+
+def assignments(pairs: list[str]) -> dict[str, Any]:
+    """Recipe keys of `--set KEY=VALUE`, the values read as YAML.
+
+    Raises:
+        InputError: a pair has no key or no `=`.
+    """
+    found = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals):
+            raise InputError(f"--set takes KEY=VALUE, such as data.column=text; got '{pair}'")
+        found[key] = yaml.safe_load(value)
+    return found
+
+
+def _was_given(value: object) -> bool:
+    # 0 is a value, and equals False
+    return value is not None and value is not False and value not in ((), [])
