@@ -15,19 +15,19 @@ def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor
     Where `blocks.counts` is there, it counts magnitudes beyond the format's largest value
     (saturated), values other than 0 that become 0 (underflowed), and NaN and Inf (nonfinite).
     """
-    written = slot_mapping >= 0
-    slots = slot_mapping[written]
-    block_ids, offsets = slots // blocks.block_size, slots % blocks.block_size
-    for index, (new, stored, scale) in enumerate(
-        ((key, blocks.key, blocks.k_scale), (value, blocks.value, blocks.v_scale))
-    ):
-        x = new[written].float().transpose(0, 1)  # [K, T, D]
-        if index == 0 and blocks.k_center is not None:
-            x = x - per_channel(blocks.k_center)
-        codes = quantize(x, per_channel(scale), stored.dtype)
-        stored.view(torch.uint8)[block_ids, :, offsets] = codes.view(torch.uint8).transpose(0, 1)
-        if blocks.counts is not None:
-            blocks.counts[index] += _count(x, per_channel(scale), codes)
+    if (slot_mapping < 0).any():
+        written = slot_mapping >= 0
+        key, value, slot_mapping = key[written], value[written], slot_mapping[written]
+    x = torch.stack([key, value]).float()  # [2, T, K, D]
+    if blocks.k_center is not None:
+        x[0] -= blocks.k_center
+    scales = blocks.scales.transpose(1, 2)  # [2, 1, K, D]
+    codes = quantize(x, scales, blocks.codes.dtype)
+    block_ids, offsets = slot_mapping // blocks.block_size, slot_mapping % blocks.block_size
+    stored, new = blocks.codes.view(torch.uint8), codes.view(torch.uint8)
+    stored[:, block_ids, :, offsets] = new.transpose(0, 1)  # torch puts the tokens first
+    if blocks.counts is not None:
+        blocks.counts.add_(_count(x, scales, codes))
 
 
 def decode_attention(
@@ -81,7 +81,7 @@ def extend_attention(
     check_attention(query, blocks, options)
     if options.q_scale is not None:
         scale = per_channel(options.q_scale).transpose(0, 1)
-        query32 = dequantize(quantize(query, scale, blocks.key.dtype), scale)
+        query32 = dequantize(quantize(query, scale, blocks.codes.dtype), scale)
     else:
         query32 = query.float()
     out = torch.zeros_like(query, dtype=torch.float32)
@@ -126,8 +126,8 @@ def _attend(
 
 
 def _count(x: Tensor, scale: Tensor, codes: Tensor) -> Tensor:
-    """[K, 3] int64, see COUNTED."""
+    """[2, K, 3] int64, see COUNTED."""
     finite = x.isfinite()
     saturated = finite & ((x / scale).abs() > fp8_max(codes.dtype))
     underflowed = (x != 0) & (codes.float() == 0)
-    return torch.stack([c.sum((1, 2)) for c in (saturated, underflowed, ~finite)], 1)
+    return torch.stack([c.sum((1, 3)) for c in (saturated, underflowed, ~finite)], 2)

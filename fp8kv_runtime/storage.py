@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,20 +21,17 @@ class KVBlocks:
         ValueError: shapes, types or scales do not fit together.
     """
 
-    key: Tensor  # [num_blocks, K, block_size, D] FP8
-    value: Tensor  # [num_blocks, K, block_size, D] FP8
+    codes: Tensor  # [2, num_blocks, K, block_size, D] FP8: K, then V
     k_scale: Tensor  # [1], [K] or [K, D] float32
     v_scale: Tensor  # [1], [K] or [K, D] float32
     k_center: Tensor | None = None  # [K, D] float32, subtracted before K is stored
     counts: Tensor | None = None  # [2, K, 3] int64: K and V, per head, see COUNTED
 
     def __post_init__(self) -> None:
-        if self.key.shape != self.value.shape or self.key.dtype != self.value.dtype:
+        if self.codes.dim() != 5 or self.codes.dtype not in FP8_DTYPES.values():
             raise ValueError(
-                f"K is {_describe(self.key)}, V is {_describe(self.value)}: they must be alike"
+                f"blocks must be [2, num_blocks, K, block_size, D] FP8, got {_describe(self.codes)}"
             )
-        if self.key.dtype not in FP8_DTYPES.values():
-            raise ValueError(f"blocks hold FP8, got {self.key.dtype}")
         heads = (self.num_kv_heads,)
         channels = (self.num_kv_heads, self.head_dim)
         for name in ("k_scale", "v_scale"):
@@ -57,11 +55,11 @@ class KVBlocks:
         count: bool = False,
     ) -> "KVBlocks":
         """Uninitialised blocks; `count` adds counters of what storing does to the values."""
-        shape = (num_blocks, num_kv_heads, block_size, head_dim)
-        key, value = (torch.empty(shape, dtype=torch.uint8, device=device) for _ in "kv")
+        shape = (2, num_blocks, num_kv_heads, block_size, head_dim)
+        # as bytes, because torch cannot fill FP8 on every device
+        codes = torch.empty(shape, dtype=torch.uint8, device=device)
         return cls(
-            key.view(dtype),
-            value.view(dtype),
+            codes.view(dtype),
             k_scale.to(device),
             v_scale.to(device),
             None if k_center is None else k_center.to(device),
@@ -69,70 +67,78 @@ class KVBlocks:
         )
 
     @property
+    def key(self) -> Tensor:
+        """K: [num_blocks, K, block_size, D]."""
+        return self.codes[0]
+
+    @property
+    def value(self) -> Tensor:
+        """V: [num_blocks, K, block_size, D]."""
+        return self.codes[1]
+
+    @property
     def num_blocks(self) -> int:
         """Blocks in this layer."""
-        return self.key.shape[0]
+        return self.codes.shape[1]
 
     @property
     def num_kv_heads(self) -> int:
         """KV heads."""
-        return self.key.shape[1]
+        return self.codes.shape[2]
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
-        return self.key.shape[2]
+        return self.codes.shape[3]
 
     @property
     def head_dim(self) -> int:
         """Channels per head."""
-        return self.key.shape[3]
+        return self.codes.shape[4]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of K and V."""
-        return 2 * self.key.numel()
+        return self.codes.numel()
 
     @property
     def format(self) -> str:
         """Name of the FP8 format, as in `FP8_DTYPES`."""
-        return next(name for name, dtype in FP8_DTYPES.items() if dtype == self.key.dtype)
+        return next(name for name, dtype in FP8_DTYPES.items() if dtype == self.codes.dtype)
+
+    @cached_property
+    def scales(self) -> Tensor:
+        """K's and V's scales, [2, K, 1, 1] or [2, K, 1, D]."""
+        key, value = per_channel(self.k_scale), per_channel(self.v_scale)
+        shape = (self.num_kv_heads, 1, max(key.shape[2], value.shape[2]))
+        return torch.stack([key.expand(shape), value.expand(shape)])
 
     def dense(self, block_tables: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """First `length` tokens of sequences [S, blocks], dequantised: 2 x [S, K, T, D] float32."""
         used = block_tables[:, : -(-length // self.block_size)]
-        key = dequantize(_gather(self.key, used, length), per_channel(self.k_scale))
-        value = dequantize(_gather(self.value, used, length), per_channel(self.v_scale))
+        # as bytes, because torch cannot index FP8 on every device
+        taken = self.codes.view(torch.uint8)[:, used]  # [2, S, n, K, block_size, D]
+        taken = taken.transpose(2, 3).flatten(3, 4)[:, :, :, :length]
+        key, value = dequantize(taken.view(self.codes.dtype), self.scales[:, None])
         return key if self.k_center is None else key + per_channel(self.k_center), value
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy the bytes of one block over another."""
-        for blocks in (self.key.view(torch.uint8), self.value.view(torch.uint8)):
-            blocks[target] = blocks[source]
+        codes = self.codes.view(torch.uint8)
+        codes[:, target] = codes[:, source]
 
     def grown(self, num_blocks: int) -> "KVBlocks":
         """The same blocks and scales with room for `num_blocks`."""
-        return replace(self, key=_grown(self.key, num_blocks), value=_grown(self.value, num_blocks))
+        old = self.codes.view(torch.uint8)
+        with torch.inference_mode(False):  # or it could not be written outside inference mode
+            new = torch.empty((2, num_blocks, *old.shape[2:]), dtype=old.dtype, device=old.device)
+        new[:, : self.num_blocks] = old
+        return replace(self, codes=new.view(self.codes.dtype))
 
 
 def per_channel(scale: Tensor) -> Tensor:
     """Shape [1], [K] or [K, D] so that it broadcasts against [..., K, T, D]."""
     return scale.unsqueeze(-2) if scale.dim() == 2 else scale.view(-1, 1, 1)
-
-
-def _gather(blocks: Tensor, block_tables: Tensor, length: int) -> Tensor:
-    """FP8 blocks of sequences [S, n], one after the other: [S, K, length, D]."""
-    # as bytes, because torch cannot index FP8 on every device
-    taken = blocks.view(torch.uint8)[block_tables.long()]  # [S, n, K, block_size, D]
-    return taken.transpose(1, 2).flatten(2, 3)[:, :, :length].view(blocks.dtype)
-
-
-def _grown(blocks: Tensor, num_blocks: int) -> Tensor:
-    old = blocks.view(torch.uint8)
-    with torch.inference_mode(False):  # or it could not be written outside inference mode
-        new = torch.empty((num_blocks, *old.shape[1:]), dtype=old.dtype, device=old.device)
-    new[: old.shape[0]] = old
-    return new.view(blocks.dtype)
 
 
 def _check(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
