@@ -1,13 +1,14 @@
 """The loop over one sequence's blocks, shared by decode and extend attention.
 
 K's scale is folded into the softmax scale and V's into the output: the loop itself converts FP8 to
-float16, multiplies matrices and keeps a running softmax in base 2.
+float16, multiplies matrices and keeps a running softmax in base 2. Even and odd channels are
+multiplied apart: 16-bit pairs of codes reach the matrix instructions without byte-wise access.
 """
 
 import triton
 import triton.language as tl
 
-from fp8kv_runtime.kernels.codec import decode, decode_unit, encode, hardware_type
+from fp8kv_runtime.kernels.codec import decode, decode_pairs, decode_unit, encode, hardware_type, unpack_pairs
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -63,11 +64,13 @@ def prepare_query(
         unit: tl.constexpr = score_unit(FORMAT, HARDWARE, MULTIPLIES)
         codes = encode(scaled, FORMAT, ENCODES)
         return codes, codes, factor * q_scale * unit, shift
-    exponent = row_exponent(q)
-    scaled = q * power_of_two(-exponent)[:, None]
-    rows = scaled.to(tl.float16)
-    rest = (scaled - rows.to(tl.float32)).to(tl.float16)
-    return rows, rest, factor * power_of_two(exponent) * decode_unit(FORMAT, HARDWARE), shift
+    else:
+        exponent = row_exponent(q)
+        scaled = q * power_of_two(-exponent)[:, None]
+        rows = scaled.to(tl.float16)
+        rest = (scaled - rows.to(tl.float32)).to(tl.float16)
+        factor *= power_of_two(exponent) * decode_unit(FORMAT, HARDWARE)
+        return rows, rest, factor, shift
 
 
 @triton.jit
@@ -100,27 +103,45 @@ def row_offsets(
 
 
 @triton.jit
-def load_codes(codes_ptr, rows, inside, channels, HEAD_DIM: tl.constexpr):
-    """A tile of K or V: [TILE, BLOCK_D] uint8. What no one may see is 0, whatever is stored."""
-    valid = inside[:, None] & (channels < HEAD_DIM)[None, :]
-    return tl.load(codes_ptr + rows[:, None] * HEAD_DIM + channels[None, :], mask=valid, other=0)
+def load_codes(pairs_ptr, rows, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A tile of K or V: [TILE, BLOCK_D / 2] int16. What no one may see is 0, whatever is stored."""
+    pairs = tl.arange(0, BLOCK_D // 2)
+    valid = inside[:, None] & (pairs < HEAD_DIM // 2)[None, :]
+    at = rows[:, None] * (HEAD_DIM // 2) + pairs[None, :]
+    return tl.load(pairs_ptr + at, mask=valid, other=0)
 
 
 @triton.jit
-def scores_of(q, q_rest, codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, Q_FP8: tl.constexpr,
-              Q_REST: tl.constexpr, MULTIPLIES: tl.constexpr):  # fmt: skip
-    """Q Kᵀ without scales: [BLOCK_M, TILE] float32."""
+def halves(x):
+    """Even and odd columns."""
+    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def scores_of(q, q_rest, pairs, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr,
+              Q_FP8: tl.constexpr, Q_REST: tl.constexpr, MULTIPLIES: tl.constexpr):  # fmt: skip
+    """Q Kᵀ without scales: [BLOCK_M, TILE] float32. `q` and `q_rest` are `halves`."""
+    # `else` throughout: what follows a constant `if` that returns is compiled all the same
     if Q_FP8 and MULTIPLIES:
-        query = q.to(hardware_type(FORMAT), bitcast=True)
-        key = codes.to(hardware_type(FORMAT), bitcast=True)
+        even, odd = unpack_pairs(pairs, PTX)
+        fp8: tl.constexpr = hardware_type(FORMAT)
+        even = tl.trans(even.to(fp8, bitcast=True))
+        odd = tl.trans(odd.to(fp8, bitcast=True))
         # without the limit Hopper adds up a whole row with 14 bits
-        return tl.dot(query, tl.trans(key), max_num_imprecise_acc=32)
-    if Q_FP8:
-        return tl.dot(decode(q, FORMAT, HARDWARE), tl.trans(decode(codes, FORMAT, HARDWARE)))
-    key = tl.trans(decode(codes, FORMAT, HARDWARE))
-    if Q_REST:
-        return tl.dot(q, key, tl.dot(q_rest, key))
-    return tl.dot(q, key)
+        scores = tl.dot(q[0].to(fp8, bitcast=True), even, max_num_imprecise_acc=32)
+        return tl.dot(q[1].to(fp8, bitcast=True), odd, scores, max_num_imprecise_acc=32)
+    else:
+        even, odd = decode_pairs(pairs, FORMAT, HARDWARE, PTX)
+        even = tl.trans(even)
+        odd = tl.trans(odd)
+        if Q_FP8:
+            scores = tl.dot(decode(q[0], FORMAT, HARDWARE), even)
+            return tl.dot(decode(q[1], FORMAT, HARDWARE), odd, scores)
+        elif Q_REST:
+            scores = tl.dot(q_rest[1], odd, tl.dot(q_rest[0], even))
+            return tl.dot(q[1], odd, tl.dot(q[0], even, scores))
+        else:
+            return tl.dot(q[1], odd, tl.dot(q[0], even))
 
 
 @triton.constexpr_function
@@ -157,8 +178,8 @@ def attend(
     running_sum,  # [BLOCK_M] 0, or 1 for the sink
     first,  # positions from `first` ..
     end,  # .. up to `end`, not included
-    key_blocks_ptr,
-    value_blocks_ptr,
+    key_pairs_ptr,  # the codes of two channels in each int16
+    value_pairs_ptr,
     block_table_ptr,
     kv_head,
     softcap,
@@ -172,24 +193,27 @@ def attend(
     HAS_CENTER: tl.constexpr,
     FORMAT: tl.constexpr,
     HARDWARE: tl.constexpr,
+    PTX: tl.constexpr,
     Q_FP8: tl.constexpr,
     Q_REST: tl.constexpr,  # the query does not fit float16: fp32, or multiplied by channel scales
     P_REST: tl.constexpr,  # the query is fp32: softmax weights in two parts as well
     MULTIPLIES: tl.constexpr,
 ):
     """Unnormalised output [BLOCK_M, BLOCK_D] without V's scale, running maximum and sum."""
-    channels = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([q.shape[0], BLOCK_D], tl.float32)
+    q = halves(q)
+    q_rest = halves(q_rest)
+    even_acc = tl.zeros([q[0].shape[0], BLOCK_D // 2], tl.float32)
+    odd_acc = tl.zeros([q[0].shape[0], BLOCK_D // 2], tl.float32)
     for start in range(first // TILE * TILE, end, TILE):
         positions = start + tl.arange(0, TILE)
         inside = (positions >= first) & (positions < end)
         rows = row_offsets(
             block_table_ptr, start, positions, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, TILE
         )
-        k_codes = load_codes(key_blocks_ptr, rows, inside, channels, HEAD_DIM)
-        v_codes = load_codes(value_blocks_ptr, rows, inside, channels, HEAD_DIM)
+        key = load_codes(key_pairs_ptr, rows, inside, HEAD_DIM, BLOCK_D)
+        value = load_codes(value_pairs_ptr, rows, inside, HEAD_DIM, BLOCK_D)
 
-        scores = scores_of(q, q_rest, k_codes, FORMAT, HARDWARE, Q_FP8, Q_REST, MULTIPLIES)
+        scores = scores_of(q, q_rest, key, FORMAT, HARDWARE, PTX, Q_FP8, Q_REST, MULTIPLIES)
         scores = scores * factor[:, None]
         if HAS_CENTER:
             scores += shift[:, None]
@@ -205,10 +229,13 @@ def attend(
         weights = tl.exp2(scores - finite_max[:, None])
         correction = tl.exp2(running_max - finite_max)
         running_sum = running_sum * correction + tl.sum(weights, 1)
-        value = decode(v_codes, FORMAT, HARDWARE)
+        even, odd = decode_pairs(value, FORMAT, HARDWARE, PTX)
         rounded = weights.to(tl.float16)
-        acc = tl.dot(rounded, value, acc * correction[:, None])
+        even_acc = tl.dot(rounded, even, even_acc * correction[:, None])
+        odd_acc = tl.dot(rounded, odd, odd_acc * correction[:, None])
         if P_REST:
-            acc = tl.dot((weights - rounded.to(tl.float32)).to(tl.float16), value, acc)
+            rest = (weights - rounded.to(tl.float32)).to(tl.float16)
+            even_acc = tl.dot(rest, even, even_acc)
+            odd_acc = tl.dot(rest, odd, odd_acc)
         running_max = new_max
-    return acc, running_max, running_sum
+    return tl.interleave(even_acc, odd_acc), running_max, running_sum

@@ -12,12 +12,13 @@ def encode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
     """Round float32 `x` to FP8 bits (uint8): nearest, ties to even, saturating; NaN stays NaN."""
     if HARDWARE:
         return _encode_hardware(x, FORMAT)
-    if FORMAT == "e4m3fn":
+    elif FORMAT == "e4m3fn":
         return _encode_integer(x, 3, 7, 0x7E, 448.0, False)
-    if FORMAT == "e4m3fnuz":
+    elif FORMAT == "e4m3fnuz":
         return _encode_integer(x, 3, 8, 0x7F, 240.0, True)
-    tl.static_assert(FORMAT == "e5m2")
-    return _encode_integer(x, 2, 15, 0x7B, 57344.0, False)
+    else:
+        tl.static_assert(FORMAT == "e5m2")
+        return _encode_integer(x, 2, 15, 0x7B, 57344.0, False)
 
 
 @triton.jit
@@ -36,6 +37,47 @@ def decode(codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
     else:
         bits = tl.where(wide == 0x80, 0x7E00, bits)
     return bits.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def decode_pairs(pairs, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr):
+    """`decode` of the low and of the high byte of each int16."""
+    if PTX and not HARDWARE and FORMAT == "e4m3fn":
+        # as in `decode`, on two codes at a time, which the compiler does not find
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 low, code, sign, carry;
+            and.b32 code, $2, 0x7f007f00;
+            and.b32 sign, $2, 0x80008000;
+            add.u32 carry, code, 0x01000100;
+            lop3.b32 code, code, carry, 0x80008000, 0xf8;
+            shr.u32 code, code, 1;
+            or.b32 $1, code, sign;
+            shl.b32 low, $2, 8;
+            and.b32 code, low, 0x7f007f00;
+            and.b32 sign, low, 0x80008000;
+            add.u32 carry, code, 0x01000100;
+            lop3.b32 code, code, carry, 0x80008000, 0xf8;
+            shr.u32 code, code, 1;
+            or.b32 $0, code, sign;
+            }""",
+            "=&r,=&r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        low, high = unpack_pairs(pairs, PTX)
+        return decode(low, FORMAT, HARDWARE), decode(high, FORMAT, HARDWARE)
+
+
+@triton.jit
+def unpack_pairs(pairs, PTX: tl.constexpr):
+    """The low and the high byte of each int16: two uint8."""
+    if PTX:  # one instruction for four bytes, which the compiler does not find
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $2, $3, 0x6420; prmt.b32 $1, $2, $3, 0x7531;", "=&r,=&r,r,r", [pairs],
+            dtype=(tl.uint8, tl.uint8), is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        return (pairs & 0xFF).to(tl.uint8), ((pairs >> 8) & 0xFF).to(tl.uint8)
 
 
 @triton.constexpr_function

@@ -11,7 +11,7 @@ from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
-from fp8kv_runtime.kernels.launch import layer_constants, scale_dims
+from fp8kv_runtime.kernels.launch import code_pairs, layer_constants, scale_dims
 from fp8kv_runtime.kernels.targets import Target, current_target, num_processors
 from fp8kv_runtime.kernels.tuning import choose_splits, decode_config
 from fp8kv_runtime.options import AttentionOptions, check_attention
@@ -50,7 +50,7 @@ def decode_attention(
     partial = torch.empty(num_seqs, num_heads, splits, head_dim, device=query.device)
     softmax = torch.empty(num_seqs, num_heads, splits, 2, device=query.device)
     decode_kernel[(blocks.num_kv_heads, splits, num_seqs)](
-        query, blocks.key.view(torch.uint8), blocks.value.view(torch.uint8), blocks.k_scale,
+        query, *code_pairs(blocks), blocks.k_scale,
         options.q_scale, blocks.k_center, options.sinks, sequences.block_tables,
         sequences.seq_lens, sequences.seq_starts, partial, softmax, options.scale(head_dim),
         options.softcap or 0.0, query.stride(0), query.stride(1), sequences.block_tables.stride(0),
@@ -85,8 +85,8 @@ def reduce_constants(
 @triton.jit
 def decode_kernel(
     query_ptr,
-    key_blocks_ptr,
-    value_blocks_ptr,
+    key_pairs_ptr,
+    value_pairs_ptr,
     k_scale_ptr,
     q_scale_ptr,
     k_center_ptr,
@@ -121,6 +121,7 @@ def decode_kernel(
     P_REST: tl.constexpr,
     FORMAT: tl.constexpr,
     HARDWARE: tl.constexpr,
+    PTX: tl.constexpr,
     ENCODES: tl.constexpr,
     MULTIPLIES: tl.constexpr,
 ):
@@ -152,10 +153,10 @@ def decode_kernel(
     running_max, running_sum = start_softmax(sinks_ptr, heads, inside, split == 0, HAS_SINKS)
     last = tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1)
     acc, running_max, running_sum = attend(
-        q, q_rest, factor, shift, last, running_max, running_sum, begin, end, key_blocks_ptr,
-        value_blocks_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
+        q, q_rest, factor, shift, last, running_max, running_sum, begin, end, key_pairs_ptr,
+        value_pairs_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_CENTER, FORMAT,
-        HARDWARE, Q_FP8, Q_REST, P_REST, MULTIPLIES,
+        HARDWARE, PTX, Q_FP8, Q_REST, P_REST, MULTIPLIES,
     )  # fmt: skip
 
     channels = tl.arange(0, BLOCK_D)

@@ -9,7 +9,7 @@ from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
-from fp8kv_runtime.kernels.launch import layer_constants, scale_dims
+from fp8kv_runtime.kernels.launch import code_pairs, layer_constants, scale_dims
 from fp8kv_runtime.kernels.targets import current_target
 from fp8kv_runtime.kernels.tuning import extend_config
 from fp8kv_runtime.options import AttentionOptions, check_attention
@@ -42,7 +42,7 @@ def extend_attention(
     rows = max_query_len * (num_heads // blocks.num_kv_heads)
     grid = (triton.cdiv(rows, config.rows), blocks.num_kv_heads, cu_seqlens.numel() - 1)
     extend_kernel[grid](
-        query, blocks.key.view(torch.uint8), blocks.value.view(torch.uint8), blocks.k_scale,
+        query, *code_pairs(blocks), blocks.k_scale,
         blocks.v_scale, options.q_scale, blocks.k_center, options.sinks, sequences.block_tables,
         sequences.seq_lens, sequences.seq_starts, cu_seqlens, out, options.scale(head_dim),
         options.softcap or 0.0, query.stride(0), query.stride(1), sequences.block_tables.stride(0),
@@ -56,8 +56,8 @@ def extend_attention(
 @triton.jit
 def extend_kernel(
     query_ptr,
-    key_blocks_ptr,
-    value_blocks_ptr,
+    key_pairs_ptr,
+    value_pairs_ptr,
     k_scale_ptr,
     v_scale_ptr,
     q_scale_ptr,
@@ -93,6 +93,7 @@ def extend_kernel(
     P_REST: tl.constexpr,
     FORMAT: tl.constexpr,
     HARDWARE: tl.constexpr,
+    PTX: tl.constexpr,
     ENCODES: tl.constexpr,
     MULTIPLIES: tl.constexpr,
 ):
@@ -125,10 +126,10 @@ def extend_kernel(
 
     running_max, running_sum = start_softmax(sinks_ptr, heads, inside, True, HAS_SINKS)
     acc, running_max, running_sum = attend(
-        q, q_rest, factor, shift, rows_at, running_max, running_sum, first, end, key_blocks_ptr,
-        value_blocks_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
+        q, q_rest, factor, shift, rows_at, running_max, running_sum, first, end, key_pairs_ptr,
+        value_pairs_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_CENTER, FORMAT,
-        HARDWARE, Q_FP8, Q_REST, P_REST, MULTIPLIES,
+        HARDWARE, PTX, Q_FP8, Q_REST, P_REST, MULTIPLIES,
     )  # fmt: skip
 
     channels = tl.arange(0, BLOCK_D)

@@ -17,6 +17,17 @@ def scale_dims(scale: Tensor) -> int:
     return scale.dim() if scale.numel() > 1 else 0
 
 
+def code_pairs(blocks: KVBlocks) -> tuple[Tensor, Tensor]:
+    """K and V as kernels read them: [num_blocks, K, block_size, D / 2] int16.
+
+    Raises:
+        ValueError: head_dim is odd.
+    """
+    if blocks.head_dim % 2:
+        raise ValueError(f"kernels need an even head_dim, got {blocks.head_dim}")
+    return blocks.key.view(torch.int16), blocks.value.view(torch.int16)
+
+
 def layer_constants(
     query: Tensor,
     blocks: KVBlocks,
@@ -32,7 +43,8 @@ def layer_constants(
         "NUM_KV_HEADS": blocks.num_kv_heads,
         "GROUP": num_heads // blocks.num_kv_heads,
         "HEAD_DIM": blocks.head_dim,
-        "BLOCK_D": max(16, triton.next_power_of_2(blocks.head_dim)),
+        # a matrix instruction takes 32 bytes of every row, from even and odd channels apart
+        "BLOCK_D": max(64, triton.next_power_of_2(blocks.head_dim)),
         "BLOCK_SIZE": blocks.block_size,
         "K_SCALES": scale_dims(blocks.k_scale),
         "Q_SCALES": 0 if options.q_scale is None else scale_dims(options.q_scale),
@@ -46,6 +58,7 @@ def layer_constants(
         "P_REST": query.dtype == torch.float32,
         "FORMAT": blocks.format,
         "HARDWARE": target.decodes(blocks.format),
+        "PTX": target.backend == "cuda",
         "ENCODES": target.encodes(blocks.format),
         "MULTIPLIES": target.multiplies(blocks.format),
     }
