@@ -45,6 +45,12 @@ def prepare_query(
     valid = inside[:, None] & in_head[None, :]
     q = tl.load(query_ptr + offsets[:, None] + channels[None, :], mask=valid, other=0.0)
     q = q.to(tl.float32)
+    if Q_FP8:
+        q_scale = tl.load(q_scale_ptr + heads * Q_SCALES, mask=inside, other=1.0)
+        codes = encode(tl.div_rn(q, tl.broadcast_to(q_scale[:, None], q.shape)), FORMAT, ENCODES)
+        # the centre's score is the rounded query's too
+        q = decode(codes, FORMAT, HARDWARE).to(tl.float32)
+        q *= (q_scale * decode_unit(FORMAT, HARDWARE))[:, None]
     to_base_2 = softmax_scale * LOG2_E
     shift = tl.zeros(inside.shape, tl.float32)
     if HAS_CENTER:
@@ -59,10 +65,7 @@ def prepare_query(
         factor *= tl.load(k_scale_ptr + kv_head * K_SCALES)
 
     if Q_FP8:
-        q_scale = tl.load(q_scale_ptr + heads * Q_SCALES, mask=inside, other=1.0)
-        scaled = tl.div_rn(q, tl.broadcast_to(q_scale[:, None], q.shape))
         unit: tl.constexpr = score_unit(FORMAT, HARDWARE, MULTIPLIES)
-        codes = encode(scaled, FORMAT, ENCODES)
         return codes, codes, factor * q_scale * unit, shift
     else:
         exponent = row_exponent(q)
