@@ -1,0 +1,71 @@
+"""The Triton kernels and the torch path give the same logits and the same text."""
+
+import pytest
+import torch
+from fake_quant import measured_scales, scales_for
+from families import FAMILIES, HYBRIDS, SHARED_KV, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fp8kv_runtime.hf import fp8_attention, paged_cache
+
+ALL = {**FAMILIES, **HYBRIDS, "gemma3n_text": SHARED_KV}
+ALL.pop("falcon")  # calls attention itself
+IDS = torch.tensor([[0, 0, 0, 5, 81, 7, 44, 9], [3, 99, 12, 6, 70, 8, 31, 20]])
+MASK = (IDS != 0).long()
+# fp32 queries are computed with in two float16 parts, 22 bits
+SAME = 1e-5
+
+
+def run(model, scales, backend, **options):
+    """Logits of a padded prompt and of one more token, real tokens only."""
+    with torch.inference_mode(), fp8_attention(model, scales, backend=backend, **options):
+        prompt = model(IDS, attention_mask=MASK)
+        mask = torch.cat([MASK, MASK[:, -1:]], 1)
+        cache = prompt.past_key_values
+        step = model(IDS[:, 4:5], attention_mask=mask, past_key_values=cache)
+    return torch.cat([prompt.logits[MASK.bool()], step.logits[:, 0]]), cache
+
+
+@pytest.mark.parametrize("family", ALL)
+def test_logits_agree(family, device):
+    model = tiny_model(family, **ALL[family]).to(device)
+    scales = scales_for(model)
+    expected, theirs = run(model, scales, "torch", block_size=4)
+    found, ours = run(model, scales, "triton", block_size=4)
+    torch.testing.assert_close(found, expected, rtol=0, atol=SAME)
+    assert paged_cache(ours).num_bytes_used == paged_cache(theirs).num_bytes_used
+
+
+def test_fp8_queries_agree(device):
+    model = tiny_model("gpt_oss", **ALL["gpt_oss"]).to(device)
+    scales = scales_for(model, with_q=True)
+    expected, _ = run(model, scales, "torch", quantize_query=True)
+    found, _ = run(model, scales, "triton", quantize_query=True)
+    without, _ = run(model, scales, "torch")
+    torch.testing.assert_close(found, expected, rtol=0, atol=SAME)
+    assert not torch.allclose(without, expected, rtol=0, atol=SAME)
+
+
+def test_eager_attention_agrees_too(device):
+    model = tiny_model("gemma2", **ALL["gemma2"]).to(device)
+    model.set_attn_implementation("eager")
+    scales = scales_for(model)
+    expected, _ = run(model, scales, "torch")
+    found, _ = run(model, scales, "triton")
+    torch.testing.assert_close(found, expected, rtol=0, atol=SAME)
+
+
+def test_a_real_model_writes_the_same_text(smollm2_directory, device):
+    model = AutoModelForCausalLM.from_pretrained(smollm2_directory, dtype=torch.float32)
+    model = model.to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(smollm2_directory)
+    inputs = tokenizer("The capital of France is", return_tensors="pt").to(device)
+    scales = measured_scales(model, inputs["input_ids"])
+    texts = {}
+    for backend in ("torch", "triton"):
+        with fp8_attention(model, scales, backend=backend):
+            texts[backend] = model.generate(
+                **inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False
+            )
+    assert torch.equal(texts["triton"], texts["torch"])
+    assert tokenizer.decode(texts["triton"][0]).startswith("The capital of France is Paris.")

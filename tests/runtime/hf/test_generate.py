@@ -1,0 +1,157 @@
+"""Every family generates on the FP8 cache what it generates without a cache on rounded K and V."""
+
+import pytest
+import torch
+from fake_quant import fake_quantized, scales_for
+from families import FAMILIES, HYBRIDS, SHARED_KV, tiny_model
+from transformers import DynamicCache
+
+from fp8kv_runtime.hf import fp8_attention, paged_cache
+
+ALL = {**FAMILIES, **HYBRIDS, "gemma3n_text": SHARED_KV}
+IDS = torch.tensor([[0, 0, 0, 5, 81, 7, 44, 9], [3, 99, 12, 6, 70, 8, 31, 20]])
+MASK = (IDS != 0).long()
+# the same float32 sums in another order
+ROUNDING = 2e-5
+
+MODES = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.5, "top_k": 0},
+    "beam": {"do_sample": False, "num_beams": 3},
+}
+
+
+def generate(model, **options):
+    torch.manual_seed(3)
+    return model.generate(
+        input_ids=IDS,
+        attention_mask=MASK,
+        max_new_tokens=10,
+        min_new_tokens=10,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ALL)
+def test_generation_is_that_of_rounded_k_and_v(family, mode):
+    model = tiny_model(family, **ALL[family])
+    scales = scales_for(model)
+    with fake_quantized(model, scales):
+        expected = generate(model, use_cache=False, **MODES[mode])
+    with fp8_attention(model, scales, block_size=4):
+        found = generate(model, **MODES[mode])
+    assert torch.equal(found.sequences, expected.sequences)
+    for ours, theirs in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=ROUNDING)
+    plain = generate(model, **MODES[mode])
+    assert not torch.allclose(plain.logits[0], found.logits[0], rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "falcon", "gemma3n_text"])
+def test_a_cache_goes_on_over_several_calls(family):
+    model = tiny_model(family, **ALL[family])
+    scales = scales_for(model)
+    with torch.inference_mode(), fake_quantized(model, scales):
+        expected = model(IDS[1:], use_cache=False).logits
+    cache = DynamicCache(config=model.config)
+    with fp8_attention(model, scales, block_size=4):
+        with torch.inference_mode():
+            parts = [model(IDS[1:, :3], past_key_values=cache).logits]
+        with torch.no_grad():
+            parts += [model(IDS[1:, i : i + 1], past_key_values=cache).logits for i in range(3, 8)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected, rtol=0, atol=ROUNDING)
+    assert cache.get_seq_length() == 8
+    blocks = paged_cache(cache)
+    assert blocks.num_bytes_used == 2 * 4 * blocks.bytes_per_token
+
+
+def test_cropping_and_starting_again():
+    model = tiny_model("llama")
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode(), fp8_attention(model, scales_for(model), block_size=4):
+        whole = model(IDS, past_key_values=cache).logits
+        cache.crop(-3)
+        again = model(IDS[:, 5:], past_key_values=cache).logits
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert paged_cache(cache).num_bytes_used == 0
+        fresh = model(IDS, past_key_values=cache).logits
+    torch.testing.assert_close(again, whole[:, 5:], rtol=0, atol=ROUNDING)
+    assert torch.equal(fresh, whole)
+
+
+def test_beams_share_the_blocks_of_their_prompt():
+    model = tiny_model("llama")
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode(), fp8_attention(model, scales_for(model), block_size=4):
+        model(IDS[1:], past_key_values=cache)
+        alone = paged_cache(cache).num_bytes_used
+        cache.batch_repeat_interleave(5)
+        assert paged_cache(cache).num_bytes_used == alone
+        four = model(IDS[:1, 3:4].expand(5, 1), past_key_values=cache).logits
+        assert paged_cache(cache).num_bytes_used == alone + 5 * alone // 2
+        cache.batch_select_indices(torch.tensor([4]))
+        assert paged_cache(cache).num_bytes_used == alone + alone // 2
+    assert (four == four[:1]).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+def test_16_bit_models_keep_their_type(family, dtype):
+    model = tiny_model(family, **ALL[family]).to(dtype)
+    scales = scales_for(model)
+    with torch.inference_mode():
+        with fake_quantized(model.float(), scales):
+            expected = model(IDS[1:], use_cache=False).logits
+        model.to(dtype)
+        with fp8_attention(model, scales):
+            logits = model(IDS[1:]).logits
+    assert logits.dtype == dtype
+    # the model's own 8 or 11 bits, and roundings of K and V that they tip over
+    assert (logits.float() - expected).norm() <= 0.05 * expected.norm()
+
+
+def test_layers_without_scales_stay_as_they_are():
+    model = tiny_model("llama")
+    scales = scales_for(model)
+    name = "model.layers.1.self_attn"
+    some = type(scales)(scales.strategy, scales.fp8_dtype, {name: scales.layers[name]})
+    with torch.inference_mode():
+        with fake_quantized(model, some):
+            expected = model(IDS[1:], use_cache=False).logits
+        with fp8_attention(model, some):
+            output = model(IDS[1:])
+    torch.testing.assert_close(output.logits, expected, rtol=0, atol=ROUNDING)
+    assert list(paged_cache(output.past_key_values).layers) == [1]
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "channel"])
+@pytest.mark.parametrize("fp8_dtype", ["e4m3fn", "e4m3fnuz", "e5m2"])
+def test_every_strategy_and_format(strategy, fp8_dtype):
+    model = tiny_model("qwen3", **FAMILIES["qwen3"])
+    scales = scales_for(model, strategy=strategy, fp8_dtype=fp8_dtype)
+    with torch.inference_mode():
+        with fake_quantized(model, scales):
+            expected = model(IDS[1:], use_cache=False).logits
+        with fp8_attention(model, scales):
+            found = model(IDS[1:]).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_queries_in_fp8(family):
+    model = tiny_model(family, **ALL[family])
+    scales = scales_for(model, with_q=True)
+    with torch.inference_mode():
+        with fake_quantized(model, scales, quantize_query=True):
+            expected = model(IDS[1:], use_cache=False).logits
+        with fp8_attention(model, scales, quantize_query=True):
+            found = model(IDS[1:]).logits
+        with fp8_attention(model, scales):
+            without = model(IDS[1:]).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
+    assert not torch.allclose(without, expected, rtol=0, atol=ROUNDING)

@@ -1,0 +1,180 @@
+"""What `fp8_attention` refuses, in words that say what to do, and that it leaves no trace."""
+
+import pytest
+import torch
+from fake_quant import scales_for
+from families import FAMILIES, tiny_model
+from transformers import DynamicCache, StaticCache
+
+from calib.scales import KVScales, LayerScales
+from fp8kv_runtime.errors import AttentionError
+from fp8kv_runtime.hf import fp8_attention, paged_cache
+from fp8kv_runtime.hf.masks import check_mask, left_padding
+
+IDS = torch.arange(3, 11)[None]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def scales(model):
+    return scales_for(model)
+
+
+def fingerprint(model):
+    """Hooks and attention implementation of every module."""
+    return [
+        (
+            name,
+            dict(module._forward_pre_hooks),
+            dict(module._forward_hooks),
+            getattr(getattr(module, "config", None), "_attn_implementation", None),
+        )
+        for name, module in model.named_modules()
+    ]
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon"])
+def test_the_model_is_as_before_also_after_an_error(family):
+    model = tiny_model(family, **FAMILIES[family])
+    scales, before = scales_for(model), fingerprint(model)
+    with torch.inference_mode():
+        plain = model(IDS).logits
+        with pytest.raises(KeyError), fp8_attention(model, scales):
+            model(IDS)
+            assert fingerprint(model) != before
+            raise KeyError
+        assert fingerprint(model) == before
+        output = model(IDS)
+    assert torch.equal(output.logits, plain)
+    with pytest.raises(ValueError, match="holds no FP8 blocks"):
+        paged_cache(output.past_key_values)
+
+
+def test_a_cache_that_holds_16_bit_tokens(model, scales):
+    cache = model(IDS, use_cache=True).past_key_values
+    with (
+        pytest.raises(AttentionError, match="holds 16-bit K and V already"),
+        fp8_attention(model, scales),
+    ):
+        model(IDS, past_key_values=cache)
+
+
+def test_a_static_cache(model, scales):
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    with (
+        pytest.raises(AttentionError, match="is StaticLayer; give generate a DynamicCache"),
+        fp8_attention(model, scales),
+    ):
+        model(IDS, past_key_values=cache)
+
+
+def test_an_empty_cache_without_a_config_is_welcome(model, scales):
+    with torch.inference_mode(), fp8_attention(model, scales):
+        expected = model(IDS).logits
+        assert torch.equal(model(IDS, past_key_values=DynamicCache()).logits, expected)
+
+
+def test_scales_of_a_model_with_other_heads(model, scales):
+    three = torch.ones(3)
+    layers = {name: LayerScales(s.layer_idx, three, three) for name, s in scales.layers.items()}
+    with (
+        pytest.raises(AttentionError, match="scales for 3 KV heads do not fit a layer with 2"),
+        fp8_attention(model, KVScales("attn_head", "e4m3fn", layers)),
+    ):
+        model(IDS)
+
+
+def test_no_scales(model):
+    with (
+        pytest.raises(AttentionError, match="no layer has scales"),
+        fp8_attention(model, KVScales("tensor", "e4m3fn", {})),
+    ):
+        pass
+
+
+def test_fp8_queries_need_query_scales(model, scales):
+    with (
+        pytest.raises(AttentionError, match="calibrate with --targets qkv"),
+        fp8_attention(model, scales, quantize_query=True),
+    ):
+        pass
+
+
+def test_fp8_queries_of_a_model_that_calls_attention_itself():
+    falcon = tiny_model("falcon", **FAMILIES["falcon"])
+    with (
+        pytest.raises(AttentionError, match="its queries cannot be reached"),
+        fp8_attention(falcon, scales_for(falcon, with_q=True), quantize_query=True),
+    ):
+        pass
+
+
+def test_kernels_for_a_model_that_calls_attention_itself():
+    falcon = tiny_model("falcon", **FAMILIES["falcon"])
+    with (
+        pytest.raises(AttentionError, match="FalconForCausalLM calls attention itself"),
+        fp8_attention(falcon, scales_for(falcon), backend="triton"),
+    ):
+        pass
+
+
+def test_kernels_without_a_gpu(model, scales, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with (
+        pytest.raises(AttentionError, match="need a GPU, or TRITON_INTERPRET=1"),
+        fp8_attention(model, scales, backend="triton"),
+    ):
+        pass
+
+
+def test_padding_that_kernels_do_not_know(model, scales, device):
+    model, mask = model.to(device), torch.ones_like(IDS)
+    mask[0, -2:] = 0
+    with (
+        pytest.raises(AttentionError, match="Pad on the left, or use the torch backend"),
+        torch.inference_mode(),
+        fp8_attention(model, scales, backend="triton"),
+    ):
+        model(IDS.to(device), attention_mask=mask.to(device))
+    model.cpu()
+
+
+def test_left_padding():
+    assert left_padding(torch.ones(2, 5)) is None
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])
+    assert left_padding(mask).tolist() == [2, 0, 4]
+
+
+def causal(window=None, starts=(0, 2)):
+    rows, columns = torch.arange(3, 6)[:, None], torch.arange(6)[None]
+    visible = (columns <= rows) & (columns >= torch.tensor(starts)[:, None, None])
+    return visible[:, None] if window is None else (visible & (columns > rows - window))[:, None]
+
+
+@pytest.mark.parametrize("additive", [False, True])
+@pytest.mark.parametrize("window", [None, 2])
+def test_masks_that_kernels_apply(window, additive):
+    mask = causal(window)
+    mask = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if additive else mask
+    check_mask(mask, 3, torch.tensor([0, 2]), window)
+
+
+@pytest.mark.parametrize(
+    ("mask", "starts", "window"),
+    [
+        (causal(), [0, 1], None),
+        (causal(), [0, 2], 2),
+        (causal(2), [0, 2], None),
+        (causal(2), [0, 2], 3),
+        (torch.ones(2, 1, 3, 6, dtype=torch.bool), [0, 2], None),
+        (torch.tensor([[1, 1, 1], [0, 1, 1]]), None, None),
+        (torch.tensor([[1, 1, 0], [0, 1, 1]]), [0, 1], None),
+    ],
+)
+def test_masks_that_kernels_do_not_apply(mask, starts, window):
+    with pytest.raises(AttentionError, match="causal masks with a sliding window"):
+        check_mask(mask, 3, None if starts is None else torch.tensor(starts), window)
