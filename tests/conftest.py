@@ -8,6 +8,11 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "COLUMNS": "20
 
 import pytest
 import torch
+
+# Triton reads it when it is imported: without a GPU its interpreter runs the kernels
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from families import tiny_model
 
 pytest_plugins = ["engine_fixtures"]

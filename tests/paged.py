@@ -1,0 +1,170 @@
+"""Layers of a paged FP8 cache for tests: what a case is, and its poisoned storage.
+
+No code of the runtime decides what is stored here: values are rounded by torch's own cast and
+written block by block, every other byte is NaN.
+"""
+
+from dataclasses import dataclass
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+MODULES = (
+    "fp8", "storage", "blocks", "cache", "options", "reference",
+    "kernels.codec", "kernels.append_kv", "kernels.decode", "kernels.extend",
+)  # fmt: skip
+FORMATS = ("e4m3fn", "e4m3fnuz", "e5m2")
+NAN_CODE = {"e4m3fn": 0x7F, "e4m3fnuz": 0x80, "e5m2": 0x7F}
+
+
+def load_runtime(package="fp8kv_runtime"):
+    """The runtime's modules by name: the real one's, or those of a mutant of it."""
+    modules = {name.split(".")[-1]: import_module(f"{package}.{name}") for name in MODULES}
+    return SimpleNamespace(**modules)
+
+
+RUNTIME = load_runtime()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A batch, its layer and its options, drawn from `seed`."""
+
+    lengths: tuple[int, ...]  # tokens in the cache
+    query_lens: tuple[int, ...] | None = None  # None: decode, one token each
+    head_dim: int = 64
+    kv_heads: int = 2
+    group: int = 2
+    block_size: int = 16
+    dtype: torch.dtype = torch.float16
+    format: str = "e4m3fn"
+    k_scales: str = "head"  # tensor, head, channel
+    v_scales: str = "head"
+    center: bool = False
+    window: int | None = None
+    softcap: float | None = None
+    softmax_scale: float | None = None
+    sinks: bool = False
+    starts: tuple[int, ...] | None = None  # width of left padding
+    q_scale: str | None = None  # tensor, head
+    num_splits: int | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Arguments of an attention call."""
+
+    query: torch.Tensor
+    blocks: Any
+    sequences: Any
+    cu_seqlens: torch.Tensor
+    max_query_len: int
+    options: Any
+    num_splits: int | None
+    decodes: bool
+
+    def attend(self, implementation, runtime=RUNTIME):
+        """What `kernel` or `reference` returns."""
+        reference = implementation == "reference"
+        if self.decodes:
+            module = runtime.reference if reference else runtime.decode
+            return module.decode_attention(
+                self.query, self.blocks, self.sequences, self.options, num_splits=self.num_splits
+            )
+        module = runtime.reference if reference else runtime.extend
+        return module.extend_attention(
+            self.query,
+            self.blocks,
+            self.sequences,
+            self.cu_seqlens,
+            self.max_query_len,
+            self.options,
+        )
+
+
+def build(case, device="cpu", runtime=RUNTIME):
+    """Draw a batch: K about ten times V, every head of its own magnitude, blocks in any order."""
+    random = torch.Generator().manual_seed(case.seed)
+    decodes = case.query_lens is None
+    query_lens = [1] * len(case.lengths) if decodes else case.query_lens
+    heads = case.kv_heads * case.group
+    query = torch.randn(sum(query_lens), heads, case.head_dim, generator=random) * 1.5
+    blocks, tables = _layer(case, random, device, runtime)
+    starts = None if case.starts is None else torch.tensor(case.starts, dtype=torch.int32)
+    sequences = runtime.cache.PagedSequences(
+        tables, torch.tensor(case.lengths, dtype=torch.int32), starts
+    )
+    return Batch(
+        query.to(case.dtype).to(device),
+        blocks,
+        sequences.to(torch.device(device)),
+        torch.tensor([0, *query_lens]).cumsum(0).to(device, torch.int32),
+        max(query_lens, default=0),
+        _options(case, heads, random, runtime).to(torch.device(device)),
+        case.num_splits,
+        decodes,
+    )
+
+
+def store(stored, table, start, codes):
+    """Write FP8 `codes` [N, K, D] to positions from `start` on of the sequence with this table."""
+    stored, codes = stored.view(torch.uint8), codes.view(torch.uint8).to(stored.device)
+    block_size = stored.shape[2]
+    for index, code in enumerate(codes, start):
+        stored[int(table[index // block_size]), :, index % block_size] = code
+
+
+def poisoned(num_blocks, case, device):
+    """K and V blocks in which every value is NaN."""
+    shape = (2, num_blocks, case.kv_heads, case.block_size, case.head_dim)
+    return torch.full(shape, NAN_CODE[case.format], dtype=torch.uint8, device=device)
+
+
+def _layer(case, random, device, runtime):
+    """K and V in shuffled blocks, and the block tables."""
+    dtype = runtime.fp8.FP8_DTYPES[case.format]
+    needed = [-(-length // case.block_size) for length in case.lengths]
+    order = torch.randperm(sum(needed) + 3, generator=random)[: sum(needed)].tolist()
+    tables = torch.full((len(needed), max(needed, default=0)), -1, dtype=torch.int32)
+    for row, count in zip(tables, needed, strict=True):
+        row[:count] = torch.tensor([order.pop() for _ in range(count)])
+    codes = poisoned(sum(needed) + 3, case, device).view(dtype)
+    limit = torch.finfo(dtype).max
+    scales = []
+    for stored, kind, typical in ((codes[0], case.k_scales, 1.2), (codes[1], case.v_scales, 0.1)):
+        spread = 0.5 + torch.rand(_scale_shape(case, kind), generator=random)
+        scales.append((spread * typical * 4 / limit).to(device))
+        for s, length in enumerate(case.lengths):
+            first = 0 if case.starts is None else case.starts[s]  # padding is poison too
+            shape = (max(length - first, 0), case.kv_heads, case.head_dim)
+            # four standard deviations fit: a few values saturate
+            x = torch.randn(shape, generator=random) * limit / 4
+            store(stored, tables[s], first, x.clamp(-limit, limit).to(dtype))
+    center = torch.randn(case.kv_heads, case.head_dim, generator=random) if case.center else None
+    if center is not None:
+        center = center.to(device)
+    return runtime.storage.KVBlocks(codes, *scales, k_center=center), tables
+
+
+def _scale_shape(case, kind):
+    heads, channels = case.kv_heads, case.head_dim
+    return {"tensor": (1,), "head": (heads,), "channel": (heads, channels)}[kind]
+
+
+def _options(case, heads, random, runtime):
+    q_scale = None
+    if case.q_scale is not None:
+        limit = torch.finfo(runtime.fp8.FP8_DTYPES[case.format]).max
+        spread = 0.5 + torch.rand(1 if case.q_scale == "tensor" else heads, generator=random)
+        q_scale = spread * 6 / limit
+    return runtime.options.AttentionOptions(
+        softmax_scale=case.softmax_scale,
+        sliding_window=case.window,
+        softcap=case.softcap,
+        # about as large as the logarithm of a sum over 50 tokens: it matters and does not rule
+        sinks=torch.randn(heads, generator=random) + 4 if case.sinks else None,
+        q_scale=q_scale,
+    )

@@ -1,0 +1,68 @@
+"""Attention on an FP8 cache from its definition: dense, fp64, one query token after the other."""
+
+import torch
+
+
+def dequantised(stored, scale, table, length):
+    """First `length` tokens of one sequence: [length, K, D] fp64."""
+    block_size = stored.shape[2]
+    rows = [
+        stored.view(torch.uint8)[int(table[at // block_size]), :, at % block_size]
+        for at in range(length)
+    ]
+    codes = torch.stack(rows).cpu().view(stored.dtype)
+    scale = scale.cpu().double()
+    return codes.double() * (scale if scale.dim() == 2 else scale.view(1, -1, 1))
+
+
+def quantised_query(query, q_scale, dtype):
+    """The query as FP8 holds it: [T, H, D] fp64. Dividing in fp32 is part of the definition."""
+    scale = q_scale.cpu().view(1, -1, 1)
+    limit = torch.finfo(dtype).max
+    return (query.float() / scale).clamp(-limit, limit).to(dtype).double() * scale.double()
+
+
+def attention(batch):
+    """[T, H, D] fp64; zeros where there is nothing to attend to."""
+    blocks, options = batch.blocks, batch.options
+    query = batch.query.cpu()
+    if options.q_scale is not None:
+        query = quantised_query(query, options.q_scale, blocks.key.dtype)
+    out = torch.zeros(query.shape, dtype=torch.float64)
+    ends = batch.cu_seqlens.tolist()
+    for s, length in enumerate(batch.sequences.seq_lens.tolist()):
+        if length == 0:
+            continue
+        table = batch.sequences.block_tables[s].tolist()
+        key = dequantised(blocks.key, blocks.k_scale, table, length)
+        if blocks.k_center is not None:
+            key += blocks.k_center.cpu().double()
+        value = dequantised(blocks.value, blocks.v_scale, table, length)
+        starts = batch.sequences.seq_starts
+        start = 0 if starts is None else int(starts[s])
+        num_queries = ends[s + 1] - ends[s]
+        for i in range(num_queries):
+            position = length - num_queries + i
+            token = ends[s] + i
+            out[token] = attend(query[token].double(), key, value, position, start, options)
+    return out
+
+
+def attend(query, key, value, position, start, options):
+    """One token [H, D] at `position`, to what it sees of [N, K, D]."""
+    first = start
+    if options.sliding_window is not None:
+        first = max(start, position - options.sliding_window + 1)
+    if first > position:
+        return torch.zeros_like(query)
+    kv_heads = torch.arange(query.shape[0]) // (query.shape[0] // key.shape[1])
+    key, value = (x[first : position + 1, kv_heads] for x in (key, value))  # [N, H, D]
+    scale = options.softmax_scale or query.shape[1] ** -0.5
+    logits = (key * query).sum(2) * scale
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    if options.sinks is not None:
+        logits = torch.cat([logits, options.sinks.cpu().double()[None]])
+    weights = torch.exp(logits - logits.amax(0))
+    weights = weights / weights.sum(0)
+    return (weights[: len(value), :, None] * value).sum(0)
