@@ -22,6 +22,12 @@ class PagedSequences:
     seq_lens: Tensor  # [S] int32, tokens in the cache including this step's
     seq_starts: Tensor | None = None  # [S] int32
 
+    def __post_init__(self) -> None:
+        for name in ("block_tables", "seq_lens", "seq_starts"):
+            tensor = getattr(self, name)
+            # kernels read memory, not views of it
+            object.__setattr__(self, name, None if tensor is None else tensor.contiguous())
+
     def to(self, device: torch.device) -> "PagedSequences":
         """The same on another device."""
         starts = None if self.seq_starts is None else self.seq_starts.to(device)

@@ -22,6 +22,11 @@ class AttentionOptions:
     sinks: Tensor | None = None  # [H] one more logit per head, which has no value
     q_scale: Tensor | None = None  # [1] or [H] float32
 
+    def __post_init__(self) -> None:
+        for name in ("sinks", "q_scale"):  # kernels read memory, not views of it
+            tensor = getattr(self, name)
+            object.__setattr__(self, name, None if tensor is None else tensor.contiguous())
+
     def scale(self, head_dim: int) -> float:
         """The softmax scale in force."""
         return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale

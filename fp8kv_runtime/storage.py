@@ -28,16 +28,24 @@ class KVBlocks:
     counts: Tensor | None = None  # [2, K, 3] int64: K and V, per head, see COUNTED
 
     def __post_init__(self) -> None:
-        if self.codes.dim() != 5 or self.codes.dtype not in FP8_DTYPES.values():
+        if (
+            self.codes.dim() != 5
+            or self.codes.dtype not in FP8_DTYPES.values()
+            or not self.codes.is_contiguous()
+        ):
             raise ValueError(
-                f"blocks must be [2, num_blocks, K, block_size, D] FP8, got {_describe(self.codes)}"
+                f"blocks must be [2, num_blocks, K, block_size, D] FP8, contiguous, "
+                f"got {_describe(self.codes)}"
             )
         heads = (self.num_kv_heads,)
         channels = (self.num_kv_heads, self.head_dim)
         for name in ("k_scale", "v_scale"):
             _check(name, getattr(self, name), ((1,), heads, channels))
+            # one that was expanded has no memory for every head, which kernels read
+            object.__setattr__(self, name, getattr(self, name).contiguous())
         if self.k_center is not None:
             _check("k_center", self.k_center, (channels,))
+            object.__setattr__(self, "k_center", self.k_center.contiguous())
 
     @classmethod
     def empty(

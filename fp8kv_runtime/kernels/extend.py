@@ -37,6 +37,7 @@ def extend_attention(
     if num_tokens == 0:
         return out
     query = query if query.stride(2) == 1 else query.contiguous()
+    cu_seqlens = cu_seqlens.contiguous()
     target = current_target()
     config = extend_config(target, head_dim)
     rows = max_query_len * (num_heads // blocks.num_kv_heads)

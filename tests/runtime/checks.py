@@ -1,6 +1,7 @@
 """Comparisons that tests make, and that mutants must fail."""
 
 import os
+from dataclasses import replace
 
 import torch
 from paged import RUNTIME, build
@@ -9,6 +10,7 @@ from runtime import oracle
 # Rounding one value: half a step of its significand. Triton's interpreter cuts bfloat16 off, which
 # is a whole step.
 STEP = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-24}
+REFERENCE = RUNTIME.reference
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -51,3 +53,31 @@ def assert_output(got, want, name, case):
     worst = head_errors(got, want).max().item() if got.numel() else 0.0
     assert worst <= tolerance(case.dtype), f"{name}: relative error {worst:.1e}"
     return worst
+
+
+def stored_alike(case, device="cpu", runtime=RUNTIME):
+    """Whether kernel and reference leave the same bytes and counts, for values of every kind."""
+    random = torch.Generator().manual_seed(case.seed)
+    shape = (45, case.kv_heads, case.head_dim)
+    magnitudes = 2.0 ** torch.randint(-20, 20, (2, *shape), generator=random)
+    new = torch.randn(2, *shape, generator=random) * magnitudes
+    for index, special in enumerate((torch.nan, torch.inf, -torch.inf, 0.0, -0.0)):
+        new[:, index::9, :, index :: 7 + index] = special
+    # every slot of four blocks at most once, some tokens without
+    slots = torch.randperm(4 * case.block_size, generator=random)[:45]
+    slots[::6] = -1
+    key, value = new.to(case.dtype).to(device)
+    made = []
+    for module in (runtime.append_kv, REFERENCE):
+        blocks = build(replace(case, lengths=(case.block_size,)), device, runtime).blocks
+        counts = torch.zeros(2, case.kv_heads, 3, dtype=torch.int64, device=device)
+        # all three formats, and float16 inputs, reach both ends of their range
+        scales = {name: getattr(blocks, name) for name in ("k_scale", "v_scale")}
+        scales = {name: scale / scale.mean() / 4 for name, scale in scales.items()}
+        blocks = replace(blocks, counts=counts, **scales)
+        module.append_kv(key, value, blocks, slots.to(device))
+        made.append(blocks)
+    kernel, reference = made
+    same_codes = torch.equal(kernel.codes.view(torch.uint8), reference.codes.view(torch.uint8))
+    assert reference.counts.sum((0, 1)).min() > 0  # of everything some
+    return same_codes and torch.equal(kernel.counts, reference.counts)

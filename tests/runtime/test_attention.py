@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged import FORMATS, Case, build
+from paged import FORMATS, RUNTIME, Case, build
 from runtime import oracle
 from runtime.checks import assert_attention, assert_output
 
@@ -125,6 +125,25 @@ def test_query_that_is_a_view(device):
     assert apart.stride(2) != 1
     for view in (fused[:, 4:8], apart):
         assert torch.equal(replace(batch, query=view).attend("kernel"), want)
+
+
+@pytest.mark.parametrize("query_lens", [None, (7, 3)])
+def test_everything_else_that_is_a_view(query_lens, device):
+    batch = build(Case((40, 17), query_lens=query_lens, starts=(3, 1)), device)
+    one = torch.ones(1, device=device)
+    options = AttentionOptions(sinks=one.expand(4), q_scale=(one / 20).expand(4))
+    want = replace(batch, options=AttentionOptions(sinks=one.repeat(4), q_scale=one / 20))
+    strided = [torch.stack([x, x * 0 - 7], -1)[..., 0] for x in (
+        batch.sequences.block_tables, batch.sequences.seq_lens, batch.sequences.seq_starts,
+        batch.cu_seqlens,
+    )]  # fmt: skip
+    views = replace(
+        batch,
+        options=options,
+        sequences=RUNTIME.cache.PagedSequences(*strided[:3]),
+        cu_seqlens=strided[3],
+    )
+    assert torch.equal(views.attend("kernel"), want.attend("kernel"))
 
 
 REFUSED = {
