@@ -76,8 +76,8 @@ class Generated:
         """New tokens before the two first differ."""
         if self.plain is None:
             return None
-        pairs = zip(self.fp8.token_ids, self.plain.token_ids, strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), len(self.fp8.token_ids))
+        pairs = [*zip(self.fp8.token_ids, self.plain.token_ids, strict=False)]
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""

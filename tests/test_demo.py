@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from calib.data import load_data, make_batches
+from calib.generation import GenerationOptions, generate_text
 from calib.job import run
 from calib.recipe import load_recipe
 from calib.stats_file import load_stats
@@ -71,6 +72,16 @@ def test_every_amax_is_that_of_plain_transformers_forwards(demo, model, smollm2_
         assert torch.equal(layer.k.amax, k[i])
         assert torch.equal(layer.v.amax, v[i])
         assert torch.equal(layer.q.amax, queries.amax[i])
+
+
+def test_the_calibrated_model_still_writes_sense(demo):
+    options = GenerationOptions(max_new_tokens=4, compare=True)
+    made = generate_text(
+        str(demo.output), "The capital of France is", options=options, overrides={"device": "cpu"}
+    )
+    assert made.fp8.text.startswith(" Paris.")
+    assert made.plain.text.startswith(" Paris.")
+    assert made.bytes_per_token == 30 * 2 * 3 * 64
 
 
 def test_every_weight_is_the_sources_bit_for_bit(demo, smollm2_directory):
