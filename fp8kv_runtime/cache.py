@@ -127,10 +127,11 @@ class PagedKVCache:
         count = num_tokens if token_ids is None else len(token_ids)
         self.reserve([sequence], count)
         start = sequence.length - count
-        if token_ids is None:
-            sequence.token_ids = None if count else sequence.token_ids
-        elif sequence.token_ids is not None:
-            sequence.token_ids += token_ids
+        known = sequence.token_ids
+        if known is not None and token_ids is not None and len(known) == start:
+            known += token_ids
+        elif count:  # not named, or after a bare `reserve`, which leaves a gap
+            sequence.token_ids = None
         return self.slots([sequence], start, count)[0]
 
     def reserve(self, sequences: SequenceOf[Sequence], num_tokens: int) -> None:
@@ -170,7 +171,9 @@ class PagedKVCache:
         if not 0 <= length <= sequence.length:
             raise ValueError(f"cannot truncate {sequence.length} tokens to {length}")
         kept = _ceil_div(length, self.block_size)
-        for block_id in sequence.block_ids[kept:]:
+        # last block first: free blocks are taken in this order, and no block of a prefix can be
+        # found without those before it
+        for block_id in reversed(sequence.block_ids[kept:]):
             self._pool.release(block_id)
         del sequence.block_ids[kept:]
         sequence.length = length

@@ -1,0 +1,109 @@
+"""Random histories of a paged cache, checked against plain lists after every step."""
+
+import random
+
+from cache_contents import contents, expected, make_cache, state, write
+from paged import RUNTIME
+
+
+def run_history(seed, *, steps, can_grow=False, runtime=RUNTIME):
+    """Run and check; returns how often the pool ran out."""
+    cache = make_cache(12, can_grow=can_grow, cache_class=runtime.cache.PagedKVCache)
+    model = Model(seed, cache, runtime.blocks.OutOfBlocksError)
+    failures = 0
+    for _ in range(steps):
+        failures += model.step()
+        model.check()
+    return failures
+
+
+class Model:
+    """A cache beside the tokens that each of its sequences must hold, in plain lists."""
+
+    def __init__(self, seed, cache, out_of_blocks):
+        self.rng = random.Random(seed)
+        self.cache = cache
+        self.out_of_blocks = out_of_blocks
+        self.live = []  # [sequence, marks]
+
+    def marks(self, past, tokens):
+        """What is written for a token depends on all tokens before it, as K and V do."""
+        marks = []
+        for token in tokens:
+            past = hash((past, token))
+            marks.append(past)
+        return marks
+
+    def run(self, sequence, marks, tokens, *, known):
+        """Append, write, commit at times."""
+        new = self.marks(marks[-1] if marks else 0, tokens)
+        known = {"token_ids": tokens} if known else {}
+        slots = self.cache.append(sequence, len(tokens), **known)
+        write(self.cache, slots, new)
+        marks += new
+        if self.rng.random() < 0.7:
+            self.cache.commit(sequence)
+
+    def tokens(self, most):
+        # few different ones, so that prefixes meet
+        return [self.rng.randint(0, 1) for _ in range(self.rng.randint(1, most))]
+
+    def start(self):
+        tokens = self.tokens(14)
+        sequence = self.cache.allocate(tokens)
+        cached = sequence.num_cached_tokens
+        assert cached < len(tokens)
+        marks = self.marks(0, tokens)[:cached]
+        self.live.append([sequence, marks])
+        self.run(sequence, marks, tokens[cached:], known=True)
+
+    def extend(self):
+        sequence, marks = self.rng.choice(self.live)
+        self.run(sequence, marks, self.tokens(7), known=self.rng.random() < 0.7)
+
+    def reserve(self):
+        chosen = self.rng.sample(self.live, self.rng.randint(1, len(self.live)))
+        self.cache.reserve([sequence for sequence, _ in chosen], 1)
+        for sequence, marks in chosen:
+            new = self.marks(marks[-1] if marks else 0, [2])
+            write(self.cache, self.cache.slots([sequence], sequence.length - 1, 1)[0], new)
+            marks += new
+
+    def fork(self):
+        sequence, marks = self.rng.choice(self.live)
+        self.live.append([self.cache.fork(sequence), list(marks)])
+
+    def truncate(self):
+        sequence, marks = self.rng.choice(self.live)
+        length = self.rng.randint(0, len(marks))
+        self.cache.truncate(sequence, length)
+        del marks[length:]
+
+    def free(self):
+        sequence, _ = self.live.pop(self.rng.randrange(len(self.live)))
+        self.cache.free(sequence)
+
+    def step(self):
+        """One operation; running out must change nothing."""
+        operations = [self.extend, self.extend, self.fork, self.truncate, self.reserve, self.free]
+        operation = self.rng.choice(operations) if self.live else self.start
+        if self.rng.random() < 0.3:
+            operation = self.start
+        before = state(self.cache)
+        try:
+            operation()
+        except self.out_of_blocks:
+            if operation != self.start:  # which has allocated before it appends
+                assert state(self.cache) == before
+            return True
+        return False
+
+    def check(self):
+        """Every sequence sees its own tokens, and every block is held as often as it is used."""
+        pool = self.cache._pool
+        held = [block for sequence, _ in self.live for block in sequence.block_ids]
+        assert pool._references == [held.count(block) for block in range(pool.num_blocks)]
+        assert set(pool._free) == set(range(pool.num_blocks)) - set(held)
+        for sequence, marks in self.live:
+            assert sequence.length == len(marks)
+            assert contents(self.cache, sequence) == expected(marks)
