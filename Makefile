@@ -4,10 +4,10 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test check fix interop bench bench-peers clean
+.PHONY: help demo test check fix compile-kernels interop bench bench-peers clean
 
 help:
-	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
 
 demo: $(VENV)/.installed ## calibrate a real model on real text and write a checkpoint
 	$(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs --strategy attn_head \
@@ -24,6 +24,9 @@ check: $(VENV)/.installed ## lint and types
 fix: $(VENV)/.installed ## what the linter can put right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+compile-kernels: $(VENV)/.installed ## every kernel for every GPU, without one; no spills, no slow loads
+	$(BIN)/python benchmarks/compile_kernels.py
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -31,8 +31,9 @@ def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor
     if num_tokens == 0:
         return
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
+    slot_mapping = slot_mapping.contiguous()
     target = current_target()
-    config = append_config(blocks.head_dim)
+    config = append_config(target, blocks.head_dim)
     grid = (triton.cdiv(num_tokens, config.tile), blocks.num_kv_heads, 2)
     append_kv_kernel[grid](
         key, value, blocks.key.view(torch.uint8), blocks.value.view(torch.uint8), blocks.k_scale,

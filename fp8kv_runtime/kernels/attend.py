@@ -8,7 +8,14 @@ multiplied apart: 16-bit pairs of codes reach the matrix instructions without by
 import triton
 import triton.language as tl
 
-from fp8kv_runtime.kernels.codec import decode, decode_pairs, decode_unit, encode, hardware_type, unpack_pairs
+from fp8kv_runtime.kernels.codec import (
+    decode,
+    decode_pairs,
+    decode_unit,
+    encode,
+    hardware_type,
+    unpack_pairs,
+)
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 

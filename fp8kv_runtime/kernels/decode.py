@@ -13,7 +13,7 @@ from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
 from fp8kv_runtime.kernels.launch import code_pairs, layer_constants, scale_dims
 from fp8kv_runtime.kernels.targets import Target, current_target, num_processors
-from fp8kv_runtime.kernels.tuning import choose_splits, decode_config
+from fp8kv_runtime.kernels.tuning import choose_splits, decode_config, reduce_config
 from fp8kv_runtime.options import AttentionOptions, check_attention
 from fp8kv_runtime.storage import KVBlocks
 
@@ -54,13 +54,14 @@ def decode_attention(
         options.q_scale, blocks.k_center, options.sinks, sequences.block_tables,
         sequences.seq_lens, sequences.seq_starts, partial, softmax, options.scale(head_dim),
         options.softcap or 0.0, query.stride(0), query.stride(1), sequences.block_tables.stride(0),
-        NUM_SPLITS=splits, TILE=config.tile, BLOCK_M=config.rows,
+        splits, TILE=config.tile, BLOCK_M=config.rows,
         **layer_constants(query, blocks, sequences, options, target),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     reduce_kernel[(num_heads, num_seqs)](
-        partial, softmax, blocks.v_scale, out,
-        **reduce_constants(num_heads, blocks, splits, target), num_warps=1,
+        partial, softmax, blocks.v_scale, out, splits,
+        **reduce_constants(num_heads, blocks, splits, target),
+        num_warps=reduce_config(splits).num_warps,
     )  # fmt: skip
     return out
 
@@ -72,8 +73,8 @@ def reduce_constants(
     return {
         "NUM_HEADS": num_heads,
         "GROUP": num_heads // blocks.num_kv_heads,
-        "NUM_SPLITS": num_splits,
         "BLOCK_SPLITS": triton.next_power_of_2(num_splits),
+        "TILE": reduce_config(num_splits).tile,
         "HEAD_DIM": blocks.head_dim,
         "BLOCK_D": triton.next_power_of_2(blocks.head_dim),
         "V_SCALES": scale_dims(blocks.v_scale),
@@ -101,7 +102,7 @@ def decode_kernel(
     stride_query_token,
     stride_query_head,
     stride_block_tables,
-    NUM_SPLITS: tl.constexpr,
+    num_splits,
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -146,7 +147,7 @@ def decode_kernel(
         first = tl.maximum(first, seq_len - WINDOW)
     # parts are whole tiles, counted from the tile that holds the first position
     origin = first // TILE * TILE
-    part = tl.cdiv(tl.cdiv(seq_len - origin, TILE), NUM_SPLITS) * TILE
+    part = tl.cdiv(tl.cdiv(seq_len - origin, TILE), num_splits) * TILE
     begin = tl.maximum(first, origin + split * part)
     end = tl.minimum(seq_len, origin + (split + 1) * part)
 
@@ -160,7 +161,7 @@ def decode_kernel(
     )  # fmt: skip
 
     channels = tl.arange(0, BLOCK_D)
-    at = (seq * NUM_KV_HEADS * GROUP + heads) * NUM_SPLITS + split
+    at = (seq * NUM_KV_HEADS * GROUP + heads) * num_splits + split
     valid = inside[:, None] & (channels < HEAD_DIM)[None, :]
     tl.store(partial_ptr + at[:, None] * HEAD_DIM + channels[None, :], acc, mask=valid)
     tl.store(softmax_ptr + at * 2, running_max, mask=inside)
@@ -173,10 +174,11 @@ def reduce_kernel(
     softmax_ptr,
     v_scale_ptr,
     out_ptr,  # [S, H, D]
+    num_splits,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    TILE: tl.constexpr,  # parts at a time
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     V_SCALES: tl.constexpr,
@@ -185,25 +187,30 @@ def reduce_kernel(
 ):
     """One program joins the parts of one sequence and head, and applies V's scale."""
     head = tl.program_id(0)
-    at = tl.program_id(1).to(tl.int64) * NUM_HEADS + head
-    splits = tl.arange(0, BLOCK_SPLITS)
+    at = (tl.program_id(1).to(tl.int64) * NUM_HEADS + head) * num_splits
     channels = tl.arange(0, BLOCK_D)
-    in_split = splits < NUM_SPLITS
     in_head = channels < HEAD_DIM
-    softmax_at = softmax_ptr + (at * NUM_SPLITS + splits) * 2
+    all_splits = tl.arange(0, BLOCK_SPLITS)
+    in_split = all_splits < num_splits
+    softmax_at = softmax_ptr + (at + all_splits) * 2
     maxima = tl.load(softmax_at, mask=in_split, other=float("-inf"))
     sums = tl.load(softmax_at + 1, mask=in_split, other=0.0)
-    partial = tl.load(
-        partial_ptr + (at * NUM_SPLITS + splits)[:, None] * HEAD_DIM + channels[None, :],
-        mask=in_split[:, None] & in_head[None, :],
-        other=0.0,
-    )
-
     overall = tl.max(maxima, 0)
     overall = tl.where(overall == float("-inf"), 0.0, overall)  # nothing to attend to
-    weights = tl.exp2(maxima - overall)
-    total = tl.sum(sums * weights, 0)
-    joined = tl.sum(partial * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    total = tl.sum(sums * tl.exp2(maxima - overall), 0)
+
+    joined = tl.zeros([BLOCK_D], tl.float32)
+    for first in range(0, num_splits, TILE):
+        some = first + tl.arange(0, TILE)
+        inside = some < num_splits
+        some_maxima = tl.load(softmax_ptr + (at + some) * 2, mask=inside, other=float("-inf"))
+        partial = tl.load(
+            partial_ptr + (at + some)[:, None] * HEAD_DIM + channels[None, :],
+            mask=inside[:, None] & in_head[None, :],
+            other=0.0,
+        )
+        joined += tl.sum(partial * tl.exp2(some_maxima - overall)[:, None], 0)
     scale = load_scale(v_scale_ptr, head // GROUP, channels, V_SCALES, HEAD_DIM)
-    out = joined * (scale * decode_unit(FORMAT, HARDWARE))
-    tl.store(out_ptr + at * HEAD_DIM + channels, out.to(out_ptr.dtype.element_ty), mask=in_head)
+    out = joined / tl.where(total == 0.0, 1.0, total) * (scale * decode_unit(FORMAT, HARDWARE))
+    out_at = (tl.program_id(1).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
+    tl.store(out_ptr + out_at + channels, out.to(out_ptr.dtype.element_ty), mask=in_head)

@@ -17,18 +17,22 @@ class Config:
     rows: int = 16  # query rows of a program: heads, or heads x tokens
 
 
-# (backend, at most this head_dim) -> config; the first that fits
+# (backend or target, at most this head_dim) -> config; the first that fits. See `make compile-kernels`.
+# A tile waits for its block's number, so NVIDIA needs 2 n + 1 stages for n tiles in flight
 _DECODE = (
-    ("cuda", 64, Config(tile=128, num_warps=4, num_stages=3)),
-    ("cuda", 128, Config(tile=64, num_warps=4, num_stages=3)),
-    ("cuda", 256, Config(tile=32, num_warps=4, num_stages=3)),
+    ("cuda", 64, Config(tile=128, num_warps=4, num_stages=5)),
+    ("cuda", 128, Config(tile=64, num_warps=4, num_stages=5)),
+    ("cuda", 256, Config(tile=32, num_warps=4, num_stages=5)),
     ("hip", 128, Config(tile=64, num_warps=4, num_stages=2)),
     ("hip", 256, Config(tile=32, num_warps=4, num_stages=1)),
     ("interpreter", 256, Config(tile=64, num_warps=4)),
 )
 _EXTEND = (
-    ("cuda", 128, Config(tile=64, num_warps=4, num_stages=2, rows=64)),
-    ("cuda", 256, Config(tile=32, num_warps=4, num_stages=2, rows=64)),
+    ("sm_90", 128, Config(tile=64, num_warps=8, num_stages=3, rows=128)),
+    ("sm_100", 128, Config(tile=64, num_warps=8, num_stages=3, rows=128)),
+    ("cuda", 64, Config(tile=64, num_warps=8, num_stages=3, rows=128)),
+    ("cuda", 128, Config(tile=32, num_warps=8, num_stages=3, rows=128)),
+    ("cuda", 256, Config(tile=32, num_warps=8, num_stages=3, rows=64)),
     ("hip", 128, Config(tile=64, num_warps=4, num_stages=1, rows=64)),
     ("hip", 256, Config(tile=32, num_warps=4, num_stages=1, rows=32)),
     ("interpreter", 256, Config(tile=64, num_warps=4, rows=64)),
@@ -45,9 +49,17 @@ def extend_config(target: Target, head_dim: int) -> Config:
     return _find(_EXTEND, target, head_dim)
 
 
-def append_config(head_dim: int) -> Config:
-    """Config of append: about 2,048 values per program."""
-    return Config(tile=max(1, 2048 // triton.next_power_of_2(head_dim)), num_warps=4)
+def reduce_config(num_splits: int) -> Config:
+    """Config of the reduce; its tile is in parts."""
+    return Config(
+        tile=min(8, triton.next_power_of_2(num_splits)), num_warps=1 if num_splits <= 8 else 4
+    )
+
+
+def append_config(target: Target, head_dim: int) -> Config:
+    """Config of append: 2,048 values per program, of which a thread stores 16 at a time."""
+    tile = max(1, 2048 // triton.next_power_of_2(head_dim))
+    return Config(tile, num_warps=2 if target.backend == "hip" else 4)
 
 
 def choose_splits(num_programs: int, max_tokens: int, num_processors: int, tile: int) -> int:
@@ -57,8 +69,8 @@ def choose_splits(num_programs: int, max_tokens: int, num_processors: int, tile:
 
 
 def _find(table: tuple[tuple[str, int, Config], ...], target: Target, head_dim: int) -> Config:
-    for backend, at_most, config in table:
-        if backend == target.backend and head_dim <= at_most:
+    for where, at_most, config in table:
+        if where in (target.backend, target.name) and head_dim <= at_most:
             return config
     raise ValueError(f"head_dim {head_dim} is more than the {table[-1][1]} that kernels handle")
 

@@ -1,0 +1,150 @@
+"""Compile every kernel for every GPU, without one, and refuse what would be slow.
+
+    python benchmarks/compile_kernels.py [--target sm_90] [--variant plain-128] [--kernel decode]
+
+Prints a table per target; exits 1 with a line per finding.
+"""
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+# kernels that an interpreter runs cannot be compiled, and Triton looks when it is imported
+os.environ.pop("TRITON_INTERPRET", None)
+# what Triton 3.9 warns about where nobody said
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import PTXASError
+
+from fp8kv_runtime.kernels.inspect_asm import Finding, findings, stream_loads
+from fp8kv_runtime.kernels.offline import Launch, compile_launch
+from fp8kv_runtime.kernels.targets import TARGETS
+from fp8kv_runtime.kernels.variants import VARIANTS
+
+_ROW = "{:18}{:18}{:>10}{:>10}{:>8}  {:8}{}"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One launch of one variant on one target."""
+
+    target: str
+    variant: str
+    launch: Launch
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a task came to."""
+
+    registers: int
+    shared_memory: int
+    spilled: int
+    loads: str  # bytes per thread of the loads of K and V
+    findings: list[Finding]
+
+
+def main() -> None:
+    """Compile, print, exit."""
+    parser = argparse.ArgumentParser(description="Compile kernels for GPUs that are not here.")
+    parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--variant", nargs="+", choices=[v.name for v in VARIANTS])
+    parser.add_argument("--kernel", nargs="+", choices=["append_kv", "decode", "reduce", "extend"])
+    arguments = parser.parse_args()
+
+    started = time.monotonic()
+    kernels = arguments.kernel and [f"{name}_kernel" for name in arguments.kernel]
+    tasks = [
+        task
+        for task in _tasks(arguments.target, arguments.variant)
+        if kernels is None or task.launch.kernel in kernels
+    ]
+    with tempfile.TemporaryDirectory() as cache:
+        # nothing compiled earlier may stand in for what is here now
+        os.environ["TRITON_CACHE_DIR"] = cache
+        results = _compile(tasks)
+    for target in arguments.target:
+        _print_table(
+            target, [row for row in zip(tasks, results, strict=True) if row[0].target == target]
+        )
+    bad = [
+        f"{task.launch.kernel} {task.variant} {task.target}: {finding.found}; "
+        f"allowed: {finding.allowed}"
+        for task, result in zip(tasks, results, strict=True)
+        for finding in result.findings
+    ]
+    seconds = time.monotonic() - started
+    print(
+        f"\n{len(tasks)} kernels for {len(arguments.target)} targets in {seconds:.0f} s, "
+        f"{len(bad)} findings"
+    )
+    print(*bad, sep="\n", file=sys.stderr, end="\n" if bad else "")
+    sys.exit(bool(bad))
+
+
+def _tasks(targets: list[str], names: list[str] | None) -> list[Task]:
+    found: dict[tuple[str, Launch], Task] = {}
+    for target in targets:
+        for variant in VARIANTS:
+            if names is None or variant.name in names:
+                for launch in variant.launches(TARGETS[target]):
+                    found.setdefault((target, launch), Task(target, variant.name, launch))
+    return list(found.values())
+
+
+def _compile(tasks: list[Task]) -> list[Result]:
+    if len(tasks) < 8:  # a process costs more than it saves
+        return [_compile_one(task) for task in tasks]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context) as pool:
+        return list(pool.map(_compile_one, tasks, chunksize=4))
+
+
+def _compile_one(task: Task) -> Result:
+    try:
+        compiled = compile_launch(task.launch, TARGETS[task.target])
+    except (CompilationError, PTXASError) as error:
+        return Result(0, 0, 0, "-", [Finding(f"does not compile: {_reason(error)}", "code")])
+    found = findings(task.launch, compiled, TARGETS[task.target])
+    widths = sorted(set(stream_loads(compiled.asm)))
+    return Result(
+        compiled.registers,
+        compiled.shared_memory,
+        sum(compiled.spilled.values()),
+        "+".join(map(str, widths)) or "-",
+        found,
+    )
+
+
+def _reason(error: BaseException) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).strip().replace("\n", " ")
+
+
+def _print_table(target: str, rows: list[tuple[Task, Result]]) -> None:
+    print(f"\n{target}")
+    print(_ROW.format("kernel", "variant", "registers", "shared", "spilled", "loads", "verdict"))
+    for task, result in rows:
+        verdict = "; ".join(finding.found for finding in result.findings) or "ok"
+        print(
+            _ROW.format(
+                task.launch.kernel.removesuffix("_kernel"),
+                task.variant,
+                result.registers,
+                result.shared_memory,
+                result.spilled,
+                result.loads,
+                verdict,
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

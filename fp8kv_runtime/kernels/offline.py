@@ -1,0 +1,141 @@
+"""Compile what a launcher would launch, for a GPU that is not there."""
+
+import contextlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from fp8kv_runtime.kernels.targets import Target
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel with everything that its compilation depends on."""
+
+    module: str
+    kernel: str
+    specialization: str  # JSON of Triton's own
+    constants: tuple[tuple[str, Any], ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a launch."""
+
+    asm: str  # PTX or amdgcn
+    ttir: str
+    shared_memory: int
+    registers: int
+    spilled: dict[str, int]  # what spilling is measured in -> how much
+
+
+def launches(target: Target, call: Callable[[], Any]) -> list[Launch]:
+    """The kernels that `call` launches on `target`; none of them is compiled or runs."""
+    found = []
+
+    def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        names = fn.jit_function.arg_names
+        constants = {names[at[0]]: value for at, value in compile["constants"].items()}
+        found.append(
+            Launch(fn.module, fn.name, compile["specialization_data"], tuple(constants.items()))
+        )
+        return True  # neither compile nor launch
+
+    with _pretend(target), knobs.runtime.scope():
+        knobs.runtime.jit_cache_hook = record
+        call()
+    return found
+
+
+def compile_launch(launch: Launch, target: Target) -> Compiled:
+    """Compile a launch for its target.
+
+    Raises:
+        triton.CompilationError: Triton does not accept the kernel.
+        triton.runtime.errors.PTXASError: NVIDIA's assembler does not accept it.
+    """
+    kernel = getattr(import_module(launch.module), launch.kernel)
+    with _pretend(target):
+        compiled = kernel.preload(launch.specialization)
+    if target.backend == "hip":
+        asm = compiled.asm["amdgcn"]
+        registers, spilled = amd_resources(asm)
+    else:
+        asm = compiled.asm["ptx"]
+        registers, spilled = nvidia_resources(_dumped(compiled.asm["cubin"], "-res-usage"))
+        if any(spilled.values()):
+            code = _dumped(compiled.asm["cubin"], "-sass")
+            spilled["accesses to the stack in a loop"] = stack_accesses_in_loops(code)
+    return Compiled(asm, compiled.asm["ttir"], compiled.metadata.shared, registers, spilled)
+
+
+def nvidia_resources(usage: str) -> tuple[int, dict[str, int]]:
+    """Registers and what is spilled, from `cuobjdump -res-usage`."""
+    found = {name: int(n) for name, n in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    return found["REG"], {
+        "bytes of stack": found["STACK"],
+        "bytes of local memory": found["LOCAL"],
+    }
+
+
+def stack_accesses_in_loops(sass: str) -> int:
+    """Loads and stores of local memory that a backward branch repeats."""
+    code = [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass)]
+    branches = [(at, re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)) for at, text in code]
+    loops = [(int(m[1], 16), at) for at, m in branches if m and int(m[1], 16) < at]
+    local = [at for at, text in code if re.search(r"\b(LDL|STL)\b", text)]
+    return sum(any(first <= at <= last for first, last in loops) for at in local)
+
+
+def amd_resources(asm: str) -> tuple[int, dict[str, int]]:
+    """Registers and what is spilled, from the metadata at the end of amdgcn."""
+    found = {name: int(n) for name, n in re.findall(r"^\s+\.(\w+):\s+(\d+)$", asm, re.MULTILINE)}
+    return found["vgpr_count"], {
+        "vector registers": found["vgpr_spill_count"],
+        "scalar registers": found["sgpr_spill_count"],
+        "bytes of scratch": found["private_segment_fixed_size"],
+    }
+
+
+def _dumped(cubin: bytes, what: str) -> str:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, what, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+class _AbsentGPU:
+    """As much of a Triton driver as compilation asks for."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        warp_size = 64 if self._target.backend == "hip" else 32
+        return GPUTarget(self._target.backend, self._target.arch, warp_size)
+
+    def get_current_device(self) -> str:
+        # Triton keeps what it has compiled by device
+        return self._target.name
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def _pretend(target: Target) -> Iterator[None]:
+    previous = driver._active
+    driver.set_active(_AbsentGPU(target))
+    try:
+        yield
+    finally:
+        driver.set_active(previous)

@@ -1,0 +1,113 @@
+"""`make compile-kernels`: it passes what is good and refuses each kind of bad kernel."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "gfx950")
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
+
+
+def compile_kernels(root, *arguments):
+    """Run the script on the kernels under `root`."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "compile_kernels.py"), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
+
+
+@pytest.fixture
+def mutated(tmp_path):
+    """Compile kernels of which some have a piece of their text replaced."""
+
+    def compile_mutated(replacements, *arguments.split()):
+        shutil.copytree(ROOT / "fp8kv_runtime", tmp_path / "fp8kv_runtime")
+        for file, old, new in replacements:
+            path = tmp_path / "fp8kv_runtime" / "kernels" / file
+            text = path.read_text()
+            assert re.search(old, text), (file, old)
+            path.write_text(re.sub(old, new, text))
+        return compile_kernels(tmp_path, *arguments)
+
+    return compile_mutated
+
+
+def test_kernels_pass_on_every_target():
+    done = compile_kernels(
+        ROOT, "--target", *TARGETS, "--variant", "plain-64", "--kernel", "decode", "append_kv"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    lines = done.stdout.splitlines()
+    assert [line for line in lines if line in TARGETS] == list(TARGETS)
+    for kernel in ("append_kv", "decode"):
+        rows = [line for line in lines if line.startswith(f"{kernel} ")]
+        assert [row.split()[-1] for row in rows] == ["ok"] * len(TARGETS), kernel
+
+
+LOOP_DECODE = r"even, odd = decode_pairs\(value, FORMAT, HARDWARE, PTX\)"
+MULTIPLIED = "even, odd = decode_pairs(value, FORMAT, HARDWARE, PTX)\n        even = even * 2.0"
+
+
+@pytest.mark.parametrize(
+    ("replacements", "arguments", "expected"),
+    [
+        (
+            [
+                ("attend.py", LOOP_DECODE, MULTIPLIED),
+                # more tiles in flight than an L4 has room for
+                ("tuning.py", "num_stages=5", "num_stages=17"),
+                ("launch.py", r"target.decodes\(blocks.format\)", "False"),
+                # it rounds twice on this target
+                ("append_kv.py", r"target.encodes\(blocks.format\)", "True"),
+            ],
+            "--target sm_89 --variant plain-128 --kernel decode append_kv",
+            [
+                "decode_kernel plain-128 sm_89: K or V is multiplied in the loop: arith.mulf",
+                "decode_kernel plain-128 sm_89: [0-9]+ bytes of shared memory; .*101376",
+                "decode_kernel plain-128 sm_89: no instruction to decode e4m3fn",
+                "append_kv_kernel plain-128 sm_89: cvt.* to encode e4m3fn",
+            ],
+        ),
+        (
+            [
+                # rows that are no multiple of 16 bytes
+                ("variants.py", r"\(64, 80, 96, 128, 256\)", "(24, 64)"),
+                # threads with less than 16 codes to store
+                ("tuning.py", "2048 //", "512 //"),
+            ],
+            "--target sm_90 gfx950 --variant plain-24 plain-64 --kernel decode append_kv",
+            [
+                r"decode_kernel plain-24 sm_90: load of K or V of \d bytes; allowed: 16",
+                r"decode_kernel plain-24 gfx950: load of K or V of \d bytes; allowed: 16",
+                r"append_kv_kernel plain-64 sm_90: store of K or V of \d bytes; allowed: 16",
+                r"append_kv_kernel plain-64 gfx950: store of K or V of \d bytes; allowed: 16",
+            ],
+        ),
+        (
+            # accumulators that no register file holds
+            [("tuning.py", r"rows=(64|128)\)", "rows=512)")],
+            "--target sm_80 gfx942 --variant plain-80 --kernel extend",
+            [
+                r"extend_kernel plain-80 sm_80: spills \d+ accesses to the stack in a loop",
+                r"extend_kernel plain-80 gfx942: spills \d+ vector registers",
+            ],
+        ),
+        (
+            [("attend.py", LOOP_DECODE, "even, odd = missing")],
+            "--target sm_80 --variant plain-64 --kernel decode",
+            ["decode_kernel plain-64 sm_80: does not compile: .*missing"],
+        ),
+    ],
+    ids=["scales-memory-conversions", "transfers", "spills", "errors"],
+)
+def test_slow_kernels_are_refused(mutated, replacements, arguments, expected):
+    done = mutated(replacements, *arguments.split())
+    assert done.returncode == 1
+    for finding in expected:
+        assert re.search(f"^{finding}", done.stderr, re.MULTILINE), finding
