@@ -87,4 +87,5 @@ def test_files_and_functions_stay_small(file):
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.end_lineno - node.body[0].lineno + 1
-            assert body <= 40, f"{file.name}: {node.name} has {body} lines"
+            is_kernel = any(ast.unparse(each) == "triton.jit" for each in node.decorator_list)
+            assert body <= (120 if is_kernel else 40), f"{file.name}: {node.name} has {body} lines"
