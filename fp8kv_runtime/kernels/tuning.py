@@ -17,7 +17,7 @@ class Config:
     rows: int = 16  # query rows of a program: heads, or heads x tokens
 
 
-# (backend or target, at most this head_dim) -> config; the first that fits. See `make compile-kernels`.
+# (backend or target, at most this head_dim) -> config: the first that fits
 # A tile waits for its block's number, so NVIDIA needs 2 n + 1 stages for n tiles in flight
 _DECODE = (
     ("cuda", 64, Config(tile=128, num_warps=4, num_stages=5)),

@@ -26,7 +26,7 @@ def compile_kernels(root, *arguments):
 def mutated(tmp_path):
     """Compile kernels of which some have a piece of their text replaced."""
 
-    def compile_mutated(replacements, *arguments.split()):
+    def compile_mutated(replacements, *arguments):
         shutil.copytree(ROOT / "fp8kv_runtime", tmp_path / "fp8kv_runtime")
         for file, old, new in replacements:
             path = tmp_path / "fp8kv_runtime" / "kernels" / file
