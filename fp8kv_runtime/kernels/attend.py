@@ -172,9 +172,8 @@ def start_softmax(sinks_ptr, heads, inside, has_sink, HAS_SINKS: tl.constexpr):
 @triton.jit
 def softcapped(scores, softcap):
     """softcap * tanh(scores / softcap), in base 2 before and after."""
-    x = scores / (softcap * LOG2_E)
-    # tanh(x) = 1 - 2 / (e^2x + 1)
-    return softcap * LOG2_E * (1.0 - 2.0 / (tl.exp2(x * (2.0 * LOG2_E)) + 1.0))
+    # tanh(x) = 1 - 2 / (e^2x + 1), and e^2x = 2^(scores * 2 / softcap)
+    return softcap * LOG2_E * (1.0 - 2.0 / (tl.exp2(scores * (2.0 / softcap)) + 1.0))
 
 
 @triton.jit

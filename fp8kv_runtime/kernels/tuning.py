@@ -29,7 +29,6 @@ _DECODE = (
 )
 _EXTEND = (
     ("sm_90", 128, Config(tile=64, num_warps=8, num_stages=3, rows=128)),
-    ("sm_100", 128, Config(tile=64, num_warps=8, num_stages=3, rows=128)),
     ("cuda", 64, Config(tile=64, num_warps=8, num_stages=3, rows=128)),
     ("cuda", 128, Config(tile=32, num_warps=8, num_stages=3, rows=128)),
     ("cuda", 256, Config(tile=32, num_warps=8, num_stages=3, rows=64)),
