@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test check fix compile-kernels interop bench bench-peers clean
+.PHONY: help demo test check fix compile-kernels interop bench bench-peers bench-kernels clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -70,6 +70,9 @@ bench: $(VENV)/.installed ## cost of calibration over a bare forward pass
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 	$(BIN)/python benchmarks/peers.py --peer-python $(PEERS)/bin/python
+
+bench-kernels: ## the kernels, on a GPU; without one, whether they are right
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) benchmarks/kernel_speed.py
 
 $(PEERS)/.installed:
 	$(PYTHON) -m venv $(PEERS)

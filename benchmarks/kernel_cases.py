@@ -1,0 +1,207 @@
+"""What `kernel_speed.py` runs: the shapes, their random inputs, and the launchers' calls."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fp8kv_runtime.cache import PagedSequences
+from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
+from fp8kv_runtime.options import AttentionOptions
+from fp8kv_runtime.storage import KVBlocks
+
+# by name: append_kv, decode_attention, extend_attention
+Launchers = Mapping[str, Callable[..., Tensor | None]]
+
+_K = 1024
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a launcher and the shape it is given."""
+
+    kernel: str  # a key of Launchers
+    name: str
+    lengths: tuple[int, ...]  # tokens in the cache of each sequence, new ones included
+    new: int = 1  # new tokens of each sequence
+    num_heads: int = 32
+    num_kv_heads: int = 8
+    head_dim: int = 128
+    block_size: int = 64
+    q_fp8: bool = False
+    count: bool = False
+    quick: bool = False  # in the subset of --quick
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of all sequences."""
+        return len(self.lengths) * self.new
+
+    @property
+    def num_bytes(self) -> int:
+        """Least traffic of K and V: their FP8 bytes once; for append also the new 16-bit values."""
+        if self.kernel == "append_kv":
+            return 2 * self.num_tokens * self.num_kv_heads * self.head_dim * (2 + 1)
+        return 2 * sum(self.lengths) * self.num_kv_heads * self.head_dim
+
+    @property
+    def num_flops(self) -> int:
+        """Of both matrix products, over what a causal mask leaves; 0 for append."""
+        if self.kernel == "append_kv":
+            return 0
+        visible = sum(self.new * n - self.new * (self.new - 1) // 2 for n in self.lengths)
+        return 4 * self.num_heads * self.head_dim * visible
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of a case, on one device."""
+
+    blocks: KVBlocks
+    sequences: PagedSequences
+    query: Tensor  # [T, H, D] float16
+    cu_seqlens: Tensor  # [S + 1] int32
+    options: AttentionOptions
+    key: Tensor  # [T, K, D] float16
+    value: Tensor  # [T, K, D] float16
+    slots: Tensor  # [T] int64
+
+
+def tiny(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """The same kinds of rows, each once, at sizes for Triton's interpreter."""
+    shrunk: dict[Case, Case] = {}
+    for case in cases:
+        longest = max(case.lengths)
+        lengths = tuple(max(1, 100 * n // longest) for n in case.lengths[:2])
+        group = case.num_heads // case.num_kv_heads
+        small = replace(
+            case,
+            name=f"like {case.name}",
+            lengths=lengths,
+            new=max(1, 100 * case.new // longest),
+            num_heads=2 * group,
+            num_kv_heads=2,
+        )
+        shrunk.setdefault(replace(small, name="", quick=False), small)
+    return tuple(shrunk.values())
+
+
+def build(case: Case, device: torch.device) -> Inputs:
+    """Draw a case: always the same numbers on the same device; blocks in no order."""
+    random = torch.Generator(device).manual_seed(0)
+    sequences, num_blocks = _sequences(case, device)
+    heads = (case.num_tokens, case.num_heads, case.head_dim)
+    kv_heads = (case.num_tokens, case.num_kv_heads, case.head_dim)
+    query, key, value = (
+        torch.randn(shape, generator=random, device=device).half()
+        for shape in (heads, kv_heads, kv_heads)
+    )
+    q_scale = torch.full((case.num_heads,), 5 / fp8_max(_format(device)), device=device)
+    return Inputs(
+        blocks=_blocks(case, num_blocks, random),
+        sequences=sequences,
+        query=query,
+        cu_seqlens=torch.arange(len(case.lengths) + 1, dtype=torch.int32, device=device) * case.new,
+        options=AttentionOptions(q_scale=q_scale if case.q_fp8 else None),
+        key=_with_extremes(key),
+        value=_with_extremes(value),
+        slots=_slots(case, sequences),
+    )
+
+
+def call(case: Case, inputs: Inputs, launchers: Launchers) -> Callable[[], Tensor | None]:
+    """The launcher's call, ready to be repeated; attention returns [T, H, D]."""
+    run, blocks = launchers[case.kernel], inputs.blocks
+    if case.kernel == "append_kv":
+        return lambda: run(inputs.key, inputs.value, blocks, inputs.slots)
+    if case.kernel == "decode_attention":
+        return lambda: run(inputs.query, blocks, inputs.sequences, inputs.options)
+    return lambda: run(
+        inputs.query, blocks, inputs.sequences, inputs.cu_seqlens, case.new, inputs.options
+    )
+
+
+def _format(device: torch.device) -> torch.dtype:
+    """E4M3 as this device has it."""
+    if torch.version.hip and device.type == "cuda":
+        name = torch.cuda.get_device_properties(device).gcnArchName
+        return FP8_DTYPES["e4m3fnuz" if name.startswith("gfx94") else "e4m3fn"]
+    return FP8_DTYPES["e4m3fn"]
+
+
+def _sequences(case: Case, device: torch.device) -> tuple[PagedSequences, int]:
+    counts = [-(-n // case.block_size) for n in case.lengths]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
+    tables = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
+    for row, ids in zip(tables, order.split(counts), strict=True):
+        row[: len(ids)] = ids
+    lengths = torch.tensor(case.lengths, dtype=torch.int32)
+    return PagedSequences(tables, lengths).to(device), sum(counts)
+
+
+def _slots(case: Case, sequences: PagedSequences) -> Tensor:
+    new = torch.arange(case.new, device=sequences.seq_lens.device)
+    positions = sequences.seq_lens[:, None].long() - case.new + new
+    ids = sequences.block_tables.long().gather(1, positions // case.block_size)
+    return (ids * case.block_size + positions % case.block_size).flatten()
+
+
+def _blocks(case: Case, num_blocks: int, random: torch.Generator) -> KVBlocks:
+    """K and V of about one, four standard deviations of which fit; one scale per head."""
+    device = random.device
+    dtype = _format(device)
+    limit = fp8_max(dtype)
+    k_scale, v_scale = (
+        (0.5 + torch.rand(case.num_kv_heads, generator=random, device=device)) * 4 / limit
+        for _ in "kv"
+    )
+    blocks = KVBlocks.empty(
+        num_blocks,
+        case.block_size,
+        num_kv_heads=case.num_kv_heads,
+        head_dim=case.head_dim,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        dtype=dtype,
+        device=device,
+        count=case.count,
+    )
+    for part in blocks.codes.view(torch.uint8).flatten(0, 1).split(512):  # to save memory
+        x = torch.randn(part.shape, generator=random, device=device) * (limit / 4)
+        part.copy_(x.clamp_(-limit, limit).to(dtype).view(torch.uint8))
+    return blocks
+
+
+def _with_extremes(x: Tensor) -> Tensor:
+    """Plant, far apart, what append counts and what it must not count."""
+    extremes = torch.tensor([torch.inf, -torch.inf, torch.nan, 6e4, -6e4, 1e-6, -1e-6, 0.0])
+    x.view(-1)[:: x.numel() // len(extremes)][: len(extremes)] = extremes.to(x)
+    return x
+
+
+def _decode(name: str, lengths: tuple[int, ...], **changes: int | bool) -> Case:
+    return Case("decode_attention", name, lengths, **changes)
+
+
+CASES: tuple[Case, ...] = (
+    Case("append_kv", "2,048 tokens, 32 heads of 256", (2048,), 2048, 32, 32, 256, quick=True),
+    Case("append_kv", "the same, counting", (2048,), 2048, 32, 32, 256, count=True),
+    Case("append_kv", "1 token of each of 64", (2 * _K,) * 64, quick=True),
+    _decode("1 x 1k", (_K,), quick=True),
+    _decode("1 x 8k", (8 * _K,)),
+    _decode("1 x 32k", (32 * _K,), quick=True),
+    _decode("1 x 128k", (128 * _K,)),
+    _decode("8 x 16k", (16 * _K,) * 8),
+    _decode("8 x 32k", (32 * _K,) * 8, quick=True),
+    _decode("32 x 4k", (4 * _K,) * 32),
+    _decode("64 x 2k", (2 * _K,) * 64),
+    _decode("8 x 16k, head_dim 64", (16 * _K,) * 8, head_dim=64),
+    _decode("8 x 16k, head_dim 256", (16 * _K,) * 8, head_dim=256),
+    _decode("8 x 16k, block 16", (16 * _K,) * 8, block_size=16),
+    _decode("8 x 16k, FP8 query", (16 * _K,) * 8, q_fp8=True),
+    _decode("1 x 128k + 31 x 4k", (128 * _K, *(4 * _K,) * 31)),
+    _decode("32 x 8,064: the same, evenly", (8064,) * 32),
+    Case("extend_attention", "prompt of 8k", (8 * _K,), 8 * _K, quick=True),
+    Case("extend_attention", "2k after 32k", (34 * _K,), 2 * _K),
+)

@@ -1,0 +1,85 @@
+"""Correctness before speed: every launcher against its reference, at the shapes that are timed."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from kernel_cases import Case, Inputs, Launchers, build, call
+from torch import Tensor
+
+from fp8kv_runtime import reference
+from fp8kv_runtime.cache import PagedSequences
+
+# softmax weights are rounded to float16 (2^-11) and so is the output: together 2^-10
+TOLERANCE = 1e-3
+_ROWS = 128  # query rows at a time: the reference holds a score for each, head and position
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the gate found."""
+
+    passed: bool
+    found: str
+    error: float | None = None  # attention: the worst head's
+
+
+def check(case: Case, launchers: Launchers, device: torch.device) -> Verdict:
+    """Compare one launcher with its reference."""
+    inputs = build(case, device)
+    if case.kernel == "append_kv":
+        return _check_append(case, inputs, launchers)
+    out = call(case, inputs, launchers)()
+    assert out is not None
+    error = output_error(out, case, inputs)
+    passed = error <= TOLERANCE  # NaN is not
+    found = f"relative error {error:.1e}" + ("" if passed else f", allowed {TOLERANCE:.0e}")
+    return Verdict(passed, found, error)
+
+
+def output_error(out: Tensor, case: Case, inputs: Inputs) -> float:
+    """Norm of the error over the norm of the reference's output; the worst head's and window's.
+
+    Of many new tokens, the first, the middle and the last are compared: a reference for the rows
+    of a window is the same call with a shorter sequence.
+    """
+    rows = min(case.new, _ROWS)
+    worst = torch.zeros((), dtype=torch.float64, device=out.device)
+    for offset in sorted({0, (case.new - rows) // 2, case.new - rows}):
+        lengths = inputs.sequences.seq_lens - (case.new - offset - rows)
+        want = reference.extend_attention(
+            _window(inputs.query, case.new, offset, rows).float(),
+            inputs.blocks,
+            PagedSequences(inputs.sequences.block_tables, lengths),
+            inputs.cu_seqlens // case.new * rows,
+            rows,
+            inputs.options,
+        ).double()
+        error = (_window(out, case.new, offset, rows).double() - want).norm(dim=(0, 2))
+        worst = torch.maximum(worst, (error / want.norm(dim=(0, 2))).amax())
+    return float(worst)
+
+
+def _window(x: Tensor, new: int, offset: int, rows: int) -> Tensor:
+    """The same rows of every sequence of [T, H, D]."""
+    return x.unflatten(0, (-1, new))[:, offset : offset + rows].flatten(0, 1)
+
+
+def _check_append(case: Case, inputs: Inputs, launchers: Launchers) -> Verdict:
+    blocks = inputs.blocks
+    counts = None if blocks.counts is None else blocks.counts.clone()
+    codes = blocks.codes.view(torch.uint8).clone().view(blocks.codes.dtype)
+    expected = replace(blocks, codes=codes, counts=counts)
+    reference.append_kv(inputs.key, inputs.value, expected, inputs.slots)
+    call(case, inputs, launchers)()
+    # as bytes: NaN is unequal to itself
+    got, want = (b.codes.view(torch.uint8) for b in (blocks, expected))
+    wrong = int((got != want).sum())
+    if wrong:
+        return Verdict(False, f"{wrong} of {want.numel()} bytes differ")
+    if counts is not None and not torch.equal(blocks.counts, expected.counts):
+        return Verdict(
+            False,
+            f"counts are {blocks.counts.sum((0, 1)).tolist()}, "
+            f"wanted {expected.counts.sum((0, 1)).tolist()}",
+        )
+    return Verdict(True, "every byte equal" + (" and every count" if case.count else ""))

@@ -1,0 +1,184 @@
+"""How fast append_kv, decode_attention and extend_attention are on this GPU, if they are right.
+
+    python benchmarks/kernel_speed.py [--quick] [--output DIR]
+
+Every row's launcher is first compared with its reference; one mismatch, and nothing is timed.
+Without a GPU that comparison is all: tiny shapes in Triton's interpreter. (Not called kernels.py:
+transformers would take that for the package `kernels`, in every script of this directory.)
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Triton looks when it is imported, and some of torch imports it
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# a checkout is enough: nothing has to be installed
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import kernel_gate
+from kernel_cases import CASES, Case, Inputs, Launchers, build, call, tiny
+from kernel_peers import Attention, peers
+from kernel_report import describe_machine, nvidia_smi, write
+from kernel_timing import GpuTimer, Timing
+
+from fp8kv_runtime.kernels import append_kv, decode, extend
+from fp8kv_runtime.options import AttentionOptions
+
+_SAME = 1e-2  # largest relative error of another's output: more, and it computed something else
+
+
+def main() -> None:
+    """Check, then measure where there is a GPU."""
+    args = _arguments()
+    gpu = os.environ.get("TRITON_INTERPRET") != "1"
+    # some images turn TF32 on, and the reference would be no reference
+    torch.set_float32_matmul_precision("highest")
+    launchers = load_launchers()
+    cases = tuple(case for case in CASES if case.quick or not args.quick)
+    small = args.tiny or not gpu
+    with torch.inference_mode():
+        if not passes(tiny(cases) if small else cases, launchers):
+            sys.exit("a kernel is wrong: nothing was timed")
+        if small:
+            print(f"correctness only: {_why_small(gpu)}, nothing was timed")
+        else:
+            measure(cases, launchers, GpuTimer(), args.output, args.commit)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tiny", action="store_true", help="check tiny shapes, time nothing")
+    parser.add_argument("--quick", action="store_true", help="a few rows of each kernel")
+    results = Path(__file__).parent / "results"
+    parser.add_argument("--output", type=Path, default=results, metavar="DIR")
+    parser.add_argument("--commit", help="recorded in place of what git says")
+    return parser.parse_args()
+
+
+def _why_small(gpu: bool) -> str:
+    if not torch.cuda.is_available():
+        return "no GPU here"
+    return "tiny shapes" if gpu else "TRITON_INTERPRET=1"
+
+
+def load_launchers() -> Launchers:
+    """The launchers by name."""
+    return {
+        "append_kv": append_kv.append_kv,
+        "decode_attention": decode.decode_attention,
+        "extend_attention": extend.extend_attention,
+    }
+
+
+def device() -> torch.device:
+    """Where kernels run."""
+    return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+
+
+def passes(cases: tuple[Case, ...], launchers: Launchers) -> bool:
+    """Check all cases, print a line for each."""
+    passed = True
+    for case in cases:
+        # named before it runs, for the kernel that crashes
+        print(f"{case.kernel:17} {case.name:35} ", end="", flush=True)
+        verdict = kernel_gate.check(case, launchers, device())
+        print(f"{'ok   ' if verdict.passed else 'WRONG'} {verdict.found}", flush=True)
+        passed &= verdict.passed
+    return passed
+
+
+def measure(
+    cases: tuple[Case, ...],
+    launchers: Launchers,
+    timer: GpuTimer,
+    directory: Path,
+    commit: str | None,
+) -> None:
+    """Time all cases; the files are written after each, so a run cut short leaves what it has."""
+    facts = describe_machine(commit) | {
+        "copy_tb_per_s": timer.copy_bandwidth() / 1e12,
+        "floor_us": timer.floor(),
+        "repetitions": timer.repetitions,
+    }
+    rows: list[dict[str, Any]] = []
+    for case in cases:
+        row = measure_case(case, launchers, timer, facts)
+        row["clock_sm"], row["clock_memory"] = nvidia_smi("clocks.sm", "clocks.mem")
+        rows.append(row)
+        write(directory, facts, rows)
+        print(f"{case.kernel:17} {case.name:35} {row['us']:9.1f} us {row['tb_per_s']:6.2f} TB/s")
+        torch.cuda.empty_cache()
+    print(f"written: {directory / 'kernels.json'} and kernels.md")
+
+
+def measure_case(
+    case: Case, launchers: Launchers, timer: GpuTimer, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """One row: ours, and others' 16-bit attention in turn with it."""
+    inputs = build(case, device())
+    theirs, left_out = _usable(case, inputs, peers(case, inputs))
+    times = timer.measure({"fp8kv": call(case, inputs, launchers), **theirs})
+    ours = times.pop("fp8kv")
+    bandwidth = case.num_bytes / ours.us / 1e6
+    peak = facts["peak_tb_per_s"]
+    return {
+        "kernel": case.kernel,
+        "case": case.name,
+        "shape": _shape(case),
+        **asdict(ours),
+        "bytes": case.num_bytes,
+        "tb_per_s": bandwidth,
+        "of_peak": bandwidth / peak if peak else None,
+        "of_copy": bandwidth / facts["copy_tb_per_s"],
+        "tflop_per_s": case.num_flops / ours.us / 1e6,
+        "sixteen_bit": _sixteen_bit(times, left_out),
+    }
+
+
+def _usable(
+    case: Case, inputs: Inputs, theirs: dict[str, Callable[[], Attention]]
+) -> tuple[dict[str, Attention], dict[str, str]]:
+    """Those that run and compute the same, and why not the others."""
+    usable, left_out = {}, {}
+    # theirs is the query as it is, never rounded
+    inputs = replace(inputs, options=AttentionOptions())
+    for name, prepare in theirs.items():
+        try:
+            run = prepare()
+            out = run().reshape(inputs.query.shape)
+        except (RuntimeError, ValueError, TypeError) as refusal:
+            left_out[name] = str(refusal).strip().split("\n")[0]
+            continue
+        error = kernel_gate.output_error(out, case, inputs)
+        if error <= _SAME:
+            usable[name] = run
+        else:
+            left_out[name] = f"relative error {error:.1e}"
+    return usable, left_out
+
+
+def _sixteen_bit(times: dict[str, Timing], left_out: dict[str, str]) -> dict[str, Any]:
+    reasons = {name: {"left_out": reason} for name, reason in left_out.items()}
+    return {name: asdict(timing) for name, timing in times.items()} | reasons
+
+
+def _shape(case: Case) -> dict[str, Any]:
+    shape = asdict(case)
+    for name in ("kernel", "name", "quick"):
+        del shape[name]
+    return shape
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The kernel benchmark without a GPU: its gate, its report and others' masks; no speed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from fp8kv_runtime import reference
+from fp8kv_runtime.cache import PagedSequences
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+REFERENCES = {
+    name: getattr(reference, name) for name in ("append_kv", "decode_attention", "extend_attention")
+}
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """The script's modules."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    import kernel_cases
+    import kernel_gate
+    import kernel_peers
+    import kernel_speed
+    import kernel_timing
+
+    return SimpleNamespace(
+        cases=kernel_cases,
+        gate=kernel_gate,
+        peers=kernel_peers,
+        speed=kernel_speed,
+        timing=kernel_timing,
+    )
+
+
+def tiny(bench, kernel):
+    return [case for case in bench.cases.tiny(bench.cases.CASES) if case.kernel == kernel]
+
+
+def test_tiny_checks_every_kernel_and_writes_nothing(tmp_path):
+    done = subprocess.run(
+        [sys.executable, BENCHMARKS / "kernel_speed.py", "--tiny", "--output", tmp_path],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *rows, last = done.stdout.splitlines()
+    assert last.startswith("correctness only: ")
+    assert last.endswith("nothing was timed")
+    assert {row.split()[0] for row in rows} == set(REFERENCES)
+    assert all(" ok " in row for row in rows)
+    assert not list(tmp_path.iterdir())
+
+
+def scaled(run, *arguments, **options):
+    return run(*arguments, **options) * 1.002
+
+
+def not_a_number(run, *arguments, **options):
+    out = run(*arguments, **options)
+    out[0, 0, 0] = torch.nan
+    return out
+
+
+def heads_exchanged(run, *arguments, **options):
+    return run(*arguments, **options).flip(1)
+
+
+def last_token_forgotten(run, query, blocks, sequences, *arguments):
+    shorter = PagedSequences(sequences.block_tables, sequences.seq_lens - 1)
+    return run(query, blocks, shorter, *arguments)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [scaled, not_a_number, heads_exchanged, last_token_forgotten],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("kernel", ["decode_attention", "extend_attention"])
+def test_the_gate_refuses_broken_attention(bench, kernel, broken):
+    run = REFERENCES[kernel]
+    for case in tiny(bench, kernel):
+        check = bench.gate.check
+        assert check(case, {kernel: run}, torch.device("cpu")).passed
+        wrong = {kernel: lambda *arguments: broken(run, *arguments)}
+        assert not check(case, wrong, torch.device("cpu")).passed, case.name
+
+
+def one_token_skipped(key, value, blocks, slots):
+    reference.append_kv(key[1:], value[1:], blocks, slots[1:])
+
+
+def another_byte_written(key, value, blocks, slots):
+    reference.append_kv(key, value, blocks, slots)
+    blocks.codes.view(torch.uint8)[0, 0, 0, 0, 0] ^= 1
+
+
+def counted_twice(key, value, blocks, slots):
+    for _ in range(2):
+        reference.append_kv(key, value, blocks, slots)
+
+
+def test_the_gate_refuses_a_broken_append(bench):
+    for case in tiny(bench, "append_kv"):
+        broken = [one_token_skipped, another_byte_written, *([counted_twice] if case.count else ())]
+        assert bench.gate.check(case, REFERENCES, torch.device("cpu")).passed
+        for append in broken:
+            verdict = bench.gate.check(case, {"append_kv": append}, torch.device("cpu"))
+            assert not verdict.passed, append.__name__
+
+
+class FakeTimer:
+    """Runs everything once and takes ten microseconds for it."""
+
+    repetitions = 30
+
+    def __init__(self, timing):
+        self._timing = timing
+
+    def measure(self, work):
+        for run in work.values():
+            run()
+        return {name: self._timing(10.0, 9.0, 12.5, True, 40.0) for name in work}
+
+    def copy_bandwidth(self):
+        return 4e12
+
+    def floor(self):
+        return 2.0
+
+
+@pytest.fixture
+def run_as_on_a_gpu(bench, monkeypatch, tmp_path):
+    """The whole command with tiny shapes, references as launchers and a clock that stands still."""
+    gpu = SimpleNamespace(
+        name="NVIDIA H200", total_memory=1, multi_processor_count=132, uuid="no such GPU"
+    )
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(bench.speed, "CASES", bench.cases.tiny(bench.cases.CASES))
+    monkeypatch.setattr(bench.speed, "device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    monkeypatch.setattr(sys, "argv", ["kernel_speed.py", "--output", str(tmp_path)])
+
+    def run(launchers):
+        monkeypatch.setattr(bench.speed, "load_launchers", lambda: launchers)
+        bench.speed.main()
+
+    return run
+
+
+def test_nothing_is_timed_after_a_mismatch(bench, run_as_on_a_gpu, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench.speed, "GpuTimer", None)  # cannot be called
+    wrong = lambda *arguments: scaled(reference.decode_attention, *arguments)  # noqa: E731
+    with pytest.raises(SystemExit, match="nothing was timed") as stopped:
+        run_as_on_a_gpu(REFERENCES | {"decode_attention": wrong})
+    assert stopped.value.code not in (0, None)
+    rows = capsys.readouterr().out.splitlines()
+    assert {row.split()[0] for row in rows if " WRONG " in row} == {"decode_attention"}
+    assert not list(tmp_path.iterdir())
+
+
+def test_results_say_what_was_measured(bench, run_as_on_a_gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(bench.timing.Timing))
+    run_as_on_a_gpu(REFERENCES)
+    result = json.loads((tmp_path / "kernels.json").read_text())
+    assert [row["kernel"] for row in result["rows"]] == [c.kernel for c in bench.speed.CASES]
+    machine = result["machine"]
+    assert (machine["gpu"], machine["peak_tb_per_s"]) == ("NVIDIA H200", 4.8)
+    assert machine["copy_tb_per_s"] == 4.0
+    row = next(row for row in result["rows"] if row["case"] == "like 1 x 1k")
+    num_bytes = 2 * 100 * 2 * 128  # K and V of 100 tokens and two heads of 128, a byte each
+    assert row["bytes"] == num_bytes
+    assert row["tb_per_s"] == pytest.approx(num_bytes / 10e-6 / 1e12)
+    assert row["of_peak"] == pytest.approx(row["tb_per_s"] / 4.8)
+    assert row["of_copy"] == pytest.approx(row["tb_per_s"] / 4.0)
+    text = (tmp_path / "kernels.md").read_text()
+    assert text.count("\n## ") == 3
+    assert "| like 1 x 1k | 10.0 | 9.0 to 12.5 | 40.0 |" in text
+
+
+def test_bytes_and_operations_of_the_shapes(bench):
+    cases = {case.name: case for case in bench.cases.CASES}
+    assert cases["8 x 32k"].num_bytes == 2 * 8 * 32768 * 8 * 128
+    assert cases["2,048 tokens, 32 heads of 256"].num_bytes == 2 * 2048 * 32 * 256 * 3
+    prompt = cases["prompt of 8k"]
+    assert prompt.num_flops == 4 * 32 * 128 * (8192 * 8193 // 2)
+    ragged, even = cases["1 x 128k + 31 x 4k"], cases["32 x 8,064: the same, evenly"]
+    assert sum(ragged.lengths) == sum(even.lengths)
+
+
+def test_torch_attention_is_given_the_same_values_and_mask(bench):
+    math = torch.nn.attention.SDPBackend.MATH
+    for case in tiny(bench, "decode_attention") + tiny(bench, "extend_attention"):
+        if case.q_fp8 or len(set(case.lengths)) > 1:
+            continue
+        inputs = bench.cases.build(case, torch.device("cpu"))
+        key, value = bench.peers.contiguous(case, inputs)
+        out = bench.peers.sdpa(case, inputs, key, value, math)().reshape(inputs.query.shape)
+        assert bench.gate.output_error(out, case, inputs) < 2e-3, case.name
