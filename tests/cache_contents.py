@@ -1,26 +1,24 @@
 """A paged cache whose bytes tell which tokens were written, for tests."""
 
 import torch
-
-from fp8kv_runtime.cache import PagedKVCache
-from fp8kv_runtime.storage import KVBlocks
+from paged import RUNTIME
 
 SHAPES = ((1, 4), (2, 8))  # heads and channels of the layers
 UNWRITTEN = 0xAA
 
 
-def make_cache(num_blocks, *, block_size=4, can_grow=False, cache_class=PagedKVCache):
+def make_cache(num_blocks, *, block_size=4, can_grow=False, runtime=RUNTIME):
     """Two layers of different shape."""
-    cache = cache_class(num_blocks, block_size=block_size, can_grow=can_grow)
+    cache = runtime.cache.PagedKVCache(num_blocks, block_size=block_size, can_grow=can_grow)
     for index, (heads, channels) in enumerate(SHAPES):
-        cache.add_layer(index, layer(num_blocks, block_size, heads, channels))
+        cache.add_layer(index, layer(num_blocks, block_size, heads, channels, runtime))
     return cache
 
 
-def layer(num_blocks, block_size, heads, channels):
+def layer(num_blocks, block_size, heads, channels, runtime=RUNTIME):
     """Blocks in which nothing was written."""
     scale = torch.ones(1)
-    blocks = KVBlocks.empty(
+    blocks = runtime.storage.KVBlocks.empty(
         num_blocks,
         block_size,
         num_kv_heads=heads,

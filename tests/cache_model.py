@@ -8,7 +8,7 @@ from paged import RUNTIME
 
 def run_history(seed, *, steps, can_grow=False, runtime=RUNTIME):
     """Run and check; returns how often the pool ran out."""
-    cache = make_cache(12, can_grow=can_grow, cache_class=runtime.cache.PagedKVCache)
+    cache = make_cache(10, can_grow=can_grow, runtime=runtime)
     model = Model(seed, cache, runtime.blocks.OutOfBlocksError)
     failures = 0
     for _ in range(steps):
@@ -45,8 +45,8 @@ class Model:
             self.cache.commit(sequence)
 
     def tokens(self, most):
-        # few different ones, so that prefixes meet
-        return [self.rng.randint(0, 1) for _ in range(self.rng.randint(1, most))]
+        """Mostly zeros, so that prefixes meet."""
+        return [int(self.rng.random() < 0.1) for _ in range(self.rng.randint(1, most))]
 
     def start(self):
         tokens = self.tokens(14)
@@ -86,14 +86,18 @@ class Model:
     def step(self):
         """One operation; running out must change nothing."""
         operations = [self.extend, self.extend, self.fork, self.truncate, self.reserve, self.free]
-        operation = self.rng.choice(operations) if self.live else self.start
-        if self.rng.random() < 0.3:
+        operation = self.rng.choice(operations)
+        if len(self.live) > 5:  # or the pool is full for good
+            operation = self.free
+        elif not self.live or self.rng.random() < 0.2:
             operation = self.start
         before = state(self.cache)
         try:
             operation()
         except self.out_of_blocks:
-            if operation != self.start:  # which has allocated before it appends
+            if operation == self.start:  # it has allocated before it appends
+                self.cache.free(self.live.pop()[0])
+            else:
                 assert state(self.cache) == before
             return True
         return False

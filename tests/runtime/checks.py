@@ -4,7 +4,7 @@ import os
 from dataclasses import replace
 
 import torch
-from paged import RUNTIME, build
+from paged import RUNTIME, Case, build
 from runtime import oracle
 
 # Rounding one value: half a step of its significand. Triton's interpreter cuts bfloat16 off, which
@@ -55,8 +55,8 @@ def assert_output(got, want, name, case):
     return worst
 
 
-def stored_alike(case, device="cpu", runtime=RUNTIME):
-    """Whether kernel and reference leave the same bytes and counts, for values of every kind."""
+def assert_stored(case, device="cpu", runtime=RUNTIME):
+    """Kernel and reference leave the bytes and counts of the real reference, for any values."""
     random = torch.Generator().manual_seed(case.seed)
     shape = (45, case.kv_heads, case.head_dim)
     magnitudes = 2.0 ** torch.randint(-20, 20, (2, *shape), generator=random)
@@ -68,7 +68,7 @@ def stored_alike(case, device="cpu", runtime=RUNTIME):
     slots[::6] = -1
     key, value = new.to(case.dtype).to(device)
     made = []
-    for module in (runtime.append_kv, REFERENCE):
+    for module in (REFERENCE, runtime.reference, runtime.append_kv):
         blocks = build(replace(case, lengths=(case.block_size,)), device, runtime).blocks
         counts = torch.zeros(2, case.kv_heads, 3, dtype=torch.int64, device=device)
         # all three formats, and float16 inputs, reach both ends of their range
@@ -77,7 +77,24 @@ def stored_alike(case, device="cpu", runtime=RUNTIME):
         blocks = replace(blocks, counts=counts, **scales)
         module.append_kv(key, value, blocks, slots.to(device))
         made.append(blocks)
-    kernel, reference = made
-    same_codes = torch.equal(kernel.codes.view(torch.uint8), reference.codes.view(torch.uint8))
-    assert reference.counts.sum((0, 1)).min() > 0  # of everything some
-    return same_codes and torch.equal(kernel.counts, reference.counts)
+    want, *others = made
+    assert want.counts.sum((0, 1)).min() > 0  # of everything some
+    for got in others:
+        assert torch.equal(got.codes.view(torch.uint8), want.codes.view(torch.uint8))
+        assert torch.equal(got.counts, want.counts)
+
+
+def assert_rounded(format, device="cpu", runtime=RUNTIME):
+    """The kernel rounds all bfloat16 values, ties among them, as torch's cast does."""
+    x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x.view(256, 2, 128)
+    case = Case((256,), head_dim=128, format=format, k_scales="tensor", v_scales="tensor")
+    one = torch.ones(1, device=device)
+    blocks = replace(build(case, device, runtime).blocks, k_scale=one, v_scale=one)
+    limit = torch.finfo(blocks.codes.dtype).max
+    want = x.float().clamp(-limit, limit).to(blocks.codes.dtype).view(torch.uint8)
+    slots = torch.arange(256, device=device)
+    runtime.append_kv.append_kv(x.to(device), x.to(device), blocks, slots)
+    for stored in (blocks.key, blocks.value):
+        codes = stored.view(torch.uint8)[:16].transpose(1, 2).reshape(256, 2, 128)
+        assert torch.equal(codes.cpu(), want)

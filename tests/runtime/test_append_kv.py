@@ -7,7 +7,7 @@ import pytest
 import torch
 from paged import FORMATS, NAN_CODE, RUNTIME, Case
 from paged import poisoned as poison
-from runtime.checks import stored_alike
+from runtime.checks import assert_rounded, assert_stored
 
 from fp8kv_runtime.fp8 import FP8_DTYPES
 from fp8kv_runtime.storage import KVBlocks
@@ -46,7 +46,12 @@ def both(key, value, blocks, slots):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"D{c.head_dim}-{c.format}-{c.k_scales}")
 def test_kernel_stores_what_the_reference_stores(case, device):
-    assert stored_alike(case, device)
+    assert_stored(case, device)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_all_bfloat16_values(format, device):
+    assert_rounded(format, device)
 
 
 def plain(format="e4m3fn", *, head_dim=16, kv_heads=1, k_scale=1.0, v_scale=1.0, device="cpu"):

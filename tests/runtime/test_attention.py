@@ -32,7 +32,7 @@ FUZZED = {
     "softmax_scale": (None, None, None, 0.2),
     "sinks": (False, True, False),
     "q_scale": (None, "head", None, None, "tensor"),
-    "num_splits": (None, 3, 1, 2, 8),
+    "num_splits": (None, 3, 1, 2, 8, 20),
 }
 CASES = 80
 
@@ -73,7 +73,7 @@ def test_any_layer(case, device):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "num_splits"), [(16, 2), (48, 1), (64, 3), (128, 8), (256, 2)]
+    ("block_size", "num_splits"), [(16, 2), (48, 1), (64, 3), (128, 20), (256, 8)]
 )
 def test_lengths_around_blocks_and_tiles(block_size, num_splits, device):
     edges = sorted({n + d for n in (block_size, 64, 128) for d in (-1, 0, 1)})

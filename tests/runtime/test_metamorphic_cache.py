@@ -1,4 +1,4 @@
-"""How K and V came into the cache, shared, copied or in chunks, does not change what is computed."""
+"""How K and V came into the cache, shared, copied or in chunks, does not change the output."""
 
 import pytest
 import torch

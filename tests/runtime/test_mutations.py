@@ -1,0 +1,213 @@
+"""Each mistake below is one that a test must see: the check passes, and fails on the mutant."""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from cache_model import run_history
+from mutants import mutant
+from paged import RUNTIME, Case
+from runtime.checks import INTERPRETED, assert_attention, assert_rounded, assert_stored
+
+pytestmark = [
+    pytest.mark.skipif(
+        not INTERPRETED, reason="a GPU has instructions for part of what is mutated"
+    ),
+    # NaN and Inf are among the inputs
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
+]
+
+# the longest sequence first: a mutant that takes its block table for another's reads what exists
+PLAIN = Case((130, 70, 17), group=3, head_dim=80, num_splits=2)
+ALL = replace(
+    PLAIN, window=60, softcap=5.0, sinks=True, starts=(3, 20, 1), center=True, block_size=64
+)
+CASES = {
+    "plain": PLAIN,
+    "all": ALL,
+    "fp8": replace(ALL, q_scale="head", window=None),
+    "channel": replace(PLAIN, k_scales="channel", v_scales="channel"),
+    "fp32": replace(PLAIN, dtype=torch.float32),
+}
+EXTEND = {"query_lens": (9, 20, 17)}
+
+
+def attention_checks():
+    for name, case in CASES.items():
+        for kind, changes in (("decode", {}), ("extend", EXTEND)):
+            for implementation in ("kernel", "reference"):
+                yield (
+                    f"{kind} {name} {implementation}",
+                    partial(assert_attention, replace(case, **changes), "cpu", (implementation,)),
+                )
+
+
+STORED = Case((), head_dim=80, center=True, dtype=torch.float32)
+CHECKS = {
+    **dict(attention_checks()),
+    "stored": partial(assert_stored, STORED),
+    "rounded": partial(assert_rounded, "e4m3fn"),
+    "rounded fnuz": partial(assert_rounded, "e4m3fnuz"),
+    "history": partial(run_history, 1, steps=400),
+    "growing history": partial(run_history, 3, steps=400, can_grow=True),
+}
+
+ATTEND, DECODE, EXTEND_PY = (f"kernels/{name}.py" for name in ("attend", "decode", "extend"))
+APPEND, CODEC, LAUNCH = (f"kernels/{name}.py" for name in ("append_kv", "codec", "launch"))
+REFERENCE, CACHE, BLOCKS, STORAGE = "reference.py", "cache.py", "blocks.py", "storage.py"
+NO_Q_ROUNDING = """        q = decode(codes, FORMAT, HARDWARE).to(tl.float32)
+        q *= (q_scale * decode_unit(FORMAT, HARDWARE))[:, None]
+"""
+LOADED_SLOTS = "tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)"
+
+# what is wrong: who sees it, and the file with what is replaced by what
+MUTATIONS = {
+    # scales
+    "drops K's scale": ("decode plain kernel", ATTEND,
+        ("factor *= tl.load(k_scale_ptr + kv_head * K_SCALES)", "factor *= 1.0")),
+    "one K scale for all heads": ("extend plain kernel", ATTEND,
+        ("tl.load(k_scale_ptr + kv_head * K_SCALES)", "tl.load(k_scale_ptr)")),
+    "drops K's channel scales": ("decode channel kernel", ATTEND,
+        ("q = q * scale[None, :]", "q = q * 1.0")),
+    "drops V's scale in the reduce": ("decode plain kernel", DECODE,
+        ("(scale * decode_unit(FORMAT, HARDWARE))", "decode_unit(FORMAT, HARDWARE)")),
+    "drops V's scale in extend": ("extend channel kernel", EXTEND_PY,
+        ("(scale * decode_unit(FORMAT, HARDWARE))", "(scale * 0 + decode_unit(FORMAT, HARDWARE))")),
+    "V's scale of another head": ("decode plain kernel", DECODE,
+        ("head // GROUP, channels", "head % (NUM_HEADS // GROUP), channels")),
+    "V has K's scale": ("decode plain kernel", DECODE,
+        ("softmax, blocks.v_scale", "softmax, blocks.k_scale")),
+    "one query scale for all heads": ("decode fp8 kernel", ATTEND,
+        ("q_scale_ptr + heads * Q_SCALES", "q_scale_ptr + heads * 0")),
+    "forgets the decode unit of Q Kᵀ": ("decode plain kernel", ATTEND,
+        ("factor *= power_of_two(exponent) * decode_unit(FORMAT, HARDWARE)",
+         "factor *= power_of_two(exponent)")),
+    "forgets the decode unit of V": ("extend plain kernel", EXTEND_PY,
+        ("(scale * decode_unit(FORMAT, HARDWARE))", "(scale * 1.0)")),
+    "swaps K and V": ("decode plain kernel", LAUNCH,
+        ("blocks.key.view(torch.int16), blocks.value.view(torch.int16)",
+         "blocks.value.view(torch.int16), blocks.key.view(torch.int16)")),
+    "reference: V has K's scale": ("decode plain reference", STORAGE,
+        ("key.expand(shape), value.expand(shape)", "key.expand(shape), key.expand(shape)")),
+    # what is visible
+    "window one too long": ("extend all kernel", ATTEND,
+        ("positions[None, :] > rows_at[:, None] - WINDOW",
+         "positions[None, :] >= rows_at[:, None] - WINDOW")),
+    "window one too short": ("decode all kernel", DECODE,
+        ("seq_len - WINDOW)", "seq_len - WINDOW + 1)")),
+    "causal mask one too early": ("decode plain kernel", ATTEND,
+        ("(positions[None, :] <= rows_at[:, None])", "(positions[None, :] < rows_at[:, None])")),
+    "causal mask one too late": ("extend plain kernel", ATTEND,
+        ("(positions[None, :] <= rows_at[:, None])",
+         "(positions[None, :] <= rows_at[:, None] + 1)")),
+    "queries at the beginning": ("extend plain kernel", EXTEND_PY,
+        ("rows_at = seq_len - query_len + tokens", "rows_at = tokens")),
+    "skips the last partial block": ("decode plain kernel", DECODE,
+        ("end = tl.minimum(seq_len,", "end = tl.minimum(seq_len // BLOCK_SIZE * BLOCK_SIZE,")),
+    "ignores left padding in decode": ("decode all kernel", DECODE,
+        ("first = tl.load(seq_starts_ptr + seq)", "first = 0")),
+    "ignores left padding in extend": ("extend all kernel", EXTEND_PY,
+        ("first = tl.load(seq_starts_ptr + seq)", "first = 0")),
+    "reads slots of no one": ("decode all kernel", ATTEND,
+        ("valid = inside[:, None] & (pairs", "valid = (inside | True)[:, None] & (pairs")),
+    "reference: window one too long": ("decode all reference", REFERENCE,
+        ("columns > rows - window", "columns >= rows - window")),
+    "reference: ignores left padding": ("extend all reference", REFERENCE,
+        (" & (columns >= first)", "")),
+    # which block, which head
+    "the block before": ("decode plain kernel", ATTEND,
+        ("block_table_ptr + positions // BLOCK_SIZE",
+         "block_table_ptr + tl.maximum(positions - 1, 0) // BLOCK_SIZE")),
+    "always the first block": ("decode all kernel", ATTEND,
+        ("tl.load(block_table_ptr + start // BLOCK_SIZE)", "tl.load(block_table_ptr)")),
+    "the first sequence's blocks": ("extend plain kernel", EXTEND_PY,
+        ("block_tables_ptr + seq * stride_block_tables, kv_head", "block_tables_ptr, kv_head")),
+    "forgets the head group": ("decode plain kernel", DECODE,
+        ("heads = kv_head * GROUP + rows", "heads = kv_head + rows * NUM_KV_HEADS")),
+    "forgets the head group in extend": ("extend plain kernel", EXTEND_PY,
+        ("heads = kv_head * GROUP + pairs % GROUP",
+         "heads = kv_head + pairs % GROUP * NUM_KV_HEADS")),
+    "reference: forgets the head group": ("decode plain reference", REFERENCE,
+        ("x.repeat_interleave(group, 0)", "x.repeat(group, 1, 1)")),
+    # softmax
+    "drops the softcap": ("decode all kernel", ATTEND,
+        ("scores = softcapped(scores, softcap)", "scores = scores")),
+    "drops the sink": ("decode all kernel", DECODE,
+        ("inside, split == 0, HAS", "inside, split < 0, HAS")),
+    "counts the sink in every part": ("decode all kernel", DECODE,
+        ("inside, split == 0, HAS", "inside, split >= 0, HAS")),
+    "ignores the centre": ("decode all kernel", ATTEND,
+        ("scores += shift[:, None]", "scores += 0.0")),
+    "the centre's score of the unrounded query": ("decode fp8 kernel", ATTEND, (NO_Q_ROUNDING, "")),
+    "forgets to correct the sum": ("decode plain kernel", ATTEND,
+        ("running_sum * correction", "running_sum")),
+    "forgets to correct odd channels": ("extend plain kernel", ATTEND,
+        ("odd_acc * correction[:, None]", "odd_acc")),
+    "forgets the parts' maxima": ("decode plain kernel", DECODE,
+        ("partial * tl.exp2(some_maxima - overall)[:, None]", "partial")),
+    "forgets the last part": ("decode plain kernel", DECODE,
+        ("inside = some < num_splits", "inside = some < num_splits - 1")),
+    "parts that leave tiles over": ("decode plain kernel", DECODE,
+        ("tl.cdiv(tl.cdiv(seq_len - origin, TILE), num_splits)",
+         "(tl.cdiv(seq_len - origin, TILE) // num_splits)")),
+    "rounds an fp32 query": ("decode fp32 kernel", LAUNCH,
+        ("scale_dims(blocks.k_scale) == 2 or query.dtype == torch.float32", "False")),
+    "rounds the weights of an fp32 query": ("extend fp32 kernel", LAUNCH,
+        ('"P_REST": query.dtype == torch.float32', '"P_REST": False')),
+    "leaves a channel unwritten": ("decode plain kernel", DECODE,
+        ("element_ty), mask=in_head)", "element_ty), mask=in_head & (channels != 7))")),
+    "reference: drops the softcap": ("decode all reference", REFERENCE,
+        ("torch.tanh(scores / options.softcap)",
+        "(scores / options.softcap)")),
+    # storing
+    "a token without a slot goes to slot 0": ("stored", APPEND,
+        (LOADED_SLOTS, f"tl.where(tokens < num_tokens, tl.maximum({LOADED_SLOTS}, 0), -1)")),
+    "reference: a token without a slot goes to the last": ("stored", REFERENCE,
+        ("(slot_mapping < 0).any()", "False")),
+    "stores K without its centre": ("stored", APPEND, ("x - center[None, :]", "x")),
+    "reference: stores K without its centre": ("stored", REFERENCE,
+        ("x[0] -= blocks.k_center", "x[0] -= 0")),
+    "counts what is just representable as saturated": ("stored", APPEND,
+        ("tl.abs(scaled) > largest(FORMAT)", "tl.abs(scaled) > largest(FORMAT) / 2")),
+    "counts zeros as underflowed": ("stored", APPEND, ("(tl.abs(x) > 0) & ", "")),
+    "rounds halves away from zero": ("rounded", CODEC,
+        ("((1 << (SHIFT - 1)) - 1) + ((a_bits >> SHIFT) & 1)", "(1 << (SHIFT - 1))")),
+    "does not saturate": ("rounded", CODEC,
+        ("tl.minimum(magnitude.to(tl.float32, bitcast=True), MAX)",
+         "magnitude.to(tl.float32, bitcast=True)"),
+        ("tl.minimum(tl.where(a < 2.0 ** (1 - BIAS), subnormal, normal), MAX_CODE)",
+         "tl.where(a < 2.0 ** (1 - BIAS), subnormal, normal)")),
+    "no subnormals": ("rounded", CODEC,
+        ("a < 2.0 ** (1 - BIAS), subnormal", "a < 2.0 ** (1 - BIAS), 0")),
+    "NaN becomes 0": ("rounded", CODEC,
+        ("code = tl.where(is_nan, 0x7F, code) | sign", "code = code | sign")),
+    "negative zero where there is none": ("rounded fnuz", CODEC,
+        ("tl.where(code == 0, 0, code | sign)", "code | sign")),
+    # the cache
+    "writes into a shared block": ("history", CACHE,
+        ("references(sequence.block_ids[-1]) > 1", "references(sequence.block_ids[-1]) > 2")),
+    "copies K only": ("history", STORAGE,
+        ("codes[:, target] = codes[:, source]", "codes[0, target] = codes[0, source]")),
+    "a changed block is still found": ("history", CACHE, ("self._pool.forget(shared)", "pass")),
+    "a block taken again is still found": ("history", BLOCKS,
+        ("            self.forget(block_id)\n", "")),
+    "hashes ignore the past": ("history", BLOCKS, ("sha256(digest + block)", "sha256(block)")),
+    "leaves no token to run": ("history", CACHE, ("(token_ids or [])[:-1]", "(token_ids or [])")),
+    "offers tokens after a gap": ("history", CACHE, (" and len(known) == start", "")),
+    "runs out half-way": ("history", CACHE, ("sum(needed) + self._copies_to_make(sequences)", "0")),
+    "loses V when it grows": ("growing history", STORAGE,
+        ("new[:, : self.num_blocks] = old", "new[0, : self.num_blocks] = old[0]")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted({mutation[0] for mutation in MUTATIONS.values()}))
+def test_the_check_passes_on_the_runtime(name):
+    CHECKS[name](runtime=RUNTIME)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_check_fails_on_the_mutant(name, tmp_path):
+    check, file, *replacements = MUTATIONS[name]
+    with mutant(tmp_path, file, *replacements) as runtime, pytest.raises(AssertionError):
+        CHECKS[check](runtime=runtime)
