@@ -125,8 +125,9 @@ class KVBlocks:
         """First `length` tokens of sequences [S, blocks], dequantised: 2 x [S, K, T, D] float32."""
         used = block_tables[:, : -(-length // self.block_size)]
         # as bytes, because torch cannot index FP8 on every device
-        taken = self.codes.view(torch.uint8).index_select(1, used.flatten())
-        taken = taken.unflatten(1, used.shape)  # [2, S, n, K, block_size, D]
+        codes = self.codes.view(torch.uint8)
+        taken = codes.index_select(1, used.flatten())
+        taken = taken.view(2, *used.shape, *codes.shape[2:])  # [2, S, n, K, block_size, D]
         taken = taken.transpose(2, 3).flatten(3, 4)[:, :, :, :length]
         key, value = dequantize(taken.view(self.codes.dtype), self.scales[:, None])
         return key if self.k_center is None else key + per_channel(self.k_center), value
