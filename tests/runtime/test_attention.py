@@ -170,3 +170,11 @@ def test_fp8_queries_with_a_k_scale_per_channel_are_refused(implementation, devi
     batch = build(Case((9,), k_scales="channel", q_scale="head"), device)
     with pytest.raises(ValueError, match="one per channel cannot be taken out"):
         batch.attend(implementation)
+
+
+@pytest.mark.parametrize(("head_dim", "message"), [(65, "even head_dim"), (320, "256")])
+@pytest.mark.parametrize("query_lens", [None, (1,)])
+def test_head_dims_that_kernels_do_not_handle(head_dim, message, query_lens, device):
+    batch = build(Case((9,), head_dim=head_dim, query_lens=query_lens), device)
+    with pytest.raises(ValueError, match=message):
+        batch.attend("kernel")
