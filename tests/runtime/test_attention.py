@@ -88,6 +88,13 @@ def test_windows_around_blocks_tiles_and_lengths(window, device):
     assert_attention(replace(case, query_lens=(34, 3, 1)), device, IMPLEMENTATIONS)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sink_that_takes_nearly_all(dtype, device):
+    # one visible token, whose logit is often far below the sink's
+    case = Case((65, 40, 9, 1), group=4, window=1, softmax_scale=0.4, sinks=True, dtype=dtype)
+    assert_attention(case, device, IMPLEMENTATIONS)
+
+
 @pytest.mark.parametrize("extends", [False, True])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_left_padding_up_to_the_whole_sequence(sinks, extends, device):
