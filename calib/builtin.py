@@ -12,6 +12,7 @@ import torch
 from calib.checkpoint import SINGLE_FILE
 from calib.errors import InputError
 from calib.output import atomic_directory
+from calib.progress import library_bars_hidden
 from calib.tensor_file import share_file
 
 BUILTIN_MODELS = ("builtin:smollm2",)
@@ -53,7 +54,7 @@ def _package_directory() -> str:
 def _dequantise(package: str, directory: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    with atomic_directory(directory) as scratch:
+    with atomic_directory(directory) as scratch, library_bars_hidden():
         model = AutoModelForCausalLM.from_pretrained(
             package,
             gguf_file=_GGUF,

@@ -18,6 +18,7 @@ from calib.builtin import BUILTIN_MODELS, builtin_model
 from calib.checkpoint import Checkpoint, open_checkpoint
 from calib.errors import InputError, UnsupportedModelError
 from calib.hub import download_model
+from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
 
 
@@ -91,15 +92,16 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
     """
     _forget_kv_only_quantization(config)
     try:
-        model, info = _auto_class(config).from_pretrained(
-            checkpoint.path,
-            config=config,
-            dtype=recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype),
-            device_map=_device_map(recipe),
-            trust_remote_code=recipe.trust_remote_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
+        with library_bars_hidden():
+            model, info = _auto_class(config).from_pretrained(
+                checkpoint.path,
+                config=config,
+                dtype=recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype),
+                device_map=_device_map(recipe),
+                trust_remote_code=recipe.trust_remote_code,
+                use_safetensors=True,
+                output_loading_info=True,
+            )
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise InputError(_one_line(f"cannot load '{checkpoint.path}': {error}")) from None
     missing = sorted(info["missing_keys"])

@@ -38,3 +38,17 @@ def progress_bar(*, show: bool) -> Iterator[Progress]:
             total=lambda tokens: bar.reset(task, total=tokens),
             advance=advance,
         )
+
+
+@contextmanager
+def library_bars_hidden() -> Iterator[None]:
+    """Inside the block transformers draws no progress bars of its own."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
