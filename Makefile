@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test check fix compile-kernels interop bench bench-peers bench-kernels clean
+.PHONY: help demo test check fix compile-kernels interop bench bench-generate bench-peers bench-kernels clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -67,6 +67,9 @@ $(INTEROP)/.installed: tests/interop/requirements.py
 
 bench: $(VENV)/.installed ## cost of calibration over a bare forward pass
 	$(BIN)/python benchmarks/calibration.py
+
+bench-generate: $(VENV)/.installed ## generate on the FP8 cache beside transformers' own
+	$(BIN)/python benchmarks/generate.py
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 	$(BIN)/python benchmarks/peers.py --peer-python $(PEERS)/bin/python
