@@ -1,0 +1,94 @@
+"""`fp8kv calibrate`, also installed as `fp8kv-calibrate`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from calib import choices
+from commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemoteCode
+from commands.running import print_table, run
+
+if TYPE_CHECKING:
+    from calib.job import Result
+
+
+def calibrate(
+    context: typer.Context,
+    model: Model,
+    output: Annotated[
+        Path | None, Flag("-o", "--output", help="Default: ./<model>-fp8kv-<strategy>.")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        Flag(help="Bundled name (see `fp8kv recipes`), YAML file, or a saved calibration."),
+    ] = None,
+    strategy: Annotated[choices.Strategy | None, Flag(help="Which values share a scale.")] = None,
+    observer: Annotated[choices.ObserverName | None, Flag(help="How an amax is chosen.")] = None,
+    targets: Annotated[choices.Targets | None, Flag(help="qkv adds query scales.")] = None,
+    format: Annotated[
+        list[str] | None,
+        Flag(
+            metavar=f"[{'|'.join(choices.FORMATS)}]",
+            help="Repeatable; several fill DIR/<format>/ each. Default: vllm.",
+        ),
+    ] = None,
+    reduce: Annotated[
+        choices.Reduce | None, Flag(help="max: one scale per layer for engines that take no more.")
+    ] = None,
+    tp_size: Annotated[int | None, Flag(help="Ranks in kv_cache_scales.json.")] = None,
+    dataset: Annotated[
+        str | None,
+        Flag(
+            help="Hub id, .jsonl/.json/.parquet/.txt/directory, builtin:python-docs, self, random."
+        ),
+    ] = None,
+    samples: Annotated[int | None, Flag(help="Default: 512.")] = None,
+    seq_len: Annotated[int | None, Flag(help="Tokens per sample at most. Default: 2048.")] = None,
+    batch_size: Annotated[str | None, Flag(help="Samples per forward pass, or auto.")] = None,
+    seed: Annotated[int | None, Flag(help="Default: 42.")] = None,
+    device: Device = None,
+    dtype: DType = None,
+    fp8_dtype: Annotated[choices.FP8Name | None, Flag(help="Default: e4m3fn (max 448).")] = None,
+    headroom: Annotated[float | None, Flag(help="Multiplies every amax. Default: 1.0.")] = None,
+    weights: Annotated[
+        choices.Weights | None,
+        Flag(help="link: hard-link the source's weights; none: scales and configs only."),
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    set_: Annotated[
+        list[str] | None,
+        Flag("--set", metavar="KEY=VALUE", help="Any recipe key, as data.column=text."),
+    ] = None,
+    overwrite: Annotated[bool, Flag("--overwrite", help="Replace an earlier output.")] = False,
+    quiet: Annotated[bool, Flag("--quiet", help="Print nothing but errors.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Calibrate a model's FP8 KV-cache scales and write a checkpoint that engines load."""
+
+    def work() -> None:
+        from calib.flags import assignments, overrides
+        from calib.job import run as run_job
+        from calib.progress import progress_bar
+        from calib.recipe import load_recipe
+
+        resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
+        with progress_bar(show=not (quiet or as_json)) as progress:
+            result = run_job(model, resolved, output, overwrite=overwrite, progress=progress)
+        if as_json:
+            print(json.dumps(result.to_json()))
+        elif not quiet:
+            _print_result(result)
+
+    run(work, debug=debug)
+
+
+def _print_result(result: "Result") -> None:
+    from calib.report import closing_lines
+    from calib.summary import HEADINGS, table_rows
+
+    title = f"FP8 KV-cache scales, strategy {result.recipe.strategy}"
+    print_table(title, HEADINGS, table_rows(result.layers))
+    print("\n".join(closing_lines(result)))
