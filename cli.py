@@ -9,6 +9,7 @@ from commands.calibrate import calibrate
 from commands.doctor import doctor
 from commands.generate import generate
 from commands.recipes import recipes
+from commands.stress import stress
 
 app = typer.Typer(
     name="fp8kv",
@@ -17,7 +18,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (calibrate, generate, recipes, doctor):
+for command in (calibrate, generate, stress, recipes, doctor):
     app.command()(command)
 
 calibrate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

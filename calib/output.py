@@ -20,6 +20,7 @@ from calib.export.base import Export
 from calib.tensor_file import save_tensors
 
 CALIBRATION_FILE = "fp8kv_calibration.json"
+STRESS_FILE = "fp8kv_stress.json"
 SCALES_SHARD = "model-fp8kv-scales.safetensors"
 
 # transformers ignores the index, and so our shard, where a file of the usual single name exists
@@ -53,7 +54,8 @@ def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
         return
     if not overwrite:
         raise InputError(f"output '{out}' exists; add --overwrite, or choose another -o")
-    if not any(out.glob(CALIBRATION_FILE)) and not any(out.glob(f"*/{CALIBRATION_FILE}")):
+    ours = (CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE)
+    if not any(any(out.glob(pattern)) for pattern in ours):
         raise InputError(f"output '{out}' was not written by fp8kv, so --overwrite leaves it alone")
 
 
@@ -79,7 +81,7 @@ def write_checkpoint(
     export: Export, checkpoint: Checkpoint, out: Path, *, weights: Weights, readme: str
 ) -> None:
     """Fill the directory `out` with the source's files and what `export` adds."""
-    _copy_small_files(checkpoint, out)
+    copy_small_files(checkpoint, out)
     write_documents(export, out)
     _write_readme(checkpoint.path / "README.md", readme, out)
     write_json(out / "config.json", export.config or checkpoint.config)
@@ -93,6 +95,18 @@ def write_checkpoint(
     weight_map = {n: names[s] for n, s in checkpoint.weight_map.items() if n not in stale}
     weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
     _write_index(checkpoint, out, weight_map, export.tensors)
+
+
+def copy_small_files(checkpoint: Checkpoint, out: Path) -> None:
+    """Copy what is neither a weight, nor an index of weights, nor of an earlier run of ours."""
+    for file in sorted(checkpoint.path.rglob("*")):
+        relative = file.relative_to(checkpoint.path)
+        hidden = any(part.startswith((".", "fp8kv_")) for part in relative.parts)
+        is_weight = file.suffix in _WEIGHT_SUFFIXES or file.name == INDEX_FILE
+        if hidden or is_weight or not file.is_file():
+            continue
+        (out / relative).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, out / relative)
 
 
 def write_documents(export: Export, out: Path) -> None:
@@ -121,16 +135,6 @@ def _output_names(checkpoint: Checkpoint, weights: Weights) -> dict[str, str]:
     if SINGLE_FILE in names and weights != "none":
         names[SINGLE_FILE] = _RENAMED_SINGLE
     return names
-
-
-def _copy_small_files(checkpoint: Checkpoint, out: Path) -> None:
-    for file in sorted(checkpoint.path.rglob("*")):
-        relative = file.relative_to(checkpoint.path)
-        hidden = any(part.startswith((".", "fp8kv_")) for part in relative.parts)
-        if hidden or not file.is_file() or file.suffix in _WEIGHT_SUFFIXES:
-            continue
-        (out / relative).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, out / relative)
 
 
 def _place_shard(source: Path, target: Path, drop: set[str], weights: Weights) -> None:
