@@ -175,12 +175,17 @@ def test_a_full_disk_leaves_nothing_behind(tiny_directory, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama"]
 
 
+def heed_interrupts():
+    # a shell's background jobs, this test among them, are told to ignore SIGINT
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize(("sent", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 2)])
 def test_a_signal_in_the_middle_leaves_nothing_behind(sent, status, tiny_directory, tmp_path):
     endless = ("--samples", "20000", "--seq-len", "64", "--batch-size", "1", "--dataset", "random")
     screen, stderr = pty.openpty()  # the bar is drawn on terminals only
     command = [*CLI, "calibrate", str(tiny_directory), "-o", str(tmp_path / "out"), *endless]
-    running = subprocess.Popen(command, stderr=stderr)
+    running = subprocess.Popen(command, stderr=stderr, preexec_fn=heed_interrupts)
     os.close(stderr)  # so that reading ends, with EIO, when the process does
     shown = b""
     while b"tokens/s" not in shown:
