@@ -88,6 +88,11 @@ def stress(
         Fp8kvError: anything that a user can put right, and every model that cannot be proved.
     """
     recipe = load_recipe(None, {**overrides, "device": "cpu"})
+    if recipe.dtype not in ("auto", "float32"):
+        raise InputError(
+            f"--dtype {recipe.dtype} may round the source's weights, and with them the "
+            "twin's outputs; use auto or float32"
+        )
     checkpoint = find_checkpoint(model_name)
     check_output(output, checkpoint.path, overwrite=overwrite)
     _check_is_plain(checkpoint)
@@ -162,20 +167,18 @@ def _observe(checkpoint: Checkpoint, recipe: Recipe) -> _Observed:
 
 def _prove(checkpoint: Checkpoint, before: _Observed, after: _Observed, factors: Factors) -> None:
     problems = []
-    if not torch.equal(before.logits, after.logits):
-        problems.append("its logits are not the source's")
     for name, pair in before.kv.items():
         wanted = (("K", pair[0] * factors.k), ("V", pair[1] * factors.v))
         for (which, expected), found in zip(wanted, after.kv[name], strict=True):
             if not torch.equal(expected, found):
                 problems.append(f"{which} of {name} is not the source's times its factor")
-    if not before.kv:
-        problems.append("no K and V were seen")
+    if not torch.equal(before.logits, after.logits):
+        problems.append("its logits are not the source's")
     if problems:
         architecture = (checkpoint.config.get("architectures") or ["this model"])[0]
         raise UnsupportedModelError(
             f"no twin of {architecture}: {problems[0]}; something in it does not follow a factor "
-            "in front of it. Nothing was written"
+            "in front of it, or its config's dtype rounds its weights. Nothing was written"
         )
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from commands.flags import AsJson, Debug, DType, Flag, Model, TrustRemoteCode
+from calib import choices
+from commands.flags import AsJson, Debug, Flag, Model, TrustRemoteCode
 from commands.running import run
 
 if TYPE_CHECKING:
@@ -19,7 +20,9 @@ def stress(
     output: Annotated[Path, Flag("-o", "--output", help="Directory to write.")],
     k_factor: Annotated[str, Flag(help="Power of two that K is multiplied by.")] = "256",
     v_factor: Annotated[str, Flag(help="Power of two that V is multiplied by.")] = "1/1024",
-    dtype: DType = None,
+    dtype: Annotated[
+        choices.DType | None, Flag(help="auto: as the checkpoint says; or float32.")
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     overwrite: Annotated[bool, Flag("--overwrite", help="Replace an earlier output.")] = False,
     as_json: AsJson = False,
