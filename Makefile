@@ -39,6 +39,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 OUT := build/interop
 CALIBRATE := $(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs \
 	--samples 4 --seq-len 128 --overwrite --quiet
+SMOLLM2_DIRECTORY = $(BIN)/python -c 'from calib.builtin import builtin_model as b; print(b("builtin:smollm2"))'
 LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn_head-qkv
 
 interop: export HF_HUB_OFFLINE = 1
@@ -51,8 +52,11 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 		$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/$$name || exit 1; \
 	done
 	$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/tensor-kv/vllm --doubled
-	$(INTEROP)/bin/python tests/interop/check_transformers.py \
-		"$$($(BIN)/python -c 'from calib.builtin import builtin_model as b; print(b("builtin:smollm2"))')" \
+	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite
+	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv
+	$(INTEROP)/bin/python tests/interop/check_stress.py \
+		"$$($(SMOLLM2_DIRECTORY))" $(OUT)/twin $(OUT)/twin-fp8kv
+	$(INTEROP)/bin/python tests/interop/check_transformers.py "$$($(SMOLLM2_DIRECTORY))" \
 		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
 
 $(INTEROP)/.installed: tests/interop/requirements.py

@@ -39,6 +39,7 @@ class Stressed:
     model: str
     output: Path
     factors: Factors
+    dtype: str  # of the weights
     changed: list[str]  # names of tensors
     k_amax: tuple[float, float]  # of the source, of the twin
     v_amax: tuple[float, float]
@@ -50,6 +51,7 @@ class Stressed:
             "output": str(self.output),
             "k_factor": self.factors.k,
             "v_factor": self.factors.v,
+            "dtype": self.dtype,
             "tokens_compared": _PROBE_TOKENS,
             "k_amax": dict(zip(("source", "twin"), self.k_amax, strict=True)),
             "v_amax": dict(zip(("source", "twin"), self.v_amax, strict=True)),
@@ -101,12 +103,13 @@ def stress(
         model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
         changed = rescale(model, factors)
         _save(model, checkpoint, scratch)
+        dtype = str(model.dtype).removeprefix("torch.")
         del model  # one copy in memory is enough
         # what is compared is what lies on disk
         after = _observe(open_checkpoint(scratch), recipe)
         _prove(checkpoint, before, after, factors)
         k_amax, v_amax = ((_amax(before, w), _amax(after, w)) for w in "kv")
-        done = Stressed(model_name, output, factors, changed, k_amax, v_amax)
+        done = Stressed(model_name, output, factors, dtype, changed, k_amax, v_amax)
         write_json(scratch / STRESS_FILE, done.to_json())
         (scratch / "README.md").write_text(_card(done))
     return done
@@ -206,20 +209,22 @@ def _config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _card(done: Stressed) -> str:
+    # engines take float32 weights for bfloat16 unless told otherwise
+    flags = "--kv-cache-dtype fp8" + (" --dtype float32" if done.dtype == "float32" else "")
     return f"""# Stress twin of {done.model}
 
-Made by `fp8kv stress`. Its K are the source's times {done.factors.k:g}, its V times
-{done.factors.v:g}; Q and the output projections are divided by the same, so its outputs in float32
-are the source's, bit for bit. On {_PROBE_TOKENS} tokens K reached {done.k_amax[1]:g} and V
-{done.v_amax[1]:g}; FP8 (E4M3) holds {_FP8.max:g} at most and {_FP8.tiny:g} at least without losing
-mantissa bits.
+Made by `fp8kv stress`. Its K are the source's times {Fraction(done.factors.k)}, its V times
+{Fraction(done.factors.v)}; Q and the output projections are divided by the same. In float32 its
+outputs are the source's, bit for bit. On {_PROBE_TOKENS} tokens K reached
+{done.k_amax[1]:.4g} and V {done.v_amax[1]:.4g}; FP8 (E4M3) ends at
+{_FP8.max:g} and has full precision from {_FP8.tiny:g} on.
 
 It shows whether a serving stack uses the scales of an FP8 KV cache:
 
 ```bash
-vllm serve {done.output} --kv-cache-dtype fp8           # no scales: garbage
+vllm serve {done.output} {flags}           # no scales: garbage
 fp8kv-calibrate {done.output} -o {done.output}-fp8kv
-vllm serve {done.output}-fp8kv --kv-cache-dtype fp8     # with scales: the source's text
+vllm serve {done.output}-fp8kv {flags}     # with scales: the source's text
 ```
 
 If the second server writes garbage too, it does not use the scales.
