@@ -1,4 +1,4 @@
-"""Command line: `fp8kv` with its commands, and `fp8kv-calibrate`.
+"""Command line: `fp8kv` with its commands, `fp8kv-calibrate` and `fp8kv-eval`.
 
 Nothing heavy is imported before a command runs, so `--help` answers at once.
 """
@@ -7,6 +7,7 @@ import typer
 
 from commands.calibrate import calibrate
 from commands.doctor import doctor
+from commands.evaluate import evaluate
 from commands.generate import generate
 from commands.recipes import recipes
 from commands.stress import stress
@@ -18,11 +19,16 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for command in (calibrate, generate, stress, recipes, doctor):
+app.command()(calibrate)
+app.command("eval")(evaluate)
+for command in (generate, stress, recipes, doctor):
     app.command()(command)
 
 calibrate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 calibrate_app.command()(calibrate)
+
+eval_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+eval_app.command()(evaluate)
 
 
 def main() -> None:
@@ -33,6 +39,11 @@ def main() -> None:
 def calibrate_main() -> None:
     """Entry point of `fp8kv-calibrate`."""
     calibrate_app()
+
+
+def eval_main() -> None:
+    """Entry point of `fp8kv-eval`."""
+    eval_app()
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Reduce = Literal["none", "max"]
 Backend = Literal["auto", "triton", "torch"]
+SuiteName = Literal["quick", "full"]
 Weights = Literal["link", "copy", "none"]
 
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)

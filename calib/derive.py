@@ -1,7 +1,11 @@
 """From statistics to scales, for a recipe in hand or one saved with a finished calibration."""
 
-from pathlib import Path
+from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calib.errors import InputError
 from calib.observers import Observer, make_observer
 from calib.output import CALIBRATION_FILE
 from calib.recipe import Recipe, load_recipe
@@ -9,6 +13,9 @@ from calib.scales import KVScales
 from calib.stats import KVStats
 from calib.stats_file import load_stats
 from fp8kv_runtime.fp8 import FP8_DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def recipe_observer(recipe: Recipe) -> Observer:
@@ -42,3 +49,19 @@ def load_scales(directory: Path) -> KVScales:
         InputError: the directory holds no calibration of ours.
     """
     return derive_scales(load_stats(directory), load_recipe(str(directory / CALIBRATION_FILE)))
+
+
+def check_fits(model: PreTrainedModel, scales: KVScales) -> KVScales:
+    """Check that `scales` are of this model's modules; returns them.
+
+    Raises:
+        InputError: they name a module that the model does not have.
+    """
+    modules = dict(model.named_modules())
+    for name, layer in scales.layers.items():
+        if getattr(modules.get(name), "layer_idx", None) != layer.layer_idx:
+            raise InputError(
+                f"the scales are of another model: they name layer {layer.layer_idx} '{name}', "
+                f"which {type(model).__name__} does not have"
+            )
+    return scales

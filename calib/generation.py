@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextSt
 
 from calib.attention import map_attention
 from calib.checkpoint import Checkpoint
-from calib.derive import load_scales
+from calib.derive import check_fits, load_scales
 from calib.devices import input_device
 from calib.errors import InputError
 from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
@@ -123,7 +123,7 @@ def generate_text(
     check_positions(config, tokens, "prompt + --max-new-tokens")
     model = load_model(checkpoint, config, recipe)
     inputs = inputs.to(input_device(model))
-    used = unit_scales(model) if known is None else _check_fits(model, known)
+    used = unit_scales(model) if known is None else check_fits(model, known)
     return _run(model, tokenizer, inputs, used, options, on_text)
 
 
@@ -144,17 +144,6 @@ def _known_scales(checkpoint: Checkpoint, scales: str | None) -> KVScales:
             f"fp8kv-calibrate, or --scales {UNIT_SCALES} for scale 1.0"
         )
     return load_scales(directory)
-
-
-def _check_fits(model: PreTrainedModel, scales: KVScales) -> KVScales:
-    modules = dict(model.named_modules())
-    for name, layer in scales.layers.items():
-        if getattr(modules.get(name), "layer_idx", None) != layer.layer_idx:
-            raise InputError(
-                f"the scales are of another model: they name layer {layer.layer_idx} '{name}', "
-                f"which {type(model).__name__} does not have"
-            )
-    return scales
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> Any:

@@ -1,0 +1,122 @@
+"""Per layer and head: what rounding does to K, V and the attention output, on held-out text."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from calib.eval.variants import Variant, fp8_rounding
+from calib.scales import LayerScales
+from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
+from fp8kv_runtime.hf import swap_attention
+
+
+@dataclass
+class LayerError:
+    """Sums over tokens, of one layer and variant."""
+
+    layer_idx: int
+    error: Tensor  # [H] squared error of the attention output
+    power: Tensor  # [H] squared attention output
+    saturated: Tensor  # [2, K] values of K and V beyond the format's largest
+    underflowed: Tensor  # [2, K] values that became 0
+    values: int  # per head, of each of K and V
+    amax: Tensor  # [2, K] largest |x| / scale
+
+    @property
+    def rel_rms(self) -> Tensor:
+        """Relative RMS error of the attention output of each head."""
+        return (self.error / self.power.clamp(min=1e-30)).sqrt()
+
+
+@torch.inference_mode()
+def layer_errors(
+    model: PreTrainedModel, documents: Iterable[Tensor], variants: Sequence[Variant]
+) -> dict[str, dict[int, LayerError]]:
+    """Errors by variant and layer; each layer is given the reference's own input."""
+    found: dict[str, dict[int, LayerError]] = {v.name: {} for v in variants if v.scales}
+    roundings = {
+        v.name: fp8_rounding(v.scales, v.tensors) for v in variants if v.scales is not None
+    }
+    scales = {
+        v.name: {s.layer_idx: s for s in v.scales.layers.values()} for v in variants if v.scales
+    }
+    dtypes = {v.name: FP8_DTYPES[v.scales.fp8_dtype] for v in variants if v.scales}
+
+    def attend(
+        original: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        out = original(module, query, key, value, *args, **kwargs)
+        layer_idx: Any = module.layer_idx
+        for name, rounding in roundings.items():
+            if layer_idx not in scales[name]:
+                continue
+            rounded = rounding(layer_idx, query, key, value)
+            other = original(module, *rounded, *args, **kwargs)
+            seen = _seen(key, value, scales[name][layer_idx], dtypes[name])
+            _add(found[name], layer_idx, _tokens_last(out), _tokens_last(other), *seen)
+        return out
+
+    with swap_attention(model, attend):
+        for token_ids in documents:
+            model.get_decoder()(input_ids=token_ids[None].to(model.device), use_cache=False)
+    return found
+
+
+def _tokens_last(out: Any) -> Tensor:
+    # [B, T, H, D] from the attention interface; [B, H, T, D] from SDPA itself
+    tokens: Tensor = out[0][0] if isinstance(out, tuple) else out[0].transpose(0, 1)
+    return tokens.float()
+
+
+def _seen(
+    key: Tensor, value: Tensor, scales: LayerScales, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Saturated, underflowed and amax of K and V, [2, K] each, and values per head."""
+    counted = []
+    for x, scale, centre in ((key, scales.k, scales.k_center), (value, scales.v, None)):
+        heads = x.shape[1]
+        scale = scale.to(x.device)
+        scale = scale.repeat_interleave(heads // scale.shape[0], 0) if scale.shape[0] > 1 else scale
+        scale = scale.view(-1, 1, 1) if scale.dim() == 1 else scale.unsqueeze(1)
+        x = x if centre is None else x - centre.to(x.device).unsqueeze(1)
+        scaled = (x[0].float() / scale).abs()
+        zero = (quantize(x[0], scale, dtype).float() == 0) & (x[0] != 0)
+        counted.append(
+            (
+                (scaled > fp8_max(dtype)).sum((1, 2)),
+                zero.sum((1, 2)),
+                scaled.amax((1, 2)) / fp8_max(dtype),
+            )
+        )
+    saturated, underflowed, amax = (torch.stack(pair).cpu() for pair in zip(*counted, strict=True))
+    return saturated, underflowed, amax, key.shape[2] * key.shape[3]
+
+
+def _add(
+    layers: dict[int, LayerError], layer_idx: int, out: Tensor, other: Tensor, saturated: Tensor,
+    underflowed: Tensor, amax: Tensor, values: int,
+) -> None:  # fmt: skip
+    error = (other - out).square().sum((0, 2)).double().cpu()
+    power = out.square().sum((0, 2)).double().cpu()
+    if layer_idx not in layers:
+        layers[layer_idx] = LayerError(
+            layer_idx, error, power, saturated, underflowed, values, amax
+        )
+        return
+    layer = layers[layer_idx]
+    layer.error += error
+    layer.power += power
+    layer.saturated += saturated
+    layer.underflowed += underflowed
+    layer.values += values
+    layer.amax = torch.maximum(layer.amax, amax)

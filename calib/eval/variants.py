@@ -1,0 +1,177 @@
+"""What is compared with the reference: scales, single tensors in FP8, and controls."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from calib.choices import FP8Name, Strategy
+from calib.observers import AbsMax
+from calib.scales import KVScales, LayerScales
+from calib.stats import KVStats
+from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, fp8_max, quantize
+from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
+
+STRATEGIES: tuple[Strategy, ...] = ("tensor", "attn_head", "channel")
+Kind = Literal["fp8", "control"]
+# (layer_idx, query, key, value) -> what attention is given
+Rounding = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to hold K and V."""
+
+    name: str
+    what: str  # for the report
+    kind: Kind
+    scales: KVScales | None = None  # None: a control
+    tensors: str = "kv"  # which of q, k and v are rounded to FP8
+    eager: bool = False  # control: the reference through another attention kernel
+
+    @property
+    def generates(self) -> bool:
+        """Whether text is generated with it: one rounded tensor alone is no FP8 cache."""
+        return self.scales is not None and {"k", "v"} <= set(self.tensors)
+
+    def applied(self, model: PreTrainedModel, backend: Backend) -> AbstractContextManager[None]:
+        """Inside the block `model` holds K and V this way."""
+        if self.eager:
+            return _eager(model)
+        if self.scales is None:
+            return _rounded(model, _to_bfloat16)
+        if "k" in self.tensors and "v" in self.tensors:
+            query = "q" in self.tensors
+            return fp8_attention(model, self.scales, backend=backend, quantize_query=query)
+        return _rounded(model, fp8_rounding(self.scales, self.tensors))
+
+
+def build_variants(
+    stats: KVStats, random_stats: KVStats | None, others: dict[str, KVScales]
+) -> list[Variant]:
+    """Every variant that these statistics allow, controls first, `others` by their names last."""
+    tensor, head, channel = (_absmax(stats, strategy) for strategy in STRATEGIES)
+    e5m2 = _absmax(stats, "tensor", "e5m2")
+    found = [
+        Variant("bf16", "K and V rounded to bfloat16", "control"),
+        Variant("eager", "the reference through another attention kernel", "control", eager=True),
+        Variant("none", "scale 1.0: what engines do without scales", "fp8", _ones(tensor)),
+        Variant("e5m2", "one scale per layer, e5m2", "fp8", e5m2),
+        Variant("tensor", "one scale per layer", "fp8", tensor),
+        Variant("attn_head", "one scale per KV head", "fp8", head),
+        Variant("channel", "one scale per channel", "fp8", channel),
+        Variant("k only", "K alone in FP8, one scale per KV head", "fp8", head, "k"),
+        Variant("v only", "V alone in FP8, one scale per KV head", "fp8", head, "v"),
+        Variant("qkv", "queries in FP8 as well, one scale per head", "fp8", head, "qkv"),
+    ]
+    if all(layer.k.total is not None for layer in stats.layers.values()):
+        centred = centre_keys(channel, stats)
+        found += [
+            Variant("channel+k_center", "per channel, K's mean subtracted", "fp8", centred),
+            Variant(
+                "k only, centred", "K alone, per channel, mean subtracted", "fp8", centred, "k"
+            ),
+        ]
+    if random_stats is not None:
+        scales = _absmax(random_stats, "tensor")
+        found.append(Variant("random", "one scale per layer, from random token ids", "fp8", scales))
+    return found + [Variant(name, "given with --scales", "fp8", s) for name, s in others.items()]
+
+
+def _absmax(stats: KVStats, strategy: Strategy, fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
+    return stats.scales(strategy=strategy, observer=AbsMax(), fp8_dtype=fp8_dtype, targets="qkv")
+
+
+def centre_keys(scales: KVScales, stats: KVStats) -> KVScales:
+    """Channel scales for K minus its mean per channel; softmax does not see what is subtracted.
+
+    The residual's amax is not measured but bounded by `amax + |mean|`: E4M3 is a floating-point
+    format, so a range up to twice too wide costs nothing but the smallest values.
+    """
+    layers: dict[str, LayerScales] = {}
+    for name, layer in scales.layers.items():
+        seen = stats.layers[name]
+        assert seen.k.total is not None
+        mean = (seen.k.total / seen.tokens).float()
+        scale = (seen.k.amax + mean.abs()) / fp8_max(FP8_DTYPES[scales.fp8_dtype])
+        layers[name] = replace(layer, k=torch.where(scale > 0, scale, layer.k), k_center=mean)
+    return replace(scales, layers=layers)
+
+
+def fp8_rounding(scales: KVScales, tensors: str) -> Rounding:
+    """Round those of q, k and v that `tensors` names to FP8 and back."""
+    layers = {layer.layer_idx: layer for layer in scales.layers.values()}
+    dtype = FP8_DTYPES[scales.fp8_dtype]
+
+    def rounded(
+        layer_idx: int, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        layer = layers.get(layer_idx)
+        if layer is None:
+            return query, key, value
+        if "q" in tensors and layer.q is not None:
+            query = round_fp8(query, layer.q, dtype)
+        if "k" in tensors:
+            centre = 0.0 if layer.k_center is None else _per_channel(layer.k_center, key)
+            key = (round_fp8(key - centre, layer.k, dtype) + centre).to(key.dtype)
+        if "v" in tensors:
+            value = round_fp8(value, layer.v, dtype)
+        return query, key, value
+
+    return rounded
+
+
+def round_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, H, T, D] to FP8 and back, with scales [1], [H'] or [H', D] where H' divides H."""
+    scale = _per_channel(scale, x)
+    return dequantize(quantize(x, scale, dtype), scale).to(x.dtype)
+
+
+def _per_channel(scale: Tensor, x: Tensor) -> Tensor:
+    scale = scale.to(x.device)
+    if scale.shape[0] > 1:
+        scale = scale.repeat_interleave(x.shape[1] // scale.shape[0], 0)
+    return scale.view(-1, 1, 1) if scale.dim() == 1 else scale.unsqueeze(1)
+
+
+def _ones(scales: KVScales) -> KVScales:
+    one = torch.ones(1)
+    layers = {name: LayerScales(s.layer_idx, one, one) for name, s in scales.layers.items()}
+    return KVScales("tensor", "e4m3fn", layers, scales.shared)
+
+
+def _to_bfloat16(
+    layer_idx: int, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return query, key.bfloat16().to(key.dtype), value.bfloat16().to(value.dtype)
+
+
+def _rounded(model: PreTrainedModel, rounding: Rounding) -> AbstractContextManager[None]:
+    def attend(
+        original: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        layer_idx: Any = module.layer_idx
+        rounded = rounding(layer_idx, query, key, value)
+        return original(module, *rounded, *args, **kwargs)
+
+    return swap_attention(model, attend)
+
+
+@contextmanager
+def _eager(model: PreTrainedModel) -> Iterator[None]:
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager" if before != "eager" else "sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

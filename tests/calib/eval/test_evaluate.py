@@ -1,0 +1,169 @@
+"""The evaluation on tiny models: every figure recomputed plainly, every mistake one line."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import save_model
+from fake_quant import fake_quantized, rounded
+from families import FAMILIES, tiny_model
+from test_cli import calibrate, fp8kv, one_line_error
+from transformers import AutoModelForCausalLM
+
+from calib.data import load_data
+from calib.eval import job
+from calib.eval.job import Suite, evaluate
+from calib.eval.summary import summarize
+from calib.model import find_checkpoint, load_tokenizer
+from calib.recipe import load_recipe
+from fp8kv_runtime.hf import swap_attention
+
+SMALL = Suite(3, 4, 24, 2, 5, (), (), 2)
+RECIPE = load_recipe(None, {"data.dataset": "random", "device": "cpu", "dtype": "float32"})
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_model(
+        tiny_model("mistral", **FAMILIES["mistral"]), tmp_path_factory.mktemp("model") / "tiny"
+    )
+
+
+@pytest.fixture(scope="module")
+def evaluation(directory):
+    return evaluate(str(directory), RECIPE, SMALL)
+
+
+@pytest.fixture(scope="module")
+def report(evaluation):
+    return summarize(evaluation)
+
+
+def held_out(directory):
+    data = RECIPE.data.model_copy(update={"samples": 7, "seq_len": 24})
+    tokenizer = load_tokenizer(find_checkpoint(str(directory)), RECIPE)
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    return model, load_data(data, tokenizer, lambda: model).samples[3:]
+
+
+@pytest.mark.parametrize("name", ["none", "e5m2", "tensor", "attn_head", "channel", "random"])
+def test_kl_and_agreement_are_those_of_plain_transformers(name, evaluation, report, directory):
+    model, documents = held_out(directory)
+    scales = evaluation.measured[name].variant.scales
+    kl, agreed = [], 0
+    for document in documents:
+        ids = torch.tensor([document])
+        with torch.inference_mode():
+            p = model(ids, use_cache=False).logits[0].double().log_softmax(-1)
+            with fake_quantized(model, scales):
+                q = model(ids, use_cache=False).logits[0].double().log_softmax(-1)
+        kl.append((p.exp() * (p - q)).sum(-1))
+        agreed += int((p.argmax(-1) == q.argmax(-1)).sum())
+    row = report["variants"][name]
+    np.testing.assert_allclose(row["kl"]["value"], torch.cat(kl).mean().item(), rtol=0.02)
+    assert row["top1_count"] == agreed
+
+
+def test_the_reference_and_the_controls_do_not_differ(report):
+    reference = report["variants"]["reference"]
+    assert reference["kl"]["value"] == 0
+    assert reference["ppl_change"]["value"] == 0
+    assert reference["top1"]["value"] == 1
+    assert not report["variants"]["bf16"]["measurable"]
+    assert report["variants"]["eager"]["kl"]["value"] < 1e-6
+    assert report["variants"]["e5m2"]["measurable"]
+    assert report["noise_floor"] >= report["variants"]["bf16"]["kl"]["value"]
+
+
+@pytest.mark.parametrize("letter", ["k", "v"])
+def test_one_tensor_alone(letter, evaluation, report, directory):
+    model, documents = held_out(directory)
+    scales = evaluation.measured[f"{letter} only"].variant.scales
+    layers = {layer.layer_idx: layer for layer in scales.layers.values()}
+
+    def attend(original, module, query, key, value, *args, **kwargs):
+        layer = layers[module.layer_idx]
+        if letter == "k":
+            key = rounded(key, layer.k, torch.float8_e4m3fn)
+        else:
+            value = rounded(value, layer.v, torch.float8_e4m3fn)
+        return original(module, query, key, value, *args, **kwargs)
+
+    kl = []
+    for document in documents:
+        ids = torch.tensor([document])
+        with torch.inference_mode():
+            p = model(ids, use_cache=False).logits[0].double().log_softmax(-1)
+            with swap_attention(model, attend):
+                q = model(ids, use_cache=False).logits[0].double().log_softmax(-1)
+        kl.append((p.exp() * (p - q)).sum(-1))
+    row = report["variants"][f"{letter} only"]
+    np.testing.assert_allclose(row["kl"]["value"], torch.cat(kl).mean().item(), rtol=0.02)
+
+
+def test_e5m2_is_worse_than_e4m3(report):
+    variants = report["variants"]
+    assert variants["e5m2"]["kl"]["low"] > variants["tensor"]["kl"]["high"]
+
+
+def test_layers_count_what_rounding_does(report):
+    none, tensor = (report["variants"][name]["layers"] for name in ("none", "tensor"))
+    assert [layer["layer_idx"] for layer in tensor] == [0, 1, 2]
+    assert all(len(layer["rel_rms"]) == 4 for layer in tensor)
+    assert all(0 < error < 0.2 for layer in tensor for error in layer["rel_rms"])
+    assert all(share == 0 for layer in none for share in layer["saturated"]["k"])
+    assert max(max(layer["range_used"]["k"]) for layer in none) < 0.1  # amax of about 1 of 448
+    assert max(max(layer["range_used"]["k"]) for layer in tensor) > 0.5
+
+
+def test_variants_can_be_chosen(directory):
+    chosen = evaluate(str(directory), RECIPE, SMALL, variants=["tensor"])
+    assert list(chosen.measured) == ["reference", "bf16", "eager", "tensor"]
+
+
+@pytest.fixture
+def small_suite(monkeypatch):
+    monkeypatch.setitem(job.SUITES, "quick", SMALL)
+
+
+def eval_(*arguments):
+    return fp8kv("eval", *arguments, "--device", "cpu", "--dataset", "random")
+
+
+@pytest.mark.usefixtures("small_suite")
+def test_the_command_prints_writes_and_fails(directory, tmp_path):
+    scales = tmp_path / "mine"
+    assert calibrate(directory, "-o", scales, "--strategy", "attn_head").exit_code == 0
+    done = eval_(directory, "--scales", scales, "-o", tmp_path / "report", "--fail-if", "kl<1e9")
+    assert done.exit_code == 1
+    assert "failed: mine: kl is " in done.stderr
+    assert "advice: " in done.stdout
+    report = json.loads((tmp_path / "report/report.json").read_text())
+    assert report["schema"] == 1
+    assert report["variants"]["mine"]["what"] == "given with --scales"
+    assert "| mine |" in (tmp_path / "report/report.md").read_text()
+    passed = eval_(directory, "--variants", "tensor", "--fail-if", "tensor:kl>1e9", "--json")
+    assert passed.exit_code == 0
+    assert json.loads(passed.stdout)["data"]["documents"] == 4
+
+
+@pytest.mark.usefixtures("small_suite")
+def test_mistakes_get_one_line(directory, tiny_directory, tmp_path):
+    one_line_error(eval_(directory, "--variants", "tensr"), "no variant 'tensr'; there are: ")
+    one_line_error(eval_(directory, "--fail-if", "speed>1"), "is no condition")
+    one_line_error(eval_(directory, "--scales", tmp_path), "cannot read")
+    (tmp_path / "short.txt").write_text("w5 w6 w7\n")
+    one_line_error(
+        fp8kv("eval", directory, "--device", "cpu", "--dataset", tmp_path / "short.txt"),
+        "use a larger dataset",
+    )
+    neox = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
+    scales = tmp_path / "scales"
+    assert calibrate(neox, "-o", scales, "--format", "fp8kv").exit_code == 0
+    one_line_error(eval_(directory, "--scales", scales), "the scales are of another model")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/model.safetensors").touch()
+    one_line_error(
+        eval_(directory, "--variants", "tensor", "-o", tmp_path / "full"), "which is no report"
+    )
