@@ -84,7 +84,7 @@ def evaluate(
     Raises:
         Fp8kvError: anything that a user can put right.
     """
-    recipe = _resized(recipe, suite)
+    recipe = _on_cpu_in_float32(_resized(recipe, suite))
     checkpoint = find_checkpoint(model_name)
     others = {_name(path): load_scales(path) for path in scales}
     config = load_config(checkpoint, recipe)
@@ -123,6 +123,13 @@ def _resized(recipe: Recipe, suite: Suite) -> Recipe:
     samples = suite.calibration_samples + suite.documents
     data = recipe.data.model_copy(update={"samples": samples, "seq_len": suite.seq_len})
     return recipe.model_copy(update={"data": data, "means": True, "targets": "qkv"})
+
+
+def _on_cpu_in_float32(recipe: Recipe) -> Recipe:
+    # rounding activations to bfloat16 would hide most of what the cache changes
+    on_cpu = recipe.device == "cpu" or not torch.cuda.is_available()
+    dtype = "float32" if recipe.dtype == "auto" and on_cpu else recipe.dtype
+    return recipe.model_copy(update={"dtype": dtype})
 
 
 def _name(path: Path) -> str:
