@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from calib.checkpoint import Checkpoint
 from calib.data import load_data, make_batches, resolve_batch_size
 from calib.derive import check_fits, load_scales
 from calib.errors import InputError
@@ -87,11 +88,8 @@ def evaluate(
     recipe = _on_cpu_in_float32(_resized(recipe, suite))
     checkpoint = find_checkpoint(model_name)
     others = {_name(path): load_scales(path) for path in scales}
-    config = load_config(checkpoint, recipe)
-    check_positions(config, suite.seq_len, "documents of")
-    tokenizer = load_tokenizer(checkpoint, recipe)
     progress("load")
-    model = load_model(checkpoint, config, recipe)
+    model, tokenizer = _load(checkpoint, recipe)
     data = load_data(recipe.data, tokenizer, lambda: model)
     held_out = _held_out(data.samples, suite)
     for each in others.values():
@@ -100,23 +98,23 @@ def evaluate(
     stats = _calibrate(model, data.samples[: suite.calibration_samples], recipe)
     random = _random_stats(model, tokenizer, recipe)
     chosen = _chosen(build_variants(stats, random, others), variants)
+    material = _material(tokenizer, held_out, suite)
     try:
-        material = _material(tokenizer, held_out, suite)
         measured = measure(model, tokenizer, chosen, material, backend, progress)
     except AttentionError as error:
         raise InputError(str(error)) from error
-    return Evaluation(
-        model_name,
-        suite,
-        _backend(model, backend),
-        str(model.dtype).removeprefix("torch."),
-        data.source,
-        data.fingerprint,
-        stats.tokens,
-        _bytes_per_token(stats),
-        measured,
-        data.warnings,
-    )
+    ran, dtype = _backend(model, backend), str(model.dtype).removeprefix("torch.")
+    source = (data.source, data.fingerprint, stats.tokens, _bytes_per_token(stats))
+    return Evaluation(model_name, suite, ran, dtype, *source, measured, data.warnings)
+
+
+def _load(
+    checkpoint: Checkpoint, recipe: Recipe
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    config = load_config(checkpoint, recipe)
+    check_positions(config, recipe.data.seq_len, "documents of")
+    tokenizer = load_tokenizer(checkpoint, recipe)
+    return load_model(checkpoint, config, recipe), tokenizer
 
 
 def _resized(recipe: Recipe, suite: Suite) -> Recipe:
