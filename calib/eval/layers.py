@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from calib.eval.variants import Variant, fp8_rounding
+from calib.eval.variants import Variant, broadcast_scale, fp8_rounding
 from calib.scales import LayerScales
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
 from fp8kv_runtime.hf import swap_attention
@@ -84,11 +84,8 @@ def _seen(
     """Saturated, underflowed and amax of K and V, [2, K] each, and values per head."""
     counted = []
     for x, scale, centre in ((key, scales.k, scales.k_center), (value, scales.v, None)):
-        heads = x.shape[1]
-        scale = scale.to(x.device)
-        scale = scale.repeat_interleave(heads // scale.shape[0], 0) if scale.shape[0] > 1 else scale
-        scale = scale.view(-1, 1, 1) if scale.dim() == 1 else scale.unsqueeze(1)
-        x = x if centre is None else x - centre.to(x.device).unsqueeze(1)
+        scale = broadcast_scale(scale, x)
+        x = x if centre is None else x - broadcast_scale(centre, x)
         scaled = (x[0].float() / scale).abs()
         zero = (quantize(x[0], scale, dtype).float() == 0) & (x[0] != 0)
         counted.append(

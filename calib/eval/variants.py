@@ -116,7 +116,7 @@ def fp8_rounding(scales: KVScales, tensors: str) -> Rounding:
         if "q" in tensors and layer.q is not None:
             query = round_fp8(query, layer.q, dtype)
         if "k" in tensors:
-            centre = 0.0 if layer.k_center is None else _per_channel(layer.k_center, key)
+            centre = 0.0 if layer.k_center is None else broadcast_scale(layer.k_center, key)
             key = (round_fp8(key - centre, layer.k, dtype) + centre).to(key.dtype)
         if "v" in tensors:
             value = round_fp8(value, layer.v, dtype)
@@ -127,11 +127,12 @@ def fp8_rounding(scales: KVScales, tensors: str) -> Rounding:
 
 def round_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """[B, H, T, D] to FP8 and back, with scales [1], [H'] or [H', D] where H' divides H."""
-    scale = _per_channel(scale, x)
+    scale = broadcast_scale(scale, x)
     return dequantize(quantize(x, scale, dtype), scale).to(x.dtype)
 
 
-def _per_channel(scale: Tensor, x: Tensor) -> Tensor:
+def broadcast_scale(scale: Tensor, x: Tensor) -> Tensor:
+    """Scales [1], [H'] or [H', D] so that they broadcast against x [B, H, T, D]."""
     scale = scale.to(x.device)
     if scale.shape[0] > 1:
         scale = scale.repeat_interleave(x.shape[1] // scale.shape[0], 0)
