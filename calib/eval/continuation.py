@@ -1,5 +1,6 @@
 """Greedy text: how long it is the reference's, and whether it finds a passkey."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,27 @@ def continue_greedily(
     )
     tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
     return tokens
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """Greedy text after a prompt, cut where it leaves the reference's."""
+
+    same: str
+    rest: str  # empty: all of it is the reference's
+
+
+def split_texts(
+    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Sequence[int]], same: Sequence[int]
+) -> list[Continuation]:
+    """The texts of `token_ids`, the first `same` tokens of each apart from the rest."""
+    found = []
+    for ids, count in zip(token_ids, same, strict=True):
+        whole, start = tokenizer.decode(ids), tokenizer.decode(ids[:count])
+        # a character of several tokens may be cut in two
+        kept = len(os.path.commonprefix([whole, start]))
+        found.append(Continuation(whole[:kept], whole[kept:]))
+    return found
 
 
 def same_tokens(first: Sequence[int], second: Sequence[int]) -> int:

@@ -12,7 +12,7 @@ from calib.checkpoint import Checkpoint
 from calib.data import load_data, make_batches, resolve_batch_size
 from calib.derive import check_fits, load_scales
 from calib.errors import InputError
-from calib.eval.continuation import make_passkeys
+from calib.eval.continuation import Continuation, make_passkeys, split_texts
 from calib.eval.measure import Material, Measured, measure
 from calib.eval.variants import Variant, build_variants
 from calib.measure import calibrate
@@ -58,6 +58,8 @@ class Evaluation:
     calibration_tokens: int
     bytes_per_token: dict[str, int]  # K and V of one token: "fp8" and "16bit"
     measured: dict[str, Measured]
+    prompts: tuple[str, ...]
+    texts: dict[str, list[Continuation]]  # after each prompt, by variant
     warnings: tuple[str, ...]
 
 
@@ -105,7 +107,15 @@ def evaluate(
         raise InputError(str(error)) from error
     ran, dtype = _backend(model, backend), str(model.dtype).removeprefix("torch.")
     source = (data.source, data.fingerprint, stats.tokens, _bytes_per_token(stats))
-    return Evaluation(model_name, suite, ran, dtype, *source, measured, data.warnings)
+    prompts = tuple(tokenizer.decode(prompt) for prompt in material.prompts)
+    texts = {
+        name: split_texts(tokenizer, found.texts, found.same_tokens)
+        for name, found in measured.items()
+        if found.texts
+    }
+    return Evaluation(
+        model_name, suite, ran, dtype, *source, measured, prompts, texts, data.warnings
+    )
 
 
 def _load(
