@@ -1,6 +1,5 @@
 """Greedy text: how long it is the reference's, and whether it finds a passkey."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,9 +55,9 @@ def split_texts(
     found = []
     for ids, count in zip(token_ids, same, strict=True):
         whole, start = tokenizer.decode(ids), tokenizer.decode(ids[:count])
-        # a character of several tokens may be cut in two
-        kept = len(os.path.commonprefix([whole, start]))
-        found.append(Continuation(whole[:kept], whole[kept:]))
+        # a character of several tokens may be cut in two: it belongs to the rest
+        start = start if whole.startswith(start) else start.rstrip("\ufffd")
+        found.append(Continuation(start, whole.removeprefix(start)))
     return found
 
 
