@@ -53,6 +53,7 @@ class Evaluation:
     suite: Suite
     backend: str
     dtype: str
+    device: str  # torch's word: "cpu", "cuda"
     source: str
     fingerprint: str
     calibration_tokens: int
@@ -113,8 +114,9 @@ def evaluate(
         for name, found in measured.items()
         if found.texts
     }
+    conditions = (ran, dtype, model.device.type)
     return Evaluation(
-        model_name, suite, ran, dtype, *source, measured, prompts, texts, data.warnings
+        model_name, suite, *conditions, *source, measured, prompts, texts, data.warnings
     )
 
 

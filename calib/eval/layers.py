@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from calib.attention import map_attention
+from calib.eval.values import LayerValues, layer_values
 from calib.eval.variants import Variant, broadcast_scale, fp8_rounding
 from calib.scales import LayerScales
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
@@ -16,11 +18,11 @@ from fp8kv_runtime.hf import swap_attention
 
 @dataclass
 class LayerError:
-    """Sums over tokens, of one layer and variant."""
+    """Sums over tokens, of one layer and variant; K counts KV heads, H query heads."""
 
     layer_idx: int
-    error: Tensor  # [H] squared error of the attention output
-    power: Tensor  # [H] squared attention output
+    error: Tensor  # [documents, H] squared error of the attention output
+    power: Tensor  # [documents, H] squared attention output
     saturated: Tensor  # [2, K] values of K and V beyond the format's largest
     underflowed: Tensor  # [2, K] values that became 0
     values: int  # per head, of each of K and V
@@ -28,15 +30,20 @@ class LayerError:
 
     @property
     def rel_rms(self) -> Tensor:
-        """Relative RMS error of the attention output of each head."""
-        return (self.error / self.power.clamp(min=1e-30)).sqrt()
+        """Relative RMS error of the attention output of each head: [H]."""
+        return (self.error.sum(0) / self.power.sum(0).clamp(min=1e-30)).sqrt()
 
 
 @torch.inference_mode()
 def layer_errors(
     model: PreTrainedModel, documents: Iterable[Tensor], variants: Sequence[Variant]
-) -> dict[str, dict[int, LayerError]]:
-    """Errors by variant and layer; each layer is given the reference's own input."""
+) -> tuple[dict[str, dict[int, LayerError]], dict[int, LayerValues]]:
+    """Errors by variant and layer, and K and V by layer; each layer is given the reference's input.
+
+    Layers that read another layer's cache are left out.
+    """
+    repeats = {m.layer_idx: m.kv_repeat for m in map_attention(model).cached.values()}
+    values: dict[int, LayerValues] = {}
     found: dict[str, dict[int, LayerError]] = {v.name: {} for v in variants if v.scales}
     roundings = {
         v.name: fp8_rounding(v.scales, v.tensors) for v in variants if v.scales is not None
@@ -57,19 +64,24 @@ def layer_errors(
     ) -> Any:
         out = original(module, query, key, value, *args, **kwargs)
         layer_idx: Any = module.layer_idx
+        if layer_idx not in repeats:
+            return out
+        stored = (key[:, :: repeats[layer_idx]], value[:, :: repeats[layer_idx]])
+        held = layer_values(layer_idx, *stored)
+        values[layer_idx] = values[layer_idx].merge(held) if layer_idx in values else held
         for name, rounding in roundings.items():
             if layer_idx not in scales[name]:
                 continue
             rounded = rounding(layer_idx, query, key, value)
             other = original(module, *rounded, *args, **kwargs)
-            seen = _seen(key, value, scales[name][layer_idx], dtypes[name])
+            seen = _seen(*stored, scales[name][layer_idx], dtypes[name])
             _add(found[name], layer_idx, _tokens_last(out), _tokens_last(other), *seen)
         return out
 
     with swap_attention(model, attend):
         for token_ids in documents:
             model.get_decoder()(input_ids=token_ids[None].to(model.device), use_cache=False)
-    return found
+    return found, values
 
 
 def _tokens_last(out: Any) -> Tensor:
@@ -103,16 +115,16 @@ def _add(
     layers: dict[int, LayerError], layer_idx: int, out: Tensor, other: Tensor, saturated: Tensor,
     underflowed: Tensor, amax: Tensor, values: int,
 ) -> None:  # fmt: skip
-    error = (other - out).square().sum((0, 2)).double().cpu()
-    power = out.square().sum((0, 2)).double().cpu()
+    error = (other - out).square().sum((0, 2))[None].double().cpu()
+    power = out.square().sum((0, 2))[None].double().cpu()
     if layer_idx not in layers:
         layers[layer_idx] = LayerError(
             layer_idx, error, power, saturated, underflowed, values, amax
         )
         return
     layer = layers[layer_idx]
-    layer.error += error
-    layer.power += power
+    layer.error = torch.cat([layer.error, error])
+    layer.power = torch.cat([layer.power, power])
     layer.saturated += saturated
     layer.underflowed += underflowed
     layer.values += values

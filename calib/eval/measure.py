@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from calib.eval.continuation import Passkey, continue_greedily, retrieves, same_tokens
 from calib.eval.divergence import Divergence, compare
 from calib.eval.layers import LayerError, layer_errors
+from calib.eval.values import LayerValues
 from calib.eval.variants import Variant
 from fp8kv_runtime.hf import Backend
 
@@ -37,6 +38,7 @@ class Measured:
     found_passkeys: list[bool] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
     layers: dict[int, LayerError] = field(default_factory=dict)
+    values: dict[int, LayerValues] = field(default_factory=dict)  # of the reference
 
 
 @torch.inference_mode()
@@ -59,7 +61,9 @@ def measure(
                 logits = _logits(model, token_ids)
             found[variant.name].documents.append(compare(reference, logits, token_ids))
     progress("per-layer errors")
-    errors = layer_errors(model, material.documents[: material.layer_documents], variants)
+    errors, found[REFERENCE].values = layer_errors(
+        model, material.documents[: material.layer_documents], variants
+    )
     for name, layers in errors.items():
         found[name].layers = layers
     _continue(model, tokenizer, found, material, backend, progress)
