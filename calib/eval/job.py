@@ -114,10 +114,8 @@ def evaluate(
         for name, found in measured.items()
         if found.texts
     }
-    conditions = (ran, dtype, model.device.type)
-    return Evaluation(
-        model_name, suite, *conditions, *source, measured, prompts, texts, data.warnings
-    )
+    conditions = (ran, dtype, model.device.type, *source)
+    return Evaluation(model_name, suite, *conditions, measured, prompts, texts, data.warnings)
 
 
 def _load(
