@@ -15,6 +15,8 @@ class RunningTensor:
         self.amax: Tensor | None = None  # [H * D] in the model's dtype
         self._histogram: Tensor | None = None
         self._total: Tensor | None = None
+        self._low: Tensor | None = None  # [H, D], as `amax`
+        self._high: Tensor | None = None
         self._wants = (histogram, means)
 
     def update(self, x: Tensor) -> None:
@@ -28,6 +30,9 @@ class RunningTensor:
             self._histogram = add_magnitudes(x, self._histogram)
         if wants_means:
             self._total = _add(self._total, x.sum(0, dtype=torch.float64))
+            low, high = x.aminmax(dim=0)
+            self._low = low if self._low is None else torch.minimum(self._low, low)
+            self._high = high if self._high is None else torch.maximum(self._high, high)
 
     def result(self) -> TensorStats:
         """The statistics, on the CPU."""
@@ -36,6 +41,8 @@ class RunningTensor:
             self.amax.float().cpu().view(self._heads, -1),
             None if self._histogram is None else self._histogram.cpu(),
             None if self._total is None else self._total.cpu(),
+            None if self._low is None else self._low.float().cpu(),
+            None if self._high is None else self._high.float().cpu(),
         )
 
 

@@ -23,6 +23,8 @@ class TensorStats:
     amax: Tensor  # [H, D] float32, NaN or Inf if the data held one
     histogram: Tensor | None = None  # [H, NUM_BINS] int64
     total: Tensor | None = None  # [H, D] float64, sum over tokens: the mean is total / tokens
+    low: Tensor | None = None  # [H, D] float32, the smallest signed value; with `total`
+    high: Tensor | None = None  # [H, D] float32, the largest
 
     def merge(self, other: "TensorStats") -> "TensorStats":
         """Combine with statistics of the same tensor from other data."""
@@ -30,6 +32,8 @@ class TensorStats:
             amax=torch.maximum(self.amax, other.amax),
             histogram=_both(torch.add, self.histogram, other.histogram),
             total=_both(torch.add, self.total, other.total),
+            low=_both(torch.minimum, self.low, other.low),
+            high=_both(torch.maximum, self.high, other.high),
         )
 
 

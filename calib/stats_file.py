@@ -1,6 +1,6 @@
 """`fp8kv_stats.safetensors`: the statistics that travel with a checkpoint.
 
-Tensors are named `<module>.<k|v|q>.<amax|histogram|total>`; the header's metadata holds, as JSON,
+Tensors are named `<module>.<k|v|q>.<amax|histogram|total|low|high>`; the header's metadata holds, as JSON,
 each module's layer index and token count, and which modules share another's cache.
 """
 
@@ -19,7 +19,7 @@ from calib.tensor_file import save_tensors
 STATS_FILE = "fp8kv_stats.safetensors"
 
 _KEY = "fp8kv_stats"
-_FIELDS = ("amax", "histogram", "total")
+_FIELDS = ("amax", "histogram", "total", "low", "high")
 
 
 def save_stats(stats: KVStats, path: Path) -> None:

@@ -89,15 +89,17 @@ def _absmax(stats: KVStats, strategy: Strategy, fp8_dtype: FP8Name = "e4m3fn") -
 def centre_keys(scales: KVScales, stats: KVStats) -> KVScales:
     """Channel scales for K minus its mean per channel; softmax does not see what is subtracted.
 
-    The residual's amax is not measured but bounded by `amax + |mean|`: E4M3 is a floating-point
-    format, so a range up to twice too wide costs nothing but the smallest values.
+    The residual's largest magnitude follows from the mean and the extremes. It has to be exact: the
+    first token's key, far from the mean, is often that extreme, is seen by every query, and at
+    exactly the largest magnitude FP8 rounds it to itself.
     """
     layers: dict[str, LayerScales] = {}
     for name, layer in scales.layers.items():
         seen = stats.layers[name]
-        assert seen.k.total is not None
+        assert seen.k.total is not None and seen.k.low is not None and seen.k.high is not None
         mean = (seen.k.total / seen.tokens).float()
-        scale = (seen.k.amax + mean.abs()) / fp8_max(FP8_DTYPES[scales.fp8_dtype])
+        amax = torch.maximum(seen.k.high - mean, mean - seen.k.low)
+        scale = amax / fp8_max(FP8_DTYPES[scales.fp8_dtype])
         layers[name] = replace(layer, k=torch.where(scale > 0, scale, layer.k), k_center=mean)
     return replace(scales, layers=layers)
 

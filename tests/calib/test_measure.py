@@ -98,6 +98,9 @@ def test_histograms_and_means_are_those_of_the_cache():
         assert torch.equal(layer.k.histogram, magnitude_histogram(keys))
         assert torch.equal(layer.k.histogram.sum(-1), torch.tensor([89 * 16] * 2))
         torch.testing.assert_close(layer.k.total, keys.double().sum(0))
+        assert torch.equal(layer.k.low, keys.amin(0))
+        assert torch.equal(layer.k.high, keys.amax(0))
+        assert layer.q.low is None
         assert layer.q.histogram.shape == (4, NUM_BINS)
 
 

@@ -15,7 +15,7 @@ def layer(k, v=1.0, q=2.0, tokens=10):
     return LayerStats(
         0,
         tokens,
-        TensorStats(k, k.long()[..., :1], k.double()),
+        TensorStats(k, k.long()[..., :1], k.double(), -k, k / 2),
         TensorStats(torch.full((2, 2), v)),
         TensorStats(torch.full((4, 2), q)),
     )
@@ -33,6 +33,8 @@ def test_merge_takes_maxima_and_sums():
     assert found.k.amax.tolist() == [[3.0, 8.0], [4.0, 9.0]]
     assert found.k.histogram.tolist() == [[4], [4]]
     assert found.k.total.tolist() == [[4.0, 13.0], [4.0, 11.0]]
+    assert found.k.low.tolist() == [[-3.0, -8.0], [-4.0, -9.0]]
+    assert found.k.high.tolist() == [[1.5, 4.0], [2.0, 4.5]]
     assert found.v.amax.tolist() == [[7.0, 7.0], [7.0, 7.0]]
     assert merged.tokens == found.tokens == 15
 
@@ -103,7 +105,10 @@ def test_a_file_gives_back_what_was_saved(tmp_path):
         after = getattr(loaded.layers["a.self_attn"], which)
         assert torch.equal(before.amax, after.amax)
         assert (before.histogram is None) == (after.histogram is None)
-        assert (before.total is None) == (after.total is None)
+        for field in ("total", "low", "high"):
+            assert (getattr(before, field) is None) == (getattr(after, field) is None)
+    assert torch.equal(loaded.layers["a.self_attn"].k.low, saved.layers["a.self_attn"].k.low)
+    assert torch.equal(loaded.layers["a.self_attn"].k.high, saved.layers["a.self_attn"].k.high)
     assert loaded.layers["a.self_attn"].k.total.dtype == torch.float64
 
 
