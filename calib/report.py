@@ -40,10 +40,15 @@ def calibration_report(
             "samples": len(data.samples),
             "tokens": data.num_tokens,
         },
-        "versions": {"python": platform.python_version(), **{n: version(n) for n in _VERSIONS}},
+        "versions": versions(),
         "layers": [asdict(layer) for layer in layers],
         "warnings": warnings,
     }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that a result depends on."""
+    return {"python": platform.python_version(), **{n: version(n) for n in _VERSIONS}}
 
 
 def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:

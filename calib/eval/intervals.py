@@ -34,6 +34,20 @@ def estimate(
     return Estimate(value, float(low), float(high))
 
 
+def ratio(numerators: Values, denominators: Values, *, seed: int = 0) -> Estimate:
+    """Sum of `numerators` [documents] over that of `denominators`, resampled by document."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.integers(len(numerators), size=(_RESAMPLES, len(numerators)))
+    draws = numerators[chosen].sum(1) / denominators[chosen].sum(1)
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return Estimate(float(numerators.sum() / denominators.sum()), float(low), float(high))
+
+
+def as_json(figure: Estimate) -> dict[str, float]:
+    """`{value, low, high}`."""
+    return {"value": figure.value, "low": figure.low, "high": figure.high}
+
+
 def quantile(q: float) -> Callable[[Values], float]:
     """The statistic that is the `q` quantile."""
     return lambda values: float(np.quantile(values, q))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from calib.eval.measure import REFERENCE
+from calib.eval.variants import REFERENCE
 
 HEADINGS = ("cache", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
 NO_DIFFERENCE = "no measurable difference"
@@ -14,27 +14,41 @@ def table_rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _row(name: str, row: dict[str, Any]) -> tuple[str, ...]:
-    kl = _interval(row["kl"], "{:.2g}") if row["measurable"] else NO_DIFFERENCE
-    return (
-        name,
+    cells = figures(row)
+    kl, ppl = (f"{value} {interval}".strip() for value, interval in (cells[0], cells[2]))
+    return (name, kl, cells[1][0], ppl, *(value for value, _ in cells[3:]))
+
+
+def figures(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """Value and interval of each figure of a variant, as text, in the order of `HEADINGS`."""
+    kl = _figure(row["kl"], "{:.2g}") if row["measurable"] else (NO_DIFFERENCE, "")
+    return [
         kl,
-        f"{row['kl_p99']['value']:.2g}",
-        _interval(row["ppl_change"], "{:+.2%}"),
-        f"{row['top1']['value']:.1%}",
-        f"{row['same_tokens']['value']:.0f} tokens" if "same_tokens" in row else "",
-        f"{row['passkey']['value']:.0%}" if "passkey" in row else "",
-    )
+        _figure(row["kl_p99"], "{:.2g}"),
+        _figure(row["ppl_change"], "{:+.2%}"),
+        _figure(row["top1"], "{:.1%}"),
+        _figure(row.get("same_tokens"), "{:.0f}", " tokens"),
+        _figure(row.get("passkey"), "{:.0%}"),
+    ]
+
+
+def _figure(figure: dict[str, float] | None, form: str, unit: str = "") -> tuple[str, str]:
+    if figure is None:
+        return "", ""
+    value, low, high = (form.format(figure[key]) for key in ("value", "low", "high"))
+    return value + unit, f"[{low}, {high}]"
 
 
 def closing_lines(report: dict[str, Any]) -> list[str]:
-    """Advice, and what the figures are of."""
+    """Verdict, advice, and what the figures are of."""
     data, size = report["data"], report["bytes_per_token"]
     return [
+        report["verdict"],
         *(f"advice: {line}" for line in report["advice"]),
         *(f"warning: {line}" for line in report["warnings"]),
         f"{data['tokens']:,} held-out tokens of {data['source']} in {data['documents']} documents; "
         f"scales from {data['calibration_tokens']:,} others; {report['backend']} backend, "
-        f"{report['dtype']}; noise floor KL {report['noise_floor']:.2g}",
+        f"{report['dtype']}, {report['machine']}; noise floor KL {report['noise_floor']:.2g}",
         f"KV cache: {size['fp8']:,} bytes a token in FP8, {size['16bit']:,} in 16 bits",
     ]
 
@@ -54,11 +68,6 @@ def markdown(report: dict[str, Any]) -> str:
         "likeliest token; greedy tokens before the first that differs; passkeys found.\n\n"
         f"{legend}\n"
     )
-
-
-def _interval(figure: dict[str, float], form: str) -> str:
-    value, low, high = (form.format(figure[key]) for key in ("value", "low", "high"))
-    return f"{value} [{low}, {high}]"
 
 
 def _escaped(row: tuple[str, ...]) -> tuple[str, ...]:

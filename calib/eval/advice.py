@@ -1,0 +1,102 @@
+"""What the figures say: a verdict in one sentence, and what to serve."""
+
+from typing import Any
+
+import numpy as np
+
+from calib.eval.intervals import estimate
+from calib.eval.measure import Measured
+
+# what engines can load: the advice is chosen among these
+SERVED = ("none", "tensor", "attn_head")
+GIVEN = "given with --scales"
+# a layer stands out where its error is this many times the median layer's
+_OUTLIER = 3.0
+
+
+def advised(measured: dict[str, Measured], rows: dict[str, Any]) -> str | None:
+    """The simplest scales that engines load and that are no worse than the best of them."""
+    served = [name for name in SERVED if name in rows]
+    if not served:
+        return None
+    best = min(served, key=lambda name: rows[name]["kl"]["value"])
+    return next(name for name in served if not _worse(measured[name], measured[best]))
+
+
+def subject(measured: dict[str, Measured], rows: dict[str, Any]) -> str | None:
+    """The variant that the verdict is about: what the user gave, or what is advised."""
+    given = [name for name, row in rows.items() if row["what"] == GIVEN]
+    whole = [n for n, m in measured.items() if m.variant is not None and m.variant.generates]
+    return next(iter([*given, *filter(None, [advised(measured, rows)]), *whole]), None)
+
+
+def advise(measured: dict[str, Measured], rows: dict[str, Any]) -> list[str]:
+    """What to serve, from the figures alone."""
+    simplest = advised(measured, rows)
+    if simplest is None:
+        return []
+    lines = [
+        {
+            "none": "uncalibrated (scale 1.0) is as good as any scales on this text",
+            "tensor": "use one scale per layer (--strategy tensor)",
+            "attn_head": "use one scale per KV head (--strategy attn_head)",
+        }[simplest]
+    ]
+    outliers = _outliers(rows[simplest].get("layers", []))
+    if outliers:
+        listed = ",".join(map(str, outliers))
+        lines.append(
+            f"layers {listed} have more than {_OUTLIER:.0f} times the median layer's error: "
+            f"vLLM keeps them in 16 bits with --kv-cache-dtype-skip-layers {listed}"
+        )
+    return lines
+
+
+def verdict(measured: dict[str, Measured], rows: dict[str, Any], floor: float) -> str:
+    """One sentence on the subject."""
+    name = subject(measured, rows)
+    if name is None:
+        return "No FP8 KV cache was measured."
+    label = f"scales of '{name}'" if rows[name]["what"] == GIVEN else rows[name]["what"]
+    return f"FP8 KV cache, {label}: {_figures(rows[name], floor)}{_beside(name, measured, rows)}."
+
+
+def _figures(row: dict[str, Any], floor: float) -> str:
+    kl = row["kl"]
+    if not row["measurable"]:
+        return (
+            f"no measurable difference from the model's own cache (KL {kl['value']:.2g} nats, "
+            f"noise floor {floor:.2g})"
+        )
+    return (
+        f"KL {kl['value']:.2g} nats [{kl['low']:.2g}, {kl['high']:.2g}], "
+        f"perplexity {row['ppl_change']['value']:+.2%}, top-1 {row['top1']['value']:.1%}"
+    )
+
+
+def _beside(name: str, measured: dict[str, Measured], rows: dict[str, Any]) -> str:
+    """How the other scales that engines load compare."""
+    others = [each for each in SERVED if each in rows and each != name]
+    better = [each for each in others if _worse(measured[name], measured[each])]
+    if better:
+        best = min(better, key=lambda each: rows[each]["kl"]["value"])
+        return f"; {rows[best]['what']} is measurably better (KL {rows[best]['kl']['value']:.2g})"
+    found = "; no other scales that engines load are measurably better" if others else ""
+    if "none" in others and _worse(measured["none"], measured[name]):
+        found += f", scale 1.0 is measurably worse (KL {rows['none']['kl']['value']:.2g})"
+    return found
+
+
+def _worse(one: Measured, other: Measured) -> bool:
+    """Whether the KL is higher by more than chance, document by document."""
+    if one is other:
+        return False
+    pairs = zip(one.documents, other.documents, strict=True)
+    differences = [(a.kl - b.kl).double().numpy() for a, b in pairs]
+    return estimate(differences).low > 0
+
+
+def _outliers(layers: list[dict[str, Any]]) -> list[int]:
+    errors = {layer["layer_idx"]: float(np.mean(layer["rel_rms"])) for layer in layers}
+    median = float(np.median(list(errors.values()))) if errors else 0.0
+    return [idx for idx, error in errors.items() if error > _OUTLIER * median]
