@@ -44,18 +44,17 @@ def calibrate(
     """
     with _eval_mode(model):
         attention = attention or map_attention(model)
-        layers = _running_layers(attention, recipe)
+        layers = running_layers(attention, recipe)
         for batch in batches:
             _observe(model, batch, layers)
-            if not _all_finite(layers):
+            if first_non_finite(layers):
                 raise _non_finite(model, batch, attention, recipe)
             on_batch(batch)
-    if not any(layer.tokens for layer in layers.values()):
-        raise InputError("calibration needs at least one batch; the dataset gave none")
-    return KVStats({name: layer.result() for name, layer in layers.items()}, attention.shared)
+    return results(layers, attention)
 
 
-def _running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, RunningLayer]:
+def running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, RunningLayer]:
+    """Empty statistics of each cached attention module, by its name."""
     histogram = recipe_observer(recipe).needs_histogram
     return {
         name: RunningLayer(module, targets=recipe.targets, histogram=histogram, means=recipe.means)
@@ -63,16 +62,41 @@ def _running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, Runnin
     }
 
 
+def results(layers: dict[str, RunningLayer], attention: AttentionMap) -> KVStats:
+    """What `layers` have seen.
+
+    Raises:
+        InputError: they have seen nothing.
+    """
+    if not any(layer.tokens for layer in layers.values()):
+        raise InputError("calibration needs at least one batch; the dataset gave none")
+    return KVStats({name: layer.result() for name, layer in layers.items()}, attention.shared)
+
+
 class _LastLayerSeen(Exception):
     """Everything there is to measure in a batch has been measured."""
 
 
 def _observe(model: PreTrainedModel, batch: Batch, layers: dict[str, RunningLayer]) -> None:
-    device = input_device(model)
-    input_ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
-    valid = mask.flatten().nonzero().squeeze(-1) if batch.has_padding else None
-
+    batch = to_device(batch, input_device(model))
     last = None if _is_offloaded(model) else list(layers)[-1]
+    with observing(model, batch, layers, last=last):
+        model.get_decoder()(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+        )
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return `batch` with its tensors on `device`."""
+    return Batch(batch.input_ids.to(device), batch.attention_mask.to(device), batch.sample_ids)
+
+
+@contextmanager
+def observing(
+    model: PreTrainedModel, batch: Batch, layers: dict[str, RunningLayer], *, last: str | None
+) -> Iterator[None]:
+    """Add what attention gets inside the block to `layers`, leaving it once `last` was reached."""
+    valid = batch.attention_mask.flatten().nonzero().squeeze(-1) if batch.has_padding else None
 
     def sink(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         if name in layers:  # the others read another layer's cache
@@ -82,7 +106,7 @@ def _observe(model: PreTrainedModel, batch: Batch, layers: dict[str, RunningLaye
 
     with observe_qkv(model, sink):
         try:
-            model.get_decoder()(input_ids=input_ids, attention_mask=mask, use_cache=False)
+            yield
         except _LastLayerSeen as seen:
             # its frames hold activations, and cycles would keep those through the next batch
             traceback.clear_frames(seen.__traceback__)
@@ -97,35 +121,45 @@ def _on(index: Tensor | None, x: Tensor) -> Tensor | None:
     return None if index is None else index.to(x.device)
 
 
-def _all_finite(layers: dict[str, RunningLayer]) -> bool:
-    return not any(_non_finite_tensors(layers))
-
-
-def _non_finite_tensors(layers: dict[str, RunningLayer]) -> Iterator[str]:
+def first_non_finite(layers: dict[str, RunningLayer]) -> str | None:
+    """The first module and tensor that held NaN or Inf, as `model.layers.0.self_attn: K`."""
     for name, layer in layers.items():
         for which in "KVQ":
             amax = getattr(layer, which.lower()).amax
             if amax is not None and not torch.isfinite(amax).all():
-                yield f"{name}: {which}"
+                return f"{name}: {which}"
+    return None
 
 
 def _non_finite(
     model: PreTrainedModel, batch: Batch, attention: AttentionMap, recipe: Recipe
 ) -> CalibrationError:
     """Run the batch again, sample by sample, to name the first that is to blame."""
-    for row, sample in enumerate(batch.sample_ids):
-        layers = _running_layers(attention, recipe)
-        single = Batch(batch.input_ids[row, None], batch.attention_mask[row, None], (sample,))
+    for single in singles(batch):
+        layers = running_layers(attention, recipe)
         _observe(model, single, layers)
-        found = next(_non_finite_tensors(layers), None)
+        found = first_non_finite(layers)
         if found:
-            return _blame(found, f"sample {sample}")
-    return _blame("a layer", f"samples {list(batch.sample_ids)}, only when batched")
+            return blame(found, single)
+    return blame(None, batch)
 
 
-def _blame(what: str, where: str) -> CalibrationError:
+def singles(batch: Batch) -> list[Batch]:
+    """The samples of `batch`, each a batch of its own."""
+    rows = enumerate(batch.sample_ids)
+    return [Batch(batch.input_ids[i, None], batch.attention_mask[i, None], (s,)) for i, s in rows]
+
+
+def blame(found: str | None, batch: Batch) -> CalibrationError:
+    """The error of NaN or Inf `found` in a batch of one sample, or in a batch but no sample of it.
+
+    `found` is what `first_non_finite` returned.
+    """
+    samples = list(batch.sample_ids)
+    where = f"sample {samples[0]}" if found else f"samples {samples}, only when batched"
     return CalibrationError(
-        f"{what} holds NaN or Inf in {where}; check the weights, or use --dtype bfloat16 or float32"
+        f"{found or 'a layer'} holds NaN or Inf in {where}; "
+        "check the weights, or use --dtype bfloat16 or float32"
     )
 
 

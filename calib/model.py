@@ -1,5 +1,7 @@
 """From what the user typed to a checked checkpoint, and from there to a model in memory."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -90,27 +92,61 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
     Raises:
         InputError: weights are missing or have other shapes than the config says.
     """
-    _forget_kv_only_quantization(config)
+    forget_kv_only_quantization(config)
+    with loading(checkpoint):
+        model, info = auto_class(config).from_pretrained(
+            checkpoint.path,
+            config=config,
+            dtype=requested_dtype(recipe),
+            device_map="auto" if uses_gpu(recipe) else "cpu",
+            trust_remote_code=recipe.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    check_complete(checkpoint, info)
+    return model.eval()
+
+
+@contextmanager
+def loading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Hide the libraries' progress bars, and turn what stops them from loading into one line."""
     try:
         with library_bars_hidden():
-            model, info = _auto_class(config).from_pretrained(
-                checkpoint.path,
-                config=config,
-                dtype=recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype),
-                device_map=_device_map(recipe),
-                trust_remote_code=recipe.trust_remote_code,
-                use_safetensors=True,
-                output_loading_info=True,
-            )
+            yield
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise InputError(_one_line(f"cannot load '{checkpoint.path}': {error}")) from None
+
+
+def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
+    """Check that transformers, whose loading info this is, made up no weight.
+
+    Raises:
+        InputError: weights are missing.
+    """
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(
             f"'{checkpoint.path}' lacks {len(missing)} weights, such as '{missing[0]}': "
             "they would be random; download the model again"
         )
-    return model.eval()
+
+
+def requested_dtype(recipe: Recipe) -> str | torch.dtype:
+    """What transformers takes as `dtype`."""
+    return recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+
+
+def uses_gpu(recipe: Recipe) -> bool:
+    """Whether the model runs on a GPU.
+
+    Raises:
+        InputError: the recipe asks for one and there is none.
+    """
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            "--device cuda: torch sees no GPU; use --device cpu, or see `fp8kv doctor`"
+        )
+    return recipe.device != "cpu" and torch.cuda.is_available()
 
 
 def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenizerBase:
@@ -145,7 +181,12 @@ def _check_is_decoder(config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
         )
 
 
-def _auto_class(config: PreTrainedConfig) -> Any:
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The auto class of transformers that builds this model.
+
+    Raises:
+        UnsupportedModelError: none does.
+    """
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping or hasattr(config, "auto_map"):
             return auto
@@ -154,19 +195,12 @@ def _auto_class(config: PreTrainedConfig) -> Any:
     )
 
 
-def _forget_kv_only_quantization(config: PreTrainedConfig) -> None:
+def forget_kv_only_quantization(config: PreTrainedConfig) -> None:
+    """Drop a quantization config that quantises no weights."""
     # an output of ours, calibrated again: its weights are plain, only the KV cache is quantised
     quantization = getattr(config, "quantization_config", None)
     if isinstance(quantization, dict) and quantization.get("config_groups") == {}:
         del config.quantization_config
-
-
-def _device_map(recipe: Recipe) -> str:
-    if recipe.device == "cuda" and not torch.cuda.is_available():
-        raise InputError(
-            "--device cuda: torch sees no GPU; use --device cpu, or see `fp8kv doctor`"
-        )
-    return "auto" if recipe.device != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def _one_line(message: str) -> str:
