@@ -1,7 +1,7 @@
 """`fp8kv_stats.safetensors`: the statistics that travel with a checkpoint.
 
-Tensors are named `<module>.<k|v|q>.<amax|histogram|total|low|high>`; the header's metadata holds, as JSON,
-each module's layer index and token count, and which modules share another's cache.
+Tensors are named `<module>.<k|v|q>.<amax|histogram|total|low|high>`; the header's metadata holds,
+as JSON, each module's layer index and token count, and which modules share another's cache.
 """
 
 import json

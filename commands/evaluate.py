@@ -33,6 +33,8 @@ def evaluate(
         Flag(metavar="CONDITION", help="Exit 1 if it holds, as 'kl>0.02' or 'tensor:top1<0.9'."),
     ] = None,
     dataset: Annotated[str, Flag(help="As for calibrate.")] = "builtin:python-docs",
+    samples: Annotated[int | None, Flag(help="Held-out documents. Default: the suite's.")] = None,
+    seq_len: Annotated[int | None, Flag(help="Tokens of each. Default: the suite's.")] = None,
     seed: Annotated[int | None, Flag(help="Default: 42.")] = None,
     device: Device = None,
     dtype: DType = None,
@@ -45,9 +47,9 @@ def evaluate(
 
     def work() -> None:
         from calib.eval.gate import failures, parse_condition
-        from calib.eval.job import SUITES
         from calib.eval.job import evaluate as measure
         from calib.eval.output import write_report
+        from calib.eval.suites import SUITES, resize
         from calib.eval.summary import subjects, summarize
         from calib.flags import overrides
         from calib.progress import progress_bar
@@ -59,7 +61,7 @@ def evaluate(
             evaluation = measure(
                 model,
                 recipe,
-                SUITES[suite],
+                resize(SUITES[suite], documents=samples, seq_len=seq_len),
                 scales=scales or [],
                 variants=variants.split(",") if variants else None,
                 backend=backend,
@@ -69,7 +71,7 @@ def evaluate(
         if output is not None:
             write_report(report, output)
         failed = [
-            line for each in conditions for line in failures(each, report, subjects(report, scales))
+            line for each in conditions for line in failures(each, report, subjects(report))
         ]
         _print(report, as_json=as_json, quiet=quiet)
         if failed:

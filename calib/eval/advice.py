@@ -8,8 +8,8 @@ from calib.eval.intervals import estimate
 from calib.eval.measure import Measured
 
 # what engines can load: the advice is chosen among these
-SERVED = ("none", "tensor", "attn_head")
-GIVEN = "given with --scales"
+SERVED = ("none", "tensor", "mse", "attn_head")
+GIVEN = "given"
 # a layer stands out where its error is this many times the median layer's
 _OUTLIER = 3.0
 
@@ -25,7 +25,7 @@ def advised(measured: dict[str, Measured], rows: dict[str, Any]) -> str | None:
 
 def subject(measured: dict[str, Measured], rows: dict[str, Any]) -> str | None:
     """The variant that the verdict is about: what the user gave, or what is advised."""
-    given = [name for name, row in rows.items() if row["what"] == GIVEN]
+    given = [name for name, row in rows.items() if row["kind"] == GIVEN]
     whole = [n for n, m in measured.items() if m.variant is not None and m.variant.generates]
     return next(iter([*given, *filter(None, [advised(measured, rows)]), *whole]), None)
 
@@ -39,6 +39,7 @@ def advise(measured: dict[str, Measured], rows: dict[str, Any]) -> list[str]:
         {
             "none": "uncalibrated (scale 1.0) is as good as any scales on this text",
             "tensor": "use one scale per layer (--strategy tensor)",
+            "mse": "use one scale per layer, clipped where it pays (--observer mse)",
             "attn_head": "use one scale per KV head (--strategy attn_head)",
         }[simplest]
     ]
@@ -57,7 +58,7 @@ def verdict(measured: dict[str, Measured], rows: dict[str, Any], floor: float) -
     name = subject(measured, rows)
     if name is None:
         return "No FP8 KV cache was measured."
-    label = f"scales of '{name}'" if rows[name]["what"] == GIVEN else rows[name]["what"]
+    label = f"scales of '{name}'" if rows[name]["kind"] == GIVEN else rows[name]["what"]
     return f"FP8 KV cache, {label}: {_figures(rows[name], floor)}{_beside(name, measured, rows)}."
 
 

@@ -1,6 +1,6 @@
 """Per token: how far a variant's next-token distribution is from the reference's."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,17 +18,26 @@ class Divergence:
     nll: Tensor  # [T - 1] float32, of the text under the variant, in nats
 
 
-def compare(reference: Tensor, variant: Tensor, token_ids: Tensor) -> Divergence:
-    """Compare logits [T, vocabulary] of the same tokens [T]."""
+def compare(reference: Tensor, variant: Tensor, following: Tensor) -> Divergence:
+    """Compare logits [T, vocabulary]; `following` [T or T - 1] are the tokens that came next."""
     kl, agrees, nll = [], [], []
-    for rows in _chunks(len(token_ids)):
+    for rows in chunks(len(reference), _POSITIONS):
         expected, found = reference[rows].float(), variant[rows].float()
         kl.append(divergence(expected, found))
         agrees.append(expected.argmax(-1) == found.argmax(-1))
-        following = token_ids[rows.start + 1 : rows.stop + 1].to(found.device)
-        chosen = found[: len(following)].gather(1, following[:, None]).squeeze(1)
-        nll.append(found[: len(following)].logsumexp(-1) - chosen)
+        came = following[rows].to(found.device)
+        chosen = found[: len(came)].gather(1, came[:, None]).squeeze(1)
+        nll.append(found[: len(came)].logsumexp(-1) - chosen)
     return Divergence(torch.cat(kl).cpu(), torch.cat(agrees).cpu(), torch.cat(nll).cpu())
+
+
+def join(parts: Sequence[Divergence]) -> Divergence:
+    """Consecutive parts of one document as one."""
+    return Divergence(
+        torch.cat([part.kl for part in parts]),
+        torch.cat([part.agrees for part in parts]),
+        torch.cat([part.nll for part in parts]),
+    )
 
 
 def divergence(expected: Tensor, found: Tensor) -> Tensor:
@@ -44,5 +53,6 @@ def divergence(expected: Tensor, found: Tensor) -> Tensor:
     return ((p * d.expm1()).sum(-1).log1p() - shift).clamp(min=0)
 
 
-def _chunks(length: int) -> Iterator[slice]:
-    return (slice(i, min(i + _POSITIONS, length)) for i in range(0, length, _POSITIONS))
+def chunks(length: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover `length`."""
+    return (slice(i, min(i + size, length)) for i in range(0, length, size))

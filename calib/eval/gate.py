@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from calib.errors import InputError
-from calib.eval.measure import REFERENCE
 from calib.eval.summary import METRICS
+from calib.eval.variants import REFERENCE
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,

@@ -4,28 +4,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from calib.eval.continuation import Passkey, continue_greedily, retrieves, same_tokens
-from calib.eval.divergence import Divergence, compare
+from calib.eval.continuation import continue_greedily, retrieves, same_tokens
+from calib.eval.divergence import Divergence
 from calib.eval.layers import LayerError, layer_errors
+from calib.eval.material import Material
+from calib.eval.reading import read
 from calib.eval.values import LayerValues
-from calib.eval.variants import Variant
+from calib.eval.variants import REFERENCE, Variant
 from fp8kv_runtime.hf import Backend
-
-REFERENCE = "reference"
-
-
-@dataclass(frozen=True)
-class Material:
-    """What is read: held-out documents, prompts to continue, passkeys to find."""
-
-    documents: Sequence[Tensor]  # [T] each
-    prompts: Sequence[Tensor]  # [T] each, all of one length
-    new_tokens: int
-    passkeys: Sequence[Passkey]
-    layer_documents: int  # how many of the documents the per-layer errors are taken from
 
 
 @dataclass
@@ -34,6 +22,7 @@ class Measured:
 
     variant: Variant | None  # None: the reference itself
     documents: list[Divergence] = field(default_factory=list)
+    long_documents: list[Divergence] = field(default_factory=list)
     same_tokens: list[int] = field(default_factory=list)
     found_passkeys: list[bool] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
@@ -54,12 +43,13 @@ def measure(
     found = {REFERENCE: Measured(None), **{v.name: Measured(v) for v in variants}}
     for number, token_ids in enumerate(material.documents):
         progress(f"document {number + 1} of {len(material.documents)}")
-        reference = _logits(model, token_ids)
-        found[REFERENCE].documents.append(compare(reference, reference, token_ids))
-        for variant in variants:
-            with variant.applied(model, backend):
-                logits = _logits(model, token_ids)
-            found[variant.name].documents.append(compare(reference, logits, token_ids))
+        for name, divergence in read(model, token_ids, variants, backend).items():
+            found[name].documents.append(divergence)
+    for token_ids in material.long_documents:
+        progress(f"{len(token_ids):,} tokens at once")
+        served = [variant for variant in variants if variant.served]
+        for name, divergence in read(model, token_ids, served, backend).items():
+            found[name].long_documents.append(divergence)
     progress("per-layer errors")
     errors, found[REFERENCE].values = layer_errors(
         model, material.documents[: material.layer_documents], variants
@@ -103,8 +93,3 @@ def _write(
     if material.prompts:
         measured.texts = continue_greedily(model, material.prompts, material.new_tokens)
     measured.found_passkeys = [retrieves(model, tokenizer, key) for key in material.passkeys]
-
-
-def _logits(model: PreTrainedModel, token_ids: Tensor) -> Tensor:
-    logits: Tensor = model(input_ids=token_ids[None].to(model.device), use_cache=False).logits
-    return logits[0]

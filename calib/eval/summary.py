@@ -1,8 +1,7 @@
 """From what was measured to figures with intervals, and to advice."""
 
 import math
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -59,6 +58,7 @@ def summarize(evaluation: Evaluation) -> dict[str, Any]:
 
 def _row(measured: Measured, reference: Measured) -> dict[str, Any]:
     kl = _per_document(measured, lambda d: d.kl)
+    long = [d.kl.double().numpy() for d in measured.long_documents]
     agrees = _per_document(measured, lambda d: d.agrees)
     nll = [
         np.stack([d.nll.double().numpy(), r.nll.double().numpy()], 1)
@@ -73,7 +73,7 @@ def _row(measured: Measured, reference: Measured) -> dict[str, Any]:
         "ppl_change": as_json(estimate(nll, _ppl_change)),
         "top1": as_json(estimate(agrees)),
         "top1_count": int(sum(a.sum() for a in agrees)),
-        "kl_by_position": kl_by_position(kl),
+        "kl_by_position": kl_by_position(kl + long),
     }
     if measured.same_tokens:
         row["same_tokens"] = as_json(estimate([np.array([float(n)]) for n in measured.same_tokens]))
@@ -124,11 +124,10 @@ def _floor(measured: dict[str, Measured], rows: dict[str, Any]) -> float:
     return max(controls, default=0.0)
 
 
-def subjects(report: dict[str, Any], scales: Sequence[Path] | None) -> list[str]:
-    """The variants that a condition means that names none: what was given, or what is advised."""
-    if scales:
-        return [path.resolve().name for path in scales]
-    return [name for name in ("attn_head", "tensor") if name in report["variants"]][:1]
+def subjects(report: dict[str, Any]) -> list[str]:
+    """The variants that a condition means that names none: what was given, else the subject."""
+    given = [name for name, row in report["variants"].items() if row.get("kind") == "given"]
+    return given or [name for name in (report["subject"],) if name is not None]
 
 
 def _per_document(measured: Measured, pick: Callable[[Any], Any]) -> list[Values]:

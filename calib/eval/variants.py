@@ -10,14 +10,19 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from calib.choices import FP8Name, Strategy
-from calib.observers import AbsMax
+from calib.observers import AbsMax, Mse
 from calib.scales import KVScales, LayerScales
 from calib.stats import KVStats
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, fp8_max, quantize
 from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
 
+REFERENCE = "reference"  # the model's own cache, which all are compared with
+BUILT_IN = (
+    REFERENCE, "bf16", "eager", "none", "e5m2", "tensor", "mse", "attn_head", "channel", "k only",
+    "v only", "qkv", "channel+k_center", "k only+k_center", "random",
+)  # fmt: skip
 STRATEGIES: tuple[Strategy, ...] = ("tensor", "attn_head", "channel")
-Kind = Literal["fp8", "control"]
+Kind = Literal["fp8", "control", "given"]
 # (layer_idx, query, key, value) -> what attention is given
 Rounding = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
@@ -38,6 +43,14 @@ class Variant:
         """Whether text is generated with it: one rounded tensor alone is no FP8 cache."""
         return self.scales is not None and {"k", "v"} <= set(self.tensors)
 
+    @property
+    def served(self) -> bool:
+        """Whether engines can load such scales: E4M3, per tensor or head, for K and V."""
+        scales = self.scales
+        if scales is None or self.tensors != "kv" or scales.fp8_dtype == "e5m2":
+            return False
+        return scales.strategy != "channel"
+
     def applied(self, model: PreTrainedModel, backend: Backend) -> AbstractContextManager[None]:
         """Inside the block `model` holds K and V this way."""
         if self.eager:
@@ -50,40 +63,40 @@ class Variant:
         return _rounded(model, fp8_rounding(self.scales, self.tensors))
 
 
-def build_variants(
-    stats: KVStats, random_stats: KVStats | None, others: dict[str, KVScales]
-) -> list[Variant]:
-    """Every variant that these statistics allow, controls first, `others` by their names last."""
+def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
+    """Every variant that is compared unasked, controls first.
+
+    Args:
+        stats: with means, and with the histograms that observer mse needs.
+        random_stats: the same of random token ids.
+    """
     tensor, head, channel = (_absmax(stats, strategy) for strategy in STRATEGIES)
-    e5m2 = _absmax(stats, "tensor", "e5m2")
-    found = [
+    e5m2, centred = _absmax(stats, "tensor", "e5m2"), centre_keys(channel, stats)
+    random = _absmax(random_stats, "tensor")
+    return [
         Variant("bf16", "K and V rounded to bfloat16", "control"),
         Variant("eager", "the reference through another attention kernel", "control", eager=True),
         Variant("none", "scale 1.0: what engines do without scales", "fp8", _ones(tensor)),
         Variant("e5m2", "one scale per layer, e5m2", "fp8", e5m2),
         Variant("tensor", "one scale per layer", "fp8", tensor),
+        Variant("mse", "one scale per layer, observer mse", "fp8", _mse(stats)),
         Variant("attn_head", "one scale per KV head", "fp8", head),
         Variant("channel", "one scale per channel", "fp8", channel),
         Variant("k only", "K alone in FP8, one scale per KV head", "fp8", head, "k"),
         Variant("v only", "V alone in FP8, one scale per KV head", "fp8", head, "v"),
         Variant("qkv", "queries in FP8 as well, one scale per head", "fp8", head, "qkv"),
+        Variant("channel+k_center", "per channel, K's mean subtracted", "fp8", centred),
+        Variant("k only+k_center", "K alone, per channel, mean subtracted", "fp8", centred, "k"),
+        Variant("random", "one scale per layer, from random token ids", "fp8", random),
     ]
-    if all(layer.k.total is not None for layer in stats.layers.values()):
-        centred = centre_keys(channel, stats)
-        found += [
-            Variant("channel+k_center", "per channel, K's mean subtracted", "fp8", centred),
-            Variant(
-                "k only, centred", "K alone, per channel, mean subtracted", "fp8", centred, "k"
-            ),
-        ]
-    if random_stats is not None:
-        scales = _absmax(random_stats, "tensor")
-        found.append(Variant("random", "one scale per layer, from random token ids", "fp8", scales))
-    return found + [Variant(name, "given with --scales", "fp8", s) for name, s in others.items()]
 
 
 def _absmax(stats: KVStats, strategy: Strategy, fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
     return stats.scales(strategy=strategy, observer=AbsMax(), fp8_dtype=fp8_dtype, targets="qkv")
+
+
+def _mse(stats: KVStats) -> KVScales:
+    return stats.scales(strategy="tensor", observer=Mse(FP8_DTYPES["e4m3fn"]))
 
 
 def centre_keys(scales: KVScales, stats: KVStats) -> KVScales:
@@ -96,7 +109,9 @@ def centre_keys(scales: KVScales, stats: KVStats) -> KVScales:
     layers: dict[str, LayerScales] = {}
     for name, layer in scales.layers.items():
         seen = stats.layers[name]
-        assert seen.k.total is not None and seen.k.low is not None and seen.k.high is not None
+        assert seen.k.total is not None
+        assert seen.k.low is not None
+        assert seen.k.high is not None
         mean = (seen.k.total / seen.tokens).float()
         amax = torch.maximum(seen.k.high - mean, mean - seen.k.low)
         scale = amax / fp8_max(FP8_DTYPES[scales.fp8_dtype])

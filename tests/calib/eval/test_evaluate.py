@@ -12,8 +12,9 @@ from test_cli import calibrate, fp8kv, one_line_error
 from transformers import AutoModelForCausalLM
 
 from calib.data import load_data
-from calib.eval import job
-from calib.eval.job import Suite, evaluate
+from calib.eval import suites
+from calib.eval.job import evaluate
+from calib.eval.suites import Suite
 from calib.eval.summary import summarize
 from calib.model import find_checkpoint, load_tokenizer
 from calib.recipe import load_recipe
@@ -124,7 +125,7 @@ def test_variants_can_be_chosen(directory):
 
 @pytest.fixture
 def small_suite(monkeypatch):
-    monkeypatch.setitem(job.SUITES, "quick", SMALL)
+    monkeypatch.setitem(suites.SUITES, "quick", SMALL)
 
 
 def eval_(*arguments):
@@ -161,7 +162,7 @@ def test_mistakes_get_one_line(directory, tiny_directory, tmp_path):
     neox = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
     scales = tmp_path / "scales"
     assert calibrate(neox, "-o", scales, "--format", "fp8kv").exit_code == 0
-    one_line_error(eval_(directory, "--scales", scales), "the scales are of another model")
+    one_line_error(eval_(directory, "--scales", scales), "scales are of another model: they")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/model.safetensors").touch()
     one_line_error(

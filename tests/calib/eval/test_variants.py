@@ -4,7 +4,7 @@ import torch
 from families import tiny_model
 
 from calib.data import make_batches
-from calib.eval.variants import build_variants
+from calib.eval.variants import BUILT_IN, REFERENCE, build_variants
 from calib.measure import calibrate
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention
@@ -28,9 +28,10 @@ def all_keys(model):
 
 def test_centred_scales_cover_exactly_what_is_left_of_k():
     model = tiny_model("llama")
-    recipe = load_recipe(None, {"means": True, "targets": "qkv"})
+    recipe = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
     stats = calibrate(model, make_batches(SAMPLES, 1, pad_id=0), recipe)
-    variants = {variant.name: variant for variant in build_variants(stats, None, {})}
+    variants = {variant.name: variant for variant in build_variants(stats, stats)}
+    assert {REFERENCE, *variants} == set(BUILT_IN)
     keys = all_keys(model)
     for layer in variants["channel+k_center"].scales.layers.values():
         mean = keys[layer.layer_idx].double().mean(0).float()

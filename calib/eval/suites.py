@@ -1,0 +1,40 @@
+"""How much an evaluation measures."""
+
+from dataclasses import dataclass, replace
+
+from calib.errors import InputError
+
+
+@dataclass(frozen=True)
+class Suite:
+    """How much is measured; lengths in tokens."""
+
+    calibration_samples: int
+    documents: int
+    seq_len: int
+    prompts: int
+    new_tokens: int
+    passkey_tokens: tuple[int, ...]
+    passkey_depths: tuple[float, ...]
+    layer_documents: int
+    long_tokens: int = 0  # one long document, as far as the model has positions; 0: none
+
+
+SUITES = {
+    "quick": Suite(12, 8, 512, 4, 32, (256,), (0.0, 0.5, 1.0), 2),
+    "full": Suite(32, 20, 1024, 8, 64, (256, 1024), (0.0, 0.25, 0.5, 0.75, 1.0), 4, 8192),
+}
+
+
+def resize(suite: Suite, *, documents: int | None, seq_len: int | None) -> Suite:
+    """The suite with other documents than its own.
+
+    Raises:
+        InputError: there would be too few to calibrate and measure on.
+    """
+    for flag, given, least in (("--samples", documents, 2), ("--seq-len", seq_len, 8)):
+        if given is not None and given < least:
+            raise InputError(
+                f"{flag} {given} is too small; use {least} or more"
+            )
+    return replace(suite, documents=documents or suite.documents, seq_len=seq_len or suite.seq_len)
