@@ -1,0 +1,35 @@
+"""Documents are read in chunks: the figures do not depend on their size."""
+
+import pytest
+import torch
+from families import FAMILIES, tiny_model
+
+from calib.data import make_batches
+from calib.eval import reading
+from calib.eval.reading import read
+from calib.eval.variants import REFERENCE, build_variants
+from calib.measure import calibrate
+from calib.recipe import load_recipe
+
+DOCUMENT = torch.randint(1, 90, (37,), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
+def test_chunks_give_what_one_pass_gives(family, monkeypatch):
+    model = tiny_model(family, **FAMILIES[family]).eval()
+    recipe = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
+    stats = calibrate(model, make_batches([DOCUMENT.tolist()], 1, pad_id=0), recipe)
+    variants = build_variants(stats, stats)
+    with torch.inference_mode():
+        whole = read(model, DOCUMENT, variants, "torch")
+        monkeypatch.setattr(reading, "_CHUNK", 10)
+        chunked = read(model, DOCUMENT, variants, "torch")
+    assert list(whole) == [REFERENCE, *(variant.name for variant in variants)]
+    for name, divergence in whole.items():
+        assert divergence.kl.shape == (37,)
+        assert divergence.nll.shape == (36,)
+        # float32 attention over other shapes; the rounding of K and V is the same
+        torch.testing.assert_close(chunked[name].kl, divergence.kl, rtol=0.01, atol=1e-8)
+        torch.testing.assert_close(chunked[name].nll, divergence.nll, rtol=1e-4, atol=1e-5)
+        assert torch.equal(chunked[name].agrees, divergence.agrees)
+    assert whole["e5m2"].kl.mean() > 2 * whole["tensor"].kl.mean() > 0

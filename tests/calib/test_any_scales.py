@@ -1,0 +1,133 @@
+"""Scales are read from what every format holds, and refused where they do not fit the model."""
+
+import json
+
+import pytest
+import torch
+from conftest import save_model
+from families import tiny_model
+from safetensors.torch import save_file
+from test_cli import calibrate
+from transformers import AutoModelForCausalLM
+
+from calib.any_scales import load_any_scales
+from calib.derive import load_scales
+from calib.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return AutoModelForCausalLM.from_pretrained(directory)
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy"),
+    [
+        ("vllm", "tensor"),
+        ("vllm", "attn_head"),
+        ("aphrodite", "attn_head"),
+        ("sglang", "tensor"),
+        ("tgi", "tensor"),
+        ("modelopt", "tensor"),
+        ("trtllm", "tensor"),
+    ],
+)
+def test_our_own_exports_are_read_like_anyones(layout, strategy, directory, model, tmp_path):
+    out = tmp_path / "out"
+    done = calibrate(directory, "-o", out, "--format", layout, "--strategy", strategy)
+    assert done.exit_code == 0
+    expected = load_scales(out)
+    for file in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
+        (out / file).unlink()
+    found = load_any_scales(out, model)
+    assert found.strategy == strategy
+    assert list(found.layers) == list(expected.layers)
+    for name, layer in expected.layers.items():
+        assert torch.equal(found.layers[name].k, layer.k)
+        assert torch.equal(found.layers[name].v, layer.v)
+
+
+def test_json_has_one_scale_for_both(model, tmp_path):
+    ranks = {"0": {"0": 0.5, "1": 0.25, "2": 1}, "1": {"0": 0.125, "1": 0.75, "2": 1}}
+    text = {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": ranks}}
+    (tmp_path / "kv_cache_scales.json").write_text(json.dumps(text))
+    layers = [*load_any_scales(tmp_path, model).layers.values()]
+    assert [(layer.k.item(), layer.v.item()) for layer in layers] == [
+        (0.5, 0.5),
+        (0.75, 0.75),
+        (1.0, 1.0),
+    ]
+
+
+def write(directory, endings, *, layers=3, value=None):
+    value = torch.tensor([0.5]) if value is None else value
+    tensors = {
+        f"model.layers.{i}.self_attn.{ending}": value.clone()
+        for i in range(layers)
+        for ending in endings
+    }
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+@pytest.mark.parametrize(
+    "endings",
+    [
+        ["k_scale", "v_scale"],
+        ["k_proj.k_scale", "v_proj.v_scale"],
+        ["qkv_proj.k_scale", "qkv_proj.v_scale"],
+        ["k_proj.output_scale", "v_proj.output_scale"],
+        ["attn.k_scale", "attn.v_scale"],
+        ["kv_scale"],
+        ["kv_cache_scaling_factor"],
+    ],
+)
+@pytest.mark.parametrize("value", [torch.tensor(0.5), torch.tensor([0.5], dtype=torch.bfloat16)])
+def test_names_of_other_tools(endings, value, model, tmp_path):
+    scales = load_any_scales(write(tmp_path, endings, value=value), model)
+    assert [layer.k.tolist() for layer in scales.layers.values()] == [[0.5]] * 3
+    assert [layer.v.tolist() for layer in scales.layers.values()] == [[0.5]] * 3
+
+
+def test_a_scale_of_k_alone_goes_before_one_of_both(model, tmp_path):
+    tensors = {}
+    for i in range(3):
+        name = f"model.layers.{i}.self_attn"
+        tensors |= {f"{name}.kv_scale": torch.tensor(4.0), f"{name}.k_scale": torch.tensor(2.0)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    layer = next(iter(load_any_scales(tmp_path, model).layers.values()))
+    assert (layer.k.item(), layer.v.item()) == (2.0, 4.0)
+
+
+@pytest.mark.parametrize(
+    ("endings", "options", "message"),
+    [
+        (["k_scale"], {}, "the v_scale of layer 0 is missing"),
+        (["k_scale", "v_scale"], {"layers": 1}, "has no scales for layers 1, 2; calibrate"),
+        (["k_scale", "v_scale"], {"layers": 4}, "of another model: they name layer 3"),
+        (["kv_scale"], {"value": torch.tensor(float("nan"))}, "k_scale of layer 0 is [nan]"),
+        (["kv_scale"], {"value": torch.tensor(0.0)}, "is [0.0]; a scale is finite and positive"),
+        (["kv_scale"], {"value": torch.tensor(-1.0)}, "is [-1.0]; a scale is finite"),
+        (["kv_scale"], {"value": torch.ones(3)}, "has 3 values; the model has 2 such heads"),
+        (["weight"], {}, "holds no KV-cache scales"),
+    ],
+)
+def test_what_does_not_fit_gets_one_line(endings, options, message, model, tmp_path):
+    write(tmp_path, endings, **options)
+    with pytest.raises(InputError) as caught:
+        load_any_scales(tmp_path, model)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"kv_cache": {"scaling_factor": {"0": {"0": "x"}}}}'])
+def test_a_json_file_that_is_none(text, model, tmp_path):
+    (tmp_path / "kv_cache_scales.json").write_text(text)
+    with pytest.raises(InputError, match="cannot read") as caught:
+        load_any_scales(tmp_path, model)
+    assert "\n" not in str(caught.value)
