@@ -78,7 +78,7 @@ def _explain(dataset: str, error: Exception) -> str:
             f"no dataset '{dataset}' on the Hugging Face Hub, or it is private: check the name, "
             f"give the path of a local file, or use `--dataset builtin:python-docs`"
         )
-    if _is_unreachable(error, message):
+    if is_unreachable(error, message):
         return (
             f"the Hugging Face Hub cannot be reached for dataset '{dataset}' ({message}); "
             f"with no network use `--dataset builtin:python-docs` or a local file"
@@ -106,7 +106,8 @@ def _is_absent(error: Exception, message: str) -> bool:
     return _has_cause(error, DatasetNotFoundError, RepositoryNotFoundError, HFValidationError)
 
 
-def _is_unreachable(error: Exception, message: str) -> bool:
+def is_unreachable(error: Exception, message: str) -> bool:
+    """Whether `error`, of datasets or huggingface_hub, says that the Hub does not answer."""
     from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
 
     unreachable = ConnectionError, TimeoutError, HTTPError, LocalEntryNotFoundError

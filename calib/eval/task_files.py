@@ -1,0 +1,172 @@
+"""`--tasks`: names and YAML files to tasks of lm-evaluation-harness, with their data read."""
+
+import difflib
+import importlib.util
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import TemplateError
+from transformers import set_seed
+
+from calib.data.hub_rows import MAX_QUOTED, is_unreachable
+from calib.errors import InputError
+
+# lm-eval's own: its few-shot examples are those of its command line
+SEED = 1234
+_SUFFIXES = (".yaml", ".yml")
+# what lm-eval raises where a task's YAML, its functions or its dataset cannot be used
+_REFUSALS = (
+    *(AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
+    *(SyntaxError, TypeError, ValueError, TemplateError, yaml.YAMLError),
+)
+# what `lm_eval.evaluate` takes: "tasks", "groups" and "group_map", each by name
+_Loaded = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Tasks of lm-eval with their data."""
+
+    loaded: _Loaded
+    limit: int | None  # documents of each; None: all
+
+
+def find_tasks(specs: Sequence[str], limit: int | None = None) -> Tasks:
+    """Find tasks by name, YAML file or directory of YAML files, and read their datasets.
+
+    Args:
+        specs: names as lm-eval knows them, and paths, which have a slash or end in .yaml.
+        limit: how many documents of each task will be used; default: all.
+
+    Raises:
+        InputError: lm-eval is not installed, there is no such task, a file is no task, a dataset
+            cannot be read, or a task needs more than a language model.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise InputError("--tasks needs lm-eval: pip install 'fp8kv[eval]'")
+    set_seed(SEED)  # some tasks shuffle their choices while they are read
+    specs = [*dict.fromkeys(specs)]
+    paths = {spec: Path(spec).expanduser().resolve() for spec in specs if _is_path(spec)}
+    with lm_eval_quiet():
+        manager = _manager(specs, paths)
+        names = [name for spec in specs for name in _names(manager, spec, paths.get(spec))]
+        found: _Loaded = {"tasks": {}, "groups": {}, "group_map": {}}
+        for name in dict.fromkeys(names):
+            _add(found, name, _load(manager, name))
+    return Tasks(found, limit)
+
+
+@contextmanager
+def lm_eval_quiet() -> Iterator[None]:
+    """Inside the block lm-eval logs errors only; it tells of every default it takes."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+def _is_path(spec: str) -> bool:
+    return "/" in spec or spec.endswith(_SUFFIXES)
+
+
+def _manager(specs: Sequence[str], paths: dict[str, Path]) -> Any:
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(
+        include_path=[path for path in paths.values() if path.is_dir()],
+        # thousands of files, which take seconds to read
+        include_defaults=len(paths) < len(specs),
+    )
+
+
+def _names(manager: Any, spec: str, path: Path | None) -> list[str]:
+    """What lm-eval is to load for `spec`: names of its index, or a file."""
+    if path is None:
+        return _known_names(manager, spec)
+    if not path.is_dir():
+        _check_is_task(spec, path)
+        return [str(path)]
+    files = {name: manager.task_index[name].yaml_path for name in manager.all_subtasks}
+    inside = [name for name, file in files.items() if file and file.is_relative_to(path)]
+    if not inside:
+        raise InputError(f"--tasks '{spec}' holds no task: no *.yaml in it has a `task:` name")
+    return inside
+
+
+def _known_names(manager: Any, spec: str) -> list[str]:
+    names: list[str] = manager.match_tasks([spec])
+    if not names:
+        close = difflib.get_close_matches(spec, manager.all_tasks, n=3)
+        meant = f"did you mean {' or '.join(close)}? " if close else ""
+        raise InputError(
+            f"lm-eval has no task '{spec}'; {meant}`lm-eval ls tasks` lists them; a YAML file or "
+            f"a directory of them is written as a path, such as ./{spec}"
+        )
+    return names
+
+
+def _check_is_task(spec: str, path: Path) -> None:
+    try:
+        # composed, not loaded: the tags of lm-eval stay what they are
+        document = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise InputError(f"cannot read --tasks '{spec}': {_one_line(error)}") from None
+    pairs = document.value if isinstance(document, yaml.MappingNode) else []
+    keys = {key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)}
+    if "group" in keys:
+        raise InputError(
+            f"--tasks '{spec}' is a group, not a task; give the directory that holds its tasks"
+        )
+    if not {"task", "include"} & keys:
+        raise InputError(
+            f"--tasks '{spec}' is no task of lm-eval: it has no `task:` name; see "
+            "docs/evaluation.md for what a task is made of"
+        )
+
+
+def _load(manager: Any, name: str) -> _Loaded:
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        loaded: _Loaded = manager.load([name])
+    except (*_REFUSALS, DatasetsError, HTTPError) as error:
+        raise InputError(_explain(name, error)) from error
+    return loaded
+
+
+def _explain(name: str, error: Exception) -> str:
+    message = _one_line(error)
+    if is_unreachable(error, message):
+        return (
+            f"the dataset of task '{name}' cannot be reached ({message}); with no network give "
+            "--tasks a YAML file whose data lie on this machine"
+        )
+    return f"lm-eval cannot load task '{name}': {message}"
+
+
+def _add(found: _Loaded, name: str, loaded: _Loaded) -> None:
+    for task_name, task in loaded["tasks"].items():
+        if task_name in found["tasks"]:
+            raise InputError(
+                f"--tasks '{name}': another of --tasks holds '{task_name}' too; give one of them, "
+                "or another `task:` name"
+            )
+        if getattr(task, "UNSAFE_CODE", False):
+            raise InputError(f"task '{task_name}' runs code that the model writes; use lm-eval")
+        if getattr(task, "MULTIMODAL", False):
+            raise InputError(f"task '{task_name}' has images or sound; only text is measured here")
+    for kind, entries in loaded.items():
+        found[kind].update(entries)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:MAX_QUOTED]

@@ -1,0 +1,150 @@
+"""Tasks of lm-evaluation-harness on FP8 caches and on the model's own, side by side."""
+
+import copy
+import io
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from importlib.metadata import version
+from numbers import Real
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from calib.errors import InputError
+from calib.eval.task_files import SEED, Tasks, lm_eval_quiet
+from calib.eval.variants import REFERENCE, Variant
+from fp8kv_runtime.hf import Backend
+
+_BATCH_SIZE = 8
+# enough for two digits; only metrics without a formula for their standard error are resampled
+_RESAMPLES = 1000
+_NO_MULTIPROCESSING = "DISABLE_MULTIPROC"
+_DEFAULT_VARIANTS = ("none", "attn_head")
+
+
+def task_variants(
+    variants: Sequence[Variant], given: Sequence[Variant], *, all_of_them: bool
+) -> list[Variant]:
+    """Those of `variants` that tasks are run with, besides the reference.
+
+    Args:
+        variants: all that are measured.
+        given: those of them that are the user's own; without any, `attn_head` and `none` run.
+        all_of_them: every variant that is a whole FP8 cache, because the user has chosen them.
+    """
+    whole = [variant for variant in variants if variant.generates]
+    names = {variant.name for variant in given} or _DEFAULT_VARIANTS
+    return whole if all_of_them else [variant for variant in whole if variant.name in names]
+
+
+def run_tasks(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    tasks: Tasks,
+    variants: Sequence[Variant],
+    backend: Backend = "auto",
+    progress: Callable[[str], None] = lambda stage: None,
+) -> dict[str, Any]:
+    """Run tasks with the model's own cache and with every variant's, on the same prompts.
+
+    Args:
+        model: a decoder.
+        tokenizer: the model's.
+        tasks: see `find_tasks`.
+        variants: caches besides the reference.
+        backend: where FP8 caches run.
+        progress: called with what is being done.
+
+    Returns:
+        `tasks`: task -> variant -> metric -> `{value, stderr}`, None where lm-eval has no number;
+        `harness`: `{name, version, limit}`.
+
+    Raises:
+        InputError: a task asks for more than the model or the FP8 cache can do.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    with _alone():
+        lm = _language_model(model, tokenizer)
+        for variant in (None, *variants):
+            name = REFERENCE if variant is None else variant.name
+            progress(f"tasks: {name}")
+            with variant.applied(model, backend) if variant else nullcontext():
+                results = _evaluate(lm, tasks, name)
+            for task, figures in results.items():
+                found.setdefault(task, {})[name] = figures
+    harness = {"name": "lm-eval", "version": version("lm-eval"), "limit": tasks.limit}
+    return {"tasks": found, "harness": harness}
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Inside the block lm-eval prints nothing, and forks no process of one that may hold a GPU."""
+    before = os.environ.get(_NO_MULTIPROCESSING)
+    os.environ[_NO_MULTIPROCESSING] = "1"
+    try:
+        # what it prints would stand between the lines of our JSON
+        with lm_eval_quiet(), redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        del os.environ[_NO_MULTIPROCESSING]
+        if before is not None:
+            os.environ[_NO_MULTIPROCESSING] = before
+
+
+def _language_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+    """Lm-eval's own wrapper, which meets the FP8 cache as it is.
+
+    Choices are scored in one pass over rows padded on the right and without a mask: attention is
+    causal, so padding is never read. Text is generated from rows padded on the left, with a mask.
+    """
+    from lm_eval.models.huggingface import HFLM
+
+    # it may give the tokenizer a padding token
+    own = copy.deepcopy(tokenizer)
+    return HFLM(pretrained=model, tokenizer=own, backend="causal", batch_size=_BATCH_SIZE)
+
+
+def _evaluate(lm: Any, tasks: Tasks, name: str) -> dict[str, Any]:
+    """Results of one cache.
+
+    This is what `simple_evaluate` comes to without its report of the machine, which asks git and
+    pip about things that ours does not show.
+    """
+    import lm_eval
+
+    set_seed(SEED)
+    for task in tasks.loaded["tasks"].values():
+        task.set_fewshot_seed(SEED)
+    try:
+        done = lm_eval.evaluate(
+            lm,
+            tasks.loaded,
+            limit=tasks.limit,
+            bootstrap_iters=_RESAMPLES,
+            log_samples=False,
+        )
+    # AssertionError: how lm-eval checks lengths; ValueError: also our AttentionError
+    except (AssertionError, ValueError) as error:
+        unsaid = f"{type(error).__name__}; --debug shows where"
+        message = " ".join(str(error).split()) or unsaid
+        raise InputError(f"lm-eval on the cache '{name}': {message}") from error
+    return {task: figures for task, row in done["results"].items() if (figures := _figures(row))}
+
+
+def _figures(row: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Metrics of a row such as `{"acc,none": 0.5, "acc_stderr,none": 0.1}`; none: no filter."""
+    found = {}
+    for key, value in row.items():
+        metric, comma, answer_filter = key.partition(",")
+        if not comma or metric.endswith("_stderr"):
+            continue
+        stderr = row.get(f"{metric}_stderr,{answer_filter}")
+        label = metric if answer_filter == "none" else key
+        found[label] = {"value": _number(value), "stderr": _number(stderr)}
+    return found
+
+
+def _number(x: object) -> float | None:
+    return float(x) if isinstance(x, Real) and math.isfinite(x) else None
