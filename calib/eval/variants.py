@@ -76,7 +76,7 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
     return [
         Variant("bf16", "K and V rounded to bfloat16", "control"),
         Variant("eager", "the reference through another attention kernel", "control", eager=True),
-        Variant("none", "scale 1.0: what engines do without scales", "fp8", _ones(tensor)),
+        Variant("none", "scale 1.0, what engines use without scales", "fp8", _ones(tensor)),
         Variant("e5m2", "one scale per layer, e5m2", "fp8", e5m2),
         Variant("tensor", "one scale per layer", "fp8", tensor),
         Variant("mse", "one scale per layer, observer mse", "fp8", _mse(stats)),
