@@ -6,6 +6,7 @@ Nothing heavy is imported before a command runs, so `--help` answers at once.
 import typer
 
 from commands.calibrate import calibrate
+from commands.compare import compare
 from commands.doctor import doctor
 from commands.evaluate import evaluate
 from commands.generate import generate
@@ -21,7 +22,7 @@ app = typer.Typer(
 )
 app.command()(calibrate)
 app.command("eval")(evaluate)
-for command in (generate, stress, recipes, doctor):
+for command in (compare, generate, stress, recipes, doctor):
     app.command()(command)
 
 calibrate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

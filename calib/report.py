@@ -122,15 +122,22 @@ def generation_lines(result: "Generated") -> list[str]:
 
 
 def table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> "Table":
-    """A table for the terminal; more than two columns are numbers."""
+    """A table for the terminal; more than two columns are numbers. Text is shown as it is."""
     from rich.table import Table
+    from rich.text import Text
 
-    made = Table(title=title, title_justify="left")
+    # a plain string may hold rich's own markup
+    made = Table(title=Text(plain(title), style="table.title"), title_justify="left")
     for heading in headings:
-        made.add_column(heading, justify="right" if len(headings) > 2 else "left")
+        made.add_column(Text(plain(heading)), justify="right" if len(headings) > 2 else "left")
     for row in rows:
-        made.add_row(*row)
+        made.add_row(*(Text(plain(cell)) for cell in row))
     return made
+
+
+def plain(text: str) -> str:
+    """Text that cannot steer a terminal: names may come from files that others made."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _mib(count: int) -> str:

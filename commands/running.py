@@ -50,3 +50,10 @@ def print_table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str,
     from calib.report import table
 
     Console().print(table(title, headings, rows))
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print lines whose words may come from files that others made."""
+    from calib.report import plain
+
+    print("\n".join(map(plain, lines)))

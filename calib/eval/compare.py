@@ -1,0 +1,187 @@
+"""Two evaluation reports side by side."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+
+from calib.errors import InputError
+from calib.eval.output import REPORT_FILE
+from calib.eval.summary import SCHEMA
+from calib.eval.variants import REFERENCE
+
+_DOCUMENT = TypeAdapter(dict[str, Any])
+_HOW_MADE = f"give what `fp8kv-eval -o DIR` writes: the directory, or its {REPORT_FILE}"
+_NOT_COMPARABLE = "the figures are not comparable"
+_NOISE = "small differences may come of that"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class Figure(_Part):
+    """A figure with its 95 % interval."""
+
+    value: FiniteFloat
+    low: FiniteFloat
+    high: FiniteFloat
+
+
+class Row(_Part):
+    """One variant of a report; what is not compared is left out."""
+
+    kl: Figure
+    ppl_change: Figure
+    top1: Figure
+    measurable: bool  # whether the KL is above the noise floor
+    same_tokens: Figure | None = None
+    passkey: Figure | None = None
+
+
+class Data(_Part):
+    """The text that a report is of."""
+
+    source: str
+    fingerprint: str
+    documents: int
+    tokens: int
+    calibration_tokens: int
+
+
+class Report(_Part):
+    """A `report.json`; keys that are not compared are left out."""
+
+    model: str
+    backend: str
+    dtype: str
+    data: Data
+    suite: dict[str, Any] = Field(default_factory=dict)
+    variants: dict[str, Row]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One variant in two reports."""
+
+    name: str
+    a: Row
+    b: Row
+
+    @property
+    def kl_ratio(self) -> float | None:
+        """KL of B over that of A; None where A has none."""
+        return self.b.kl.value / self.a.kl.value if self.a.kl.value > 0 else None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the KL intervals overlap, or neither is above its noise floor."""
+        overlap = self.a.kl.low <= self.b.kl.high and self.b.kl.low <= self.a.kl.high
+        return overlap or not (self.a.measurable or self.b.measurable)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What two reports say of the variants that both have."""
+
+    a: Path
+    b: Path
+    pairs: list[Pair]
+    only_a: list[str]
+    only_b: list[str]
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        return {
+            "a": str(self.a),
+            "b": str(self.b),
+            "variants": {
+                pair.name: {
+                    "a": pair.a.model_dump(),
+                    "b": pair.b.model_dump(),
+                    "kl_ratio": pair.kl_ratio,
+                    "no_measurable_difference": pair.is_same,
+                }
+                for pair in self.pairs
+            },
+            "only_a": self.only_a,
+            "only_b": self.only_b,
+            "warnings": self.warnings,
+        }
+
+
+def compare_reports(a: Path, b: Path) -> Comparison:
+    """Compare two reports, each given as a file or as the directory that holds it.
+
+    Raises:
+        InputError: one of them is no report that this version reads.
+    """
+    first, second = load_report(a), load_report(b)
+    names = [name for name in first.variants if name != REFERENCE]
+    others = [name for name in second.variants if name != REFERENCE]
+    return Comparison(
+        a,
+        b,
+        [Pair(n, first.variants[n], second.variants[n]) for n in names if n in others],
+        [name for name in names if name not in others],
+        [name for name in others if name not in names],
+        [*_differences(first, second)],
+    )
+
+
+def load_report(path: Path) -> Report:
+    """Read a report.
+
+    Raises:
+        InputError: it is absent, unreadable, damaged, of another schema or no report at all.
+    """
+    file = path / REPORT_FILE if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        raise InputError(f"'{path}' holds no {REPORT_FILE}; {_HOW_MADE}")
+    try:
+        document = _DOCUMENT.validate_json(file.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot read '{file}': {error.strerror or error}; {_HOW_MADE}") from None
+    except ValidationError as error:
+        raise InputError(f"'{file}' is no report: {_explain(error)}; {_HOW_MADE}") from None
+    if "schema" not in document:
+        raise InputError(f"'{file}' is no report of fp8kv-eval: it has no `schema`; {_HOW_MADE}")
+    if document["schema"] != SCHEMA:
+        raise InputError(
+            f"'{file}' is of schema {document['schema']!r:.20}; this version reads {SCHEMA}: "
+            "evaluate again with it"
+        )
+    try:
+        return Report.model_validate(document)
+    except ValidationError as error:
+        raise InputError(f"'{file}' is damaged: {_explain(error)}; evaluate again") from None
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return " ".join(f"{where}: {first['msg']}".removeprefix(": ").split())
+
+
+def _differences(a: Report, b: Report) -> Iterator[str]:
+    """One line for each condition that differs."""
+    conditions = [
+        ("the model", a.model, b.model, _NOT_COMPARABLE),
+        ("the data", a.data.source, b.data.source, _NOT_COMPARABLE),
+        ("the text's fingerprint", a.data.fingerprint, b.data.fingerprint, _NOT_COMPARABLE),
+        ("the number of held-out documents", a.data.documents, b.data.documents,
+         _NOT_COMPARABLE),
+        ("the number of held-out tokens", a.data.tokens, b.data.tokens, _NOT_COMPARABLE),
+        ("the number of calibration tokens", a.data.calibration_tokens, b.data.calibration_tokens,
+         "so do the scales that were derived from them"),
+        ("the dtype", a.dtype, b.dtype, _NOISE),
+        ("the backend", a.backend, b.backend, _NOISE),
+        *((f"the suite's {key}", a.suite.get(key), b.suite.get(key), "so does what was measured")
+          for key in sorted(a.suite.keys() | b.suite.keys())),
+    ]  # fmt: skip
+    for what, one, other, consequence in conditions:
+        if one != other:
+            yield f"{what} differs: {one} in A, {other} in B; {consequence}"

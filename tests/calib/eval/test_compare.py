@@ -1,0 +1,200 @@
+"""Two reports side by side: the figures, what makes them doubtful, and what is no report."""
+
+import json
+
+import pytest
+from test_cli import fp8kv, one_line_error
+
+
+def figure(value, spread=0.1):
+    low, high = sorted((value * (1 - spread), value * (1 + spread)))
+    return {"value": value, "low": low, "high": high}
+
+
+def row(kl, *, measurable=True, **others):
+    return {
+        "kl": figure(kl),
+        "ppl_change": figure(0.01),
+        "top1": figure(0.95),
+        "measurable": measurable,
+        "what": "a cache",
+        **others,
+    }
+
+
+REPORT = {
+    "schema": 1,
+    "model": "org/model",
+    "backend": "torch",
+    "dtype": "float32",
+    "data": {
+        "source": "builtin:python-docs",
+        "fingerprint": "12ab",
+        "documents": 8,
+        "tokens": 4096,
+        "calibration_tokens": 6144,
+    },
+    "variants": {
+        "reference": row(0.0, measurable=False),
+        "tensor": row(0.02, same_tokens=figure(20.0), passkey=figure(1.0)),
+        "attn_head": row(0.01),
+        "only here": row(0.5),
+    },
+    "texts": {"not": ["compared"]},
+}
+
+
+@pytest.fixture
+def report(tmp_path):
+    """Write a report, some of its keys replaced by dotted name; returns its directory."""
+
+    def write(name, **changes):
+        document = json.loads(json.dumps(REPORT))
+        for dotted, value in changes.items():
+            place = document
+            *parents, leaf = dotted.split("__")
+            for parent in parents:
+                place = place[parent]
+            place[leaf] = value
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "report.json").write_text(json.dumps(document))
+        return tmp_path / name
+
+    return write
+
+
+def compared(*arguments):
+    done = fp8kv("compare", *arguments, "--json")
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_ratio_and_whether_the_intervals_overlap(report):
+    a = report("a")
+    # 0.02 ± 10 % and 0.023 ± 10 % overlap, 0.01 ± 10 % and 0.03 ± 10 % do not
+    found = compared(a, report("b", variants__tensor=row(0.023), variants__attn_head=row(0.03)))
+    tensor, head = found["variants"]["tensor"], found["variants"]["attn_head"]
+    assert tensor["kl_ratio"] == pytest.approx(1.15)
+    assert tensor["no_measurable_difference"]
+    assert head["kl_ratio"] == pytest.approx(3.0)
+    assert not head["no_measurable_difference"]
+    assert head["b"]["kl"] == figure(0.03)
+    assert tensor["a"]["passkey"] == figure(1.0)
+    assert tensor["b"]["passkey"] is None
+    assert "reference" not in found["variants"]
+    assert found["warnings"] == []
+
+
+def test_the_order_is_that_of_the_arguments(report):
+    a, b = report("a"), report("b", variants__tensor=row(0.2))
+    forward, backward = (compared(*order)["variants"]["tensor"] for order in ((a, b), (b, a)))
+    assert forward["kl_ratio"] == pytest.approx(10)
+    assert backward["kl_ratio"] == pytest.approx(0.1)
+
+
+def test_below_the_noise_floor_nothing_differs(report):
+    low = report("low", variants__tensor=row(1e-9, measurable=False))
+    lower = report("lower", variants__tensor=row(1e-11, measurable=False))
+    nothing = report("nothing", variants__tensor=row(0.0, measurable=False))
+    assert compared(low, lower)["variants"]["tensor"]["no_measurable_difference"]
+    assert compared(nothing, low)["variants"]["tensor"]["kl_ratio"] is None
+    measurable = report("measurable")
+    assert not compared(nothing, measurable)["variants"]["tensor"]["no_measurable_difference"]
+
+
+def test_the_table(report):
+    a = report("a")
+    b = report("b", variants__attn_head=row(0.03), variants__tensor=row(0.02, passkey=figure(0.5)))
+    done = fp8kv("compare", a, b / "report.json")
+    assert done.exit_code == 0
+    lines = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith("│")}
+    assert "0.01 [0.009, 0.011]" in lines["attn_head"]
+    assert "0.03 [0.027, 0.033]" in lines["attn_head"]
+    assert "3.00x" in lines["attn_head"]
+    assert "+1.00%, +1.00%" in lines["attn_head"]
+    assert "95.0%, 95.0%" in lines["attn_head"]
+    assert "no measurable difference" in lines["tensor"]
+    assert "20 tokens, -" in lines["tensor"]
+    assert "100%, 50%" in lines["tensor"]
+    assert f"A: {a}" in done.stdout
+    assert f"B: {b / 'report.json'}" in done.stdout
+
+
+def test_variants_that_one_has_are_named(report):
+    b = report("b", variants={"reference": row(0.0), "channel": row(0.1)})
+    done = fp8kv("compare", report("a"), b)
+    assert done.exit_code == 0
+    assert "only in A: tensor, attn_head, only here" in done.stdout
+    assert "only in B: channel" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("change", "warning"),
+    [
+        ({"model": "other"}, "the model differs: org/model in A, other in B; the figures are not"),
+        ({"data__source": "mine"}, "the data differs: builtin:python-docs in A, mine in B; the fi"),
+        ({"data__fingerprint": "9"}, "fingerprint differs: 12ab in A, 9 in B; the figures are not"),
+        ({"data__tokens": 99}, "held-out tokens differs: 4096 in A, 99 in B; the figures are not"),
+        ({"data__documents": 9}, "held-out documents differs: 8 in A, 9 in B; the figures are not"),
+        ({"data__calibration_tokens": 1}, "calibration tokens differs: 6144 in A, 1 in B; so do"),
+        ({"dtype": "bfloat16"}, "dtype differs: float32 in A, bfloat16 in B; small differences"),
+        ({"backend": "triton"}, "backend differs: torch in A, triton in B; small differences"),
+        ({"suite": {"prompts": 4}}, "the suite's prompts differs: None in A, 4 in B; so does what"),
+    ],
+)
+def test_other_conditions_are_warned_of(change, warning, report):
+    (found,) = compared(report("a"), report("b", **change))["warnings"]
+    assert warning in found
+    assert f"warning: {found}" in fp8kv("compare", report("c"), report("d", **change)).stdout
+
+
+def test_names_cannot_steer_the_terminal(report):
+    name = "[red]x[/red] :smile: \x1b[31m\nwarning: \x07"
+    a = report("a", model=name, variants={"reference": row(0.0), name: row(0.1)})
+    done = fp8kv("compare", a, report("b"))
+    assert done.exit_code == 0
+    assert "[red]x[/red] :smile: \ufffd[31m\ufffdwarning: \ufffd" in done.stdout
+    both = fp8kv("compare", a, a).stdout
+    assert "[red]x[/red] :smile:" in both
+    assert not {"\x1b", "\x07"} & set(done.stdout + both)
+
+
+NAN = json.dumps(REPORT).replace('"value": 0.02', '"value": NaN')
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "is no report"),
+        ("{", "is no report"),
+        ("[1]", "is no report"),
+        ("[" * 100_000, "is no report"),
+        ('{"a": ' * 100_000, "is no report"),
+        (b"\xff\xfe{}", "is no report"),
+        ('{"model": 3}', "is no report of fp8kv-eval: it has no `schema`"),
+        ('{"schema": 2}', "is of schema 2; this version reads 1"),
+        ('{"schema": "1"}', "is of schema '1'; this version reads 1"),
+        ('{"schema": 1}', "is damaged: model: Field required"),
+        (json.dumps({**REPORT, "variants": []}), "is damaged: variants: "),
+        (json.dumps({**REPORT, "model": 3}), "is damaged: model: "),
+        (json.dumps({**REPORT, "variants": {"x": {}}}), "is damaged: variants.x.kl: "),
+        (json.dumps(REPORT).replace("0.95", '"0.95"'), "top1.value: Input should be a valid num"),
+        (NAN, "is damaged: variants.tensor.kl.value: Input should be a finite number"),
+        (json.dumps(REPORT).replace("0.95", "1e999"), "should be a finite number"),
+    ],
+)
+def test_what_is_no_report_is_one_line(text, problem, report, tmp_path):
+    file = tmp_path / "bad.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    one_line_error(fp8kv("compare", report("a"), file), f"'{file}' ", problem)
+    one_line_error(fp8kv("compare", file, tmp_path / "a"), problem)
+
+
+def test_paths_that_hold_no_report(report, tmp_path):
+    (tmp_path / "empty").mkdir()
+    good = report("a")
+    one_line_error(fp8kv("compare", good, tmp_path / "empty"), "holds no report.json; give what")
+    one_line_error(fp8kv("compare", tmp_path / "gone", good), "cannot read", "No such file")
+    (tmp_path / "loop").mkdir()
+    (tmp_path / "loop/report.json").mkdir()
+    one_line_error(fp8kv("compare", tmp_path / "loop", good), "cannot read", "Is a directory")
