@@ -9,11 +9,22 @@ from calib.errors import InputError
 # flag -> recipe key
 _RECIPE_KEYS = {
     **{name: name for name in ("strategy", "targets", "device", "dtype", "fp8_dtype", "headroom")},
+    **{name: name for name in ("offload", "max_memory")},
     **{name: f"data.{name}" for name in ("dataset", "samples", "seq_len", "batch_size", "seed")},
     **{name: f"export.{name}" for name in ("reduce", "tp_size", "weights")},
     "observer": "observer.name",
     "format": "export.formats",
     "trust_remote_code": "trust_remote_code",
+}
+# flags of `fp8kv eval`: some of the same names, about other things
+_EVALUATION_KEYS = {
+    **{name: name for name in ("device", "dtype", "trust_remote_code")},
+    "seed": "data.seed",
+    "search": "evaluation.kl_budget",
+    **{
+        name: f"evaluation.{name}"
+        for name in ("suite", "dataset", "samples", "seq_len", "variants", "backend", "fail_if")
+    },
 }
 
 
@@ -23,6 +34,15 @@ def overrides(params: dict[str, Any]) -> dict[str, Any]:
     given = {key: params[flag] for flag, key in flags.items()}
     batch_size = given.get("data.batch_size", "auto")
     return {**given, "data.batch_size": int(batch_size)} if batch_size.isdecimal() else given
+
+
+def evaluation_overrides(params: dict[str, Any]) -> dict[str, Any]:
+    """Recipe keys of the flags of `fp8kv eval` that were given."""
+    given = {
+        key: params[flag] for flag, key in _EVALUATION_KEYS.items() if _was_given(params.get(flag))
+    }
+    variants = given.get("evaluation.variants")
+    return given if variants is None else {**given, "evaluation.variants": variants.split(",")}
 
 
 def assignments(pairs: list[str]) -> dict[str, Any]:

@@ -6,20 +6,24 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from calib.choices import (
+    Backend,
     Device,
     DType,
     FormatName,
     FP8Name,
     ObserverName,
+    Offload,
     Reduce,
     Strategy,
+    SuiteName,
     Targets,
     Weights,
 )
 from calib.errors import InputError
+from calib.offload.sizes import parse_size
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
 
@@ -65,6 +69,21 @@ class ExportRecipe(_Strict):
     weights: Weights = "link"
 
 
+class EvaluationRecipe(_Strict):
+    """What `--evaluate` and `fp8kv-eval` measure; see docs/evaluation.md."""
+
+    suite: SuiteName = "quick"
+    dataset: str | None = Field(None, description="default: the calibration's")
+    samples: int | None = Field(None, ge=2, description="held-out documents; default: the suite's")
+    seq_len: int | None = Field(None, ge=8, description="tokens of each; default: the suite's")
+    variants: tuple[str, ...] | None = Field(None, description="default: all")
+    backend: Backend = "auto"
+    kl_budget: float | None = Field(
+        None, ge=0, description="nats; find the fewest layers to leave in 16 bits"
+    )
+    fail_if: tuple[str, ...] = Field((), description="conditions, such as 'kl>0.02'")
+
+
 class Recipe(_Strict):
     """One calibration, end to end."""
 
@@ -78,9 +97,19 @@ class Recipe(_Strict):
     means: bool = Field(False, description="also collect per-channel means of K and V")
     device: Device = "auto"
     dtype: DType = "auto"
+    offload: Offload = Field("auto", description="layerwise: weights pass through memory once")
+    max_memory: str | None = Field(None, description="resident memory in all, as 8GiB")
     trust_remote_code: bool = False
     data: DataRecipe = DataRecipe()
     export: ExportRecipe = ExportRecipe()
+    evaluation: EvaluationRecipe = EvaluationRecipe()
+
+    @field_validator("max_memory")
+    @classmethod
+    def _max_memory_is_a_size(cls, given: str | None) -> str | None:
+        if given is not None:
+            parse_size(given)
+        return given
 
     @model_validator(mode="after")
     def _channel_needs_absmax(self) -> "Recipe":

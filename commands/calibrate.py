@@ -2,16 +2,18 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from calib import choices
+from commands.evaluate import fail_on, print_report
 from commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemoteCode
 from commands.running import print_table, run
 
 if TYPE_CHECKING:
     from calib.job import Result
+    from calib.recipe import Recipe
 
 
 def calibrate(
@@ -56,11 +58,22 @@ def calibrate(
         choices.Weights | None,
         Flag(help="link: hard-link the source's weights; none: scales and configs only."),
     ] = None,
+    offload: Annotated[
+        choices.Offload | None,
+        Flag(help="layerwise: one layer in memory at a time. auto: where the weights do not fit."),
+    ] = None,
+    max_memory: Annotated[
+        str | None, Flag(metavar="SIZE", help="Resident memory in all, as 8GiB.")
+    ] = None,
     trust_remote_code: TrustRemoteCode = False,
     set_: Annotated[
         list[str] | None,
         Flag("--set", metavar="KEY=VALUE", help="Any recipe key, as data.column=text."),
     ] = None,
+    evaluate: Annotated[
+        bool,
+        Flag("--evaluate", help="Then measure the scales as the recipe's `evaluation` says."),
+    ] = False,
     overwrite: Annotated[bool, Flag("--overwrite", help="Replace an earlier output.")] = False,
     quiet: Annotated[bool, Flag("--quiet", help="Print nothing but errors.")] = False,
     as_json: AsJson = False,
@@ -77,12 +90,37 @@ def calibrate(
         resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
         with progress_bar(show=not (quiet or as_json)) as progress:
             result = run_job(model, resolved, output, overwrite=overwrite, progress=progress)
-        if as_json:
-            print(json.dumps(result.to_json()))
-        elif not quiet:
+        if not (quiet or as_json):
             _print_result(result)
+        printed = result.to_json()
+        failed: list[str] = []
+        if evaluate:
+            silent = quiet or as_json
+            printed["evaluation"], failed = _evaluate(model, resolved, result, quiet=silent)
+        if as_json:
+            print(json.dumps(printed))
+        fail_on(failed)
 
     run(work, debug=debug)
+
+
+def _evaluate(
+    model: str, recipe: "Recipe", result: "Result", *, quiet: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Measure what has just been written; the report lies beside it, in `evaluation/`."""
+    from calib.eval.run import run_evaluation
+    from calib.progress import progress_bar
+
+    with progress_bar(show=not quiet) as progress:
+        report, failed = run_evaluation(
+            model,
+            recipe,
+            scales=[next(iter(result.directories.values()))],
+            output=result.output / "evaluation",
+            progress=progress.stage,
+        )
+    print_report(report, as_json=False, quiet=quiet)
+    return report, failed
 
 
 def _print_result(result: "Result") -> None:

@@ -10,6 +10,8 @@ from calib import choices
 from commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemoteCode
 from commands.running import print_table, run
 
+DATASET = "builtin:python-docs"
+
 
 def evaluate(
     context: typer.Context,
@@ -21,10 +23,15 @@ def evaluate(
     variants: Annotated[
         str | None, Flag(help="Comma-separated names to keep, such as none,tensor. Default: all.")
     ] = None,
-    suite: Annotated[choices.SuiteName, Flag(help="How much is measured.")] = "quick",
+    recipe: Annotated[
+        str | None, Flag(help="Recipe whose `evaluation` is meant; flags override it.")
+    ] = None,
+    suite: Annotated[
+        choices.SuiteName | None, Flag(help="How much is measured. Default: quick.")
+    ] = None,
     backend: Annotated[
-        choices.Backend, Flag(help="auto: Triton kernels on a GPU, torch elsewhere.")
-    ] = "auto",
+        choices.Backend | None, Flag(help="auto: Triton kernels on a GPU, torch elsewhere.")
+    ] = None,
     output: Annotated[
         Path | None, Flag("-o", "--output", help="Directory for report.json and report.md.")
     ] = None,
@@ -32,7 +39,13 @@ def evaluate(
         list[str] | None,
         Flag(metavar="CONDITION", help="Exit 1 if it holds, as 'kl>0.02' or 'tensor:top1<0.9'."),
     ] = None,
-    dataset: Annotated[str, Flag(help="As for calibrate.")] = "builtin:python-docs",
+    search: Annotated[
+        str | None,
+        Flag(metavar="KL", help="Find the fewest layers to leave in 16 bits for this KL."),
+    ] = None,
+    dataset: Annotated[
+        str | None, Flag(help=f"As for calibrate. Default: the recipe's, or {DATASET}.")
+    ] = None,
     samples: Annotated[int | None, Flag(help="Held-out documents. Default: the suite's.")] = None,
     seq_len: Annotated[int | None, Flag(help="Tokens of each. Default: the suite's.")] = None,
     seed: Annotated[int | None, Flag(help="Default: 42.")] = None,
@@ -46,42 +59,25 @@ def evaluate(
     """Measure what an FP8 KV cache changes, with which scales, on text that no scale has seen."""
 
     def work() -> None:
-        from calib.eval.gate import failures, parse_condition
-        from calib.eval.job import evaluate as measure
-        from calib.eval.output import write_report
-        from calib.eval.suites import SUITES, resize
-        from calib.eval.summary import subjects, summarize
-        from calib.flags import overrides
+        from calib.eval.run import run_evaluation
+        from calib.flags import evaluation_overrides
         from calib.progress import progress_bar
         from calib.recipe import load_recipe
 
-        conditions = [parse_condition(text) for text in fail_if or []]
-        recipe = load_recipe(None, overrides(context.params))
+        defaults = {} if recipe else {"data.dataset": DATASET}
+        resolved = load_recipe(recipe, {**defaults, **evaluation_overrides(context.params)})
         with progress_bar(show=not (quiet or as_json)) as progress:
-            evaluation = measure(
-                model,
-                recipe,
-                resize(SUITES[suite], documents=samples, seq_len=seq_len),
-                scales=scales or [],
-                variants=variants.split(",") if variants else None,
-                backend=backend,
-                progress=progress.stage,
+            report, failed = run_evaluation(
+                model, resolved, scales=scales or [], output=output, progress=progress.stage
             )
-        report = summarize(evaluation)
-        if output is not None:
-            write_report(report, output)
-        failed = [
-            line for each in conditions for line in failures(each, report, subjects(report))
-        ]
-        _print(report, as_json=as_json, quiet=quiet)
-        if failed:
-            typer.echo("\n".join(f"failed: {line}" for line in failed), err=True)
-            raise typer.Exit(1)
+        print_report(report, as_json=as_json, quiet=quiet)
+        fail_on(failed)
 
     run(work, debug=debug)
 
 
-def _print(report: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
+def print_report(report: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
+    """Print the table and what follows from it, or one JSON object."""
     from calib.eval.markdown import HEADINGS, closing_lines, table_rows
 
     if as_json:
@@ -89,3 +85,10 @@ def _print(report: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
     elif not quiet:
         print_table(f"FP8 KV cache of {report['model']}", HEADINGS, table_rows(report))
         print("\n".join(closing_lines(report)))
+
+
+def fail_on(failed: list[str]) -> None:
+    """Exit 1 if a condition holds, and say which."""
+    if failed:
+        typer.echo("\n".join(f"failed: {line}" for line in failed), err=True)
+        raise typer.Exit(1)

@@ -6,6 +6,7 @@ import numpy as np
 
 from calib.eval.intervals import estimate
 from calib.eval.measure import Measured
+from calib.eval.search import Search, skip_argument
 
 # what engines can load: the advice is chosen among these
 SERVED = ("none", "tensor", "mse", "attn_head")
@@ -30,7 +31,9 @@ def subject(measured: dict[str, Measured], rows: dict[str, Any]) -> str | None:
     return next(iter([*given, *filter(None, [advised(measured, rows)]), *whole]), None)
 
 
-def advise(measured: dict[str, Measured], rows: dict[str, Any]) -> list[str]:
+def advise(
+    measured: dict[str, Measured], rows: dict[str, Any], searched: Search | None
+) -> list[str]:
     """What to serve, from the figures alone."""
     simplest = advised(measured, rows)
     if simplest is None:
@@ -44,13 +47,25 @@ def advise(measured: dict[str, Measured], rows: dict[str, Any]) -> list[str]:
         }[simplest]
     ]
     outliers = _outliers(rows[simplest].get("layers", []))
-    if outliers:
-        listed = ",".join(map(str, outliers))
+    if searched is not None:
+        lines.append(_found(searched))
+    elif outliers:
         lines.append(
-            f"layers {listed} have more than {_OUTLIER:.0f} times the median layer's error: "
-            f"vLLM keeps them in 16 bits with --kv-cache-dtype-skip-layers {listed}"
+            f"layers {', '.join(map(str, outliers))} have more than {_OUTLIER:.0f} times the "
+            f"median layer's error: vLLM keeps them in 16 bits with {skip_argument(outliers)}"
         )
     return lines
+
+
+def _found(searched: Search) -> str:
+    budget = f"KL {searched.budget:.2g} with '{searched.variant}'"
+    if not searched.skipped:
+        return f"{budget} is met with every layer in FP8 (KL {searched.kl:.2g})"
+    count = f"{len(searched.skipped)} of {len(searched.kl_alone)} layers"
+    return (
+        f"{budget} is met (KL {searched.kl:.2g}) with {count} in 16 bits, instead of KL "
+        f"{searched.kl_of_all:.2g} with none: {skip_argument(searched.skipped)}"
+    )
 
 
 def verdict(measured: dict[str, Measured], rows: dict[str, Any], floor: float) -> str:

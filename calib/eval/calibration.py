@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from calib.data import load_data, make_batches, resolve_batch_size
 from calib.eval.suites import Suite
 from calib.measure import calibrate
-from calib.recipe import ObserverRecipe, Recipe
+from calib.recipe import DataRecipe, ObserverRecipe, Recipe
 from calib.stats import KVStats
 
 _RANDOM_SAMPLES = 4
@@ -15,8 +15,11 @@ _RANDOM_SAMPLES = 4
 
 def evaluation_recipe(recipe: Recipe, suite: Suite) -> Recipe:
     """`recipe` with the suite's lengths, and everything collected that a variant may need."""
+    data, other = recipe.data, recipe.evaluation.dataset
+    if other is not None and other != data.dataset:
+        data = DataRecipe(dataset=other, seed=data.seed)
     samples = suite.calibration_samples + suite.documents
-    data = recipe.data.model_copy(update={"samples": samples, "seq_len": suite.seq_len})
+    data = data.model_copy(update={"samples": samples, "seq_len": suite.seq_len})
     observer = ObserverRecipe(name="mse")  # its histogram is for a variant
     changes = {"data": data, "means": True, "targets": "qkv", "observer": observer}
     return recipe.model_copy(update=changes)

@@ -16,6 +16,7 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     "<": operator.lt,
 }
+_ALIASES = {"kl_mean": "kl"}
 _CONDITION = re.compile(
     r"\s*(?:(?P<variant>[^:]+):)?(?P<metric>\w+)\s*(?P<op>[<>]=?)\s*(?P<limit>\S+)\s*"
 )
@@ -40,7 +41,8 @@ def parse_condition(text: str) -> Condition:
     """
     match = _CONDITION.fullmatch(text)
     allowed = f"write METRIC>NUMBER or VARIANT:METRIC<NUMBER, METRIC one of {', '.join(METRICS)}"
-    if match is None or match["metric"] not in METRICS:
+    metric = None if match is None else _ALIASES.get(match["metric"], match["metric"])
+    if match is None or metric not in METRICS:
         raise InputError(f"--fail-if '{text}' is no condition; {allowed}")
     try:
         limit = float(match["limit"])
@@ -48,7 +50,7 @@ def parse_condition(text: str) -> Condition:
         raise InputError(
             f"--fail-if '{text}': '{match['limit']}' is no number; {allowed}"
         ) from None
-    return Condition(text, match["variant"], match["metric"], _OPERATORS[match["op"]], limit)
+    return Condition(text, match["variant"], metric, _OPERATORS[match["op"]], limit)
 
 
 def failures(condition: Condition, report: dict[str, Any], subjects: list[str]) -> list[str]:

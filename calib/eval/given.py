@@ -8,6 +8,8 @@ from transformers import PreTrainedModel
 from calib.any_scales import load_any_scales
 from calib.errors import InputError
 from calib.eval.variants import BUILT_IN, Variant
+from calib.output import CALIBRATION_FILE
+from calib.recipe import DataRecipe, load_recipe
 
 
 def given_variants(directories: Sequence[Path], model: PreTrainedModel) -> list[Variant]:
@@ -29,3 +31,32 @@ def given_variants(directories: Sequence[Path], model: PreTrainedModel) -> list[
         )
         for name, path in zip(short, directories, strict=True)
     ]
+
+
+def samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, list[str]]:
+    """How many samples of `data`, from the first, the calibrations in `directories` have read.
+
+    The second result warns of calibrations on the same dataset in another order or cut otherwise:
+    which of its samples they have read cannot be told.
+    """
+    seen, warnings = 0, []
+    for directory in directories:
+        if not (directory / CALIBRATION_FILE).exists():
+            continue
+        read = load_recipe(str(directory / CALIBRATION_FILE)).data
+        if read.dataset != data.dataset:
+            continue
+        if _order(read) == _order(data):
+            seen = max(seen, read.samples)
+        else:
+            warnings.append(
+                f"'{directory}' was calibrated on {data.dataset} too, with other lengths or "
+                "another seed: some of the held-out text may not be new to it"
+            )
+    return seen, warnings
+
+
+def _order(data: DataRecipe) -> dict[str, object]:
+    # built-in text is cut into samples by their length; other datasets have rows
+    lengths = set() if data.dataset.startswith("builtin:") else {"seq_len"}
+    return data.model_dump(exclude={"samples", "batch_size", *lengths})

@@ -8,17 +8,18 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.checkpoint import Checkpoint
-from calib.data import load_data
+from calib.data import CalibrationData, load_data
 from calib.errors import InputError
 from calib.eval.calibration import calibrate_on, calibrate_on_random_tokens, evaluation_recipe
 from calib.eval.continuation import Continuation, split_texts
-from calib.eval.given import given_variants
-from calib.eval.material import make_material
+from calib.eval.given import given_variants, samples_seen
+from calib.eval.material import Material, make_material
 from calib.eval.measure import Measured, measure
-from calib.eval.suites import Suite
+from calib.eval.search import Search, search
+from calib.eval.suites import Suite, suite_of
 from calib.eval.variants import Variant, build_variants
 from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
-from calib.recipe import Recipe
+from calib.recipe import EvaluationRecipe, Recipe
 from calib.stats import KVStats
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import Backend
@@ -40,58 +41,93 @@ class Evaluation:
     measured: dict[str, Measured]
     prompts: tuple[str, ...]
     texts: dict[str, list[Continuation]]  # after each prompt, by variant
+    search: Search | None
     warnings: tuple[str, ...]
 
 
 def evaluate(
     model_name: str,
     recipe: Recipe,
-    suite: Suite,
     *,
     scales: Sequence[Path] = (),
-    variants: Sequence[str] | None = None,
-    backend: Backend = "auto",
+    suite: Suite | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Evaluation:
     """Compare FP8 caches of `model_name` with its own, on documents that no scale has seen.
 
     Args:
         model_name: local directory, Hub id or `builtin:` name.
-        recipe: the data, and how the model is loaded; samples and lengths are the suite's.
-        suite: how much is measured.
+        recipe: what is measured, on which data, and how the model is loaded.
         scales: calibrations to compare, besides the scales that are derived here.
-        variants: names to keep besides controls and `scales`; default: all.
-        backend: where FP8 caches run.
+        suite: how much is measured; default: as the recipe says.
         progress: called with what is being done.
 
     Raises:
         Fp8kvError: anything that a user can put right.
     """
+    wanted, suite = recipe.evaluation, suite or suite_of(recipe.evaluation)
     recipe = _on_cpu_in_float32(evaluation_recipe(recipe, suite))
     checkpoint = find_checkpoint(model_name)
     progress("load")
     model, tokenizer = _load(checkpoint, recipe)
     given = given_variants(scales, model)
-    data = load_data(recipe.data, tokenizer, lambda: model)
-    material = make_material(tokenizer, data.samples, suite, _positions(model))
+    data, seen, warnings = _data(recipe, suite, scales, tokenizer, model)
+    positions = model.config.get_text_config(decoder=True).max_position_embeddings
+    material = make_material(tokenizer, data.samples, suite, seen=seen, positions=positions)
     progress("calibrate")
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
     random = calibrate_on_random_tokens(model, tokenizer, recipe)
-    chosen = _chosen(build_variants(stats, random), variants) + given
+    chosen = _chosen(build_variants(stats, random), wanted.variants) + given
     try:
-        measured = measure(model, tokenizer, chosen, material, backend, progress)
+        measured = measure(model, tokenizer, chosen, material, wanted.backend, progress)
+        searched = _search(model, chosen, material, wanted, progress)
     except AttentionError as error:
         raise InputError(str(error)) from error
-    ran, dtype = _backend(model, backend), str(model.dtype).removeprefix("torch.")
-    source = (data.source, data.fingerprint, stats.tokens, _bytes_per_token(stats))
-    prompts = tuple(tokenizer.decode(prompt) for prompt in material.prompts)
-    texts = {
+    return Evaluation(
+        model=model_name,
+        suite=suite,
+        backend=_backend(model, wanted.backend),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=model.device.type,
+        source=data.source,
+        fingerprint=data.fingerprint,
+        calibration_tokens=stats.tokens,
+        bytes_per_token=_bytes_per_token(stats),
+        measured=measured,
+        prompts=tuple(tokenizer.decode(prompt) for prompt in material.prompts),
+        texts=_texts(tokenizer, measured),
+        search=searched,
+        warnings=(*data.warnings, *warnings),
+    )
+
+
+def _search(
+    model: PreTrainedModel,
+    variants: Sequence[Variant],
+    material: Material,
+    wanted: EvaluationRecipe,
+    progress: Callable[[str], None],
+) -> Search | None:
+    """Among the layers of the first scales that were given, else of scales per head, else any."""
+    if wanted.kl_budget is None:
+        return None
+    ranks = {"given": 0, "attn_head": 1}
+    served = [variant for variant in variants if variant.served]
+    if not served:
+        raise InputError("a search needs scales that engines load: give --scales or keep attn_head")
+    subject = min(served, key=lambda v: min(ranks.get(v.kind, 2), ranks.get(v.name, 2)))
+    documents = material.documents[: material.layer_documents]
+    return search(model, subject, documents, wanted.kl_budget, wanted.backend, progress)
+
+
+def _texts(
+    tokenizer: PreTrainedTokenizerBase, measured: dict[str, Measured]
+) -> dict[str, list[Continuation]]:
+    return {
         name: split_texts(tokenizer, found.texts, found.same_tokens)
         for name, found in measured.items()
         if found.texts
     }
-    conditions = (ran, dtype, model.device.type, *source)
-    return Evaluation(model_name, suite, *conditions, measured, prompts, texts, data.warnings)
 
 
 def _load(
@@ -101,6 +137,20 @@ def _load(
     check_positions(config, recipe.data.seq_len, "--seq-len")
     tokenizer = load_tokenizer(checkpoint, recipe)
     return load_model(checkpoint, config, recipe), tokenizer
+
+
+def _data(
+    recipe: Recipe,
+    suite: Suite,
+    scales: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+) -> tuple[CalibrationData, int, list[str]]:
+    """Samples to calibrate and to measure on, and how many of them `scales` have seen."""
+    seen, warnings = samples_seen(scales, recipe.data)
+    samples = max(seen, suite.calibration_samples) + suite.documents
+    wanted = recipe.data.model_copy(update={"samples": samples})
+    return load_data(wanted, tokenizer, lambda: model), seen, warnings
 
 
 def _on_cpu_in_float32(recipe: Recipe) -> Recipe:
@@ -118,11 +168,6 @@ def _chosen(variants: list[Variant], names: Sequence[str] | None) -> list[Varian
     if unknown:
         raise InputError(f"no variant '{unknown[0]}'; there are: {', '.join(sorted(known))}")
     return [v for v in variants if v.name in names or v.kind == "control"]
-
-
-def _positions(model: PreTrainedModel) -> int | None:
-    config = model.config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None)
 
 
 def _backend(model: PreTrainedModel, backend: Backend) -> str:

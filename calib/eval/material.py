@@ -28,6 +28,8 @@ def make_material(
     tokenizer: PreTrainedTokenizerBase,
     samples: Sequence[Sequence[int]],
     suite: Suite,
+    *,
+    seen: int,
     positions: int | None,
 ) -> Material:
     """Cut what `suite` reads out of `samples`; those it calibrates on come first.
@@ -36,12 +38,13 @@ def make_material(
         tokenizer: the model's.
         samples: token ids.
         suite: how much is read.
+        seen: samples that some of the scales were calibrated on, counted from the first.
         positions: of the model: no document is longer; None: no limit.
 
     Raises:
         InputError: there are too few samples.
     """
-    documents = _held_out(samples, suite)
+    documents = _held_out(samples, suite, max(seen, suite.calibration_samples))
     prompt_len = max(1, suite.seq_len // 8)
     prompts = [d[:prompt_len] for d in documents if len(d) >= prompt_len][: suite.prompts]
     lengths = [n for n in suite.passkey_tokens if n <= suite.seq_len]
@@ -50,13 +53,13 @@ def make_material(
     return Material(documents, prompts, suite.new_tokens, passkeys, suite.layer_documents, long)
 
 
-def _held_out(samples: Sequence[Sequence[int]], suite: Suite) -> list[Tensor]:
-    held_out = samples[suite.calibration_samples :]
+def _held_out(samples: Sequence[Sequence[int]], suite: Suite, seen: int) -> list[Tensor]:
+    held_out = samples[seen : seen + suite.documents]
     if len(held_out) < suite.documents:
         raise InputError(
-            f"the dataset gives {len(samples)} samples of {suite.seq_len} tokens; this evaluation "
-            f"calibrates on {suite.calibration_samples} and measures {suite.documents} others: "
-            "use a larger dataset, a smaller --samples or a shorter --seq-len"
+            f"the dataset gives {len(samples)} samples of {suite.seq_len} tokens; scales are "
+            f"calibrated on {seen} and this evaluation measures {suite.documents} others: use a "
+            "larger dataset, or a smaller --samples or --seq-len"
         )
     return [torch.tensor(sample) for sample in held_out]
 

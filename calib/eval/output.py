@@ -1,34 +1,56 @@
 """Where a report goes: a directory, whole or absent."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
+from calib.eval.html import html
 from calib.eval.markdown import markdown
 
 REPORT_FILE = "report.json"
 
 
-def write_report(report: dict[str, Any], directory: Path) -> None:
-    """Write `report.json` and `report.md`; an earlier report there is replaced.
+def check_report_directory(directory: Path) -> None:
+    """Check that a report can go to `directory`.
 
     Raises:
-        InputError: the directory cannot be written, or holds something else.
+        InputError: it is a file, or holds something else.
     """
-    others = [p for p in directory.glob("*") if p.name not in (REPORT_FILE, "report.md")]
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"'{directory}' is a file; give another --output")
+    others = [p for p in directory.glob("*") if p.name.removeprefix(".") not in _FORMS]
     if others:
         raise InputError(
             f"'{directory}' holds '{others[0].name}', which is no report; give another --output"
         )
+
+
+def write_report(report: dict[str, Any], directory: Path) -> None:
+    """Write `report.json`, `report.md` and `report.html`; an earlier report there is replaced.
+
+    Raises:
+        InputError: the directory cannot be written, or holds something else.
+    """
+    check_report_directory(directory)
+    files = {name: form(report) for name, form in _FORMS.items()}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in (
-            ("report.md", markdown(report)),
-            (REPORT_FILE, json.dumps(report, indent=2) + "\n"),
-        ):
+        for name, text in files.items():
             scratch = directory / f".{name}"
-            scratch.write_text(text)
+            scratch.write_text(text, encoding="utf-8", errors="replace")
             scratch.replace(directory / name)
     except OSError as error:
         raise InputError(f"cannot write '{directory}': {error.strerror or error}") from None
+
+
+def _json(report: dict[str, Any]) -> str:
+    return json.dumps(report, indent=2) + "\n"
+
+
+_FORMS: dict[str, Callable[[dict[str, Any]], str]] = {
+    REPORT_FILE: _json,
+    "report.md": markdown,
+    "report.html": html,
+}

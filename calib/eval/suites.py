@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 
-from calib.errors import InputError
+from calib.recipe import EvaluationRecipe
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,11 @@ SUITES = {
 }
 
 
-def resize(suite: Suite, *, documents: int | None, seq_len: int | None) -> Suite:
-    """The suite with other documents than its own.
-
-    Raises:
-        InputError: there would be too few to calibrate and measure on.
-    """
-    for flag, given, least in (("--samples", documents, 2), ("--seq-len", seq_len, 8)):
-        if given is not None and given < least:
-            raise InputError(
-                f"{flag} {given} is too small; use {least} or more"
-            )
-    return replace(suite, documents=documents or suite.documents, seq_len=seq_len or suite.seq_len)
+def suite_of(recipe: EvaluationRecipe) -> Suite:
+    """The suite that `recipe` names, with the documents that it asks for."""
+    suite = SUITES[recipe.suite]
+    return replace(
+        suite,
+        documents=recipe.samples or suite.documents,
+        seq_len=recipe.seq_len or suite.seq_len,
+    )

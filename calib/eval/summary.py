@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,8 @@ def summarize(evaluation: Evaluation) -> dict[str, Any]:
         "verdict": verdict(measured, rows, floor),
         "subject": subject(measured, rows),
         "advised": advised(measured, rows),
-        "advice": advise(measured, rows),
+        "advice": advise(measured, rows, evaluation.search),
+        "search": None if evaluation.search is None else asdict(evaluation.search),
         "warnings": list(evaluation.warnings),
     }
 

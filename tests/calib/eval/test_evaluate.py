@@ -21,7 +21,8 @@ from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention
 
 SMALL = Suite(3, 4, 24, 2, 5, (), (), 2)
-RECIPE = load_recipe(None, {"data.dataset": "random", "device": "cpu", "dtype": "float32"})
+CHOICES = {"data.dataset": "random", "device": "cpu", "dtype": "float32"}
+RECIPE = load_recipe(None, CHOICES)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def evaluation(directory):
-    return evaluate(str(directory), RECIPE, SMALL)
+    return evaluate(str(directory), RECIPE, suite=SMALL)
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +120,8 @@ def test_layers_count_what_rounding_does(report):
 
 
 def test_variants_can_be_chosen(directory):
-    chosen = evaluate(str(directory), RECIPE, SMALL, variants=["tensor"])
+    recipe = load_recipe(None, {**CHOICES, "evaluation.variants": ["tensor"]})
+    chosen = evaluate(str(directory), recipe, suite=SMALL)
     assert list(chosen.measured) == ["reference", "bf16", "eager", "tensor"]
 
 
@@ -153,11 +155,16 @@ def test_the_command_prints_writes_and_fails(directory, tmp_path):
 def test_mistakes_get_one_line(directory, tiny_directory, tmp_path):
     one_line_error(eval_(directory, "--variants", "tensr"), "no variant 'tensr'; there are: ")
     one_line_error(eval_(directory, "--fail-if", "speed>1"), "is no condition")
-    one_line_error(eval_(directory, "--scales", tmp_path), "cannot read")
+    one_line_error(
+        eval_(directory, "--seq-len", 999), "--seq-len 999 is longer than the model's 256"
+    )
+    one_line_error(eval_(directory, "--samples", 1), "evaluation.samples: Input should be greater")
+    one_line_error(eval_(directory, "--search", "much"), "evaluation.kl_budget: Input should be a")
+    one_line_error(eval_(directory, "--scales", tmp_path), "holds no KV-cache scales")
     (tmp_path / "short.txt").write_text("w5 w6 w7\n")
     one_line_error(
         fp8kv("eval", directory, "--device", "cpu", "--dataset", tmp_path / "short.txt"),
-        "use a larger dataset",
+        "scales are calibrated on 3 and this evaluation measures 4 others: use a larger dataset",
     )
     neox = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
     scales = tmp_path / "scales"
@@ -168,3 +175,55 @@ def test_mistakes_get_one_line(directory, tiny_directory, tmp_path):
     one_line_error(
         eval_(directory, "--variants", "tensor", "-o", tmp_path / "full"), "which is no report"
     )
+
+
+@pytest.mark.usefixtures("small_suite")
+def test_a_recipe_carries_its_evaluation_and_its_gates(directory, tmp_path):
+    recipe = tmp_path / "gated.yaml"
+    recipe.write_text(
+        "strategy: attn_head\n"
+        "data: {dataset: random}\n"
+        "evaluation: {variants: [tensor], fail_if: ['kl_mean<1e9', 'tensor:top1<0']}\n"
+    )
+    out = tmp_path / "mine"
+    done = calibrate(
+        directory, "--recipe", recipe, "--dataset", "random", "-o", out, "--evaluate", "--json"
+    )
+    assert done.exit_code == 1
+    assert "failed: mine: kl is " in done.stderr
+    assert "tensor: top1" not in done.stderr
+    printed = json.loads(done.stdout)
+    assert list(printed["evaluation"]["variants"]) == [
+        "reference", "bf16", "eager", "tensor", "mine",
+    ]  # fmt: skip
+    assert json.loads((out / "evaluation/report.json").read_text()) == printed["evaluation"]
+    assert (out / "model.safetensors.index.json").exists()
+    # the same gates with the evaluation alone
+    again = fp8kv("eval", directory, "--device", "cpu", "--recipe", recipe, "--scales", out)
+    assert again.exit_code == 1
+    assert "failed: mine: kl is " in again.stderr
+
+
+@pytest.mark.usefixtures("small_suite")
+def test_held_out_text_is_new_to_the_scales_that_were_given(directory, tmp_path):
+    words = (" ".join(f"w{3 + (7 * i + j) % 97}" for j in range(40)) for i in range(9))
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in words))
+    data = ("--dataset", text, "--seed", 7)
+    for name, samples in (("few", 2), ("most", 5), ("all", 8)):
+        done = fp8kv(
+            "calibrate", directory, *data, "--samples", samples, "-o", tmp_path / name,
+            "--device", "cpu", "--seq-len", 24,
+        )  # fmt: skip
+        assert done.exit_code == 0
+    quick = ("eval", directory, "--device", "cpu", "--variants", "tensor", *data)
+    few, most = (
+        json.loads(fp8kv(*quick, "--scales", tmp_path / name, "--json").stdout)
+        for name in ("few", "most")
+    )
+    prompts = [report["texts"]["prompts"] for report in (few, most)]
+    assert prompts[0] != prompts[1]  # two samples further on
+    assert few["warnings"] == most["warnings"] == []
+    one_line_error(fp8kv(*quick, "--scales", tmp_path / "all"), "calibrated on 8 and this evalu")
+    other = fp8kv(*quick[:-1], 8, "--scales", tmp_path / "few", "--json")
+    assert "may not be new to it" in json.loads(other.stdout)["warnings"][0]

@@ -96,6 +96,7 @@ REPORT = {
     ("text", "failed"),
     [
         ("kl>0.02", ["tensor"]),
+        ("kl_mean>0.02", ["tensor"]),
         ("kl > 0.005", ["tensor", "attn_head"]),
         ("top1<0.95", ["tensor"]),
         ("top1<=0.97", ["tensor", "attn_head"]),

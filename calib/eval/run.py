@@ -1,0 +1,41 @@
+"""Evaluate, write the report, check the conditions: what both commands do."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from calib.eval.gate import failures, parse_condition
+from calib.eval.job import evaluate
+from calib.eval.output import check_report_directory, write_report
+from calib.eval.summary import subjects, summarize
+from calib.recipe import Recipe
+
+
+def run_evaluation(
+    model_name: str,
+    recipe: Recipe,
+    *,
+    scales: Sequence[Path] = (),
+    output: Path | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> tuple[dict[str, Any], list[str]]:
+    """Measure what `recipe.evaluation` says; returns the report and a line per failed condition.
+
+    Args:
+        model_name: local directory, Hub id or `builtin:` name.
+        recipe: what is measured, on which data, and the conditions.
+        scales: calibrations to compare.
+        output: directory for the report; None: it is not written.
+        progress: called with what is being done.
+
+    Raises:
+        Fp8kvError: anything that a user can put right.
+    """
+    conditions = [parse_condition(text) for text in recipe.evaluation.fail_if]
+    if output is not None:
+        check_report_directory(output)
+    report = summarize(evaluate(model_name, recipe, scales=scales, progress=progress))
+    if output is not None:
+        write_report(report, output)
+    failed = [line for each in conditions for line in failures(each, report, subjects(report))]
+    return report, failed

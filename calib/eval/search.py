@@ -1,0 +1,95 @@
+"""`--search KL`: the fewest layers to leave in 16 bits so that the divergence stays in a budget."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from calib.eval.divergence import chunks
+from calib.eval.reading import read
+from calib.eval.variants import Variant
+from fp8kv_runtime.hf import Backend
+
+_AT_ONCE = 8  # variants, each with a cache of its own
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found; KL in nats, mean over the tokens of `documents` documents."""
+
+    variant: str
+    budget: float
+    documents: int
+    kl_of_all: float  # every layer in FP8
+    kl_alone: dict[int, float]  # by layer_idx: that layer alone in FP8
+    skipped: tuple[int, ...]  # layer_idx of those left in 16 bits
+    kl: float  # with those in 16 bits
+
+
+@torch.inference_mode()
+def search(
+    model: PreTrainedModel,
+    variant: Variant,
+    documents: Sequence[Tensor],
+    budget: float,
+    backend: Backend,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Search:
+    """Leave the layers that diverge most alone in 16 bits, as few as the budget allows.
+
+    Layers are ranked by the KL that each causes when it alone is in FP8, and the KL of any number
+    of them is measured, not added up: `kl` is what the whole model does with `skipped`.
+    """
+    assert variant.scales is not None
+    layers = [layer.layer_idx for layer in variant.scales.layers.values()]
+    ranking = [_only(variant, {layer}) for layer in layers]
+
+    def kl(skipped: Iterable[int]) -> float:
+        kept = set(layers) - set(skipped)
+        progress(f"search: {len(kept)} of {len(layers)} layers in FP8")
+        (mean,) = _mean_kl(model, [_only(variant, kept)], documents, backend) if kept else (0.0,)
+        return mean
+
+    progress("search: each layer alone")
+    alone = dict(zip(layers, _mean_kl(model, ranking, documents, backend), strict=True))
+    worst_first = sorted(layers, key=lambda layer: -alone[layer])
+    measured = {0: kl([]), len(layers): 0.0}
+    few, enough = (0, 0) if measured[0] <= budget else (0, len(layers))
+    while enough - few > 1:
+        half = (few + enough) // 2
+        measured[half] = kl(worst_first[:half])
+        few, enough = (few, half) if measured[half] <= budget else (half, enough)
+    skipped = tuple(sorted(worst_first[:enough]))
+    return Search(
+        variant.name, budget, len(documents), measured[0], alone, skipped, measured[enough]
+    )
+
+
+def skip_argument(layers: Iterable[int]) -> str:
+    """What tells vLLM to keep `layers` in 16 bits."""
+    return f"--kv-cache-dtype-skip-layers {' '.join(map(str, layers))}"
+
+
+def _only(variant: Variant, kept: set[int]) -> Variant:
+    assert variant.scales is not None
+    layers = {n: s for n, s in variant.scales.layers.items() if s.layer_idx in kept}
+    name = f"layers {sorted(kept)}"
+    return replace(variant, name=name, scales=replace(variant.scales, layers=layers))
+
+
+def _mean_kl(
+    model: PreTrainedModel,
+    variants: Sequence[Variant],
+    documents: Sequence[Tensor],
+    backend: Backend,
+) -> list[float]:
+    total = {variant.name: 0.0 for variant in variants}
+    for token_ids in documents:
+        for few in chunks(len(variants), _AT_ONCE):
+            found = read(model, token_ids, variants[few], backend)
+            for variant in variants[few]:
+                total[variant.name] += float(found[variant.name].kl.double().sum())
+    tokens = sum(map(len, documents))
+    return [total[variant.name] / tokens for variant in variants]
