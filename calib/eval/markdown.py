@@ -5,6 +5,7 @@ from typing import Any
 from calib.eval.variants import REFERENCE
 
 HEADINGS = ("cache", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
+_ENDS = ("value", "low", "high")
 NO_DIFFERENCE = "no measurable difference"
 
 
@@ -35,7 +36,9 @@ def figures(row: dict[str, Any]) -> list[tuple[str, str]]:
 def _figure(figure: dict[str, float] | None, form: str, unit: str = "") -> tuple[str, str]:
     if figure is None:
         return "", ""
-    value, low, high = (form.format(figure[key]) for key in ("value", "low", "high"))
+    # rounding leaves the sign of what it takes away
+    shown = (form.format(figure[key]).replace("-0.00%", "+0.00%") for key in _ENDS)
+    value, low, high = shown
     return value + unit, f"[{low}, {high}]"
 
 

@@ -1,0 +1,91 @@
+"""Line charts: KL against position, error against layer."""
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from markupsafe import Markup
+
+from calib.eval.charts.series import Series
+from calib.eval.charts.svg import draw, percent, plain, series_color
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+_SIZE = (6.0, 3.8)
+
+
+def kl_by_position(series: list[Series], label: str) -> Markup:
+    """Mean KL in each bin of positions, with its interval; both axes are logarithmic."""
+    # a long text is read with some variants only
+    bins = max((each.row["kl_by_position"] for each in series), key=len)
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for number, each in enumerate(series):
+            # side by side, so that the intervals do not cover each other
+            shift = 0.08 * (number - (len(series) - 1) / 2)
+            _points(axes, each, each.row["kl_by_position"], shift)
+        ends = [0, *(each["to"] for each in bins)]
+        axes.set_xticks([i - 0.5 for i in range(len(ends))], list(map(str, ends)))
+        axes.set_xlabel("position in the text, tokens")
+        _log_axis(axes, "KL, nats per token", plain)
+
+    return draw("position", _SIZE, label, paint)
+
+
+def layer_error(series: list[Series], subject: str, label: str) -> Markup:
+    """Relative RMS error of each layer's attention output; that of `subject` with its interval."""
+    from matplotlib.ticker import MaxNLocator
+
+    def paint(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for each in series:
+            layers = each.row["layers"]
+            errors = [layer["rel_rms_layer"]["value"] for layer in layers]
+            # a layer without error has no place on a logarithmic axis
+            shown = [error if error > 0 else math.nan for error in errors]
+            xs = [layer["layer_idx"] for layer in layers]
+            _line(axes, each, xs, shown, 3.5)
+            if each.name == subject:
+                ends = [[layer["rel_rms_layer"][e] for layer in layers] for e in ("low", "high")]
+                color = series_color(each.color)
+                axes.fill_between(xs, *ends, color=color, alpha=0.2, linewidth=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.margins(x=0.02)
+        axes.set_xlabel("layer")
+        _log_axis(axes, "relative RMS error of attention output", percent)
+
+    return draw("layers", _SIZE, label, paint)
+
+
+def _points(axes: "Axes", series: Series, figures: list[dict[str, Any]], shift: float) -> None:
+    shown = [(i + shift, f) for i, f in enumerate(figures) if f["low"] > 0]
+    xs, ys = [x for x, _ in shown], [f["value"] for _, f in shown]
+    color = series_color(series.color)
+    axes.vlines(xs, [f["low"] for _, f in shown], [f["high"] for _, f in shown], color=color)
+    _line(axes, series, xs, ys, 4.5)
+
+
+def _line(axes: "Axes", series: Series, xs: Any, ys: Any, size: float) -> None:
+    axes.plot(
+        xs,
+        ys,
+        color=series_color(series.color),
+        linestyle=series.linestyle,
+        linewidth=1.4,
+        marker=series.marker,
+        markersize=size,
+    )
+
+
+def _log_axis(axes: "Axes", title: str, form: Any) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+    axes.yaxis.set_major_formatter(FuncFormatter(form))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel(title)
+    axes.tick_params(which="minor", length=0)
