@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from calib.attention import map_attention
 from calib.eval.values import LayerValues, layer_values
-from calib.eval.variants import Variant, broadcast_scale, fp8_rounding
-from calib.scales import LayerScales
+from calib.eval.variants import Rounding, Variant, broadcast_scale, fp8_rounding
+from calib.scales import KVScales, LayerScales
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
 from fp8kv_runtime.hf import swap_attention
 
@@ -34,6 +34,16 @@ class LayerError:
         return (self.error.sum(0) / self.power.sum(0).clamp(min=1e-30)).sqrt()
 
 
+@dataclass(frozen=True)
+class _Probe:
+    """What is done to K and V of each layer, to see what it changes."""
+
+    name: str
+    rounding: Rounding
+    scales: dict[int, LayerScales]
+    dtype: torch.dtype
+
+
 @torch.inference_mode()
 def layer_errors(
     model: PreTrainedModel, documents: Iterable[Tensor], variants: Sequence[Variant]
@@ -43,15 +53,9 @@ def layer_errors(
     Layers that read another layer's cache are left out.
     """
     repeats = {m.layer_idx: m.kv_repeat for m in map_attention(model).cached.values()}
+    probes = [_probe(v.name, v.scales, v.tensors) for v in variants if v.scales is not None]
+    found: dict[str, dict[int, LayerError]] = {probe.name: {} for probe in probes}
     values: dict[int, LayerValues] = {}
-    found: dict[str, dict[int, LayerError]] = {v.name: {} for v in variants if v.scales}
-    roundings = {
-        v.name: fp8_rounding(v.scales, v.tensors) for v in variants if v.scales is not None
-    }
-    scales = {
-        v.name: {s.layer_idx: s for s in v.scales.layers.values()} for v in variants if v.scales
-    }
-    dtypes = {v.name: FP8_DTYPES[v.scales.fp8_dtype] for v in variants if v.scales}
 
     def attend(
         original: Callable[..., Any],
@@ -69,19 +73,22 @@ def layer_errors(
         stored = (key[:, :: repeats[layer_idx]], value[:, :: repeats[layer_idx]])
         held = layer_values(layer_idx, *stored)
         values[layer_idx] = values[layer_idx].merge(held) if layer_idx in values else held
-        for name, rounding in roundings.items():
-            if layer_idx not in scales[name]:
-                continue
-            rounded = rounding(layer_idx, query, key, value)
+        for probe in (each for each in probes if layer_idx in each.scales):
+            rounded = probe.rounding(layer_idx, query, key, value)
             other = original(module, *rounded, *args, **kwargs)
-            seen = _seen(*stored, scales[name][layer_idx], dtypes[name])
-            _add(found[name], layer_idx, _tokens_last(out), _tokens_last(other), *seen)
+            seen = _seen(*stored, probe.scales[layer_idx], probe.dtype)
+            _add(found[probe.name], layer_idx, _tokens_last(out), _tokens_last(other), *seen)
         return out
 
     with swap_attention(model, attend):
         for token_ids in documents:
             model.get_decoder()(input_ids=token_ids[None].to(model.device), use_cache=False)
     return found, values
+
+
+def _probe(name: str, scales: KVScales, tensors: str) -> _Probe:
+    by_layer = {layer.layer_idx: layer for layer in scales.layers.values()}
+    return _Probe(name, fp8_rounding(scales, tensors), by_layer, FP8_DTYPES[scales.fp8_dtype])
 
 
 def _tokens_last(out: Any) -> Tensor:

@@ -49,9 +49,9 @@ def layer_error(series: list[Series], subject: str, label: str) -> Markup:
             xs = [layer["layer_idx"] for layer in layers]
             _line(axes, each, xs, shown, 3.5)
             if each.name == subject:
-                ends = [[layer["rel_rms_layer"][e] for layer in layers] for e in ("low", "high")]
+                low, high = ([x["rel_rms_layer"][end] for x in layers] for end in ("low", "high"))
                 color = series_color(each.color)
-                axes.fill_between(xs, *ends, color=color, alpha=0.2, linewidth=0)
+                axes.fill_between(xs, low, high, color=color, alpha=0.2, linewidth=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.02)
         axes.set_xlabel("layer")
