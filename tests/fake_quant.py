@@ -66,7 +66,9 @@ def fake_quantized(model, scales, *, quantize_query=False):
         owners[id(key)] = layer  # modules that share another's K and V are given the same tensor
         if quantize_query:
             query = rounded(query, layer.q, dtype)
-        key, value = rounded(key, layer.k, dtype), rounded(value, layer.v, dtype)
+        centre = 0.0 if layer.k_center is None else layer.k_center.unsqueeze(1)
+        key = rounded(key - centre, layer.k, dtype) + centre
+        value = rounded(value, layer.v, dtype)
         return original(module, query, key, value, *args, **kwargs)
 
     with swap_attention(model, attend):
