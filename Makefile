@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test check fix compile-kernels interop bench bench-generate bench-peers bench-kernels clean
+.PHONY: help demo test check fix compile-kernels interop bench bench-generate bench-eval bench-peers bench-kernels clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -74,6 +74,9 @@ bench: $(VENV)/.installed ## cost of calibration over a bare forward pass
 
 bench-generate: $(VENV)/.installed ## generate on the FP8 cache beside transformers' own
 	$(BIN)/python benchmarks/generate.py
+
+bench-eval: $(VENV)/.installed ## fp8kv-eval timed and recomputed; on a stress twin too
+	$(BIN)/python benchmarks/evaluation.py
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 	$(BIN)/python benchmarks/peers.py --peer-python $(PEERS)/bin/python
