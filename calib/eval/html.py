@@ -3,10 +3,17 @@
 import re
 from typing import Any
 
-from calib.eval.html_figures import head_chart, histogram_charts, layer_chart, position_chart
+from calib.eval.html_figures import (
+    head_chart,
+    histogram_charts,
+    layer_chart,
+    position_chart,
+    search_chart,
+)
 from calib.eval.html_table import table
 from calib.eval.html_texts import texts
 from calib.eval.markdown import figures
+from calib.eval.task_table import task_headings, task_rows, task_title
 from calib.eval.variants import REFERENCE
 
 # control characters that are no white space, halves of characters, and what is no character
@@ -36,10 +43,20 @@ def _page(report: dict[str, Any]) -> dict[str, Any]:
         "tiles": _tiles(report, subject) if subject else [],
         "position": position_chart(report),
         "layers": layer_chart(report),
+        "search": search_chart(report),
         "heads": head_chart(report),
         "histograms": shown,
         "folded": folded,
         "texts": texts(report),
+        "tasks": _tasks(report) if "tasks" in report else None,
+    }
+
+
+def _tasks(report: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "title": task_title(report),
+        "headings": task_headings(report),
+        "rows": task_rows(report),
     }
 
 

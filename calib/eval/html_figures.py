@@ -8,7 +8,7 @@ from markupsafe import Markup
 
 from calib.eval.charts.heatmaps import HeatMap, heat_maps
 from calib.eval.charts.histograms import Panel, histogram, limits
-from calib.eval.charts.lines import kl_by_position, layer_error
+from calib.eval.charts.lines import kl_by_position, layer_error, layers_alone
 from calib.eval.charts.series import Series, select
 
 _BY_POSITION = ("none", "tensor", "attn_head", "channel", "e5m2", "random")
@@ -58,6 +58,22 @@ def layer_chart(report: dict[str, Any]) -> Chart | None:
             f"{first['rel_rms_layer']['value']:.2%}. {caption}"
         )
     return Chart(layer_error(series, subject, label), caption, tuple(series))
+
+
+def search_chart(report: dict[str, Any]) -> Chart | None:
+    """KL of each layer alone, or None where no layers were searched for."""
+    found = report["search"]
+    if found is None:
+        return None
+    alone = {int(layer): kl for layer, kl in found["kl_alone"].items()}
+    skipped = found["skipped"]
+    caption = (
+        f"With '{found['variant']}' and the other layers in 16 bits. All in FP8: KL "
+        f"{found['kl_of_all']:.2g}; with layers {', '.join(map(str, skipped)) or 'none'} in "
+        f"16 bits (hollow): {found['kl']:.2g}, the budget is {found['budget']:.2g}."
+    )
+    label = f"Bar chart: KL of each layer alone in FP8. {caption}"
+    return Chart(layers_alone(alone, set(skipped), label), caption)
 
 
 def head_chart(report: dict[str, Any]) -> Chart | None:

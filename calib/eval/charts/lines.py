@@ -1,4 +1,4 @@
-"""Line charts: KL against position, error against layer."""
+"""KL against position, error against layer, KL of one layer alone."""
 
 import math
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,28 @@ def layer_error(series: list[Series], subject: str, label: str) -> Markup:
         _log_axis(axes, "relative RMS error of attention output", percent)
 
     return draw("layers", _SIZE, label, paint)
+
+
+def layers_alone(kl: dict[int, float], skipped: set[int], label: str) -> Markup:
+    """KL of each layer alone in FP8; those left in 16 bits are hollow."""
+    from_zero = {layer: max(value, 0.0) for layer, value in sorted(kl.items())}
+
+    def paint(figure: "Figure") -> None:
+        from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+        axes = figure.subplots()
+        for layer, value in from_zero.items():
+            color = series_color(2 if layer in skipped else 1)
+            fill = "none" if layer in skipped else color
+            axes.bar(layer, value, 0.7, facecolor=fill, edgecolor=color)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_formatter(FuncFormatter(plain))
+        axes.grid(visible=False, axis="x")
+        axes.margins(x=0.02)
+        axes.set_xlabel("layer")
+        axes.set_ylabel("KL, nats per token")
+
+    return draw("search", _SIZE, label, paint)
 
 
 def _points(axes: "Axes", series: Series, figures: list[dict[str, Any]], shift: float) -> None:

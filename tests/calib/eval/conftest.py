@@ -1,0 +1,34 @@
+"""One small evaluation, for the tests of what becomes of it."""
+
+import pytest
+from conftest import save_model
+from families import FAMILIES, tiny_model
+
+from calib.eval.job import evaluate
+from calib.eval.suites import Suite
+from calib.eval.summary import summarize
+from calib.recipe import load_recipe
+
+VARIANTS = ["none", "tensor", "attn_head", "channel", "k only"]
+
+
+@pytest.fixture(scope="session")
+def small_directory(tmp_path_factory):
+    model = tiny_model("mistral", **FAMILIES["mistral"])
+    return save_model(model, tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture(scope="session")
+def small_recipe():
+    choices = {"data.dataset": "random", "device": "cpu", "dtype": "float32"}
+    return load_recipe(None, {**choices, "evaluation.variants": VARIANTS})
+
+
+@pytest.fixture(scope="session")
+def small_evaluation(small_directory, small_recipe):
+    return evaluate(str(small_directory), small_recipe, suite=Suite(3, 3, 40, 2, 6, (), (), 2))
+
+
+@pytest.fixture(scope="session")
+def small_report(small_evaluation):
+    return summarize(small_evaluation)
