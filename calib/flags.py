@@ -25,7 +25,9 @@ _EVALUATION_KEYS = {
         name: f"evaluation.{name}"
         for name in ("suite", "dataset", "samples", "seq_len", "variants", "backend", "fail_if")
     },
+    **{name: f"evaluation.{name}" for name in ("tasks", "task_limit")},
 }
+_COMMA_SEPARATED = ("evaluation.variants", "evaluation.tasks")
 
 
 def overrides(params: dict[str, Any]) -> dict[str, Any]:
@@ -41,8 +43,7 @@ def evaluation_overrides(params: dict[str, Any]) -> dict[str, Any]:
     given = {
         key: params[flag] for flag, key in _EVALUATION_KEYS.items() if _was_given(params.get(flag))
     }
-    variants = given.get("evaluation.variants")
-    return given if variants is None else {**given, "evaluation.variants": variants.split(",")}
+    return given | {key: given[key].split(",") for key in _COMMA_SEPARATED if key in given}
 
 
 def assignments(pairs: list[str]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Where a running job reports to, and the bar on stderr that most users see."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ def progress_bar(*, show: bool) -> Iterator[Progress]:
 
     speed = TextColumn("{task.fields[speed]}")
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), speed)
-    with Bar(
-        *columns, TimeRemainingColumn(), console=Console(stderr=True), disable=not show
-    ) as bar:
+    # the stream itself: a block that hides what libraries write does not hide the bar
+    console = Console(file=sys.stderr)
+    with Bar(*columns, TimeRemainingColumn(), console=console, disable=not show) as bar:
         task = bar.add_task("load", total=None, speed="")
 
         def advance(tokens: int) -> None:

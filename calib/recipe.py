@@ -81,6 +81,8 @@ class EvaluationRecipe(_Strict):
     kl_budget: float | None = Field(
         None, ge=0, description="nats; find the fewest layers to leave in 16 bits"
     )
+    tasks: tuple[str, ...] = Field((), description="of lm-eval: names, or paths of YAML files")
+    task_limit: int | None = Field(None, ge=1, description="documents of each; default: all")
     fail_if: tuple[str, ...] = Field((), description="conditions, such as 'kl>0.02'")
 
 

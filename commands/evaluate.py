@@ -35,6 +35,10 @@ def evaluate(
     output: Annotated[
         Path | None, Flag("-o", "--output", help="Directory for report.json and report.md.")
     ] = None,
+    tasks: Annotated[
+        str | None, Flag(metavar="LIST", help="Of lm-eval: comma-separated names or YAML paths.")
+    ] = None,
+    task_limit: Annotated[int | None, Flag(help="Documents of each task. Default: all.")] = None,
     fail_if: Annotated[
         list[str] | None,
         Flag(metavar="CONDITION", help="Exit 1 if it holds, as 'kl>0.02' or 'tensor:top1<0.9'."),
@@ -79,11 +83,14 @@ def evaluate(
 def print_report(report: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
     """Print the table and what follows from it, or one JSON object."""
     from calib.eval.markdown import HEADINGS, closing_lines, table_rows
+    from calib.eval.task_table import task_headings, task_rows, task_title
 
     if as_json:
         print(json.dumps(report))
     elif not quiet:
         print_table(f"FP8 KV cache of {report['model']}", HEADINGS, table_rows(report))
+        if "tasks" in report:
+            print_table(task_title(report), task_headings(report), task_rows(report))
         print("\n".join(closing_lines(report)))
 
 

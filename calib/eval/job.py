@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,6 +18,8 @@ from calib.eval.material import Material, make_material
 from calib.eval.measure import Measured, measure
 from calib.eval.search import Search, search
 from calib.eval.suites import Suite, suite_of
+from calib.eval.task_files import find_tasks
+from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Variant, build_variants
 from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
 from calib.recipe import EvaluationRecipe, Recipe
@@ -42,6 +45,7 @@ class Evaluation:
     prompts: tuple[str, ...]
     texts: dict[str, list[Continuation]]  # after each prompt, by variant
     search: Search | None
+    tasks: dict[str, Any]  # as in the report; empty: none were asked for
     warnings: tuple[str, ...]
 
 
@@ -68,6 +72,7 @@ def evaluate(
     wanted, suite = recipe.evaluation, suite or suite_of(recipe.evaluation)
     recipe = _on_cpu_in_float32(evaluation_recipe(recipe, suite))
     checkpoint = find_checkpoint(model_name)
+    tasks = find_tasks(wanted.tasks, wanted.task_limit)
     progress("load")
     model, tokenizer = _load(checkpoint, recipe)
     given = given_variants(scales, model)
@@ -81,6 +86,8 @@ def evaluate(
     try:
         measured = measure(model, tokenizer, chosen, material, wanted.backend, progress)
         searched = _search(model, chosen, material, wanted, progress)
+        caches = task_variants(chosen, wanted.variants)
+        ran = run_tasks(model, tokenizer, tasks, caches, wanted.backend, progress)
     except AttentionError as error:
         raise InputError(str(error)) from error
     return Evaluation(
@@ -97,6 +104,7 @@ def evaluate(
         prompts=tuple(tokenizer.decode(prompt) for prompt in material.prompts),
         texts=_texts(tokenizer, measured),
         search=searched,
+        tasks=ran,
         warnings=(*data.warnings, *warnings),
     )
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from calib.eval.task_table import task_headings, task_rows, task_title
 from calib.eval.variants import REFERENCE
 
 HEADINGS = ("cache", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
@@ -58,19 +59,30 @@ def closing_lines(report: dict[str, Any]) -> list[str]:
 
 def markdown(report: dict[str, Any]) -> str:
     """`report.md`."""
-    rows = [HEADINGS, ("---",) * len(HEADINGS), *map(_escaped, table_rows(report))]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     legend = "\n".join(
         f"- `{_escape(name)}`: {_escape(row['what'])}" for name, row in report["variants"].items()
     )
     lines = "\n".join(f"- {_escape(line)}" for line in closing_lines(report))
     return (
-        f"# FP8 KV cache of {_escape(report['model'])}\n\n{lines}\n\n{table}\n\n"
+        f"# FP8 KV cache of {_escape(report['model'])}\n\n{lines}\n\n"
+        f"{_table(HEADINGS, table_rows(report))}\n\n"
         "KL(reference || variant) in nats per token, mean with its 95 % bootstrap interval over "
         "documents, and 99th percentile; change of perplexity; share of positions with the same "
         "likeliest token; greedy tokens before the first that differs; passkeys found.\n\n"
-        f"{legend}\n"
+        f"{legend}\n{_tasks(report)}"
     )
+
+
+def _tasks(report: dict[str, Any]) -> str:
+    if "tasks" not in report:
+        return ""
+    table = _table(task_headings(report), task_rows(report))
+    return f"\n## {_escape(task_title(report))}\n\n{table}\n"
+
+
+def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [_escaped(headings), ("---",) * len(headings), *map(_escaped, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _escaped(row: tuple[str, ...]) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ def summarize(evaluation: Evaluation) -> dict[str, Any]:
         "schema": SCHEMA,
         **conditions(evaluation.device),
         "model": evaluation.model,
+        "suite": asdict(evaluation.suite),
         "backend": evaluation.backend,
         "dtype": evaluation.dtype,
         "data": {
@@ -54,6 +55,7 @@ def summarize(evaluation: Evaluation) -> dict[str, Any]:
         "advised": advised(measured, rows),
         "advice": advise(measured, rows, evaluation.search),
         "search": None if evaluation.search is None else asdict(evaluation.search),
+        **evaluation.tasks,
         "warnings": list(evaluation.warnings),
     }
 

@@ -2,9 +2,9 @@
 
 import difflib
 import importlib.util
-import logging
+import io
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,9 @@ def find_tasks(specs: Sequence[str], limit: int | None = None) -> Tasks:
         InputError: lm-eval is not installed, there is no such task, a file is no task, a dataset
             cannot be read, or a task needs more than a language model.
     """
+    found: _Loaded = {"tasks": {}, "groups": {}, "group_map": {}}
+    if not specs:
+        return Tasks(found, limit)
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError("--tasks needs lm-eval: pip install 'fp8kv[eval]'")
     set_seed(SEED)  # some tasks shuffle their choices while they are read
@@ -55,7 +58,6 @@ def find_tasks(specs: Sequence[str], limit: int | None = None) -> Tasks:
     with lm_eval_quiet():
         manager = _manager(specs, paths)
         names = [name for spec in specs for name in _names(manager, spec, paths.get(spec))]
-        found: _Loaded = {"tasks": {}, "groups": {}, "group_map": {}}
         for name in dict.fromkeys(names):
             _add(found, name, _load(manager, name))
     return Tasks(found, limit)
@@ -63,14 +65,12 @@ def find_tasks(specs: Sequence[str], limit: int | None = None) -> Tasks:
 
 @contextmanager
 def lm_eval_quiet() -> Iterator[None]:
-    """Inside the block lm-eval logs errors only; it tells of every default it takes."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
+    """Inside the block what lm-eval prints and logs, and its bars, are not shown.
+
+    There is no other way to silence all of them; our own bar keeps the stream that it was given.
+    """
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         yield
-    finally:
-        logger.setLevel(level)
 
 
 def _is_path(spec: str) -> bool:

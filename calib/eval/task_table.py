@@ -6,7 +6,7 @@ from typing import Any
 def task_title(report: dict[str, Any]) -> str:
     """What ran them, on how much."""
     harness = report["harness"]
-    limit = f", the first {harness['limit']} documents of each" if harness["limit"] else ""
+    limit = f", --task-limit {harness['limit']}" if harness["limit"] else ""
     return f"{harness['name']} {harness['version']}{limit}"
 
 

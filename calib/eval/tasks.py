@@ -1,11 +1,10 @@
 """Tasks of lm-evaluation-harness on FP8 caches and on the model's own, side by side."""
 
 import copy
-import io
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import version
 from numbers import Real
 from typing import Any
@@ -24,19 +23,19 @@ _NO_MULTIPROCESSING = "DISABLE_MULTIPROC"
 _DEFAULT_VARIANTS = ("none", "attn_head")
 
 
-def task_variants(
-    variants: Sequence[Variant], given: Sequence[Variant], *, all_of_them: bool
-) -> list[Variant]:
+def task_variants(variants: Sequence[Variant], chosen: Sequence[str] | None) -> list[Variant]:
     """Those of `variants` that tasks are run with, besides the reference.
 
     Args:
         variants: all that are measured.
-        given: those of them that are the user's own; without any, `attn_head` and `none` run.
-        all_of_them: every variant that is a whole FP8 cache, because the user has chosen them.
+        chosen: names that the user asked for: then all of them that are whole FP8 caches. By
+            default the user's own scales, or else `attn_head` and `none`.
     """
     whole = [variant for variant in variants if variant.generates]
-    names = {variant.name for variant in given} or _DEFAULT_VARIANTS
-    return whole if all_of_them else [variant for variant in whole if variant.name in names]
+    if chosen is not None:
+        return whole
+    given = [variant for variant in whole if variant.kind == "given"]
+    return given or [variant for variant in whole if variant.name in _DEFAULT_VARIANTS]
 
 
 def run_tasks(
@@ -59,11 +58,13 @@ def run_tasks(
 
     Returns:
         `tasks`: task -> variant -> metric -> `{value, stderr}`, None where lm-eval has no number;
-        `harness`: `{name, version, limit}`.
+        `harness`: `{name, version, limit}`. Nothing where there are no tasks.
 
     Raises:
         InputError: a task asks for more than the model or the FP8 cache can do.
     """
+    if not tasks.loaded["tasks"]:
+        return {}
     found: dict[str, dict[str, Any]] = {}
     with _alone():
         lm = _language_model(model, tokenizer)
@@ -80,12 +81,11 @@ def run_tasks(
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Inside the block lm-eval prints nothing, and forks no process of one that may hold a GPU."""
+    """Inside the block lm-eval shows nothing, and forks no process of one that may hold a GPU."""
     before = os.environ.get(_NO_MULTIPROCESSING)
     os.environ[_NO_MULTIPROCESSING] = "1"
     try:
-        # what it prints would stand between the lines of our JSON
-        with lm_eval_quiet(), redirect_stdout(io.StringIO()):
+        with lm_eval_quiet():
             yield
     finally:
         del os.environ[_NO_MULTIPROCESSING]

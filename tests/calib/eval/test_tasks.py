@@ -5,6 +5,7 @@ import json
 import math
 import os
 import random
+import subprocess
 import sys
 from dataclasses import replace
 
@@ -16,10 +17,14 @@ from fake_quant import fake_quantized, scales_for
 from families import FAMILIES, tiny_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from test_cli import fp8kv, one_line_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calib.errors import InputError
+from calib.eval import job, suites
+from calib.eval.suites import Suite
 from calib.eval.task_files import find_tasks
+from calib.eval.task_table import task_rows
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Variant
 
@@ -192,19 +197,18 @@ def test_the_limit_and_the_version_are_kept(model, tokenizer, task_files):
 def test_a_task_says_which_caches_it_runs_with(scales):
     variants = [
         Variant("bf16", "", "control"),
-        *(Variant(name, "", "fp8", scales) for name in ("none", "tensor", "attn_head", "mine")),
+        *(Variant(name, "", "fp8", scales) for name in ("none", "tensor", "attn_head")),
         Variant("k only", "", "fp8", scales, "k"),
     ]
 
-    mine = [variant for variant in variants if variant.name == "mine"]
+    mine = Variant("mine", "", "given", scales)
 
-    def names(given, *, all_of_them):
-        found = task_variants(variants, given, all_of_them=all_of_them)
-        return [variant.name for variant in found]
+    def names(variants, chosen):
+        return [variant.name for variant in task_variants(variants, chosen)]
 
-    assert names([], all_of_them=False) == ["none", "attn_head"]
-    assert names(mine, all_of_them=False) == ["mine"]
-    assert names(mine, all_of_them=True) == ["none", "tensor", "attn_head", "mine"]
+    assert names(variants, None) == ["none", "attn_head"]
+    assert names([*variants, mine], None) == ["mine"]
+    assert names([*variants, mine], ["tensor"]) == ["none", "tensor", "attn_head", "mine"]
 
 
 def test_the_tokenizer_the_model_and_the_environment_stay_as_they_are(
@@ -288,3 +292,65 @@ def test_without_lm_eval(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(InputError, match=r"pip install 'fp8kv\[eval\]'"):
         find_tasks(["hellaswag"])
+
+
+@pytest.fixture
+def small_suite(monkeypatch):
+    monkeypatch.setitem(suites.SUITES, "quick", Suite(2, 2, 16, 1, 2, (), (), 1))
+
+
+def eval_(*arguments):
+    flags = ("--device", "cpu", "--dataset", "random", "--variants", "tensor")
+    return fp8kv("eval", *arguments, *flags)
+
+
+@pytest.mark.usefixtures("small_suite")
+def test_the_report_has_the_tasks(directory, task_files, tmp_path):
+    likelihood, text = (str(task_files / f"{name}.yaml") for name in ("likelihood", "text"))
+    flags = ("--tasks", f"{likelihood},{text}", "--task-limit", 3, "-o", tmp_path / "report")
+    done = eval_(directory, *flags, "--json")
+    assert done.exit_code == 0, done.stderr
+    printed = json.loads(done.stdout)
+    assert printed["harness"]["limit"] == 3
+    assert list(printed["tasks"]) == ["tiny_likelihood", "tiny_text"]
+    assert list(printed["tasks"]["tiny_text"]) == ["reference", "tensor"]
+    assert printed["tasks"]["tiny_text"]["reference"]["exact_match"]["value"] == 1.0
+    assert json.loads((tmp_path / "report/report.json").read_text())["tasks"] == printed["tasks"]
+    assert "| tiny\\_text | exact\\_match | 1 ± 0 |" in (tmp_path / "report/report.md").read_text()
+    compared = fp8kv("compare", tmp_path / "report", tmp_path / "report/report.json", "--json")
+    assert json.loads(compared.stdout)["warnings"] == []
+
+
+@pytest.mark.usefixtures("small_suite")
+def test_the_command_shows_the_tasks(directory, task_files):
+    done = eval_(directory, "--tasks", task_files / "text.yaml", "--task-limit", 2)
+    assert done.exit_code == 0, done.stderr
+    assert f"lm-eval {lm_eval.__version__}, --task-limit 2" in done.stdout
+    (line,) = (line for line in done.stdout.splitlines() if "exact_match" in line)
+    assert line.split("│")[1:4] == [" tiny_text ", " exact_match ", "     1 ± 0 "]
+
+
+def test_a_figure_without_a_number():
+    rows = task_rows({"tasks": {"t": {"reference": {"m": {"value": None, "stderr": None}}}}})
+    assert rows == [("t", "m", "n/a")]
+
+
+def test_mistakes_are_told_before_the_model_is_loaded(directory, tmp_path, monkeypatch):
+    monkeypatch.setattr(job, "load_model", None)
+    (tmp_path / "none.yaml").write_text("hello: 1")
+    one_line_error(eval_(directory, "--tasks", tmp_path / "none.yaml"), "is no task of lm-eval")
+    one_line_error(
+        eval_(directory, "--tasks", "x", "--task-limit", 0), "evaluation.task_limit", "equal to 1"
+    )
+
+
+def test_nothing_of_lm_eval_is_shown(directory, task_files):
+    command = ("eval", str(directory), "--device", "cpu", "--dataset", "random", "--json")
+    small = ("--samples", "2", "--seq-len", "16", "--variants", "tensor", "--task-limit", "1")
+    done = subprocess.run(
+        [sys.executable, "-m", "cli", *command, *small, "--tasks", str(task_files / "text.yaml")],
+        capture_output=True,
+        text=True,
+    )
+    assert json.loads(done.stdout)["tasks"]
+    assert done.stderr == ""
