@@ -18,7 +18,7 @@ from calib.eval.material import Material, make_material
 from calib.eval.measure import Measured, measure
 from calib.eval.search import Search, search
 from calib.eval.suites import Suite, suite_of
-from calib.eval.task_files import find_tasks
+from calib.eval.task_files import Tasks, find_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Variant, build_variants
 from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
@@ -83,13 +83,6 @@ def evaluate(
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
     random = calibrate_on_random_tokens(model, tokenizer, recipe)
     chosen = _chosen(build_variants(stats, random), wanted.variants) + given
-    try:
-        measured = measure(model, tokenizer, chosen, material, wanted.backend, progress)
-        searched = _search(model, chosen, material, wanted, progress)
-        caches = task_variants(chosen, wanted.variants)
-        ran = run_tasks(model, tokenizer, tasks, caches, wanted.backend, progress)
-    except AttentionError as error:
-        raise InputError(str(error)) from error
     return Evaluation(
         model=model_name,
         suite=suite,
@@ -100,13 +93,33 @@ def evaluate(
         fingerprint=data.fingerprint,
         calibration_tokens=stats.tokens,
         bytes_per_token=_bytes_per_token(stats),
-        measured=measured,
         prompts=tuple(tokenizer.decode(prompt) for prompt in material.prompts),
-        texts=_texts(tokenizer, measured),
-        search=searched,
-        tasks=ran,
         warnings=(*data.warnings, *warnings),
+        **_results(model, tokenizer, chosen, material, tasks, wanted, progress),
     )
+
+
+def _results(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    variants: Sequence[Variant],
+    material: Material,
+    tasks: Tasks,
+    wanted: EvaluationRecipe,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """What is measured, by its name in `Evaluation`."""
+    try:
+        measured = measure(model, tokenizer, variants, material, wanted.backend, progress)
+        caches = task_variants(variants, wanted.variants)
+        return {
+            "measured": measured,
+            "texts": _texts(tokenizer, measured),
+            "search": _search(model, variants, material, wanted, progress),
+            "tasks": run_tasks(model, tokenizer, tasks, caches, wanted.backend, progress),
+        }
+    except AttentionError as error:
+        raise InputError(str(error)) from error
 
 
 def _search(
