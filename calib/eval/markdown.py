@@ -4,6 +4,7 @@ from typing import Any
 
 from calib.eval.task_table import task_headings, task_rows, task_title
 from calib.eval.variants import REFERENCE
+from calib.report import plain
 
 HEADINGS = ("cache", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
 _ENDS = ("value", "low", "high")
@@ -93,4 +94,4 @@ def _escape(text: str) -> str:
     # names come from directories that others made
     for character in "\\`*_|<>[]":
         text = text.replace(character, "\\" + character)
-    return " ".join(text.split())
+    return plain(" ".join(text.split()))

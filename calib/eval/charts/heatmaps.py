@@ -7,7 +7,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
-from calib.eval.charts.svg import draw, percent, plain
+from calib.eval.charts.svg import draw
+from calib.eval.charts.ticks import log_ticks, percent, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +44,7 @@ def heat_maps(panels: list[HeatMap], label: str) -> Markup:
 
 
 def _paint(figure: "Figure", axes: "Axes", panel: HeatMap) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
     cells = np.array(panel.cells).T  # [heads, layers]
     # an image: thousands of cells as paths would be most of the page
@@ -66,7 +67,7 @@ def _paint(figure: "Figure", axes: "Axes", panel: HeatMap) -> None:
     bar.solids.set_rasterized(True)
     bar.outline.set_visible(False)
     bar.formatter = FuncFormatter(percent if panel.is_share else plain)
-    bar.locator = MaxNLocator(4) if panel.is_share else LogLocator(subs=(1, 2, 5), numticks=5)
+    bar.locator = MaxNLocator(4) if panel.is_share else log_ticks(*image.get_clim(), 5)
     bar.update_ticks()
     bar.ax.yaxis.set_minor_locator(NullLocator())
 

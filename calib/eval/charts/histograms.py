@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from markupsafe import Markup
 
-from calib.eval.charts.svg import INK, MUTED, draw, plain, series_color
+from calib.eval.charts.svg import INK, MUTED, draw, series_color
+from calib.eval.charts.ticks import plain
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from calib.eval.charts.series import Series
-from calib.eval.charts.svg import draw, percent, plain, series_color
+from calib.eval.charts.svg import draw, series_color
+from calib.eval.charts.ticks import log_ticks, percent, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,10 +104,10 @@ def _line(axes: "Axes", series: Series, xs: Any, ys: Any, size: float) -> None:
 
 
 def _log_axis(axes: "Axes", title: str, form: Any) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0), numticks=9))
+    axes.yaxis.set_major_locator(log_ticks(*axes.get_ylim(), 12))
     axes.yaxis.set_major_formatter(FuncFormatter(form))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel(title)

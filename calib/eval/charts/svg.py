@@ -6,7 +6,7 @@ import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from markupsafe import Markup
 
@@ -125,13 +125,3 @@ def _rounded(numbers: str) -> str:
 def _page_colors(style: str) -> str:
     style = re.sub(r"font-family:[^;]*;?\s*", "", style)
     return re.sub(r"#[0-9a-f]{6}", lambda m: {**_CSS, **_SERIES}.get(m[0], m[0]), style)
-
-
-def plain(value: float, _: Any = None) -> str:
-    """A number for an axis, without powers of ten as markup."""
-    return f"{value:g}"
-
-
-def percent(value: float, _: Any = None) -> str:
-    """A share for an axis."""
-    return f"{100 * value:g}%"

@@ -1,0 +1,196 @@
+"""report.html in headless Chromium: it is seen whole, on any screen, and asks for nothing."""
+
+import json
+import re
+import shutil
+
+import pytest
+
+from calib.eval.output import write_report
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (CHROMIUM and DRIVER),
+    reason="needs Debian's packages chromium and chromium-driver: nothing else opens report.html",
+)
+FLAGS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+    "--disable-background-networking --disable-component-update --disable-dev-shm-usage"
+)
+# one search and one table of tasks, so that every section is there
+MORE = {
+    "search": {
+        "variant": "tensor",
+        "budget": 0.01,
+        "documents": 2,
+        "kl_of_all": 0.02,
+        "kl_alone": {"0": 0.001, "1": 0.012, "2": 0.004},
+        "skipped": [1],
+        "kl": 0.007,
+    },
+    "tasks": {"arc_easy": {"reference": {"acc_norm": {"value": 0.5, "stderr": 0.25}}}},
+    "harness": {"name": "lm-eval", "version": "0", "limit": None},
+    "warnings": ["an_unbroken_name_" * 20],
+}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory, small_report):
+    directory = tmp_path_factory.mktemp("report")
+    write_report(small_report | MORE, directory)
+    return (directory / "report.html").as_uri()
+
+
+@pytest.fixture
+def page(driver, address):
+    """The page on a wide light screen; `look` changes that."""
+    look(driver)
+    driver.get(address)
+    for details in driver.find_elements("css selector", "details"):
+        driver.execute_script("arguments[0].open = true", details)
+    return driver
+
+
+def look(driver, *, width=1200, media="screen", scheme="light"):
+    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
+
+
+def luminance(color):
+    red, green, blue = (int(x) / 255 for x in re.findall(r"\d+", color)[:3])
+    linear = [
+        x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in (red, green, blue)
+    ]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(first, second):
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def style(driver, selector, name):
+    script = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+    return driver.execute_script(script, selector, name)
+
+
+def test_nothing_is_asked_for_and_nothing_complained_about(driver, address):
+    driver.get_log("performance")
+    driver.get_log("browser")
+    driver.get(address)
+    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+    asked = {
+        message["params"]["request"]["url"]
+        for message in messages
+        if message["method"] == "Network.requestWillBeSent"
+    }
+    assert address in asked
+    assert all(url == address or url.startswith("data:") for url in asked)
+    entries = driver.execute_script(
+        "return performance.getEntriesByType('resource').map(e => e.name)"
+    )
+    assert all(name.startswith("data:") for name in entries)
+    assert driver.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [375, 1200])
+def test_charts_are_seen(page, width):
+    look(page, width=width)
+    charts = page.find_elements("css selector", "figure svg.chart")
+    assert len(charts) == 7
+    for chart in charts:
+        assert chart.size["width"] > 250
+        assert chart.size["height"] > 100
+        assert chart.get_attribute("role") == "img"
+        label, caption = (
+            chart.get_attribute("aria-label"),
+            chart.find_element("xpath", "ancestor::figure"),
+        )
+        assert len(label) > 20
+        assert caption.find_element("css selector", "figcaption").text
+        shapes = chart.find_elements("css selector", "path, use, image")
+        assert sum(s.rect["width"] > 0 and s.rect["height"] > 0 for s in shapes) > 3
+
+
+@pytest.mark.parametrize("width", [320, 375, 800, 1200])
+def test_the_page_never_scrolls_sideways(page, width):
+    look(page, width=width)
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width
+    outside = page.execute_script(
+        "return [...document.querySelectorAll('main *, header *')].filter(e => "
+        "!e.closest('.scroll') && e.getBoundingClientRect().right > innerWidth + 1).length"
+    )
+    assert outside == 0
+
+
+def test_tables_scroll_in_their_own_box_on_a_phone(page):
+    look(page, width=375)
+    box = page.find_element("css selector", "#variants .scroll")
+    assert int(box.get_property("scrollWidth")) > int(box.get_property("clientWidth"))
+
+
+def test_text_in_charts_is_no_smaller_than_a_phone_can_show(page):
+    for width in (375, 1200):
+        look(page, width=width)
+        sizes = page.execute_script(
+            "return [...document.querySelectorAll('svg.chart')].map(svg => "
+            "svg.getBoundingClientRect().width / svg.viewBox.baseVal.width * "
+            "Math.min(...[...svg.querySelectorAll('text')].map(t => "
+            "parseFloat(getComputedStyle(t).fontSize))))"
+        )
+        assert min(sizes) >= 8.5  # CSS pixels
+
+
+def test_text_in_charts_does_not_overlap(page):
+    for width in (375, 1200):
+        look(page, width=width)
+        overlapping = page.execute_script(
+            "const hit = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && "
+            "a.top < b.bottom - 3 && b.top < a.bottom - 3; let found = [];"
+            "for (const svg of document.querySelectorAll('svg.chart')) {"
+            "  const texts = [...svg.querySelectorAll('text')];"
+            "  const boxes = texts.map(t => t.getBoundingClientRect());"
+            "  boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b, j) => {"
+            "    if (hit(a, b)) found.push([texts[i].textContent, texts[i + 1 + j].textContent])"
+            "  })) } return found"
+        )
+        assert overlapping == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_lines_stand_out(page, scheme):
+    look(page, scheme=scheme)
+    paper = style(page, "body", "backgroundColor")
+    assert (luminance(paper) > 0.5) == (scheme == "light")
+    for selector in ("body", "figcaption", ".chart text", "a", ".warning", ".interval"):
+        name = "fill" if "text" in selector else "color"
+        assert contrast(style(page, selector, name), paper) >= 4.5, selector
+    for number in range(9):
+        page.execute_script(f"document.body.style.outlineColor = 'var(--c{number})'")
+        # WCAG asks for 3 in what is no text
+        assert contrast(style(page, "body", "outlineColor"), paper) >= 3, number
+
+
+def test_dark_print_is_printed_light(page):
+    look(page, media="print", scheme="dark")
+    assert luminance(style(page, "body", "backgroundColor")) > 0.9
+    assert contrast(style(page, ".chart text", "fill"), "rgb(255, 255, 255)") >= 4.5
+    assert style(page, "nav", "display") == "none"
+    pdf = page.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})
+    assert len(pdf["data"]) > 20_000
