@@ -7,6 +7,8 @@ from calib.attention import CachedAttention
 from calib.histogram import add_magnitudes
 from calib.stats import LayerStats, TensorStats
 
+_GRID = 2.0**20
+
 
 class RunningTensor:
     """Statistics so far of one of K, V or Q in one attention module."""
@@ -29,7 +31,7 @@ class RunningTensor:
         if wants_histogram:
             self._histogram = add_magnitudes(x, self._histogram)
         if wants_means:
-            self._total = _add(self._total, x.sum(0, dtype=torch.float64))
+            self._total = _add(self._total, _on_grid(x.sum(0, dtype=torch.float64)))
             low, high = x.aminmax(dim=0)
             self._low = low if self._low is None else torch.minimum(self._low, low)
             self._high = high if self._high is None else torch.maximum(self._high, high)
@@ -77,6 +79,12 @@ def _tokens(x: Tensor, valid: Tensor | None) -> Tensor:
     # [B, H, T, D] -> [B * T, H, D]: a view, because projections write token by token
     tokens = x.transpose(1, 2).flatten(0, 1)
     return tokens if valid is None else tokens[valid]
+
+
+def _on_grid(total: Tensor) -> Tensor:
+    # multiples of 2**-20 add up exactly in float64, below 2**33: batches in any order and on any
+    # number of processes give the same bits
+    return total.mul_(_GRID).round_().div_(_GRID)
 
 
 def _add(total: Tensor | None, batch: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ as JSON, each module's layer index and token count, and which modules share anot
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -22,8 +23,8 @@ _KEY = "fp8kv_stats"
 _FIELDS = ("amax", "histogram", "total", "low", "high")
 
 
-def save_stats(stats: KVStats, path: Path) -> None:
-    """Write `stats` to the file `path`."""
+def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = None) -> None:
+    """Write `stats` to the file `path`; `progress` says how far a run has come that goes on."""
     tensors = {
         f"{name}.{which}.{field}": tensor
         for name, layer in stats.layers.items()
@@ -37,8 +38,8 @@ def save_stats(stats: KVStats, path: Path) -> None:
     }
     shared = {name: asdict(module) for name, module in stats.shared.items()}
     # one key, because safetensors writes several in an order that changes from run to run
-    facts = json.dumps({"version": 1, "modules": modules, "shared": shared})
-    save_tensors(tensors, path, {_KEY: facts})
+    facts = {"version": 1, "modules": modules, "shared": shared, "progress": progress}
+    save_tensors(tensors, path, {_KEY: json.dumps(facts)})
 
 
 def load_stats(path: Path) -> KVStats:
@@ -47,7 +48,16 @@ def load_stats(path: Path) -> KVStats:
     Raises:
         InputError: there is no such file, or it is not a statistics file.
     """
-    path = path / STATS_FILE if path.is_dir() else path
+    stats, _ = load_progress(path / STATS_FILE if path.is_dir() else path)
+    return stats
+
+
+def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
+    """Read statistics and the `progress` saved with them.
+
+    Raises:
+        InputError: there is no such file, or it is not a statistics file.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -59,7 +69,7 @@ def load_stats(path: Path) -> KVStats:
         raise InputError(f"'{path}' is not a {STATS_FILE} of this version")
     shared = {name: SharedAttention(**module) for name, module in facts["shared"].items()}
     layers = {name: _layer(name, layer, tensors) for name, layer in facts["modules"].items()}
-    return KVStats(layers, shared)
+    return KVStats(layers, shared), facts.get("progress") or {}
 
 
 def _layer(name: str, facts: dict[str, int], tensors: dict[str, Tensor]) -> LayerStats:
