@@ -27,6 +27,7 @@ from calib.eval.suites import SUITES
 from calib.eval.variants import Variant, build_variants
 from calib.recipe import load_recipe
 from calib.scales import LayerScales
+from calib.stats import KVStats
 from fp8kv_runtime.hf import swap_attention
 
 MODEL = "builtin:smollm2"
@@ -99,7 +100,7 @@ def _beside_twin(source: dict[str, Any], twin: dict[str, Any]) -> dict[str, Any]
 
 def _recomputed(report: dict[str, Any]) -> dict[str, Any]:
     """Relative difference of KL, and difference of top-1 counts, by variant."""
-    model, variants, documents = _prepared()
+    model, variants, documents, _ = prepared(MODEL)
     found = {}
     for variant in variants:
         if variant.scales is None or variant.tensors != "kv":
@@ -114,18 +115,18 @@ def _recomputed(report: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _prepared() -> tuple[PreTrainedModel, list[Variant], list[Tensor]]:
-    """Model, variants and held-out documents of the quick suite."""
+def prepared(name: str) -> tuple[PreTrainedModel, list[Variant], list[Tensor], KVStats]:
+    """Model, variants, held-out documents and calibration statistics of the quick suite."""
     suite = SUITES["quick"]
-    directory = builtin_model(MODEL)
+    directory = builtin_model(name)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
     recipe = evaluation_recipe(load_recipe(None, {"data.dataset": "builtin:python-docs"}), suite)
     samples = load_data(recipe.data, tokenizer, lambda: model).samples
     stats = calibrate_on(model, samples[: suite.calibration_samples], recipe)
     random = calibrate_on_random_tokens(model, tokenizer, recipe)
-    held_out = samples[suite.calibration_samples :]
-    return model, build_variants(stats, random), [torch.tensor(sample) for sample in held_out]
+    held_out = [torch.tensor(sample) for sample in samples[suite.calibration_samples :]]
+    return model, build_variants(stats, random), held_out, stats
 
 
 @torch.inference_mode()
