@@ -1,5 +1,6 @@
 """A model directory in Hugging Face layout, opened for reading and checked before anything runs."""
 
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from calib.errors import InputError
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 
+_SAMPLED_BLOCKS = 16
+_BLOCK_BYTES = 4096
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 
 
@@ -33,6 +36,25 @@ class Checkpoint:
         """The language model's part of the config: all of it, unless the model is multimodal."""
         nested = self.config.get("text_config")
         return nested if isinstance(nested, dict) else self.config
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """The sha256 of the config, and of every weight file's name, size, header and a few blocks.
+
+    It tells models and revisions apart without reading hundreds of gigabytes; it is no proof that
+    two checkpoints are the same.
+    """
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for shard in checkpoint.shards:
+        path = checkpoint.path / shard
+        size = path.stat().st_size
+        digest.update(f"{shard} {size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
+            for i in range(_SAMPLED_BLOCKS):
+                file.seek(i * size // _SAMPLED_BLOCKS)
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -17,6 +17,8 @@ from calib.recipe import Recipe
 from calib.running import RunningLayer
 from calib.stats import KVStats
 
+OnBatch = Callable[[Batch, Callable[[], KVStats]], None]
+
 
 @torch.inference_mode()
 def calibrate(
@@ -25,7 +27,7 @@ def calibrate(
     recipe: Recipe,
     *,
     attention: AttentionMap | None = None,
-    on_batch: Callable[[Batch], None] = lambda batch: None,
+    on_batch: OnBatch = lambda batch, so_far: None,
 ) -> KVStats:
     """Run `batches` through the decoder stack of `model` and return what its K, V and Q held.
 
@@ -36,7 +38,7 @@ def calibrate(
         batches: token ids with their attention masks.
         recipe: says which statistics the observer needs.
         attention: the model's cached attention modules, where the caller has mapped them already.
-        on_batch: called after each batch.
+        on_batch: called after each batch, with what gives the statistics so far.
 
     Raises:
         UnsupportedModelError: the model's attention cannot be observed.
@@ -49,7 +51,7 @@ def calibrate(
             _observe(model, batch, layers)
             if first_non_finite(layers):
                 raise _non_finite(model, batch, attention, recipe)
-            on_batch(batch)
+            on_batch(batch, lambda: results(layers, attention))
     return results(layers, attention)
 
 

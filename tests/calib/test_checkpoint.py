@@ -4,9 +4,9 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from calib.checkpoint import open_checkpoint
+from calib.checkpoint import fingerprint, open_checkpoint
 from calib.errors import InputError
 
 
@@ -92,3 +92,17 @@ def test_no_weights_no_config_no_json(tmp_path):
     refuse(tmp_path, "cannot read '.*config.json'")
     (tmp_path / "config.json").write_text("[]")
     refuse(tmp_path, "must hold a JSON object, got list")
+
+
+def test_fingerprints_tell_revisions_apart(tiny_llama, tmp_path):
+    tiny_llama.save_pretrained(tmp_path / "one")
+    tiny_llama.save_pretrained(tmp_path / "same")
+    one, same = (fingerprint(open_checkpoint(tmp_path / name)) for name in ("one", "same"))
+    assert one == same
+    tensors = load_file(tmp_path / "same/model.safetensors")
+    trained = {name: tensor + 0.5 for name, tensor in tensors.items()}
+    save_file(trained, tmp_path / "same/model.safetensors", {"format": "pt"})
+    assert fingerprint(open_checkpoint(tmp_path / "same")) != one
+    config = json.loads((tmp_path / "one/config.json").read_text())
+    (tmp_path / "one/config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
+    assert fingerprint(open_checkpoint(tmp_path / "one")) != one
