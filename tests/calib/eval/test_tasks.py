@@ -5,10 +5,13 @@ import json
 import math
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import datasets
 import lm_eval
 import pytest
 import yaml
@@ -354,3 +357,15 @@ def test_nothing_of_lm_eval_is_shown(directory, task_files):
     )
     assert json.loads(done.stdout)["tasks"]
     assert done.stderr == ""
+
+
+def test_the_example_of_the_documentation(model, tokenizer, tmp_path, monkeypatch):
+    page = (Path(__file__).parents[3] / "docs/evaluation.md").read_text()
+    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (row,) = re.findall(r"capitals.jsonl: ({.*})", example)
+    monkeypatch.chdir(tmp_path)
+    Path("capitals.yaml").write_text(example)
+    Path("capitals.jsonl").write_text(row)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    made = run_tasks(model, tokenizer, find_tasks(["./capitals.yaml"]), [])
+    assert set(made["tasks"]["capitals"]["reference"]) == {"acc", "acc_norm"}
