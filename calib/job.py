@@ -1,6 +1,7 @@
 """The whole job: find the model, measure, derive, write. The CLI calls this, and so may you."""
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from calib.devices import input_device
 from calib.export import FORMATS, Export, check_format, export
 from calib.measure import calibrate
 from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
+from calib.offload.choice import measure_layers, resolve_offload
+from calib.offload.layerwise import LayerwiseModel, open_layers
+from calib.offload.skeleton import execution_device, load_skeleton
 from calib.output import (
     CALIBRATION_FILE,
     atomic_directory,
@@ -82,12 +86,13 @@ def run(
     output = output or default_output(model_name, recipe)
     progress.stage("load")
     checkpoint = _check_before_loading(model_name, recipe, output, overwrite)
-    model, data, attention, recipe = _load(checkpoint, recipe)
+    loaded = _load(checkpoint, recipe)
+    data, recipe = loaded.data, loaded.recipe
     clock.lap("load")
 
     progress.stage("calibrate")
     progress.total(data.num_tokens)
-    stats = _measure(model, data, attention, recipe, progress)
+    stats = _measure(loaded, output, progress)
     scales = derive_scales(stats, recipe)
     clock.lap("calibrate")
 
@@ -134,22 +139,34 @@ def _check_before_loading(
     return checkpoint
 
 
-def _load(
-    checkpoint: Checkpoint, recipe: Recipe
-) -> tuple[PreTrainedModel, CalibrationData, AttentionMap, Recipe]:
+@dataclass(frozen=True)
+class _Loaded:
+    model: PreTrainedModel
+    layers: LayerwiseModel | None  # where its weights stay in the checkpoint
+    data: CalibrationData
+    attention: AttentionMap
+    recipe: Recipe  # as resolved
+
+
+def _load(checkpoint: Checkpoint, recipe: Recipe) -> _Loaded:
     config = load_config(checkpoint, recipe)
     check_positions(config, recipe.data.seq_len, "--seq-len")
+    recipe = resolve_offload(checkpoint, config, recipe)
+    by_layer = recipe.offload == "layerwise"
     loaded: list[PreTrainedModel] = []
 
     def model() -> PreTrainedModel:
         if not loaded:
-            loaded.append(load_model(checkpoint, config, recipe))
+            load = load_skeleton if by_layer else load_model
+            loaded.append(load(checkpoint, config, recipe))
         return loaded[0]
 
     data = load_data(recipe.data, load_tokenizer(checkpoint, recipe), model)
-    attention = map_attention(model())
+    layers = open_layers(model(), checkpoint, execution_device(recipe)) if by_layer else None
+    attention = layers.layout.attention if layers else map_attention(model())
     _rehearse(attention, checkpoint, recipe)
-    return model(), data, attention, _resolve(recipe, model())
+    device = layers.device if layers else input_device(model())
+    return _Loaded(model(), layers, data, attention, _resolve(recipe, model(), device))
 
 
 def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -> None:
@@ -161,30 +178,27 @@ def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -
     )
 
 
-def _resolve(recipe: Recipe, model: PreTrainedModel) -> Recipe:
-    device = input_device(model).type
-    batch_size = resolve_batch_size(recipe.data, device)
+def _resolve(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> Recipe:
+    batch_size = resolve_batch_size(recipe.data, device.type)
     return recipe.model_copy(
         update={
-            "device": device,
+            "device": device.type,
             "dtype": str(model.dtype).removeprefix("torch."),
             "data": recipe.data.model_copy(update={"batch_size": batch_size}),
         }
     )
 
 
-def _measure(
-    model: PreTrainedModel,
-    data: CalibrationData,
-    attention: AttentionMap,
-    recipe: Recipe,
-    progress: Progress,
-) -> KVStats:
-    def advance(batch: Batch) -> None:
+def _measure(loaded: _Loaded, output: Path, progress: Progress) -> KVStats:
+    recipe = loaded.recipe
+    batches = make_batches(loaded.data.samples, int(recipe.data.batch_size), pad_id=0)
+    if loaded.layers:
+        return measure_layers(loaded.layers, batches, recipe, output, progress)
+
+    def advance(batch: Batch, _: Callable[[], KVStats]) -> None:
         progress.advance(batch.num_tokens)
 
-    batches = make_batches(data.samples, int(recipe.data.batch_size), pad_id=0)
-    return calibrate(model, batches, recipe, attention=attention, on_batch=advance)
+    return calibrate(loaded.model, batches, recipe, attention=loaded.attention, on_batch=advance)
 
 
 def _exports(scales: KVScales, checkpoint: Checkpoint, recipe: Recipe) -> dict[FormatName, Export]:

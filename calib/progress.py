@@ -12,7 +12,7 @@ class Progress:
 
     stage: Callable[[str], None] = lambda name: None
     total: Callable[[int], None] = lambda tokens: None
-    advance: Callable[[int], None] = lambda tokens: None
+    advance: Callable[[float], None] = lambda tokens: None
 
 
 @contextmanager
@@ -29,7 +29,7 @@ def progress_bar(*, show: bool) -> Iterator[Progress]:
     with Bar(*columns, TimeRemainingColumn(), console=console, disable=not show) as bar:
         task = bar.add_task("load", total=None, speed="")
 
-        def advance(tokens: int) -> None:
+        def advance(tokens: float) -> None:
             bar.advance(task, tokens)
             rate = bar.tasks[0].speed
             bar.update(task, speed=f"{rate:,.0f} tokens/s" if rate else "")

@@ -1,0 +1,112 @@
+"""What a pass over the layers may hold in memory: weights, activations, hidden states."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from calib.attention import AttentionMap
+from calib.data import Batch
+from calib.derive import recipe_observer
+from calib.errors import InputError
+from calib.histogram import NUM_BINS
+from calib.offload.sizes import show_size
+from calib.offload.stages import Stage, Stages
+from calib.recipe import Recipe
+
+# tensors of a token's width alive at once inside a layer, measured on dense and on expert models
+_COPIES = 3
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How the memory that is left is used."""
+
+    reads_ahead: bool  # whether the next layer is read while one computes
+    hidden_bytes: int  # for what lies between two layers; more of it goes to disk
+
+
+def plan_memory(
+    model: PreTrainedModel,
+    stages: Stages,
+    batches: Sequence[Batch],
+    *,
+    statistics: int,
+    in_use: int,
+    limit: int,
+) -> MemoryPlan:
+    """Divide what the process may take yet.
+
+    Args:
+        model: with the configuration of its attention and experts.
+        stages: the weights.
+        batches: all of them.
+        statistics: bytes that they will take.
+        in_use: bytes of resident memory before.
+        limit: bytes of resident memory in all.
+
+    Raises:
+        InputError: there is not even room for one layer.
+    """
+    working = max(_working_bytes(model, stages, batch) for batch in batches)
+    layer = max(_held(stage) for stage in stages.layers)
+    converting = max(stage.converted_bytes for stage in stages.layers)
+    embeddings = _held(stages.embeddings)
+    always = in_use + statistics + stages.resident.nbytes
+
+    def needed(layers: int) -> int:
+        return always + max(embeddings, layers * layer + converting + working)
+
+    if needed(1) > limit:
+        enough = needed(1) * 21 // 20  # what is in use differs from run to run
+        tokens = max(batch.input_ids.numel() for batch in batches)
+        raise InputError(
+            f"{show_size(limit)} of memory are too few: beside {show_size(always)} at any time, "
+            f"one layer takes {show_size(layer + converting)} and a batch of {tokens} tokens "
+            f"{show_size(working)}, the embeddings {show_size(embeddings)}; use --max-memory "
+            f"{show_size(enough)} or more, or a smaller --batch-size"
+        )
+    reads_ahead = needed(2) <= limit
+    return MemoryPlan(reads_ahead, limit - needed(1 + reads_ahead))
+
+
+def statistics_bytes(attention: AttentionMap, recipe: Recipe) -> int:
+    """Bytes of all histograms, beside which other statistics are small."""
+    if not recipe_observer(recipe).needs_histogram:
+        return 0
+    modules = attention.cached.values()
+    heads = sum(2 * m.num_kv_heads + m.num_heads * (recipe.targets == "qkv") for m in modules)
+    return heads * NUM_BINS * torch.int64.itemsize
+
+
+def _held(stage: Stage) -> int:
+    # alignment makes a slab a little larger than its weights
+    return max(stage.nbytes, stage.slab_bytes)
+
+
+def _working_bytes(model: PreTrainedModel, stages: Stages, batch: Batch) -> int:
+    """Bytes of activations while a layer computes `batch`: an estimate on the safe side."""
+    config = model.config.get_text_config(decoder=True)
+    experts = getattr(config, "num_experts_per_tok", None) or 1
+    width = max(
+        sum(_width(name, weight, experts) for name, weight in stage.tensors.items())
+        for stage in stages.layers
+    )
+    rows, columns = batch.input_ids.shape
+    itemsize = int(model.dtype.itemsize)
+    activations = _COPIES * rows * columns * width * itemsize
+    # a mask per row; eager attention has its scores as float32 and as probabilities, per head
+    heads = int(config.num_attention_heads) if config._attn_implementation == "eager" else 1
+    return activations + rows * columns**2 * heads * (4 + 2 * itemsize)
+
+
+def _width(name: str, weight: Tensor, experts: int) -> int:
+    """Values per token that computing with `weight` makes."""
+    if name.endswith("A_log"):
+        return weight.numel()  # the state of every token, where Mamba has no kernel
+    if weight.dim() == 2:
+        return weight.shape[0]
+    # fused experts [E, ., .], of which a token sees a few
+    return max(weight.shape[1:]) * experts if weight.dim() == 3 else 0

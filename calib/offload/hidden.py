@@ -1,0 +1,136 @@
+"""What lies between two layers, for every batch: in memory as far as it fits, then on disk."""
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from calib.errors import InputError
+from calib.offload.replay import Output
+from calib.offload.sizes import show_size
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
+# what it belongs to, and the index of the batch
+Key = tuple[str, int]
+
+
+@contextmanager
+def hidden_states(directory: Path, memory_bytes: int) -> Iterator["HiddenStates"]:
+    """A store that holds up to `memory_bytes` in memory and the rest under `directory`.
+
+    Nothing is left in `directory` when the block ends, however it ends.
+    """
+    with ExitStack() as stack:
+        yield HiddenStates(directory, memory_bytes, stack)
+
+
+class HiddenStates:
+    """Outputs by key; see `hidden_states`."""
+
+    def __init__(self, directory: Path, memory_bytes: int, stack: ExitStack) -> None:
+        self._directory = directory
+        self._stack = stack
+        self._scratch: Path | None = None
+        self._room = memory_bytes
+        self._memory: dict[Key, Output] = {}
+        self._files: dict[Key, _OutputFile] = {}
+
+    def put(self, key: Key, output: Output) -> None:
+        """Store `output`, which must not be changed any more.
+
+        Raises:
+            InputError: the disk is full.
+        """
+        size = nbytes(output)
+        if size <= self._room:
+            self._room -= size
+            self._memory[key] = _each(output, Tensor.cpu)
+        else:
+            self._files[key] = self._write(key, output)
+
+    def get(self, key: Key, device: torch.device) -> Output:
+        """What is stored under `key`, on `device`."""
+        output = self._memory[key] if key in self._memory else self._files[key].read()
+        return _each(output, lambda tensor: tensor.to(device))
+
+    def drop(self, key: Key) -> None:
+        """Forget what is stored under `key`."""
+        if key in self._memory:
+            self._room += nbytes(self._memory.pop(key))
+        else:
+            self._files.pop(key).path.unlink()
+
+    def _write(self, key: Key, output: Output) -> "_OutputFile":
+        try:
+            path = self._scratch_directory() / f"{key[0]}-{key[1]}"
+            return _write_output(output, path)
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            held = sum(nbytes(file.form) for file in self._files.values())
+            raise InputError(
+                f"no space left in '{self._directory}' for hidden states, after {show_size(held)} "
+                "of them; set TMPDIR to a larger disk, raise --max-memory or lower --samples"
+            ) from None
+
+    def _scratch_directory(self) -> Path:
+        if self._scratch is None:
+            made = TemporaryDirectory(prefix=".fp8kv-hidden-", dir=self._directory)
+            self._scratch = Path(self._stack.enter_context(made))
+        return self._scratch
+
+
+def form_of(output: Output) -> Output:
+    """Shapes and dtypes of `output`, as meta tensors."""
+    return _each(output, lambda tensor: torch.empty_like(tensor, device="meta"))
+
+
+def nbytes(output: Output) -> int:
+    """Bytes of all tensors of `output`."""
+    return sum(tensor.nbytes for tensor in _tensors(output))
+
+
+@dataclass(frozen=True)
+class _OutputFile:
+    """The bytes of an output's tensors, one after the other."""
+
+    path: Path
+    form: Output  # meta tensors
+
+    def read(self) -> Output:
+        with self.path.open("rb") as file:
+
+            def fill(form: Tensor) -> Tensor:
+                tensor = torch.empty_like(form, device="cpu")
+                file.readinto(_bytes(tensor))
+                return tensor
+
+            return _each(self.form, fill)
+
+
+def _write_output(output: Output, path: Path) -> _OutputFile:
+    with path.open("wb") as file:
+        for tensor in _tensors(output):
+            file.write(_bytes(tensor.cpu().contiguous()))
+    return _OutputFile(path, form_of(output))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _tensors(output: Output) -> list[Tensor]:
+    parts = output if isinstance(output, tuple) else (output,)
+    return [part for part in parts if part is not None]
+
+
+def _each(output: Output, function: Callable[[Tensor], Tensor]) -> Output:
+    if isinstance(output, Tensor):
+        return function(output)
+    return tuple(None if part is None else function(part) for part in output)

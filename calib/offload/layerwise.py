@@ -1,0 +1,212 @@
+"""The measurement of `calib.measure`, one layer at a time: the same statistics, bit for bit."""
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from calib.checkpoint import Checkpoint
+from calib.data import Batch
+from calib.measure import (
+    blame,
+    first_non_finite,
+    observing,
+    results,
+    running_layers,
+    singles,
+    to_device,
+)
+from calib.offload.budget import MemoryPlan, plan_memory, statistics_bytes
+from calib.offload.hidden import HiddenStates, Key, form_of, hidden_states
+from calib.offload.memory import resident_bytes
+from calib.offload.probe import Layout, probe_layers
+from calib.offload.replay import Output, Replay, replaying
+from calib.offload.shards import stored_tensors
+from calib.offload.stages import Stages, plan_stages
+from calib.offload.weights import LayerWeights, WeightLoader
+from calib.progress import library_bars_hidden
+from calib.recipe import Recipe
+from calib.running import RunningLayer
+from calib.stats import KVStats
+
+
+@dataclass(frozen=True)
+class Step:
+    """What has just been computed, counted from 0."""
+
+    layer: int
+    num_layers: int
+    batch_index: int
+    num_batches: int
+    batch: Batch
+
+    @property
+    def label(self) -> str:
+        """Where the pass is, for a progress bar."""
+        layer, batch = self.layer + 1, self.batch_index + 1
+        return f"layer {layer} of {self.num_layers}, batch {batch} of {self.num_batches}"
+
+
+@dataclass(frozen=True)
+class LayerwiseModel:
+    """A model whose weights stay in its checkpoint; see `open_layers`."""
+
+    model: PreTrainedModel  # on the meta device
+    device: torch.device  # where layers compute
+    layout: Layout
+    stages: Stages
+    loader: WeightLoader
+
+
+def open_layers(
+    model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device
+) -> LayerwiseModel:
+    """Prove that `model`, made by `load_skeleton`, can run layer by layer, and find its weights.
+
+    Raises:
+        UnsupportedModelError: it cannot.
+    """
+    layout = probe_layers(model, device)
+    mapping = get_model_conversion_mapping(model)
+    stored = stored_tensors(checkpoint)
+    stages = plan_stages(model, layout.layers, layout.unused, stored, mapping)
+    return LayerwiseModel(model, device, layout, stages, WeightLoader(model, mapping, device))
+
+
+@torch.inference_mode()
+def calibrate_layerwise(
+    source: LayerwiseModel,
+    batches: Iterable[Batch],
+    recipe: Recipe,
+    *,
+    limit: int,
+    directory: Path,
+    on_step: Callable[[Step], None] = lambda step: None,
+) -> KVStats:
+    """Run `batches` through one layer after the other and return what `calibrate` would return.
+
+    Each weight is read once. What lies between two layers is held in memory, and under `directory`
+    where there is more of it than fits.
+
+    Args:
+        source: the model.
+        batches: token ids with their attention masks.
+        recipe: says which statistics the observer needs.
+        limit: bytes of resident memory that the process may take.
+        directory: where to put files, none of which is left behind.
+        on_step: called after each batch of each layer.
+
+    Raises:
+        CalibrationError: K, V or Q held NaN or Inf; names layer, tensor and sample.
+        InputError: the memory or the disk is too small, or a weight file is damaged.
+    """
+    batches = list(batches)
+    attention = source.layout.attention
+    layers = running_layers(attention, recipe)
+    if batches:
+        plan = plan_memory(
+            source.model,
+            source.stages,
+            batches,
+            statistics=statistics_bytes(attention, recipe),
+            in_use=resident_bytes(),
+            limit=limit,
+        )
+        with library_bars_hidden():
+            found = _pass(source, plan, directory, batches, layers, on_step)
+            if found:
+                alone = singles(batches[found.batch])
+                again = running_layers(attention, recipe)
+                first = _pass(source, plan, directory, alone, again, on_step)
+                if first:
+                    raise blame(first.where, alone[first.batch])
+                raise blame(None, batches[found.batch])
+    return results(layers, attention)
+
+
+@dataclass(frozen=True)
+class _NonFinite:
+    """The first batch that is not finite somewhere, and the first place where it is not."""
+
+    batch: int
+    where: str
+
+
+def _pass(
+    source: LayerwiseModel,
+    plan: MemoryPlan,
+    directory: Path,
+    batches: list[Batch],
+    layers: dict[str, RunningLayer],
+    on_step: Callable[[Step], None],
+) -> _NonFinite | None:
+    """Add `batches` to `layers`; those after one that holds NaN or Inf are left out."""
+    stages, found = source.stages, None
+    forms: list[Output] = []
+    with ExitStack() as stack:
+        replay = stack.enter_context(replaying(source.model.get_decoder(), source.layout.layers))
+        hidden = stack.enter_context(hidden_states(directory, plan.hidden_bytes))
+        stack.enter_context(source.loader.held(stages.resident))
+        with source.loader.held(stages.embeddings):
+            for i, batch in enumerate(batches):
+                embedded = replay.run_embeddings(to_device(batch, source.device))
+                hidden.put(("embedded", i), embedded)
+                forms.append(form_of(embedded))
+        weights = LayerWeights(source.loader, stages.layers, ahead=plan.reads_ahead)
+        stack.enter_context(weights.open())
+        for index in range(len(stages.layers)):
+            layer = _Layer(source, index, replay, hidden, forms)
+            with weights.loaded(index):
+                # an earlier batch may yet turn out not to be finite in a later layer
+                found = layer.run(batches, layers, on_step) or found
+            batches = batches[: found.batch] if found else batches
+    return found
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer, while its weights are there."""
+
+    source: LayerwiseModel
+    index: int
+    replay: Replay
+    hidden: HiddenStates
+    forms: list[Output]  # of what the embeddings returned for each batch
+
+    def run(
+        self,
+        batches: list[Batch],
+        layers: dict[str, RunningLayer],
+        on_step: Callable[[Step], None],
+    ) -> _NonFinite | None:
+        """Add `batches` to those of `layers` that are here, up to one that is not finite."""
+        prefix = f"{self.source.layout.names[self.index]}."
+        own = {name: layer for name, layer in layers.items() if name.startswith(prefix)}
+        for i, batch in enumerate(batches):
+            self._compute(i, to_device(batch, self.source.device), own, last=list(layers)[-1])
+            where = first_non_finite(own)
+            if where:
+                return _NonFinite(i, where)
+            on_step(Step(self.index, len(self.source.stages.layers), i, len(batches), batch))
+        return None
+
+    def _compute(self, i: int, batch: Batch, own: dict[str, RunningLayer], *, last: str) -> None:
+        previous = self._take(("hidden", i)) if self.index else None
+        embedded = self._embedded(i)
+        with observing(self.source.model, batch, own, last=last):
+            output = self.replay.run_layer(self.index, batch, previous, embedded)
+            self.hidden.put(("hidden", i), output)
+
+    def _embedded(self, i: int) -> Output:
+        if self.source.layout.keeps_embeddings:
+            return self.hidden.get(("embedded", i), self.source.device)
+        return self.forms[i] if self.index else self._take(("embedded", i))
+
+    def _take(self, key: Key) -> Output:
+        output = self.hidden.get(key, self.source.device)
+        self.hidden.drop(key)
+        return output

@@ -1,0 +1,91 @@
+"""The model without its weights: parameters on the meta device, buffers as real as ever.
+
+transformers itself loads it, from promises instead of weights, so names, dtypes, fused experts,
+tied embeddings and computed buffers come out as they do for a model in memory.
+"""
+
+import copy
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from calib.checkpoint import Checkpoint
+from calib.errors import InputError
+from calib.model import (
+    auto_class,
+    check_complete,
+    forget_kv_only_quantization,
+    loading,
+    requested_dtype,
+    uses_gpu,
+)
+from calib.offload.shards import StoredTensor, stored_tensors
+from calib.recipe import Recipe
+
+
+def load_skeleton(
+    checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe
+) -> PreTrainedModel:
+    """Build the model that `load_model` would load, with every stored weight on the meta device.
+
+    Buffers that are computed are where the layers will be, see `execution_device`.
+
+    Raises:
+        InputError: weights are missing, quantised, or have other shapes than the config says.
+    """
+    forget_kv_only_quantization(config)
+    if getattr(config, "quantization_config", None):
+        raise InputError(
+            f"the weights of '{checkpoint.path}' are quantised, and only plain ones can be read "
+            "layer by layer; use --offload none, or calibrate the model it was made from"
+        )
+    promises = {name: _Promise(tensor) for name, tensor in stored_tensors(checkpoint).items()}
+    with loading(checkpoint):
+        model_class = _model_class(config, recipe)
+        if not isinstance(config, model_class.config_class):
+            config = config.get_text_config(decoder=True)
+        model, info = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=promises,
+            dtype=requested_dtype(recipe),
+            device_map={"": execution_device(recipe)},
+            output_loading_info=True,
+        )
+    check_complete(checkpoint, info)
+    return model.eval()
+
+
+def execution_device(recipe: Recipe) -> torch.device:
+    """Where layers compute."""
+    return torch.device("cuda", 0) if uses_gpu(recipe) else torch.device("cpu")
+
+
+def _model_class(config: PreTrainedConfig, recipe: Recipe) -> type[PreTrainedModel]:
+    with init_empty_weights(include_buffers=True):
+        model = auto_class(config).from_config(
+            copy.deepcopy(config), trust_remote_code=recipe.trust_remote_code
+        )
+    return type(model)
+
+
+class _Promise:
+    """Does what transformers does to a stored tensor while it loads one, but yields a meta tensor.
+
+    A meta tensor itself cannot be moved to the CPU, where the computed buffers shall be.
+    """
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self.dtype = stored.dtype
+        self._shape = stored.shape
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, index: object) -> "_Promise":
+        return self
+
+    def to(self, device: object, dtype: torch.dtype | None) -> Tensor:
+        return torch.empty(self._shape, dtype=dtype or self.dtype, device="meta")
