@@ -206,14 +206,14 @@ def test_templates_are_package_data():
 
 def test_charts_are_quiet_and_leave_matplotlib_as_it_was(small_report, tmp_path):
     (tmp_path / "report.json").write_text(json.dumps(small_report))
-    (tmp_path / "matplotlibrc").write_text("axes.facecolor: red\nsvg.fonttype: path\n")
+    (tmp_path / "matplotlibrc").write_text("xtick.direction: in\nsvg.fonttype: path\n")
     code = (
         "import json, sys\n"
         "from calib.eval.html import html\n"
         "assert 'matplotlib' not in sys.modules\n"
         "page = html(json.load(open('report.json', encoding='utf-8')))\n"
         "import matplotlib\n"
-        "assert matplotlib.rcParams['axes.facecolor'] == 'red'\n"
+        "assert matplotlib.rcParams['xtick.direction'] == 'in'\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"
         "sys.stdout.write(page)\n"
     )
