@@ -36,6 +36,8 @@ def position_chart(report: dict[str, Any]) -> Chart | None:
         "Mean KL in bins of the position in the text, with 95 % intervals: whether errors grow "
         f"as the cache fills. The noise floor is {report['noise_floor']:.2g}."
     )
+    if any(b["low"] == b["high"] for each in series for b in each.row["kl_by_position"]):
+        caption += " Where there is no interval, one long document was read."
     return Chart(kl_by_position(series, label), caption, tuple(series))
 
 

@@ -83,20 +83,24 @@ def _ends(fp8_dtype: str) -> tuple[float, float, float]:
 
 
 def _shade(axes: "Axes", scales: list[float], fp8_dtype: str, up: float) -> None:
+    """Shade what the smallest and the largest scale hold, and draw every scale."""
     smallest, normal, largest = _ends(fp8_dtype)
     half = {"ymin": 0.5, "ymax": 1.0} if up > 0 else {"ymin": 0.0, "ymax": 0.5}
-    for scale in scales:
+    extremes = {min(scales), max(scales)}
+    for scale in sorted(extremes):
         for start, strength in ((smallest, 0.12), (normal, 0.16)):
             axes.axvspan(
                 start * scale,
                 largest * scale,
                 color=_RANGE,
-                alpha=strength / len(scales),
+                alpha=strength / len(extremes),
                 linewidth=0,
                 **half,
             )
-        axes.axvline(scale, color=INK, linewidth=1.0, linestyle=(0, (2, 2)), **half)
-        axes.axvline(largest * scale, color=INK, linewidth=1.0, **half)
+    width = 1.0 if len(scales) == 1 else 0.5
+    tops = np.array(scales) * largest
+    axes.vlines(scales, 0, 1.05 * up, color=INK, linewidth=width, linestyle=(0, (2, 2)))
+    axes.vlines(tops, 0, 1.05 * up, color=INK, linewidth=width)
 
 
 def _bars(axes: "Axes", values: dict[str, Any], color: str, up: float) -> None:

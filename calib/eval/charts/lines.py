@@ -24,12 +24,13 @@ def kl_by_position(series: list[Series], label: str) -> Markup:
 
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
-        for number, each in enumerate(series):
+        # the first, which the user gave, lies above the others
+        for number, each in reversed(list(enumerate(series))):
             # side by side, so that the intervals do not cover each other
             shift = 0.08 * (number - (len(series) - 1) / 2)
             _points(axes, each, each.row["kl_by_position"], shift)
         ends = [0, *(each["to"] for each in bins)]
-        axes.set_xticks([i - 0.5 for i in range(len(ends))], list(map(str, ends)))
+        axes.set_xticks([i - 0.5 for i in range(len(ends))], list(map(_tokens, ends)))
         axes.set_xlabel("position in the text, tokens")
         _log_axis(axes, "KL, nats per token", plain)
 
@@ -42,13 +43,13 @@ def layer_error(series: list[Series], subject: str, label: str) -> Markup:
 
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
-        for each in series:
+        for each in reversed(series):
             layers = each.row["layers"]
             errors = [layer["rel_rms_layer"]["value"] for layer in layers]
             # a layer without error has no place on a logarithmic axis
             shown = [error if error > 0 else math.nan for error in errors]
             xs = [layer["layer_idx"] for layer in layers]
-            _line(axes, each, xs, shown, 3.5)
+            _line(axes, each, xs, shown, 3.5 if len(xs) <= 48 else 2)
             if each.name == subject:
                 low, high = ([x["rel_rms_layer"][end] for x in layers] for end in ("low", "high"))
                 color = series_color(each.color)
@@ -89,6 +90,10 @@ def _points(axes: "Axes", series: Series, figures: list[dict[str, Any]], shift: 
     color = series_color(series.color)
     axes.vlines(xs, [f["low"] for _, f in shown], [f["high"] for _, f in shown], color=color)
     _line(axes, series, xs, ys, 4.5)
+
+
+def _tokens(count: int) -> str:
+    return str(count) if count < 1024 or count % 1024 else f"{count // 1024}k"
 
 
 def _line(axes: "Axes", series: Series, xs: Any, ys: Any, size: float) -> None:
