@@ -33,7 +33,7 @@ def evaluate(
         choices.Backend | None, Flag(help="auto: Triton kernels on a GPU, torch elsewhere.")
     ] = None,
     output: Annotated[
-        Path | None, Flag("-o", "--output", help="Directory for report.json and report.md.")
+        Path | None, Flag("-o", "--output", help="Directory for report.html, .json and .md.")
     ] = None,
     tasks: Annotated[
         str | None, Flag(metavar="LIST", help="Of lm-eval: comma-separated names or YAML paths.")

@@ -1,7 +1,9 @@
 """The fields of report.json that charts are drawn from, recomputed plainly."""
 
+import re
 from datetime import datetime, timezone
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -195,3 +197,13 @@ def test_the_verdict_is_one_sentence():
         "(KL 1e-06 nats, noise floor 1e-05)."
     )
     assert verdict({}, {}, 0.0) == "No FP8 KV cache was measured."
+
+
+def test_every_field_is_documented(small_report):
+    documented = (Path(__file__).parents[3] / "docs/evaluation.md").read_text()
+    variant = small_report["variants"]["tensor"]
+    names = {*small_report, *small_report["data"], *variant, *variant["kl_by_position"][0]}
+    names |= {*variant["layers"][0], *small_report["layers"][0]["k"]}
+    names |= {*small_report["texts"], *small_report["texts"]["continuations"]["tensor"][0]}
+    missing = {n for n in names if not re.search(rf"`[^`]*\b{n}\b[^`]*`", documented)}
+    assert missing == set()
