@@ -40,7 +40,7 @@ def _row(pair: Pair) -> tuple[str, ...]:
 def _ratio(pair: Pair) -> str:
     if pair.is_same:
         return NO_DIFFERENCE
-    return "-" if pair.kl_ratio is None else f"{pair.kl_ratio:.2f}x"
+    return "-" if pair.kl_ratio is None else f"{pair.kl_ratio:.3g}x"
 
 
 def _with_interval(figure: Figure) -> str:
@@ -50,4 +50,7 @@ def _with_interval(figure: Figure) -> str:
 def _both(a: Figure | None, b: Figure | None, form: str) -> str:
     if a is None and b is None:
         return ""
-    return ", ".join("-" if each is None else form.format(each.value) for each in (a, b))
+    # adding 0.0 to what rounds to nothing takes its sign
+    return ", ".join(
+        "-" if each is None else form.format(round(each.value, 4) + 0.0) for each in (a, b)
+    )

@@ -119,8 +119,8 @@ def _evaluate(lm: Any, tasks: Tasks, name: str) -> dict[str, Any]:
         task.set_fewshot_seed(SEED)
     try:
         done = lm_eval.evaluate(
-            lm,
-            tasks.loaded,
+            lm=lm,
+            task_dict=tasks.loaded,
             limit=tasks.limit,
             bootstrap_iters=_RESAMPLES,
             log_samples=False,

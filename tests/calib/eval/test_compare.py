@@ -104,18 +104,19 @@ def test_below_the_noise_floor_nothing_differs(report):
 
 def test_the_table(report):
     a = report("a")
-    b = report("b", variants__attn_head=row(0.03), variants__tensor=row(0.02, passkey=figure(0.5)))
+    other = {"attn_head": row(0.03, ppl_change=figure(-1e-9)), "tensor": row(0.02)}
+    b = report("b", variants__attn_head=other["attn_head"], variants__tensor=other["tensor"])
     done = fp8kv("compare", a, b / "report.json")
     assert done.exit_code == 0
     lines = {line.split()[1]: line for line in done.stdout.splitlines() if line.startswith("│")}
     assert "0.01 [0.009, 0.011]" in lines["attn_head"]
     assert "0.03 [0.027, 0.033]" in lines["attn_head"]
-    assert "3.00x" in lines["attn_head"]
-    assert "+1.00%, +1.00%" in lines["attn_head"]
+    assert "3x" in lines["attn_head"]
+    assert "+1.00%, +0.00%" in lines["attn_head"]
     assert "95.0%, 95.0%" in lines["attn_head"]
     assert "no measurable difference" in lines["tensor"]
     assert "20 tokens, -" in lines["tensor"]
-    assert "100%, 50%" in lines["tensor"]
+    assert "100%, -" in lines["tensor"]
     assert f"A: {a}" in done.stdout
     assert f"B: {b / 'report.json'}" in done.stdout
 
