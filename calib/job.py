@@ -18,9 +18,10 @@ from calib.devices import input_device
 from calib.export import FORMATS, Export, check_format, export
 from calib.measure import calibrate
 from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
-from calib.offload.choice import measure_layers, resolve_offload
-from calib.offload.layerwise import LayerwiseModel, open_layers
-from calib.offload.skeleton import execution_device, load_skeleton
+from calib.offload.choice import resolve_offload
+from calib.offload.layerwise import LayerwiseModel
+from calib.offload.run import measure_layers, open_layers
+from calib.offload.skeleton import load_skeleton
 from calib.output import (
     CALIBRATION_FILE,
     atomic_directory,
@@ -162,7 +163,7 @@ def _load(checkpoint: Checkpoint, recipe: Recipe) -> _Loaded:
         return loaded[0]
 
     data = load_data(recipe.data, load_tokenizer(checkpoint, recipe), model)
-    layers = open_layers(model(), checkpoint, execution_device(recipe)) if by_layer else None
+    layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.layout.attention if layers else map_attention(model())
     _rehearse(attention, checkpoint, recipe)
     device = layers.device if layers else input_device(model())

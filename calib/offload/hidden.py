@@ -1,6 +1,5 @@
 """What lies between two layers, for every batch: in memory as far as it fits, then on disk."""
 
-import errno
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -13,8 +12,6 @@ from torch import Tensor
 from calib.errors import InputError
 from calib.offload.replay import Output
 from calib.offload.sizes import show_size
-
-_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 # what it belongs to, and the index of the batch
 Key = tuple[str, int]
@@ -71,12 +68,11 @@ class HiddenStates:
             path = self._scratch_directory() / f"{key[0]}-{key[1]}"
             return _write_output(output, path)
         except OSError as error:
-            if error.errno not in _FULL:
-                raise
-            held = sum(nbytes(file.form) for file in self._files.values())
+            held = show_size(sum(nbytes(file.form) for file in self._files.values()))
             raise InputError(
-                f"no space left in '{self._directory}' for hidden states, after {show_size(held)} "
-                "of them; set TMPDIR to a larger disk, raise --max-memory or lower --samples"
+                f"cannot keep more hidden states than {held} in '{self._directory}': "
+                f"{error.strerror}; set TMPDIR to a larger disk, raise --max-memory or lower "
+                "--samples"
             ) from None
 
     def _scratch_directory(self) -> Path:
@@ -117,12 +113,15 @@ class _OutputFile:
 def _write_output(output: Output, path: Path) -> _OutputFile:
     with path.open("wb") as file:
         for tensor in _tensors(output):
-            file.write(_bytes(tensor.cpu().contiguous()))
+            file.write(_bytes(tensor.cpu()))
     return _OutputFile(path, form_of(output))
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    # in the order of memory, which comes back with the values: kernels round by it
+    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
+        tensor = torch.empty_like(tensor).copy_(tensor)  # with gaps, or with elements used twice
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
 
 
 def _tensors(output: Output) -> list[Tensor]:

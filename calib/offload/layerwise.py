@@ -7,9 +7,7 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
 
-from calib.checkpoint import Checkpoint
 from calib.data import Batch
 from calib.measure import (
     blame,
@@ -23,10 +21,9 @@ from calib.measure import (
 from calib.offload.budget import MemoryPlan, plan_memory, statistics_bytes
 from calib.offload.hidden import HiddenStates, Key, form_of, hidden_states
 from calib.offload.memory import resident_bytes
-from calib.offload.probe import Layout, probe_layers
+from calib.offload.probe import Layout
 from calib.offload.replay import Output, Replay, replaying
-from calib.offload.shards import stored_tensors
-from calib.offload.stages import Stages, plan_stages
+from calib.offload.stages import Stages
 from calib.offload.weights import LayerWeights, WeightLoader
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
@@ -53,28 +50,13 @@ class Step:
 
 @dataclass(frozen=True)
 class LayerwiseModel:
-    """A model whose weights stay in its checkpoint; see `open_layers`."""
+    """A model whose weights stay in its checkpoint; see `calib.offload.run`."""
 
     model: PreTrainedModel  # on the meta device
     device: torch.device  # where layers compute
     layout: Layout
     stages: Stages
     loader: WeightLoader
-
-
-def open_layers(
-    model: PreTrainedModel, checkpoint: Checkpoint, device: torch.device
-) -> LayerwiseModel:
-    """Prove that `model`, made by `load_skeleton`, can run layer by layer, and find its weights.
-
-    Raises:
-        UnsupportedModelError: it cannot.
-    """
-    layout = probe_layers(model, device)
-    mapping = get_model_conversion_mapping(model)
-    stored = stored_tensors(checkpoint)
-    stages = plan_stages(model, layout.layers, layout.unused, stored, mapping)
-    return LayerwiseModel(model, device, layout, stages, WeightLoader(model, mapping, device))
 
 
 @torch.inference_mode()
