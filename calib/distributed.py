@@ -128,6 +128,11 @@ def joined_world() -> Iterator[World]:
         dist.destroy_process_group()
 
 
+def is_first_process() -> bool:
+    """Whether this is the first process of the run, or the only one; needs no world."""
+    return _environment("RANK", 0) == 0
+
+
 def _environment(name: str, default: int) -> int:
     text = os.environ.get(name, str(default))
     if not text.isdecimal():

@@ -101,6 +101,7 @@ class Recipe(_Strict):
     dtype: DType = "auto"
     offload: Offload = Field("auto", description="layerwise: weights pass through memory once")
     max_memory: str | None = Field(None, description="resident memory in all, as 8GiB")
+    save_minutes: float = Field(5.0, ge=0, description="how often progress is saved, for --resume")
     trust_remote_code: bool = False
     data: DataRecipe = DataRecipe()
     export: ExportRecipe = ExportRecipe()

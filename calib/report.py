@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from calib.checkpoint import Checkpoint, fingerprint
 from calib.choices import FormatName, Strategy
 from calib.data import CalibrationData
 from calib.export import FORMATS
@@ -16,16 +17,17 @@ from calib.summary import LayerSummary
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from calib.finish import Result
     from calib.generation import Generated
-    from calib.job import Result
 
 _VERSIONS = ("fp8kv", "torch", "transformers", "datasets", "safetensors")
 
 
 def calibration_report(
     model: str,
+    checkpoint: Checkpoint,
     recipe: Recipe,
-    data: CalibrationData,
+    dataset: dict[str, Any],
     layers: list[LayerSummary],
     warnings: list[str],
 ) -> dict[str, Any]:
@@ -33,16 +35,22 @@ def calibration_report(
     return {
         "fp8kv_calibration": 1,
         "model": model,
+        "checkpoint": fingerprint(checkpoint),
         "recipe": recipe.model_dump(mode="json"),
-        "dataset": {
-            "source": data.source,
-            "fingerprint": data.fingerprint,
-            "samples": len(data.samples),
-            "tokens": data.num_tokens,
-        },
+        "dataset": dataset,
         "versions": versions(),
         "layers": [asdict(layer) for layer in layers],
         "warnings": warnings,
+    }
+
+
+def dataset_facts(data: CalibrationData) -> dict[str, Any]:
+    """What the report says of the data."""
+    return {
+        "source": data.source,
+        "fingerprint": data.fingerprint,
+        "samples": len(data.samples),
+        "tokens": data.num_tokens,
     }
 
 

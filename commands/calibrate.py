@@ -12,7 +12,7 @@ from commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemot
 from commands.running import print_table, run
 
 if TYPE_CHECKING:
-    from calib.job import Result
+    from calib.finish import Result
     from calib.recipe import Recipe
 
 
@@ -74,6 +74,9 @@ def calibrate(
         bool,
         Flag("--evaluate", help="Then measure the scales as the recipe's `evaluation` says."),
     ] = False,
+    resume: Annotated[
+        bool, Flag("--resume", help="Go on where the same command was stopped.")
+    ] = False,
     overwrite: Annotated[bool, Flag("--overwrite", help="Replace an earlier output.")] = False,
     quiet: Annotated[bool, Flag("--quiet", help="Print nothing but errors.")] = False,
     as_json: AsJson = False,
@@ -82,14 +85,19 @@ def calibrate(
     """Calibrate a model's FP8 KV-cache scales and write a checkpoint that engines load."""
 
     def work() -> None:
+        from calib.distributed import is_first_process
         from calib.flags import assignments, overrides
         from calib.job import run as run_job
         from calib.progress import progress_bar
         from calib.recipe import load_recipe
 
         resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
-        with progress_bar(show=not (quiet or as_json)) as progress:
-            result = run_job(model, resolved, output, overwrite=overwrite, progress=progress)
+        with progress_bar(show=not (quiet or as_json) and is_first_process()) as progress:
+            result = run_job(
+                model, resolved, output, overwrite=overwrite, resume=resume, progress=progress
+            )
+        if result is None:  # the first process says what was done
+            return
         if not (quiet or as_json):
             _print_result(result)
         printed = result.to_json()

@@ -137,7 +137,7 @@ def test_an_output_calibrated_again_replaces_its_scales(tiny_directory, tmp_path
 def test_what_must_fail_fails_before_the_weights_are_read(
     changes, error, message, tiny_directory, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("calib.job.load_model", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr("calib.prepare.load_model", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(error, match=message):
         run(str(tiny_directory), recipe(**changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -145,7 +145,7 @@ def test_what_must_fail_fails_before_the_weights_are_read(
 
 def test_an_export_that_must_fail_fails_before_calibration(tmp_path, monkeypatch):
     source = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
-    monkeypatch.setattr("calib.job.calibrate", lambda *_, **__: pytest.fail("it was calibrated"))
+    monkeypatch.setattr("calib.share.calibrate", lambda *_, **__: pytest.fail("it was calibrated"))
     with pytest.raises(UnsupportedExportError, match="only under self_attn or mixer"):
         run(str(source), recipe(export__formats=["modelopt"]), tmp_path / "out")
 

@@ -1,0 +1,101 @@
+"""Everything a calibration needs before its first forward pass, checked."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from calib.attention import AttentionMap, map_attention
+from calib.checkpoint import Checkpoint
+from calib.data import CalibrationData, load_data, resolve_batch_size
+from calib.devices import input_device
+from calib.export import check_format
+from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
+from calib.offload.choice import resolve_offload
+from calib.offload.layerwise import LayerwiseModel
+from calib.offload.run import open_layers
+from calib.offload.skeleton import load_skeleton
+from calib.output import check_output
+from calib.recipe import Recipe
+from calib.scales import KVScales, LayerScales
+from calib.writing import make_exports
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model and the data it will read."""
+
+    model: PreTrainedModel
+    layers: LayerwiseModel | None  # where its weights stay in the checkpoint
+    data: CalibrationData
+    attention: AttentionMap
+    recipe: Recipe  # as resolved
+
+
+def check_before_loading(
+    model_name: str, recipe: Recipe, output: Path, *, overwrite: bool
+) -> Checkpoint:
+    """Find the checkpoint, and refuse what cannot be written before any weight is read.
+
+    Raises:
+        Fp8kvError: there is no such model, the format cannot hold the scales, or the output is
+            in the way.
+    """
+    for name in recipe.export.formats:
+        check_format(
+            name,
+            strategy=recipe.strategy,
+            fp8_dtype=recipe.fp8_dtype,
+            with_q=recipe.targets == "qkv",
+            reduce=recipe.export.reduce,
+        )
+    checkpoint = find_checkpoint(model_name)
+    check_output(output, checkpoint.path, overwrite=overwrite)
+    return checkpoint
+
+
+def prepare(checkpoint: Checkpoint, recipe: Recipe) -> Prepared:
+    """Load the data and the model, or its skeleton, and rehearse what will be written.
+
+    Raises:
+        Fp8kvError: anything that a user can put right.
+    """
+    config = load_config(checkpoint, recipe)
+    check_positions(config, recipe.data.seq_len, "--seq-len")
+    recipe = resolve_offload(checkpoint, config, recipe)
+    by_layer = recipe.offload == "layerwise"
+    loaded: list[PreTrainedModel] = []
+
+    def model() -> PreTrainedModel:
+        if not loaded:
+            load = load_skeleton if by_layer else load_model
+            loaded.append(load(checkpoint, config, recipe))
+        return loaded[0]
+
+    data = load_data(recipe.data, load_tokenizer(checkpoint, recipe), model)
+    layers = open_layers(model(), checkpoint, recipe) if by_layer else None
+    attention = layers.layout.attention if layers else map_attention(model())
+    _rehearse(attention, checkpoint, recipe)
+    device = layers.device if layers else input_device(model())
+    return Prepared(model(), layers, data, attention, _resolve(recipe, model(), device))
+
+
+def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -> None:
+    # an export that must fail should do so before hours of calibration
+    one = torch.ones(1)
+    layers = {name: LayerScales(m.layer_idx, one, one) for name, m in attention.cached.items()}
+    make_exports(
+        KVScales(recipe.strategy, recipe.fp8_dtype, layers, attention.shared), checkpoint, recipe
+    )
+
+
+def _resolve(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> Recipe:
+    batch_size = resolve_batch_size(recipe.data, device.type)
+    return recipe.model_copy(
+        update={
+            "device": device.type,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "data": recipe.data.model_copy(update={"batch_size": batch_size}),
+        }
+    )
