@@ -44,10 +44,11 @@ class _Axis:
         self.high = min(n for n in _round_numbers(high) if n > high)
 
     def place(self, value: float) -> float:
-        """Percent of the width; 0 for what is too small to be on it."""
-        if value <= self.low:
+        """Percent of the width; 0 for what is too small to be on it, or no number."""
+        if not value > self.low:
             return 0.0
-        return round(100 * math.log(value / self.low) / math.log(self.high / self.low), 2)
+        share = math.log(min(value, self.high) / self.low) / math.log(self.high / self.low)
+        return round(100 * share, 2)
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -57,14 +58,15 @@ class _Axis:
 
 def _round_numbers(near: float) -> list[float]:
     decade = math.floor(math.log10(near))
-    return [digit * 10.0**exponent for exponent in (decade, decade + 1) for digit in (1, 2, 5)]
+    exponents = range(decade - 1, decade + 2)  # a logarithm may be rounded across its decade
+    return [digit * 10.0**exponent for exponent in exponents for digit in (1, 2, 5)]
 
 
 def _axis(rows: Iterable[dict[str, Any]], floor: float) -> _Axis:
     # controls, and a floor far below, would leave no room to tell the others apart
     kl = [row["kl"] for row in rows if row["kind"] not in ("control", REFERENCE)]
-    low = min([figure["low"] for figure in kl if figure["low"] > 0], default=floor or 1.0)
-    return _Axis(low, max([*(figure["high"] for figure in kl), low]))
+    shown = [x for figure in kl for x in figure.values() if 0 < x < math.inf] or [floor or 1.0]
+    return _Axis(min(shown), max(shown))
 
 
 _GROUPS = ("given", "engines can load", "for comparison", "reference and controls")

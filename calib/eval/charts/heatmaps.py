@@ -75,10 +75,10 @@ def _paint(figure: "Figure", axes: "Axes", panel: HeatMap) -> None:
 def _norm(cells: NDArray[Any], is_share: bool) -> Any:
     from matplotlib.colors import LogNorm, Normalize
 
-    if is_share:
-        return Normalize(0, float(cells.max()) or 1.0)
-    shown = cells[cells > 0]
+    shown = cells[(cells > 0) & np.isfinite(cells)]
     low, high = (float(shown.min()), float(shown.max())) if shown.size else (1.0, 1.0)
+    if is_share:
+        return Normalize(0, high)
     # one value alone is no range
     return LogNorm(low, high if high > low else 2 * low)
 

@@ -65,7 +65,7 @@ def limits(panels: list[Panel]) -> tuple[float, float]:
             # what is smaller is rounded to 0
             low.append(smallest * min(scales) / 16)
             high.append(largest * max(scales))
-            high.append(max(panel.values[letter]["amax"]))
+            high += [amax for amax in panel.values[letter]["amax"] if np.isfinite(amax)]
     return min(low), max(high) * 2
 
 

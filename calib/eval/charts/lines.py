@@ -47,7 +47,7 @@ def layer_error(series: list[Series], subject: str, label: str) -> Markup:
             layers = each.row["layers"]
             errors = [layer["rel_rms_layer"]["value"] for layer in layers]
             # a layer without error has no place on a logarithmic axis
-            shown = [error if error > 0 else math.nan for error in errors]
+            shown = [error if 0 < error < math.inf else math.nan for error in errors]
             xs = [layer["layer_idx"] for layer in layers]
             _line(axes, each, xs, shown, 3.5 if len(xs) <= 48 else 2)
             if each.name == subject:
@@ -85,7 +85,7 @@ def layers_alone(kl: dict[int, float], skipped: set[int], label: str) -> Markup:
 
 
 def _points(axes: "Axes", series: Series, figures: list[dict[str, Any]], shift: float) -> None:
-    shown = [(i + shift, f) for i, f in enumerate(figures) if f["low"] > 0]
+    shown = [(i + shift, f) for i, f in enumerate(figures) if 0 < f["low"] <= f["high"] < math.inf]
     xs, ys = [x for x, _ in shown], [f["value"] for _, f in shown]
     color = series_color(series.color)
     axes.vlines(xs, [f["low"] for _, f in shown], [f["high"] for _, f in shown], color=color)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import re
 import subprocess
 import sys
@@ -152,6 +153,20 @@ def test_searched_layers_and_tasks_are_shown(small_report):
     assert "with layers 1 in 16 bits (hollow): 0.007, the budget is 0.01" in page.text
     assert "0.5 ± 0.25" in page.texts
     assert "lm-eval 1.2.3" in page.text
+
+
+@pytest.mark.parametrize("number", [0.0, 1e-5, math.nan, math.inf])
+def test_any_number_can_be_drawn(small_report, number):
+    report = copy.deepcopy(small_report)
+    figure = dict.fromkeys(("value", "low", "high"), number)
+    for name in ("none", "tensor"):
+        row = report["variants"][name]
+        row |= {"kl": figure, "kl_by_position": [b | figure for b in row["kl_by_position"]]}
+        for layer in row["layers"]:
+            layer |= {"rel_rms_layer": figure, "rel_rms": [number] * 4}
+    report["layers"][0]["k"]["amax"] = [number] * 2
+    report["layers"][1]["v"] |= {"counts": [], "zeros": 77}
+    assert Page(html(report)).values("role").count("img") == 6
 
 
 def grown(report, layers, kv_heads, heads):
