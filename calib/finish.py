@@ -29,9 +29,10 @@ class Result:
     seconds: dict[str, float] = field(default_factory=dict)  # load, calibrate, write
 
     @property
-    def tokens_per_second(self) -> float:
-        """Calibration speed."""
-        return self.tokens / self.seconds["calibrate"]
+    def tokens_per_second(self) -> float | None:
+        """Calibration speed; None where statistics were only merged."""
+        seconds = self.seconds.get("calibrate")
+        return None if seconds is None else self.tokens / seconds
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""

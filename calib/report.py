@@ -82,15 +82,8 @@ def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:
 
 def closing_lines(result: "Result") -> list[str]:
     """What the summary says after its table: warnings, speed, where it is, how to serve it."""
-    seconds = result.seconds
     lines = [f"warning: {warning}" for warning in result.warnings]
-    lines += [
-        "",
-        f"{result.tokens:,} tokens in {seconds['calibrate']:.1f} s "
-        f"({result.tokens_per_second:,.0f} tokens/s); load {seconds['load']:.1f} s, "
-        f"write {seconds['write']:.1f} s",
-        f"written to {result.output}",
-    ]
+    lines += ["", _speed(result), f"written to {result.output}"]
     for name, directory in result.directories.items():
         per_head = holds_per_head(name, result.recipe.strategy)
         if FORMATS[name].note:
@@ -102,6 +95,17 @@ def closing_lines(result: "Result") -> list[str]:
                 f"  {serve_command(name, directory, per_head=per_head)}",
             ]
     return lines
+
+
+def _speed(result: "Result") -> str:
+    seconds = result.seconds
+    if result.tokens_per_second is None:
+        return f"statistics of {result.tokens:,} tokens"
+    return (
+        f"{result.tokens:,} tokens in {seconds['calibrate']:.1f} s "
+        f"({result.tokens_per_second:,.0f} tokens/s); load {seconds['load']:.1f} s, "
+        f"write {seconds['write']:.1f} s"
+    )
 
 
 def generation_lines(result: "Generated") -> list[str]:

@@ -99,7 +99,7 @@ def calibrate(
         if result is None:  # the first process says what was done
             return
         if not (quiet or as_json):
-            _print_result(result)
+            print_result(result)
         printed = result.to_json()
         failed: list[str] = []
         if evaluate:
@@ -131,7 +131,8 @@ def _evaluate(
     return report, failed
 
 
-def _print_result(result: "Result") -> None:
+def print_result(result: "Result") -> None:
+    """Print a row per layer, warnings, and how to serve what was written."""
     from calib.report import closing_lines
     from calib.summary import HEADINGS, table_rows
 

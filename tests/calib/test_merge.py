@@ -1,0 +1,85 @@
+"""Merged runs give the very scales of one run over all their data, or a clear refusal."""
+
+import json
+
+import pytest
+import torch
+from conftest import save_model
+from families import tiny_model
+from safetensors.torch import load_file
+from test_cli import fp8kv, one_line_error
+
+COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu")
+LENGTHS = ("--seq-len", 24, "--batch-size", 1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Two halves of a dataset, and the whole."""
+    directory = tmp_path_factory.mktemp("data")
+    lines = [" ".join(f"w{3 + (7 * i + j * j) % 97}" for j in range(30)) for i in range(10)]
+    for name, part in (("a", lines[:4]), ("b", lines[4:]), ("all", lines)):
+        rows = "".join(json.dumps({"text": line}) + "\n" for line in part)
+        (directory / f"{name}.jsonl").write_text(rows)
+    return directory
+
+
+def calibrated(model, dataset, out, *options):
+    done = fp8kv(
+        "calibrate", model, "--dataset", dataset, "-o", out, *LENGTHS, *COLLECTED, *options
+    )
+    assert done.exit_code == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def halves(model, texts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    return [calibrated(model, texts / f"{name}.jsonl", out / name) for name in "ab"]
+
+
+def test_two_runs_are_one(model, texts, halves, tmp_path):
+    calibrated(model, texts / "all.jsonl", tmp_path / "whole")
+    done = fp8kv("merge", *halves, "-o", tmp_path / "merged")
+    assert done.exit_code == 0, done.stderr
+    assert "statistics of 240 tokens" in done.stdout
+    for file in ("fp8kv_stats.safetensors", "model-fp8kv-scales.safetensors"):
+        expected, found = (load_file(tmp_path / name / file) for name in ("whole", "merged"))
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    report = json.loads((tmp_path / "merged/fp8kv_calibration.json").read_text())
+    assert (report["dataset"]["samples"], report["dataset"]["tokens"]) == (10, 240)
+    # a merged output merges again
+    third = calibrated(model, texts / "a.jsonl", tmp_path / "third", "--seed", 3)
+    again = fp8kv("merge", tmp_path / "merged", third, "-o", tmp_path / "again", "--json")
+    assert json.loads(again.stdout)["tokens"] == 240 + 96
+
+
+def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path):
+    a, b = halves
+    out = ("-o", tmp_path / "merged")
+    one_line_error(fp8kv("merge", a, *out), "two or more calibrations")
+    one_line_error(fp8kv("merge", a, a, *out), "have read the same data")
+    one_line_error(fp8kv("merge", a, tmp_path, *out), "fp8kv_calibration.json")
+    trained = tiny_model("llama")
+    with torch.no_grad():
+        trained.model.norm.weight += 0.5
+        trained.get_input_embeddings().weight += 0.5
+    other = save_model(trained, tmp_path / "other")
+    revision = calibrated(other, texts / "b.jsonl", tmp_path / "revision")
+    one_line_error(fp8kv("merge", a, revision, *out), "different models or revisions")
+    options = ("--set", "means=false")
+    plain = calibrated(model, texts / "b.jsonl", tmp_path / "plain", *options)
+    one_line_error(fp8kv("merge", a, plain, *out), "captured with different means (True, False)")
+    one_line_error(fp8kv("merge", a, b, *out, "--model", other), "is not the model that")
+    broken = b / "fp8kv_stats.safetensors"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[:-50])
+    one_line_error(fp8kv("merge", a, b, *out), "cannot read statistics")
+    broken.write_bytes(whole)
+    assert not (tmp_path / "merged").exists()
