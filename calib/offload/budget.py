@@ -18,6 +18,7 @@ from calib.recipe import Recipe
 
 # tensors of a token's width alive at once inside a layer, measured on dense and on expert models
 _COPIES = 3
+_RESIDUALS = 4  # and of the hidden state and its norms
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class MemoryPlan:
 
     reads_ahead: bool  # whether the next layer is read while one computes
     hidden_bytes: int  # for what lies between two layers; more of it goes to disk
+    ceiling: int  # resident bytes from which freed memory must be given back before a batch
 
 
 def plan_memory(
@@ -69,7 +71,7 @@ def plan_memory(
             f"{show_size(enough)} or more, or a smaller --batch-size"
         )
     reads_ahead = needed(2) <= limit
-    return MemoryPlan(reads_ahead, limit - needed(1 + reads_ahead))
+    return MemoryPlan(reads_ahead, limit - needed(1 + reads_ahead), limit - working // 4)
 
 
 def statistics_bytes(attention: AttentionMap, recipe: Recipe) -> int:
@@ -96,7 +98,8 @@ def _working_bytes(model: PreTrainedModel, stages: Stages, batch: Batch) -> int:
     )
     rows, columns = batch.input_ids.shape
     itemsize = int(model.dtype.itemsize)
-    activations = _COPIES * rows * columns * width * itemsize
+    width = _COPIES * width + _RESIDUALS * int(config.hidden_size)
+    activations = rows * columns * width * itemsize
     # a mask per row; eager attention has its scores as float32 and as probabilities, per head
     heads = int(config.num_attention_heads) if config._attn_implementation == "eager" else 1
     return activations + rows * columns**2 * heads * (4 + 2 * itemsize)

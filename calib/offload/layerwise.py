@@ -20,7 +20,7 @@ from calib.measure import (
 )
 from calib.offload.budget import MemoryPlan, plan_memory, statistics_bytes
 from calib.offload.hidden import HiddenStates, Key, form_of, hidden_states
-from calib.offload.memory import resident_bytes
+from calib.offload.memory import give_back_free, resident_bytes
 from calib.offload.probe import Layout
 from calib.offload.replay import Output, Replay, replaying
 from calib.offload.stages import Stages
@@ -141,7 +141,7 @@ def _pass(
         weights = LayerWeights(source.loader, stages.layers, ahead=plan.reads_ahead)
         stack.enter_context(weights.open())
         for index in range(len(stages.layers)):
-            layer = _Layer(source, index, replay, hidden, forms)
+            layer = _Layer(source, plan, index, replay, hidden, forms)
             with weights.loaded(index):
                 # an earlier batch may yet turn out not to be finite in a later layer
                 found = layer.run(batches, layers, on_step) or found
@@ -154,6 +154,7 @@ class _Layer:
     """One layer, while its weights are there."""
 
     source: LayerwiseModel
+    plan: MemoryPlan
     index: int
     replay: Replay
     hidden: HiddenStates
@@ -177,6 +178,8 @@ class _Layer:
         return None
 
     def _compute(self, i: int, batch: Batch, own: dict[str, RunningLayer], *, last: str) -> None:
+        if resident_bytes() > self.plan.ceiling:
+            give_back_free()
         previous = self._take(("hidden", i)) if self.index else None
         embedded = self._embedded(i)
         with observing(self.source.model, batch, own, last=last):

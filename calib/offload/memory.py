@@ -1,6 +1,8 @@
 """How much memory this process holds, and how much more the machine can give it."""
 
+import ctypes
 import os
+import platform
 from pathlib import Path
 
 _PROC = Path("/proc")
@@ -16,6 +18,12 @@ def resident_bytes() -> int:
 def available_bytes() -> int:
     """What this process can still take: of the machine's memory, or of its container's limit."""
     return max(0, min([_machine_available(), *_container_available()]))
+
+
+def give_back_free() -> None:
+    """Return freed memory to the system, which glibc would keep, in pieces too small for reuse."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
 def _machine_available() -> int:

@@ -95,8 +95,9 @@ checkpoint = find_checkpoint(sys.argv[1])
 model = load_skeleton(checkpoint, load_config(checkpoint, recipe), recipe)
 source = open_layers(model, checkpoint, recipe)
 before = resident_bytes()
-batches = make_batches([[7] * 16] * 4, 1, pad_id=0)
-limit = before + int(sys.argv[2])
+allowed, samples, tokens, size = map(int, sys.argv[2:])
+batches = make_batches([[7] * tokens] * samples, size, pad_id=0)
+limit = before + allowed
 calibrate_layerwise(source, batches, recipe, limit=limit, directory=Path(sys.argv[1]))
 status = Path("/proc/self/status").read_text()
 peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
@@ -104,25 +105,35 @@ print(peak - before)
 """
 
 
-def test_the_memory_limit_is_kept(tmp_path):
-    weights = write_llama(tmp_path, layers=12)
+def peak(directory, *numbers):
+    """Bytes that a pass takes at most, beside what its process takes anyway."""
+    command = [sys.executable, "-c", MEASURE, str(directory), *map(str, numbers)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return int(done.stdout)
+
+
+def test_the_memory_limit_is_kept_by_weights(tmp_path):
+    weights = write_llama(tmp_path, layers=12, hidden=1024, intermediate=2816)
     allowed = 110 << 20
-    assert weights > 3 * allowed
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(tmp_path), str(allowed)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    assert 2 * weights // 12 < int(done.stdout) <= allowed  # two layers, one being read ahead
+    assert weights > 4 * allowed
+    found = peak(tmp_path, allowed, 4, 16, 1)
+    assert 2 * weights // 12 < found <= allowed  # two layers, one being read ahead
 
 
-def write_llama(directory, layers):
+def test_the_memory_limit_is_kept_by_hidden_states(tmp_path):
+    write_llama(tmp_path, layers=3, hidden=256, intermediate=64)
+    allowed, samples, tokens = 64 << 20, 512, 128
+    assert samples * tokens * 256 * 4 >= allowed
+    assert peak(tmp_path, allowed, samples, tokens, 16) <= allowed
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+
+
+def write_llama(directory, layers, hidden, intermediate):
     """A Llama whose weights are all alike, a shard per layer; returns their bytes."""
     config = LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
         num_attention_heads=8,
         num_key_value_heads=2,
         num_hidden_layers=layers,
