@@ -70,7 +70,7 @@ def _tiles(report: dict[str, Any], row: dict[str, Any]) -> list[tuple[str, str, 
         ("perplexity", *ppl),
         ("same top-1 token", *top1),
         ("same greedy text", *same),
-        ("passkeys found", passkey[0], f"{reference[5][0]} with the model's own cache"),
+        ("passkeys found", passkey[0], f"{reference[5][0]} with its own cache"),
         (
             "cache per token",
             f"{size['fp8']:,} B",
