@@ -178,5 +178,7 @@ def test_no_batches_is_an_error():
 
 def test_each_batch_is_reported():
     seen = []
-    calibrate(tiny_model("llama"), batches(), RECIPE, on_batch=lambda b, _: seen.append(b.num_tokens))
+    calibrate(
+        tiny_model("llama"), batches(), RECIPE, on_batch=lambda b, _: seen.append(b.num_tokens)
+    )
     assert seen == [48, 23, 11, 7]
