@@ -98,7 +98,7 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
             checkpoint.path,
             config=config,
             dtype=requested_dtype(recipe),
-            device_map="auto" if uses_gpu(recipe) else "cpu",
+            device_map=_device_map(recipe),
             trust_remote_code=recipe.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
@@ -134,6 +134,14 @@ def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
 def requested_dtype(recipe: Recipe) -> str | torch.dtype:
     """What transformers takes as `dtype`."""
     return recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+
+
+def _device_map(recipe: Recipe) -> str | dict[str, int]:
+    if not uses_gpu(recipe):
+        return "cpu"
+    # one of several processes has a GPU of its own; one alone has them all
+    alone = not torch.distributed.is_initialized()
+    return "auto" if alone else {"": torch.cuda.current_device()}
 
 
 def uses_gpu(recipe: Recipe) -> bool:
