@@ -7,6 +7,7 @@ from pathlib import Path
 from calib.checkpoint import Checkpoint, fingerprint
 from calib.data import make_batches
 from calib.distributed import World, joined_world
+from calib.errors import InputError
 from calib.finish import Result, finish
 from calib.offload.run import measure_layers
 from calib.prepare import Prepared, check_before_loading, prepare
@@ -72,6 +73,11 @@ class _Run:
         batches = make_batches(data.samples, int(recipe.data.batch_size), pad_id=0)
         mine = self.world.share(batches)
         self.progress.total(sum(batch.num_tokens for batch in mine))
+        if prepared.layers and self.resume:
+            raise InputError(
+                "--resume: a pass layer by layer saves no progress; leave --resume away, or use "
+                "--offload none"
+            )
         if prepared.layers:
             stats = measure_layers(prepared.layers, mine, recipe, self.output, self.progress)
         else:

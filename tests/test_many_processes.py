@@ -144,3 +144,10 @@ def test_another_command_does_not_go_on(model, tmp_path):
     one_line_error(fp8kv("calibrate", other, *long), "is of a run with another model")
     assert saved.exists()
     assert not out.exists()
+
+
+def test_a_pass_layer_by_layer_does_not_go_on(model, tmp_path):
+    options = (*DATA, *COLLECTED, "--offload", "layerwise", "--resume")
+    one_line_error(
+        fp8kv("calibrate", model, "-o", tmp_path / "out", *options), "saves no progress; leave"
+    )
