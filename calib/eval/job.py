@@ -77,7 +77,8 @@ def evaluate(
     model, tokenizer = _load(checkpoint, recipe)
     given = given_variants(scales, model)
     data, seen, warnings = _data(recipe, suite, scales, tokenizer, model)
-    positions = model.config.get_text_config(decoder=True).max_position_embeddings
+    text_config = model.config.get_text_config(decoder=True)
+    positions = getattr(text_config, "max_position_embeddings", None)
     material = make_material(tokenizer, data.samples, suite, seen=seen, positions=positions)
     progress("calibrate")
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
