@@ -361,7 +361,7 @@ def test_nothing_of_lm_eval_is_shown(directory, task_files):
 
 def test_the_example_of_the_documentation(model, tokenizer, tmp_path, monkeypatch):
     page = (Path(__file__).parents[3] / "docs/evaluation.md").read_text()
-    (example,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    (example,) = re.findall(r"```yaml\n(# capitals.yaml.*?)```", page, re.DOTALL)
     (row,) = re.findall(r"capitals.jsonl: ({.*})", example)
     monkeypatch.chdir(tmp_path)
     Path("capitals.yaml").write_text(example)
