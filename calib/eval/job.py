@@ -77,13 +77,11 @@ def evaluate(
     model, tokenizer = _load(checkpoint, recipe)
     given = given_variants(scales, model)
     data, seen, warnings = _data(recipe, suite, scales, tokenizer, model)
-    text_config = model.config.get_text_config(decoder=True)
-    positions = getattr(text_config, "max_position_embeddings", None)
-    material = make_material(tokenizer, data.samples, suite, seen=seen, positions=positions)
+    material = make_material(tokenizer, data.samples, suite, seen=seen, positions=_positions(model))
     progress("calibrate")
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
-    random = calibrate_on_random_tokens(model, tokenizer, recipe)
-    chosen = _chosen(build_variants(stats, random), wanted.variants) + given
+    built_in = build_variants(stats, calibrate_on_random_tokens(model, tokenizer, recipe))
+    chosen = _chosen(built_in, wanted.variants) + given
     return Evaluation(
         model=model_name,
         suite=suite,
@@ -94,7 +92,7 @@ def evaluate(
         fingerprint=data.fingerprint,
         calibration_tokens=stats.tokens,
         bytes_per_token=_bytes_per_token(stats),
-        prompts=tuple(tokenizer.decode(prompt) for prompt in material.prompts),
+        prompts=tuple(map(tokenizer.decode, material.prompts)),
         warnings=(*data.warnings, *warnings),
         **_results(model, tokenizer, chosen, material, tasks, wanted, progress),
     )
@@ -190,6 +188,11 @@ def _chosen(variants: list[Variant], names: Sequence[str] | None) -> list[Varian
     if unknown:
         raise InputError(f"no variant '{unknown[0]}'; there are: {', '.join(sorted(known))}")
     return [v for v in variants if v.name in names or v.kind == "control"]
+
+
+def _positions(model: PreTrainedModel) -> int | None:
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "max_position_embeddings", None)
 
 
 def _backend(model: PreTrainedModel, backend: Backend) -> str:

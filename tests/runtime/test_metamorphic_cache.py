@@ -92,10 +92,10 @@ def test_a_prompt_in_chunks_is_the_prompt_in_one_piece(window, implementation, c
             parts.append(module.extend_attention(query[at], blocks, batch, ends, length, options))
             start += length
         outputs.append(torch.cat(parts))
-    if implementation == "kernel":
+    if implementation == "kernel" and torch.device(device).type != "cpu":
         # tiles begin at the same positions whatever the chunk, and what a row does not see
         # leaves its sums as they are
         assert torch.equal(*outputs)
     else:
-        # a matrix product of another shape adds up in another order: the last bit of float16
+        # a CPU's matrix product of another shape adds up in another order: the last bit of float16
         assert head_errors(outputs[0], outputs[1].cpu().double()).max() <= 2 * STEP[torch.float16]
