@@ -68,8 +68,10 @@ def _fits_memory(needed: int, recipe: Recipe) -> bool:
 def _fits_gpus(needed: int, recipe: Recipe) -> bool:
     if not uses_gpu(recipe):
         return True
-    free = (torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count()))
-    return needed <= _SHARE * sum(free)
+    # one of several processes has a GPU of its own; one alone has them all
+    alone = not torch.distributed.is_initialized()
+    gpus = range(torch.cuda.device_count()) if alone else [torch.cuda.current_device()]
+    return needed <= _SHARE * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
 
 
 def _is_quantised(config: PreTrainedConfig) -> bool:

@@ -146,6 +146,8 @@ def _pass(
                 # an earlier batch may yet turn out not to be finite in a later layer
                 found = layer.run(batches, layers, on_step) or found
             batches = batches[: found.batch] if found else batches
+            if not batches:
+                break
     return found
 
 

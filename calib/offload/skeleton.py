@@ -60,7 +60,8 @@ def load_skeleton(
 
 def execution_device(recipe: Recipe) -> torch.device:
     """Where layers compute."""
-    return torch.device("cuda", 0) if uses_gpu(recipe) else torch.device("cpu")
+    gpu = uses_gpu(recipe)
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 
 
 def _model_class(config: PreTrainedConfig, recipe: Recipe) -> type[PreTrainedModel]:

@@ -143,6 +143,21 @@ def test_non_finite_numbers_are_blamed_as_in_memory(poison, save):
     )
 
 
+def test_nothing_more_is_read_once_the_first_sample_is_to_blame(save, monkeypatch):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(float("nan"))
+    saved, loaded = save(model), []
+    load = weights.WeightLoader.load
+    monkeypatch.setattr(
+        weights.WeightLoader, "load", lambda self, *args: (loaded.append(args), load(self, *args))
+    )
+    with pytest.raises(CalibrationError, match="sample 0"):
+        saved.by_layer(saved.recipe(), saved.batches())
+    # twice what is resident, the embeddings, the first layer and the one behind it
+    assert len(loaded) <= 2 * 4
+
+
 def test_numbers_that_fail_in_a_batch_but_not_alone_are_blamed_on_the_batch(llama, monkeypatch):
     measured = iter(["model.layers.0.self_attn: K", None])
     monkeypatch.setattr(layerwise, "first_non_finite", lambda own: next(measured, None))
