@@ -11,10 +11,10 @@ help:
 
 demo: $(VENV)/.installed ## calibrate a real model on real text and write a checkpoint
 	$(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs --strategy attn_head \
-		--samples 64 --seq-len 512 --output build/demo --overwrite
+		--dtype float32 --samples 64 --seq-len 512 --output build/demo --overwrite
 
 test: $(VENV)/.installed ## all tests; no GPU, no network
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
 
 check: $(VENV)/.installed ## lint and types
 	$(BIN)/ruff check .

@@ -11,6 +11,7 @@ from commands.doctor import doctor
 from commands.evaluate import evaluate
 from commands.generate import generate
 from commands.merge import merge
+from commands.plan import plan
 from commands.recipes import recipes
 from commands.stress import stress
 
@@ -23,7 +24,7 @@ app = typer.Typer(
 )
 app.command()(calibrate)
 app.command("eval")(evaluate)
-for command in (compare, merge, generate, stress, recipes, doctor):
+for command in (compare, plan, merge, generate, stress, recipes, doctor):
     app.command()(command)
 
 calibrate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

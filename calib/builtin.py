@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
+from calib.atomic import atomic_directory
 from calib.checkpoint import SINGLE_FILE
 from calib.errors import InputError
-from calib.output import atomic_directory
 from calib.progress import library_bars_hidden
 from calib.tensor_file import share_file
 

@@ -13,7 +13,7 @@ from calib.recipe import Recipe
 from calib.report import calibration_report
 from calib.stats import KVStats
 from calib.summary import LayerSummary, summarize, warnings_for
-from calib.writing import make_exports, write_output
+from calib.writing import Destination, make_exports, write_output
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Result:
     tokens: int
     layers: list[LayerSummary]
     warnings: list[str]
+    backup: Path | None = None  # of the files that were replaced in place
     seconds: dict[str, float] = field(default_factory=dict)  # load, calibrate, write
 
     @property
@@ -44,6 +45,7 @@ class Result:
             "tokens_per_second": self.tokens_per_second,
             "layers": [asdict(layer) for layer in self.layers],
             "warnings": self.warnings,
+            "backup": self.backup and str(self.backup),
             "notes": {name: FORMATS[name].note for name in self.directories},
         }
 
@@ -53,11 +55,11 @@ def finish(
     checkpoint: Checkpoint,
     recipe: Recipe,
     stats: KVStats,
-    output: Path,
+    destination: Destination,
     dataset: dict[str, Any],
     warnings: Sequence[str] = (),
 ) -> Result:
-    """Derive the scales that `recipe` asks for and write `output`, all of it or nothing.
+    """Derive the scales that `recipe` asks for and write them, all or nothing.
 
     Raises:
         CalibrationError: a layer saw nothing, only zeros, or NaN/Inf.
@@ -69,5 +71,6 @@ def finish(
     warned = [*dict.fromkeys([*warnings, *warnings_for(stats, scales, recipe), *notes])]
     layers = summarize(stats, scales)
     report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned)
-    directories = write_output(output, exports, checkpoint, recipe, stats, report)
-    return Result(output, directories, recipe, stats.tokens, layers, warned)
+    written = write_output(destination, exports, checkpoint, recipe, stats, report)
+    output, directories = destination.path, written.directories
+    return Result(output, directories, recipe, stats.tokens, layers, warned, written.backup)

@@ -1,8 +1,9 @@
 """Model downloads from the Hugging Face Hub, and what each of its refusals means to a user."""
 
+from collections.abc import Callable
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HfHubHTTPError,
@@ -24,8 +25,21 @@ def download_model(repo: str) -> Path:
     Raises:
         InputError: no such model, a gated model, or no way to the Hub.
     """
+    return _download(repo, lambda: snapshot_download(repo, allow_patterns=_FILES))
+
+
+def download_config(repo: str) -> Path:
+    """Download (or find in the Hub cache) a model's config.json alone and return its path.
+
+    Raises:
+        InputError: no such model, a gated model, or no way to the Hub.
+    """
+    return _download(repo, lambda: hf_hub_download(repo, "config.json"))
+
+
+def _download(repo: str, download: Callable[[], str]) -> Path:
     try:
-        return Path(snapshot_download(repo, allow_patterns=_FILES))
+        return Path(download())
     except GatedRepoError:
         message = (
             f"is gated: accept its terms at https://huggingface.co/{repo}, then `hf auth login`"

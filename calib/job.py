@@ -9,6 +9,7 @@ from calib.data import make_batches
 from calib.distributed import World, joined_world
 from calib.errors import InputError
 from calib.finish import Result, finish
+from calib.in_place import check_in_place
 from calib.offload.run import measure_layers
 from calib.prepare import Prepared, check_before_loading, prepare
 from calib.progress import Progress
@@ -17,6 +18,7 @@ from calib.report import dataset_facts
 from calib.resume import SavedProgress, progress_file
 from calib.share import calibrate_share
 from calib.stats import KVStats
+from calib.writing import Destination
 
 __all__ = ["Result", "default_output", "run"]
 
@@ -26,11 +28,15 @@ def run(
     recipe: Recipe,
     output: Path | None = None,
     *,
+    in_place: bool = False,
     overwrite: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
 ) -> Result | None:
     """Calibrate `model_name` as `recipe` says and write `output`, all of it or nothing.
+
+    With `in_place` the output is the model's own directory, and what is replaced there is kept
+    beside it.
 
     In one of several processes, started by torchrun or accelerate launch, it measures a share; the
     first process writes and has a result, the others return None.
@@ -38,10 +44,15 @@ def run(
     Raises:
         Fp8kvError: anything that a user can put right; see `errors.py`.
     """
+    if in_place and (output or overwrite):
+        raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
+    output = check_in_place(model_name, recipe) if in_place else output
     output = output or default_output(model_name, recipe)
     with joined_world() as world:
         world.check_same("commands or recipes", [model_name, str(output), recipe.model_dump()])
-        run = _Run(model_name, output, world, progress or Progress(), resume=resume)
+        progress = progress or Progress()
+        destination = Destination(output, in_place, progress.copied)
+        run = _Run(model_name, destination, world, progress, resume=resume)
         checkpoint, prepared = world.together(lambda: run.load(recipe, overwrite=overwrite))
         stats = world.reduce(world.together(lambda: run.measure(checkpoint, prepared)))
         # what goes wrong while the first process writes ends all of them
@@ -53,7 +64,7 @@ class _Run:
     """The three steps of one process's run."""
 
     model_name: str
-    output: Path
+    destination: Destination
     world: World
     progress: Progress
     resume: bool
@@ -62,7 +73,13 @@ class _Run:
 
     def load(self, recipe: Recipe, *, overwrite: bool) -> tuple[Checkpoint, Prepared]:
         self.progress.stage("load")
-        checkpoint = check_before_loading(self.model_name, recipe, self.output, overwrite=overwrite)
+        checkpoint = check_before_loading(
+            self.model_name,
+            recipe,
+            self.destination.path,
+            in_place=self.destination.in_place,
+            overwrite=overwrite,
+        )
         prepared = prepare(checkpoint, recipe)
         self._lap("load")
         return checkpoint, prepared
@@ -79,7 +96,8 @@ class _Run:
                 "--offload none"
             )
         if prepared.layers:
-            stats = measure_layers(prepared.layers, mine, recipe, self.output, self.progress)
+            output = self.destination.path
+            stats = measure_layers(prepared.layers, mine, recipe, output, self.progress)
         else:
             stats = calibrate_share(
                 prepared.model,
@@ -99,11 +117,17 @@ class _Run:
         if self.world.is_first:
             facts, warnings = dataset_facts(prepared.data), prepared.data.warnings
             result = finish(
-                self.model_name, checkpoint, prepared.recipe, stats, self.output, facts, warnings
+                self.model_name,
+                checkpoint,
+                prepared.recipe,
+                stats,
+                self.destination,
+                facts,
+                warnings,
             )
             self._lap("write")
             result = replace(result, seconds=self.seconds)
-        self._saved(checkpoint, prepared).forget()
+        progress_file(self.destination.path, self.world.rank).unlink(missing_ok=True)
         return result
 
     def _saved(self, checkpoint: Checkpoint, prepared: Prepared) -> SavedProgress:
@@ -114,7 +138,7 @@ class _Run:
             "dataset": prepared.data.fingerprint,
             "number of processes": [self.world.rank, self.world.size],
         }
-        path = progress_file(self.output, self.world.rank)
+        path = progress_file(self.destination.path, self.world.rank)
         return SavedProgress(path, same, 60 * prepared.recipe.save_minutes)
 
     def _lap(self, name: str) -> None:

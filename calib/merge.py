@@ -13,6 +13,7 @@ from calib.model import find_checkpoint
 from calib.output import CALIBRATION_FILE, check_output
 from calib.recipe import Recipe, load_recipe
 from calib.stats_file import load_stats
+from calib.writing import Destination
 
 
 def merge(
@@ -49,9 +50,8 @@ def merge(
         stats = stats.merge(load_stats(directory))
     dataset = _merged_data([report["dataset"] for report in reports])
     warnings = [*dict.fromkeys(line for report in reports for line in report["warnings"])]
-    return finish(
-        model or reports[0]["model"], checkpoint, recipes[0], stats, output, dataset, warnings
-    )
+    name = model or reports[0]["model"]
+    return finish(name, checkpoint, recipes[0], stats, Destination(output), dataset, warnings)
 
 
 def _report(directory: Path) -> dict[str, Any]:

@@ -62,13 +62,22 @@ def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
         raise InputError(
             _one_line(f"cannot read the config of '{checkpoint.path}': {error}")
         ) from None
-    _check_is_decoder(config, checkpoint)
+    check_cacheable(config, checkpoint.config)
+    return config
+
+
+def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
+    """Refuse a model that keeps no K and V per head; `document` is its config.json.
+
+    Raises:
+        UnsupportedModelError: it is no decoder-only language model, or caches latents.
+    """
+    _check_is_decoder(config, document)
     if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None):
         raise UnsupportedModelError(
             f"{config.model_type} uses multi-head latent attention (MLA): it caches one compressed "
             "latent per token, so it has no K and V per head that a scale could describe"
         )
-    return config
 
 
 def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
@@ -173,8 +182,8 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenize
         ) from None
 
 
-def _check_is_decoder(config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
-    architectures = checkpoint.config.get("architectures") or [config.model_type]
+def _check_is_decoder(config: PreTrainedConfig, document: dict[str, Any]) -> None:
+    architectures = document.get("architectures") or [config.model_type]
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{architectures[0]} is an encoder-decoder; only decoder-only language models keep the "

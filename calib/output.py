@@ -1,22 +1,17 @@
-"""Output directories: the source's files linked, one extra shard, all in one atomic rename."""
+"""Output directories: the source's files and one extra shard."""
 
-import errno
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from calib.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
-from calib.choices import Weights
 from calib.errors import InputError
 from calib.export.base import Export
+from calib.place import OnCopied, Placing, place_shard
 from calib.tensor_file import save_tensors
 
 CALIBRATION_FILE = "fp8kv_calibration.json"
@@ -59,26 +54,14 @@ def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
         raise InputError(f"output '{out}' was not written by fp8kv, so --overwrite leaves it alone")
 
 
-@contextmanager
-def atomic_directory(out: Path) -> Iterator[Path]:
-    """Give a scratch directory that becomes `out` when the block ends well, and is gone otherwise.
-
-    Raises:
-        InputError: the file system refuses to write, as on a full disk.
-    """
-    scratch = out.parent / f".{out.name}.{os.getpid()}.partial"
-    try:
-        scratch.mkdir(parents=True)
-        yield scratch
-        _replace(scratch, out)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot write '{out}': {error}; nothing was left behind") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
 def write_checkpoint(
-    export: Export, checkpoint: Checkpoint, out: Path, *, weights: Weights, readme: str
+    export: Export,
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    weights: Placing,
+    readme: str,
+    on_copied: OnCopied = lambda name, copied, size: None,
 ) -> None:
     """Fill the directory `out` with the source's files and what `export` adds."""
     copy_small_files(checkpoint, out)
@@ -90,7 +73,8 @@ def write_checkpoint(
     if weights != "none":
         for shard in checkpoint.shards:
             drop = {name for name in stale if checkpoint.weight_map[name] == shard}
-            _place_shard(checkpoint.path / shard, out / names[shard], drop, weights)
+            target = out / names[shard]
+            place_shard(checkpoint.path / shard, target, drop, weights, on_copied)
     save_tensors(export.tensors, out / SCALES_SHARD, {"format": "pt"})
     weight_map = {n: names[s] for n, s in checkpoint.weight_map.items() if n not in stale}
     weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
@@ -120,43 +104,11 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def _replace(scratch: Path, out: Path) -> None:
-    if not out.exists():
-        scratch.rename(out)
-        return
-    old = out.parent / f".{out.name}.{os.getpid()}.old"
-    out.rename(old)
-    scratch.rename(out)
-    shutil.rmtree(old)
-
-
-def _output_names(checkpoint: Checkpoint, weights: Weights) -> dict[str, str]:
+def _output_names(checkpoint: Checkpoint, weights: Placing) -> dict[str, str]:
     names = {shard: shard for shard in checkpoint.shards}
     if SINGLE_FILE in names and weights != "none":
         names[SINGLE_FILE] = _RENAMED_SINGLE
     return names
-
-
-def _place_shard(source: Path, target: Path, drop: set[str], weights: Weights) -> None:
-    if drop:
-        _rewrite_shard(source, target, drop)
-        return
-    if weights == "link":
-        try:
-            os.link(source.resolve(), target)
-            return
-        except OSError as error:
-            if error.errno not in {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}:
-                raise
-    shutil.copyfile(source, target)
-
-
-def _rewrite_shard(source: Path, target: Path, drop: set[str]) -> None:
-    # scales of an earlier calibration: left in place, an engine would find two values for one name
-    with safe_open(source, framework="pt") as file:
-        kept = {name: file.get_tensor(name) for name in file.keys() if name not in drop}  # noqa: SIM118
-        metadata = file.metadata()
-    save_tensors(kept, target, metadata or {})
 
 
 def _write_index(

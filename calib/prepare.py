@@ -34,7 +34,7 @@ class Prepared:
 
 
 def check_before_loading(
-    model_name: str, recipe: Recipe, output: Path, *, overwrite: bool
+    model_name: str, recipe: Recipe, output: Path, *, in_place: bool, overwrite: bool
 ) -> Checkpoint:
     """Find the checkpoint, and refuse what cannot be written before any weight is read.
 
@@ -51,7 +51,8 @@ def check_before_loading(
             reduce=recipe.export.reduce,
         )
     checkpoint = find_checkpoint(model_name)
-    check_output(output, checkpoint.path, overwrite=overwrite)
+    if not in_place:
+        check_output(output, checkpoint.path, overwrite=overwrite)
     return checkpoint
 
 

@@ -14,6 +14,10 @@ class Progress:
     total: Callable[[int], None] = lambda tokens: None
     advance: Callable[[float], None] = lambda tokens: None
 
+    def copied(self, name: str, copied: int, size: int) -> None:
+        """Report a file that is being copied."""
+        self.stage(f"copy {name}, {copied / 1e9:.1f} of {size / 1e9:.1f} GB")
+
 
 @contextmanager
 def progress_bar(*, show: bool) -> Iterator[Progress]:

@@ -84,6 +84,8 @@ def closing_lines(result: "Result") -> list[str]:
     """What the summary says after its table: warnings, speed, where it is, how to serve it."""
     lines = [f"warning: {warning}" for warning in result.warnings]
     lines += ["", _speed(result), f"written to {result.output}"]
+    if result.backup:
+        lines.append(f"the files that were replaced are in {result.backup}")
     for name, directory in result.directories.items():
         per_head = holds_per_head(name, result.recipe.strategy)
         if FORMATS[name].note:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
+from calib.atomic import atomic_directory
 from calib.attention import observe_qkv
 from calib.checkpoint import Checkpoint, open_checkpoint
 from calib.errors import InputError, UnsupportedModelError
 from calib.model import find_checkpoint, load_config, load_model
-from calib.output import STRESS_FILE, atomic_directory, check_output, copy_small_files, write_json
+from calib.output import STRESS_FILE, check_output, copy_small_files, write_json
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe, load_recipe
 from calib.rescaling import Factors, rescale

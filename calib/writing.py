@@ -1,18 +1,16 @@
 """What a calibration writes: each format's directory, statistics and the report, atomically."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from calib.atomic import atomic_directory
 from calib.checkpoint import Checkpoint
 from calib.choices import FormatName
 from calib.export import FORMATS, Export, export
-from calib.output import (
-    CALIBRATION_FILE,
-    atomic_directory,
-    write_checkpoint,
-    write_documents,
-    write_json,
-)
+from calib.in_place import back_up, complete
+from calib.output import CALIBRATION_FILE, write_checkpoint, write_documents, write_json
+from calib.place import OnCopied
 from calib.recipe import Recipe
 from calib.report import output_card
 from calib.scales import KVScales
@@ -35,32 +33,70 @@ def make_exports(
     }
 
 
+@dataclass(frozen=True)
+class Destination:
+    """Where an output goes."""
+
+    path: Path
+    in_place: bool = False  # it is the model's own directory
+    on_copied: OnCopied = lambda name, copied, size: None
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written where."""
+
+    directories: dict[FormatName, Path]
+    backup: Path | None  # of the files that were replaced in place
+
+
 def write_output(
-    output: Path,
+    destination: Destination,
     exports: dict[FormatName, Export],
     checkpoint: Checkpoint,
     recipe: Recipe,
     stats: KVStats,
     report: dict[str, Any],
-) -> dict[FormatName, Path]:
-    """Fill `output` with every export, all of it or nothing; returns each format's directory.
+) -> Written:
+    """Fill the destination with every export, all of it or nothing.
 
     Raises:
         InputError: it cannot be written.
     """
-    several = len(exports) > 1
+    output, backup = destination.path, None
+    parts = dict.fromkeys(exports, "") if len(exports) == 1 else {name: name for name in exports}
     with atomic_directory(output) as scratch:
         for name, made in exports.items():
-            directory = scratch / name if several else scratch
+            directory = scratch / parts[name]
             directory.mkdir(exist_ok=True)
-            card = output_card(report, name, output / name if several else output)
-            if FORMATS[name].with_weights:
-                write_checkpoint(
-                    made, checkpoint, directory, weights=recipe.export.weights, readme=card
-                )
-            else:
-                write_documents(made, directory)
-                (directory / "README.md").write_text(card)
+            card = output_card(report, name, output / parts[name])
+            _write_format(name, made, checkpoint, recipe, directory, card, destination)
             save_stats(stats, directory / STATS_FILE)
             write_json(directory / CALIBRATION_FILE, report)
-    return {name: output / name if several else output for name in exports}
+        if destination.in_place:
+            complete(scratch, output)
+            backup = back_up(output, scratch)
+    return Written({name: output / part for name, part in parts.items()}, backup)
+
+
+def _write_format(
+    name: FormatName,
+    made: Export,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    directory: Path,
+    card: str,
+    destination: Destination,
+) -> None:
+    if FORMATS[name].with_weights:
+        write_checkpoint(
+            made,
+            checkpoint,
+            directory,
+            weights="keep" if destination.in_place else recipe.export.weights,
+            readme=card,
+            on_copied=destination.on_copied,
+        )
+    else:
+        write_documents(made, directory)
+        (directory / "README.md").write_text(card)

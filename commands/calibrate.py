@@ -77,6 +77,10 @@ def calibrate(
     resume: Annotated[
         bool, Flag("--resume", help="Go on where the same command was stopped.")
     ] = False,
+    in_place: Annotated[
+        bool,
+        Flag("--in-place", help="Add to the model's directory; what is replaced is kept beside."),
+    ] = False,
     overwrite: Annotated[bool, Flag("--overwrite", help="Replace an earlier output.")] = False,
     quiet: Annotated[bool, Flag("--quiet", help="Print nothing but errors.")] = False,
     as_json: AsJson = False,
@@ -94,7 +98,13 @@ def calibrate(
         resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
         with progress_bar(show=not (quiet or as_json) and is_first_process()) as progress:
             result = run_job(
-                model, resolved, output, overwrite=overwrite, resume=resume, progress=progress
+                model,
+                resolved,
+                output,
+                in_place=in_place,
+                overwrite=overwrite,
+                resume=resume,
+                progress=progress,
             )
         if result is None:  # the first process says what was done
             return

@@ -17,10 +17,12 @@ DEMO = {
     "strategy": "attn_head",
     "targets": "qkv",
     "data.dataset": "builtin:python-docs",
-    "data.samples": 64,
+    "data.samples": 16,
     "data.seq_len": 512,
     "device": "cpu",
+    "dtype": "float32",
 }
+TOKENS = DEMO["data.samples"] * DEMO["data.seq_len"]
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def demo(smollm2_directory, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(smollm2_directory):
-    return AutoModelForCausalLM.from_pretrained(smollm2_directory).eval()
+    return AutoModelForCausalLM.from_pretrained(smollm2_directory, dtype="float32").eval()
 
 
 class QueryAmax(TorchFunctionMode):
@@ -67,7 +69,7 @@ def test_every_amax_is_that_of_plain_transformers_forwards(demo, model, smollm2_
         for i, layer in enumerate(cache.layers):
             k[i], v[i] = running_max(k[i], layer.keys), running_max(v[i], layer.values)
     measured = load_stats(demo.output).layers
-    assert [layer.tokens for layer in measured.values()] == [64 * 512] * 30
+    assert [layer.tokens for layer in measured.values()] == [TOKENS] * 30
     for i, layer in enumerate(measured.values()):
         assert torch.equal(layer.k.amax, k[i])
         assert torch.equal(layer.v.amax, v[i])
@@ -100,7 +102,7 @@ def test_an_output_without_quantization_config_gives_the_sources_logits(
     changes = {"strategy": "tensor", "targets": "kv", "export.formats": ["tgi"]}
     small = {"data.samples": 2, "data.seq_len": 64}
     out = run("builtin:smollm2", load_recipe(None, {**DEMO, **changes, **small}), tmp_path / "tgi")
-    written = AutoModelForCausalLM.from_pretrained(out.output).eval()
+    written = AutoModelForCausalLM.from_pretrained(out.output, dtype="float32").eval()
     tokens = AutoTokenizer.from_pretrained(out.output)(
         "The capital of France is", return_tensors="pt"
     )

@@ -86,10 +86,18 @@ def make_passkeys(
     return found
 
 
-def retrieves(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, passkey: Passkey) -> bool:
-    """Whether the model's continuation starts with the key."""
-    (tokens,) = continue_greedily(model, [passkey.prompt], len(_ids(tokenizer, passkey.key)) + 2)
-    return bool(tokenizer.decode(tokens).strip().startswith(passkey.key))
+def retrieve(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, passkeys: Sequence[Passkey]
+) -> list[bool]:
+    """Whether the model's continuation of each prompt starts with its key."""
+    found: dict[int, bool] = {}
+    for length in {passkey.tokens for passkey in passkeys}:
+        together = [i for i, passkey in enumerate(passkeys) if passkey.tokens == length]
+        new = max(len(_ids(tokenizer, passkeys[i].key)) for i in together) + 2
+        texts = continue_greedily(model, [passkeys[i].prompt for i in together], new)
+        for i, tokens in zip(together, texts, strict=True):
+            found[i] = tokenizer.decode(tokens).strip().startswith(passkeys[i].key)
+    return [found[i] for i in range(len(passkeys))]
 
 
 def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

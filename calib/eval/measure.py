@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from calib.eval.continuation import continue_greedily, retrieves, same_tokens
+from calib.eval.continuation import continue_greedily, retrieve, same_tokens
 from calib.eval.divergence import Divergence
 from calib.eval.layers import LayerError, layer_errors
 from calib.eval.material import Material
@@ -92,4 +92,4 @@ def _write(
 ) -> None:
     if material.prompts:
         measured.texts = continue_greedily(model, material.prompts, material.new_tokens)
-    measured.found_passkeys = [retrieves(model, tokenizer, key) for key in material.passkeys]
+    measured.found_passkeys = retrieve(model, tokenizer, material.passkeys)

@@ -1,11 +1,11 @@
 """What a pass over the layers may hold in memory: weights, activations, hidden states."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.attention import AttentionMap
 from calib.data import Batch
@@ -88,21 +88,35 @@ def _held(stage: Stage) -> int:
     return max(stage.nbytes, stage.slab_bytes)
 
 
-def _working_bytes(model: PreTrainedModel, stages: Stages, batch: Batch) -> int:
-    """Bytes of activations while a layer computes `batch`: an estimate on the safe side."""
-    config = model.config.get_text_config(decoder=True)
-    experts = getattr(config, "num_experts_per_tok", None) or 1
-    width = max(
-        sum(_width(name, weight, experts) for name, weight in stage.tensors.items())
-        for stage in stages.layers
-    )
-    rows, columns = batch.input_ids.shape
-    itemsize = int(model.dtype.itemsize)
-    width = _COPIES * width + _RESIDUALS * int(config.hidden_size)
-    activations = rows * columns * width * itemsize
+def activation_bytes(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    layers: Iterable[Mapping[str, Tensor]],
+    rows: int,
+    columns: int,
+) -> int:
+    """Bytes of activations while a layer computes a batch: an estimate on the safe side.
+
+    Args:
+        config: the model's.
+        dtype: of the activations.
+        layers: each layer's weights by name; of the widest one the bytes are given.
+        rows: samples of the batch.
+        columns: tokens of each.
+    """
+    text = config.get_text_config(decoder=True)
+    experts = getattr(text, "num_experts_per_tok", None) or 1
+    width = max(sum(_width(*weight, experts) for weight in layer.items()) for layer in layers)
+    width = _COPIES * width + _RESIDUALS * int(text.hidden_size)
+    activations = rows * columns * width * dtype.itemsize
     # a mask per row; eager attention has its scores as float32 and as probabilities, per head
-    heads = int(config.num_attention_heads) if config._attn_implementation == "eager" else 1
-    return activations + rows * columns**2 * heads * (4 + 2 * itemsize)
+    heads = int(text.num_attention_heads) if text._attn_implementation == "eager" else 1
+    return int(activations + rows * columns**2 * heads * (4 + 2 * dtype.itemsize))
+
+
+def _working_bytes(model: PreTrainedModel, stages: Stages, batch: Batch) -> int:
+    layers = (stage.tensors for stage in stages.layers)
+    return activation_bytes(model.config, model.dtype, layers, *batch.input_ids.shape)
 
 
 def _width(name: str, weight: Tensor, experts: int) -> int:

@@ -2,6 +2,8 @@
 
 import json
 import os
+import socket
+import subprocess
 
 import pytest
 import torch
@@ -9,14 +11,14 @@ from engine_fixtures import make_scales
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from calib import output
+from calib import atomic, place
+from calib.atomic import atomic_directory
 from calib.checkpoint import open_checkpoint
 from calib.errors import InputError
 from calib.export import export
 from calib.output import (
     CALIBRATION_FILE,
     SCALES_SHARD,
-    atomic_directory,
     check_output,
     write_checkpoint,
 )
@@ -72,12 +74,35 @@ def test_copy_copies(checkpoint, tmp_path):
 
 def test_across_file_systems_links_become_copies(checkpoint, tmp_path, monkeypatch):
     def refuse(*_):
-        raise OSError(output.errno.EXDEV, "Invalid cross-device link")
+        raise OSError(place.errno.EXDEV, "Invalid cross-device link")
 
     monkeypatch.setattr(os, "link", refuse)
     out = write(checkpoint, tmp_path / "out")
     copied = out / "model-00001-of-00001.safetensors"
     assert copied.read_bytes() == (checkpoint.path / "model.safetensors").read_bytes()
+
+
+def test_where_the_file_system_can_clone_nothing_is_copied(checkpoint, tmp_path, monkeypatch):
+    def clone(written, request, read):
+        assert request == 0x40049409
+        os.sendfile(written, read, 0, 1 << 20)
+
+    monkeypatch.setattr(place.fcntl, "ioctl", clone)
+    monkeypatch.setattr(place, "_copy", lambda *_: pytest.fail("copied"))
+    out = write(checkpoint, tmp_path / "out", weights="copy")
+    cloned = out / "model-00001-of-00001.safetensors"
+    assert cloned.read_bytes() == (checkpoint.path / "model.safetensors").read_bytes()
+
+
+def test_copying_reports_how_far_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(place, "_CHUNK", 100)
+    (tmp_path / "source").write_bytes(bytes(range(250)))
+    seen = []
+    place.place_shard(
+        tmp_path / "source", tmp_path / "target", set(), "copy", lambda *told: seen.append(told)
+    )
+    assert seen == [("source", 100, 250), ("source", 200, 250), ("source", 250, 250)]
+    assert (tmp_path / "target").read_bytes() == bytes(range(250))
 
 
 def test_weights_none_writes_scales_and_configs_only(checkpoint, tmp_path):
@@ -139,12 +164,32 @@ def test_nothing_is_left_after_a_failure(checkpoint, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+@pytest.mark.parametrize("suffix", ["partial", "old"])
+def test_what_a_killed_process_left_behind_goes_with_the_next(suffix, checkpoint, tmp_path):
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    host = socket.gethostname()
+    left = tmp_path / f".out.{host}-{ended.pid}.{suffix}"
+    running = tmp_path / f".out.{host}-{os.getppid()}.{suffix}"
+    for directory in (left, running):
+        directory.mkdir()
+        (directory / "half").write_text("x")
+    write(checkpoint, tmp_path / "out")
+    assert not left.exists()
+    assert running.exists()
+
+
+def test_a_directory_is_replaced_where_names_cannot_be_swapped(checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    test_overwriting_replaces_the_whole_directory(checkpoint, tmp_path)
+
+
 def test_a_write_error_is_one_line_and_leaves_nothing(tmp_path):
     with (
         pytest.raises(InputError, match=r"cannot write .*No space left.*nothing was left behind"),
         atomic_directory(tmp_path / "out"),
     ):
-        raise OSError(output.errno.ENOSPC, "No space left on device")
+        raise OSError(place.errno.ENOSPC, "No space left on device")
     assert not any(tmp_path.iterdir())
 
 
