@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test check fix compile-kernels interop bench bench-generate bench-eval bench-peers bench-kernels clean
+.PHONY: help demo test check fix compile-kernels interop bench bench-generate bench-eval bench-scale bench-peers bench-kernels clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -52,6 +52,7 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 		$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/$$name || exit 1; \
 	done
 	$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/tensor-kv/vllm --doubled
+	$(INTEROP)/bin/python tests/interop/check_verify.py
 	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite
 	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv
 	$(INTEROP)/bin/python tests/interop/check_stress.py \
@@ -77,6 +78,9 @@ bench-generate: $(VENV)/.installed ## generate on the FP8 cache beside transform
 
 bench-eval: $(VENV)/.installed ## fp8kv-eval timed and recomputed; on a stress twin too
 	$(BIN)/python benchmarks/evaluation.py
+
+bench-scale: $(VENV)/.installed ## larger than memory, more data, more processes, kills
+	$(BIN)/python benchmarks/scale.py
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 	$(BIN)/python benchmarks/peers.py --peer-python $(PEERS)/bin/python

@@ -10,10 +10,12 @@ from commands.compare import compare
 from commands.doctor import doctor
 from commands.evaluate import evaluate
 from commands.generate import generate
+from commands.inspect import inspect
 from commands.merge import merge
 from commands.plan import plan
 from commands.recipes import recipes
 from commands.stress import stress
+from commands.verify import verify
 
 app = typer.Typer(
     name="fp8kv",
@@ -24,7 +26,7 @@ app = typer.Typer(
 )
 app.command()(calibrate)
 app.command("eval")(evaluate)
-for command in (compare, plan, merge, generate, stress, recipes, doctor):
+for command in (inspect, verify, compare, plan, merge, generate, stress, recipes, doctor):
     app.command()(command)
 
 calibrate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

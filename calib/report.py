@@ -1,7 +1,6 @@
 """`fp8kv_calibration.json` and the README of an output: how it was made and how to serve it."""
 
 import platform
-from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -15,8 +14,6 @@ from calib.recipe import Recipe
 from calib.summary import LayerSummary
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from calib.finish import Result
     from calib.generation import Generated
 
@@ -133,25 +130,6 @@ def generation_lines(result: "Generated") -> list[str]:
             plain.text,
         ]
     return lines
-
-
-def table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> "Table":
-    """A table for the terminal; more than two columns are numbers. Text is shown as it is."""
-    from rich.table import Table
-    from rich.text import Text
-
-    # a plain string may hold rich's own markup
-    made = Table(title=Text(plain(title), style="table.title"), title_justify="left")
-    for heading in headings:
-        made.add_column(Text(plain(heading)), justify="right" if len(headings) > 2 else "left")
-    for row in rows:
-        made.add_row(*(Text(plain(cell)) for cell in row))
-    return made
-
-
-def plain(text: str) -> str:
-    """Text that cannot steer a terminal: names may come from files that others made."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _mib(count: int) -> str:

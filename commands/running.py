@@ -47,13 +47,14 @@ def print_table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str,
     """Print a table."""
     from rich.console import Console
 
-    from calib.report import table
+    from calib.terminal import table
 
     Console().print(table(title, headings, rows))
 
 
 def print_lines(lines: Sequence[str]) -> None:
     """Print lines whose words may come from files that others made."""
-    from calib.report import plain
+    from calib.terminal import plain
 
-    print("\n".join(map(plain, lines)))
+    for line in lines:
+        print(plain(line))

@@ -4,7 +4,7 @@ from typing import Any
 
 from calib.eval.task_table import task_headings, task_rows, task_title
 from calib.eval.variants import REFERENCE
-from calib.report import plain
+from calib.terminal import plain
 
 HEADINGS = ("cache", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
 _ENDS = ("value", "low", "high")

@@ -7,7 +7,7 @@ from calib.offload.sizes import show_size
 from calib.plan.shape import ModelShape
 from calib.plan.ways import Machines, Way, Workload, ways
 
-HEADINGS = ("way", "processes", "memory per GPU", "disk read per node", "hidden states", "time")
+HEADINGS = ("way", "processes", "each GPU", "read per node", "hidden states", "time")
 
 
 @dataclass(frozen=True)

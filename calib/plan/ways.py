@@ -59,7 +59,7 @@ def _whole_model_per_gpu(shape: ModelShape, work: Workload, machines: Machines) 
     # the first process of a node reads the disk, the others what the system keeps of it
     load = shape.weight_bytes / machines.disk
     return Way(
-        "the whole model on each GPU",
+        "whole model per GPU",
         "none",
         machines.nodes,
         machines.gpus,
@@ -78,7 +78,7 @@ def _one_model_over_the_gpus(shape: ModelShape, work: Workload, machines: Machin
     # a batch is on one GPU at a time
     seconds = shape.weight_bytes / machines.disk + _compute(shape, work, machines, 1)
     return Way(
-        "one model over the GPUs of one node",
+        "one model over a node's GPUs",
         "none",
         1,
         1,
@@ -97,7 +97,7 @@ def _layer_by_layer(shape: ModelShape, work: Workload, machines: Machines) -> Wa
     computing = _compute(shape, work, machines, machines.nodes * machines.gpus)
     hidden = work.samples * work.seq_len * shape.hidden_bytes
     return Way(
-        "layer by layer on each GPU",
+        "layer by layer per GPU",
         "layerwise",
         machines.nodes,
         machines.gpus,

@@ -38,7 +38,7 @@ def start(directory: Path, **options):
     return LLM(model=str(directory), use_tqdm_on_load=False, **OPTIONS, **options)
 
 
-def load(directory: Path) -> torch.nn.Module:
+def load(directory: Path, **options) -> torch.nn.Module:
     """The model of `directory` as vLLM's own loader leaves it; nothing is served."""
     set_environment()
     from vllm.config import set_current_vllm_config
@@ -48,9 +48,11 @@ def load(directory: Path) -> torch.nn.Module:
 
     # as vLLM's worker for the CPU does
     torch.accelerator.empty_cache = lambda: None
-    config = EngineArgs(model=str(directory), use_tqdm_on_load=False, **OPTIONS)
+    config = EngineArgs(model=str(directory), use_tqdm_on_load=False, **OPTIONS, **options)
     config = config.create_engine_config()
-    with set_current_vllm_config(config), tempfile.NamedTemporaryFile() as rendezvous:
-        init_distributed_environment(1, 0, f"file://{rendezvous.name}", 0, "gloo")
-        ensure_model_parallel_initialized(1, 1)
+    with set_current_vllm_config(config):
+        if not torch.distributed.is_initialized():
+            rendezvous = Path(tempfile.mkdtemp(), "rendezvous")
+            init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
+            ensure_model_parallel_initialized(1, 1)
         return get_model(vllm_config=config)

@@ -9,9 +9,9 @@ from calib.plan.gpus import Gpu, find_gpu
 from calib.plan.ways import Machines, Workload, ways
 
 WHOLE, SPREAD, LAYERS = (
-    "the whole model on each GPU",
-    "one model over the GPUs of one node",
-    "layer by layer on each GPU",
+    "whole model per GPU",
+    "one model over a node's GPUs",
+    "layer by layer per GPU",
 )
 
 

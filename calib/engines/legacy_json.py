@@ -1,0 +1,44 @@
+"""`kv_cache_scales.json` as vLLM 0.4 read it: one mistake, and every scale is 1.0."""
+
+from calib.engines.outcome import Outcome, Simulation, default
+from calib.files.directory import ScaleDirectory
+from calib.files.scales_json import JSON_FILE, ScalesJson
+
+
+def simulate_json(directory: ScaleDirectory, found: Simulation) -> None:
+    """What becomes of the file on one GPU."""
+    found.flag = found.rules.flag
+    config = directory.config or {}
+    layers = config.get("num_hidden_layers")
+    count = layers if isinstance(layers, int) and 0 < layers < 100_000 else 0
+    count = count or len(next(iter(directory.json.ranks.values()), {}) if directory.json else {})
+    modules = [f"layer {index}" for index in range(count)]
+    wrong = _mistake(directory.json, config, count) if directory.json else None
+    found.ignored += [(tensor.name, f"only {JSON_FILE} is read") for tensor in directory.tensors]
+    if directory.json is None or wrong:
+        found.ignored += [(JSON_FILE, wrong)] if wrong else []
+        found.outcomes += [default(module, letter) for module in modules for letter in "kv"]
+        return
+    scales = directory.json.ranks[0]
+    found.outcomes += [
+        Outcome(module, letter, "loaded", (scales[index],))
+        for index, module in enumerate(modules)
+        for letter in "kv"
+    ]
+
+
+def _mistake(json: ScalesJson, config: dict[str, object], layers: int) -> str | None:
+    """Why the loader throws the file away: it then logs, and serves on with 1.0."""
+    wanted = config.get("model_type")
+    if not json.has_model_type:
+        return "it has no model_type, so all of it is thrown away"
+    if wanted is not None and json.model_type != wanted:
+        return f"its model_type is {json.model_type!r}, the model's {wanted!r}: thrown away"
+    if json.dtype != "float8_e4m3fn":
+        return f"its dtype is {json.dtype!r}; only 'float8_e4m3fn' is read"
+    if set(json.ranks) != {0}:
+        return f"it is for {len(json.ranks)} ranks, not for 1: thrown away"
+    missing = set(range(layers)) ^ set(json.ranks[0])
+    if missing:
+        return f"layer {min(missing)} is missing or too many; every layer must be listed"
+    return None

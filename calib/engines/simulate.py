@@ -1,0 +1,138 @@
+"""What an engine's loader would do with a directory, without the engine."""
+
+from typing import Any
+
+from calib.engines.legacy_json import simulate_json
+from calib.engines.outcome import Outcome, Refused, Simulation, default
+from calib.engines.rules import Method, Rules
+from calib.engines.values import one_or_per_head, pair, scalar
+from calib.files.directory import ScaleDirectory, ScaleTensor
+
+Params = dict[tuple[str, str], ScaleTensor]  # (attention module, letter) -> what reaches it
+
+
+def simulate(directory: ScaleDirectory, rules: Rules) -> Simulation:
+    """Load `directory` as the engine would, on one GPU that is no MI300."""
+    found = Simulation(rules)
+    try:
+        _load(directory, rules, found)
+    except Refused as error:
+        found.refused, found.outcomes = str(error), []
+    return found
+
+
+def _load(directory: ScaleDirectory, rules: Rules, found: Simulation) -> None:
+    if rules.reads == "json":
+        simulate_json(directory, found)
+        return
+    missing = sorted({*(directory.index or {}).values()} - {*directory.files})
+    if missing and rules.reads == "index":
+        raise Refused(f"the index names {missing[0]}, which is not there; write the index again")
+    method = _method(directory, rules)
+    found.flag = None if method and method.turns_fp8_on else rules.flag
+    params = _params(directory, rules, method, found)
+    for module in sorted(directory.modules, key=by_number):
+        found.outcomes += _outcomes(directory, module, params, method)
+
+
+def _method(directory: ScaleDirectory, rules: Rules) -> Method | None:
+    config = directory.quantization
+    if config is None:
+        return rules.without_method
+    nested = config.get("quantization")
+    inner = nested if isinstance(nested, dict) else config
+    name = config.get("quant_method") or ("modelopt" if config is directory.modelopt else None)
+    method = rules.methods.get(str(name), rules.methods.get("*"))
+    if method is None:
+        raise Refused(f"quant_method {str(name)[:40]!r} is not one that it reads KV scales under")
+    if method.needs_algo and not inner.get("quant_algo"):
+        raise Refused(
+            "quant_algo is missing or null, as ModelOpt writes it where only the KV cache is "
+            "quantised; export the scales in another format"
+        )
+    if method.scheme:
+        _check_scheme(config.get("kv_cache_scheme"))
+    return method
+
+
+def _check_scheme(scheme: Any) -> None:
+    if scheme is None:
+        return
+    scheme = scheme if isinstance(scheme, dict) else {}
+    if scheme.get("type") != "float" or scheme.get("num_bits") != 8:
+        raise Refused(
+            f"kv_cache_scheme has num_bits {scheme.get('num_bits')}, type {scheme.get('type')}; "
+            "it must be 8 and float"
+        )
+    if scheme.get("strategy") not in ("tensor", "attn_head"):
+        raise Refused(
+            f"kv_cache_scheme has strategy {scheme.get('strategy')}; it must be tensor or attn_head"
+        )
+    if not scheme.get("symmetric"):
+        raise Refused("kv_cache_scheme must say symmetric: true")
+
+
+def _params(
+    directory: ScaleDirectory, rules: Rules, method: Method | None, found: Simulation
+) -> Params:
+    params: Params = {}
+    for tensor in directory.tensors:
+        key = _target(directory, rules, method, tensor)
+        if rules.reads == "index" and not tensor.indexed:
+            why = f"{tensor.file} is not in the index, so it is not read"
+        elif method is None:
+            why = _without_config(rules, tensor)
+        elif method.kind == "none":
+            why = method.why
+        elif key is not None:
+            params[key] = tensor
+            continue
+        elif rules.unknown == "refused":
+            raise Refused(
+                f"'{tensor.name}' is a name that the model does not have; its attention modules "
+                f"are called '{min(directory.modules, key=by_number, default='?')}' and so on"
+            )
+        else:
+            why = "it is not a name that the engine looks for"
+        found.ignored.append((tensor.name, why))
+    return params
+
+
+def _without_config(rules: Rules, tensor: ScaleTensor) -> str:
+    if rules.without_config == "refused":
+        raise Refused(
+            f"there is no quantization_config, so '{tensor.name}' is a name the model does not "
+            "have; export the scales in a format with a config"
+        )
+    return "there is no quantization_config, so no layer has a place for it"
+
+
+def _target(
+    directory: ScaleDirectory, rules: Rules, method: Method | None, tensor: ScaleTensor
+) -> tuple[str, str] | None:
+    module, _, parameter = rules.target(tensor.name, method).rpartition(".attn.")
+    letter = parameter.removesuffix("_scale")
+    return (
+        (module, letter) if module in directory.modules and parameter.endswith("_scale") else None
+    )
+
+
+def _outcomes(
+    directory: ScaleDirectory, module: str, params: Params, method: Method | None
+) -> list[Outcome]:
+    tensors = {letter: params.get((module, letter)) for letter in "kvq"}
+    if method is None or method.kind == "none":
+        return [default(module, letter) for letter in "kv"]
+    if method.kind == "scalar":
+        return scalar(module, tensors, through_bf16=method.through_bf16)
+    if method.kind == "pair":
+        return pair(module, tensors, params.get((module, "kv")))
+    scheme = (directory.quantization or {}).get("kv_cache_scheme") or {}
+    per_head = scheme.get("strategy") == "attn_head"
+    return one_or_per_head(directory, module, tensors, per_head=per_head)
+
+
+def by_number(module: str) -> list[tuple[int, int, str]]:
+    """A key that puts layer 2 before layer 10."""
+    parts = module.split(".")
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]

@@ -1,0 +1,91 @@
+"""JSON from files that anyone may have written: bounded, and read in one way only."""
+
+import json
+import math
+import stat
+from pathlib import Path
+from typing import Any, NoReturn
+
+from calib.errors import InputError
+
+# the index of a model of a trillion parameters takes 20 MB
+MAX_BYTES = 64 << 20
+
+
+def read_bytes(path: Path, limit: int) -> bytes:
+    """Read a regular file, or a link to one.
+
+    Raises:
+        InputError: it is missing, larger than `limit` bytes, or no file, such as a pipe.
+    """
+    check_regular(path)
+    try:
+        size = path.stat().st_size
+        if size > limit:
+            raise InputError(f"'{path}' has {size:,} bytes; no such file has more than {limit:,}")
+        return path.read_bytes()
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror}") from None
+
+
+def check_regular(path: Path) -> None:
+    """Check that `path` is a file that can be read to its end.
+
+    Raises:
+        InputError: it is missing, or a directory, pipe or device.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror}") from None
+    if not stat.S_ISREG(mode):
+        raise InputError(f"'{path}' is not a file")
+
+
+def parse_object(text: bytes, where: str) -> dict[str, Any]:
+    """Parse a JSON object; `where` names it in errors.
+
+    Raises:
+        InputError: it is not UTF-8, not JSON, no object, or not the same to every parser: a key
+            twice, NaN, Infinity, numbers beyond a float, or nesting beyond reason.
+    """
+    try:
+        document = json.loads(
+            text.decode(),
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+    except RecursionError:
+        raise InputError(f"{where} is nested too deeply") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise InputError(f"{where} is not JSON as every program reads it: {reason}") from None
+    if not isinstance(document, dict):
+        raise InputError(f"{where} must hold a JSON object, got {type(document).__name__}")
+    return document
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file; see `read_bytes` and `parse_object`."""
+    return parse_object(read_bytes(path, MAX_BYTES), f"'{path}'")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key '{twice[:80]}' is there twice")
+    return found
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:40]} is beyond any float")
+    return value

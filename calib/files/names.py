@@ -1,0 +1,49 @@
+"""What the names of scale tensors say: whose scales they are, of which layer, and who writes so."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Dialect = Literal[
+    "compressed-tensors", "kv_scale", "modelopt", "fused", "quark", "tensorrt-llm", "hy"
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleName:
+    """A name of a scale tensor, taken apart."""
+
+    module: str  # the attention module's, in the checkpoint's words
+    layer: int
+    letters: str  # "k", "v", "q", or "kv" where both share it
+    dialect: Dialect
+
+
+# how the name goes on after the attention module; the first that fits
+_ENDINGS: list[tuple[str, Dialect]] = [
+    (r"\.(?P<which>kv)_scale", "kv_scale"),
+    (r"\.(?:k_proj\.(?P<which>k)|v_proj\.(?P<other>v))_scale", "modelopt"),
+    (r"\.(?:qkv_proj|qkqkv_proj)\.(?P<which>[kv])_scale", "fused"),
+    (r"\.(?P<which>[qkv])_proj\.output_scale", "quark"),
+    (r"\.(?P<which>kv|k|v)_cache_scaling_factor", "tensorrt-llm"),
+    (r"\.(?:(?P<which>q)|(?P<other>[kv])_cache)\.scale", "hy"),
+    (r"\.(?P<which>[qkv])_scale", "compressed-tensors"),
+]
+_PATTERNS = [(re.compile(f"(?P<module>.+?){ending}"), dialect) for ending, dialect in _ENDINGS]
+_LAYER = re.compile(r"\.(\d{1,6})\.")
+
+
+def parse_scale_name(name: str) -> ScaleName | None:
+    """Take apart the name of a tensor; None if it is no scale of K, V or Q."""
+    if not name.endswith(("_scale", ".scale", "_scaling_factor")):
+        return None
+    layer = _LAYER.search(name)
+    if layer is None:
+        return None
+    for pattern, dialect in _PATTERNS:
+        match = pattern.fullmatch(name)
+        if match:
+            found = match.groupdict()
+            letters = str(found["which"] or found.get("other"))
+            return ScaleName(found["module"], int(layer[1]), letters, dialect)
+    return None

@@ -1,0 +1,44 @@
+"""`fp8kv verify`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from commands.flags import AsJson, Debug, Flag
+from commands.running import print_lines, print_table, run
+
+
+def verify(
+    directory: Annotated[Path, typer.Argument(help="A checkpoint with FP8 KV-cache scales.")],
+    engine: Annotated[
+        str | None, Flag(help="vllm, sglang, tgi, tensorrt-llm, lmdeploy. Default: all.")
+    ] = None,
+    version: Annotated[str | None, Flag(help="Of the engine. Default: the newest.")] = None,
+    against: Annotated[
+        Path | None, Flag(metavar="STATS", help="Statistics, or a calibration's output.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Say which engine loads which scale, without the engine; exit 1 if something is wrong."""
+
+    def work() -> None:
+        from calib.engines import verification
+        from calib.engines.against import HEADINGS
+        from calib.engines.rules import choose_rules
+
+        found = verification.verify_directory(directory, choose_rules(engine, version), against)
+        if as_json:
+            print(json.dumps(found.to_json()))
+        else:
+            rows = verification.table_rows(found)
+            print_table(f"{directory}, on one GPU", verification.HEADINGS, rows)
+            if found.fits:
+                print_table("Measured absmax", HEADINGS, verification.against_rows(found))
+            print_lines(verification.closing_lines(found))
+        if not found.is_good:
+            raise typer.Exit(1)
+
+    run(work, debug=debug)

@@ -1,0 +1,221 @@
+"""Hand-made directories with scales, good and bad, and what vLLM makes of each.
+
+`make test` compares `fp8kv verify` with the last column, `make interop` with vLLM itself.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
+HIDDEN = HEADS * HEAD_DIM
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": 256,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+PER_HEAD = SCHEME | {"strategy": "attn_head"}
+NAN, INF = float("nan"), float("inf")
+
+Tensors = dict[str, torch.Tensor]
+
+
+def compressed(scheme: dict[str, Any] | None = SCHEME, **changes: Any) -> dict[str, Any]:
+    """A config of compressed-tensors; a change to None leaves the key out."""
+    config = {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}}
+    config |= {"ignore": [], "kv_cache_scheme": scheme} | changes
+    return {key: value for key, value in config.items() if value is not None}
+
+
+def with_scheme(**changes: Any) -> dict[str, Any]:
+    """The same with another kv_cache_scheme."""
+    return compressed(SCHEME | changes)
+
+
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["*"]}
+MODELOPT |= {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}
+_LINEARS = [f"self_attn.{name}_proj" for name in ("qkv", "q", "k", "v", "o")]
+_LINEARS += [f"mlp.{name}_proj" for name in ("gate_up", "gate", "up", "down")]
+IGNORED = [f"model.layers.{i}.{name}" for i in range(LAYERS) for name in _LINEARS]
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": IGNORED}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One directory. `expected`: what becomes of K, V and Q, or "refused"."""
+
+    name: str
+    config: dict[str, Any] | None
+    tensors: Callable[[], Tensors]
+    expected: str
+    indexed: bool = True  # the scales' file is in the index
+    index: bool = True  # there is an index
+    also_indexed: tuple[str, ...] = ()  # files that the index names and that are not there
+    key: str = "quantization_config"
+    documents: dict[str, Any] = field(default_factory=dict)  # further JSON files
+
+
+def scales(
+    k: Any = 0.02,
+    v: Any = 0.01,
+    q: Any = None,
+    *,
+    names: str = "{module}.{x}_scale",
+    prefix: str = "model.",
+    dtype: torch.dtype = torch.float32,
+    layers: int = LAYERS,
+) -> Callable[[], Tensors]:
+    """Scales of each layer, layer / 1000 added to numbers; None leaves a letter out."""
+
+    def make() -> Tensors:
+        made = {}
+        for layer in range(layers):
+            module = f"{prefix}layers.{layer}.self_attn"
+            for x, value in {"k": k, "v": v, "q": q}.items():
+                if value is not None:
+                    tensor = torch.tensor(value, dtype=torch.float64) + layer / 1000
+                    made[names.format(module=module, x=x)] = tensor.to(dtype)
+        return made
+
+    return make
+
+
+def heads(*values: float) -> list[list[list[float]]]:
+    """[H, 1, 1]."""
+    return [[[value]] for value in values]
+
+
+def with_zero_points() -> Tensors:
+    made = scales([0.02], [0.01])()
+    return made | {n.replace("_scale", "_zero_point"): torch.zeros(1) for n in made}
+
+
+def nothing() -> Tensors:
+    return {}
+
+
+CT, HEAD, OPT = compressed(), compressed(PER_HEAD), MODELOPT
+NO_GROUPS = compressed(PER_HEAD, config_groups=None)
+ABSENT = ("model-9.safetensors",)
+ONE = scales([0.02], [0.01])
+K2, V2 = heads(0.02, 0.03), heads(0.01, 0.015)
+Q4 = heads(0.04, 0.05, 0.06, 0.07)
+PROJ = "{module}.{x}_proj.{x}_scale"
+QUARK = "{module}.{x}_proj.output_scale"
+
+CASES = [
+    Case("one scale per layer, [1]", CT, ONE, "k v"),
+    Case("one scale per layer, []", CT, scales(), "k v"),
+    Case("bfloat16", CT, scales([0.02], [0.01], dtype=torch.bfloat16), "k v"),
+    Case("float16", CT, scales([0.02], [0.01], dtype=torch.float16), "k v"),
+    Case("float64", CT, scales([0.02], [0.01], dtype=torch.float64), "k v"),
+    Case("with query scales", CT, scales([0.02], [0.01], [0.03]), "k v q"),
+    Case("with zero points", CT, with_zero_points, "k v"),
+    Case("per head, [H, 1, 1]", HEAD, scales(K2, V2), "k v"),
+    Case("per head, [H]", HEAD, scales([0.02, 0.03], [0.01, 0.015]), "k v"),
+    Case("per head, with query scales", HEAD, scales(K2, V2, Q4), "k v q"),
+    Case("per head, query scales of KV heads", HEAD, scales(K2, V2, heads(0.04, 0.05)), "k v q"),
+    Case("per head, one query scale", HEAD, scales(K2, V2, [0.04]), "refused"),
+    Case("per head, one K scale", HEAD, scales([0.02], V2), "k v"),
+    Case("per head, K scales of query heads", HEAD, scales(Q4, V2), "k v"),
+    Case("per head, three K scales", HEAD, scales(heads(0.02, 0.03, 0.04), V2), "k v"),
+    Case("per head, no config_groups", NO_GROUPS, scales(K2, V2), "refused"),
+    Case("per head under strategy tensor", CT, scales(K2, V2), "refused"),
+    Case("type int", with_scheme(type="int"), ONE, "refused"),
+    Case("num_bits 4", with_scheme(num_bits=4), ONE, "refused"),
+    Case("strategy channel", with_scheme(strategy="channel"), ONE, "refused"),
+    Case("symmetric false", with_scheme(symmetric=False), ONE, "refused"),
+    Case("no kv_cache_scheme", compressed(None), ONE, "k v"),
+    Case("a layer without scales", CT, scales([0.02], [0.01], layers=1), "k v in 1 of 2"),
+    Case("no V scales", CT, scales([0.02], None), "k"),
+    Case("no K scales", CT, scales(None, [0.01]), "v"),
+    Case("kv_scale", CT, scales([0.02], None, names="{module}.{x}v_scale"), "k"),
+    Case("no prefix", CT, scales([0.02], [0.01], prefix=""), "refused"),
+    Case("another prefix", CT, scales([0.02], [0.01], prefix="text.model."), "refused"),
+    Case("a layer too many", CT, scales([0.02], [0.01], layers=3), "refused"),
+    Case("ModelOpt names", CT, scales([0.02], [0.01], names=PROJ), "k v"),
+    Case("fused names", CT, scales([0.02], [0.01], names="{module}.qkv_proj.{x}_scale"), "k v"),
+    Case("vLLM's own names", CT, scales([0.02], [0.01], names="{module}.attn.{x}_scale"), "k v"),
+    Case("HY names", CT, scales([0.02], [0.01], names="{module}.{x}_cache.scale"), "k v"),
+    Case("Quark names", CT, scales([0.02], [0.01], names=QUARK), "refused"),
+    Case("zero", CT, scales([0.0], [0.01], layers=1), "k v in 1 of 2"),
+    Case("negative", CT, scales([-0.02], [0.01]), "k v"),
+    Case("NaN", CT, scales([NAN], [0.01]), "k v"),
+    Case("infinite", CT, scales([INF], [0.01]), "k v"),
+    Case("memory that nobody wrote", CT, scales([1e-33], [0.01], layers=1), "k v in 1 of 2"),
+    Case("constant 1.0", CT, scales([1.0], [1.0]), "k v"),
+    Case("not in the index", CT, ONE, "", indexed=False),
+    Case("no index, two files", CT, ONE, "k v", index=False),
+    Case("a shard that is not there", CT, ONE, "refused", also_indexed=ABSENT),
+    Case("no quantization_config", None, ONE, "refused"),
+    Case("no scales, no quantization_config", None, nothing, ""),
+    Case("no scales", CT, nothing, ""),
+    Case("compression_config", CT, ONE, "k v", key="compression_config"),
+    Case("an unknown quant_method", {"quant_method": "nonsense"}, ONE, "refused"),
+    Case("modelopt", OPT, scales(names=PROJ), "k v"),
+    Case("modelopt, compressed-tensors names", OPT, ONE, "k v"),
+    Case("modelopt with query scales", OPT, scales(0.02, 0.01, 0.03), "k v q"),
+    Case("modelopt, kv_scale", OPT, scales(0.02, None, names="{module}.{x}v_scale"), "k v"),
+    Case("modelopt, K only", OPT, scales(0.02, None, names=PROJ), "k v"),
+    Case("modelopt, V only", OPT, scales(None, 0.01, names=PROJ), "refused"),
+    Case("modelopt, K zero", OPT, scales(0.0, 0.01, names=PROJ), "refused"),
+    Case("modelopt, V zero", OPT, scales(0.02, 0.0, names=PROJ, layers=1), "k v in 1 of 2"),
+    Case("modelopt, negative", OPT, scales(-0.02, -0.01, names=PROJ), ""),
+    Case("modelopt, K NaN", OPT, scales(NAN, 0.01, names=PROJ), "refused"),
+    Case("modelopt, per head", OPT, scales(K2, V2, names=PROJ), "refused"),
+    Case("modelopt, no quant_algo", OPT | {"quant_algo": None}, scales(names=PROJ), "refused"),
+    Case("modelopt, nothing", OPT, nothing, ""),
+    Case("fp8", FP8, scales(), "k v"),
+    Case("fp8, Quark names", FP8, scales(names=QUARK), "k v"),
+]  # fmt: skip
+
+
+def write_case(case: Case, directory: Path) -> Path:
+    """Write the directory of `case`."""
+    directory.mkdir(parents=True)
+    config = MODEL | ({case.key: case.config} if case.config else {})
+    (directory / "config.json").write_text(json.dumps(config))
+    for name, document in case.documents.items():
+        (directory / name).write_text(json.dumps(document))
+    weights, made = _weights(), case.tensors()
+    if not case.index:
+        save_file(weights, directory / "model.safetensors", {"format": "pt"})
+    else:
+        save_file(weights, directory / "model-1.safetensors", {"format": "pt"})
+    if made:
+        save_file(made, directory / "scales.safetensors", {"format": "pt"})
+    if case.index:
+        listed = dict.fromkeys(weights, "model-1.safetensors")
+        listed |= dict.fromkeys(made if case.indexed else (), "scales.safetensors")
+        listed |= {f"more.{file}": file for file in case.also_indexed}
+        index = {"metadata": {}, "weight_map": listed}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return directory
+
+
+def _weights() -> Tensors:
+    inner, vocabulary = MODEL["intermediate_size"], MODEL["vocab_size"]
+    shapes = {"model.embed_tokens": (vocabulary, HIDDEN), "model.norm": (HIDDEN,)}
+    for layer in range(LAYERS):
+        here = f"model.layers.{layer}"
+        shapes |= {f"{here}.self_attn.{x}_proj": (HIDDEN, HIDDEN) for x in "qo"}
+        shapes |= {f"{here}.self_attn.{x}_proj": (KV_HEADS * HEAD_DIM, HIDDEN) for x in "kv"}
+        shapes |= {f"{here}.mlp.{x}_proj": (inner, HIDDEN) for x in ("gate", "up")}
+        shapes |= {f"{here}.mlp.down_proj": (HIDDEN, inner)}
+        shapes |= {f"{here}.{x}_layernorm": (HIDDEN,) for x in ("input", "post_attention")}
+    return {f"{n}.weight": torch.ones(s, dtype=torch.bfloat16) for n, s in shapes.items()}
