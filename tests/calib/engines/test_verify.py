@@ -179,3 +179,12 @@ def test_an_output_without_statistics_cannot_be_compared_with(tmp_path):
         from calib.files.measured import read_amax
 
         read_amax(tmp_path / "x.safetensors")
+
+
+def test_the_page_about_engines_is_that_of_the_rules():
+    from pathlib import Path
+
+    from calib.engines.document import page
+
+    written = Path(__file__).parents[3] / "docs" / "engines.md"
+    assert written.read_text() == page(), "python -m calib.engines.document > docs/engines.md"
