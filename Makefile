@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test check fix compile-kernels interop bench bench-generate bench-eval bench-scale bench-peers bench-kernels clean
+.PHONY: help demo test fuzz check fix compile-kernels interop bench bench-generate bench-eval bench-scale bench-peers bench-kernels clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -15,6 +15,10 @@ demo: $(VENV)/.installed ## calibrate a real model on real text and write a chec
 
 test: $(VENV)/.installed ## all tests; no GPU, no network
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+
+fuzz: $(VENV)/.installed ## five million damaged files
+	$(BIN)/pip install -q atheris==3.0.0
+	$(BIN)/python tests/fuzz/fuzz.py
 
 check: $(VENV)/.installed ## lint and types
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_cli import calibrate
+from test_cli import calibrate, fp8kv
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = [
@@ -21,3 +21,18 @@ def test_an_example_runs(example, tiny_directory, tmp_path, monkeypatch):
     (tmp_path / "path/to/model").symlink_to(tiny_directory)
     monkeypatch.chdir(tmp_path)
     exec(compile(example, "example", "exec"), {})
+
+
+PLANS = re.findall(r"\$ fp8kv (plan .*)\n((?:.|\n)*?)(?=\n\$|```)", (DOCS / "scale.md").read_text())
+
+
+@pytest.mark.parametrize(("command", "shown"), PLANS, ids=[command for command, _ in PLANS])
+def test_a_plan_is_what_the_command_prints(command, shown, monkeypatch):
+    monkeypatch.chdir(DOCS.parent)
+    monkeypatch.setenv("COLUMNS", "110")
+    printed = fp8kv(*command.split()).stdout
+    assert [line.rstrip() for line in printed.splitlines()] == shown.rstrip().splitlines()
+
+
+def test_there_are_plans():
+    assert len(PLANS) == 3

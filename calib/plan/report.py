@@ -89,6 +89,7 @@ def closing_lines(plan: Plan) -> list[str]:
 def command(model: str, work: Workload, way: Way) -> str:
     """The command that runs `work` in this way."""
     flags = f"--samples {work.samples} --seq-len {work.seq_len} --batch-size {work.batch_size}"
+    model = "MODEL" if model.endswith(".json") else model
     job = f"calibrate {model} {flags} --offload {way.offload}"
     if way.nodes * way.processes == 1:
         return f"fp8kv {job}"
