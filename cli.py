@@ -7,6 +7,7 @@ import typer
 
 from commands.calibrate import calibrate
 from commands.compare import compare
+from commands.convert import convert, repair, strip
 from commands.doctor import doctor
 from commands.evaluate import evaluate
 from commands.generate import generate
@@ -26,7 +27,8 @@ app = typer.Typer(
 )
 app.command()(calibrate)
 app.command("eval")(evaluate)
-for command in (inspect, verify, compare, plan, merge, generate, stress, recipes, doctor):
+listed = (inspect, verify, convert, strip, repair, compare, plan, merge, generate, stress)
+for command in (*listed, recipes, doctor):
     app.command()(command)
 
 calibrate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

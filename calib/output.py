@@ -11,6 +11,7 @@ from torch import Tensor
 from calib.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
 from calib.errors import InputError
 from calib.export.base import Export
+from calib.files.names import parse_scale_name
 from calib.place import OnCopied, Placing, place_shard
 from calib.tensor_file import save_tensors
 
@@ -31,7 +32,7 @@ _WEIGHT_SUFFIXES = {
     ".msgpack",
     ".onnx",
 }
-_STALE = re.compile(r"\.(?:kv|[qkv])_(?:scale|zero_point)$|\.[qkv]_proj\.output_scale$")
+_ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")
 
 
 def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
@@ -68,14 +69,18 @@ def write_checkpoint(
     write_documents(export, out)
     _write_readme(checkpoint.path / "README.md", readme, out)
     write_json(out / "config.json", export.config or checkpoint.config)
-    stale = {name for name in checkpoint.weight_map if _STALE.search(name)}
+    stale = {name for name in checkpoint.weight_map if _is_scale(name)}
     names = _output_names(checkpoint, weights)
     if weights != "none":
         for shard in checkpoint.shards:
-            drop = {name for name in stale if checkpoint.weight_map[name] == shard}
+            held = {name for name, file in checkpoint.weight_map.items() if file == shard}
+            drop = stale & held
+            if drop == held:
+                continue  # nothing but scales
             target = out / names[shard]
             place_shard(checkpoint.path / shard, target, drop, weights, on_copied)
-    save_tensors(export.tensors, out / SCALES_SHARD, {"format": "pt"})
+    if export.tensors:
+        save_tensors(export.tensors, out / SCALES_SHARD, {"format": "pt"})
     weight_map = {n: names[s] for n, s in checkpoint.weight_map.items() if n not in stale}
     weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
     _write_index(checkpoint, out, weight_map, export.tensors)
@@ -102,6 +107,10 @@ def write_documents(export: Export, out: Path) -> None:
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write `document` as indented JSON."""
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def _is_scale(name: str) -> bool:
+    return name.endswith(_ZERO_POINTS) or parse_scale_name(name) is not None
 
 
 def _output_names(checkpoint: Checkpoint, weights: Placing) -> dict[str, str]:

@@ -1,0 +1,1 @@
+"""Scales that exist already, written again: converted, stripped, repaired."""

@@ -1,0 +1,108 @@
+"""The scales of a checkpoint as data, and the checkpoint without them."""
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calib.checkpoint import Checkpoint
+from calib.choices import FP8Name, Strategy
+from calib.errors import InputError
+from calib.export.compressed_tensors import find_quantization_config
+from calib.files.directory import open_scales
+from calib.files.layers import LayerScalesFound, Values, layers_of
+from calib.scales import KVScales, LayerScales
+
+_FP8_NAMES: dict[str, FP8Name] = {"float8_e4m3fnuz": "e4m3fnuz", "float8_e5m2": "e5m2"}
+
+
+def existing_layers(directory: Path) -> dict[str, LayerScalesFound]:
+    """What each attention module has, by its name in the checkpoint, whatever it is worth.
+
+    Raises:
+        InputError: there are no scales, or they are in a file that names no modules.
+    """
+    found = open_scales(directory)
+    layers = layers_of(found)
+    by_number = {_number(module): module for module in found.modules}
+    named = {}
+    for layer in layers:
+        modules = {tensor.parsed.module.removesuffix(".attn") for tensor in layer.tensors}
+        module = by_number.get(layer.layer) or next(iter(sorted(modules)), None)
+        if module is None:
+            raise InputError(
+                f"'{directory}' has scales for layer {layer.layer} and no attention module to hold "
+                "them; put the file beside the model's weights"
+            )
+        named[module] = layer
+    return named
+
+
+def existing_scales(directory: Path, checkpoint: Checkpoint) -> KVScales:
+    """The scales of a checkpoint, complete and usable.
+
+    Raises:
+        InputError: a layer lacks K or V, or a scale is not finite and positive.
+    """
+    layers = {}
+    for module, layer in existing_layers(directory).items():
+        for letter in "kv":
+            if not is_usable(getattr(layer, letter)):
+                raise InputError(
+                    f"'{directory}': the {letter.upper()} scale of {module} is missing, or not "
+                    "finite and positive; see `fp8kv verify`, and `fp8kv repair`"
+                )
+        # a query scale is optional, and nobody can use one that is none
+        layers[module] = as_scales(layer, q=layer.q if is_usable(layer.q) else None)
+    return collect(layers, checkpoint)
+
+
+def collect(layers: dict[str, LayerScales], checkpoint: Checkpoint) -> KVScales:
+    """Scales by module as one object; one number everywhere is strategy tensor."""
+    several = any(scale.numel() > 1 for layer in layers.values() for _, scale in layer.items())
+    named = str(checkpoint.config.get("kv_cache_torch_dtype", ""))
+    ordered = dict(sorted(layers.items(), key=lambda item: item[1].layer_idx))
+    strategy: Strategy = "attn_head" if several else "tensor"
+    return KVScales(strategy, _FP8_NAMES.get(named, "e4m3fn"), ordered)
+
+
+def as_scales(layer: LayerScalesFound, q: Values | None) -> LayerScales:
+    """One layer's scales as tensors."""
+    k, v = torch.tensor(layer.k), torch.tensor(layer.v)
+    return LayerScales(layer.layer, k, v, None if q is None else torch.tensor(q))
+
+
+def is_usable(values: Values | None) -> bool:
+    """Whether an engine can divide by them."""
+    return bool(values) and all(math.isfinite(value) and value > 0 for value in values or ())
+
+
+def without_scales(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with a config that says nothing of KV scales; the files are as they were."""
+    config = copy.deepcopy(checkpoint.config)
+    config.pop("kv_cache_torch_dtype", None)
+    quantization = find_quantization_config(config)
+    if quantization is not None:
+        quantization.pop("kv_cache_scheme", None)
+        for holder in (config, config.get("text_config")):
+            if isinstance(holder, dict) and _says_nothing(holder.get("quantization_config")):
+                del holder["quantization_config"]
+    return replace(checkpoint, config=config)
+
+
+def _says_nothing(quantization: Any) -> bool:
+    """Whether a quantization_config without its KV part quantises nothing."""
+    if not isinstance(quantization, dict):
+        return False
+    if quantization.get("quant_method") == "modelopt":
+        return quantization.get("ignore") == ["*"] or not quantization.get("quant_algo")
+    groups = quantization.get("config_groups")
+    return quantization.get("quant_method") == "compressed-tensors" and not groups
+
+
+def _number(module: str) -> int | None:
+    numbers = [int(part) for part in module.split(".") if part.isdecimal()]
+    return numbers[0] if numbers else None
