@@ -14,7 +14,7 @@ demo: $(VENV)/.installed ## calibrate a real model on real text and write a chec
 		--dtype float32 --samples 64 --seq-len 512 --output build/demo --overwrite
 
 test: $(VENV)/.installed ## all tests; no GPU, no network
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 fuzz: $(VENV)/.installed ## five million damaged files
 	$(BIN)/pip install -q atheris==3.0.0

@@ -14,7 +14,7 @@ class _Terminated(BaseException):
 
 def run(work: Callable[[], None], *, debug: bool = False) -> None:
     """Run a command; turn what a user can put right into one line and an exit status."""
-    signal.signal(signal.SIGTERM, _terminate)
+    before = signal.signal(signal.SIGTERM, _terminate)
     # the libraries' own bars and advice would drown ours; read when they are imported
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -32,6 +32,8 @@ def run(work: Callable[[], None], *, debug: bool = False) -> None:
         _fail("interrupted; nothing was written", 130)
     except _Terminated:
         _fail("terminated; nothing was written", 2)
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _fail(message: str, status: int) -> None:
@@ -41,6 +43,22 @@ def _fail(message: str, status: int) -> None:
 
 def _terminate(signum: int, frame: object) -> None:
     raise _Terminated
+
+
+def _forked() -> None:
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+# Libraries fork workers and end them with SIGTERM. It must do so from their first instruction on:
+# Python forgets signals that reach a child before its own handlers are in order, and the parent
+# would wait forever.
+os.register_at_fork(
+    before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+    after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
+    after_in_child=_forked,
+)
 
 
 def print_table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

@@ -160,7 +160,7 @@ def test_mistakes_get_one_line(directory, tiny_directory, tmp_path):
     )
     one_line_error(eval_(directory, "--samples", 1), "evaluation.samples: Input should be greater")
     one_line_error(eval_(directory, "--search", "much"), "evaluation.kl_budget: Input should be a")
-    one_line_error(eval_(directory, "--scales", tmp_path), "holds no KV-cache scales")
+    one_line_error(eval_(directory, "--scales", tmp_path), "holds no model")
     (tmp_path / "short.txt").write_text("w5 w6 w7\n")
     one_line_error(
         fp8kv("eval", directory, "--device", "cpu", "--dataset", tmp_path / "short.txt"),
