@@ -19,6 +19,7 @@ def examine() -> list[tuple[str, str]]:
         ("Python", platform.python_version()),
         *((name, _version(name)) for name in _PACKAGES),
         ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"),
+        ("bfloat16 on this CPU", _bfloat16()),
         *_gpus(),
         ("calibration", "runs here (CPU and GPU)"),
         ("builtin:smollm2", _builtin()),
@@ -30,6 +31,12 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
+
+
+def _bfloat16() -> str:
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return "multiplied as such"
+    return "emulated, several times slower than float32: calibrate with --dtype float32"
 
 
 def _gpus() -> list[tuple[str, str]]:
