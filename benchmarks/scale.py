@@ -4,6 +4,7 @@ Four parts, each judged against its targets; exit 1 if one is missed.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 import time
@@ -27,7 +28,9 @@ PARTS = {
 def main() -> None:
     """Run the parts, print what each came to, write the JSON."""
     args = _arguments()
-    result: dict[str, Any] = {"machine": machine(args.date), "minutes": {}}
+    # parts that are not run again stay as they were
+    result: dict[str, Any] = json.loads(args.output.read_text()) if args.output.exists() else {}
+    result |= {"machine": machine(args.date), "minutes": result.get("minutes", {})}
     for name in args.parts.split(","):
         started = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=args.scratch, prefix="fp8kv-scale-") as scratch:

@@ -1,8 +1,7 @@
 """How time and memory grow with samples, sequence length and batch size; and with processes."""
 
-import math
 from pathlib import Path
-from statistics import linear_regression
+from statistics import correlation, linear_regression
 from typing import Any
 
 from scale_child import calibrate_in_child
@@ -17,8 +16,8 @@ SERIES: dict[str, list[dict[str, int]]] = {
     ],
     "batch size, 4096 tokens": [{"data.batch_size": size} for size in (1, 2, 4, 8, 16)],
 }
-# time over tokens on logarithmic axes: 1 is linear; loading is no part of it
-TIME_SLOPE = (0.9, 1.1)
+# correlation of time with tokens, loading not counted: 1 is a straight line
+LINEAR = 0.999
 MEMORY_GROWTH = 1.03  # from the fewest to the most samples, eight times as many
 PROCESSES = (1, 2, 4)
 REDUCTION_TARGET = 0.01  # of the time of calibration
@@ -30,14 +29,24 @@ def measure_throughput(scratch: Path) -> dict[str, Any]:
         name: [_point(scratch, BASE | changes) for changes in points]
         for name, points in SERIES.items()
     }
-    slope, growth = _time_slope(series["samples"]), _memory_growth(series["samples"])
-    comparison = {
-        "time_slope": slope,
-        "time_met": TIME_SLOPE[0] <= slope <= TIME_SLOPE[1],
+    return {"model": MODEL, "base": BASE, "series": series, "comparison": judge(series)}
+
+
+def judge(series: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Time must be a straight line over tokens, and memory flat over samples."""
+    points = series["samples"]
+    tokens = [point["tokens"] for point in points]
+    seconds = [point["seconds"] for point in points]
+    slope, intercept = linear_regression(tokens, seconds)
+    linear, growth = correlation(tokens, seconds), _memory_growth(points)
+    return {
+        "seconds_per_1000_tokens": 1000 * slope,
+        "seconds_beside": intercept,
+        "correlation": linear,
+        "time_met": linear >= LINEAR,
         "memory_growth": growth,
         "memory_met": growth <= MEMORY_GROWTH,
     }
-    return {"model": MODEL, "base": BASE, "series": series, "comparison": comparison}
 
 
 def measure_processes(scratch: Path) -> dict[str, Any]:
@@ -70,11 +79,6 @@ def _point(scratch: Path, settings: dict[str, Any]) -> dict[str, Any]:
         "tokens_per_second": measured["tokens"] / seconds,
         "peak_bytes": measured["peak_bytes"],
     }
-
-
-def _time_slope(points: list[dict[str, Any]]) -> float:
-    tokens = [math.log(point["tokens"]) for point in points]
-    return linear_regression(tokens, [math.log(point["seconds"]) for point in points]).slope
 
 
 def _memory_growth(points: list[dict[str, Any]]) -> float:

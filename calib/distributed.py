@@ -88,10 +88,7 @@ class World:
 
     def reduce(self, stats: KVStats) -> KVStats:
         """Statistics of all ranks together, on every rank."""
-        if self.size == 1:
-            return stats
-        layers = {name: _reduced_layer(layer) for name, layer in stats.layers.items()}
-        return KVStats(layers, stats.shared)
+        return stats if self.size == 1 else _reduced(stats)
 
     def _gather(self, value: Item) -> list[Item]:
         if self.size == 1:
@@ -140,19 +137,33 @@ def _environment(name: str, default: int) -> int:
     return int(text)
 
 
-def _reduced_layer(layer: LayerStats) -> LayerStats:
-    tokens = torch.tensor(layer.tokens)
-    dist.all_reduce(tokens)
-    k, v, q = (_reduced(tensor) for tensor in (layer.k, layer.v, layer.q))
-    return LayerStats(layer.layer_idx, int(tokens), k, v, q)
-
-
-def _reduced(stats: TensorStats) -> TensorStats:
-    reduced: dict[str, Tensor | None] = {}
+def _reduced(stats: KVStats) -> KVStats:
+    found: dict[tuple[str, str], dict[str, Tensor | None]] = {
+        (name, which): dict.fromkeys(_REDUCTIONS) for name in stats.layers for which in "kvq"
+    }
     for field, operation in _REDUCTIONS.items():
-        tensor = getattr(stats, field)
-        if tensor is not None:
-            tensor = tensor.clone()
-            dist.all_reduce(tensor, operation)
-        reduced[field] = tensor
-    return TensorStats(**reduced)  # type: ignore[arg-type]
+        held = {
+            (name, which): tensor
+            for name, which in found
+            if (tensor := getattr(getattr(stats.layers[name], which), field)) is not None
+        }
+        for place, tensor in zip(held, _all_reduced([*held.values()], operation), strict=True):
+            found[place][field] = tensor
+    counts = [torch.tensor(layer.tokens) for layer in stats.layers.values()]
+    tokens = dict(zip(stats.layers, _all_reduced(counts, dist.ReduceOp.SUM), strict=True))
+
+    def layer(name: str) -> LayerStats:
+        k, v, q = (TensorStats(**found[name, which]) for which in "kvq")  # type: ignore[arg-type]
+        return LayerStats(stats.layers[name].layer_idx, int(tokens[name]), k, v, q)
+
+    return KVStats({name: layer(name) for name in stats.layers}, stats.shared)
+
+
+def _all_reduced(tensors: list[Tensor], operation: dist.ReduceOp.RedOpType) -> list[Tensor]:
+    """Reduce tensors of one dtype in one message: hundreds of small ones would wait for each."""
+    if not tensors:
+        return []
+    together = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(together, operation)
+    parts = together.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
