@@ -1,7 +1,8 @@
 """How time and memory grow with samples, sequence length and batch size; and with processes."""
 
+from itertools import pairwise
 from pathlib import Path
-from statistics import correlation, linear_regression
+from statistics import linear_regression
 from typing import Any
 
 from scale_child import calibrate_in_child
@@ -16,9 +17,8 @@ SERIES: dict[str, list[dict[str, int]]] = {
     ],
     "batch size, 4096 tokens": [{"data.batch_size": size} for size in (1, 2, 4, 8, 16)],
 }
-# correlation of time with tokens, loading not counted; a machine whose speed drifts by a fifth
-# between the points, as shared ones do, still comes to 0.99 where time is linear
-LINEAR = 0.99
+# a token of the last doubling against one of the first: 1 where time is linear, 4 where quadratic
+COST_GROWTH = 1.25
 MEMORY_GROWTH = 1.03  # from the fewest to the most samples, eight times as many
 PROCESSES = (1, 2, 4)
 REDUCTION_TARGET = 0.01  # of the time of calibration
@@ -34,17 +34,22 @@ def measure_throughput(scratch: Path) -> dict[str, Any]:
 
 
 def judge(series: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Time must be a straight line over tokens, and memory flat over samples."""
+    """A token must not cost more the more there are, and memory must not grow with samples."""
     points = series["samples"]
     tokens = [point["tokens"] for point in points]
     seconds = [point["seconds"] for point in points]
     slope, intercept = linear_regression(tokens, seconds)
-    linear, growth = correlation(tokens, seconds), _memory_growth(points)
+    more = [
+        (second["seconds"] - first["seconds"]) / (second["tokens"] - first["tokens"])
+        for first, second in pairwise(points)
+    ]
+    growth = _memory_growth(points)
     return {
         "seconds_per_1000_tokens": 1000 * slope,
         "seconds_beside": intercept,
-        "correlation": linear,
-        "time_met": linear >= LINEAR,
+        "seconds_per_1000_more_tokens": [1000 * cost for cost in more],
+        "cost_growth": more[-1] / more[0],
+        "time_met": more[-1] / more[0] <= COST_GROWTH,
         "memory_growth": growth,
         "memory_met": growth <= MEMORY_GROWTH,
     }
