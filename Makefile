@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test fuzz check fix compile-kernels interop bench bench-generate bench-eval bench-scale bench-peers bench-kernels clean
+.PHONY: help demo test fuzz check fix compile-kernels interop bench bench-generate bench-eval bench-scale bench-peers bench-kernels golden clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -87,10 +87,27 @@ bench-scale: $(VENV)/.installed ## larger than memory, more data, more processes
 	$(BIN)/python benchmarks/scale.py
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
-	$(BIN)/python benchmarks/peers.py --peer-python $(PEERS)/bin/python
+	$(BIN)/python benchmarks/peer_speed.py --peer-python $(PEERS)/bin/python
 
 bench-kernels: ## the kernels, on a GPU; without one, whether they are right
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) benchmarks/kernel_speed.py
+
+golden: $(PEERS)/.installed $(PEERS)-modelopt/.installed $(PEERS)-autoround/.installed ## files of other tools, for the tests
+	$(PEERS)/bin/python benchmarks/peers/write_llmcompressor.py
+	$(PEERS)-modelopt/bin/python benchmarks/peers/write_modelopt.py
+	$(PEERS)-autoround/bin/python benchmarks/peers/write_autoround.py
+
+$(PEERS)-modelopt/.installed:
+	$(PYTHON) -m venv $(PEERS)-modelopt
+	$(PEERS)-modelopt/bin/pip install -q torch==2.13.0
+	$(PEERS)-modelopt/bin/pip install -q 'nvidia-modelopt[hf]==0.47.0'
+	touch $@
+
+$(PEERS)-autoround/.installed:
+	$(PYTHON) -m venv $(PEERS)-autoround
+	$(PEERS)-autoround/bin/pip install -q torch==2.13.0
+	$(PEERS)-autoround/bin/pip install -q auto-round==0.16.1
+	touch $@
 
 $(PEERS)/.installed:
 	$(PYTHON) -m venv $(PEERS)
@@ -99,4 +116,4 @@ $(PEERS)/.installed:
 	touch $@
 
 clean:
-	rm -rf build $(VENV) $(INTEROP) $(PEERS)
+	rm -rf build $(VENV) $(INTEROP) $(PEERS) $(PEERS)-modelopt $(PEERS)-autoround

@@ -2,7 +2,8 @@
 
     python benchmarks/compile_kernels.py [--target sm_90] [--variant plain-128] [--kernel decode]
 
-Prints a table per target; exits 1 with a line per finding.
+Prints a table per target, with what the code allows (fp8kv_runtime/kernels/bound.py; no speed is
+measured); exits 1 with a line per finding. Worse than before is one: --accept makes it the measure.
 """
 
 import argparse
@@ -12,22 +13,30 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 # kernels that an interpreter runs cannot be compiled, and Triton looks when it is imported
 os.environ.pop("TRITON_INTERPRET", None)
 # what Triton 3.9 warns about where nobody said
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
+import compiled_before
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import PTXASError
 
+from fp8kv_runtime.kernels.bound import Bound, predict
 from fp8kv_runtime.kernels.inspect_asm import Finding, findings, stream_loads
 from fp8kv_runtime.kernels.offline import Launch, compile_launch
+from fp8kv_runtime.kernels.processors import PROCESSORS
 from fp8kv_runtime.kernels.targets import TARGETS
 from fp8kv_runtime.kernels.variants import VARIANTS
 
-_ROW = "{:18}{:18}{:>10}{:>10}{:>8}  {:8}{}"
+_ROW = "{:11}{:16}{:>5}{:>8}{:>6} {:6}{:>5}{:>6}{:>12}{:>8}{:>8}{:>8} {:8}{}"
+_HEADINGS = (
+    *("kernel", "variant", "regs", "shared", "spill", "loads"),
+    *("at", "warps", "in flight", "cycles", "memory", "matrix", "limit", "verdict"),
+)
+_UNITS = ("", "", "", "bytes", "", "bytes", "once", "", "KB (needs)", "/ KB", "", "", "", "")
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ class Result:
     shared_memory: int
     spilled: int
     loads: str  # bytes per thread of the loads of K and V
+    bound: Bound | None
     findings: list[Finding]
 
 
@@ -56,6 +66,7 @@ def main() -> None:
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--variant", nargs="+", choices=[v.name for v in VARIANTS])
     parser.add_argument("--kernel", nargs="+", choices=["append_kv", "decode", "reduce", "extend"])
+    parser.add_argument("--accept", action="store_true", help="later runs are compared with this")
     arguments = parser.parse_args()
 
     started = time.monotonic()
@@ -79,6 +90,14 @@ def main() -> None:
         for task, result in zip(tasks, results, strict=True)
         for finding in result.findings
     ]
+    if arguments.accept:
+        compiled_before.write(
+            {
+                _name(task): asdict(r.bound)
+                for task, r in zip(tasks, results, strict=True)
+                if r.bound
+            }
+        )
     seconds = time.monotonic() - started
     print(
         f"\n{len(tasks)} kernels for {len(arguments.target)} targets in {seconds:.0f} s, "
@@ -86,6 +105,10 @@ def main() -> None:
     )
     print(*bad, sep="\n", file=sys.stderr, end="\n" if bad else "")
     sys.exit(bool(bad))
+
+
+def _name(task: Task) -> str:
+    return f"{task.target} {task.launch.kernel} {task.variant}"
 
 
 def _tasks(targets: list[str], names: list[str] | None) -> list[Task]:
@@ -110,14 +133,17 @@ def _compile_one(task: Task) -> Result:
     try:
         compiled = compile_launch(task.launch, TARGETS[task.target])
     except (CompilationError, PTXASError) as error:
-        return Result(0, 0, 0, "-", [Finding(f"does not compile: {_reason(error)}", "code")])
+        return Result(0, 0, 0, "-", None, [Finding(f"does not compile: {_reason(error)}", "code")])
     found = findings(task.launch, compiled, TARGETS[task.target])
+    bound = predict(compiled, PROCESSORS[task.target])
+    found += compiled_before.worse(_name(task), bound, compiled_before.read())
     widths = sorted(set(stream_loads(compiled.asm)))
     return Result(
         compiled.registers,
         compiled.shared_memory,
         sum(compiled.spilled.values()),
         "+".join(map(str, widths)) or "-",
+        bound,
         found,
     )
 
@@ -129,10 +155,11 @@ def _reason(error: BaseException) -> str:
 
 
 def _print_table(target: str, rows: list[tuple[Task, Result]]) -> None:
-    print(f"\n{target}")
-    print(_ROW.format("kernel", "variant", "registers", "shared", "spilled", "loads", "verdict"))
+    processor = PROCESSORS[target]
+    print(f"\n{target}: {processor.gpu}, {processor.tb_per_s} TB/s, {processor.count} processors")
+    print(_ROW.format(*_HEADINGS))
+    print(_ROW.format(*_UNITS))
     for task, result in rows:
-        verdict = "; ".join(finding.found for finding in result.findings) or "ok"
         print(
             _ROW.format(
                 task.launch.kernel.removesuffix("_kernel"),
@@ -141,9 +168,22 @@ def _print_table(target: str, rows: list[tuple[Task, Result]]) -> None:
                 result.shared_memory,
                 result.spilled,
                 result.loads,
-                verdict,
+                *(_cells(result.bound) if result.bound else [""] * 7),
+                "; ".join(finding.found for finding in result.findings) or "ok",
             )
         )
+
+
+def _cells(bound: Bound) -> tuple[str, ...]:
+    return (
+        str(bound.programs),
+        f"{bound.occupancy:.0%}",
+        f"{bound.kb_in_flight:.0f} ({bound.kb_needed:.0f})",
+        f"{bound.cycles_per_kb:.0f}",
+        f"{bound.of_memory:.0%}",
+        f"{bound.of_matrix:.0%}",
+        bound.limit,
+    )
 
 
 if __name__ == "__main__":

@@ -13,11 +13,12 @@ docs/engines.md`): another engine or version is another file there.
 
 **Ran** means that the rules were compared with the engine itself, in the version under "Source":
 `make interop` has vLLM load the hand-made directories of `tests/interop/scale_cases.py`, good and
-bad, on a CPU and in one process, and compares every scale that its attention layers hold with the
-prediction. Of a Quark config, MI300 and tensor parallelism even vLLM's rules were only read.
+bad, on a CPU, some of them split over two and four ranks and some as if on an MI300, and compares
+every scale that its attention layers hold with the prediction.
 
 **Read** means that the rules were taken from that source, and nothing was run: the loaders of
-SGLang, TGI, TensorRT-LLM and LMDeploy import GPU libraries that a CPU machine does not have.
+Aphrodite, SGLang, TGI, TensorRT-LLM and LMDeploy import GPU libraries that a CPU machine does not
+have.
 
 """
 _METHODS = ("compressed-tensors", "modelopt", "fp8", "quark")

@@ -31,13 +31,14 @@ class Simulation:
     outcomes: list[Outcome] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)  # (tensor, why)
     refused: str | None = None
+    problem: str | None = None  # what is wrong although they load
     flag: str | None = None  # what the user must add for an FP8 cache
 
     @property
     def is_good(self) -> bool:
-        """Every K and V scale arrives."""
+        """Every K and V scale arrives, and means there what it means in the file."""
         arrived = [o.status == "loaded" for o in self.outcomes if o.letter != "q"]
-        return not self.refused and bool(arrived) and all(arrived)
+        return not (self.refused or self.problem) and bool(arrived) and all(arrived)
 
 
 def default(module: str, letter: str) -> Outcome:

@@ -31,7 +31,8 @@ class Method(_Strict):
     # see values.py; none: nothing is read
     kind: Literal["one_or_per_head", "scalar", "pair", "none"]
     why: str = ""  # where nothing is read
-    scheme: bool = False  # its kv_cache_scheme is checked
+    # its kv_cache_scheme is refused unless type and num_bits are both right, or either
+    scheme: Literal["both", "either"] | None = None
     turns_fp8_on: bool = False  # no flag is needed for an FP8 cache
     needs_algo: bool = False  # quant_algo must be there
     through_bf16: bool = False  # values are rounded to the model's 16 bits
@@ -55,13 +56,16 @@ class Rules(_Strict):
     unknown: Fate = "ignored"  # scales whose module the model does not have
     methods: dict[str, Method] = {}  # by quant_method; "*": any other
     remap: tuple[Remap, ...] = ()
+    first_remap: bool = False  # only the first pattern that fits is applied, not one after another
     flag: str  # what turns an FP8 cache on
     note: str = ""
 
     def target(self, name: str, method: Method | None) -> str:
         """The name that the engine looks for, for the tensor called `name` on disk."""
         for entry in (*(method.remap if method else ()), *self.remap):
-            name = re.sub(entry.pattern, entry.to, name)
+            name, count = re.subn(entry.pattern, entry.to, name)
+            if count and self.first_remap:
+                break
         return name
 
 

@@ -4,26 +4,32 @@ from typing import Any
 
 from calib.engines.legacy_json import simulate_json
 from calib.engines.outcome import Outcome, Refused, Simulation, default
+from calib.engines.place import Place
 from calib.engines.rules import Method, Rules
-from calib.engines.values import one_or_per_head, pair, scalar
+from calib.engines.values import heads_of, one_or_per_head, pair, scalar
 from calib.files.directory import ScaleDirectory, ScaleTensor
 
 Params = dict[tuple[str, str], ScaleTensor]  # (attention module, letter) -> what reaches it
 
 
-def simulate(directory: ScaleDirectory, rules: Rules) -> Simulation:
-    """Load `directory` as the engine would, on one GPU that is no MI300."""
+ONE_GPU = Place()
+
+
+def simulate(directory: ScaleDirectory, rules: Rules, place: Place = ONE_GPU) -> Simulation:
+    """Load `directory` as the engine would in `place`."""
     found = Simulation(rules)
     try:
-        _load(directory, rules, found)
+        _load(directory, rules, place, found)
     except Refused as error:
         found.refused, found.outcomes = str(error), []
     return found
 
 
-def _load(directory: ScaleDirectory, rules: Rules, found: Simulation) -> None:
+def _load(directory: ScaleDirectory, rules: Rules, place: Place, found: Simulation) -> None:
+    if place.ranks > 1:
+        _check_split(directory, place)
     if rules.reads == "json":
-        simulate_json(directory, found)
+        simulate_json(directory, place, found)
         return
     missing = sorted({*(directory.index or {}).values()} - {*directory.files})
     if missing and rules.reads == "index":
@@ -32,7 +38,21 @@ def _load(directory: ScaleDirectory, rules: Rules, found: Simulation) -> None:
     found.flag = None if method and method.turns_fp8_on else rules.flag
     params = _params(directory, rules, method, found)
     for module in sorted(directory.modules, key=by_number):
-        found.outcomes += _outcomes(directory, module, params, method)
+        found.outcomes += _outcomes(directory, module, params, method, place)
+    if place.fnuz and method and not method.doubles_fnuz and found.is_good:
+        found.problem = (
+            "the engine does not double scales for an FP8 type that ends at 240, and files hold "
+            "them for 448: K and V are clipped at 0.54 of absmax; export --format modelopt"
+        )
+
+
+def _check_split(directory: ScaleDirectory, place: Place) -> None:
+    heads, kv_heads = heads_of(directory)
+    if not place.can_split(heads, kv_heads):
+        raise Refused(
+            f"the model's {heads} query heads and {kv_heads} KV heads cannot be split evenly "
+            f"over {place.ranks} GPUs"
+        )
 
 
 def _method(directory: ScaleDirectory, rules: Rules) -> Method | None:
@@ -51,15 +71,16 @@ def _method(directory: ScaleDirectory, rules: Rules) -> Method | None:
             "quantised; export the scales in another format"
         )
     if method.scheme:
-        _check_scheme(config.get("kv_cache_scheme"))
+        _check_scheme(config.get("kv_cache_scheme"), method.scheme)
     return method
 
 
-def _check_scheme(scheme: Any) -> None:
+def _check_scheme(scheme: Any, rule: str) -> None:
     if scheme is None:
         return
     scheme = scheme if isinstance(scheme, dict) else {}
-    if scheme.get("type") != "float" or scheme.get("num_bits") != 8:
+    wrong = [scheme.get("type") != "float", scheme.get("num_bits") != 8]
+    if all(wrong) or (any(wrong) and rule == "both"):
         raise Refused(
             f"kv_cache_scheme has num_bits {scheme.get('num_bits')}, type {scheme.get('type')}; "
             "it must be 8 and float"
@@ -118,18 +139,19 @@ def _target(
 
 
 def _outcomes(
-    directory: ScaleDirectory, module: str, params: Params, method: Method | None
+    directory: ScaleDirectory, module: str, params: Params, method: Method | None, place: Place
 ) -> list[Outcome]:
     tensors = {letter: params.get((module, letter)) for letter in "kvq"}
     if method is None or method.kind == "none":
         return [default(module, letter) for letter in "kv"]
     if method.kind == "scalar":
-        return scalar(module, tensors, through_bf16=method.through_bf16)
+        factor = 2.0 if place.fnuz and method.doubles_fnuz else 1.0
+        return scalar(module, tensors, through_bf16=method.through_bf16, factor=factor)
     if method.kind == "pair":
         return pair(module, tensors, params.get((module, "kv")))
     scheme = (directory.quantization or {}).get("kv_cache_scheme") or {}
     per_head = scheme.get("strategy") == "attn_head"
-    return one_or_per_head(directory, module, tensors, per_head=per_head)
+    return one_or_per_head(directory, module, tensors, place if per_head else None)
 
 
 def by_number(module: str) -> list[tuple[int, int, str]]:

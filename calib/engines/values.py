@@ -5,38 +5,47 @@ import struct
 from collections.abc import Mapping
 
 from calib.engines.outcome import Outcome, Refused, Values, default
+from calib.engines.place import Place
 from calib.files.directory import ScaleDirectory, ScaleTensor
 
 Tensors = Mapping[str, ScaleTensor | None]  # k, v, q
 
 
 def one_or_per_head(
-    directory: ScaleDirectory, module: str, tensors: Tensors, *, per_head: bool
+    directory: ScaleDirectory, module: str, tensors: Tensors, place: Place | None
 ) -> list[Outcome]:
-    """What vLLM's `CompressedTensorsKVCacheMethod` makes of them: ones, overwritten, unchecked."""
+    """What vLLM's `CompressedTensorsKVCacheMethod` makes of them: ones, overwritten, unchecked.
+
+    `place` where there is a scale per head, None where there is one per layer.
+    """
     outcomes = []
     for letter, tensor in tensors.items():
         if tensor is None:
             outcomes.append(default(module, letter))
             continue
-        values = _for_heads(directory, letter, tensor) if per_head else _one(tensor)
+        values = _for_heads(directory, letter, tensor, place) if place else _one(tensor)
         outcomes.append(Outcome(module, letter, "loaded", tuple(map(_float32, values))))
     return outcomes
 
 
-def scalar(module: str, tensors: Tensors, *, through_bf16: bool) -> list[Outcome]:
-    """What vLLM's and SGLang's `BaseKVCacheMethod` make of them: -1 where there is none."""
+def scalar(
+    module: str, tensors: Tensors, *, through_bf16: bool, factor: float = 1.0
+) -> list[Outcome]:
+    """What vLLM's and SGLang's `BaseKVCacheMethod` make of them: -1 where there is none.
+
+    `factor` is 2 where FP8 ends at 240, as files hold scales for 448.
+    """
     rounded = _bfloat16 if through_bf16 else _float32
     read = {x: rounded(_one(tensor)[0]) if tensor else -1.0 for x, tensor in tensors.items()}
     k, v, q = read["k"], read["v"], read["q"]
-    query = Outcome(module, "q", "loaded", (q,)) if q > 0 else default(module, "q")
+    query = Outcome(module, "q", "loaded", (q * factor,)) if q > 0 else default(module, "q")
     if k > 0 and v > 0:
-        return [*(Outcome(module, x, "loaded", (read[x],)) for x in "kv"), query]
+        return [*(Outcome(module, x, "loaded", (read[x] * factor,)) for x in "kv"), query]
     if k < 0 and v < 0:
         return [default(module, "k"), default(module, "v"), query]
     if not k > 0:
         raise Refused(f"{module} has a K scale of {k:g} beside a V scale of {v:g}; repair it")
-    both = k if math.isnan(v) else max(k, v)
+    both = factor * (k if math.isnan(v) else max(k, v))
     absent = "there is no V scale: V takes K's"
     reason = f"a V scale of {v:g} is replaced by K's" if tensors["v"] else absent
     outcomes = [Outcome(module, "k", "loaded", (both,)), Outcome(module, "v", "loaded", (both,))]
@@ -63,10 +72,11 @@ def _one(tensor: ScaleTensor) -> Values:
     return tensor.values
 
 
-def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor) -> Values:
+def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor, place: Place) -> Values:
+    """Every rank's values, one rank after the other."""
     if "config_groups" not in (directory.quantization or {}):
         raise Refused("strategy attn_head needs the key config_groups in the config, empty or not")
-    heads, kv_heads = _heads(directory)
+    heads, kv_heads = heads_of(directory)
     values = tensor.values
     if letter == "q":
         # query heads share a scale with their KV head: the largest
@@ -74,15 +84,23 @@ def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor) -> V
         if len(values) % group:
             raise Refused(f"'{tensor.name}' has {len(values)} values; the model has {heads} heads")
         values = tuple(_max(values[i : i + group]) for i in range(0, len(values), group))
-    values = values[:kv_heads]
-    if len(values) not in (1, kv_heads):
+    held = max(1, kv_heads // place.ranks)
+    parts = [values[place.of_rank(rank, kv_heads)] for rank in range(place.ranks)]
+    wrong = next((rank for rank, part in enumerate(parts) if len(part) not in (1, held)), None)
+    if wrong is not None:
+        of = f"of rank {wrong} of {place.ranks}: " if place.ranks > 1 else ""
         raise Refused(
-            f"'{tensor.name}' has {len(values)} values; the model has {kv_heads} KV heads"
+            f"{of}'{tensor.name}' has {len(values)} values; the model has {kv_heads} KV heads"
         )
-    return values * kv_heads if len(values) == 1 else values
+    return tuple(value for part in parts for value in part * (held // len(part)))
 
 
-def _heads(directory: ScaleDirectory) -> tuple[int, int]:
+def heads_of(directory: ScaleDirectory) -> tuple[int, int]:
+    """Query heads and KV heads, as config.json says.
+
+    Raises:
+        Refused: it does not.
+    """
     config = directory.config or {}
     text = config.get("text_config")
     text = text if isinstance(text, dict) else config

@@ -7,8 +7,9 @@ from typing import Any
 
 from calib.engines.against import Fit, compare_with, fit_problems
 from calib.engines.outcome import Simulation
+from calib.engines.place import Place
 from calib.engines.rules import Rules
-from calib.engines.simulate import simulate
+from calib.engines.simulate import ONE_GPU, simulate
 from calib.files.inspection import Inspection, inspect_directory
 from calib.files.measured import read_amax
 
@@ -41,6 +42,7 @@ class Verification:
                     "versions": each.rules.versions,
                     "ran": each.rules.ran,
                     "refused": each.refused,
+                    "problem": each.problem,
                     "flag": each.flag,
                     "ignored": dict(each.ignored),
                     "layers": [asdict(outcome) for outcome in each.outcomes],
@@ -52,13 +54,14 @@ class Verification:
 
 
 def verify_directory(
-    path: Path, rules: Sequence[Rules], against: Path | None = None
+    path: Path, rules: Sequence[Rules], against: Path | None = None, place: Place = ONE_GPU
 ) -> Verification:
     """Simulate loading `path` by each of `rules`.
 
     Args:
         path: a checkpoint with scales.
         rules: of the engines.
+        place: what they run on.
         against: statistics of a calibration, to compare the scales with.
 
     Raises:
@@ -70,7 +73,7 @@ def verify_directory(
         amax = read_amax(against)
         fits = compare_with(found.layers, amax)
         problems += fit_problems(found.layers, fits, amax)
-    return Verification(found, [simulate(found.directory, r) for r in rules], fits, problems)
+    return Verification(found, [simulate(found.directory, r, place) for r in rules], fits, problems)
 
 
 def table_rows(found: Verification) -> list[tuple[str, ...]]:
@@ -95,6 +98,7 @@ def closing_lines(found: Verification) -> list[str]:
         reasons += list(
             dict.fromkeys(o.reason for o in each.outcomes if o.status == "loaded" and o.reason)
         )
+        reasons += [each.problem] if each.problem else []
         lines += [f"{each.rules.engine} {each.rules.versions}: {reason}" for reason in reasons[:4]]
     rounded = {t.dtype for layer in found.inspection.layers for t in layer.tensors} & {
         "BF16",

@@ -31,7 +31,9 @@ class Compiled:
     """What the compiler made of a launch."""
 
     asm: str  # PTX or amdgcn
+    code: str  # what the GPU executes: SASS or amdgcn
     ttir: str
+    num_warps: int
     shared_memory: int
     registers: int
     spilled: dict[str, int]  # what spilling is measured in -> how much
@@ -66,15 +68,18 @@ def compile_launch(launch: Launch, target: Target) -> Compiled:
     with _pretend(target):
         compiled = kernel.preload(launch.specialization)
     if target.backend == "hip":
-        asm = compiled.asm["amdgcn"]
+        asm = code = compiled.asm["amdgcn"]
         registers, spilled = amd_resources(asm)
     else:
         asm = compiled.asm["ptx"]
         registers, spilled = nvidia_resources(_dumped(compiled.asm["cubin"], "-res-usage"))
+        code = _dumped(compiled.asm["cubin"], "-sass")
         if any(spilled.values()):
-            code = _dumped(compiled.asm["cubin"], "-sass")
             spilled["accesses to the stack in a loop"] = stack_accesses_in_loops(code)
-    return Compiled(asm, compiled.asm["ttir"], compiled.metadata.shared, registers, spilled)
+    metadata = compiled.metadata
+    return Compiled(
+        asm, code, compiled.asm["ttir"], metadata.num_warps, metadata.shared, registers, spilled
+    )
 
 
 def nvidia_resources(usage: str) -> tuple[int, dict[str, int]]:

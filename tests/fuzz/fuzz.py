@@ -15,6 +15,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["calib"]):
+    from calib.engines.place import Place
     from calib.engines.rules import choose_rules
     from calib.engines.simulate import simulate
     from calib.errors import Fp8kvError
@@ -28,6 +29,7 @@ with atheris.instrument_imports(include=["calib"]):
 
 SCRATCH = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 ENGINES = choose_rules(None, None)
+PLACES = (Place(), Place(2, fnuz=True))
 
 
 def header(data: bytes) -> None:
@@ -72,7 +74,8 @@ def directory(data: bytes) -> None:
     table_rows(inspect_directory(model))
     found = open_scales(model)
     for rules in ENGINES:
-        simulate(found, rules)
+        for place in PLACES:
+            simulate(found, rules, place)
 
 
 def recipe(data: bytes) -> None:

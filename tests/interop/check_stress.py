@@ -3,8 +3,7 @@
 check_stress.py SOURCE TWIN CALIBRATED
 
 SOURCE writes a text with a bfloat16 cache. TWIN, its `fp8kv stress`, must write another one with an
-FP8 cache and no scales; CALIBRATED, the twin's `fp8kv calibrate`, the source's. Where vLLM has no
-kernel for an FP8 cache, only this is looked at: TWIN with a bfloat16 cache writes the source's.
+FP8 cache and no scales; CALIBRATED, the twin's `fp8kv calibrate`, the source's.
 """
 
 import argparse
@@ -13,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine import NO_KERNEL, has_fp8_kernels, start
+from engine import kernels, start
 from outputs import report
 
 PROMPT = "Question: What is the capital of France? Answer: The capital of France is"
@@ -57,18 +56,11 @@ def check(source: Path, twin: Path, calibrated: Path) -> None:
             f"with scales only {with_scales} of {NEW_TOKENS} tokens are the source's: "
             f"{restored['text']!r} for {wanted['text']!r}"
         )
-    success = f"with scales the source's {restored['text']!r}, without {garbage['text']!r}"
-    report(calibrated, problems, success)
-
-
-def check_twin_alone(source: Path, twin: Path) -> None:
-    """Compare the source's text with the twin's, both with a bfloat16 cache."""
-    wanted, made = in_new_process(source, "auto"), in_new_process(twin, "auto")
-    problems = [] if made == wanted else [f"with a bfloat16 cache {made['text']!r}"]
     success = (
-        f"with a bfloat16 cache the source's {made['text']!r}; not served with FP8, {NO_KERNEL}"
+        f"with scales the source's {restored['text']!r}, without {garbage['text']!r}; "
+        f"kernels: {kernels()}"
     )
-    report(twin, problems, success)
+    report(calibrated, problems, success)
 
 
 def main() -> None:
@@ -78,10 +70,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.cache_dtype:
         print(json.dumps(generate(*arguments.directories, arguments.cache_dtype)))
-    elif has_fp8_kernels():
-        check(*arguments.directories)
     else:
-        check_twin_alone(*arguments.directories[:2])
+        check(*arguments.directories)
 
 
 if __name__ == "__main__":

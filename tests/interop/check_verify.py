@@ -1,35 +1,39 @@
 """Load every hand-made directory with real vLLM; compare what it holds with what we predict.
 
-check_verify.py          exit 0 if `fp8kv verify` is right about every one
+check_verify.py [CASE ...]  exit 0 if `fp8kv verify` is right about every one
 """
 
+import json
 import math
+import os
+import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 
-from engine import load
-from scale_cases import CASES, Case, write_case
-
-sys.path.insert(0, str(Path(__file__).parents[2]))  # our package: what is used of it needs no torch
+from engine import ONE_GPU, Place, load
+from scale_cases import CASES, PLACES, Case, write_case
 
 from calib.engines.rules import choose_rules
 from calib.engines.simulate import Simulation, simulate
 from calib.files.directory import open_scales
 
-Held = dict[tuple[str, str], list[float]]
+Held = dict[str, list[float]]  # "attention module, letter" -> scales, of one rank or of all
+RANK = "--rank"
 
 
-def held_by_vllm(directory: Path) -> Held | str:
-    """The scales of each attention module as vLLM leaves them, or why it refused."""
+def held_by_vllm(directory: Path, place: Place, rank: int) -> Held | str:
+    """The scales of each attention module as vLLM leaves them on a rank, or why it refused."""
     from vllm.model_executor.layers.attention import Attention
 
     try:
-        model = load(directory, kv_cache_dtype="fp8")
+        model = load(directory, place, rank, kv_cache_dtype="fp8")
     except Exception as error:  # noqa: BLE001 (whatever vLLM raises)
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return {
-        (module.layer_name.removesuffix(".attn"), letter): getattr(module, f"_{letter}_scale")
+        f"{module.layer_name.removesuffix('.attn')} {letter}": getattr(module, f"_{letter}_scale")
         .flatten()
         .tolist()
         for module in model.modules()
@@ -38,13 +42,49 @@ def held_by_vllm(directory: Path) -> Held | str:
     }
 
 
+def held_by_all(directories: Sequence[Path], place: Place) -> list[Held | str]:
+    """The same of several directories, every rank in a process of its own."""
+    if place.ranks == 1:
+        # two processes share the work
+        halves = [directories[::2], directories[1::2]]
+        started = [_start(half, place, 0) for half in halves]
+        first, second = map(_finish, started)
+        return [held for pair in zip_longest(first, second) for held in pair][: len(directories)]
+    with tempfile.TemporaryDirectory() as meeting:
+        started = [
+            _start(directories, place, rank, f"{meeting}/rendezvous") for rank in range(place.ranks)
+        ]
+        return [_together(ranks) for ranks in zip(*map(_finish, started), strict=True)]
+
+
+def _start(
+    directories: Sequence[Path], place: Place, rank: int, meeting: str = ""
+) -> subprocess.Popen[str]:
+    arguments = [RANK, str(rank), str(place.ranks), str(int(place.fnuz)), *directories]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RENDEZVOUS": meeting}
+    return subprocess.Popen(
+        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, env=environment
+    )
+
+
+def _finish(process: subprocess.Popen[str]) -> list[Held | str]:
+    return json.loads(process.communicate()[0].splitlines()[-1])
+
+
+def _together(ranks: Sequence[Held | str]) -> Held | str:
+    refused = next((held for held in ranks if isinstance(held, str)), None)
+    if refused is not None:
+        return refused
+    return {name: [value for held in ranks for value in held[name]] for name in ranks[0]}
+
+
 def difference(predicted: Simulation, held: Held | str) -> str | None:
     """What the prediction has wrong; None if nothing."""
     if isinstance(held, str) or predicted.refused:
         same = isinstance(held, str) == bool(predicted.refused)
         return None if same else f"predicted {predicted.refused or 'loading'}, vLLM: {held}"
     for outcome in predicted.outcomes:
-        values = held[outcome.module, outcome.letter]
+        values = held[f"{outcome.module} {outcome.letter}"]
         wanted = list(outcome.values) * (len(values) // len(outcome.values))
         pairs = zip(wanted, values, strict=True)
         if not all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs):
@@ -52,20 +92,32 @@ def difference(predicted: Simulation, held: Held | str) -> str | None:
     return None
 
 
-def check(case: Case, directory: Path) -> bool:
-    """Check one directory and print a line."""
-    write_case(case, directory)
-    held = held_by_vllm(directory)
-    wrong = difference(simulate(open_scales(directory), choose_rules("vllm", None)[0]), held)
-    seen = held if isinstance(held, str) else "loaded"
-    print(f"{'WRONG' if wrong else 'OK'} {case.name}: {wrong or seen}", flush=True)
-    return wrong is None
+def check(cases: Sequence[Case], place: Place) -> list[bool]:
+    """Check directories in one place and print a line for each."""
+    rules = choose_rules("vllm", None)[0]
+    right = []
+    with tempfile.TemporaryDirectory() as scratch:
+        written = [write_case(case, Path(scratch, str(i))) for i, case in enumerate(cases)]
+        for case, path, held in zip(cases, written, held_by_all(written, place), strict=True):
+            wrong = difference(simulate(open_scales(path), rules, place), held)
+            seen = held if isinstance(held, str) else "loaded"
+            print(f"{'WRONG' if wrong else 'OK'} {place}: {case.name}: {wrong or seen}", flush=True)
+            right.append(wrong is None)
+    return right
 
 
 def main() -> None:
-    chosen = [case for case in CASES if not sys.argv[1:] or case.name in sys.argv[1:]]
-    with tempfile.TemporaryDirectory() as scratch:
-        right = [check(case, Path(scratch, str(i))) for i, case in enumerate(chosen)]
+    if sys.argv[1:2] == [RANK]:
+        rank, ranks, fnuz = map(int, sys.argv[2:5])
+        place = Place(ranks, bool(fnuz))
+        print(json.dumps([held_by_vllm(Path(path), place, rank) for path in sys.argv[5:]]))
+        return
+    wanted = sys.argv[1:]
+    right = []
+    for place, names in ((ONE_GPU, None), *PLACES):
+        named = [case for case in CASES if names is None or case.name in names]
+        chosen = [case for case in named if not wanted or case.name in wanted]
+        right += check(chosen, place) if chosen else []
     if not all(right):
         sys.exit(f"FAILED: {right.count(False)} of {len(right)} directories")
     print(f"OK: vLLM does what `fp8kv verify` predicts with {len(right)} directories")

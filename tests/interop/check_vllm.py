@@ -3,7 +3,7 @@
 check_vllm.py DIR            exit 0 if every attention layer holds exactly the file's scales
 check_vllm.py DIR --doubled  the same with one scale doubled in a copy: exit 0 if that is found
 
-Where vLLM has kernels for an FP8 cache it also serves, and the caches and the text are looked at.
+The text it generates and the bytes in its caches are looked at too.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from engine import NO_KERNEL, has_fp8_kernels, load, start
+from engine import kernels, start
 from outputs import SCALES_FILE, Output, read_output, report
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -26,14 +26,13 @@ LEAST_USED = FP8_MAX / 16
 
 @dataclass(frozen=True)
 class Layer:
-    """What one attention layer of vLLM holds, after generating if it could."""
+    """What one attention layer of vLLM holds after generating."""
 
     scales: dict[str, Tensor]  # q, k, v -> float32
     kernel_scales: dict[str, float]  # k, v -> what kernels take that know one scale per layer
     cache_dtype: str
-    cache: (
-        tuple[int, float] | None
-    )  # bytes per value, largest FP8 value of K and V; None: not served
+    cache_bytes: int  # per value
+    largest: float  # FP8 value of K and V in the cache
 
 
 def look(model: torch.nn.Module) -> dict[str, Layer]:
@@ -45,24 +44,16 @@ def look(model: torch.nn.Module) -> dict[str, Layer]:
             {which: getattr(layer, f"_{which}_scale").detach().clone() for which in "qkv"},
             {which: getattr(layer, f"_{which}_scale_float") for which in "kv"},
             layer.kv_cache_dtype,
-            look_at_cache(layer.kv_cache),
+            layer.kv_cache.element_size(),
+            layer.kv_cache.view(torch.float8_e4m3fn).float().abs().max().item(),
         )
         for layer in model.modules()
         if isinstance(layer, Attention)
     }
 
 
-def look_at_cache(cache: Tensor) -> tuple[int, float] | None:
-    """Bytes per value and the largest value, if there is a cache."""
-    if not cache.numel():
-        return None
-    return cache.element_size(), cache.view(torch.float8_e4m3fn).float().abs().max().item()
-
-
-def run_vllm(directory: Path) -> tuple[dict[str, Layer], str | None]:
-    """Load `directory`, generate greedily, and return the layers and the text; None: not served."""
-    if not has_fp8_kernels():
-        return look(load(directory)), None
+def run_vllm(directory: Path) -> tuple[dict[str, Layer], str]:
+    """Load `directory`, generate greedily, and return the layers and the text."""
     llm = start(directory)
     from vllm import SamplingParams
 
@@ -93,20 +84,19 @@ def as_held(output: Output, name: str, which: str) -> Tensor:
     return filed.view(output.scales_per_layer, -1).amax(dim=1) if which == "q" else filed.flatten()
 
 
-def other_problems(layers: dict[str, Layer], output: Output, text: str | None) -> list[str]:
+def other_problems(layers: dict[str, Layer], output: Output, text: str) -> list[str]:
     """Say what else is not as it should be."""
     wanted = output.config["num_hidden_layers"]
     problems = [] if len(layers) == wanted else [f"{len(layers)} attention layers, not {wanted}"]
     for name, layer in layers.items():
-        item_bytes, largest = layer.cache or (1, FP8_MAX)
-        if not layer.cache_dtype.startswith("fp8") or item_bytes != 1:
+        if not layer.cache_dtype.startswith("fp8") or layer.cache_bytes != 1:
             problems.append(f"{name}: the cache is {layer.cache_dtype}, not FP8")
-        if not LEAST_USED <= largest <= FP8_MAX:
-            problems.append(f"{name}: the largest FP8 value cached is {largest}")
+        if not LEAST_USED <= layer.largest <= FP8_MAX:
+            problems.append(f"{name}: the largest FP8 value cached is {layer.largest}")
         for which, scale in layer.kernel_scales.items():
             if scale != layer.scales[which].max().item():
                 problems.append(f"{name}: the kernel takes {scale} for {which}")
-    if text is not None and ANSWER not in text:
+    if ANSWER not in text:
         problems.append(f"generated {text!r}")
     return problems
 
@@ -122,8 +112,7 @@ def check(directory: Path) -> None:
     cache = ", ".join(sorted({layer.cache_dtype for layer in layers.values()}))
     success = (
         f"vLLM holds the file's {with_q} scales in {len(layers)} layers, "
-        f"{output.scales_per_layer} each; cache {cache}; "
-        + (f"not served, {NO_KERNEL}" if text is None else repr(text))
+        f"{output.scales_per_layer} each; cache {cache}, kernels {kernels()}; {text!r}"
     )
     report(directory, problems, success)
 

@@ -1,10 +1,18 @@
-"""vLLM in this process: serving, or loading alone, for a CPU that vLLM has no FP8 kernel for."""
+"""vLLM in this process: serving, or only loading."""
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 
 import torch
+import torch_kernels
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # our package: what is used of it needs no torch
+
+from calib.engines.place import Place
+
+ONE_GPU = Place()
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -16,12 +24,11 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 OPTIONS = {"enforce_eager": True, "max_model_len": 128, "num_gpu_blocks_override": 8}
-NO_KERNEL = "this CPU has neither AVX-512 nor AMX, which vLLM's FP8 cache needs"
 
 
-def has_fp8_kernels() -> bool:
-    """Whether vLLM can serve with an FP8 cache on this CPU."""
-    return torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+def kernels() -> str:
+    """Whose kernels serve an FP8 cache on this CPU."""
+    return "torch's (no AVX-512)" if torch_kernels.is_needed() else "vLLM's"
 
 
 def set_environment() -> None:
@@ -35,24 +42,34 @@ def start(directory: Path, **options):
     set_environment()
     from vllm import LLM
 
+    if torch_kernels.is_needed():
+        torch_kernels.install()
     return LLM(model=str(directory), use_tqdm_on_load=False, **OPTIONS, **options)
 
 
-def load(directory: Path, **options) -> torch.nn.Module:
-    """The model of `directory` as vLLM's own loader leaves it; nothing is served."""
+def load(directory: Path, place: Place = ONE_GPU, rank: int = 0, **options) -> torch.nn.Module:
+    """The model of `directory` as vLLM's own loader leaves it on `rank`; nothing is served."""
     set_environment()
     from vllm.config import set_current_vllm_config
-    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
+    from vllm.platforms import current_platform
 
     # as vLLM's worker for the CPU does
     torch.accelerator.empty_cache = lambda: None
+    type(current_platform).is_fp8_fnuz = lambda *_: place.fnuz
     config = EngineArgs(model=str(directory), use_tqdm_on_load=False, **OPTIONS, **options)
     config = config.create_engine_config()
+    config.parallel_config.tensor_parallel_size = place.ranks
     with set_current_vllm_config(config):
-        if not torch.distributed.is_initialized():
-            rendezvous = Path(tempfile.mkdtemp(), "rendezvous")
-            init_distributed_environment(1, 0, f"file://{rendezvous}", 0, "gloo")
-            ensure_model_parallel_initialized(1, 1)
+        _join_group(place.ranks, rank)
         return get_model(vllm_config=config)
+
+
+def _join_group(ranks: int, rank: int) -> None:
+    from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
+
+    if not torch.distributed.is_initialized():
+        meeting = os.environ.get("RENDEZVOUS") or Path(tempfile.mkdtemp(), "rendezvous")
+        init_distributed_environment(ranks, rank, f"file://{meeting}", 0, "gloo")
+        ensure_model_parallel_initialized(ranks, 1)

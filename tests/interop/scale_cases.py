@@ -4,6 +4,7 @@
 """
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,10 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # our package: what is used of it needs no torch
+
+from calib.engines.place import Place
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
 HIDDEN = HEADS * HEAD_DIM
@@ -183,6 +188,16 @@ CASES = [
     Case("fp8", FP8, scales(), "k v"),
     Case("fp8, Quark names", FP8, scales(names=QUARK), "k v"),
 ]  # fmt: skip
+
+# names of cases that are also loaded elsewhere than on one GPU, and on what
+_PER_HEAD = [case.name for case in CASES if case.name.startswith("per head")]
+_SCALAR = ["one scale per layer, [1]", "modelopt", "modelopt with query scales"]
+_FNUZ = ["modelopt, kv_scale", "modelopt, negative", "fp8", "fp8, Quark names", "with query scales"]
+PLACES = [
+    (Place(2), [*_PER_HEAD, *_SCALAR, "not in the index"]),
+    (Place(4), [*_PER_HEAD, *_SCALAR]),
+    (Place(fnuz=True), [*_SCALAR, *_FNUZ, "per head, [H, 1, 1]"]),
+]
 
 
 def write_case(case: Case, directory: Path) -> Path:

@@ -5,38 +5,13 @@ import json
 import pytest
 import torch
 from safetensors.torch import save_file
+from scale_directories import COMPRESSED, GOOD, lines_of, model
 from test_cli import fp8kv, one_line_error
 
 from calib.engines.rules import all_rules, choose_rules
 from calib.engines.simulate import simulate
 from calib.errors import InputError
 from calib.files.directory import open_scales
-
-COMPRESSED = {
-    "quant_method": "compressed-tensors",
-    "config_groups": {},
-    "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
-}
-CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
-CONFIG |= {"num_key_value_heads": 2}
-
-
-def model(directory, k=(0.5, 0.25), v=(0.125, 0.0625), *, config=COMPRESSED, json_file=None):
-    """Two layers; without `config` the model says nothing of a quantised cache."""
-    directory.mkdir(exist_ok=True)
-    tensors = {}
-    for i in range(2):
-        name = f"model.layers.{i}.self_attn"
-        tensors[f"{name}.k_proj.weight"] = torch.ones(2)
-        if k and v:
-            tensors |= {f"{name}.k_scale": torch.tensor([k[i]])}
-            tensors |= {f"{name}.v_scale": torch.tensor([v[i]])}
-    save_file(tensors, directory / "model.safetensors")
-    document = CONFIG | ({"quantization_config": config} if config else {})
-    (directory / "config.json").write_text(json.dumps(document))
-    if json_file is not None:
-        (directory / "kv_cache_scales.json").write_text(json.dumps(json_file))
-    return directory
 
 
 def measured(directory, k=(0.5, 0.25), v=(0.125, 0.0625)):
@@ -51,13 +26,17 @@ def measured(directory, k=(0.5, 0.25), v=(0.125, 0.0625)):
     return directory
 
 
-def lines_of(done):
-    return " ".join(done.stdout.split())
-
-
 def test_every_rule_file_is_read():
     rules = all_rules()
-    assert {"vllm", "sglang", "tgi", "tensorrt-llm", "lmdeploy", "vllm-0.4"} <= rules.keys()
+    assert {
+        "vllm",
+        "aphrodite",
+        "sglang",
+        "tgi",
+        "tensorrt-llm",
+        "lmdeploy",
+        "vllm-0.4",
+    } <= rules.keys()
     assert [name for name, each in rules.items() if each.ran] == ["vllm"]
 
 
@@ -71,6 +50,8 @@ def test_every_rule_file_is_read():
         ("sglang", {"quant_method": "modelopt"}, "refused"),
         ("sglang", {"quant_method": "fp8"}, "loaded"),
         ("sglang", None, "default"),
+        ("aphrodite", COMPRESSED, "loaded"),
+        ("aphrodite", None, "default"),
         ("tgi", None, "loaded"),
         ("tgi", COMPRESSED, "loaded"),
         ("tensorrt-llm", COMPRESSED, "default"),
@@ -92,7 +73,8 @@ def test_the_command_says_what_each_engine_loads(tmp_path):
     assert "vLLM 0.23 and newer │ 2 of 2 │ 2 of 2 │ 1.0 │ by itself" in printed
     assert "SGLang of July 2026: compressed-tensors KV scales are dropped without a word" in printed
     assert (
-        "rules of LMDeploy, SGLang, TGI, TensorRT-LLM were read in the source, not run" in printed
+        "rules of Aphrodite, LMDeploy, SGLang, TGI, TensorRT-LLM were read in the source, not run"
+        in printed
     )
 
 
@@ -108,9 +90,6 @@ def test_bad_scales_are_status_1_even_where_they_load(tmp_path):
     done = fp8kv("verify", model(tmp_path, k=(0.0, 0.5)), "--engine", "vllm")
     assert done.exit_code == 1
     assert "problem: K scales are zero in layer 0" in lines_of(done)
-
-
-GOOD = {"0": {"0": 0.5, "1": 0.25}}
 
 
 @pytest.mark.parametrize(
@@ -162,7 +141,7 @@ def test_scales_are_compared_with_measured_absmax(scales, problem, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--engine", "vlm"), "--engine vlm is not one of lmdeploy, sglang"),
+        (("--engine", "vlm"), "--engine vlm is not one of aphrodite, lmdeploy, sglang"),
         (("--version", "0.23"), "of which engine? Add --engine"),
         (("--engine", "vllm", "--version", "0.10"), "there are rules for vllm 0.23 and newer; 0"),
         (("--engine", "vllm", "--version", "new"), "is not a version such as 0.23.1"),

@@ -1,4 +1,4 @@
-"""llm-compressor's side of `peers.py`; runs in an environment that holds llm-compressor, not ours.
+"""llm-compressor's side of `peer_speed.py`; its environment holds llm-compressor, not ours.
 
 The KV-only recipe of its documentation. The tokenizer is loaded outside the timed call, and the
 documents are not shuffled, which spares it truncation when it batches.

@@ -78,8 +78,8 @@ def _run_all(args: argparse.Namespace, documents: Path) -> list[Run]:
     ]
     runs = []
     for options in peers:
-        ours = _run(args, documents, Path(sys.executable), "peer_fp8kv.py")
-        theirs = _run(args, documents, args.peer_python, "peer_llmcompressor.py", *options)
+        ours = _run(args, documents, Path(sys.executable), "peer_speed_fp8kv.py")
+        theirs = _run(args, documents, args.peer_python, "peer_speed_llmcompressor.py", *options)
         runs += [{"tool": OURS, **ours}, {"tool": "llm-compressor", **theirs}]
     return runs
 

@@ -1,4 +1,4 @@
-"""Our side of `peers.py`, in a process of its own: load, calibrate, write, and time each."""
+"""Our side of `peer_speed.py`, in a process of its own: load, calibrate, write, and time each."""
 
 import argparse
 import tempfile
