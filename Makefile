@@ -106,7 +106,7 @@ $(PEERS)-modelopt/.installed:
 $(PEERS)-autoround/.installed:
 	$(PYTHON) -m venv $(PEERS)-autoround
 	$(PEERS)-autoround/bin/pip install -q torch==2.13.0
-	$(PEERS)-autoround/bin/pip install -q auto-round==0.16.1
+	$(PEERS)-autoround/bin/pip install -q auto-round==0.16.1 compressed-tensors==0.19.0
 	touch $@
 
 $(PEERS)/.installed:

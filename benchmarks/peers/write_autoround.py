@@ -13,23 +13,25 @@ from auto_round import AutoRound
 def main() -> None:
     """Write and keep each."""
     for granularity in ("tensor", "head"):
-        model = tiny_llama.make()
-        amax = tiny_llama.true_amax(model)
-        rounding = AutoRound(
-            model,
-            tiny_llama.tokenizer(),
-            scheme="FP8_STATIC",
-            iters=0,
-            dataset=list(tiny_llama.token_ids()),
-            nsamples=tiny_llama.SAMPLES,
-            seqlen=tiny_llama.LENGTH,
-            batch_size=1,
-            static_kv_dtype="fp8",
-            static_kv_granularity=granularity,
-        )
-        with tempfile.TemporaryDirectory() as directory:
-            rounding.quantize_and_save(directory, format="llm_compressor")
-            tiny_llama.keep(Path(directory), "auto-round", granularity, amax)
+        with tempfile.TemporaryDirectory() as name:
+            scratch = Path(name)
+            model = tiny_llama.make(scratch / "model")
+            amax = tiny_llama.true_amax(model)
+            rounding = AutoRound(
+                model,
+                tiny_llama.tokenizer(),
+                scheme="FP8_STATIC",
+                iters=0,
+                dataset=[row[None] for row in tiny_llama.token_ids()],
+                nsamples=tiny_llama.SAMPLES,
+                seqlen=tiny_llama.LENGTH,
+                batch_size=1,
+                static_kv_dtype="fp8",
+                static_kv_granularity=granularity,
+            )
+            rounding.quantize_and_save(str(scratch / "output"), format="llm_compressor")
+            written = next((scratch / "output").rglob("config.json")).parent
+            tiny_llama.keep(written, "auto-round", granularity, amax)
 
 
 if __name__ == "__main__":

@@ -31,22 +31,23 @@ def main() -> None:
 
 
 def _write(case: str, **recipe: Any) -> None:
-    model = tiny_llama.make()
-    amax = tiny_llama.true_amax(model)
-    ids = tiny_llama.token_ids().tolist()
-    masks = [[1] * len(row) for row in ids]
-    oneshot(
-        model=model,
-        processor=tiny_llama.tokenizer(),
-        dataset=Dataset.from_dict({"input_ids": ids, "attention_mask": masks}),
-        recipe=QuantizationModifier(**recipe),
-        max_seq_length=tiny_llama.LENGTH,
-        num_calibration_samples=tiny_llama.SAMPLES,
-        shuffle_calibration_samples=False,
-    )
-    with tempfile.TemporaryDirectory() as directory:
-        model.save_pretrained(directory, save_compressed=True)
-        tiny_llama.keep(Path(directory), "llmcompressor", case, amax)
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        model = tiny_llama.make(scratch / "model")
+        amax = tiny_llama.true_amax(model)
+        ids = tiny_llama.token_ids().tolist()
+        masks = [[1] * len(row) for row in ids]
+        oneshot(
+            model=model,
+            processor=tiny_llama.tokenizer(),
+            dataset=Dataset.from_dict({"input_ids": ids, "attention_mask": masks}),
+            recipe=QuantizationModifier(**recipe),
+            max_seq_length=tiny_llama.LENGTH,
+            num_calibration_samples=tiny_llama.SAMPLES,
+            shuffle_calibration_samples=False,
+        )
+        model.save_pretrained(scratch / "output", save_compressed=True)
+        tiny_llama.keep(scratch / "output", "llmcompressor", case, amax)
 
 
 if __name__ == "__main__":

@@ -15,24 +15,27 @@ from modelopt.torch.export import export_hf_checkpoint
 
 def main() -> None:
     """Write and keep each."""
-    _write("kv", mtq.FP8_KV_CFG)
+    nothing = {"quantizer_name": "*", "enable": False}
+    keys_and_values = mtq.FP8_KV_CFG["quant_cfg"]
+    _write("kv", {"quant_cfg": [nothing, *keys_and_values], "algorithm": "max"})
     both = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
-    both["quant_cfg"] = [*both["quant_cfg"], *mtq.FP8_KV_CFG["quant_cfg"]]
+    both["quant_cfg"] = [*both["quant_cfg"], *keys_and_values]
     _write("fp8-kv", both)
 
 
 def _write(case: str, config: dict[str, Any]) -> None:
-    model = tiny_llama.make()
-    amax = tiny_llama.true_amax(model)
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        model = tiny_llama.make(scratch / "model")
+        amax = tiny_llama.true_amax(model)
+        mtq.quantize(model, config, _read_all)
+        export_hf_checkpoint(model, export_dir=scratch / "output")
+        tiny_llama.keep(scratch / "output", "nvidia-modelopt", case, amax)
 
-    def read_all(model: Any) -> None:
-        for row in tiny_llama.token_ids():
-            model(row[None])
 
-    mtq.quantize(model, config, read_all)
-    with tempfile.TemporaryDirectory() as directory:
-        export_hf_checkpoint(model, export_dir=directory)
-        tiny_llama.keep(Path(directory), "nvidia-modelopt", case, amax)
+def _read_all(model: Any) -> None:
+    for row in tiny_llama.token_ids():
+        model(row[None])
 
 
 if __name__ == "__main__":
