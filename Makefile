@@ -57,6 +57,8 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	done
 	$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/tensor-kv/vllm --doubled
 	$(INTEROP)/bin/python tests/interop/check_verify.py
+	$(BIN)/python tests/interop/write_conversions.py $(OUT)/conversions
+	$(INTEROP)/bin/python tests/interop/check_verify.py --only $(OUT)/conversions
 	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite
 	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv
 	$(INTEROP)/bin/python tests/interop/check_stress.py \

@@ -45,7 +45,7 @@ def decode_attention(
         blocks: the layer's cache, K and V of this token included.
         sequences: where the S sequences lie; an empty one gets zeros.
         options: softmax scale, window, softcap, sinks, FP8 queries.
-        num_splits: parts of the KV that kernels take in parallel; no difference here.
+        num_splits: parts of a head's KV that kernels take in parallel; no difference here.
 
     Returns:
         [S, H, D] in the query's type.

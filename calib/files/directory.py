@@ -23,6 +23,8 @@ _MAX_FILES = 100_000
 _ATTENTION = re.compile(
     r"(?P<module>.+)\.(?:k_proj|qkv_proj|query_key_value|c_attn|Wqkv|qkv)\.(?:weight|qweight)"
 )
+# what sees and hears attends to itself, and caches nothing
+_SENSES = re.compile(r"(?:^|\.)(?:vision|visual|image|audio|speech|vit)\w*\.")
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class ScaleDirectory:
     files: list[str]  # safetensors files that are there
     tensors: list[ScaleTensor]
     json: ScalesJson | None
-    modules: set[str]  # attention modules, by the names of their weights
+    modules: set[str]  # attention modules with a cache, by the names of their weights
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -101,7 +103,8 @@ def _scale_tensors(path: Path, header: dict[str, Entry], *, indexed: bool) -> li
 
 
 def _attention_modules(names: Iterable[str]) -> set[str]:
-    return {match["module"] for name in names if (match := _ATTENTION.fullmatch(name))}
+    found = {match["module"] for name in names if (match := _ATTENTION.fullmatch(name))}
+    return {module for module in found if not _SENSES.search(module)}
 
 
 def _read_index(path: Path) -> dict[str, str] | None:

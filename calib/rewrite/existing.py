@@ -38,6 +38,9 @@ def existing_layers(directory: Path) -> dict[str, LayerScalesFound]:
                 "them; put the file beside the model's weights"
             )
         named[module] = layer
+    for number, module in by_number.items():
+        if number is not None:
+            named.setdefault(module, LayerScalesFound(number))  # none of its own
     return named
 
 
@@ -87,6 +90,10 @@ def without_scales(checkpoint: Checkpoint) -> Checkpoint:
     quantization = find_quantization_config(config)
     if quantization is not None:
         quantization.pop("kv_cache_scheme", None)
+        groups = quantization.get("config_groups")
+        if isinstance(groups, dict):
+            kept = {name: group for name, group in groups.items() if not _is_of_attention(group)}
+            quantization["config_groups"] = kept
         for holder in (config, config.get("text_config")):
             if isinstance(holder, dict) and _says_nothing(holder.get("quantization_config")):
                 del holder["quantization_config"]
@@ -101,6 +108,14 @@ def _says_nothing(quantization: Any) -> bool:
         return quantization.get("ignore") == ["*"] or not quantization.get("quant_algo")
     groups = quantization.get("config_groups")
     return quantization.get("quant_method") == "compressed-tensors" and not groups
+
+
+def _is_of_attention(group: Any) -> bool:
+    """Whether a group of compressed-tensors, such as llm-compressor's, is about Q, K and V."""
+    targets = group.get("targets") if isinstance(group, dict) else None
+    if not isinstance(targets, list):
+        return False
+    return bool(targets) and all(str(target).endswith("Attention") for target in targets)
 
 
 def _number(module: str) -> int | None:

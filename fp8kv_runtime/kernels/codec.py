@@ -117,13 +117,9 @@ def _encode_integer(
 
 @triton.jit
 def _encode_hardware(x, FORMAT: tl.constexpr):
-    bits = x.to(tl.int32, bitcast=True)
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    MAX: tl.constexpr = largest(FORMAT)
-    clamped = tl.minimum(tl.maximum(tl.where(is_nan, 0.0, x), -MAX), MAX)
-    codes = clamped.to(hardware_type(FORMAT)).to(tl.uint8, bitcast=True)
-    nan = (((bits >> 24) & 0x80) | 0x7F).to(tl.uint8)
-    return tl.where(is_nan, nan, codes)
+    # the instruction saturates, infinities too, and makes any NaN a positive one
+    codes = x.to(hardware_type(FORMAT)).to(tl.uint8, bitcast=True)
+    return codes | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80).to(tl.uint8)
 
 
 @triton.constexpr_function
@@ -136,3 +132,9 @@ def hardware_type(FORMAT):
 def largest(FORMAT):
     """The format's largest finite value."""
     return {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0}[FORMAT]
+
+
+@triton.constexpr_function
+def half_smallest(FORMAT):
+    """Half of the format's smallest value: what is not larger becomes 0."""
+    return {"e4m3fn": 2.0**-10, "e4m3fnuz": 2.0**-11, "e5m2": 2.0**-17}[FORMAT]

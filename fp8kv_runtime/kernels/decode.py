@@ -1,4 +1,4 @@
-"""Decode attention: one query token per sequence, its KV split into parts, then a reduce."""
+"""Decode attention: one query token per sequence, all KV split into parts, then a reduce."""
 
 from typing import Any
 
@@ -12,8 +12,14 @@ from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
 from fp8kv_runtime.kernels.launch import code_pairs, layer_constants, scale_dims
+from fp8kv_runtime.kernels.split import find_part, parts_of
 from fp8kv_runtime.kernels.targets import Target, current_target, num_processors
-from fp8kv_runtime.kernels.tuning import choose_splits, decode_config, reduce_config
+from fp8kv_runtime.kernels.tuning import (
+    LEAST_TILES,
+    choose_splits,
+    decode_config,
+    reduce_config,
+)
 from fp8kv_runtime.options import AttentionOptions, check_attention
 from fp8kv_runtime.storage import KVBlocks
 
@@ -28,7 +34,8 @@ def decode_attention(
 ) -> Tensor:
     """Attend from the last token of each sequence, `query` [S, H, D], to all of it.
 
-    See `reference.decode_attention`. `num_splits` is chosen to fill the GPU where it is None.
+    See `reference.decode_attention`. `num_splits`, of a head's KV in all sequences together (see
+    `split.py`), is chosen to fill the GPU where it is None.
 
     Raises:
         ValueError: shapes, types or options do not fit together.
@@ -41,40 +48,46 @@ def decode_attention(
     query = query if query.stride(2) == 1 else query.contiguous()
     target = current_target()
     config = decode_config(target, head_dim, num_heads // blocks.num_kv_heads)
-    splits = num_splits or choose_splits(
-        num_seqs * blocks.num_kv_heads,
-        sequences.block_tables.shape[1] * blocks.block_size,
-        num_processors(query.device),
-        config.tile,
-    )
-    partial = torch.empty(num_seqs, num_heads, splits, head_dim, device=query.device)
-    softmax = torch.empty(num_seqs, num_heads, splits, 2, device=query.device)
-    decode_kernel[(blocks.num_kv_heads, splits, num_seqs)](
+    splits = num_splits or choose_splits(blocks.num_kv_heads, num_processors(query.device))
+    least = LEAST_TILES if num_splits is None else 1
+    parts = (splits + num_seqs, num_heads)
+    partial = torch.empty(*parts, head_dim, device=query.device)
+    softmax = torch.empty(*parts, 2, device=query.device)
+    split_constants = {"BLOCK_S": triton.next_power_of_2(num_seqs)}
+    decode_kernel[(blocks.num_kv_heads, parts[0])](
         query, *code_pairs(blocks), blocks.k_scale,
         options.q_scale, blocks.k_center, options.sinks, sequences.block_tables,
         sequences.seq_lens, sequences.seq_starts, partial, softmax, options.scale(head_dim),
         options.softcap or 0.0, query.stride(0), query.stride(1), sequences.block_tables.stride(0),
-        splits, TILE=config.tile, BLOCK_M=config.rows,
+        num_seqs, splits, least, TILE=config.tile, BLOCK_M=config.rows, **split_constants,
         **layer_constants(query, blocks, sequences, options, target),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     reduce_kernel[(num_heads, num_seqs)](
-        partial, softmax, blocks.v_scale, out, splits,
-        **reduce_constants(num_heads, blocks, splits, target),
+        partial, softmax, blocks.v_scale, out, sequences.seq_lens, sequences.seq_starts, num_seqs,
+        splits, least, TILE=config.tile, **split_constants,
+        **reduce_constants(num_heads, blocks, sequences, options, splits, target),
         num_warps=reduce_config(splits).num_warps,
     )  # fmt: skip
     return out
 
 
 def reduce_constants(
-    num_heads: int, blocks: KVBlocks, num_splits: int, target: Target
+    num_heads: int,
+    blocks: KVBlocks,
+    sequences: PagedSequences,
+    options: AttentionOptions,
+    num_splits: int,
+    target: Target,
 ) -> dict[str, Any]:
     """Compile-time constants of the reduce."""
     return {
         "NUM_HEADS": num_heads,
         "GROUP": num_heads // blocks.num_kv_heads,
         "BLOCK_SPLITS": triton.next_power_of_2(num_splits),
-        "TILE": reduce_config(num_splits).tile,
+        "PARTS": reduce_config(num_splits).tile,
+        "WINDOW": options.sliding_window or 0,
+        "HAS_STARTS": sequences.seq_starts is not None,
         "HEAD_DIM": blocks.head_dim,
         "BLOCK_D": triton.next_power_of_2(blocks.head_dim),
         "V_SCALES": scale_dims(blocks.v_scale),
@@ -95,16 +108,19 @@ def decode_kernel(
     block_tables_ptr,
     seq_lens_ptr,
     seq_starts_ptr,
-    partial_ptr,  # [S, H, NUM_SPLITS, D] float32, unnormalised
-    softmax_ptr,  # [S, H, NUM_SPLITS, 2] float32
+    partial_ptr,  # [parts, H, D] float32, unnormalised
+    softmax_ptr,  # [parts, H, 2] float32
     softmax_scale,
     softcap,
     stride_query_token,
     stride_query_head,
     stride_block_tables,
+    num_seqs,
     num_splits,
+    least,
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -128,8 +144,14 @@ def decode_kernel(
 ):
     """One program attends from all query heads of one KV head to one part of one sequence."""
     kv_head = tl.program_id(0)
-    split = tl.program_id(1)
-    seq = tl.program_id(2).to(tl.int64)
+    program = tl.program_id(1)
+    seqs, tiles, parts = parts_of(
+        seq_lens_ptr, seq_starts_ptr, num_seqs, num_splits, least, TILE, WINDOW, HAS_STARTS, BLOCK_S
+    )
+    seq, split, part_tiles = find_part(program, seqs, tiles, parts)
+    if seq >= num_seqs:  # there are fewer parts than there could be
+        return
+    seq = seq.to(tl.int64)
     rows = tl.arange(0, BLOCK_M)
     heads = kv_head * GROUP + rows
     inside = rows < GROUP
@@ -145,9 +167,8 @@ def decode_kernel(
         first = tl.load(seq_starts_ptr + seq)
     if WINDOW > 0:
         first = tl.maximum(first, seq_len - WINDOW)
-    # parts are whole tiles, counted from the tile that holds the first position
     origin = first // TILE * TILE
-    part = tl.cdiv(tl.cdiv(seq_len - origin, TILE), num_splits) * TILE
+    part = part_tiles * TILE
     begin = tl.maximum(first, origin + split * part)
     end = tl.minimum(seq_len, origin + (split + 1) * part)
 
@@ -161,7 +182,7 @@ def decode_kernel(
     )  # fmt: skip
 
     channels = tl.arange(0, BLOCK_D)
-    at = (seq * NUM_KV_HEADS * GROUP + heads) * num_splits + split
+    at = program.to(tl.int64) * NUM_KV_HEADS * GROUP + heads
     valid = inside[:, None] & (channels < HEAD_DIM)[None, :]
     tl.store(partial_ptr + at[:, None] * HEAD_DIM + channels[None, :], acc, mask=valid)
     tl.store(softmax_ptr + at * 2, running_max, mask=inside)
@@ -174,11 +195,19 @@ def reduce_kernel(
     softmax_ptr,
     v_scale_ptr,
     out_ptr,  # [S, H, D]
+    seq_lens_ptr,
+    seq_starts_ptr,
+    num_seqs,
     num_splits,
+    least,
     NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
-    TILE: tl.constexpr,  # parts at a time
+    BLOCK_S: tl.constexpr,
+    TILE: tl.constexpr,
+    PARTS: tl.constexpr,  # at a time
+    WINDOW: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     V_SCALES: tl.constexpr,
@@ -187,12 +216,17 @@ def reduce_kernel(
 ):
     """One program joins the parts of one sequence and head, and applies V's scale."""
     head = tl.program_id(0)
-    at = (tl.program_id(1).to(tl.int64) * NUM_HEADS + head) * num_splits
+    seq = tl.program_id(1)
+    seqs, _, parts = parts_of(
+        seq_lens_ptr, seq_starts_ptr, num_seqs, num_splits, least, TILE, WINDOW, HAS_STARTS, BLOCK_S
+    )
+    num_parts = tl.sum(tl.where(seqs == seq, parts, 0))
+    at = tl.sum(tl.where(seqs < seq, parts, 0)).to(tl.int64) * NUM_HEADS + head
     channels = tl.arange(0, BLOCK_D)
     in_head = channels < HEAD_DIM
     all_splits = tl.arange(0, BLOCK_SPLITS)
-    in_split = all_splits < num_splits
-    softmax_at = softmax_ptr + (at + all_splits) * 2
+    in_split = all_splits < num_parts
+    softmax_at = softmax_ptr + (at + all_splits * NUM_HEADS) * 2
     maxima = tl.load(softmax_at, mask=in_split, other=float("-inf"))
     sums = tl.load(softmax_at + 1, mask=in_split, other=0.0)
     overall = tl.max(maxima, 0)
@@ -200,17 +234,18 @@ def reduce_kernel(
     total = tl.sum(sums * tl.exp2(maxima - overall), 0)
 
     joined = tl.zeros([BLOCK_D], tl.float32)
-    for first in range(0, num_splits, TILE):
-        some = first + tl.arange(0, TILE)
-        inside = some < num_splits
-        some_maxima = tl.load(softmax_ptr + (at + some) * 2, mask=inside, other=float("-inf"))
+    for first in range(0, num_parts, PARTS):
+        some = first + tl.arange(0, PARTS)
+        inside = some < num_parts
+        rows = at + some * NUM_HEADS
+        some_maxima = tl.load(softmax_ptr + rows * 2, mask=inside, other=float("-inf"))
         partial = tl.load(
-            partial_ptr + (at + some)[:, None] * HEAD_DIM + channels[None, :],
+            partial_ptr + rows[:, None] * HEAD_DIM + channels[None, :],
             mask=inside[:, None] & in_head[None, :],
             other=0.0,
         )
         joined += tl.sum(partial * tl.exp2(some_maxima - overall)[:, None], 0)
     scale = load_scale(v_scale_ptr, head // GROUP, channels, V_SCALES, HEAD_DIM)
     out = joined / tl.where(total == 0.0, 1.0, total) * (scale * decode_unit(FORMAT, HARDWARE))
-    out_at = (tl.program_id(1).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
+    out_at = (seq.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
     tl.store(out_ptr + out_at + channels, out.to(out_ptr.dtype.element_ty), mask=in_head)

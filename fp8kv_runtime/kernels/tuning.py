@@ -1,10 +1,12 @@
-"""Tile sizes, warps and stages, as data; and how many parts a sequence is split into."""
+"""Tile sizes, warps and stages, as data; and how many parts decode splits the KV into."""
 
 from dataclasses import dataclass, replace
 
 import triton
 
 from fp8kv_runtime.kernels.targets import Target
+
+LEAST_TILES = 4  # of a part of decode: writing and joining it costs as much as reading a fourth
 
 
 @dataclass(frozen=True)
@@ -61,10 +63,9 @@ def append_config(target: Target, head_dim: int) -> Config:
     return Config(tile, num_warps=2 if target.backend == "hip" else 4)
 
 
-def choose_splits(num_programs: int, max_tokens: int, num_processors: int, tile: int) -> int:
-    """Parts of the KV so that the GPU is filled about twice, each of at least four tiles."""
-    wanted = -(-2 * num_processors // max(num_programs, 1))
-    return max(1, min(wanted, max_tokens // (4 * tile), 128))
+def choose_splits(num_kv_heads: int, num_processors: int) -> int:
+    """Parts of a head's KV, all sequences together, so that every processor gets about two."""
+    return max(1, min(-(-2 * num_processors // num_kv_heads), 128))
 
 
 def _find(table: tuple[tuple[str, int, Config], ...], target: Target, head_dim: int) -> Config:

@@ -1,6 +1,7 @@
 """Load every hand-made directory with real vLLM; compare what it holds with what we predict.
 
-check_verify.py [CASE ...]  exit 0 if `fp8kv verify` is right about every one
+check_verify.py             exit 0 if `fp8kv verify` is right about every one
+check_verify.py --only DIR  the same of the checkpoints in DIR, every one of which must load
 """
 
 import json
@@ -98,16 +99,29 @@ def difference(predicted: Simulation, held: Held | str) -> str | None:
     return None
 
 
-def check(directories: Mapping[str, Path], place: Place) -> list[bool]:
+def check(directories: Mapping[str, Path], place: Place, *, must_load: bool = False) -> list[bool]:
     """Check directories in one place and print a line for each."""
     rules = choose_rules("vllm", None)[0]
     right = []
     all_held = held_by_all([*directories.values()], place)
     for (name, path), held in zip(directories.items(), all_held, strict=True):
-        wrong = difference(simulate(open_scales(path), rules, place), held)
+        predicted = simulate(open_scales(path), rules, place)
+        wrong = difference(predicted, held)
+        if must_load and not predicted.is_good:
+            wrong = wrong or "it does not load every scale"
         seen = held if isinstance(held, str) else "loaded"
         print(f"{'WRONG' if wrong else 'OK'} {place}: {name}: {wrong or seen}", flush=True)
         right.append(wrong is None)
+    return right
+
+
+def check_cases() -> list[bool]:
+    """Check what is made by hand and what other tools wrote."""
+    with tempfile.TemporaryDirectory() as scratch:
+        made = {case.name: write_case(case, Path(scratch, str(i))) for i, case in enumerate(CASES)}
+        right = check(made | GOLDEN, ONE_GPU)
+        for place, names in PLACES:
+            right += check({name: made[name] for name in names}, place)
     return right
 
 
@@ -117,17 +131,11 @@ def main() -> None:
         place = Place(ranks, bool(fnuz))
         print(json.dumps([held_by_vllm(Path(path), place, rank) for path in sys.argv[5:]]))
         return
-    wanted = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as scratch:
-        made = {
-            case.name: write_case(case, Path(scratch, str(i)))
-            for i, case in enumerate(CASES)
-            if not wanted or case.name in wanted
-        }
-        right = check(made if wanted else made | GOLDEN, ONE_GPU)
-        for place, names in PLACES:
-            if chosen := {name: made[name] for name in names if name in made}:
-                right += check(chosen, place)
+    if sys.argv[1:2] == ["--only"]:
+        found = {path.name: path for path in sorted(Path(sys.argv[2]).iterdir())}
+        right = check(found, ONE_GPU, must_load=True)
+    else:
+        right = check_cases()
     if not all(right):
         sys.exit(f"FAILED: {right.count(False)} of {len(right)} directories")
     print(f"OK: vLLM does what `fp8kv verify` predicts with {len(right)} directories")

@@ -57,6 +57,13 @@ MODELOPT |= {"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float
 _LINEARS = [f"self_attn.{name}_proj" for name in ("qkv", "q", "k", "v", "o")]
 _LINEARS += [f"mlp.{name}_proj" for name in ("gate_up", "gate", "up", "down")]
 IGNORED = [f"model.layers.{i}.{name}" for i in range(LAYERS) for name in _LINEARS]
+_FP8_OUTPUT = {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
+QUARKED = {
+    "quant_method": "quark",
+    "export": {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"},
+    "layer_quant_config": {"*k_proj": _FP8_OUTPUT, "*v_proj": _FP8_OUTPUT},
+    "exclude": IGNORED,
+}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": IGNORED}
 
 
@@ -187,12 +194,14 @@ CASES = [
     Case("modelopt, nothing", OPT, nothing, ""),
     Case("fp8", FP8, scales(), "k v"),
     Case("fp8, Quark names", FP8, scales(names=QUARK), "k v"),
+    Case("quark", QUARKED, scales(names=QUARK), "k v"),
+    Case("quark, other names", QUARKED, scales(), "k v"),
 ]  # fmt: skip
 
 # names of cases that are also loaded elsewhere than on one GPU, and on what
 _PER_HEAD = [case.name for case in CASES if case.name.startswith("per head")]
 _SCALAR = ["one scale per layer, [1]", "modelopt", "modelopt with query scales"]
-_FNUZ = ["modelopt, kv_scale", "modelopt, negative", "fp8", "fp8, Quark names", "with query scales"]
+_FNUZ = ["modelopt, kv_scale", "modelopt, negative", "fp8", "fp8, Quark names", "quark"]
 PLACES = [
     (Place(2), [*_PER_HEAD, *_SCALAR, "not in the index"]),
     (Place(4), [*_PER_HEAD, *_SCALAR]),

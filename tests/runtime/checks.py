@@ -91,7 +91,7 @@ def assert_stored(case, device="cpu", runtime=RUNTIME):
 
 
 def assert_rounded(format, device="cpu", runtime=RUNTIME):
-    """The kernel rounds all bfloat16 values, ties among them, as torch's cast does."""
+    """The kernel rounds all bfloat16 values, ties among them, as torch's cast does, and counts."""
     x = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     x = x.view(256, 2, 128)
     case = Case((256,), head_dim=128, format=format, k_scales="tensor", v_scales="tensor")
@@ -102,5 +102,15 @@ def assert_rounded(format, device="cpu", runtime=RUNTIME):
     slots = torch.arange(256, device=device)
     runtime.append_kv.append_kv(x.to(device), x.to(device), blocks, slots)
     for stored in (blocks.key, blocks.value):
-        codes = stored.view(torch.uint8)[:16].transpose(1, 2).reshape(256, 2, 128)
-        assert torch.equal(codes.cpu(), want)
+        codes = stored.view(torch.uint8)[:16].transpose(1, 2).reshape(256, 2, 128).cpu()
+        # arithmetic on a GPU forgets the sign of NaN
+        assert torch.equal(codes | (x.isnan() * 0x80), want | (x.isnan() * 0x80))
+    # as float32, because the interpreter loses bfloat16's smallest values
+    counts = torch.zeros(2, 2, 3, dtype=torch.int64, device=device)
+    x = x.float()
+    runtime.append_kv.append_kv(x.to(device), x.to(device), replace(blocks, counts=counts), slots)
+    saturated = (x.abs() > limit) & x.isfinite()
+    became_zero = (want & 0x7F == 0) & (x != 0) & ~x.isnan()
+    for counted in counts.cpu():
+        for i, which in enumerate((saturated, became_zero, ~x.isfinite())):
+            assert counted[:, i].tolist() == which.sum((0, 2)).tolist()

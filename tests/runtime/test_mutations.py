@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 # the longest sequence first: a mutant that takes its block table for another's reads what exists
-PLAIN = Case((130, 33, 9), group=3, head_dim=80, num_splits=2)
+PLAIN = Case((130, 33, 9), group=3, head_dim=80, num_splits=4)
 ALL = replace(
     PLAIN, window=60, softcap=5.0, sinks=True, starts=(3, 7, 1), center=True, block_size=64
 )
@@ -55,6 +55,7 @@ CHECKS = {
 
 ATTEND, DECODE, EXTEND_PY = (f"kernels/{name}.py" for name in ("attend", "decode", "extend"))
 APPEND, CODEC, LAUNCH = (f"kernels/{name}.py" for name in ("append_kv", "codec", "launch"))
+SPLIT = "kernels/split.py"
 REFERENCE, CACHE, BLOCKS, STORAGE = "reference.py", "cache.py", "blocks.py", "storage.py"
 NO_Q_ROUNDING = """        q = decode(codes, FORMAT, HARDWARE).to(tl.float32)
         q *= (q_scale * decode_unit(FORMAT, HARDWARE))[:, None]
@@ -147,10 +148,13 @@ MUTATIONS = {
     "forgets the parts' maxima": ("decode plain kernel", DECODE,
         ("partial * tl.exp2(some_maxima - overall)[:, None]", "partial")),
     "forgets the last part": ("decode plain kernel", DECODE,
-        ("inside = some < num_splits", "inside = some < num_splits - 1")),
-    "parts that leave tiles over": ("decode plain kernel", DECODE,
-        ("tl.cdiv(tl.cdiv(seq_len - origin, TILE), num_splits)",
-         "(tl.cdiv(seq_len - origin, TILE) // num_splits)")),
+        ("inside = some < num_parts", "inside = some < num_parts - 1")),
+    "parts that leave tiles over": ("decode plain kernel", SPLIT,
+        ("tl.cdiv(own_tiles, own_parts)", "own_tiles // own_parts")),
+    "another sequence's part": ("decode plain kernel", SPLIT,
+        ("tl.cumsum(parts) <= program", "tl.cumsum(parts) < program")),
+    "joins another sequence's parts": ("decode plain kernel", DECODE,
+        ("tl.where(seqs < seq, parts, 0)", "tl.where(seqs <= seq, parts, 0)")),
     "rounds an fp32 query": ("decode fp32 kernel", LAUNCH,
         ("scale_dims(blocks.k_scale) == 2 or query.dtype == torch.float32", "False")),
     "rounds the weights of an fp32 query": ("extend fp32 kernel", LAUNCH,
@@ -168,9 +172,13 @@ MUTATIONS = {
     "stores K without its centre": ("stored", APPEND, ("x - center[None, :]", "x")),
     "reference: stores K without its centre": ("stored", REFERENCE,
         ("x[0] -= blocks.k_center", "x[0] -= 0")),
-    "counts what is just representable as saturated": ("stored", APPEND,
-        ("tl.abs(scaled) > largest(FORMAT)", "tl.abs(scaled) > largest(FORMAT) / 2")),
-    "counts zeros as underflowed": ("stored", APPEND, ("(tl.abs(x) > 0) & ", "")),
+    "counts what is just representable as saturated": ("rounded", APPEND,
+        ("tl.abs(scaled) <= largest(FORMAT)", "tl.abs(scaled) < largest(FORMAT)")),
+    "counts zeros as underflowed": ("stored", APPEND, (" & (x != 0)", "")),
+    "counts what is just lost as kept": ("rounded", APPEND,
+        ("tl.abs(scaled) <= half_smallest", "tl.abs(scaled) < half_smallest")),
+    "counts what is not finite as saturated": ("stored", APPEND,
+        ("(both & 0xFFFF) - not_finite", "(both & 0xFFFF)")),
     "rounds halves away from zero": ("rounded", CODEC,
         ("((1 << (SHIFT - 1)) - 1) + ((a_bits >> SHIFT) & 1)", "(1 << (SHIFT - 1))")),
     "does not saturate": ("rounded", CODEC,

@@ -48,6 +48,14 @@ def test_scales_are_found_by_layer(tmp_path):
     assert found.problems == []
 
 
+def test_what_sees_has_no_cache(tmp_path):
+    eyes = ["vision_tower.encoder.layers.0.self_attn.k_proj", "model.visual.blocks.3.attn.qkv"]
+    ears = ["audio_tower.layers.1.self_attn.k_proj"]
+    names = ["model.language_model.layers.0.self_attn.k_proj", *eyes, *ears]
+    directory = write(tmp_path, {f"{name}.weight": torch.ones(1) for name in names})
+    assert open_scales(directory).modules == {"model.language_model.layers.0.self_attn"}
+
+
 def test_a_scale_of_one_alone_replaces_that_of_both(tmp_path):
     tensors = {f"{LAYER.format(0)}.kv_scale": torch.tensor(2.0), **layers(count=1, k=0.5)}
     (layer,) = inspect_directory(write(tmp_path, tensors)).layers

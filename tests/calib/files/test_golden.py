@@ -76,3 +76,12 @@ def test_what_is_wrong_with_them_is_said(case, tmp_path):
     # AutoRound keeps the last forward's absmax only
     assert ("layers clip what was measured" in said) == case.parent.name.startswith("auto-round")
     assert ("quant_algo is missing" in said) == (case.match("nvidia-modelopt-*/kv"))
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "llmcompressor" in c.parent.name], ids=named)
+def test_stripped_of_scales_nothing_is_left_of_them(case, tmp_path):
+    done = fp8kv("strip", case, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert not open_scales(tmp_path / "out").tensors

@@ -130,6 +130,8 @@ def test_repair_replaces_what_is_bad_and_nothing_else(kind, request, tmp_path):
     bad = {
         "model.layers.0.self_attn.k_scale": 0.0,
         "model.layers.1.self_attn.v_scale": float("nan"),
+        # with strategy tensor nothing is left of this layer
+        "model.layers.2.self_attn.k_scale": None,
         "model.layers.2.self_attn.v_scale": None,
     }
     broken = damage(good, tmp_path / "broken", bad)
@@ -138,9 +140,17 @@ def test_repair_replaces_what_is_bad_and_nothing_else(kind, request, tmp_path):
     assert done.exit_code == 0, done.stderr
     assert done.stdout.splitlines()[0] == (
         "replaced: model.layers.0.self_attn k, model.layers.1.self_attn v, model.layers.2.self_attn"
-        " v"
+        " k, model.layers.2.self_attn v"
     )
     assert scales(tmp_path / "repaired") == scales(good)
+
+
+def test_a_layer_without_scales_is_not_left_out(tensor, tmp_path):
+    gone = {f"model.layers.2.self_attn.{x}_scale": None for x in "kv"}
+    broken = damage(tensor, tmp_path / "broken", gone)
+    done = fp8kv("convert", broken, "--to", "tgi", "-o", tmp_path / "out")
+    one_line_error(done, "the K scale of model.layers.2.self_attn is missing")
+    assert not (tmp_path / "out").exists()
 
 
 def test_statistics_of_another_model_repair_nothing(tensor, tmp_path):

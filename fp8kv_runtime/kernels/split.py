@@ -1,0 +1,42 @@
+"""How decode splits the KV of a batch: parts of about one size whatever the lengths.
+
+Found on the device from the lengths there, so that a captured launch stays right as they grow:
+a batch of one long and many short sequences takes as long as one of equal sequences.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def parts_of(
+    seq_lens_ptr, seq_starts_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Of every sequence its number, tiles, and parts, of which it has one at least: 3 x [BLOCK_S].
+
+    A part has at most a `num_splits`th of all tiles, rounded up, or `least`: so a sequence has at
+    most `num_splits` parts, and all together have at most `num_splits` + `num_seqs`.
+    """
+    seqs = tl.arange(0, BLOCK_S)
+    inside = seqs < num_seqs
+    seq_lens = tl.load(seq_lens_ptr + seqs, mask=inside, other=0)
+    first = tl.zeros_like(seq_lens)
+    if HAS_STARTS:
+        first = tl.load(seq_starts_ptr + seqs, mask=inside, other=0)
+    if WINDOW > 0:
+        first = tl.maximum(first, seq_lens - WINDOW)
+    # whole tiles, counted from the tile that holds the first position
+    tiles = tl.maximum(tl.cdiv(seq_lens - first // TILE * TILE, TILE), 0)
+    size = tl.maximum(tl.cdiv(tl.sum(tiles), num_splits), least)
+    return seqs, tiles, tl.where(inside, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+
+
+@triton.jit
+def find_part(program, seqs, tiles, parts):
+    """A program's sequence, which of its parts, and tiles per part; too large a sequence: none."""
+    seq = tl.sum((tl.cumsum(parts) <= program).to(tl.int32))
+    before = tl.sum(tl.where(seqs < seq, parts, 0))
+    own_parts = tl.maximum(tl.sum(tl.where(seqs == seq, parts, 0)), 1)
+    own_tiles = tl.sum(tl.where(seqs == seq, tiles, 0))
+    return seq, program - before, tl.cdiv(own_tiles, own_parts)

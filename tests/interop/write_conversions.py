@@ -1,0 +1,64 @@
+"""Every kind of scales that we read, in every format that vLLM reads: what `fp8kv convert` writes.
+
+write_conversions.py OUTPUT   one directory per conversion, and one per repair
+"""
+
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from scale_cases import CASES, LAYERS, write_case
+
+from calib.rewrite.rewrite import convert, repair
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+NAMES = [
+    *("one scale per layer, [1]", "bfloat16", "with zero points", "per head, [H, 1, 1]"),
+    *("per head, with query scales", "fused names", "HY names", "Quark names", "quark"),
+    *(
+        "modelopt",
+        "modelopt with query scales",
+        "fp8",
+        "no quantization_config",
+        "not in the index",
+    ),
+]
+# whose config is about weights as well: it stays, and ModelOpt's has no room beside it
+KEPT = ["quark", "fp8"]
+BROKEN = ["zero", "memory that nobody wrote", "NaN", "no V scales"]
+
+
+def main() -> None:
+    output = Path(sys.argv[1])
+    shutil.rmtree(output, ignore_errors=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        made = {case.name: write_case(case, Path(scratch, str(i))) for i, case in enumerate(CASES)}
+        sources = {name: made[name] for name in NAMES}
+        # the others have FP8 weights, which vLLM cannot hold on every CPU
+        for tool in (*GOLDEN.glob("llmcompressor-*/*"), *GOLDEN.glob("nvidia-modelopt-*/kv")):
+            sources[f"{tool.parent.name} {tool.name}"] = tool
+        for name, source in sources.items():
+            plain = name.translate(str.maketrans("", "", "[]"))  # vLLM globs with the path
+            convert(source, "vllm", output / f"{plain}, to vllm")
+            if name not in KEPT:
+                to = output / f"{plain}, to modelopt"
+                convert(source, "modelopt", to, reduce="max", without_q=True)
+        statistics = _statistics(Path(scratch, "statistics"))
+        for name in BROKEN:
+            repair(made[name], statistics, "vllm", output / f"{name}, repaired")
+    print(f"{len([*output.iterdir()])} directories in {output}")
+
+
+def _statistics(directory: Path) -> Path:
+    directory.mkdir()
+    amax = torch.tensor([[8.0], [6.0]])
+    names = [f"model.layers.{i}.self_attn.{x}.amax" for i in range(LAYERS) for x in "kv"]
+    save_file({name: amax.clone() for name in names}, directory / "fp8kv_stats.safetensors")
+    return directory
+
+
+if __name__ == "__main__":
+    main()

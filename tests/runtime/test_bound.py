@@ -1,0 +1,129 @@
+"""What limits a kernel, counted in code whose numbers are known."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from fp8kv_runtime.kernels.bound import hottest_loop, parse, predict, tiles_in_flight
+from fp8kv_runtime.kernels.offline import Compiled
+from fp8kv_runtime.kernels.processors import PROCESSORS
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import compiled_before
+
+SASS = """
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/                   LDG.E R2, [R4.64] ;
+        /*0020*/                   LDGSTS.E.BYPASS.LTC128B.128 [R3], [R6.64] ;
+        /*0030*/                   F2FP.F16.E4M3.UNPACK_B R9, R8 ;
+        /*0040*/                   HMMA.16816.F32 R12, R8, R10, R12 ;
+        /*0050*/              @!P0 BRA 0x20 ;
+        /*0060*/                   STG.E.64 [R4.64], R12 ;
+        /*0070*/                   BRA 0x70 ;
+"""
+PTX = """
+$L__BB0_2:
+ cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+ cp.async.commit_group;
+ cp.async.commit_group;
+ cp.async.wait_group 4;
+ @%p3 bra $L__BB0_2;
+"""
+GCN = """
+	s_load_dwordx4 s[0:3], s[4:5], 0x0
+.LBB0_1:
+	buffer_load_dwordx4 v[0:3], v4, s[0:3], 0 offen
+	v_cvt_pk_f32_fp8_e32 v[6:7], v0
+	v_mfma_f32_16x16x16_f16 a[0:3], v[0:1], v[2:3], a[0:3]
+	s_cbranch_scc1 .LBB0_1
+	s_endpgm
+"""
+
+
+def compiled(code, asm="", registers=80, shared_memory=0, num_warps=4):
+    return Compiled(asm, code, "", num_warps, shared_memory, registers, {})
+
+
+def test_sass_is_read():
+    code = parse(compiled(SASS))
+    assert [each.moved for each in code] == [0, 4, 16, 0, 0, 0, 8, 0]
+    assert [each.cycles for each in code] == [1, 1, 1, 2, 1, 1, 1, 1]
+    assert code[4].flops == 2 * 16 * 8 * 16
+    assert [each.jumps_to for each in code] == [None] * 5 + [2, None, None]
+    assert hottest_loop(code) == code[2:6]
+
+
+def test_amdgcn_is_read():
+    code = parse(compiled(GCN))
+    assert [each.moved for each in code] == [0, 16, 0, 0, 0, 0]
+    assert [each.cycles for each in code] == [1, 1, 4, 1, 1, 1]
+    assert code[3].flops == 2 * 16**3
+    assert hottest_loop(code) == code[1:5]
+
+
+def test_code_without_a_loop_counts_whole():
+    code = parse(compiled(SASS.replace("0x20", "0x60")))
+    assert hottest_loop(code) == code
+
+
+def test_groups_that_are_waited_for_last_are_in_flight():
+    assert tiles_in_flight(PTX) == 2
+    assert tiles_in_flight("") == 1
+
+
+@pytest.mark.parametrize(
+    ("target", "registers", "shared", "warps", "programs"),
+    [
+        ("sm_90", 80, 0, 4, 6),  # 512 registers of a lane hold six warps of 80
+        ("sm_90", 80, 38920, 4, 5),  # 228 KiB hold five of 38 KiB and the 1 KiB that each costs
+        ("sm_90", 32, 0, 4, 16),  # 64 warps
+        ("sm_89", 32, 0, 1, 24),  # as many programs as there may be
+        ("sm_80", 255, 0, 8, 1),
+        ("gfx942", 128, 0, 4, 4),
+        ("gfx942", 32, 40_000, 4, 1),
+    ],
+)
+def test_programs_at_once(target, registers, shared, warps, programs):
+    assert PROCESSORS[target].programs_at_once(registers, shared, warps) == programs
+
+
+def test_the_slowest_of_four_is_the_limit():
+    h200 = PROCESSORS["sm_90"]
+    # an iteration of a warp moves 512 bytes and takes five cycles: far less than memory does
+    bound = predict(compiled(SASS, PTX), h200)
+    assert bound.programs == 6
+    assert bound.kb_in_flight == 6 * 4 * 512 * 2 / 1024
+    assert bound.cycles_per_kb == 1024 * 5 / 4 / 512
+    assert bound.kb_needed == pytest.approx(4.8e12 * 0.8e-6 / 132 / 1024)
+    assert (bound.limit, bound.of_memory) == ("latency", bound.kb_in_flight / bound.kb_needed)
+
+    # two hundred conversions more
+    busy = SASS.replace("HMMA", "F2FP R1, R1 ;\n        /*0048*/  HMMA", 1)
+    conversions = "".join(f"        /*1{i:03x}*/ F2FP R1, R1 ;\n" for i in range(200))
+    busy = SASS.replace("        /*0040*/", conversions + "        /*0040*/")
+    bound = predict(compiled(busy, PTX), h200)
+    assert bound.limit == "issue"
+    memory, issue = 512 / h200.bytes_per_cycle, (5 + 400) / 4
+    assert bound.of_memory == pytest.approx(memory / issue)
+
+
+def test_what_became_worse_is_found(tmp_path):
+    file = tmp_path / "compiled.json"
+    good = predict(compiled(SASS, PTX), PROCESSORS["sm_90"])
+    compiled_before.write({"decode": vars(good)}, file)
+    before = compiled_before.read(file)
+    assert compiled_before.worse("decode", good, before) == []
+    assert compiled_before.worse("another", good, before) == []
+    fewer = predict(compiled(SASS, PTX, registers=128), PROCESSORS["sm_90"])
+    found = compiled_before.worse("decode", fewer, before)
+    assert [each.found for each in found] == ["4 programs at once", "56% left by latency"]
+
+
+def test_another_compiler_compares_nothing(tmp_path):
+    file = tmp_path / "compiled.json"
+    compiled_before.write({}, file)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"triton": "0", "kernels": {"x": 1}}))
+    assert compiled_before.read(file) == {}
+    assert compiled_before.read(tmp_path / "absent.json") == {}

@@ -1,0 +1,89 @@
+"""Parts of decode: every tile once, none larger than its share, whatever the lengths."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from fp8kv_runtime.kernels.split import find_part, parts_of
+
+TILE = 16
+
+
+@triton.jit
+def parts_kernel(
+    lens_ptr, starts_ptr, out_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    seqs, tiles, parts = parts_of(
+        lens_ptr, starts_ptr, num_seqs, num_splits, least, TILE, WINDOW, HAS_STARTS, BLOCK_S
+    )
+    seq, split, size = find_part(program, seqs, tiles, parts)
+    tl.store(out_ptr + program * 3, seq)
+    tl.store(out_ptr + program * 3 + 1, split)
+    tl.store(out_ptr + program * 3 + 2, size)
+
+
+def split(lens, num_splits, least=1, starts=None, window=0):
+    """(sequence, part, tiles per part) of every program that has one."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    num_seqs = len(lens)
+    out = torch.empty(num_splits + num_seqs, 3, dtype=torch.int32, device=device)
+    tensors = [
+        None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
+        for x in (lens, starts)
+    ]
+    parts_kernel[(len(out),)](
+        *tensors, out, num_seqs, num_splits, least, TILE=TILE, WINDOW=window,
+        HAS_STARTS=starts is not None, BLOCK_S=triton.next_power_of_2(num_seqs),
+    )  # fmt: skip
+    return [tuple(row) for row in out.tolist() if row[0] < num_seqs]
+
+
+def tiles_of(lens, starts=None, window=0):
+    firsts = starts or [0] * len(lens)
+    firsts = [max(a, n - window) if window else a for a, n in zip(firsts, lens, strict=True)]
+    return [-(-(n - a // TILE * TILE) // TILE) for a, n in zip(firsts, lens, strict=True)]
+
+
+RAGGED = [128 * TILE, *[4 * TILE] * 31]
+BATCHES = {
+    "one": ([1000], {}),
+    "one of one token": ([1], {}),
+    "ragged": (RAGGED, {}),
+    "with empty ones": ([0, 100, 0, 0, 7], {}),
+    "all empty": ([0, 0, 0], {}),
+    "not a power of two": ([17, 400, 33, 90, 1, 250, 16], {}),
+    "with left padding": ([100, 90, 300], {"starts": [33, 0, 299]}),
+    "with a window": ([1000, 20, 400], {"window": 100}),
+    "with both": ([1000, 20, 400], {"window": 100, "starts": [5, 19, 350]}),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("num_splits", [1, 2, 5, 33, 128])
+@pytest.mark.parametrize("least", [1, 4])
+def test_every_tile_is_in_one_part(batch, num_splits, least):
+    lens, options = BATCHES[batch]
+    found = split(lens, num_splits, least, **options)
+    tiles = tiles_of(lens, **options)
+    share = max(-(-sum(tiles) // num_splits), least)
+    for seq, count in enumerate(tiles):
+        sizes = {size for of, _, size in found if of == seq}
+        parts = [part for of, part, _ in found if of == seq]
+        assert parts == [*range(max(1, -(-count // share)))]
+        assert len(parts) <= num_splits
+        assert len(sizes) == 1
+        size = sizes.pop()
+        assert size <= share
+        assert size * len(parts) >= count
+
+
+def test_a_ragged_batch_has_parts_no_larger_than_an_even_one():
+    largest = {
+        name: max(size for _, _, size in split(lens, 33, least=4))
+        for name, lens in {"ragged": RAGGED, "even": [sum(RAGGED) // 32] * 32}.items()
+    }
+    # 252 tiles: 8 for each of 33 parts
+    assert largest == {"ragged": 8, "even": 8}
