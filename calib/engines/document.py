@@ -11,14 +11,13 @@ What each engine's loader does with FP8 KV-cache scales, as `fp8kv verify` simul
 is made from the rules in `calib/engines/*.yaml` (`python -m calib.engines.document >
 docs/engines.md`): another engine or version is another file there.
 
-**Ran** means that the rules were compared with the engine itself, in the version under "Source":
+**Ran** means that the rules were compared with the engine itself, in the version under "Source".
 `make interop` has vLLM load the hand-made directories of `tests/interop/scale_cases.py`, good and
 bad, on a CPU, some of them split over two and four ranks and some as if on an MI300, and compares
-every scale that its attention layers hold with the prediction.
+every scale that its attention layers hold with the prediction. Of SGLang it runs what decides about
+scales (config, attention layer, names, weight loader) on the same directories, without a server.
 
-**Read** means that the rules were taken from that source, and nothing was run: the loaders of
-Aphrodite, SGLang, TGI, TensorRT-LLM and LMDeploy import GPU libraries that a CPU machine does not
-have.
+**Read** means that the rules were taken from that source, and nothing was run.
 
 """
 _METHODS = ("compressed-tensors", "modelopt", "fp8", "quark")

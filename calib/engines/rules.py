@@ -31,12 +31,16 @@ class Method(_Strict):
     # see values.py; none: nothing is read
     kind: Literal["one_or_per_head", "scalar", "pair", "none"]
     why: str = ""  # where nothing is read
-    # its kv_cache_scheme is refused unless type and num_bits are both right, or either
-    scheme: Literal["both", "either"] | None = None
+    # its kv_cache_scheme is refused unless type and num_bits are both right, or either is; or all
+    # scales are ignored unless it is one of static FP8, one scale per layer
+    scheme: Literal["both", "either", "tensor"] | None = None
     turns_fp8_on: bool = False  # no flag is needed for an FP8 cache
     needs_algo: bool = False  # quant_algo must be there
+    groups_need_weights: bool = False  # in every one of config_groups
     through_bf16: bool = False  # values are rounded to the model's 16 bits
     doubles_fnuz: bool = False  # on MI300, as its FP8 type needs
+    zero_is_absent: bool = False  # K and V of 0 are as if there were none
+    reads_q: bool = True
     remap: tuple[Remap, ...] = ()  # before the engine's own
 
 

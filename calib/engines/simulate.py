@@ -13,6 +13,10 @@ Params = dict[tuple[str, str], ScaleTensor]  # (attention module, letter) -> wha
 
 
 ONE_GPU = Place()
+IGNORED_SCHEME = Method(
+    kind="none",
+    why="its kv_cache_scheme is not static FP8 with one scale per layer, so scales are ignored",
+)
 
 
 def simulate(directory: ScaleDirectory, rules: Rules, place: Place = ONE_GPU) -> Simulation:
@@ -70,9 +74,34 @@ def _method(directory: ScaleDirectory, rules: Rules) -> Method | None:
             "quant_algo is missing or null, as ModelOpt writes it where only the KV cache is "
             "quantised; export the scales in another format"
         )
+    groups = config.get("config_groups")
+    if method.groups_need_weights and isinstance(groups, dict):
+        _check_groups(groups)
+    scheme = config.get("kv_cache_scheme")
+    if method.scheme == "tensor":
+        return method if _is_static_tensor(scheme) else IGNORED_SCHEME
     if method.scheme:
-        _check_scheme(config.get("kv_cache_scheme"), method.scheme)
+        _check_scheme(scheme, method.scheme)
     return method
+
+
+def _check_groups(groups: dict[str, Any]) -> None:
+    for name, group in groups.items():
+        if isinstance(group, dict) and not group.get("weights"):
+            raise Refused(
+                f"config_groups has '{name[:40]}' without weights, as llm-compressor writes it for "
+                "queries, and it cannot read that; write it again with fp8kv convert --to vllm"
+            )
+
+
+def _is_static_tensor(scheme: Any) -> bool:
+    wanted = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+    return (
+        isinstance(scheme, dict)
+        and all(scheme.get(key) == value for key, value in wanted.items())
+        and bool(scheme.get("symmetric", True))
+        and not scheme.get("dynamic", False)
+    )
 
 
 def _check_scheme(scheme: Any, rule: str) -> None:
@@ -145,8 +174,9 @@ def _outcomes(
     if method is None or method.kind == "none":
         return [default(module, letter) for letter in "kv"]
     if method.kind == "scalar":
-        factor = 2.0 if place.fnuz and method.doubles_fnuz else 1.0
-        return scalar(module, tensors, through_bf16=method.through_bf16, factor=factor)
+        if not method.reads_q:
+            tensors["q"] = None
+        return scalar(module, tensors, method, 2.0 if place.fnuz and method.doubles_fnuz else 1.0)
     if method.kind == "pair":
         return pair(module, tensors, params.get((module, "kv")))
     scheme = (directory.quantization or {}).get("kv_cache_scheme") or {}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from calib.engines.outcome import Outcome, Refused, Values, default
 from calib.engines.place import Place
+from calib.engines.rules import Method
 from calib.files.directory import ScaleDirectory, ScaleTensor
 
 Tensors = Mapping[str, ScaleTensor | None]  # k, v, q
@@ -28,26 +29,25 @@ def one_or_per_head(
     return outcomes
 
 
-def scalar(
-    module: str, tensors: Tensors, *, through_bf16: bool, factor: float = 1.0
-) -> list[Outcome]:
+def scalar(module: str, tensors: Tensors, method: Method, factor: float) -> list[Outcome]:
     """What vLLM's and SGLang's `BaseKVCacheMethod` make of them: -1 where there is none.
 
     `factor` is 2 where FP8 ends at 240, as files hold scales for 448.
     """
-    rounded = _bfloat16 if through_bf16 else _float32
+    rounded = _bfloat16 if method.through_bf16 else _float32
     read = {x: rounded(_one(tensor)[0]) if tensor else -1.0 for x, tensor in tensors.items()}
     k, v, q = read["k"], read["v"], read["q"]
     query = Outcome(module, "q", "loaded", (q * factor,)) if q > 0 else default(module, "q")
     if k > 0 and v > 0:
         return [*(Outcome(module, x, "loaded", (read[x] * factor,)) for x in "kv"), query]
-    if k < 0 and v < 0:
+    absent = max(k, v) <= 0 if method.zero_is_absent else max(k, v) < 0
+    if absent and not math.isnan(k + v):
         return [default(module, "k"), default(module, "v"), query]
     if not k > 0:
         raise Refused(f"{module} has a K scale of {k:g} beside a V scale of {v:g}; repair it")
     both = factor * (k if math.isnan(v) else max(k, v))
-    absent = "there is no V scale: V takes K's"
-    reason = f"a V scale of {v:g} is replaced by K's" if tensors["v"] else absent
+    reason = "there is no V scale: V takes K's"
+    reason = f"a V scale of {v:g} is replaced by K's" if tensors["v"] else reason
     outcomes = [Outcome(module, "k", "loaded", (both,)), Outcome(module, "v", "loaded", (both,))]
     return [outcomes[0], Outcome(module, "v", "loaded", (both,), reason), query]
 

@@ -59,7 +59,7 @@ def predict(compiled: Compiled, processor: Processor) -> Bound:
     # cycles of a processor for what a warp's iteration moves, each as if alone
     cycles = {
         "memory": moved / processor.bytes_per_cycle,
-        "latency": moved / processor.bytes_per_cycle * needed / flight,
+        "latency": moved / processor.bytes_per_cycle * needed / max(flight, 1e-9),
         "issue": sum(each.cycles for each in loop) / processor.schedulers,
         "matrix": sum(each.flops for each in loop) / processor.flops_per_cycle,
     }

@@ -62,6 +62,8 @@ QUARKED = {
     "quant_method": "quark",
     "export": {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"},
     "layer_quant_config": {"*k_proj": _FP8_OUTPUT, "*v_proj": _FP8_OUTPUT},
+    "layer_type_quant_config": {},
+    "global_quant_config": {},
     "exclude": IGNORED,
 }
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "ignored_layers": IGNORED}

@@ -44,7 +44,8 @@ def test_kernels_pass_on_every_target():
     )
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert [line for line in lines if line in TARGETS] == list(TARGETS)
+    titles = [line.partition(":")[0] for line in lines]
+    assert [title for title in titles if title in TARGETS] == list(TARGETS)
     for kernel in ("append_kv", "decode"):
         rows = [line for line in lines if line.startswith(f"{kernel} ")]
         assert [row.split()[-1] for row in rows] == ["ok"] * len(TARGETS), kernel
