@@ -25,6 +25,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import kernel_gate
+import kernel_roofline
 from kernel_cases import CASES, Case, Inputs, Launchers, build, call, tiny
 from kernel_peers import Attention, peers
 from kernel_report import describe_machine, nvidia_smi, write
@@ -120,6 +121,10 @@ def measure(
         print(f"{case.kernel:17} {case.name:35} {row['us']:9.1f} us {row['tb_per_s']:6.2f} TB/s")
         torch.cuda.empty_cache()
     print(f"written: {directory / 'kernels.json'} and kernels.md")
+    try:
+        print(f"written: {kernel_roofline.draw(directory / 'kernels.json')}")
+    except ImportError as missing:
+        print(f"no picture ({missing}): benchmarks/kernel_roofline.py draws it elsewhere")
 
 
 def measure_case(

@@ -181,6 +181,18 @@ def test_results_say_what_was_measured(bench, run_as_on_a_gpu, monkeypatch, tmp_
     text = (tmp_path / "kernels.md").read_text()
     assert text.count("\n## ") == 3
     assert "| like 1 x 1k | 10.0 | 9.0 to 12.5 | 40.0 |" in text
+    assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_machine_without_matplotlib_draws_nothing(
+    bench, run_as_on_a_gpu, monkeypatch, tmp_path, capsys
+):
+    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(bench.timing.Timing))
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run_as_on_a_gpu(REFERENCES)
+    assert "benchmarks/kernel_roofline.py draws it elsewhere" in capsys.readouterr().out
+    assert not (tmp_path / "kernels.png").exists()
+    assert (tmp_path / "kernels.json").exists()
 
 
 def test_bytes_and_operations_of_the_shapes(bench):
