@@ -19,7 +19,7 @@ from calib.rewrite.rewrite import convert
 
 # no deadline: a machine that is busy would fail it; a fixture of the module may be shared
 QUICK = settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 SCALAR = ("vllm", "aphrodite", "sglang", "tgi", "modelopt", "trtllm")
 NAMES = (
