@@ -44,9 +44,7 @@ def describe_machine(commit: str | None) -> dict[str, Any]:
         "max_clock_sm": max_sm,
         "max_clock_memory": max_memory,
         "power_limit": power,
-        "runtime": f"ROCm {torch.version.hip}"
-        if torch.version.hip
-        else f"CUDA {torch.version.cuda}",
+        "runtime": _runtime(),
         "triton": triton.__version__,
         "commit": commit or _commit(),
     }

@@ -147,7 +147,7 @@ def divide(
 
 @triton.jit
 def divide_by_one(x, scale):
-    """`x` over one scale in a third of a division's instructions; needs a fused multiply-add.
+    """`x` over one scale, without a division for each value; needs a fused multiply-add.
 
     A product with the reciprocal and two corrections by what is left over (Markstein 1990): equal
     to `div_rn` where the result is below 2 ** 17 and the scale within 2 ** +-60. What is larger

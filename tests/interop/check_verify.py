@@ -89,13 +89,15 @@ def difference(predicted: Simulation, held: Held | str) -> str | None:
     """What the prediction has wrong; None if nothing."""
     if isinstance(held, str) or predicted.refused:
         same = isinstance(held, str) == bool(predicted.refused)
-        return None if same else f"predicted {predicted.refused or 'loading'}, vLLM: {held}"
+        return None if same else f"predicted {predicted.refused or 'loading'}, the engine: {held}"
     for outcome in predicted.outcomes:
         values = held[f"{outcome.module} {outcome.letter}"]
         wanted = list(outcome.values) * (len(values) // len(outcome.values))
         pairs = zip(wanted, values, strict=True)
         if not all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs):
-            return f"{outcome.module} {outcome.letter}: predicted {wanted}, vLLM holds {values}"
+            return (
+                f"{outcome.module} {outcome.letter}: predicted {wanted}, the engine holds {values}"
+            )
     return None
 
 

@@ -100,7 +100,6 @@ def test_the_slowest_of_four_is_the_limit():
     assert (bound.limit, bound.of_memory) == ("latency", bound.kb_in_flight / bound.kb_needed)
 
     # two hundred conversions more
-    busy = SASS.replace("HMMA", "F2FP R1, R1 ;\n        /*0048*/  HMMA", 1)
     conversions = "".join(f"        /*1{i:03x}*/ F2FP R1, R1 ;\n" for i in range(200))
     busy = SASS.replace("        /*0040*/", conversions + "        /*0040*/")
     bound = predict(compiled(busy, PTX), h200)
