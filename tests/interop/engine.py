@@ -70,6 +70,8 @@ def _join_group(ranks: int, rank: int) -> None:
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
     if not torch.distributed.is_initialized():
-        meeting = os.environ.get("RENDEZVOUS") or Path(tempfile.mkdtemp(), "rendezvous")
+        meeting = Path(os.environ.get("RENDEZVOUS") or Path(tempfile.mkdtemp(), "rendezvous"))
+        # as vLLM's worker does: with AVX-512 ranks share memory under this name
+        os.environ["VLLM_DIST_IDENT"] = meeting.parent.name
         init_distributed_environment(ranks, rank, f"file://{meeting}", 0, "gloo")
         ensure_model_parallel_initialized(ranks, 1)
