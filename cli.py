@@ -5,6 +5,7 @@ Nothing heavy is imported before a command runs, so `--help` answers at once.
 
 import typer
 
+from commands.bench import bench
 from commands.calibrate import calibrate
 from commands.compare import compare
 from commands.convert import convert, repair, strip
@@ -28,7 +29,7 @@ app = typer.Typer(
 app.command()(calibrate)
 app.command("eval")(evaluate)
 listed = (inspect, verify, convert, strip, repair, compare, plan, merge, generate, stress)
-for command in (*listed, recipes, doctor):
+for command in (*listed, bench, recipes, doctor):
     app.command()(command)
 
 calibrate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -29,6 +29,7 @@ from fp8kv_runtime.kernels.inspect_asm import Finding, findings, stream_loads
 from fp8kv_runtime.kernels.offline import Launch, compile_launch
 from fp8kv_runtime.kernels.processors import PROCESSORS
 from fp8kv_runtime.kernels.targets import TARGETS
+from fp8kv_runtime.kernels.tuning import find_config
 from fp8kv_runtime.kernels.variants import VARIANTS
 
 _ROW = "{:11}{:16}{:>5}{:>8}{:>6} {:6}{:>5}{:>6}{:>12}{:>8}{:>8}{:>8} {:8}{}"
@@ -135,8 +136,11 @@ def _compile_one(task: Task) -> Result:
     except (CompilationError, PTXASError) as error:
         return Result(0, 0, 0, "-", None, [Finding(f"does not compile: {_reason(error)}", "code")])
     found = findings(task.launch, compiled, TARGETS[task.target])
-    bound = predict(compiled, PROCESSORS[task.target])
+    launched = _launched(task.launch, task.target)
+    bound = predict(compiled, PROCESSORS[task.target], *launched)
     found += compiled_before.worse(_name(task), bound, compiled_before.read())
+    if launched and launched[0] > bound.programs:
+        found.append(Finding(f"{launched[0]} programs launched", f"{bound.programs} run at once"))
     widths = sorted(set(stream_loads(compiled.asm)))
     return Result(
         compiled.registers,
@@ -146,6 +150,16 @@ def _compile_one(task: Task) -> Result:
         bound,
         found,
     )
+
+
+def _launched(launch: Launch, target: str) -> tuple[int, ...]:
+    """Decode's programs on a processor; other kernels launch as many as there is work for."""
+    if launch.kernel != "decode_kernel":
+        return ()
+    constants = dict(launch.constants)
+    bits = 16 if constants["FORMAT"] == "float16" else 8
+    names = (target, TARGETS[target].backend)
+    return (find_config("decode", names, bits, constants["HEAD_DIM"]).per_processor,)
 
 
 def _reason(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""16-bit attention of others, on the same values and queries; what is not installed is left out."""
+"""Attention of others, on the same values and queries; what is not installed is left out."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,15 +6,16 @@ from importlib import import_module
 from types import ModuleType
 
 import torch
-from kernel_cases import Case, Inputs
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from fp8kv_runtime.fp8 import dequantize
+from fp8kv_runtime.bench.cases import Case, Inputs
 
 Attention = Callable[[], Tensor]  # [T, H, D], or a view of it with more dimensions
+Prepare = Callable[[], Attention]
 
 _BACKENDS = {
     "SDPA flash": SDPBackend.FLASH_ATTENTION,
@@ -22,19 +23,19 @@ _BACKENDS = {
 }
 
 
-def peers(case: Case, inputs: Inputs) -> dict[str, Callable[[], Attention]]:
-    """What to try on this case, by name; preparing or running raises where a shape is refused."""
-    if case.kernel == "append_kv":
+def dense_peers(case: Case, inputs: Inputs) -> dict[str, Prepare]:
+    """16-bit attention to K and V that lie in one piece; preparing or running may refuse."""
+    if case.kernel == "append_kv" or len(set(case.lengths)) > 1:
         return {}
-    found: dict[str, Callable[[], Attention]] = {}
-    if len(set(case.lengths)) == 1:  # contiguous K and V have one length
-        key, value = contiguous(case, inputs)
-        for name, backend in _BACKENDS.items():
-            found[name] = partial(sdpa, case, inputs, key, value, backend)
-        if (library := _try_import("flash_attn")) is not None:
-            found["flash-attn"] = partial(_flash_attn, library, case, inputs, key, value)
-    if case.kernel == "decode_attention" and (library := _try_import("flashinfer")) is not None:
-        found["FlashInfer"] = partial(_flashinfer, library, case, inputs)
+    key, value = contiguous(case, inputs)
+    found: dict[str, Prepare] = {
+        name: partial(sdpa, case, inputs, key, value, backend)
+        for name, backend in _BACKENDS.items()
+    }
+    if case.quick and inputs.query.is_cuda:  # it is compiled anew for every shape
+        found["FlexAttention"] = partial(flex, case, inputs, key, value, torch.compile)
+    if (library := try_import("flash_attn")) is not None:
+        found["flash-attn"] = partial(_flash_attn, library, case, inputs, key, value)
     return found
 
 
@@ -47,7 +48,7 @@ def contiguous(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 def sdpa(case: Case, inputs: Inputs, key: Tensor, value: Tensor, backend: SDPBackend) -> Attention:
     """One backend of torch's own attention."""
-    query = inputs.query.unflatten(0, (-1, case.new)).transpose(1, 2).contiguous()
+    query = _by_head(case, inputs)
     mask = causal_lower_right(case.new, key.shape[2]) if case.new > 1 else None
 
     def run() -> Tensor:
@@ -56,6 +57,33 @@ def sdpa(case: Case, inputs: Inputs, key: Tensor, value: Tensor, backend: SDPBac
         return out.transpose(1, 2)
 
     return run
+
+
+def flex(
+    case: Case, inputs: Inputs, key: Tensor, value: Tensor,
+    compiled: Callable[..., Callable[..., Tensor]],
+) -> Attention:  # fmt: skip
+    """FlexAttention as `compiled` makes it."""
+    query = _by_head(case, inputs)
+    mask = None
+    if case.new > 1:
+        first = key.shape[2] - case.new
+        sizes = (None, None, case.new, key.shape[2])
+        mask = create_block_mask(lambda b, h, q, k: first + q >= k, *sizes, device=query.device)
+    attention = compiled(flex_attention, dynamic=False)
+    return lambda: attention(query, key, value, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+def try_import(name: str) -> ModuleType | None:
+    """A library, if it is there."""
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+def _by_head(case: Case, inputs: Inputs) -> Tensor:
+    return inputs.query.unflatten(0, (-1, case.new)).transpose(1, 2).contiguous()
 
 
 def _flash_attn(
@@ -67,36 +95,3 @@ def _flash_attn(
     return lambda: library.flash_attn_with_kvcache(
         query, key, value, cache_seqlens=inputs.sequences.seq_lens, causal=True
     )
-
-
-def _flashinfer(library: ModuleType, case: Case, inputs: Inputs) -> Attention:
-    blocks, sequences = inputs.blocks, inputs.sequences
-    pages = dequantize(blocks.codes, blocks.scales[:, None]).half()  # [2, blocks, K, size, D]
-    device = pages.device
-    workspace = torch.empty(2**27, dtype=torch.uint8, device=device)
-    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True)
-    starts = torch.tensor([0, *(-(-n // case.block_size) for n in case.lengths)])
-    last = torch.tensor([(n - 1) % case.block_size + 1 for n in case.lengths])
-
-    def run() -> Tensor:
-        return wrapper.run(inputs.query, (pages[0], pages[1]))
-
-    wrapper.plan(
-        starts.cumsum(0).to(device, torch.int32),
-        sequences.block_tables[sequences.block_tables >= 0],
-        last.to(device, torch.int32),
-        case.num_heads,
-        case.num_kv_heads,
-        case.head_dim,
-        case.block_size,
-        q_data_type=torch.float16,
-        kv_data_type=torch.float16,
-    )
-    return run
-
-
-def _try_import(name: str) -> ModuleType | None:
-    try:
-        return import_module(name)
-    except ImportError:
-        return None

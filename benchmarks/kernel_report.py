@@ -86,7 +86,8 @@ def to_markdown(facts: dict[str, Any], rows: list[Row]) -> str:
 
 
 def _table(rows: list[Row]) -> list[str]:
-    columns = [*_COLUMNS, *(_ATTENTION if rows[0]["kernel"] != "append_kv" else ())]
+    columns = [*_COLUMNS, _OWN, _OWN_RATIO]
+    columns += _ATTENTION if rows[0]["kernel"] != "append_kv" else ()
     if rows[0]["kernel"] == "extend_attention":
         columns.insert(2, _TFLOPS)
     cells = [[text(row) for _, text in columns] for row in rows]
@@ -102,19 +103,23 @@ def _micros(timing: Row) -> str:
     return f"{timing['us']:.1f}{'' if timing['graph'] else '*'}"
 
 
-def _fastest(row: Row) -> tuple[str, Row] | None:
-    timed = {name: peer for name, peer in row["sixteen_bit"].items() if "us" in peer}
+def _fastest(row: Row, bits: str) -> tuple[str, Row] | None:
+    timed = {name: peer for name, peer in row[bits].items() if "us" in peer}
     return min(timed.items(), key=lambda item: item[1]["us"]) if timed else None
 
 
-def _peer(row: Row) -> str:
-    fastest = _fastest(row)
+def _peer(row: Row, bits: str) -> str:
+    fastest = _fastest(row, bits)
     return "" if fastest is None else f"{_micros(fastest[1])} ({fastest[0]})"
 
 
-def _ratio(row: Row) -> str:
-    fastest = _fastest(row)
-    return "" if fastest is None else f"{fastest[1]['us'] / row['us']:.2f}x"
+def _ratio(row: Row, bits: str) -> str:
+    fastest = _fastest(row, bits)
+    return "" if fastest is None else _times(fastest[1], row)
+
+
+def _times(other: Row, row: Row) -> str:
+    return f"{other['us'] / row['us']:.2f}x"
 
 
 _COLUMNS: tuple[Column, ...] = (
@@ -128,8 +133,15 @@ _COLUMNS: tuple[Column, ...] = (
     ("of copy", lambda row: _percent(row["of_copy"])),
 )
 _ATTENTION: tuple[Column, ...] = (
-    ("fastest 16-bit, µs", _peer),
-    ("16-bit / FP8", _ratio),
+    ("others' 16-bit, µs", lambda row: _peer(row, "sixteen_bit")),
+    ("theirs / ours", lambda row: _ratio(row, "sixteen_bit")),
+    ("others' FP8, µs", lambda row: _peer(row, "fp8")),
+    ("theirs / ours", lambda row: _ratio(row, "fp8")),
+)
+_OWN: Column = ("on float16, µs", lambda row: _micros(row["float16"]) if row["float16"] else "")
+_OWN_RATIO: Column = (
+    "float16 / FP8",
+    lambda row: _times(row["float16"], row) if row["float16"] else "",
 )
 _TFLOPS: Column = ("TFLOP/s", lambda row: f"{row['tflop_per_s']:.0f}")
 

@@ -10,7 +10,6 @@ transformers would take that for the package `kernels`, in every script of this 
 import argparse
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,16 @@ if not torch.cuda.is_available():
 # a checkout is enough: nothing has to be installed
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import kernel_gate
 import kernel_roofline
-from kernel_cases import CASES, Case, Inputs, Launchers, build, call, tiny
-from kernel_peers import Attention, peers
+from kernel_paged_peers import fp8_peers, paged_peers, per_tensor
+from kernel_peers import Attention, Prepare, dense_peers
 from kernel_report import describe_machine, nvidia_smi, write
-from kernel_timing import GpuTimer, Timing
+from kernel_table import CASES
 
-from fp8kv_runtime.kernels import append_kv, decode, extend
+from fp8kv_runtime.bench import gate
+from fp8kv_runtime.bench.cases import Case, Inputs, Launchers, build, call, in_float16, tiny
+from fp8kv_runtime.bench.launchers import load_launchers
+from fp8kv_runtime.bench.timing import GpuTimer, Timing
 from fp8kv_runtime.options import AttentionOptions
 
 _SAME = 1e-2  # largest relative error of another's output: more, and it computed something else
@@ -73,30 +74,16 @@ def _why_small(gpu: bool) -> str:
     return "tiny shapes" if gpu else "TRITON_INTERPRET=1"
 
 
-def load_launchers() -> Launchers:
-    """The launchers by name."""
-    return {
-        "append_kv": append_kv.append_kv,
-        "decode_attention": decode.decode_attention,
-        "extend_attention": extend.extend_attention,
-    }
-
-
 def device() -> torch.device:
     """Where kernels run."""
     return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 
 
 def passes(cases: tuple[Case, ...], launchers: Launchers) -> bool:
-    """Check all cases, print a line for each."""
-    passed = True
-    for case in cases:
-        # named before it runs, for the kernel that crashes
-        print(f"{case.kernel:17} {case.name:35} ", end="", flush=True)
-        verdict = kernel_gate.check(case, launchers, device())
-        print(f"{'ok   ' if verdict.passed else 'WRONG'} {verdict.found}", flush=True)
-        passed &= verdict.passed
-    return passed
+    """Check all cases, on a cache of float16 as well, and print a line for each."""
+    forms = [case for each in cases for case in (each, in_float16(each)) if case]
+    passed = [gate.checked(case, launchers, device(), print) for case in forms]
+    return all(passed)
 
 
 def measure(
@@ -130,11 +117,18 @@ def measure(
 def measure_case(
     case: Case, launchers: Launchers, timer: GpuTimer, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """One row: ours, and others' 16-bit attention in turn with it."""
+    """One row: ours on FP8 and on float16, and others' attention, all in turn."""
     inputs = build(case, device())
-    theirs, left_out = _usable(case, inputs, peers(case, inputs))
-    times = timer.measure({"fp8kv": call(case, inputs, launchers), **theirs})
-    ours = times.pop("fp8kv")
+    # theirs is the query as it is, never rounded
+    plain = replace(inputs, options=AttentionOptions())
+    theirs, left_out = _usable(case, plain, dense_peers(case, plain) | paged_peers(case, plain))
+    coarse = per_tensor(plain)
+    theirs_fp8, left_out_fp8 = _usable(case, coarse, fp8_peers(case, coarse))
+    own = {"fp8kv": call(case, inputs, launchers)}
+    if wide := in_float16(case):
+        own["float16"] = call(wide, build(wide, device()), launchers)
+    times = timer.measure(own | theirs | theirs_fp8)
+    ours, same = times.pop("fp8kv"), times.pop("float16", None)
     bandwidth = case.num_bytes / ours.us / 1e6
     peak = facts["peak_tb_per_s"]
     return {
@@ -147,25 +141,25 @@ def measure_case(
         "of_peak": bandwidth / peak if peak else None,
         "of_copy": bandwidth / facts["copy_tb_per_s"],
         "tflop_per_s": case.num_flops / ours.us / 1e6,
-        "sixteen_bit": _sixteen_bit(times, left_out),
+        "float16": same and asdict(same),
+        "sixteen_bit": _peers(times, theirs, left_out),
+        "fp8": _peers(times, theirs_fp8, left_out_fp8),
     }
 
 
 def _usable(
-    case: Case, inputs: Inputs, theirs: dict[str, Callable[[], Attention]]
+    case: Case, inputs: Inputs, theirs: dict[str, Prepare]
 ) -> tuple[dict[str, Attention], dict[str, str]]:
     """Those that run and compute the same, and why not the others."""
     usable, left_out = {}, {}
-    # theirs is the query as it is, never rounded
-    inputs = replace(inputs, options=AttentionOptions())
     for name, prepare in theirs.items():
         try:
             run = prepare()
             out = run().reshape(inputs.query.shape)
-        except (RuntimeError, ValueError, TypeError) as refusal:
+        except Exception as refusal:  # noqa: BLE001  another's library may raise anything
             left_out[name] = str(refusal).strip().split("\n")[0]
             continue
-        error = kernel_gate.output_error(out, case, inputs)
+        error = gate.output_error(out, case, inputs)
         if error <= _SAME:
             usable[name] = run
         else:
@@ -173,9 +167,11 @@ def _usable(
     return usable, left_out
 
 
-def _sixteen_bit(times: dict[str, Timing], left_out: dict[str, str]) -> dict[str, Any]:
+def _peers(
+    times: dict[str, Timing], usable: dict[str, Attention], left_out: dict[str, str]
+) -> dict[str, Any]:
     reasons = {name: {"left_out": reason} for name, reason in left_out.items()}
-    return {name: asdict(timing) for name, timing in times.items()} | reasons
+    return {name: asdict(times[name]) for name in usable} | reasons
 
 
 def _shape(case: Case) -> dict[str, Any]:

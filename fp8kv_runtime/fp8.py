@@ -52,6 +52,8 @@ def dequantize(x: Tensor, scale: Tensor) -> Tensor:
 
 def _as_half(x: Tensor) -> tuple[Tensor, float]:
     """FP8 bits as float16 values and the power of two that they lack; wrong for E4M3 NaN."""
+    if x.dtype == torch.float16:
+        return x, 1.0
     codes = x.view(torch.int8).to(torch.int16)
     if x.dtype == torch.float8_e5m2:
         return codes.bitwise_left_shift_(8).view(torch.float16), 1.0

@@ -62,6 +62,8 @@ def check_attention(query: Tensor, blocks: KVBlocks, options: AttentionOptions) 
         raise ValueError(f"softcap must be positive, got {options.softcap}")
     if options.sinks is not None and options.sinks.shape != (num_heads,):
         raise ValueError(f"sinks must be [{num_heads}], got {list(options.sinks.shape)}")
+    if options.q_scale is not None and blocks.format == "float16":
+        raise ValueError("FP8 queries need FP8 blocks, got float16")
     if options.q_scale is not None and blocks.k_scale.dim() == 2:
         raise ValueError(
             "FP8 queries need K scales [1] or [K]: one per channel cannot be taken out"

@@ -1,4 +1,8 @@
-"""`KVBlocks`: the FP8 bytes of one attention layer's K and V, with the scales that restore them."""
+"""`KVBlocks`: the FP8 bytes of one attention layer's K and V, with the scales that restore them.
+
+Blocks of float16 are taken as well, with the same meaning: twice as large, for kernels to be
+measured against themselves.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +13,7 @@ from torch import Tensor
 
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize
 
+BLOCK_DTYPES: dict[str, torch.dtype] = {**FP8_DTYPES, "float16": torch.float16}
 # what `KVBlocks.counts` counts, in the order of its last dimension
 COUNTED = ("saturated", "underflowed", "nonfinite")
 
@@ -21,7 +26,7 @@ class KVBlocks:
         ValueError: shapes, types or scales do not fit together.
     """
 
-    codes: Tensor  # [2, num_blocks, K, block_size, D] FP8: K, then V
+    codes: Tensor  # [2, num_blocks, K, block_size, D] FP8 or float16: K, then V
     k_scale: Tensor  # [1], [K] or [K, D] float32
     v_scale: Tensor  # [1], [K] or [K, D] float32
     k_center: Tensor | None = None  # [K, D] float32, subtracted before K is stored
@@ -30,11 +35,11 @@ class KVBlocks:
     def __post_init__(self) -> None:
         if (
             self.codes.dim() != 5
-            or self.codes.dtype not in FP8_DTYPES.values()
+            or self.codes.dtype not in BLOCK_DTYPES.values()
             or not self.codes.is_contiguous()
         ):
             raise ValueError(
-                f"blocks must be [2, num_blocks, K, block_size, D] FP8, contiguous, "
+                f"blocks must be [2, num_blocks, K, block_size, D] FP8 or float16, contiguous, "
                 f"got {_describe(self.codes)}"
             )
         heads = (self.num_kv_heads,)
@@ -63,7 +68,7 @@ class KVBlocks:
         count: bool = False,
     ) -> "KVBlocks":
         """Uninitialised blocks; `count` adds counters of what storing does to the values."""
-        shape = (2, num_blocks, num_kv_heads, block_size, head_dim)
+        shape = (2, num_blocks, num_kv_heads, block_size, head_dim * dtype.itemsize)
         # as bytes, because torch cannot fill FP8 on every device
         codes = torch.empty(shape, dtype=torch.uint8, device=device)
         return cls(
@@ -107,12 +112,12 @@ class KVBlocks:
     @property
     def num_bytes(self) -> int:
         """Bytes of K and V."""
-        return self.codes.numel()
+        return self.codes.numel() * self.codes.itemsize
 
     @property
     def format(self) -> str:
-        """Name of the FP8 format, as in `FP8_DTYPES`."""
-        return next(name for name, dtype in FP8_DTYPES.items() if dtype == self.codes.dtype)
+        """Name of the number format, as in `BLOCK_DTYPES`."""
+        return next(name for name, dtype in BLOCK_DTYPES.items() if dtype == self.codes.dtype)
 
     @cached_property
     def scales(self) -> Tensor:

@@ -16,7 +16,7 @@ MODULES = (
     "kernels.codec", "kernels.append_kv", "kernels.decode", "kernels.extend",
 )  # fmt: skip
 FORMATS = ("e4m3fn", "e4m3fnuz", "e5m2")
-NAN_CODE = {"e4m3fn": 0x7F, "e4m3fnuz": 0x80, "e5m2": 0x7F}
+NAN_CODE = {"e4m3fn": 0x7F, "e4m3fnuz": 0x80, "e5m2": 0x7F, "float16": 0x7F}  # each byte
 
 
 def load_runtime(package="fp8kv_runtime"):
@@ -119,13 +119,14 @@ def store(stored, table, start, codes):
 
 def poisoned(num_blocks, case, device):
     """K and V blocks in which every value is NaN."""
-    shape = (2, num_blocks, case.kv_heads, case.block_size, case.head_dim)
+    bytes_per_value = 2 if case.format == "float16" else 1
+    shape = (2, num_blocks, case.kv_heads, case.block_size, case.head_dim * bytes_per_value)
     return torch.full(shape, NAN_CODE[case.format], dtype=torch.uint8, device=device)
 
 
 def _layer(case, random, device, runtime):
     """K and V in shuffled blocks, and the block tables."""
-    dtype = runtime.fp8.FP8_DTYPES[case.format]
+    dtype = runtime.storage.BLOCK_DTYPES[case.format]
     needed = [-(-length // case.block_size) for length in case.lengths]
     order = torch.randperm(sum(needed) + 3, generator=random)[: sum(needed)].tolist()
     tables = torch.full((len(needed), max(needed, default=0)), -1, dtype=torch.int32)

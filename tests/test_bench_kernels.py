@@ -10,6 +10,10 @@ import pytest
 import torch
 
 from fp8kv_runtime import reference
+from fp8kv_runtime.bench import gate
+from fp8kv_runtime.bench.cases import build
+from fp8kv_runtime.bench.cases import tiny as tiny_cases
+from fp8kv_runtime.bench.timing import Timing
 from fp8kv_runtime.cache import PagedSequences
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -22,23 +26,15 @@ REFERENCES = {
 def bench(monkeypatch):
     """The script's modules."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    import kernel_cases
-    import kernel_gate
+    import kernel_paged_peers
     import kernel_peers
     import kernel_speed
-    import kernel_timing
 
-    return SimpleNamespace(
-        cases=kernel_cases,
-        gate=kernel_gate,
-        peers=kernel_peers,
-        speed=kernel_speed,
-        timing=kernel_timing,
-    )
+    return SimpleNamespace(paged=kernel_paged_peers, peers=kernel_peers, speed=kernel_speed)
 
 
 def tiny(bench, kernel):
-    return [case for case in bench.cases.tiny(bench.cases.CASES) if case.kernel == kernel]
+    return [case for case in tiny_cases(bench.speed.CASES) if case.kernel == kernel]
 
 
 def test_tiny_checks_every_kernel_and_writes_nothing(tmp_path):
@@ -84,10 +80,9 @@ def last_token_forgotten(run, query, blocks, sequences, *arguments):
 def test_the_gate_refuses_broken_attention(bench, kernel, broken):
     run = REFERENCES[kernel]
     for case in tiny(bench, kernel):
-        check = bench.gate.check
-        assert check(case, {kernel: run}, torch.device("cpu")).passed
+        assert gate.check(case, {kernel: run}, torch.device("cpu")).passed
         wrong = {kernel: lambda *arguments: broken(run, *arguments)}
-        assert not check(case, wrong, torch.device("cpu")).passed, case.name
+        assert not gate.check(case, wrong, torch.device("cpu")).passed, case.name
 
 
 def one_token_skipped(key, value, blocks, slots):
@@ -107,9 +102,9 @@ def counted_twice(key, value, blocks, slots):
 def test_the_gate_refuses_a_broken_append(bench):
     for case in tiny(bench, "append_kv"):
         broken = [one_token_skipped, another_byte_written, *([counted_twice] if case.count else ())]
-        assert bench.gate.check(case, REFERENCES, torch.device("cpu")).passed
+        assert gate.check(case, REFERENCES, torch.device("cpu")).passed
         for append in broken:
-            verdict = bench.gate.check(case, {"append_kv": append}, torch.device("cpu"))
+            verdict = gate.check(case, {"append_kv": append}, torch.device("cpu"))
             assert not verdict.passed, append.__name__
 
 
@@ -140,7 +135,7 @@ def run_as_on_a_gpu(bench, monkeypatch, tmp_path):
         name="NVIDIA H200", total_memory=1, multi_processor_count=132, uuid="no such GPU"
     )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(bench.speed, "CASES", bench.cases.tiny(bench.cases.CASES))
+    monkeypatch.setattr(bench.speed, "CASES", tiny_cases(bench.speed.CASES))
     monkeypatch.setattr(bench.speed, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
@@ -165,7 +160,7 @@ def test_nothing_is_timed_after_a_mismatch(bench, run_as_on_a_gpu, monkeypatch, 
 
 
 def test_results_say_what_was_measured(bench, run_as_on_a_gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(bench.timing.Timing))
+    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(Timing))
     run_as_on_a_gpu(REFERENCES)
     result = json.loads((tmp_path / "kernels.json").read_text())
     assert [row["kernel"] for row in result["rows"]] == [c.kernel for c in bench.speed.CASES]
@@ -187,7 +182,7 @@ def test_results_say_what_was_measured(bench, run_as_on_a_gpu, monkeypatch, tmp_
 def test_a_machine_without_matplotlib_draws_nothing(
     bench, run_as_on_a_gpu, monkeypatch, tmp_path, capsys
 ):
-    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(bench.timing.Timing))
+    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(Timing))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run_as_on_a_gpu(REFERENCES)
     assert "benchmarks/kernel_roofline.py draws it elsewhere" in capsys.readouterr().out
@@ -196,7 +191,7 @@ def test_a_machine_without_matplotlib_draws_nothing(
 
 
 def test_bytes_and_operations_of_the_shapes(bench):
-    cases = {case.name: case for case in bench.cases.CASES}
+    cases = {case.name: case for case in bench.speed.CASES}
     assert cases["8 x 32k"].num_bytes == 2 * 8 * 32768 * 8 * 128
     assert cases["2,048 tokens, 32 heads of 256"].num_bytes == 2 * 2048 * 32 * 256 * 3
     prompt = cases["prompt of 8k"]
@@ -210,7 +205,7 @@ def test_torch_attention_is_given_the_same_values_and_mask(bench):
     for case in tiny(bench, "decode_attention") + tiny(bench, "extend_attention"):
         if case.q_fp8 or len(set(case.lengths)) > 1:
             continue
-        inputs = bench.cases.build(case, torch.device("cpu"))
+        inputs = build(case, torch.device("cpu"))
         key, value = bench.peers.contiguous(case, inputs)
         out = bench.peers.sdpa(case, inputs, key, value, math)().reshape(inputs.query.shape)
-        assert bench.gate.output_error(out, case, inputs) < 2e-3, case.name
+        assert gate.output_error(out, case, inputs) < 2e-3, case.name

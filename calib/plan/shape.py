@@ -62,17 +62,27 @@ def model_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
         InputError: there is no such model, or its config cannot be read.
         UnsupportedModelError: it is not a decoder that keeps K and V per head.
     """
+    config = _read_config(model, trust_remote_code=trust_remote_code)
+    with init_empty_weights(include_buffers=True):
+        built = auto_class(config).from_config(
+            copy.deepcopy(config), trust_remote_code=trust_remote_code
+        )
+    return _measure(built, config)
+
+
+def attention_heads(model: str, *, trust_remote_code: bool = False) -> tuple[int, int, int]:
+    """Query heads, KV heads and head_dim; raises as `model_shape` does."""
+    return _heads(_text(_read_config(model, trust_remote_code=trust_remote_code)))
+
+
+def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     path = _config_file(model)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(f"cannot read '{path}': {' '.join(str(error).split())}") from None
     check_cacheable(config, read_json(path))
-    with init_empty_weights(include_buffers=True):
-        built = auto_class(config).from_config(
-            copy.deepcopy(config), trust_remote_code=trust_remote_code
-        )
-    return _measure(built, config)
+    return config
 
 
 def _config_file(model: str) -> Path:
@@ -87,9 +97,7 @@ def _measure(model: PreTrainedModel, config: PreTrainedConfig) -> ModelShape:
     layers = _decoder_layers(model, int(text.num_hidden_layers))
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
     attending = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    heads, kv_heads, head_dim = _heads(text)
     return ModelShape(
         config,
         config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,
@@ -115,6 +123,12 @@ def _met_by_a_token(weight: Tensor, text: Any) -> int:
     if weight.dim() == 3:  # fused experts [E, ., .]
         return weight[0].numel() * int(text.num_experts_per_tok)
     return 0
+
+
+def _heads(text: Any) -> tuple[int, int, int]:
+    heads = int(text.num_attention_heads)
+    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
+    return heads, kv_heads, int(getattr(text, "head_dim", None) or text.hidden_size // heads)
 
 
 def _text(config: PreTrainedConfig) -> Any:

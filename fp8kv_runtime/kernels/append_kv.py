@@ -36,11 +36,16 @@ def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor
     config = append_config(target, blocks.head_dim)
     grid = (triton.cdiv(num_tokens, config.tile), blocks.num_kv_heads, 2)
     append_kv_kernel[grid](
-        key, value, blocks.key.view(torch.uint8), blocks.value.view(torch.uint8), blocks.k_scale,
-        blocks.v_scale, blocks.k_center, blocks.counts, slot_mapping, num_tokens, key.stride(0),
+        key, value, stored_as(blocks.key), stored_as(blocks.value), blocks.k_scale, blocks.v_scale,
+        blocks.k_center, blocks.counts, slot_mapping, num_tokens, key.stride(0),
         key.stride(1), value.stride(0), value.stride(1), TILE=config.tile,
         **append_constants(blocks, target), num_warps=config.num_warps,
     )  # fmt: skip
+
+
+def stored_as(codes: Tensor) -> Tensor:
+    """Blocks as the kernel writes them: FP8 as bytes, which sm_80 has no type for."""
+    return codes if codes.dtype == torch.float16 else codes.view(torch.uint8)
 
 
 def append_constants(blocks: KVBlocks, target: Target) -> dict[str, Any]:

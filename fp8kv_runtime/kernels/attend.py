@@ -3,6 +3,8 @@
 K's scale is folded into the softmax scale and V's into the output: the loop itself converts FP8 to
 float16, multiplies matrices and keeps a running softmax in base 2. Even and odd channels are
 multiplied apart: 16-bit pairs of codes reach the matrix instructions without byte-wise access.
+Blocks of float16, which FP8 is measured against, are multiplied as they are, lower and upper
+channels apart.
 """
 
 import triton
@@ -113,27 +115,63 @@ def row_offsets(
 
 
 @triton.jit
-def load_codes(pairs_ptr, rows, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """A tile of K or V: [TILE, BLOCK_D / 2] int16. What no one may see is 0, whatever is stored."""
-    pairs = tl.arange(0, BLOCK_D // 2)
-    valid = inside[:, None] & (pairs < HEAD_DIM // 2)[None, :]
-    at = rows[:, None] * (HEAD_DIM // 2) + pairs[None, :]
-    return tl.load(pairs_ptr + at, mask=valid, other=0)
+def load_codes(
+    ptr, rows, inside, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr
+):  # fmt: skip
+    """A tile of K or V: [TILE, BLOCK_D / 2] int16, or two such of float16.
+
+    What no one may see is 0, whatever is stored.
+    """
+    columns = tl.arange(0, BLOCK_D // 2)
+    if FORMAT == "float16":
+        at = rows[:, None] * HEAD_DIM + columns[None, :]
+        valid = inside[:, None] & (columns < HEAD_DIM)[None, :]
+        lower = tl.load(ptr + at, mask=valid, other=0.0)
+        valid = inside[:, None] & (columns < HEAD_DIM - BLOCK_D // 2)[None, :]
+        return lower, tl.load(ptr + at + BLOCK_D // 2, mask=valid, other=0.0)
+    else:
+        at = rows[:, None] * (HEAD_DIM // 2) + columns[None, :]
+        valid = inside[:, None] & (columns < HEAD_DIM // 2)[None, :]
+        return tl.load(ptr + at, mask=valid, other=0)
 
 
 @triton.jit
-def halves(x):
-    """Even and odd columns."""
-    return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+def decode_tile(
+    codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr
+):  # fmt: skip
+    """Two halves of the channels of what `load_codes` loaded, float16."""
+    if FORMAT == "float16":
+        return codes
+    else:
+        return decode_pairs(codes, FORMAT, HARDWARE, PTX)
 
 
 @triton.jit
-def scores_of(q, q_rest, pairs, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr,
+def halves(x, FORMAT: tl.constexpr):
+    """Its columns in two halves, as `decode_tile` has them: even and odd, or lower and upper."""
+    if FORMAT == "float16":
+        return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
+    else:
+        return tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def joined(first, second, FORMAT: tl.constexpr):
+    """What `halves` took apart."""
+    if FORMAT == "float16":
+        both = tl.permute(tl.join(first, second), [0, 2, 1])
+        return tl.reshape(both, [first.shape[0], 2 * first.shape[1]])
+    else:
+        return tl.interleave(first, second)
+
+
+@triton.jit
+def scores_of(q, q_rest, codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr,
               Q_FP8: tl.constexpr, Q_REST: tl.constexpr, MULTIPLIES: tl.constexpr):  # fmt: skip
     """Q Kᵀ without scales: [BLOCK_M, TILE] float32. `q` and `q_rest` are `halves`."""
     # `else` throughout: what follows a constant `if` that returns is compiled all the same
     if Q_FP8 and MULTIPLIES:
-        even, odd = unpack_pairs(pairs, PTX)
+        even, odd = unpack_pairs(codes, PTX)
         fp8: tl.constexpr = hardware_type(FORMAT)
         even = tl.trans(even.to(fp8, bitcast=True))
         odd = tl.trans(odd.to(fp8, bitcast=True))
@@ -141,7 +179,7 @@ def scores_of(q, q_rest, pairs, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PT
         scores = tl.dot(q[0].to(fp8, bitcast=True), even, max_num_imprecise_acc=32)
         return tl.dot(q[1].to(fp8, bitcast=True), odd, scores, max_num_imprecise_acc=32)
     else:
-        even, odd = decode_pairs(pairs, FORMAT, HARDWARE, PTX)
+        even, odd = decode_tile(codes, FORMAT, HARDWARE, PTX)
         even = tl.trans(even)
         odd = tl.trans(odd)
         if Q_FP8:
@@ -187,8 +225,8 @@ def attend(
     running_sum,  # [BLOCK_M] 0, or 1 for the sink
     first,  # positions from `first` ..
     end,  # .. up to `end`, not included
-    key_pairs_ptr,  # the codes of two channels in each int16
-    value_pairs_ptr,
+    key_ptr,  # the codes of two channels in each int16; or float16
+    value_ptr,
     block_table_ptr,
     kv_head,
     softcap,
@@ -209,8 +247,8 @@ def attend(
     MULTIPLIES: tl.constexpr,
 ):
     """Unnormalised output [BLOCK_M, BLOCK_D] without V's scale, running maximum and sum."""
-    q = halves(q)
-    q_rest = halves(q_rest)
+    q = halves(q, FORMAT)
+    q_rest = halves(q_rest, FORMAT)
     even_acc = tl.zeros([q[0].shape[0], BLOCK_D // 2], tl.float32)
     odd_acc = tl.zeros([q[0].shape[0], BLOCK_D // 2], tl.float32)
     for start in range(first // TILE * TILE, end, TILE):
@@ -219,8 +257,8 @@ def attend(
         rows = row_offsets(
             block_table_ptr, start, positions, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, TILE
         )
-        key = load_codes(key_pairs_ptr, rows, inside, HEAD_DIM, BLOCK_D)
-        value = load_codes(value_pairs_ptr, rows, inside, HEAD_DIM, BLOCK_D)
+        key = load_codes(key_ptr, rows, inside, HEAD_DIM, BLOCK_D, FORMAT)
+        value = load_codes(value_ptr, rows, inside, HEAD_DIM, BLOCK_D, FORMAT)
 
         scores = scores_of(q, q_rest, key, FORMAT, HARDWARE, PTX, Q_FP8, Q_REST, MULTIPLIES)
         scores = scores * factor[:, None]
@@ -238,7 +276,7 @@ def attend(
         weights = tl.exp2(scores - finite_max[:, None])
         correction = tl.exp2(running_max - finite_max)
         running_sum = running_sum * correction + tl.sum(weights, 1)
-        even, odd = decode_pairs(value, FORMAT, HARDWARE, PTX)
+        even, odd = decode_tile(value, FORMAT, HARDWARE, PTX)
         rounded = weights.to(tl.float16)
         even_acc = tl.dot(rounded, even, even_acc * correction[:, None])
         odd_acc = tl.dot(rounded, odd, odd_acc * correction[:, None])
@@ -247,4 +285,4 @@ def attend(
             even_acc = tl.dot(rest, even, even_acc)
             odd_acc = tl.dot(rest, odd, odd_acc)
         running_max = new_max
-    return tl.interleave(even_acc, odd_acc), running_max, running_sum
+    return joined(even_acc, odd_acc, FORMAT), running_max, running_sum

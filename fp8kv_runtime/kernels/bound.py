@@ -12,6 +12,7 @@ from fp8kv_runtime.kernels.processors import Processor
 
 # from a load to its value with the memory busy; Hopper's, unloaded, is about 0.6
 LATENCY_US = 0.8
+_MANY = 2**31  # programs: more than run at once
 
 _SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?(\S+)\s*(.*?) ?;")
 _SASS_MOVES = re.compile(r"^(LDG|STG|LDGSTS)\b(.*)$")
@@ -48,11 +49,12 @@ class Bound:
     of_matrix: float  # and of the matrix instructions' rate
 
 
-def predict(compiled: Compiled, processor: Processor) -> Bound:
-    """What the code allows."""
+def predict(compiled: Compiled, processor: Processor, launched: int = _MANY) -> Bound:
+    """What the code allows, on a processor that `launched` programs are meant for."""
     loop = hottest_loop(parse(compiled))
     warps = compiled.num_warps
     programs = processor.programs_at_once(compiled.registers, compiled.shared_memory, warps)
+    programs = min(programs, launched)
     moved = max(sum(each.moved for each in loop) * processor.lanes, 1)  # bytes of a warp
     flight = programs * warps * moved * tiles_in_flight(compiled.asm) / 1024
     needed = processor.tb_per_s * LATENCY_US * 1e6 / processor.count / 1024

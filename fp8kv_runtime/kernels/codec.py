@@ -1,6 +1,7 @@
 """FP8 in Triton: integer arithmetic that is exact on every target, and the hardware's conversion.
 
 Written with integers because sm_80 has no E4M3 type and the interpreter's own casts round wrongly.
+The format "float16" is no FP8 but what FP8 is measured against.
 """
 
 import triton
@@ -10,7 +11,10 @@ import triton.language as tl
 @triton.jit
 def encode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
     """Round float32 `x` to FP8 bits (uint8): nearest, ties to even, saturating; NaN stays NaN."""
-    if HARDWARE:
+    if FORMAT == "float16":
+        x = tl.clamp(x, -65504.0, 65504.0, propagate_nan=tl.PropagateNan.ALL)
+        return x.to(tl.float16)
+    elif HARDWARE:
         return _encode_hardware(x, FORMAT)
     elif FORMAT == "e4m3fn":
         return _encode_integer(x, 3, 7, 0x7E, 448.0, False)
@@ -83,7 +87,7 @@ def unpack_pairs(pairs, PTX: tl.constexpr):
 @triton.constexpr_function
 def decode_unit(FORMAT, HARDWARE):
     """The power of two that `decode` leaves out, to be folded into the scale."""
-    return 1.0 if HARDWARE else {"e4m3fn": 2.0**8, "e4m3fnuz": 2.0**7, "e5m2": 1.0}[FORMAT]
+    return 1.0 if HARDWARE else {"e4m3fn": 2.0**8, "e4m3fnuz": 2.0**7}.get(FORMAT, 1.0)
 
 
 @triton.jit
@@ -131,10 +135,11 @@ def hardware_type(FORMAT):
 @triton.constexpr_function
 def largest(FORMAT):
     """The format's largest finite value."""
-    return {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0}[FORMAT]
+    return {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "float16": 65504.0}[FORMAT]
 
 
 @triton.constexpr_function
 def half_smallest(FORMAT):
     """Half of the format's smallest value: what is not larger becomes 0."""
-    return {"e4m3fn": 2.0**-10, "e4m3fnuz": 2.0**-11, "e5m2": 2.0**-17}[FORMAT]
+    halves = {"e4m3fn": 2.0**-10, "e4m3fnuz": 2.0**-11, "e5m2": 2.0**-17, "float16": 2.0**-25}
+    return halves[FORMAT]

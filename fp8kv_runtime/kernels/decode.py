@@ -11,11 +11,11 @@ from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
-from fp8kv_runtime.kernels.launch import code_pairs, layer_constants, scale_dims
+from fp8kv_runtime.kernels.launch import layer_constants, loaded_as, scale_dims
+from fp8kv_runtime.kernels.overlap import let_next_start, overlapping, wait_for_previous
 from fp8kv_runtime.kernels.split import find_part, parts_of
-from fp8kv_runtime.kernels.targets import Target, current_target, num_processors
+from fp8kv_runtime.kernels.targets import Target, current_target
 from fp8kv_runtime.kernels.tuning import (
-    LEAST_TILES,
     choose_splits,
     decode_config,
     reduce_config,
@@ -47,27 +47,28 @@ def decode_attention(
         return out
     query = query if query.stride(2) == 1 else query.contiguous()
     target = current_target()
-    config = decode_config(target, head_dim, num_heads // blocks.num_kv_heads)
-    splits = num_splits or choose_splits(blocks.num_kv_heads, num_processors(query.device))
-    least = LEAST_TILES if num_splits is None else 1
-    parts = (splits + num_seqs, num_heads)
-    partial = torch.empty(*parts, head_dim, device=query.device)
-    softmax = torch.empty(*parts, 2, device=query.device)
-    split_constants = {"BLOCK_S": triton.next_power_of_2(num_seqs)}
-    decode_kernel[(blocks.num_kv_heads, parts[0])](
-        query, *code_pairs(blocks), blocks.k_scale,
-        options.q_scale, blocks.k_center, options.sinks, sequences.block_tables,
-        sequences.seq_lens, sequences.seq_starts, partial, softmax, options.scale(head_dim),
-        options.softcap or 0.0, query.stride(0), query.stride(1), sequences.block_tables.stride(0),
-        num_seqs, splits, least, TILE=config.tile, BLOCK_M=config.rows, **split_constants,
+    config = decode_config(target, query, blocks)
+    splits = num_splits or choose_splits(config, blocks.num_kv_heads, query.device)
+    least = config.least if num_splits is None else 1
+    parts = splits + num_seqs
+    partial, softmax = (
+        torch.empty(parts, num_heads, n, device=query.device) for n in (head_dim, 2)
+    )
+    common = {"TILE": config.tile, "OVERLAPS": target.overlaps}
+    common["BLOCK_S"] = triton.next_power_of_2(num_seqs)
+    decode_kernel[(blocks.num_kv_heads, parts)](
+        query, *loaded_as(blocks), blocks.k_scale, options.q_scale, blocks.k_center, options.sinks,
+        sequences.block_tables, sequences.seq_lens, sequences.seq_starts, partial, softmax,
+        options.scale(head_dim), options.softcap or 0.0, query.stride(0), query.stride(1),
+        sequences.block_tables.stride(0), num_seqs, splits, least, BLOCK_M=config.rows, **common,
         **layer_constants(query, blocks, sequences, options, target),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     reduce_kernel[(num_heads, num_seqs)](
         partial, softmax, blocks.v_scale, out, sequences.seq_lens, sequences.seq_starts, num_seqs,
-        splits, least, TILE=config.tile, **split_constants,
+        splits, least, **common,
         **reduce_constants(num_heads, blocks, sequences, options, splits, target),
-        num_warps=reduce_config(splits).num_warps,
+        num_warps=reduce_config(splits).num_warps, **overlapping(target),
     )  # fmt: skip
     return out
 
@@ -99,8 +100,8 @@ def reduce_constants(
 @triton.jit
 def decode_kernel(
     query_ptr,
-    key_pairs_ptr,
-    value_pairs_ptr,
+    key_ptr,
+    value_ptr,
     k_scale_ptr,
     q_scale_ptr,
     k_center_ptr,
@@ -120,6 +121,7 @@ def decode_kernel(
     least,
     TILE: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    OVERLAPS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -143,6 +145,7 @@ def decode_kernel(
     MULTIPLIES: tl.constexpr,
 ):
     """One program attends from all query heads of one KV head to one part of one sequence."""
+    let_next_start(OVERLAPS)
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     seqs, tiles, parts = parts_of(
@@ -175,8 +178,8 @@ def decode_kernel(
     running_max, running_sum = start_softmax(sinks_ptr, heads, inside, split == 0, HAS_SINKS)
     last = tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1)
     acc, running_max, running_sum = attend(
-        q, q_rest, factor, shift, last, running_max, running_sum, begin, end, key_pairs_ptr,
-        value_pairs_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
+        q, q_rest, factor, shift, last, running_max, running_sum, begin, end, key_ptr,
+        value_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_CENTER, FORMAT,
         HARDWARE, PTX, Q_FP8, Q_REST, P_REST, MULTIPLIES,
     )  # fmt: skip
@@ -206,6 +209,7 @@ def reduce_kernel(
     BLOCK_S: tl.constexpr,
     TILE: tl.constexpr,
     PARTS: tl.constexpr,  # at a time
+    OVERLAPS: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_STARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -224,6 +228,8 @@ def reduce_kernel(
     at = tl.sum(tl.where(seqs < seq, parts, 0)).to(tl.int64) * NUM_HEADS + head
     channels = tl.arange(0, BLOCK_D)
     in_head = channels < HEAD_DIM
+    scale = load_scale(v_scale_ptr, head // GROUP, channels, V_SCALES, HEAD_DIM)
+    wait_for_previous(OVERLAPS)
     all_splits = tl.arange(0, BLOCK_SPLITS)
     in_split = all_splits < num_parts
     softmax_at = softmax_ptr + (at + all_splits * NUM_HEADS) * 2
@@ -245,7 +251,6 @@ def reduce_kernel(
             other=0.0,
         )
         joined += tl.sum(partial * tl.exp2(some_maxima - overall)[:, None], 0)
-    scale = load_scale(v_scale_ptr, head // GROUP, channels, V_SCALES, HEAD_DIM)
     out = joined / tl.where(total == 0.0, 1.0, total) * (scale * decode_unit(FORMAT, HARDWARE))
     out_at = (seq.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
     tl.store(out_ptr + out_at + channels, out.to(out_ptr.dtype.element_ty), mask=in_head)

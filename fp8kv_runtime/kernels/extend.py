@@ -9,7 +9,7 @@ from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
-from fp8kv_runtime.kernels.launch import code_pairs, layer_constants, scale_dims
+from fp8kv_runtime.kernels.launch import layer_constants, loaded_as, scale_dims
 from fp8kv_runtime.kernels.targets import current_target
 from fp8kv_runtime.kernels.tuning import extend_config
 from fp8kv_runtime.options import AttentionOptions, check_attention
@@ -39,11 +39,11 @@ def extend_attention(
     query = query if query.stride(2) == 1 else query.contiguous()
     cu_seqlens = cu_seqlens.contiguous()
     target = current_target()
-    config = extend_config(target, head_dim)
+    config = extend_config(target, query.device, blocks)
     rows = max_query_len * (num_heads // blocks.num_kv_heads)
     grid = (triton.cdiv(rows, config.rows), blocks.num_kv_heads, cu_seqlens.numel() - 1)
     extend_kernel[grid](
-        query, *code_pairs(blocks), blocks.k_scale,
+        query, *loaded_as(blocks), blocks.k_scale,
         blocks.v_scale, options.q_scale, blocks.k_center, options.sinks, sequences.block_tables,
         sequences.seq_lens, sequences.seq_starts, cu_seqlens, out, options.scale(head_dim),
         options.softcap or 0.0, query.stride(0), query.stride(1), sequences.block_tables.stride(0),
@@ -57,8 +57,8 @@ def extend_attention(
 @triton.jit
 def extend_kernel(
     query_ptr,
-    key_pairs_ptr,
-    value_pairs_ptr,
+    key_ptr,
+    value_ptr,
     k_scale_ptr,
     v_scale_ptr,
     q_scale_ptr,
@@ -127,8 +127,8 @@ def extend_kernel(
 
     running_max, running_sum = start_softmax(sinks_ptr, heads, inside, True, HAS_SINKS)
     acc, running_max, running_sum = attend(
-        q, q_rest, factor, shift, rows_at, running_max, running_sum, first, end, key_pairs_ptr,
-        value_pairs_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
+        q, q_rest, factor, shift, rows_at, running_max, running_sum, first, end, key_ptr,
+        value_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_CENTER, FORMAT,
         HARDWARE, PTX, Q_FP8, Q_REST, P_REST, MULTIPLIES,
     )  # fmt: skip

@@ -150,7 +150,7 @@ def _transfers(asm: str) -> Iterator[tuple[str, int]]:
 
 _LOOP = re.compile(r"^( *)(?:%\S+ = )?scf\.for ")
 _OPERATION = re.compile(r"^\s*(%\w+)(?::\d+)? = ([\w.]+)(.*)$")
-_TILE_LOAD = re.compile(r"tensor<\d+x\d+x!tt\.ptr<i\d+>>")
+_TILE_LOAD = re.compile(r"tensor<\d+x\d+x!tt\.ptr<[if]\d+>>")
 
 
 def _traced(ttir: str) -> tuple[int, list[str]]:

@@ -17,14 +17,16 @@ def scale_dims(scale: Tensor) -> int:
     return scale.dim() if scale.numel() > 1 else 0
 
 
-def code_pairs(blocks: KVBlocks) -> tuple[Tensor, Tensor]:
-    """K and V as kernels read them: [num_blocks, K, block_size, D / 2] int16.
+def loaded_as(blocks: KVBlocks) -> tuple[Tensor, Tensor]:
+    """K and V as kernels read them: [num_blocks, K, block_size, D / 2] int16, or float16 of D.
 
     Raises:
         ValueError: head_dim is odd.
     """
     if blocks.head_dim % 2:
         raise ValueError(f"kernels need an even head_dim, got {blocks.head_dim}")
+    if blocks.format == "float16":
+        return blocks.key, blocks.value
     return blocks.key.view(torch.int16), blocks.value.view(torch.int16)
 
 

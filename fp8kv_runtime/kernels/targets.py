@@ -22,6 +22,11 @@ class Target:
     ] = ()  # formats that an instruction rounds to with the bits of `quantize`
     multiplied: tuple[str, ...] = ()  # formats that matrix instructions take as they are
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may start before the one that it waits for has ended."""
+        return self.backend == "cuda" and int(self.arch) >= 90
+
     def decodes(self, format: str) -> bool:
         """Whether the hardware converts this FP8 format to float16."""
         return format in self.decoded
@@ -73,6 +78,13 @@ def can_run(on_gpu: bool) -> bool:
     return on_gpu or os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@functools.cache
+def gpu_name(device: torch.device) -> str:
+    """The GPU's name, as the driver has it; empty for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+
+@functools.cache
 def num_processors(device: torch.device) -> int:
     """Streaming multiprocessors or compute units."""
     if device.type != "cuda":

@@ -1,53 +1,36 @@
-"""Tile sizes, warps and stages, as data; and how many parts decode splits the KV into."""
+"""Which config each kernel is launched with: looked up, never searched for at first use.
 
-from dataclasses import dataclass, replace
+`tuning.json` comes with the package; what `fp8kv bench --tune` measured on this machine goes first.
+"""
 
+import contextlib
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
 import triton
+from torch import Tensor
 
-from fp8kv_runtime.kernels.targets import Target
+from fp8kv_runtime.kernels.table import Config, Table, read_table, tuned_path
+from fp8kv_runtime.kernels.targets import Target, gpu_name, num_processors
+from fp8kv_runtime.storage import KVBlocks
 
-LEAST_TILES = 4  # of a part of decode: writing and joining it costs as much as reading a fourth
-
-
-@dataclass(frozen=True)
-class Config:
-    """How one kernel is compiled."""
-
-    tile: int  # tokens of K and V at a time
-    num_warps: int
-    num_stages: int = 1
-    rows: int = 16  # query rows of a program: heads, or heads x tokens
+_pinned: dict[str, Config] = {}
 
 
-# (backend or target, at most this head_dim) -> config: the first that fits
-# A tile waits for its block's number, so NVIDIA needs 2 n + 1 stages for n tiles in flight
-_DECODE = (
-    ("cuda", 64, Config(tile=128, num_warps=4, num_stages=5)),
-    ("cuda", 128, Config(tile=64, num_warps=4, num_stages=5)),
-    ("cuda", 256, Config(tile=32, num_warps=4, num_stages=5)),
-    ("hip", 128, Config(tile=64, num_warps=4, num_stages=2)),
-    ("hip", 256, Config(tile=32, num_warps=4, num_stages=1)),
-    ("interpreter", 256, Config(tile=64, num_warps=4)),
-)
-_EXTEND = (
-    ("sm_90", 128, Config(tile=64, num_warps=8, num_stages=3, rows=128)),
-    ("cuda", 64, Config(tile=64, num_warps=8, num_stages=3, rows=128)),
-    ("cuda", 128, Config(tile=32, num_warps=8, num_stages=3, rows=128)),
-    ("cuda", 256, Config(tile=32, num_warps=8, num_stages=3, rows=64)),
-    ("hip", 128, Config(tile=64, num_warps=4, num_stages=1, rows=64)),
-    ("hip", 256, Config(tile=32, num_warps=4, num_stages=1, rows=32)),
-    ("interpreter", 256, Config(tile=64, num_warps=4, rows=64)),
-)
+def decode_config(target: Target, query: Tensor, blocks: KVBlocks) -> Config:
+    """Config of decode attention for queries [S, H, D]."""
+    config = _config("decode", target, query.device, blocks)
+    group = query.shape[1] // blocks.num_kv_heads
+    # matrix instructions take 16 rows at least
+    return replace(config, rows=max(16, triton.next_power_of_2(group)))
 
 
-def decode_config(target: Target, head_dim: int, group: int) -> Config:
-    """Config of decode attention for `group` query heads per KV head."""
-    return _with_rows(_find(_DECODE, target, head_dim), group)
-
-
-def extend_config(target: Target, head_dim: int) -> Config:
+def extend_config(target: Target, device: torch.device, blocks: KVBlocks) -> Config:
     """Config of extend attention."""
-    return _find(_EXTEND, target, head_dim)
+    return _config("extend", target, device, blocks)
 
 
 def reduce_config(num_splits: int) -> Config:
@@ -63,18 +46,61 @@ def append_config(target: Target, head_dim: int) -> Config:
     return Config(tile, num_warps=2 if target.backend == "hip" else 4)
 
 
-def choose_splits(num_kv_heads: int, num_processors: int) -> int:
-    """Parts of a head's KV, all sequences together, so that every processor gets about two."""
-    return max(1, min(-(-2 * num_processors // num_kv_heads), 128))
+def choose_splits(config: Config, num_kv_heads: int, device: torch.device) -> int:
+    """Parts of a head's KV, all sequences together, that give every processor its programs."""
+    programs = config.per_processor * num_processors(device)
+    return max(1, min(-(-programs // num_kv_heads), 128))
 
 
-def _find(table: tuple[tuple[str, int, Config], ...], target: Target, head_dim: int) -> Config:
-    for where, at_most, config in table:
-        if where in (target.backend, target.name) and head_dim <= at_most:
-            return config
-    raise ValueError(f"head_dim {head_dim} is more than the {table[-1][1]} that kernels handle")
+@functools.cache
+def find_config(kernel: str, names: tuple[str, ...], bits: int, head_dim: int) -> Config:
+    """The first config that fits, of those tuned on this machine and then of those shipped.
+
+    `names`: of the GPU, the target and its backend.
+
+    Raises:
+        ValueError: head_dim is too large, or the tuned table cannot be read.
+    """
+    if kernel in _pinned:
+        return _pinned[kernel]
+    rows = [*tuned().get(kernel, ()), *shipped()[kernel]]
+    for row in rows:
+        if row.fits(names, bits, head_dim):
+            return row.config
+    most = max(row.head_dim for row in rows)
+    raise ValueError(f"head_dim {head_dim} is more than the {most} that kernels handle")
 
 
-def _with_rows(config: Config, group: int) -> Config:
-    # matrix instructions take 16 rows at least
-    return replace(config, rows=max(16, triton.next_power_of_2(group)))
+@contextlib.contextmanager
+def pinned(kernel: str, config: Config) -> Iterator[None]:
+    """Inside, this kernel is launched with this config."""
+    _pinned[kernel] = config
+    find_config.cache_clear()
+    try:
+        yield
+    finally:
+        del _pinned[kernel]
+        find_config.cache_clear()
+
+
+@functools.cache
+def shipped() -> Table:
+    """The table that comes with the package."""
+    return read_table(Path(__file__).with_name("tuning.json"))
+
+
+@functools.cache
+def tuned() -> Table:
+    """This machine's own table, as it was when first asked for."""
+    return read_table(tuned_path())
+
+
+def forget_tuned() -> None:
+    """Read this machine's table again, which was written anew."""
+    tuned.cache_clear()
+    find_config.cache_clear()
+
+
+def _config(kernel: str, target: Target, device: torch.device, blocks: KVBlocks) -> Config:
+    names = (gpu_name(device), target.name, target.backend)
+    return find_config(kernel, names, 8 * blocks.codes.itemsize, blocks.head_dim)

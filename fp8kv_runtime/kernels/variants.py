@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 
 from fp8kv_runtime.cache import PagedSequences
-from fp8kv_runtime.fp8 import FP8_DTYPES
 from fp8kv_runtime.kernels.append_kv import append_kv
 from fp8kv_runtime.kernels.decode import decode_attention
 from fp8kv_runtime.kernels.extend import extend_attention
 from fp8kv_runtime.kernels.offline import Launch, launches
 from fp8kv_runtime.kernels.targets import Target
 from fp8kv_runtime.options import AttentionOptions
-from fp8kv_runtime.storage import KVBlocks
+from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks
 
 _NUM_KV_HEADS = 8
 _NUM_SEQS = 4
@@ -78,7 +77,7 @@ class Variant:
             k_scale=torch.ones(shape),
             v_scale=torch.ones(shape),
             k_center=torch.zeros(_NUM_KV_HEADS, self.head_dim) if self.center else None,
-            dtype=FP8_DTYPES[format],
+            dtype=BLOCK_DTYPES[format],
             count=self.count,
         )
 
@@ -131,6 +130,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("bf16-128", tuple(LAUNCHERS), dtype=_BF16, scale_dims=0, count=True),
     Variant("bf16-256", _ATTEND, 256, dtype=_BF16, block_size=16, q_fp8=True, masked=True),
     Variant("fp32-128", _ATTEND, dtype=torch.float32),
+    *(Variant(f"float16-{d}", tuple(LAUNCHERS), d, format="float16") for d in (64, 128, 256)),
     Variant("e5m2-128", tuple(LAUNCHERS), format="e5m2", count=True),
     Variant("e5m2-q_fp8-128", _ATTEND, format="e5m2", q_fp8=True),
     Variant("large-128", tuple(LAUNCHERS), large=True),

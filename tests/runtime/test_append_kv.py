@@ -9,8 +9,7 @@ from paged import FORMATS, NAN_CODE, RUNTIME, Case
 from paged import poisoned as poison
 from runtime.checks import assert_rounded, assert_stored
 
-from fp8kv_runtime.fp8 import FP8_DTYPES
-from fp8kv_runtime.storage import KVBlocks
+from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks
 
 # NaN and Inf are among the inputs
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter")
@@ -29,6 +28,9 @@ CASES = [
     for (d, f), (dtype, k, v, center) in zip(
         [(d, f) for d in HEAD_DIMS for f in FORMATS], OTHERS, strict=False
     )
+] + [
+    Case((), head_dim=d, format="float16", dtype=torch.float32, k_scales=k, v_scales=k, center=True)
+    for d, k in ((64, "head"), (80, "channel"))
 ]
 
 
@@ -58,19 +60,20 @@ def plain(format="e4m3fn", *, head_dim=16, kv_heads=1, k_scale=1.0, v_scale=1.0,
     """Four poisoned blocks of 16 tokens that count."""
     case = Case((), head_dim=head_dim, kv_heads=kv_heads, format=format)
     return KVBlocks(
-        poison(4, case, device).view(FP8_DTYPES[format]),
+        poison(4, case, device).view(BLOCK_DTYPES[format]),
         torch.full((1,), k_scale, device=device),
         torch.full((1,), v_scale, device=device),
         counts=torch.zeros(2, kv_heads, 3, dtype=torch.int64, device=device),
     )
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", [*FORMATS, "float16"])
 def test_counts_by_hand(format, device):
     largest, smallest = {
         "e4m3fn": (448.0, 2.0**-9),
         "e4m3fnuz": (240.0, 2.0**-10),
         "e5m2": (57344.0, 2.0**-16),
+        "float16": (65504.0, 2.0**-24),
     }[format]
     saturated = [largest * 1.001, -largest * 2, 3e38]
     underflowed = [smallest / 2, -smallest / 2, smallest / 4, 1e-30, -1e-30]  # ties go to even

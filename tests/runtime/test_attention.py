@@ -72,6 +72,12 @@ def test_any_layer(case, device):
     assert_attention(case, device, IMPLEMENTATIONS)
 
 
+@pytest.mark.parametrize("case", [*fuzzed_cases()][::5], ids=name_of)
+def test_any_layer_of_float16_blocks(case, device):
+    case = replace(case, format="float16", q_scale=None)
+    assert_attention(case, device, IMPLEMENTATIONS)
+
+
 @pytest.mark.parametrize(
     ("block_size", "num_splits"), [(16, 2), (48, 1), (64, 3), (128, 20), (256, 8)]
 )
@@ -170,6 +176,14 @@ def test_what_kernels_take_for_granted_is_checked(message, implementation, query
     batch = replace(build(Case((9,), query_lens=query_lens), device), **REFUSED[message])
     with pytest.raises(ValueError, match=re.escape(message)):
         batch.attend(implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_fp8_queries_of_float16_blocks_are_refused(implementation, device):
+    batch = build(Case((9,), format="float16"), device)
+    options = AttentionOptions(q_scale=torch.ones(1, device=device))
+    with pytest.raises(ValueError, match="FP8 queries need FP8 blocks, got float16"):
+        replace(batch, options=options).attend(implementation)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

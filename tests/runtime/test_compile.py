@@ -51,8 +51,8 @@ def test_kernels_pass_on_every_target():
         assert [row.split()[-1] for row in rows] == ["ok"] * len(TARGETS), kernel
 
 
-LOOP_DECODE = r"even, odd = decode_pairs\(value, FORMAT, HARDWARE, PTX\)"
-MULTIPLIED = "even, odd = decode_pairs(value, FORMAT, HARDWARE, PTX)\n        even = even * 2.0"
+LOOP_DECODE = r"even, odd = decode_tile\(value, FORMAT, HARDWARE, PTX\)"
+MULTIPLIED = "even, odd = decode_tile(value, FORMAT, HARDWARE, PTX)\n        even = even * 2.0"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ MULTIPLIED = "even, odd = decode_pairs(value, FORMAT, HARDWARE, PTX)\n        ev
             [
                 ("attend.py", LOOP_DECODE, MULTIPLIED),
                 # more tiles in flight than an L4 has room for
-                ("tuning.py", "num_stages=5", "num_stages=17"),
+                ("tuning.json", '"num_stages": 5', '"num_stages": 17'),
                 ("launch.py", r"target.decodes\(blocks.format\)", "False"),
                 # it rounds twice on this target
                 ("append_kv.py", r"target.encodes\(blocks.format\)", "True"),
@@ -92,7 +92,7 @@ MULTIPLIED = "even, odd = decode_pairs(value, FORMAT, HARDWARE, PTX)\n        ev
         ),
         (
             # accumulators that no register file holds
-            [("tuning.py", r"rows=(64|128)\)", "rows=512)")],
+            [("tuning.json", r'"rows": (64|128)', '"rows": 512')],
             "--target sm_80 gfx942 --variant plain-64 --kernel extend",
             [
                 r"extend_kernel plain-64 sm_80: spills \d+ accesses to the stack in a loop",

@@ -29,6 +29,7 @@ CASES = {
     "fp8": replace(ALL, q_scale="head", window=None),
     "channel": replace(PLAIN, k_scales="channel", v_scales="channel"),
     "fp32": replace(PLAIN, dtype=torch.float32),
+    "float16": replace(ALL, format="float16"),
 }
 EXTEND = {"query_lens": (6, 9, 9)}
 
@@ -111,7 +112,18 @@ MUTATIONS = {
     "ignores left padding in extend": ("extend all kernel", EXTEND_PY,
         ("first = tl.load(seq_starts_ptr + seq)", "first = 0")),
     "reads slots of no one": ("decode all kernel", ATTEND,
-        ("valid = inside[:, None] & (pairs", "valid = (inside | True)[:, None] & (pairs")),
+        ("valid = inside[:, None] & (columns < HEAD_DIM // 2)",
+         "valid = (inside | True)[:, None] & (columns < HEAD_DIM // 2)")),
+    "reads slots of no one, in float16": ("decode float16 kernel", ATTEND,
+        ("valid = inside[:, None] & (columns < HEAD_DIM)",
+         "valid = (inside | True)[:, None] & (columns < HEAD_DIM)")),
+    "float16: the lower channels twice": ("extend float16 kernel", ATTEND,
+        ("tl.load(ptr + at + BLOCK_D // 2,", "tl.load(ptr + at,")),
+    "float16: channels past the head": ("decode float16 kernel", ATTEND,
+        ("columns < HEAD_DIM - BLOCK_D // 2", "columns < HEAD_DIM")),
+    "float16: halves in the wrong place": ("extend float16 kernel", ATTEND,
+        ("both = tl.permute(tl.join(first, second), [0, 2, 1])",
+         "both = tl.permute(tl.join(second, first), [0, 2, 1])")),
     "reference: window one too long": ("decode all reference", REFERENCE,
         ("columns > rows - window", "columns >= rows - window")),
     "reference: ignores left padding": ("extend all reference", REFERENCE,

@@ -57,7 +57,7 @@ class GpuTimer:
         """Bytes per second, read and written, of a copy within the device's memory."""
         source, target = torch.zeros(2, 2**30, dtype=torch.uint8, device="cuda")
         timing = self.measure({"copy": lambda: target.copy_(source)})["copy"]
-        return 2 * source.numel() / (timing.us * 1e-6)
+        return float(2 * source.numel() / (timing.us * 1e-6))
 
     def floor(self) -> float:
         """Microseconds of a launch that does next to nothing: no row can be shorter."""
@@ -66,7 +66,10 @@ class GpuTimer:
 
     def _time(self, run: Work, *, idle: bool) -> float:
         self._flush()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         if idle:
             torch.cuda.synchronize()
         # otherwise all this is queued while the flush still runs, and no launch is waited for
@@ -74,7 +77,7 @@ class GpuTimer:
         run()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) * 1e3
+        return float(start.elapsed_time(end) * 1e3)
 
     def _flush(self) -> None:
         self._buffer.zero_()
@@ -84,7 +87,7 @@ class GpuTimer:
 
 def _capture(run: Work) -> Work | None:
     """A replay of the work, without Python; None where it cannot be captured."""
-    stream = torch.cuda.Stream()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()  # libraries set themselves up per stream, which a capture forbids

@@ -1,4 +1,4 @@
-"""What `kernel_speed.py` runs: the shapes, their random inputs, and the launchers' calls."""
+"""What is timed: a launcher and a shape, random inputs of it, and the call."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 
 from fp8kv_runtime.cache import PagedSequences
-from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
+from fp8kv_runtime.fp8 import fp8_max
 from fp8kv_runtime.options import AttentionOptions
-from fp8kv_runtime.storage import KVBlocks
+from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks
 
 # by name: append_kv, decode_attention, extend_attention
 Launchers = Mapping[str, Callable[..., Tensor | None]]
-
-_K = 1024
 
 
 @dataclass(frozen=True)
@@ -32,6 +30,7 @@ class Case:
     q_fp8: bool = False
     count: bool = False
     quick: bool = False  # in the subset of --quick
+    format: str = ""  # of the cache, as in BLOCK_DTYPES; empty: E4M3 as the device has it
 
     @property
     def num_tokens(self) -> int:
@@ -40,10 +39,11 @@ class Case:
 
     @property
     def num_bytes(self) -> int:
-        """Least traffic of K and V: their FP8 bytes once; for append also the new 16-bit values."""
+        """Least traffic of K and V: the cache's bytes once; for append also the 16-bit values."""
+        stored = 2 if self.format == "float16" else 1
         if self.kernel == "append_kv":
-            return 2 * self.num_tokens * self.num_kv_heads * self.head_dim * (2 + 1)
-        return 2 * sum(self.lengths) * self.num_kv_heads * self.head_dim
+            return 2 * self.num_tokens * self.num_kv_heads * self.head_dim * (2 + stored)
+        return 2 * sum(self.lengths) * self.num_kv_heads * self.head_dim * stored
 
     @property
     def num_flops(self) -> int:
@@ -87,6 +87,11 @@ def tiny(cases: tuple[Case, ...]) -> tuple[Case, ...]:
     return tuple(shrunk.values())
 
 
+def in_float16(case: Case) -> Case | None:
+    """The same on a cache of float16, where its kernel has one."""
+    return None if case.q_fp8 else replace(case, format="float16")
+
+
 def build(case: Case, device: torch.device) -> Inputs:
     """Draw a case: always the same numbers on the same device; blocks in no order."""
     random = torch.Generator(device).manual_seed(0)
@@ -97,7 +102,7 @@ def build(case: Case, device: torch.device) -> Inputs:
         torch.randn(shape, generator=random, device=device).half()
         for shape in (heads, kv_heads, kv_heads)
     )
-    q_scale = torch.full((case.num_heads,), 5 / fp8_max(_format(device)), device=device)
+    q_scale = torch.full((case.num_heads,), 5 / fp8_max(_dtype(case, device)), device=device)
     return Inputs(
         blocks=_blocks(case, num_blocks, random),
         sequences=sequences,
@@ -122,19 +127,20 @@ def call(case: Case, inputs: Inputs, launchers: Launchers) -> Callable[[], Tenso
     )
 
 
-def _format(device: torch.device) -> torch.dtype:
-    """E4M3 as this device has it."""
+def _dtype(case: Case, device: torch.device) -> torch.dtype:
+    if case.format:
+        return BLOCK_DTYPES[case.format]
     if torch.version.hip and device.type == "cuda":
         name = torch.cuda.get_device_properties(device).gcnArchName
-        return FP8_DTYPES["e4m3fnuz" if name.startswith("gfx94") else "e4m3fn"]
-    return FP8_DTYPES["e4m3fn"]
+        return BLOCK_DTYPES["e4m3fnuz" if name.startswith("gfx94") else "e4m3fn"]
+    return BLOCK_DTYPES["e4m3fn"]
 
 
 def _sequences(case: Case, device: torch.device) -> tuple[PagedSequences, int]:
     counts = [-(-n // case.block_size) for n in case.lengths]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0))
     tables = torch.full((len(counts), max(counts)), -1, dtype=torch.int32)
-    for row, ids in zip(tables, order.split(counts), strict=True):
+    for row, ids in zip(tables, torch.split(order, counts), strict=True):
         row[: len(ids)] = ids
     lengths = torch.tensor(case.lengths, dtype=torch.int32)
     return PagedSequences(tables, lengths).to(device), sum(counts)
@@ -150,7 +156,7 @@ def _slots(case: Case, sequences: PagedSequences) -> Tensor:
 def _blocks(case: Case, num_blocks: int, random: torch.Generator) -> KVBlocks:
     """K and V of about one, four standard deviations of which fit; one scale per head."""
     device = random.device
-    dtype = _format(device)
+    dtype = _dtype(case, device)
     limit = fp8_max(dtype)
     k_scale, v_scale = (
         (0.5 + torch.rand(case.num_kv_heads, generator=random, device=device)) * 4 / limit
@@ -167,8 +173,9 @@ def _blocks(case: Case, num_blocks: int, random: torch.Generator) -> KVBlocks:
         device=device,
         count=case.count,
     )
-    for part in blocks.codes.view(torch.uint8).flatten(0, 1).split(512):  # to save memory
-        x = torch.randn(part.shape, generator=random, device=device) * (limit / 4)
+    for part in torch.split(blocks.codes.view(torch.uint8).flatten(0, 1), 512):  # to save memory
+        shape = (*part.shape[:-1], case.head_dim)
+        x = torch.randn(shape, generator=random, device=device) * (limit / 4)
         part.copy_(x.clamp_(-limit, limit).to(dtype).view(torch.uint8))
     return blocks
 
@@ -178,30 +185,3 @@ def _with_extremes(x: Tensor) -> Tensor:
     extremes = torch.tensor([torch.inf, -torch.inf, torch.nan, 6e4, -6e4, 1e-6, -1e-6, 0.0])
     x.view(-1)[:: x.numel() // len(extremes)][: len(extremes)] = extremes.to(x)
     return x
-
-
-def _decode(name: str, lengths: tuple[int, ...], **changes: int | bool) -> Case:
-    return Case("decode_attention", name, lengths, **changes)
-
-
-CASES: tuple[Case, ...] = (
-    Case("append_kv", "2,048 tokens, 32 heads of 256", (2048,), 2048, 32, 32, 256, quick=True),
-    Case("append_kv", "the same, counting", (2048,), 2048, 32, 32, 256, count=True),
-    Case("append_kv", "1 token of each of 64", (2 * _K,) * 64, quick=True),
-    _decode("1 x 1k", (_K,), quick=True),
-    _decode("1 x 8k", (8 * _K,)),
-    _decode("1 x 32k", (32 * _K,), quick=True),
-    _decode("1 x 128k", (128 * _K,)),
-    _decode("8 x 16k", (16 * _K,) * 8),
-    _decode("8 x 32k", (32 * _K,) * 8, quick=True),
-    _decode("32 x 4k", (4 * _K,) * 32),
-    _decode("64 x 2k", (2 * _K,) * 64),
-    _decode("8 x 16k, head_dim 64", (16 * _K,) * 8, head_dim=64),
-    _decode("8 x 16k, head_dim 256", (16 * _K,) * 8, head_dim=256),
-    _decode("8 x 16k, block 16", (16 * _K,) * 8, block_size=16),
-    _decode("8 x 16k, FP8 query", (16 * _K,) * 8, q_fp8=True),
-    _decode("1 x 128k + 31 x 4k", (128 * _K, *(4 * _K,) * 31)),
-    _decode("32 x 8,064: the same, evenly", (8064,) * 32),
-    Case("extend_attention", "prompt of 8k", (8 * _K,), 8 * _K, quick=True),
-    Case("extend_attention", "2k after 32k", (34 * _K,), 2 * _K),
-)

@@ -1,12 +1,13 @@
 """Correctness before speed: every launcher against its reference, at the shapes that are timed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from kernel_cases import Case, Inputs, Launchers, build, call
 from torch import Tensor
 
 from fp8kv_runtime import reference
+from fp8kv_runtime.bench.cases import Case, Inputs, Launchers, build, call
 from fp8kv_runtime.cache import PagedSequences
 
 # softmax weights are rounded to float16 (2^-11) and so is the output: together 2^-10
@@ -36,6 +37,16 @@ def check(case: Case, launchers: Launchers, device: torch.device) -> Verdict:
     return Verdict(passed, found, error)
 
 
+def checked(
+    case: Case, launchers: Launchers, device: torch.device, say: Callable[..., None]
+) -> bool:
+    """The same in a line, for print-like `say`: named before it runs, because it may crash."""
+    say(f"{case.kernel:17} {case.name:35} {case.format:7} ", end="", flush=True)
+    verdict = check(case, launchers, device)
+    say(f"{'ok   ' if verdict.passed else 'WRONG'} {verdict.found}", flush=True)
+    return verdict.passed
+
+
 def output_error(out: Tensor, case: Case, inputs: Inputs) -> float:
     """Norm of the error over the norm of the reference's output; the worst head's and window's.
 
@@ -61,7 +72,7 @@ def output_error(out: Tensor, case: Case, inputs: Inputs) -> float:
 
 def _window(x: Tensor, new: int, offset: int, rows: int) -> Tensor:
     """The same rows of every sequence of [T, H, D]."""
-    return x.unflatten(0, (-1, new))[:, offset : offset + rows].flatten(0, 1)
+    return x.view(-1, new, *x.shape[1:])[:, offset : offset + rows].flatten(0, 1)
 
 
 def _check_append(case: Case, inputs: Inputs, launchers: Launchers) -> Verdict:
@@ -76,10 +87,7 @@ def _check_append(case: Case, inputs: Inputs, launchers: Launchers) -> Verdict:
     wrong = int((got != want).sum())
     if wrong:
         return Verdict(False, f"{wrong} of {want.numel()} bytes differ")
-    if counts is not None and not torch.equal(blocks.counts, expected.counts):
-        return Verdict(
-            False,
-            f"counts are {blocks.counts.sum((0, 1)).tolist()}, "
-            f"wanted {expected.counts.sum((0, 1)).tolist()}",
-        )
+    if blocks.counts is not None and counts is not None and not blocks.counts.equal(counts):
+        found, wanted = (x.sum((0, 1)).tolist() for x in (blocks.counts, counts))
+        return Verdict(False, f"counts are {found}, wanted {wanted}")
     return Verdict(True, "every byte equal" + (" and every count" if case.count else ""))

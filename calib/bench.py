@@ -1,0 +1,132 @@
+"""`fp8kv bench`: whether the kernels are right here, and how fast at a model's shape."""
+
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from calib.errors import Fp8kvError, InputError
+
+if TYPE_CHECKING:
+    from fp8kv_runtime.bench.run import Bench
+
+Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
+HEADINGS = ("kernel", "sequences", "FP8, µs", "TB/s", "of a copy", "float16, µs", "float16 / FP8")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case: microseconds on the GPU, cold L2, on FP8 and on a cache of float16."""
+
+    kernel: str
+    case: str
+    us: float
+    tb_per_s: float  # of K and V in FP8
+    float16_us: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was found; no rows without a GPU."""
+
+    gpu: str
+    heads: Heads
+    copy_tb_per_s: float | None
+    tuned: str | None  # the file that --tune wrote
+    rows: list[Row]
+
+    def to_json(self) -> dict[str, Any]:
+        """As one JSON object."""
+        return asdict(self)
+
+    @property
+    def title(self) -> str:
+        """Of the table."""
+        return f"{self.gpu}: {'/'.join(map(str, self.heads))} query heads / KV heads / head_dim"
+
+    def cells(self, row: Row) -> tuple[str, ...]:
+        """A row as text."""
+        share = row.tb_per_s / self.copy_tb_per_s if self.copy_tb_per_s else 0.0
+        ratio = row.float16_us / row.us
+        times = (f"{row.us:.1f}", f"{row.tb_per_s:.2f}", f"{share:.0%}", f"{row.float16_us:.1f}")
+        return (row.kernel, row.case, *times, f"{ratio:.2f}x")
+
+
+def parse_heads(text: str) -> Heads:
+    """`32/8/128` as numbers.
+
+    Raises:
+        InputError: it is something else.
+    """
+    parts = text.split("/")
+    numbers = tuple(int(part) for part in parts if part.isdecimal())
+    if len(parts) != 3 or len(numbers) != 3 or min(numbers) < 1 or numbers[0] % numbers[1]:
+        raise InputError(
+            f"--heads is '{text}'; it must be query heads, KV heads and head_dim such as 32/8/128, "
+            "the first a multiple of the second"
+        )
+    return numbers
+
+
+def run_bench(
+    model: str | None,
+    heads: str,
+    block_size: int,
+    *,
+    tune: bool,
+    trust_remote_code: bool,
+    say: Callable[..., None],
+) -> Result:
+    """Check the kernels, with `tune` find their fastest configs first, and time them.
+
+    Without a GPU they are checked at small shapes, in Triton's interpreter, and nothing is timed.
+
+    Args:
+        model: whose heads; without it, `heads`.
+        heads: query heads, KV heads and head_dim, `32/8/128`.
+        block_size: tokens per block.
+        tune: keep the fastest configs of this GPU for all later launches.
+        trust_remote_code: run the model's own code to read its config.
+        say: like print; told what is done.
+
+    Raises:
+        InputError: `tune` without a GPU, no Triton, or a shape that kernels do not handle.
+        Fp8kvError: a kernel is wrong.
+    """
+    gpu = torch.cuda.is_available()
+    if tune and not gpu:
+        raise InputError("--tune times kernels on a GPU, and torch finds none here")
+    if not gpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported, now or by others
+    shape = _heads_of(model, trust_remote_code) if model else parse_heads(heads)
+    try:
+        from fp8kv_runtime.bench.run import Bench
+    except ImportError as missing:
+        raise InputError(f"the kernels need Triton, which is for Linux only ({missing})") from None
+    torch.set_float32_matmul_precision("highest")  # TF32 would be no reference
+    bench = Bench.of(shape, block_size, torch.device("cuda" if gpu else "cpu"))
+    with torch.inference_mode():
+        try:
+            return _run(bench, shape, tune=tune, say=say)
+        except ValueError as error:
+            say()
+            raise InputError(str(error)) from None
+
+
+def _run(bench: "Bench", heads: Heads, *, tune: bool, say: Callable[..., None]) -> Result:
+    tuned = str(bench.tune(say)) if tune else None
+    if wrong := bench.wrong(say):
+        raise Fp8kvError(f"wrong on this machine, nothing was timed: {', '.join(wrong)}")
+    if bench.device.type != "cuda":
+        say("no GPU that torch can use: checked at small shapes, nothing was timed")
+        return Result("no GPU", heads, None, tuned, [])
+    copy, rows = bench.measure()
+    return Result(bench.gpu, heads, copy, tuned, [Row(**row) for row in rows])
+
+
+def _heads_of(model: str, trust_remote_code: bool) -> Heads:
+    from calib.plan.shape import attention_heads
+
+    return attention_heads(model, trust_remote_code=trust_remote_code)

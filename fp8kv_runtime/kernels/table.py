@@ -1,0 +1,97 @@
+"""Tuning tables: which config a kernel has, where. JSON, shipped or of this machine.
+
+{"decode": [{"on": "NVIDIA H200", "bits": 8, "head_dim": 128, "tile": 64, "num_warps": 4, ...}]}
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+_POWERS_OF_TWO = ("tile", "num_warps", "rows")
+
+
+@dataclass(frozen=True)
+class Config:
+    """How one kernel is compiled and launched."""
+
+    tile: int  # tokens of K and V at a time
+    num_warps: int
+    # a tile waits for its block's number, so NVIDIA needs 2 n + 1 stages for n tiles in flight
+    num_stages: int = 1
+    rows: int = 16  # query rows of a program: heads, or heads x tokens
+    per_processor: int = 2  # decode: programs of a processor, no more than run at once
+    least: int = 4  # decode: tiles of a part; writing and joining it costs as much as reading one
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+            if name in _POWERS_OF_TWO and value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, got {value}")
+
+
+@dataclass(frozen=True)
+class Row:
+    """A config and where it holds: the first row that fits is taken."""
+
+    on: str  # GPU, target or backend
+    bits: int  # of a value in the cache: 8 or 16
+    head_dim: int  # at most
+    config: Config
+    over: int = 0  # head_dim is more than this
+
+    def fits(self, names: Sequence[str], bits: int, head_dim: int) -> bool:
+        """Whether it holds for this number format and head_dim on a GPU of these names."""
+        inside = self.over < head_dim <= self.head_dim
+        return self.on in names and self.bits == bits and inside
+
+
+Table = Mapping[str, tuple[Row, ...]]  # by kernel: decode, extend
+
+
+def tuned_path() -> Path:
+    """Where this machine's table is: $FP8KV_TUNING, or in the user's cache directory."""
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(os.environ.get("FP8KV_TUNING") or caches / "fp8kv" / "tuning.json")
+
+
+def read_table(path: Path) -> Table:
+    """Read a table; an empty one where there is no file.
+
+    Raises:
+        ValueError: the file is no tuning table.
+    """
+    try:
+        plain = json.loads(path.read_text())
+        return {kernel: tuple(map(_to_row, rows)) for kernel, rows in plain.items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no tuning table ({type(error).__name__}: {error}); delete it, or run "
+            "`fp8kv bench --tune` again after that"
+        ) from error
+
+
+def write_table(path: Path, table: Table) -> None:
+    """Write a table, whole or not at all."""
+    plain = {kernel: [_to_json(row) for row in rows] for kernel, rows in table.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    new.write_text(json.dumps(plain, indent=2) + "\n")
+    new.replace(path)
+
+
+def _to_row(fields: dict[str, Any]) -> Row:
+    where = {name: fields[name] for name in ("on", "bits", "head_dim")}
+    where["over"] = fields.get("over", 0)
+    config = {name: value for name, value in fields.items() if name not in where}
+    return Row(**where, config=Config(**config))
+
+
+def _to_json(row: Row) -> dict[str, Any]:
+    where = {"on": row.on, "bits": row.bits, "over": row.over, "head_dim": row.head_dim}
+    return where | asdict(row.config)
