@@ -3,8 +3,9 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
-from fp8kv_runtime.kernels import attend
+from fp8kv_runtime.kernels import attend, decode
 from fp8kv_runtime.kernels.offline import Compiled, Launch
 from fp8kv_runtime.kernels.targets import Target
 
@@ -54,6 +55,7 @@ def findings(launch: Launch, compiled: Compiled, target: Target) -> list[Finding
         *scaled_tiles(launch, compiled),
         *conversions(launch, compiled, target),
         *narrow_transfers(launch, compiled),
+        *overlap(launch, compiled, target),
     ]
 
 
@@ -119,6 +121,34 @@ def narrow_transfers(launch: Launch, compiled: Compiled) -> Iterator[Finding]:
             yield Finding(f"{what} of {width} bytes", f"{WIDE} bytes per thread")
 
 
+def overlap(launch: Launch, compiled: Compiled, target: Target) -> Iterator[Finding]:
+    """A reduce that cannot start early, or that reads the parts before decode has ended."""
+    if not target.overlaps:
+        return
+    if launch.kernel == "decode_kernel" and _LETS_START not in compiled.asm:
+        yield Finding("the reduce cannot start before decode has ended", _LETS_START)
+    if launch.kernel == "reduce_kernel":
+        before, wait, _ = compiled.asm.partition(_WAITS)
+        if not wait:
+            yield Finding("the reduce does not wait for decode", _WAITS)
+        elif _reads_parts(before):
+            yield Finding("the reduce reads parts before it waits", _WAITS)
+
+
+def _reads_parts(asm: str) -> bool:
+    """Whether a load comes from a line of the reduce that loads parts."""
+    source, first = decode.reduce_kernel.raw_src, decode.reduce_kernel.starting_line_number
+    parts = {first + i for i, line in enumerate(source) if _LOADS_PARTS.search(line)}
+    file = Path(decode.__file__).name
+    here = False
+    for line in asm.splitlines():
+        if location := re.search(r"\.loc\s.*// (\S+):(\d+):\d+$", line):
+            here = location[1] == file and int(location[2]) in parts
+        elif here and re.search(r"\bld\.global", line):
+            return True
+    return False
+
+
 def stream_loads(asm: str) -> list[int]:
     """Bytes of each load that comes from the source lines of `load_codes`."""
     source, first = attend.load_codes.fn.__code__, attend.load_codes.starting_line_number
@@ -148,6 +178,8 @@ def _transfers(asm: str) -> Iterator[tuple[str, int]]:
         yield match[1][:1] + ("d" if match[1] == "load" else "t"), _GCN_BYTES.get(match[2], 1)
 
 
+_LOADS_PARTS = re.compile(r"tl\.load\(softmax_|partial = tl\.load\(")
+_LETS_START, _WAITS = "griddepcontrol.launch_dependents", "griddepcontrol.wait"
 _LOOP = re.compile(r"^( *)(?:%\S+ = )?scf\.for ")
 _OPERATION = re.compile(r"^\s*(%\w+)(?::\d+)? = ([\w.]+)(.*)$")
 _TILE_LOAD = re.compile(r"tensor<\d+x\d+x!tt\.ptr<[if]\d+>>")

@@ -100,12 +100,34 @@ MULTIPLIED = "even, odd = decode_tile(value, FORMAT, HARDWARE, PTX)\n        eve
             ],
         ),
         (
+            # the parts' maxima read too early, and nothing that lets the reduce start
+            [
+                ("decode.py", r"    wait_for_previous\(OVERLAPS\)\n", ""),
+                (
+                    "decode.py",
+                    r"    overall = tl.max\(maxima, 0\)\n",
+                    "    wait_for_previous(OVERLAPS)\n    overall = tl.max(maxima, 0)\n",
+                ),
+                ("decode.py", r"    let_next_start\(OVERLAPS\)\n", ""),
+            ],
+            "--target sm_90 --variant plain-64 --kernel decode reduce",
+            [
+                "decode_kernel plain-64 sm_90: the reduce cannot start before decode has ended",
+                "reduce_kernel plain-64 sm_90: the reduce reads parts before it waits",
+            ],
+        ),
+        (
+            [("decode.py", r"    wait_for_previous\(OVERLAPS\)\n", "    # wait_for_previous(\n")],
+            "--target sm_100 --variant plain-64 --kernel reduce",
+            ["reduce_kernel plain-64 sm_100: the reduce does not wait for decode"],
+        ),
+        (
             [("attend.py", LOOP_DECODE, "even, odd = missing")],
             "--target sm_80 --variant plain-64 --kernel decode",
             ["decode_kernel plain-64 sm_80: does not compile: .*missing"],
         ),
     ],
-    ids=["scales-memory-conversions", "transfers", "spills", "errors"],
+    ids=["scales-memory-conversions", "transfers", "spills", "overlap", "no-wait", "errors"],
 )
 def test_slow_kernels_are_refused(mutated, replacements, arguments, expected):
     done = mutated(replacements, *arguments.split())

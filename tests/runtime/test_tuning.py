@@ -1,0 +1,201 @@
+"""Which config a kernel gets: shipped tables, this machine's own, and how that is found."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from paged import Case, build
+from runtime.checks import assert_attention
+
+from fp8kv_runtime.bench import tune
+from fp8kv_runtime.bench.cases import Case as BenchCase
+from fp8kv_runtime.bench.run import Bench
+from fp8kv_runtime.kernels import tuning
+from fp8kv_runtime.kernels.table import Config, Row, read_table, tuned_path, write_table
+from fp8kv_runtime.kernels.targets import INTERPRETER, TARGETS
+
+GPU = "NVIDIA H200"
+NAMES = (GPU, "sm_90", "cuda")
+
+
+@pytest.fixture(autouse=True)
+def own_table(tmp_path, monkeypatch):
+    """Where this machine's table is while a test runs: nowhere yet."""
+    path = tmp_path / "caches" / "tuning.json"
+    monkeypatch.setenv("FP8KV_TUNING", str(path))
+    tuning.forget_tuned()
+    yield path
+    monkeypatch.undo()
+    tuning.forget_tuned()
+
+
+@pytest.mark.parametrize("target", [*TARGETS.values(), INTERPRETER], ids=lambda t: t.name)
+@pytest.mark.parametrize("kernel", ["decode", "extend"])
+def test_a_config_is_shipped_for_every_head_dim_of_every_target(target, kernel):
+    for bits in (8, 16):
+        for head_dim in (32, 64, 80, 128, 192, 256):
+            config = tuning.find_config(kernel, ("", target.name, target.backend), bits, head_dim)
+            assert config.tile * head_dim <= 64 * 256
+        with pytest.raises(ValueError, match="head_dim 257 is more than the 256"):
+            tuning.find_config(kernel, ("", target.name, target.backend), bits, 257)
+
+
+def test_this_machines_rows_go_first_and_hold_for_their_gpu_only(own_table):
+    shipped = tuning.find_config("decode", NAMES, 8, 128)
+    own = Config(tile=32, num_warps=2, num_stages=7, per_processor=3, least=1)
+    write_table(own_table, {"decode": (Row(GPU, 8, 128, own, over=64),)})
+    tuning.forget_tuned()
+    assert tuning.find_config("decode", NAMES, 8, 128) == own
+    assert tuning.find_config("decode", NAMES, 8, 96) == own
+    others = [("decode", NAMES, 16, 128), ("decode", NAMES, 8, 64), ("extend", NAMES, 8, 128)]
+    assert all(tuning.find_config(*other) != own for other in others)
+    assert tuning.find_config("decode", ("NVIDIA H100", *NAMES[1:]), 8, 128) == shipped
+
+
+def test_what_is_written_is_read(own_table):
+    table = {"decode": (Row(GPU, 8, 128, Config(64, 4, 5, 16, 3, 2), over=64),), "extend": ()}
+    write_table(own_table, table)
+    assert read_table(own_table) == table
+    assert [path.name for path in own_table.parent.iterdir()] == ["tuning.json"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "JSONDecodeError"),
+        ("[]", "AttributeError"),
+        ('{"decode": [{"on": "x", "bits": 8}]}', "KeyError: 'head_dim'"),
+        ('{"decode": [{"on": "x", "bits": 8, "head_dim": 64, "tile": 48, "num_warps": 4}]}',
+         "tile must be a power of two, got 48"),
+        ('{"decode": [{"on": "x", "bits": 8, "head_dim": 64, "tile": true, "num_warps": 4}]}',
+         "tile must be a positive integer, got True"),
+        ('{"decode": [{"on": "x", "bits": 8, "head_dim": 64, "tile": 64, "num_warps": 4, "x": 1}]}',
+         "unexpected keyword"),
+    ],
+)  # fmt: skip
+def test_a_damaged_table_is_named_in_one_line(content, reason, own_table):
+    own_table.parent.mkdir()
+    own_table.write_text(content)
+    batch = build(Case((9,)))
+    with pytest.raises(ValueError, match=r"is no tuning table \(.*delete it") as refused:
+        batch.attend("kernel")
+    assert str(own_table) in str(refused.value)
+    assert reason in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_where_the_table_is(monkeypatch, tmp_path):
+    monkeypatch.delenv("FP8KV_TUNING")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert tuned_path() == tmp_path / "fp8kv" / "tuning.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert tuned_path() == tmp_path / ".cache" / "fp8kv" / "tuning.json"
+
+
+@pytest.mark.parametrize("tile", [32, 128])
+@pytest.mark.parametrize("kernel", ["decode", "extend"])
+def test_any_config_computes_the_same(kernel, tile, device):
+    names = ("", INTERPRETER.name, INTERPRETER.backend)
+    config = replace(tuning.find_config(kernel, names, 8, 64), tile=tile, rows=32, least=1)
+    case = Case((150, 33, 70), group=4, window=100, sinks=True)
+    with tuning.pinned(kernel, replace(config, per_processor=3)):
+        for format in ("e4m3fn", "float16"):
+            query_lens = (20, 3, 1) if kernel == "extend" else None
+            assert_attention(replace(case, format=format, query_lens=query_lens), device)
+
+
+class Clock:
+    """Times that depend on nothing but the config in use."""
+
+    def __init__(self, microseconds):
+        self.microseconds = microseconds
+
+    def measure(self, work):
+        for run in work.values():
+            run()
+        (config,) = tuning._pinned.values()
+        return dict.fromkeys(work, self.microseconds(config))
+
+
+def tuner(clock, attend=None):
+    """A tuner of reference decode; `attend` may do something else with its result."""
+    from fp8kv_runtime import reference
+
+    def decode(*arguments):
+        out = reference.decode_attention(*arguments)
+        return attend(out, next(iter(tuning._pinned.values()))) if attend else out
+
+    said = []
+    names = (GPU, INTERPRETER.name, INTERPRETER.backend)
+    launchers = {"decode_attention": decode}
+    made = tune.Tuner(names, torch.device("cpu"), launchers, clock.measure, said.append)
+    return made, said
+
+
+SMALL = (
+    BenchCase("decode_attention", "a", (30,), num_heads=4, num_kv_heads=2),
+    BenchCase("decode_attention", "b", (9, 40), num_heads=4, num_kv_heads=2),
+)
+
+
+def test_the_fastest_config_is_found():
+    cost = {32: 3.0, 64: 2.0, 128: 4.0}
+    clock = Clock(
+        lambda c: cost[c.tile] + abs(c.num_warps - 8) + abs(c.per_processor - 3) + 1 / c.least
+    )
+    made, _ = tuner(clock)
+    row = made.tune("decode", SMALL)
+    assert (row.on, row.bits, row.over, row.head_dim) == (GPU, 8, 64, 128)
+    found = row.config
+    assert (found.tile, found.num_warps, found.per_processor, found.least) == (64, 8, 3, 8)
+
+
+def test_a_fast_config_that_is_wrong_or_does_not_compile_is_not_taken():
+    def attend(out, config):
+        if config.tile == 32:
+            return out * 1.01
+        if config.tile == 128:
+            raise RuntimeError("out of resource: shared memory\nand more")
+        return out
+
+    made, said = tuner(Clock(lambda c: {32: 1.0, 64: 10.0, 128: 2.0}[c.tile]), attend)
+    assert made.tune("decode", SMALL).config.tile == 64
+    assert any("tile 32" in line and "relative error 1" in line for line in said)
+    assert any(line.endswith("out of resource: shared memory") for line in said)
+
+
+def test_a_gain_that_may_be_noise_changes_nothing():
+    made, _ = tuner(Clock(lambda c: 99.0 if c.num_warps == 2 else 100.0))
+    names = (GPU, INTERPRETER.name, INTERPRETER.backend)
+    assert made.tune("decode", SMALL).config == tuning.find_config("decode", names, 8, 128)
+
+
+def test_rows_found_anew_replace_those_of_the_same_place():
+    old = [Row(GPU, 8, d, Config(64, 4), over=d // 2) for d in (64, 128)]
+    other = Row("NVIDIA L4", 8, 128, Config(64, 4), over=64)
+    new = Row(GPU, 8, 128, Config(32, 2), over=64)
+    table = tune.merged({"decode": (*old, other), "extend": (other,)}, {"decode": [new]})
+    assert table == {"decode": (new, old[0], other), "extend": (other,)}
+
+
+def test_tuning_writes_what_later_launches_use(monkeypatch, own_table):
+    """The command's way, kernels in the interpreter, with two configs to choose from."""
+    for name, values in {"_TILES": (32, 64), "_WARPS": (4,), "_PROGRAMS": (2,), "_LEAST": (4,),
+                         "_ROWS": (64,)}.items():  # fmt: skip
+        monkeypatch.setattr(tune, name, values)
+    bench = Bench.of((4, 2, 64), 16, torch.device("cpu"))
+    monkeypatch.setattr(Bench, "gpu", GPU)
+    monkeypatch.setattr(Bench, "_measure", lambda _, work: Clock(lambda c: c.tile).measure(work))
+    said = []
+    with torch.inference_mode():
+        assert bench.tune(said.append) == own_table
+    assert said[-1] == f"written: {own_table}"
+    rows = json.loads(own_table.read_text())
+    assert {kernel: [(r["bits"], r["tile"]) for r in rows[kernel]] for kernel in rows} == {
+        "decode": [(8, 32), (16, 32)],
+        "extend": [(8, 32), (16, 32)],
+    }
+    found = tuning.find_config("extend", (GPU, INTERPRETER.name, INTERPRETER.backend), 8, 64)
+    assert asdict(found).items() <= rows["extend"][0].items()

@@ -1,0 +1,106 @@
+"""`fp8kv bench`: what it checks without a GPU, what it prints with one, and what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import cli
+from calib import bench as facade
+from fp8kv_runtime.bench import gate, run
+
+RUNNER = CliRunner()
+
+
+def fp8kv(*arguments):
+    return RUNNER.invoke(cli.app, ["bench", *arguments])
+
+
+def test_without_a_gpu_the_kernels_are_checked_and_nothing_is_timed(tmp_path):
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "head_dim": 16,
+        "intermediate_size": 8, "vocab_size": 8,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    command = [sys.executable, "-c", "import cli; cli.main()", "bench", str(tmp_path)]
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | hidden)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    *rows, last = done.stderr.splitlines()
+    assert last == "no GPU that torch can use: checked at small shapes, nothing was timed"
+    assert {row.split()[0] for row in rows} == {
+        "append_kv", "decode_attention", "extend_attention"
+    }  # fmt: skip
+    assert all(" ok " in row for row in rows)
+    assert sum(" float16 ok" in row for row in rows) == len(rows) / 2
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU on which every case takes 10 microseconds, and 18 on float16."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(run, "gpu_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(run.Bench, "wrong", lambda self, say: [])
+    monkeypatch.setattr(run.Bench, "_launchers", None)
+    monkeypatch.setattr(run.Bench, "_timer", SimpleNamespace(copy_bandwidth=lambda: 4e12))
+    monkeypatch.setattr(run.Bench, "_measure", lambda self, work: {"fp8": 10.0, "float16": 18.0})
+    for name, made in (("build", None), ("call", None)):
+        monkeypatch.setattr(run, name, lambda *_, made=made: made)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_with_a_gpu_the_table_has_every_case():
+    done = fp8kv("--heads", "32/8/128", "--json")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.output)
+    assert (result["gpu"], result["copy_tb_per_s"]) == ("NVIDIA H200", 4.0)
+    rows = {row["case"]: row for row in result["rows"]}
+    assert rows["8 x 16k"]["tb_per_s"] == pytest.approx(8 * 16384 * 2 * 8 * 128 / 10e-6 / 1e12)
+    table = fp8kv("--heads", "32/8/128").output
+    assert "NVIDIA H200: 32/8/128" in table
+    assert table.count("1.80x") == len(rows)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_nothing_is_timed_where_a_kernel_is_wrong(monkeypatch):
+    monkeypatch.setattr(run.Bench, "wrong", lambda self, say: ["decode_attention 1 x 1k"])
+    done = fp8kv()
+    assert done.exit_code == 2
+    assert "wrong on this machine, nothing was timed: decode_attention 1 x 1k" in done.output
+
+
+def test_a_kernel_that_is_wrong_is_named(monkeypatch):
+    monkeypatch.setattr(gate, "checked", lambda case, *_: case.format != "float16")
+    bench = run.Bench.of((2, 1, 16), 16, torch.device("cpu"))
+    wrong = bench.wrong(print)
+    assert len(wrong) == len(bench.cases)
+    assert all(name.endswith("float16") for name in wrong)
+
+
+@pytest.mark.parametrize("text", ["", "32/8", "3/2/64", "0/0/64", "a/b/c", "32/8/128/1", "-4/2/64"])
+def test_heads_that_are_none_are_refused(text):
+    with pytest.raises(facade.InputError, match="query heads, KV heads and head_dim such as"):
+        facade.parse_heads(text)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tune"], "--tune times kernels on a GPU, and torch finds none here"),
+        (["--heads", "4/2/300"], "head_dim 300 is more than the 256 that kernels handle"),
+        (["no/such/config.json"], "no/such/config.json"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(arguments, message):
+    done = fp8kv(*arguments)
+    assert done.exit_code == 2
+    last = done.output.strip().splitlines()[-1]
+    assert last.startswith("fp8kv: ")
+    assert message in last
