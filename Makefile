@@ -63,6 +63,7 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(INTEROP)/bin/python tests/interop/check_verify.py
 	$(BIN)/python tests/interop/write_conversions.py $(OUT)/conversions
 	$(INTEROP)/bin/python tests/interop/check_verify.py --only $(OUT)/conversions
+	$(INTEROP)/bin/python tests/interop/check_vllm_triton.py
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang.py
 	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite
 	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv

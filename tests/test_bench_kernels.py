@@ -200,6 +200,7 @@ def test_bytes_and_operations_of_the_shapes(bench):
     assert sum(ragged.lengths) == sum(even.lengths)
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_torch_attention_is_given_the_same_values_and_mask(bench):
     math = torch.nn.attention.SDPBackend.MATH
     for case in tiny(bench, "decode_attention") + tiny(bench, "extend_attention"):
@@ -207,5 +208,9 @@ def test_torch_attention_is_given_the_same_values_and_mask(bench):
             continue
         inputs = build(case, torch.device("cpu"))
         key, value = bench.peers.contiguous(case, inputs)
-        out = bench.peers.sdpa(case, inputs, key, value, math)().reshape(inputs.query.shape)
-        assert gate.output_error(out, case, inputs) < 2e-3, case.name
+        for run in (
+            bench.peers.sdpa(case, inputs, key, value, math),
+            bench.peers.flex(case, inputs, key, value, lambda attention, dynamic: attention),
+        ):
+            out = run().reshape(inputs.query.shape)
+            assert gate.output_error(out, case, inputs) < 2e-3, case.name
