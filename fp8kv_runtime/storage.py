@@ -7,6 +7,7 @@ measured against themselves.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +15,22 @@ from torch import Tensor
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize
 
 BLOCK_DTYPES: dict[str, torch.dtype] = {**FP8_DTYPES, "float16": torch.float16}
+_FORMATS = {dtype: name for name, dtype in BLOCK_DTYPES.items()}
 # what `KVBlocks.counts` counts, in the order of its last dimension
 COUNTED = ("saturated", "underflowed", "nonfinite")
+
+
+class BlocksLayout(NamedTuple):
+    """All that kernels are compiled for; the same for a layer's whole life."""
+
+    num_kv_heads: int
+    block_size: int
+    head_dim: int
+    format: str
+    k_scales: int  # as `scale_dims`
+    v_scales: int
+    has_center: bool
+    counts: bool
 
 
 @dataclass(frozen=True)
@@ -117,7 +132,39 @@ class KVBlocks:
     @property
     def format(self) -> str:
         """Name of the number format, as in `BLOCK_DTYPES`."""
-        return next(name for name, dtype in BLOCK_DTYPES.items() if dtype == self.codes.dtype)
+        return _FORMATS[self.codes.dtype]
+
+    @cached_property
+    def layout(self) -> BlocksLayout:
+        """What kernels are compiled for."""
+        return BlocksLayout(
+            self.num_kv_heads,
+            self.block_size,
+            self.head_dim,
+            self.format,
+            scale_dims(self.k_scale),
+            scale_dims(self.v_scale),
+            self.k_center is not None,
+            self.counts is not None,
+        )
+
+    @cached_property
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """K and V as kernels write them: FP8 as bytes, which sm_80 has no type for."""
+        codes = self.codes if self.format == "float16" else self.codes.view(torch.uint8)
+        return codes[0], codes[1]
+
+    @cached_property
+    def loaded(self) -> tuple[Tensor, Tensor]:
+        """K and V as kernels read them: [num_blocks, K, block_size, D / 2] int16, or float16 of D.
+
+        Raises:
+            ValueError: head_dim is odd.
+        """
+        if self.head_dim % 2:
+            raise ValueError(f"kernels need an even head_dim, got {self.head_dim}")
+        codes = self.codes if self.format == "float16" else self.codes.view(torch.int16)
+        return codes[0], codes[1]
 
     @cached_property
     def scales(self) -> Tensor:
@@ -125,6 +172,12 @@ class KVBlocks:
         key, value = per_channel(self.k_scale), per_channel(self.v_scale)
         shape = (self.num_kv_heads, 1, max(key.shape[2], value.shape[2]))
         return torch.stack([key.expand(shape), value.expand(shape)])
+
+    @cached_property
+    def specialization(self) -> tuple[Any, ...]:
+        """`specialization` of every tensor here."""
+        tensors = (self.codes, self.k_scale, self.v_scale, self.k_center, self.counts)
+        return tuple(map(specialization, tensors))
 
     def dense(self, block_tables: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """First `length` tokens of sequences [S, blocks], dequantised: 2 x [S, K, T, D] float32."""
@@ -149,6 +202,20 @@ class KVBlocks:
             new = torch.empty((2, num_blocks, *old.shape[2:]), dtype=old.dtype, device=old.device)
         new[:, : self.num_blocks] = old
         return replace(self, codes=new.view(self.codes.dtype))
+
+
+def scale_dims(scale: Tensor) -> int:
+    """0 for one scale per tensor, 1 per head, 2 per head and channel."""
+    return scale.dim() if scale.numel() > 1 else 0
+
+
+def specialization(argument: Any) -> Any:
+    """What Triton compiles apart: types and alignment of memory; 1 and multiples of 16."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() & 15 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument & 15 == 0, argument.bit_length() > 31
+    return argument is None
 
 
 def per_channel(scale: Tensor) -> Tensor:

@@ -89,5 +89,6 @@ def test_files_and_functions_stay_small(file):
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             body = node.end_lineno - node.body[0].lineno + 1
-            is_kernel = any(ast.unparse(each) == "triton.jit" for each in node.decorator_list)
+            names = map(ast.unparse, node.decorator_list)
+            is_kernel = any(name.startswith("triton.jit") for name in names)
             assert body <= (120 if is_kernel else 40), f"{file.name}: {node.name} has {body} lines"

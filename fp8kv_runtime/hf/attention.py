@@ -83,6 +83,7 @@ class _Session:
         # models that bypass the attention interface are given all of K and V in their own dtype
         self.swaps = bool(model.get_decoder()._can_set_attn_implementation())
         self._use_triton = _use_triton(model, backend, self.swaps)
+        self._options: dict[tuple[Any, ...], AttentionOptions] = {}
         self._check_query_scales()
 
     def prepare(
@@ -144,19 +145,26 @@ class _Session:
         window = kwargs.get("sliding_window")
         if mask is not None:
             layer.batch.check_once(mask, tokens, sequences.seq_starts, window)
-        options = AttentionOptions(
-            softmax_scale=kwargs.get("scaling"),
-            sliding_window=window,
-            softcap=kwargs.get("softcap"),
-            sinks=kwargs.get("s_aux"),
-            q_scale=layer.scales.q if self._quantize_query else None,
-        ).to(query.device)
+        options = self._options_of(layer, kwargs, query.device)
         if tokens == 1:
             return decode_attention(query[:, :, 0], layer.blocks, sequences, options)[:, None]
         packed = query.transpose(1, 2).reshape(rows * tokens, num_heads, head_dim)
         ends = torch.arange(rows + 1, dtype=torch.int32, device=query.device) * tokens
         out = extend_attention(packed, layer.blocks, sequences, ends, tokens, options)
         return out.view(rows, tokens, num_heads, head_dim)
+
+    def _options_of(
+        self, layer: Fp8CacheLayer, kwargs: dict[str, Any], device: torch.device
+    ) -> AttentionOptions:
+        """A layer's options; made once where they hold no tensor that may change."""
+        scale, window = kwargs.get("scaling"), kwargs.get("sliding_window")
+        softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
+        key = (layer.scales.layer_idx, scale, window, softcap, device)
+        if key not in self._options or sinks is not None:
+            q_scale = layer.scales.q if self._quantize_query else None
+            options = AttentionOptions(scale, window, softcap, sinks, q_scale)
+            self._options[key] = options.to(device)
+        return self._options[key]
 
     def _convert(self, cache: Cache) -> Batch:
         """Put FP8 layers where the cache has empty 16-bit ones; return the rows they share."""

@@ -87,12 +87,8 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         self._length += tokens
         sequences, slots = self.batch.where(key_states.device)
-        _append(self.batch.use_triton)(
-            key_states.transpose(1, 2).flatten(0, 1),
-            value_states.transpose(1, 2).flatten(0, 1),
-            self.blocks,
-            slots,
-        )
+        append_kv = _append(self.batch.use_triton)
+        append_kv(_tokens(key_states), _tokens(value_states), self.blocks, slots)
         if self.batch.use_triton:
             key_states.fp8kv_layer = self  # type: ignore[attr-defined]
             return key_states, value_states
@@ -161,6 +157,11 @@ def paged_cache(cache: Cache) -> PagedKVCache:
         if isinstance(layer, Fp8CacheLayer) and layer.batch.cache is not None:
             return layer.batch.cache
     raise ValueError("this cache holds no FP8 blocks: it was not filled inside fp8_attention")
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """[B, K, T, D] as [B * T, K, D]."""
+    return x[:, :, 0] if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
 
 
 def _append(use_triton: bool) -> Callable[..., None]:

@@ -1,17 +1,17 @@
 """Quantise K and V and scatter them by slot mapping, in one pass: kernel and launcher."""
 
-from typing import Any
+import functools
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from fp8kv_runtime.kernels.codec import encode, half_smallest, largest
-from fp8kv_runtime.kernels.launch import scale_dims
+from fp8kv_runtime.kernels.launch import Launcher
+from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target
 from fp8kv_runtime.kernels.tuning import append_config
-from fp8kv_runtime.storage import KVBlocks
+from fp8kv_runtime.storage import BlocksLayout, KVBlocks
 
 
 def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor) -> None:
@@ -31,39 +31,38 @@ def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor
     if num_tokens == 0:
         return
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
-    slot_mapping = slot_mapping.contiguous()
     target = current_target()
-    config = append_config(target, blocks.head_dim)
+    config, launcher = append_launcher(blocks.layout, target)
     grid = (triton.cdiv(num_tokens, config.tile), blocks.num_kv_heads, 2)
-    append_kv_kernel[grid](
-        key, value, stored_as(blocks.key), stored_as(blocks.value), blocks.k_scale, blocks.v_scale,
-        blocks.k_center, blocks.counts, slot_mapping, num_tokens, key.stride(0),
-        key.stride(1), value.stride(0), value.stride(1), TILE=config.tile,
-        **append_constants(blocks, target), num_warps=config.num_warps,
+    strides = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
+    slot_mapping = slot_mapping.contiguous()
+    arguments = (
+        key, value, *blocks.stored, blocks.k_scale, blocks.v_scale, blocks.k_center, blocks.counts,
+        slot_mapping, num_tokens, *strides,
     )  # fmt: skip
+    launcher(target, grid, blocks, (key, value, slot_mapping, num_tokens, *strides), arguments)
 
 
-def stored_as(codes: Tensor) -> Tensor:
-    """Blocks as the kernel writes them: FP8 as bytes, which sm_80 has no type for."""
-    return codes if codes.dtype == torch.float16 else codes.view(torch.uint8)
-
-
-def append_constants(blocks: KVBlocks, target: Target) -> dict[str, Any]:
-    """Compile-time constants that the layer fixes."""
-    return {
+@functools.cache
+def append_launcher(blocks: BlocksLayout, target: Target) -> tuple[Config, Launcher]:
+    """The kernel for a layer."""
+    config = append_config(target, blocks.head_dim)
+    constants = {
         "NUM_KV_HEADS": blocks.num_kv_heads,
         "HEAD_DIM": blocks.head_dim,
         "BLOCK_D": triton.next_power_of_2(blocks.head_dim),
         "BLOCK_SIZE": blocks.block_size,
-        "K_SCALES": scale_dims(blocks.k_scale),
-        "V_SCALES": scale_dims(blocks.v_scale),
-        "HAS_CENTER": blocks.k_center is not None,
-        "COUNT": blocks.counts is not None,
+        "TILE": config.tile,
+        "K_SCALES": blocks.k_scales,
+        "V_SCALES": blocks.v_scales,
+        "HAS_CENTER": blocks.has_center,
+        "COUNT": blocks.counts,
         "FORMAT": blocks.format,
         "HARDWARE": target.encodes(blocks.format),
         # the interpreter multiplies and adds with two roundings
         "FUSED": target.backend != "interpreter",
     }
+    return config, Launcher(append_kv_kernel, constants, num_warps=config.num_warps)
 
 
 @triton.jit

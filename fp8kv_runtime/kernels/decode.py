@@ -1,5 +1,6 @@
 """Decode attention: one query token per sequence, all KV split into parts, then a reduce."""
 
+import functools
 from typing import Any
 
 import torch
@@ -11,9 +12,10 @@ from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
-from fp8kv_runtime.kernels.launch import layer_constants, loaded_as, scale_dims
+from fp8kv_runtime.kernels.launch import Launcher, Layer, layer_constants
 from fp8kv_runtime.kernels.overlap import let_next_start, overlapping, wait_for_previous
 from fp8kv_runtime.kernels.split import find_part, parts_of
+from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target
 from fp8kv_runtime.kernels.tuning import (
     choose_splits,
@@ -49,55 +51,69 @@ def decode_attention(
     target = current_target()
     config = decode_config(target, query, blocks)
     splits = num_splits or choose_splits(config, blocks.num_kv_heads, query.device)
-    least = config.least if num_splits is None else 1
+    layer = Layer.of(query, blocks, sequences, options)
+    decode, reduce = decode_launchers(layer, target, config, num_seqs, splits)
     parts = splits + num_seqs
-    partial, softmax = (
-        torch.empty(parts, num_heads, n, device=query.device) for n in (head_dim, 2)
-    )
-    common = {"TILE": config.tile, "OVERLAPS": target.overlaps}
-    common["BLOCK_S"] = triton.next_power_of_2(num_seqs)
-    decode_kernel[(blocks.num_kv_heads, parts)](
-        query, *loaded_as(blocks), blocks.k_scale, options.q_scale, blocks.k_center, options.sinks,
-        sequences.block_tables, sequences.seq_lens, sequences.seq_starts, partial, softmax,
-        options.scale(head_dim), options.softcap or 0.0, query.stride(0), query.stride(1),
-        sequences.block_tables.stride(0), num_seqs, splits, least, BLOCK_M=config.rows, **common,
-        **layer_constants(query, blocks, sequences, options, target),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    partial = torch.empty((parts, num_heads, head_dim), device=query.device)
+    softmax = torch.empty((parts, num_heads, 2), device=query.device)
+    batch = (num_seqs, splits, config.least if num_splits is None else 1)
+    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
+    strides = (query.stride(0), query.stride(1), tables.stride(0))
+    decode(
+        target, (blocks.num_kv_heads, parts, 1), blocks,
+        (query, options.q_scale, options.sinks, tables, lens, starts, *strides),
+        (query, *blocks.loaded, blocks.k_scale, options.q_scale, blocks.k_center, options.sinks,
+         tables, lens, starts, partial, softmax, options.scale(head_dim), options.softcap or 0.0,
+         *strides, *batch),
     )  # fmt: skip
-    reduce_kernel[(num_heads, num_seqs)](
-        partial, softmax, blocks.v_scale, out, sequences.seq_lens, sequences.seq_starts, num_seqs,
-        splits, least, **common,
-        **reduce_constants(num_heads, blocks, sequences, options, splits, target),
-        num_warps=reduce_config(splits).num_warps, **overlapping(target),
+    reduce(
+        target, (num_heads, num_seqs, 1), blocks, (lens, starts),
+        (partial, softmax, blocks.v_scale, out, lens, starts, *batch),
     )  # fmt: skip
     return out
 
 
-def reduce_constants(
-    num_heads: int,
-    blocks: KVBlocks,
-    sequences: PagedSequences,
-    options: AttentionOptions,
-    num_splits: int,
-    target: Target,
-) -> dict[str, Any]:
-    """Compile-time constants of the reduce."""
+@functools.lru_cache(maxsize=1024)
+def decode_launchers(
+    layer: Layer, target: Target, config: Config, num_seqs: int, splits: int
+) -> tuple[Launcher, Launcher]:
+    """Decode and reduce for a layer and a batch."""
+    common = {
+        "TILE": config.tile,
+        "OVERLAPS": target.overlaps,
+        "BLOCK_S": triton.next_power_of_2(num_seqs),
+    }
+    decode = Launcher(
+        decode_kernel, common | {"BLOCK_M": config.rows} | layer_constants(layer, target),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    joining = reduce_config(splits)
+    reduce = Launcher(
+        reduce_kernel, common | reduce_constants(layer, splits, joining.tile, target),
+        num_warps=joining.num_warps, **overlapping(target),
+    )  # fmt: skip
+    return decode, reduce
+
+
+def reduce_constants(layer: Layer, splits: int, parts: int, target: Target) -> dict[str, Any]:
+    """Compile-time constants of the reduce that the layer and the number of splits fix."""
+    blocks = layer.blocks
     return {
-        "NUM_HEADS": num_heads,
-        "GROUP": num_heads // blocks.num_kv_heads,
-        "BLOCK_SPLITS": triton.next_power_of_2(num_splits),
-        "PARTS": reduce_config(num_splits).tile,
-        "WINDOW": options.sliding_window or 0,
-        "HAS_STARTS": sequences.seq_starts is not None,
+        "NUM_HEADS": layer.num_heads,
+        "GROUP": layer.num_heads // blocks.num_kv_heads,
+        "BLOCK_SPLITS": triton.next_power_of_2(splits),
+        "PARTS": parts,
+        "WINDOW": layer.window,
+        "HAS_STARTS": layer.starts,
         "HEAD_DIM": blocks.head_dim,
         "BLOCK_D": triton.next_power_of_2(blocks.head_dim),
-        "V_SCALES": scale_dims(blocks.v_scale),
+        "V_SCALES": blocks.v_scales,
         "FORMAT": blocks.format,
         "HARDWARE": target.decodes(blocks.format),
     }
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_seqs", "num_splits", "least"))
 def decode_kernel(
     query_ptr,
     key_ptr,
@@ -192,7 +208,7 @@ def decode_kernel(
     tl.store(softmax_ptr + at * 2 + 1, running_sum, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_seqs", "num_splits", "least"))
 def reduce_kernel(
     partial_ptr,
     softmax_ptr,

@@ -1,5 +1,7 @@
 """Extend attention: the new tokens of each sequence against its cache, which holds them too."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -9,8 +11,9 @@ from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
-from fp8kv_runtime.kernels.launch import layer_constants, loaded_as, scale_dims
-from fp8kv_runtime.kernels.targets import current_target
+from fp8kv_runtime.kernels.launch import Launcher, Layer, layer_constants
+from fp8kv_runtime.kernels.table import Config
+from fp8kv_runtime.kernels.targets import Target, current_target
 from fp8kv_runtime.kernels.tuning import extend_config
 from fp8kv_runtime.options import AttentionOptions, check_attention
 from fp8kv_runtime.storage import KVBlocks
@@ -42,16 +45,27 @@ def extend_attention(
     config = extend_config(target, query.device, blocks)
     rows = max_query_len * (num_heads // blocks.num_kv_heads)
     grid = (triton.cdiv(rows, config.rows), blocks.num_kv_heads, cu_seqlens.numel() - 1)
-    extend_kernel[grid](
-        query, *loaded_as(blocks), blocks.k_scale,
-        blocks.v_scale, options.q_scale, blocks.k_center, options.sinks, sequences.block_tables,
-        sequences.seq_lens, sequences.seq_starts, cu_seqlens, out, options.scale(head_dim),
-        options.softcap or 0.0, query.stride(0), query.stride(1), sequences.block_tables.stride(0),
-        TILE=config.tile, BLOCK_M=config.rows, V_SCALES=scale_dims(blocks.v_scale),
-        **layer_constants(query, blocks, sequences, options, target),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+    launcher = extend_launcher(Layer.of(query, blocks, sequences, options), target, config)
+    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
+    strides = (query.stride(0), query.stride(1), tables.stride(0))
+    launcher(
+        target, grid, blocks,
+        (query, options.q_scale, options.sinks, tables, lens, starts, cu_seqlens, *strides),
+        (query, *blocks.loaded, blocks.k_scale, blocks.v_scale, options.q_scale, blocks.k_center,
+         options.sinks, tables, lens, starts, cu_seqlens, out, options.scale(head_dim),
+         options.softcap or 0.0, *strides),
     )  # fmt: skip
     return out
+
+
+@functools.lru_cache(maxsize=1024)
+def extend_launcher(layer: Layer, target: Target, config: Config) -> Launcher:
+    """The kernel for a layer."""
+    tiles = {"TILE": config.tile, "BLOCK_M": config.rows, "V_SCALES": layer.blocks.v_scales}
+    return Launcher(
+        extend_kernel, tiles | layer_constants(layer, target),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def launches(target: Target, call: Callable[[], Any]) -> list[Launch]:
         )
         return True  # neither compile nor launch
 
-    with _pretend(target), knobs.runtime.scope():
+    with pretend(target), knobs.runtime.scope():
         knobs.runtime.jit_cache_hook = record
         call()
     return found
@@ -65,7 +65,7 @@ def compile_launch(launch: Launch, target: Target) -> Compiled:
         triton.runtime.errors.PTXASError: NVIDIA's assembler does not accept it.
     """
     kernel = getattr(import_module(launch.module), launch.kernel)
-    with _pretend(target):
+    with pretend(target):
         compiled = kernel.preload(launch.specialization)
     if target.backend == "hip":
         asm = code = compiled.asm["amdgcn"]
@@ -137,7 +137,8 @@ class _AbsentGPU:
 
 
 @contextlib.contextmanager
-def _pretend(target: Target) -> Iterator[None]:
+def pretend(target: Target) -> Iterator[None]:
+    """Inside, Triton takes this GPU for the one that is here."""
     previous = driver._active
     driver.set_active(_AbsentGPU(target))
     try:

@@ -25,13 +25,6 @@ class Config:
     per_processor: int = 2  # decode: programs of a processor, no more than run at once
     least: int = 4  # decode: tiles of a part; writing and joining it costs as much as reading one
 
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-            if name in _POWERS_OF_TWO and value & (value - 1):
-                raise ValueError(f"{name} must be a power of two, got {value}")
-
 
 @dataclass(frozen=True)
 class Row:
@@ -89,7 +82,13 @@ def _to_row(fields: dict[str, Any]) -> Row:
     where = {name: fields[name] for name in ("on", "bits", "head_dim")}
     where["over"] = fields.get("over", 0)
     config = {name: value for name, value in fields.items() if name not in where}
-    return Row(**where, config=Config(**config))
+    row = Row(**where, config=Config(**config))
+    for name, value in asdict(row.config).items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        if name in _POWERS_OF_TWO and value & (value - 1):
+            raise ValueError(f"{name} must be a power of two, got {value}")
+    return row
 
 
 def _to_json(row: Row) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import functools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from triton.runtime import driver
@@ -60,7 +61,13 @@ def current_target() -> Target:
     """The target that Triton launches kernels on now."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return INTERPRETER
-    found = driver.active.get_current_target()
+    active = driver.active
+    return _target_on(active, active.get_current_device())
+
+
+@functools.cache
+def _target_on(active: Any, device: Any) -> Target:
+    found = active.get_current_target()
     return find_target(found.backend, found.arch)
 
 

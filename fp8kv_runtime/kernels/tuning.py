@@ -23,9 +23,7 @@ _pinned: dict[str, Config] = {}
 def decode_config(target: Target, query: Tensor, blocks: KVBlocks) -> Config:
     """Config of decode attention for queries [S, H, D]."""
     config = _config("decode", target, query.device, blocks)
-    group = query.shape[1] // blocks.num_kv_heads
-    # matrix instructions take 16 rows at least
-    return replace(config, rows=max(16, triton.next_power_of_2(group)))
+    return _with_rows(config, query.shape[1] // blocks.num_kv_heads)
 
 
 def extend_config(target: Target, device: torch.device, blocks: KVBlocks) -> Config:
@@ -99,6 +97,12 @@ def forget_tuned() -> None:
     """Read this machine's table again, which was written anew."""
     tuned.cache_clear()
     find_config.cache_clear()
+
+
+@functools.cache
+def _with_rows(config: Config, group: int) -> Config:
+    # matrix instructions take 16 rows at least
+    return replace(config, rows=max(16, triton.next_power_of_2(group)))
 
 
 def _config(kernel: str, target: Target, device: torch.device, blocks: KVBlocks) -> Config:

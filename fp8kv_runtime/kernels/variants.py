@@ -42,7 +42,7 @@ class Variant:
 
     def launches(self, target: Target) -> list[Launch]:
         """All that its launchers launch on `target`."""
-        blocks = self._blocks(target)
+        blocks = self.blocks(target)
         return [
             launch
             for name in self.launchers
@@ -59,13 +59,14 @@ class Variant:
             q_scale=torch.ones(num_heads) if self.q_fp8 else None,
         )
 
-    def sequences(self) -> PagedSequences:
+    def sequences(self, num_seqs: int = _NUM_SEQS) -> PagedSequences:
         """A batch of sequences."""
-        lengths = torch.ones(_NUM_SEQS, dtype=torch.int32)
-        tables = torch.zeros(_NUM_SEQS, _MAX_BLOCKS, dtype=torch.int32)
+        lengths = torch.ones(num_seqs, dtype=torch.int32)
+        tables = torch.zeros(num_seqs, _MAX_BLOCKS, dtype=torch.int32)
         return PagedSequences(tables, lengths, torch.zeros_like(lengths) if self.masked else None)
 
-    def _blocks(self, target: Target) -> KVBlocks:
+    def blocks(self, target: Target) -> KVBlocks:
+        """The layer's blocks, empty."""
         format = self.format or ("e4m3fnuz" if target.name == "gfx942" else "e4m3fn")
         shape = (1, _NUM_KV_HEADS, self.head_dim)[: 1 + self.scale_dims][-max(self.scale_dims, 1) :]
         block_bytes = _NUM_KV_HEADS * self.block_size * self.head_dim

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 # Triton looks when it is imported
-os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
-ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+os.environ["TRITON_INTERPRET"] = "1"
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import torch
 from kernel_paged_peers import fp8_peers, paged_peers, per_tensor

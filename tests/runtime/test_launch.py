@@ -1,0 +1,44 @@
+"""A second launch does not go through Triton; the driver gets what Triton would give it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+VARIANTS = ("plain-64", "channels-128", "float16-64")
+KERNELS = ["decode_kernel", "reduce_kernel", "extend_kernel", "append_kv_kernel"]
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
+
+
+@pytest.fixture(scope="module")
+def launched():
+    """By variant: what three calls launched, the third with a query that is not aligned."""
+    script = Path(__file__).with_name("launch_twice.py")
+    command = [sys.executable, str(script), *VARIANTS]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=script.parents[2])
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_second_launch_is_the_first(variant, launched):
+    calls = launched[variant]["launched"]
+    first, second, third = (calls[4 * i : 4 * i + 4] for i in range(3))
+    assert [name for name, *_ in first] == KERNELS
+    assert second == first
+    assert [arguments for *_, arguments in third] == [arguments for *_, arguments in first]
+    # the first time, and what the third needs
+    assert launched[variant]["by triton"] == [*KERNELS, "decode_kernel", "extend_kernel"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_memory_that_is_not_aligned_has_a_kernel_of_its_own(variant, launched):
+    ids = [identity for _, identity, *_ in launched[variant]["launched"]]
+    decode, reduce, extend, append = (ids[i::4] for i in range(4))
+    assert decode[2] != decode[1]
+    assert extend[2] != extend[1]
+    assert reduce[2] == reduce[1]  # it does not read the query
+    assert append[2] == append[1]
