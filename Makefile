@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test fuzz check fix compile-kernels interop bench bench-generate bench-eval bench-scale bench-peers bench-kernels golden clean
+.PHONY: help demo test fuzz check fix compile-kernels interop bench bench-generate bench-eval bench-scale bench-peers bench-kernels bench-generate-gpu bench-launch golden clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -102,6 +102,12 @@ bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 
 bench-kernels: ## the kernels, on a GPU; without one, whether they are right
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) benchmarks/kernel_speed.py
+
+bench-generate-gpu: ## whole models on a GPU; without one, whether the kernels are right in them
+	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) benchmarks/generate_gpu.py
+
+bench-launch: $(VENV)/.installed ## what launching a kernel costs Python; no GPU
+	$(BIN)/python benchmarks/launch_cost.py
 
 golden: $(PEERS)/.installed $(PEERS)-modelopt/.installed $(PEERS)-autoround/.installed ## files of other tools, for the tests
 	$(PEERS)/bin/python benchmarks/peers/write_llmcompressor.py
