@@ -7,6 +7,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from fp8kv_runtime.kernels.table import read_table, tuned_path
+
 _PACKAGES = ("fp8kv", "torch", "transformers", "datasets", "accelerate", "safetensors", "triton")
 
 # first compute capability with hardware E4M3 conversion
@@ -21,6 +23,7 @@ def examine() -> list[tuple[str, str]]:
         ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"),
         ("bfloat16 on this CPU", _bfloat16()),
         *_gpus(),
+        ("kernel configs", _configs()),
         ("calibration", "runs here (CPU and GPU)"),
         ("builtin:smollm2", _builtin()),
     ]
@@ -53,6 +56,15 @@ def _gpu(index: int) -> str:
     capability = torch.cuda.get_device_capability(index)
     fp8 = "hardware FP8" if capability >= _FP8_CAPABILITY else "no hardware FP8"
     return f"{properties.name}, {memory}, sm_{capability[0]}{capability[1]}, {fp8}"
+
+
+def _configs() -> str:
+    path = tuned_path()
+    try:
+        rows = sum(map(len, read_table(path).values()))
+    except ValueError as error:
+        return str(error)
+    return f"{rows} tuned here, {path}; then those shipped" if rows else "those shipped"
 
 
 def _builtin() -> str:

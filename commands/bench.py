@@ -13,7 +13,8 @@ from commands.running import print_table, run
 
 def bench(
     model: Annotated[
-        str | None, typer.Argument(help="A config.json, a model directory, or a Hub id.")
+        str | None,
+        typer.Argument(help="A config.json, a model directory, a Hub id, builtin:smollm2."),
     ] = None,
     heads: Annotated[
         str, Flag(metavar="H/K/D", help="Without MODEL: query heads, KV heads, head_dim.")

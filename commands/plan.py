@@ -10,7 +10,9 @@ from commands.running import print_lines, print_table, run
 
 
 def plan(
-    model: Annotated[str, typer.Argument(help="A config.json, a model directory, or a Hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="A config.json, a model directory, a Hub id, builtin:smollm2.")
+    ],
     gpu: Annotated[str, Flag(help="h100, h200, b200, mi300x, ...")] = "h100",
     gpus: Annotated[int, Flag(min=1, help="GPUs per node.")] = 8,
     nodes: Annotated[int, Flag(min=1)] = 1,

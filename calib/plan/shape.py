@@ -10,6 +10,7 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from calib.builtin import builtin_model
 from calib.checkpoint import read_json
 from calib.errors import InputError, UnsupportedModelError
 from calib.hub import download_config
@@ -86,7 +87,8 @@ def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _config_file(model: str) -> Path:
-    path = Path(model).expanduser()
+    is_builtin = model.startswith("builtin:")
+    path = builtin_model(model) if is_builtin else Path(model).expanduser()
     if path.is_dir():
         path /= "config.json"
     return path if path.exists() or path.suffix == ".json" else download_config(model)

@@ -9,7 +9,7 @@ from families import tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
 from calib.errors import InputError, UnsupportedModelError
-from calib.plan.shape import model_shape
+from calib.plan.shape import attention_heads, model_shape
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
 
@@ -28,6 +28,14 @@ def test_published_sizes_come_out(name, parameters):
 def test_the_cache_of_llama_8b_takes_128_kib_per_token_in_16_bits():
     shape = model_shape(str(CONFIGS / "llama-3.1-8b.json"))
     assert 2 * shape.cached_values == 32 * 2 * 8 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "heads"),
+    [(str(CONFIGS / "llama-3.1-8b.json"), (32, 8, 128)), ("builtin:smollm2", (9, 3, 64))],
+)
+def test_heads_of_a_config_and_of_the_bundled_model(model, heads):
+    assert attention_heads(model) == heads
 
 
 def shape_of(model, directory):
