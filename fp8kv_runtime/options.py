@@ -29,7 +29,7 @@ class AttentionOptions:
 
     def scale(self, head_dim: int) -> float:
         """The softmax scale in force."""
-        return head_dim**-0.5 if self.softmax_scale is None else self.softmax_scale
+        return head_dim**-0.5 if self.softmax_scale is None else float(self.softmax_scale)
 
     def to(self, device: torch.device) -> "AttentionOptions":
         """The same with its tensors, as float32, on another device."""

@@ -52,7 +52,8 @@ def decode_attention(
     config = decode_config(target, query, blocks)
     splits = num_splits or choose_splits(config, blocks.num_kv_heads, query.device)
     layer = Layer.of(query, blocks, sequences, options)
-    decode, reduce = decode_launchers(layer, target, config, num_seqs, splits)
+    block_s = triton.next_power_of_2(num_seqs)
+    decode, reduce = decode_launchers(layer, target, config, block_s, splits)
     parts = splits + num_seqs
     partial = torch.empty((parts, num_heads, head_dim), device=query.device)
     softmax = torch.empty((parts, num_heads, 2), device=query.device)
@@ -63,8 +64,8 @@ def decode_attention(
         target, (blocks.num_kv_heads, parts, 1), blocks,
         (query, options.q_scale, options.sinks, tables, lens, starts, *strides),
         (query, *blocks.loaded, blocks.k_scale, options.q_scale, blocks.k_center, options.sinks,
-         tables, lens, starts, partial, softmax, options.scale(head_dim), options.softcap or 0.0,
-         *strides, *batch),
+         tables, lens, starts, partial, softmax, options.scale(head_dim),
+         float(options.softcap or 0), *strides, *batch),
     )  # fmt: skip
     reduce(
         target, (num_heads, num_seqs, 1), blocks, (lens, starts),
@@ -75,14 +76,10 @@ def decode_attention(
 
 @functools.lru_cache(maxsize=1024)
 def decode_launchers(
-    layer: Layer, target: Target, config: Config, num_seqs: int, splits: int
+    layer: Layer, target: Target, config: Config, block_s: int, splits: int
 ) -> tuple[Launcher, Launcher]:
-    """Decode and reduce for a layer and a batch."""
-    common = {
-        "TILE": config.tile,
-        "OVERLAPS": target.overlaps,
-        "BLOCK_S": triton.next_power_of_2(num_seqs),
-    }
+    """Decode and reduce for a layer and batches of up to `block_s` sequences, a power of two."""
+    common = {"TILE": config.tile, "OVERLAPS": target.overlaps, "BLOCK_S": block_s}
     decode = Launcher(
         decode_kernel, common | {"BLOCK_M": config.rows} | layer_constants(layer, target),
         num_warps=config.num_warps, num_stages=config.num_stages,

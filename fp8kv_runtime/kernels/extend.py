@@ -53,7 +53,7 @@ def extend_attention(
         (query, options.q_scale, options.sinks, tables, lens, starts, cu_seqlens, *strides),
         (query, *blocks.loaded, blocks.k_scale, blocks.v_scale, options.q_scale, blocks.k_center,
          options.sinks, tables, lens, starts, cu_seqlens, out, options.scale(head_dim),
-         options.softcap or 0.0, *strides),
+         float(options.softcap or 0), *strides),
     )  # fmt: skip
     return out
 
