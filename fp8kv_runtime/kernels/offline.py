@@ -72,8 +72,8 @@ def compile_launch(launch: Launch, target: Target) -> Compiled:
         registers, spilled = amd_resources(asm)
     else:
         asm = compiled.asm["ptx"]
-        registers, spilled = nvidia_resources(_dumped(compiled.asm["cubin"], "-res-usage"))
-        code = _dumped(compiled.asm["cubin"], "-sass")
+        code = _dumped(compiled.asm["cubin"])
+        registers, spilled = nvidia_resources(code)
         if any(spilled.values()):
             spilled["accesses to the stack in a loop"] = stack_accesses_in_loops(code)
     metadata = compiled.metadata
@@ -110,11 +110,11 @@ def amd_resources(asm: str) -> tuple[int, dict[str, int]]:
     }
 
 
-def _dumped(cubin: bytes, what: str) -> str:
+def _dumped(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, what, file.name]
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
