@@ -18,10 +18,16 @@ from fp8kv_runtime.kernels.table import Config, Row, Table
 from fp8kv_runtime.kernels.tuning import find_config, pinned
 
 KERNELS = {"decode": "decode_attention", "extend": "extend_attention"}
-_TILES, _WARPS = (32, 64, 128), (2, 4, 8)
-_STAGES = {"cuda": (3, 5, 7), "hip": (1, 2), "interpreter": (1,)}
+_TILES = (32, 64, 128)
+_WARPS = {"decode": (2, 4, 8), "extend": (4, 8)}
+_STAGES = {
+    ("decode", "cuda"): (3, 5, 7),
+    ("extend", "cuda"): (2, 3),
+    ("decode", "hip"): (1, 2),
+    ("extend", "hip"): (1, 2),
+}
+_ROWS = (64, 128)  # of extend; of decode they follow from the heads
 _PROGRAMS, _LEAST = (1, 2, 3, 4, 6), (1, 2, 4, 8)
-_ROWS = (32, 64, 128)
 _GAIN = 0.98  # of the time: what is less of a gain is noise
 
 
@@ -100,7 +106,8 @@ def _place(row: Row) -> tuple[str, int, int]:
 def _compiled(kernel: str, backend: str) -> Callable[[Config], Iterator[Config]]:
     def candidates(known: Config) -> Iterator[Config]:
         rows = _ROWS if kernel == "extend" else (known.rows,)
-        for tile, warps, stages, m in itertools.product(_TILES, _WARPS, _STAGES[backend], rows):
+        stages_of = _STAGES.get((kernel, backend), (known.num_stages,))
+        for tile, warps, stages, m in itertools.product(_TILES, _WARPS[kernel], stages_of, rows):
             yield replace(known, tile=tile, num_warps=warps, num_stages=stages, rows=m)
 
     return candidates

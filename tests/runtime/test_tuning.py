@@ -182,8 +182,8 @@ def test_rows_found_anew_replace_those_of_the_same_place():
 
 def test_tuning_writes_what_later_launches_use(monkeypatch, own_table):
     """The command's way, kernels in the interpreter, with two configs to choose from."""
-    for name, values in {"_TILES": (32, 64), "_WARPS": (4,), "_PROGRAMS": (2,), "_LEAST": (4,),
-                         "_ROWS": (64,)}.items():  # fmt: skip
+    few = {"_TILES": (32, 64), "_ROWS": (64,), "_PROGRAMS": (2,), "_LEAST": (4,)}
+    for name, values in (few | {"_WARPS": dict.fromkeys(tune.KERNELS, (4,))}).items():
         monkeypatch.setattr(tune, name, values)
     bench = Bench.of((4, 2, 64), 16, torch.device("cpu"))
     monkeypatch.setattr(Bench, "gpu", GPU)
