@@ -47,8 +47,8 @@ class Tuner:
         bits = 16 if cases[0].format == "float16" else 8
         head_dim = cases[0].head_dim
         best = find_config(kernel, self.names, bits, head_dim)
-        for candidates in (_compiled(kernel, self.names[-1]), _launched(kernel)):
-            best = self._fastest(kernel, best, candidates(best), cases)
+        for candidates in (_compiled, _launched):
+            best = self._fastest(kernel, best, candidates(kernel, self.names[-1], best), cases)
         width = 1 << (head_dim - 1).bit_length()
         return Row(self.names[0], bits, width, best, over=width // 2)
 
@@ -58,9 +58,10 @@ class Tuner:
         """The fastest of what is known to work and of the candidates."""
         before, best, shortest = self._times(kernel, known, cases), known, 1.0
         for config in dict.fromkeys(candidates):
-            if config == known or (refused := self._refused(kernel, config, cases)):
-                if config != known:
-                    self.say(f"{kernel} {_describe(config)}: {refused}")
+            if config == known:
+                continue
+            if refused := self._refused(kernel, config, cases):
+                self.say(f"{kernel} {_describe(config)}: {refused}")
                 continue
             times = self._times(kernel, config, cases)
             ratio = math.prod(t / b for t, b in zip(times, before, strict=True)) ** (1 / len(cases))
@@ -76,7 +77,7 @@ class Tuner:
                 try:
                     verdict = gate.check(case, self.launchers, self.device)
                 except Exception as error:  # noqa: BLE001  whatever the compiler or the GPU raises
-                    return str(error).strip().split("\n")[0]
+                    return f"{type(error).__name__}: {error}".splitlines()[0]
                 if not verdict.passed:
                     return verdict.found
         return ""
@@ -103,23 +104,19 @@ def _place(row: Row) -> tuple[str, int, int]:
     return row.on, row.bits, row.head_dim
 
 
-def _compiled(kernel: str, backend: str) -> Callable[[Config], Iterator[Config]]:
-    def candidates(known: Config) -> Iterator[Config]:
-        rows = _ROWS if kernel == "extend" else (known.rows,)
-        stages_of = _STAGES.get((kernel, backend), (known.num_stages,))
-        for tile, warps, stages, m in itertools.product(_TILES, _WARPS[kernel], stages_of, rows):
-            yield replace(known, tile=tile, num_warps=warps, num_stages=stages, rows=m)
-
-    return candidates
+def _compiled(kernel: str, backend: str, known: Config) -> Iterator[Config]:
+    """Configs that are compiled differently."""
+    rows = _ROWS if kernel == "extend" else (known.rows,)
+    stages_of = _STAGES.get((kernel, backend), (known.num_stages,))
+    for tile, warps, stages, m in itertools.product(_TILES, _WARPS[kernel], stages_of, rows):
+        yield replace(known, tile=tile, num_warps=warps, num_stages=stages, rows=m)
 
 
-def _launched(kernel: str) -> Callable[[Config], Iterator[Config]]:
-    def candidates(known: Config) -> Iterator[Config]:
-        if kernel == "decode":
-            for programs, least in itertools.product(_PROGRAMS, _LEAST):
-                yield replace(known, per_processor=programs, least=least)
-
-    return candidates
+def _launched(kernel: str, backend: str, known: Config) -> Iterator[Config]:
+    """Configs that are launched differently."""
+    if kernel == "decode":
+        for programs, least in itertools.product(_PROGRAMS, _LEAST):
+            yield replace(known, per_processor=programs, least=least)
 
 
 def _describe(config: Config) -> str:
