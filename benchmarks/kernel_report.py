@@ -9,6 +9,8 @@ import torch
 import triton
 from machine import machine, write_result
 
+from fp8kv_runtime.kernels.table import read_table, tuned_path
+
 ROOT = Path(__file__).parent.parent
 
 # TB/s of memory, from the vendors' data sheets; by the exact name, because variants differ
@@ -46,6 +48,8 @@ def describe_machine(commit: str | None) -> dict[str, Any]:
         "power_limit": power,
         "runtime": _runtime(),
         "triton": triton.__version__,
+        # of this machine's own table, which goes before the shipped one
+        "tuned_configs": sum(map(len, read_table(tuned_path()).values())),
         "commit": commit or _commit(),
     }
 

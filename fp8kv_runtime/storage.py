@@ -176,7 +176,7 @@ class KVBlocks:
     @cached_property
     def specialization(self) -> tuple[Any, ...]:
         """`specialization` of every tensor here."""
-        tensors = (self.codes, self.k_scale, self.v_scale, self.k_center, self.counts)
+        tensors = (*self.stored, self.k_scale, self.v_scale, self.k_center, self.counts)
         return tuple(map(specialization, tensors))
 
     def dense(self, block_tables: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,20 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from fp8kv_runtime.storage import KVBlocks
 
 VARIANTS = ("plain-64", "channels-128", "float16-64")
 KERNELS = ["decode_kernel", "reduce_kernel", "extend_kernel", "append_kv_kernel"]
+
+# what Triton compiles apart
+MADE = {
+    "other alignment of V than of K": {"block_size": 3},
+    "a centre": {"k_center": torch.zeros(1, 8)},
+    "counters": {"count": True},
+    "float16": {"dtype": torch.float16},
+}
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux only")
 
@@ -32,6 +43,18 @@ def test_the_second_launch_is_the_first(variant, launched):
     assert [arguments for *_, arguments in third] == [arguments for *_, arguments in first]
     # the first time, and what the third needs
     assert launched[variant]["by triton"] == [*KERNELS, "decode_kernel", "extend_kernel"]
+
+
+@pytest.mark.parametrize("changes", MADE.values(), ids=MADE)
+def test_layers_that_need_other_kernels_are_told_apart(changes):
+    def told_apart(block_size=4, **others):
+        one = torch.ones(1)
+        shape = {"num_kv_heads": 1, "head_dim": 8, "k_scale": one, "v_scale": one}
+        blocks = KVBlocks.empty(1, block_size, **shape, **others)
+        return blocks.specialization
+
+    assert told_apart() == told_apart(block_size=8)
+    assert told_apart(**changes) != told_apart()
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
