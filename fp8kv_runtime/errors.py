@@ -2,4 +2,4 @@
 
 
 class AttentionError(ValueError):
-    """The model, its cache, its mask or its scales do not fit the FP8 runtime or its backend."""
+    """A model, cache, mask, scales or tuning table that the FP8 runtime or its backend cannot use."""

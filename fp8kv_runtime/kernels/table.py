@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fp8kv_runtime.errors import AttentionError
+
 _POWERS_OF_TWO = ("tile", "num_warps", "rows")
 
 
@@ -55,7 +57,7 @@ def read_table(path: Path) -> Table:
     """Read a table; an empty one where there is no file.
 
     Raises:
-        ValueError: the file is no tuning table.
+        AttentionError: the file is no tuning table.
     """
     try:
         plain = json.loads(path.read_text())
@@ -63,7 +65,7 @@ def read_table(path: Path) -> Table:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(
+        raise AttentionError(
             f"{path} is no tuning table ({type(error).__name__}: {error}); delete it, or run "
             "`fp8kv bench --tune` again after that"
         ) from error

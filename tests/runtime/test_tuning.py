@@ -8,9 +8,11 @@ import torch
 from paged import Case, build
 from runtime.checks import assert_attention
 
+from calib.doctor import examine
 from fp8kv_runtime.bench import tune
 from fp8kv_runtime.bench.cases import Case as BenchCase
 from fp8kv_runtime.bench.run import Bench
+from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.kernels import tuning
 from fp8kv_runtime.kernels.table import Config, Row, read_table, tuned_path, write_table
 from fp8kv_runtime.kernels.targets import INTERPRETER, TARGETS
@@ -78,11 +80,19 @@ def test_a_damaged_table_is_named_in_one_line(content, reason, own_table):
     own_table.parent.mkdir()
     own_table.write_text(content)
     batch = build(Case((9,)))
-    with pytest.raises(ValueError, match=r"is no tuning table \(.*delete it") as refused:
+    with pytest.raises(AttentionError, match=r"is no tuning table \(.*delete it") as refused:
         batch.attend("kernel")
     assert str(own_table) in str(refused.value)
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_doctor_names_the_configs_in_force(own_table):
+    assert dict(examine())["kernel configs"] == "those shipped"
+    write_table(own_table, {"decode": (Row(GPU, 8, 128, Config(64, 4)),)})
+    assert dict(examine())["kernel configs"] == f"1 tuned here, {own_table}; then those shipped"
+    own_table.write_text("{")
+    assert "is no tuning table" in dict(examine())["kernel configs"]
 
 
 def test_where_the_table_is(monkeypatch, tmp_path):
