@@ -2,4 +2,4 @@
 
 
 class AttentionError(ValueError):
-    """A model, cache, mask, scales or tuning table that the FP8 runtime or its backend cannot use."""
+    """A model, cache, mask, scales or tuning table that the runtime or its backend cannot use."""
