@@ -35,6 +35,7 @@ from fp8kv_runtime.bench.launchers import load_launchers
 from fp8kv_runtime.bench.timing import GpuTimer, Timing
 from fp8kv_runtime.options import AttentionOptions
 
+_COPIES = 16  # bytes of K and V in all forms that exist at once, over their FP8 bytes
 _SAME = 1e-2  # largest relative error of another's output: more, and it computed something else
 
 
@@ -48,7 +49,8 @@ def main() -> None:
     cases = tuple(case for case in CASES if case.quick or not args.quick)
     small = args.tiny or not gpu
     with torch.inference_mode():
-        if not passes(tiny(cases) if small else cases, launchers):
+        cases = tiny(cases) if small else fitting(cases)
+        if not passes(cases, launchers):
             sys.exit("a kernel is wrong: nothing was timed")
         if small:
             print(f"correctness only: {_why_small(gpu)}, nothing was timed")
@@ -72,6 +74,17 @@ def _why_small(gpu: bool) -> str:
     if not torch.cuda.is_available():
         return "no GPU here"
     return "tiny shapes" if gpu else "TRITON_INTERPRET=1"
+
+
+def fitting(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Those that this GPU has memory for, others' float32 and 16-bit copies of K and V included."""
+    memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    found = tuple(case for case in cases if _COPIES * case.num_bytes < memory)
+    for case in cases:
+        if case not in found:
+            needed = f"{_COPIES * case.num_bytes / 2**30:.0f} GiB"
+            print(f"{case.kernel:17} {case.name:35} left out: {needed} for K, V and their copies")
+    return found
 
 
 def device() -> torch.device:

@@ -132,7 +132,7 @@ class FakeTimer:
 def run_as_on_a_gpu(bench, monkeypatch, tmp_path):
     """The whole command with tiny shapes, references as launchers and a clock that stands still."""
     gpu = SimpleNamespace(
-        name="NVIDIA H200", total_memory=1, multi_processor_count=132, uuid="no such GPU"
+        name="NVIDIA H200", total_memory=2**27, multi_processor_count=132, uuid="no such GPU"
     )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(bench.speed, "CASES", tiny_cases(bench.speed.CASES))
@@ -146,6 +146,19 @@ def run_as_on_a_gpu(bench, monkeypatch, tmp_path):
         bench.speed.main()
 
     return run
+
+
+def test_what_the_gpu_has_no_memory_for_is_left_out(bench, monkeypatch, capsys):
+    cases = {case.name: case for case in bench.speed.CASES}
+    small, large = cases["8 x 16k"], cases["128 x 8k"]
+    gpu = SimpleNamespace(total_memory=24 * 2**30)  # an L4's
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
+    assert bench.speed.fitting((small, large)) == (small,)
+    printed = capsys.readouterr().out
+    assert printed.split(" left out: ")[1] == "32 GiB for K, V and their copies\n"
+    gpu.total_memory = 139 * 2**30  # an H200's
+    assert bench.speed.fitting(bench.speed.CASES) == bench.speed.CASES
 
 
 def test_nothing_is_timed_after_a_mismatch(bench, run_as_on_a_gpu, monkeypatch, tmp_path, capsys):
