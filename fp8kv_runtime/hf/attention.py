@@ -159,7 +159,7 @@ class _Session:
         """A layer's options; made once where they hold no tensor that may change."""
         scale, window = kwargs.get("scaling"), kwargs.get("sliding_window")
         softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
-        key = (layer.scales.layer_idx, scale, window, softcap, device)
+        key = (layer.scales.layer_idx, scale, window, softcap, sinks is None, device)
         if key not in self._options or sinks is not None:
             q_scale = layer.scales.q if self._quantize_query else None
             options = AttentionOptions(scale, window, softcap, sinks, q_scale)

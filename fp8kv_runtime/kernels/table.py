@@ -85,7 +85,11 @@ def _to_row(fields: dict[str, Any]) -> Row:
     where["over"] = fields.get("over", 0)
     config = {name: value for name, value in fields.items() if name not in where}
     row = Row(**where, config=Config(**config))
-    for name, value in asdict(row.config).items():
+    if row.bits not in (8, 16):
+        raise ValueError(f"bits must be 8 or 16, got {row.bits!r}")
+    if type(row.over) is not int or row.over < 0:
+        raise ValueError(f"over must be an integer, 0 or more, got {row.over!r}")
+    for name, value in {"head_dim": row.head_dim, **asdict(row.config)}.items():
         if type(value) is not int or value < 1:
             raise ValueError(f"{name} must be a positive integer, got {value!r}")
         if name in _POWERS_OF_TWO and value & (value - 1):

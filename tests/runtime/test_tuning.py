@@ -74,6 +74,12 @@ def test_what_is_written_is_read(own_table):
          "tile must be a positive integer, got True"),
         ('{"decode": [{"on": "x", "bits": 8, "head_dim": 64, "tile": 64, "num_warps": 4, "x": 1}]}',
          "unexpected keyword"),
+        ('{"decode": [{"on": "x", "bits": 8, "head_dim": "64", "tile": 64, "num_warps": 4}]}',
+         "head_dim must be a positive integer, got '64'"),
+        ('{"decode": [{"on": "x", "bits": 4, "head_dim": 64, "tile": 64, "num_warps": 4}]}',
+         "bits must be 8 or 16, got 4"),
+        ('{"decode": [{"on": "x", "bits": 8, "head_dim": 64, "over": -1, "tile": 64,'
+         ' "num_warps": 4}]}', "over must be an integer, 0 or more, got -1"),
     ],
 )  # fmt: skip
 def test_a_damaged_table_is_named_in_one_line(content, reason, own_table):
