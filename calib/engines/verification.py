@@ -96,7 +96,7 @@ def closing_lines(found: Verification) -> list[str]:
             [each.refused] if each.refused else list(dict.fromkeys(r for _, r in each.ignored))
         )
         reasons += list(
-            dict.fromkeys(o.reason for o in each.outcomes if o.status == "loaded" and o.reason)
+            dict.fromkeys(o.reason for o in each.outcomes if o.status != "default" and o.reason)
         )
         reasons += [each.problem] if each.problem else []
         lines += [f"{each.rules.engine} {each.rules.versions}: {reason}" for reason in reasons[:4]]
@@ -128,5 +128,7 @@ def _count(simulation: Simulation, letter: str) -> str:
     if simulation.refused:
         return "refused"
     outcomes = [outcome for outcome in simulation.outcomes if outcome.letter == letter]
+    if any(outcome.status == "unknown" for outcome in outcomes):
+        return "not known"
     loaded = sum(outcome.status == "loaded" for outcome in outcomes)
     return f"{loaded} of {len(outcomes)}" if loaded else "1.0"

@@ -2,6 +2,7 @@
 
 from calib.checkpoint import Checkpoint
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
+from calib.engines.rules import all_rules
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export, Format
 from calib.export.compressed_tensors import compressed_tensors, sglang
@@ -81,6 +82,13 @@ _VLLM_NOTE = (
     "modelopt there; per-head scales need FlashAttention 3 (Hopper) or 4 (Blackwell, sm_100)"
 )
 
+_SGLANG = all_rules()["sglang"]
+_SGLANG_NOTE = (
+    f"needs SGLang {_SGLANG.since} or newer, and is known to be loaded by its "
+    f"{' and '.join(_SGLANG.architectures)} alone: other classes may drop the scales without a "
+    "word, or not start (see `fp8kv verify`); for older ones use --format modelopt"
+)
+
 FORMATS: dict[FormatName, Format] = {
     "vllm": Format(
         engine="vLLM",
@@ -102,8 +110,7 @@ FORMATS: dict[FormatName, Format] = {
         engine="SGLang",
         build=sglang,
         serve="python -m sglang.launch_server --model-path {path} --kv-cache-dtype fp8_e4m3",
-        note="needs SGLang of September 2026 or newer, which reads compressed-tensors KV scales; "
-        "older ones ignore them silently: use --format modelopt for those",
+        note=_SGLANG_NOTE,
     ),
     "tgi": Format(
         engine="TGI",
@@ -122,7 +129,7 @@ FORMATS: dict[FormatName, Format] = {
         "vLLM >= 0.7 has dropped it: prefer --format vllm or sglang",
     ),
     "modelopt": Format(
-        engine="vLLM on MI300, SGLang before September 2026",
+        engine=f"vLLM on MI300, SGLang before {_SGLANG.since}",
         build=modelopt,
         serve="vllm serve {path} --kv-cache-dtype fp8",
         note="vLLM passes these scales through bfloat16 (0.02 becomes 0.02001953)",
