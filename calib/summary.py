@@ -119,22 +119,25 @@ def _outlier_heads(stats: KVStats, scales: KVScales) -> list[str]:
 
 def _head_ratio(amax: Tensor) -> float:
     heads = amax.amax(-1).sort().values
+    heads = heads[heads > 0]  # a dead head says nothing of what is usual
     return float(heads[-1] / heads[:-1].median()) if len(heads) > 1 else 1.0
 
 
 def _dead(stats: KVStats, scales: KVScales) -> list[str]:
     found = []
+    whole = scales.strategy == "tensor"
+    kind = "a head held" if whole else "a head or channel held"
+    covered = (
+        "the layer's one scale is for it too" if whole else "it takes the layer's largest scale"
+    )
     for which in ("k", "v"):
         layers = [
             layer.layer_idx
             for layer in stats.layers.values()
-            if dead_groups(getattr(layer, which).amax, scales.strategy)
+            if dead_groups(getattr(layer, which).amax, "attn_head" if whole else scales.strategy)
         ]
         if layers:
-            found.append(
-                f"{which.upper()}: a head or channel held only zeros in {_layers(layers)}; "
-                "it takes the layer's largest scale"
-            )
+            found.append(f"{which.upper()}: {kind} only zeros in {_layers(layers)}; {covered}")
     return found
 
 

@@ -10,6 +10,7 @@ from calib.engines.outcome import Simulation
 from calib.engines.place import Place
 from calib.engines.rules import Rules
 from calib.engines.simulate import ONE_GPU, simulate
+from calib.files.fp8_type import FP8_MAX, fp8_type
 from calib.files.inspection import Inspection, inspect_directory
 from calib.files.measured import read_amax
 
@@ -71,8 +72,9 @@ def verify_directory(
     problems, fits = [*found.problems], []
     if against:
         amax = read_amax(against)
-        fits = compare_with(found.layers, amax)
-        problems += fit_problems(found.layers, fits, amax)
+        fp8_max = FP8_MAX[fp8_type(found.directory)]
+        fits = compare_with(found.layers, amax, fp8_max)
+        problems += fit_problems(found.layers, fits, amax, fp8_max)
     return Verification(found, [simulate(found.directory, r, place) for r in rules], fits, problems)
 
 

@@ -1,5 +1,6 @@
 """Measured absmax from `fp8kv_stats.safetensors`, read without torch."""
 
+import math
 import re
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def read_amax(path: Path) -> Amax:
     """The largest magnitude of each layer and head.
 
     Raises:
-        InputError: it is no statistics file, nor a directory that holds one.
+        InputError: it is no statistics file, nor a directory that holds one, or it holds NaN/Inf.
     """
     path = path / STATS_FILE if path.is_dir() else path
     found: Amax = {}
@@ -25,6 +26,11 @@ def read_amax(path: Path) -> Amax:
         if match and len(entry.shape) == 2:
             heads, channels = entry.shape
             values = read_values(path, entry)
+            if not all(map(math.isfinite, values)):
+                raise InputError(
+                    f"'{path}': {match['letter'].upper()} of layer {match['layer']} held NaN or "
+                    "Inf, so nothing can be compared with it; calibrate again"
+                )
             rows = [values[i * channels : (i + 1) * channels] for i in range(heads)]
             found[int(match["layer"]), match["letter"]] = tuple(max(row, default=0) for row in rows)
     if not found:
