@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from calib.errors import InputError
+from calib.files.calibrations import no_model
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -63,6 +64,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Raises:
         InputError: a file is missing, unreadable, truncated, outside the directory, or a pickle.
     """
+    if not (path / "config.json").exists():
+        raise no_model(path, f"'{path}' has no config.json: it is not a model directory")
     config = read_json(path / "config.json")
     weight_map = _weight_map(path)
     held = {shard: _tensor_names(path / shard) for shard in sorted(set(weight_map.values()))}

@@ -8,6 +8,7 @@ from typing import Any
 from calib.checkpoint import fingerprint, read_json
 from calib.derive import recipe_observer
 from calib.errors import InputError
+from calib.files.calibrations import absent
 from calib.finish import Result, finish
 from calib.model import find_checkpoint
 from calib.output import CALIBRATION_FILE, check_output
@@ -55,6 +56,8 @@ def merge(
 
 
 def _report(directory: Path) -> dict[str, Any]:
+    if not (directory / CALIBRATION_FILE).exists():
+        raise absent(directory, f"'{directory}' has no {CALIBRATION_FILE}: it is no calibration")
     report = read_json(directory / CALIBRATION_FILE)
     if not {"model", "checkpoint", "dataset", "warnings"} <= report.keys():
         raise InputError(

@@ -11,11 +11,11 @@ from torch import Tensor
 from calib.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
 from calib.errors import InputError
 from calib.export.base import Export
+from calib.files.calibrations import CALIBRATION_FILE as CALIBRATION_FILE
 from calib.files.names import parse_scale_name
 from calib.place import OnCopied, Placing, place_shard
 from calib.tensor_file import save_tensors
 
-CALIBRATION_FILE = "fp8kv_calibration.json"
 STRESS_FILE = "fp8kv_stress.json"
 SCALES_SHARD = "model-fp8kv-scales.safetensors"
 

@@ -13,11 +13,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from calib.errors import InputError
+from calib.files.calibrations import STATS_FILE as STATS_FILE
+from calib.files.calibrations import statistics_file
 from calib.scales import SharedAttention
 from calib.stats import KVStats, LayerStats, TensorStats
 from calib.tensor_file import save_tensors
-
-STATS_FILE = "fp8kv_stats.safetensors"
 
 _KEY = "fp8kv_stats"
 _FIELDS = ("amax", "histogram", "total", "low", "high")
@@ -48,7 +48,7 @@ def load_stats(path: Path) -> KVStats:
     Raises:
         InputError: there is no such file, or it is not a statistics file.
     """
-    stats, _ = load_progress(path / STATS_FILE if path.is_dir() else path)
+    stats, _ = load_progress(statistics_file(path))
     return stats
 
 

@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 
 from calib.errors import InputError
+from calib.files.calibrations import STATS_FILE, statistics_file
 from calib.files.header import read_header, read_values
 
-STATS_FILE = "fp8kv_stats.safetensors"
 _AMAX = re.compile(r".+\.(?P<layer>\d{1,6})\..+\.(?P<letter>[kvq])\.amax")
 
 Amax = dict[tuple[int, str], tuple[float, ...]]  # (layer, "k" | "v" | "q") -> one per head
@@ -19,7 +19,7 @@ def read_amax(path: Path) -> Amax:
     Raises:
         InputError: it is no statistics file, nor a directory that holds one, or it holds NaN/Inf.
     """
-    path = path / STATS_FILE if path.is_dir() else path
+    path = statistics_file(path)
     found: Amax = {}
     for name, entry in read_header(path).items():
         match = _AMAX.fullmatch(name)
