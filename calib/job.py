@@ -4,6 +4,8 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
 from calib.checkpoint import Checkpoint, fingerprint
 from calib.data import make_batches
 from calib.distributed import World, joined_world
@@ -80,7 +82,7 @@ class _Run:
             in_place=self.destination.in_place,
             overwrite=overwrite,
         )
-        prepared = prepare(checkpoint, recipe)
+        prepared = prepare(checkpoint, recipe, self.world.size)
         self._lap("load")
         return checkpoint, prepared
 
@@ -124,6 +126,7 @@ class _Run:
                 self.destination,
                 facts,
                 warnings,
+                threads=torch.get_num_threads(),
             )
             self._lap("write")
             result = replace(result, seconds=self.seconds)
@@ -137,6 +140,7 @@ class _Run:
             "recipe": prepared.recipe.model_dump(mode="json", exclude=kept),
             "dataset": prepared.data.fingerprint,
             "number of processes": [self.world.rank, self.world.size],
+            "number of threads": torch.get_num_threads(),
         }
         path = progress_file(self.destination.path, self.world.rank)
         return SavedProgress(path, same, 60 * prepared.recipe.save_minutes)

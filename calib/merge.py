@@ -52,7 +52,34 @@ def merge(
     dataset = _merged_data([report["dataset"] for report in reports])
     warnings = [*dict.fromkeys(line for report in reports for line in report["warnings"])]
     name = model or reports[0]["model"]
-    return finish(name, checkpoint, recipes[0], stats, Destination(output), dataset, warnings)
+    warnings += _other_threads(directories, reports)
+    threads = {*_threads(reports)}
+    return finish(
+        name,
+        checkpoint,
+        recipes[0],
+        stats,
+        Destination(output),
+        dataset,
+        warnings,
+        threads=threads.pop() if len(threads) == 1 else None,
+    )
+
+
+def _threads(reports: Sequence[dict[str, Any]]) -> list[int | None]:
+    counts = [report.get("threads") for report in reports]
+    return [count if isinstance(count, int) else None for count in counts]  # old runs have none
+
+
+def _other_threads(directories: Sequence[Path], reports: Sequence[dict[str, Any]]) -> list[str]:
+    of = {n: path for path, n in zip(directories, _threads(reports), strict=True) if n is not None}
+    first = next(iter(of), None)
+    return [
+        f"'{of[first]}' was measured with {first} threads and '{of[count]}' with {count}: on a CPU "
+        "the model's last bits depend on that, so these are not the bits of one run over all data"
+        for count in of
+        if first is not None and count != first
+    ]
 
 
 def _report(directory: Path) -> dict[str, Any]:

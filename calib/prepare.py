@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from calib.attention import AttentionMap, map_attention
 from calib.checkpoint import Checkpoint
-from calib.data import CalibrationData, load_data, resolve_batch_size
+from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.devices import input_device
 from calib.export import check_format
 from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
@@ -56,8 +56,10 @@ def check_before_loading(
     return checkpoint
 
 
-def prepare(checkpoint: Checkpoint, recipe: Recipe) -> Prepared:
+def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepared:
     """Load the data and the model, or its skeleton, and rehearse what will be written.
+
+    With batch size 'auto' each of `processes` gets a batch, if there are samples enough.
 
     Raises:
         Fp8kvError: anything that a user can put right.
@@ -79,7 +81,8 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe) -> Prepared:
     attention = layers.layout.attention if layers else map_attention(model())
     _rehearse(attention, checkpoint, recipe)
     device = layers.device if layers else input_device(model())
-    return Prepared(model(), layers, data, attention, _resolve(recipe, model(), device))
+    size = shared_batch_size(recipe.data, device.type, data.samples, processes)
+    return Prepared(model(), layers, data, attention, _resolve(recipe, model(), device, size))
 
 
 def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -> None:
@@ -91,8 +94,9 @@ def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -
     )
 
 
-def _resolve(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> Recipe:
-    batch_size = resolve_batch_size(recipe.data, device.type)
+def _resolve(
+    recipe: Recipe, model: PreTrainedModel, device: torch.device, batch_size: int
+) -> Recipe:
     return recipe.model_copy(
         update={
             "device": device.type,

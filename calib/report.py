@@ -27,6 +27,7 @@ def calibration_report(
     dataset: dict[str, Any],
     layers: list[LayerSummary],
     warnings: list[str],
+    threads: int | None,
 ) -> dict[str, Any]:
     """The document saved with every result; its recipe, run again, gives the same scales."""
     return {
@@ -36,6 +37,7 @@ def calibration_report(
         "recipe": recipe.model_dump(mode="json"),
         "dataset": dataset,
         "versions": versions(),
+        "threads": threads,
         "layers": [asdict(layer) for layer in layers],
         "warnings": warnings,
     }
