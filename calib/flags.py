@@ -9,6 +9,7 @@ from calib.errors import InputError
 # flag -> recipe key
 _RECIPE_KEYS = {
     **{name: name for name in ("strategy", "targets", "device", "dtype", "fp8_dtype", "headroom")},
+    "center_keys": "center_keys",
     **{name: name for name in ("offload", "max_memory")},
     **{name: f"data.{name}" for name in ("dataset", "samples", "seq_len", "batch_size", "seed")},
     **{name: f"export.{name}" for name in ("reduce", "tp_size", "weights")},

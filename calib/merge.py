@@ -123,7 +123,7 @@ def _capture(recipe: Recipe) -> dict[str, Any]:
     return {
         "dtype": recipe.dtype,
         "targets": recipe.targets,
-        "means": recipe.means,
+        "means": recipe.collects_means,
         "histograms": recipe_observer(recipe).needs_histogram,
     }
 

@@ -49,6 +49,7 @@ def check_before_loading(
             fp8_dtype=recipe.fp8_dtype,
             with_q=recipe.targets == "qkv",
             reduce=recipe.export.reduce,
+            center_keys=recipe.center_keys,
         )
     checkpoint = find_checkpoint(model_name)
     if not in_place:

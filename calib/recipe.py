@@ -97,6 +97,7 @@ class Recipe(_Strict):
     fp8_dtype: FP8Name = "e4m3fn"
     headroom: float = Field(1.0, gt=0, le=16, description="amax is multiplied by this")
     means: bool = Field(False, description="also collect per-channel means of K and V")
+    center_keys: bool = Field(False, description="subtract K's mean; implies means")
     device: Device = "auto"
     dtype: DType = "auto"
     offload: Offload = Field("auto", description="layerwise: weights pass through memory once")
@@ -107,6 +108,11 @@ class Recipe(_Strict):
     export: ExportRecipe = ExportRecipe()
     evaluation: EvaluationRecipe = EvaluationRecipe()
 
+    @property
+    def collects_means(self) -> bool:
+        """Whether means and extremes of every channel of K and V are collected."""
+        return self.means or self.center_keys
+
     @field_validator("max_memory")
     @classmethod
     def _max_memory_is_a_size(cls, given: str | None) -> str | None:
@@ -115,10 +121,15 @@ class Recipe(_Strict):
         return given
 
     @model_validator(mode="after")
-    def _channel_needs_absmax(self) -> "Recipe":
+    def _some_need_absmax(self) -> "Recipe":
         if self.strategy == "channel" and self.observer.name != "absmax":
             raise ValueError(
                 f"strategy 'channel' keeps no histogram per channel, so observer "
+                f"'{self.observer.name}' cannot serve it; use observer absmax"
+            )
+        if self.center_keys and self.observer.name != "absmax":
+            raise ValueError(
+                f"center_keys: no histogram is kept of K without its mean, so observer "
                 f"'{self.observer.name}' cannot serve it; use observer absmax"
             )
         return self

@@ -54,6 +54,10 @@ def calibrate(
     dtype: DType = None,
     fp8_dtype: Annotated[choices.FP8Name | None, Flag(help="Default: e4m3fn (max 448).")] = None,
     headroom: Annotated[float | None, Flag(help="Multiplies every amax. Default: 1.0.")] = None,
+    center_keys: Annotated[
+        bool,
+        Flag("--center-keys", help="Subtract K's mean per channel; for --format fp8kv."),
+    ] = False,
     weights: Annotated[
         choices.Weights | None,
         Flag(help="link: hard-link the source's weights; none: scales and configs only."),

@@ -15,13 +15,14 @@ __all__ = ["FORMATS", "Export", "Format", "check_format", "export"]
 
 
 def check_format(
-    name: FormatName, *, strategy: Strategy, fp8_dtype: FP8Name, with_q: bool, reduce: Reduce
-) -> None:
+    name: FormatName, *, strategy: Strategy, fp8_dtype: FP8Name, with_q: bool, reduce: Reduce,
+    center_keys: bool = False,
+) -> None:  # fmt: skip
     """Refuse what the format cannot express, before anything is measured.
 
     Raises:
-        UnsupportedExportError: the format cannot express the strategy, FP8 type or query scales;
-            the message names the way out.
+        UnsupportedExportError: the format cannot express the strategy, FP8 type, query scales or
+            centred keys; the message names the way out.
     """
     target = FORMATS[name]
     if fp8_dtype not in target.fp8_dtypes:
@@ -33,6 +34,11 @@ def check_format(
     if with_q and not target.reads_q:
         raise UnsupportedExportError(
             f"--format {name} holds no query scales. Use --targets kv, or --format vllm"
+        )
+    if center_keys and not target.reads_center:
+        raise UnsupportedExportError(
+            f"--format {name}: {target.engine} subtracts nothing from K. "
+            "Use --format fp8kv, or leave --center-keys away"
         )
     if strategy not in target.strategies and reduce != "max":
         raise UnsupportedExportError(
@@ -62,6 +68,7 @@ def export(
         fp8_dtype=scales.fp8_dtype,
         with_q=scales.has_q,
         reduce=reduce,
+        center_keys=scales.has_center,
     )
     target = FORMATS[name]
     held = scales if scales.strategy in target.strategies else scales.reduce_max()
@@ -148,6 +155,7 @@ FORMATS: dict[FormatName, Format] = {
         strategies=("tensor", "attn_head", "channel"),
         fp8_dtypes=("e4m3fn", "e4m3fnuz", "e5m2"),
         reads_q=True,
+        reads_center=True,
         with_weights=False,
     ),
 }
