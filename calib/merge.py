@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from calib.finish import Result, finish
 from calib.model import find_checkpoint
 from calib.output import CALIBRATION_FILE, check_output
 from calib.recipe import Recipe, load_recipe
+from calib.stats import KVStats
 from calib.stats_file import load_stats
 from calib.writing import Destination
 
@@ -39,21 +41,17 @@ def merge(
     recipes = [load_recipe(str(directory / CALIBRATION_FILE)) for directory in directories]
     for directory, report, recipe in zip(directories[1:], reports[1:], recipes[1:], strict=True):
         _check_same(directories[0], directory, (reports[0], report), (recipes[0], recipe))
-    checkpoint = find_checkpoint(model or reports[0]["model"])
+    name = model or reports[0]["model"]
+    checkpoint = find_checkpoint(name)
     if fingerprint(checkpoint) != reports[0]["checkpoint"]:
         raise InputError(
-            f"'{model or reports[0]['model']}' is not the model that '{directories[0]}' was "
-            "calibrated on; give it with --model"
+            f"'{name}' is not the model that '{directories[0]}' was calibrated on; give it with "
+            "--model"
         )
     check_output(output, checkpoint.path, overwrite=overwrite)
-    stats = load_stats(directories[0])
-    for directory in directories[1:]:
-        stats = stats.merge(load_stats(directory))
+    stats = reduce(KVStats.merge, map(load_stats, directories))
     dataset = _merged_data([report["dataset"] for report in reports])
-    warnings = [*dict.fromkeys(line for report in reports for line in report["warnings"])]
-    name = model or reports[0]["model"]
-    warnings += _other_threads(directories, reports)
-    threads = {*_threads(reports)}
+    warnings = dict.fromkeys(line for report in reports for line in report["warnings"])
     return finish(
         name,
         checkpoint,
@@ -61,8 +59,8 @@ def merge(
         stats,
         Destination(output),
         dataset,
-        warnings,
-        threads=threads.pop() if len(threads) == 1 else None,
+        [*warnings, *_other_threads(directories, reports)],
+        threads=_threads(reports)[0] if len({*_threads(reports)}) == 1 else None,
     )
 
 
