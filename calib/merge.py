@@ -74,7 +74,7 @@ def _other_threads(directories: Sequence[Path], reports: Sequence[dict[str, Any]
     first = next(iter(of), None)
     return [
         f"'{of[first]}' was measured with {first} threads and '{of[count]}' with {count}: on a CPU "
-        "the model's last bits depend on that, so these are not the bits of one run over all data"
+        "a model's last bits can depend on that, so these may differ from one run over all the data"
         for count in of
         if first is not None and count != first
     ]
