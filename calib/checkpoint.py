@@ -67,6 +67,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not (path / "config.json").exists():
         raise no_model(path, f"'{path}' has no config.json: it is not a model directory")
     config = read_json(path / "config.json")
+    for place, says in quantization_configs(config):
+        if not isinstance(says, dict):
+            raise InputError(
+                f"'{path / 'config.json'}' must hold a JSON object as {place}, "
+                f"got {type(says).__name__}"
+            )
     weight_map = _weight_map(path)
     held = {shard: _tensor_names(path / shard) for shard in sorted(set(weight_map.values()))}
     for name, shard in weight_map.items():
@@ -76,6 +82,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 "download the model again"
             )
     return Checkpoint(path, config, weight_map)
+
+
+def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Where a config.json says how the model is quantised, and what it says there."""
+    text = config.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    found = {
+        "quantization_config": config.get("quantization_config"),
+        "text_config.quantization_config": nested,
+        "compression_config": config.get("compression_config"),
+    }
+    return [(place, says) for place, says in found.items() if says is not None]
 
 
 def read_json(path: Path) -> dict[str, Any]:

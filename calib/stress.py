@@ -18,6 +18,7 @@ from calib.atomic import atomic_directory
 from calib.attention import observe_qkv
 from calib.checkpoint import Checkpoint, open_checkpoint
 from calib.errors import InputError, UnsupportedModelError
+from calib.export.compressed_tensors import find_quantization_config
 from calib.model import find_checkpoint, load_config, load_model
 from calib.output import STRESS_FILE, check_output, copy_small_files, write_json
 from calib.progress import library_bars_hidden
@@ -145,7 +146,7 @@ class _Observed:
 
 
 def _check_is_plain(checkpoint: Checkpoint) -> None:
-    if checkpoint.config.get("quantization_config") is not None:
+    if find_quantization_config(checkpoint.config) is not None:
         raise InputError(
             f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
             "quantised weights cannot be multiplied exactly"
