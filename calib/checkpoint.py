@@ -62,7 +62,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open a model directory and check that its weight files are whole and where the index says.
 
     Raises:
-        InputError: a file is missing, unreadable, truncated, outside the directory, or a pickle.
+        InputError: a file is missing, unreadable, truncated, outside the directory, or a pickle;
+            a tensor is in two files, or the index leaves out the file that is read in its place.
     """
     if not (path / "config.json").exists():
         raise no_model(path, f"'{path}' has no config.json: it is not a model directory")
@@ -73,15 +74,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 f"'{path / 'config.json'}' must hold a JSON object as {place}, "
                 f"got {type(says).__name__}"
             )
-    weight_map = _weight_map(path)
-    held = {shard: _tensor_names(path / shard) for shard in sorted(set(weight_map.values()))}
-    for name, shard in weight_map.items():
-        if name not in held[shard]:
-            raise InputError(
-                f"{path / INDEX_FILE} says '{name}' is in '{shard}', but it is not; "
-                "download the model again"
-            )
-    return Checkpoint(path, config, weight_map)
+    return Checkpoint(path, config, _weight_map(path))
 
 
 def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -116,16 +109,41 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    if (path / INDEX_FILE).exists():
-        weight_map = read_json(path / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
-        for shard in sorted(set(map(str, weight_map.values()))):
-            _check_shard(path, shard)
-        return weight_map
-    if (path / SINGLE_FILE).exists():
-        return dict.fromkeys(_tensor_names(path / SINGLE_FILE), SINGLE_FILE)
-    raise InputError(_no_weights(path))
+    listed = _read_index(path) if (path / INDEX_FILE).exists() else {}
+    shards = sorted(set(listed.values())) or [SINGLE_FILE]
+    is_single = (path / SINGLE_FILE).exists()
+    if not (listed or is_single):
+        raise InputError(_no_weights(path))
+    if is_single and shards != [SINGLE_FILE]:
+        # transformers reads the one, engines the others
+        raise InputError(
+            f"'{path}' holds {SINGLE_FILE} and {INDEX_FILE}, which names other files; "
+            "take away whichever is not the model"
+        )
+    found: dict[str, str] = {}
+    for shard in shards:
+        for name in sorted(_tensor_names(path / shard)):
+            if found.setdefault(name, shard) != shard:
+                raise InputError(
+                    f"'{path}' holds '{name}' in {found[name]} and in {shard}; "
+                    "download the model again"
+                )
+    for name, shard in listed.items():
+        if found.get(name) != shard:
+            raise InputError(
+                f"{path / INDEX_FILE} says '{name}' is in '{shard}', but it is not; "
+                "download the model again"
+            )
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
+    for shard in sorted(set(map(str, weight_map.values()))):
+        _check_shard(path, shard)
+    return {name: str(shard) for name, shard in weight_map.items()}
 
 
 def _check_shard(path: Path, shard: str) -> None:
