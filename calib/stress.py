@@ -110,6 +110,7 @@ def stress(
         # what is compared is what lies on disk
         after = _observe(open_checkpoint(scratch), recipe)
         _prove(checkpoint, before, after, factors)
+        checkpoint.check_unchanged()
         k_amax, v_amax = ((_amax(before, w), _amax(after, w)) for w in "kv")
         done = Stressed(model_name, output, factors, dtype, changed, k_amax, v_amax)
         write_json(scratch / STRESS_FILE, done.to_json())
