@@ -12,7 +12,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextSt
 from calib.any_scales import Opened, open_any_scales
 from calib.attention import map_attention
 from calib.checkpoint import Checkpoint
-from calib.devices import input_device
+from calib.devices import check_token_ids, input_device
 from calib.errors import InputError
 from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
 from calib.recipe import load_recipe
@@ -121,6 +121,7 @@ def generate_text(
     tokens = inputs["input_ids"].shape[1] + options.max_new_tokens
     check_positions(config, tokens, "prompt + --max-new-tokens")
     model = load_model(checkpoint, config, recipe)
+    check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
     inputs = inputs.to(input_device(model))
     return _run(model, tokenizer, inputs, opened(model), options, on_text)
 

@@ -12,7 +12,7 @@ from calib.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
 from calib.errors import InputError
 from calib.export.base import Export
 from calib.files.calibrations import CALIBRATION_FILE as CALIBRATION_FILE
-from calib.files.names import parse_scale_name
+from calib.files.names import is_of_cache
 from calib.place import OnCopied, Placing, place_shard
 from calib.tensor_file import save_tensors
 
@@ -32,7 +32,6 @@ _WEIGHT_SUFFIXES = {
     ".msgpack",
     ".onnx",
 }
-_ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")
 
 
 def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
@@ -69,7 +68,7 @@ def write_checkpoint(
     write_documents(export, out)
     _write_readme(checkpoint.path / "README.md", readme, out)
     write_json(out / "config.json", export.config or checkpoint.config)
-    stale = {name for name in checkpoint.weight_map if _is_scale(name)}
+    stale = {name for name in checkpoint.weight_map if is_of_cache(name)}
     names = _output_names(checkpoint, weights)
     if weights != "none":
         for shard in checkpoint.shards:
@@ -107,10 +106,6 @@ def write_documents(export: Export, out: Path) -> None:
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write `document` as indented JSON."""
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-
-
-def _is_scale(name: str) -> bool:
-    return name.endswith(_ZERO_POINTS) or parse_scale_name(name) is not None
 
 
 def _output_names(checkpoint: Checkpoint, weights: Placing) -> dict[str, str]:

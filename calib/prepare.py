@@ -1,6 +1,7 @@
 """Everything a calibration needs before its first forward pass, checked."""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ from transformers import PreTrainedModel
 from calib.attention import AttentionMap, map_attention
 from calib.checkpoint import Checkpoint
 from calib.data import CalibrationData, load_data, shared_batch_size
-from calib.devices import input_device
+from calib.devices import check_token_ids, input_device
 from calib.export import check_format
 from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
 from calib.offload.choice import resolve_offload
@@ -77,7 +78,9 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
             loaded.append(load(checkpoint, config, recipe))
         return loaded[0]
 
-    data = load_data(recipe.data, load_tokenizer(checkpoint, recipe), model)
+    tokenizer = load_tokenizer(checkpoint, recipe)
+    data = load_data(recipe.data, tokenizer, model)
+    check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.layout.attention if layers else map_attention(model())
     _rehearse(attention, checkpoint, recipe)

@@ -18,6 +18,7 @@ from calib.atomic import atomic_directory
 from calib.attention import observe_qkv
 from calib.checkpoint import Checkpoint, open_checkpoint
 from calib.errors import InputError, UnsupportedModelError
+from calib.export.compressed_tensors import find_quantization_config
 from calib.model import find_checkpoint, load_config, load_model
 from calib.output import STRESS_FILE, check_output, copy_small_files, write_json
 from calib.progress import library_bars_hidden
@@ -109,6 +110,7 @@ def stress(
         # what is compared is what lies on disk
         after = _observe(open_checkpoint(scratch), recipe)
         _prove(checkpoint, before, after, factors)
+        checkpoint.check_unchanged()
         k_amax, v_amax = ((_amax(before, w), _amax(after, w)) for w in "kv")
         done = Stressed(model_name, output, factors, dtype, changed, k_amax, v_amax)
         write_json(scratch / STRESS_FILE, done.to_json())
@@ -145,7 +147,7 @@ class _Observed:
 
 
 def _check_is_plain(checkpoint: Checkpoint) -> None:
-    if checkpoint.config.get("quantization_config") is not None:
+    if find_quantization_config(checkpoint.config) is not None:
         raise InputError(
             f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
             "quantised weights cannot be multiplied exactly"

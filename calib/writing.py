@@ -61,7 +61,7 @@ def write_output(
     """Fill the destination with every export, all of it or nothing.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: it cannot be written, or the weights have changed since they were opened.
     """
     output, backup = destination.path, None
     parts = dict.fromkeys(exports, "") if len(exports) == 1 else {name: name for name in exports}
@@ -73,6 +73,7 @@ def write_output(
             _write_format(name, made, checkpoint, recipe, directory, card, destination)
             save_stats(stats, directory / STATS_FILE)
             write_json(directory / CALIBRATION_FILE, report)
+        checkpoint.check_unchanged()
         if destination.in_place:
             complete(scratch, output)
             backup = back_up(output, scratch)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.checkpoint import Checkpoint
 from calib.data import CalibrationData, load_data
+from calib.devices import check_token_ids
 from calib.errors import InputError
 from calib.eval.calibration import calibrate_on, calibrate_on_random_tokens, evaluation_recipe
 from calib.eval.continuation import Continuation, split_texts
@@ -78,6 +80,7 @@ def evaluate(
     given = given_variants(scales, model)
     data, seen, warnings = _data(recipe, suite, scales, tokenizer, model)
     material = make_material(tokenizer, data.samples, suite, seen=seen, positions=_positions(model))
+    check_token_ids(chain(*data.samples, material.passkey_ids), tokenizer, model)
     progress("calibrate")
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
     built_in = build_variants(stats, calibrate_on_random_tokens(model, tokenizer, recipe))

@@ -4,7 +4,6 @@ import copy
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from calib.export.compressed_tensors import find_quantization_config
 from calib.files.directory import ScaleDirectory, open_scales
 from calib.files.fp8_type import fp8_type
 from calib.files.layers import LayerScalesFound, Values, layers_of
+from calib.quantized import is_of_attention, leaves_weights
 from calib.scales import KVScales, LayerScales
 
 
@@ -90,30 +90,12 @@ def without_scales(checkpoint: Checkpoint) -> Checkpoint:
         quantization.pop("kv_cache_scheme", None)
         groups = quantization.get("config_groups")
         if isinstance(groups, dict):
-            kept = {name: group for name, group in groups.items() if not _is_of_attention(group)}
+            kept = {name: group for name, group in groups.items() if not is_of_attention(group)}
             quantization["config_groups"] = kept
         for holder in (config, config.get("text_config")):
-            if isinstance(holder, dict) and _says_nothing(holder.get("quantization_config")):
+            if isinstance(holder, dict) and leaves_weights(holder.get("quantization_config") or {}):
                 del holder["quantization_config"]
     return replace(checkpoint, config=config)
-
-
-def _says_nothing(quantization: Any) -> bool:
-    """Whether a quantization_config without its KV part quantises nothing."""
-    if not isinstance(quantization, dict):
-        return False
-    if quantization.get("quant_method") == "modelopt":
-        return quantization.get("ignore") == ["*"] or not quantization.get("quant_algo")
-    groups = quantization.get("config_groups")
-    return quantization.get("quant_method") == "compressed-tensors" and not groups
-
-
-def _is_of_attention(group: Any) -> bool:
-    """Whether a group of compressed-tensors, such as llm-compressor's, is about Q, K and V."""
-    targets = group.get("targets") if isinstance(group, dict) else None
-    if not isinstance(targets, list):
-        return False
-    return bool(targets) and all(str(target).endswith("Attention") for target in targets)
 
 
 def _number(module: str) -> int | None:

@@ -1,6 +1,5 @@
 """`fp8kv convert`, `strip` and `repair`: a checkpoint written again with other scales, or none."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,10 +77,7 @@ def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     plain = without_scales(checkpoint)
-    with atomic_directory(output) as scratch:
-        made = Export(config=plain.config)
-        write_checkpoint(made, plain, scratch, weights="link", readme="")
-        _remove_documents(scratch, keep=())
+    _place(Export(config=plain.config), plain, output)
 
 
 def repair(
@@ -158,15 +154,15 @@ def _write(
             f"--to {to} holds the statistics of a calibration, which scales alone do not tell; "
             f"use fp8kv calibrate --format {to}"
         )
+    _place(made, plain, output, with_weights=FORMATS[to].with_weights)
+
+
+def _place(made: Export, plain: Checkpoint, output: Path, *, with_weights: bool = True) -> None:
     with atomic_directory(output) as scratch:
-        if FORMATS[to].with_weights:
+        if with_weights:
             write_checkpoint(made, plain, scratch, weights="link", readme="")
-            _remove_documents(scratch, keep=made.documents)
+            for name in set(_DOCUMENTS) - set(made.documents):
+                (scratch / name).unlink(missing_ok=True)
         else:
             write_documents(made, scratch)
-
-
-def _remove_documents(scratch: Path, keep: Mapping[str, object] | tuple[()]) -> None:
-    for name in _DOCUMENTS:
-        if name not in keep:
-            (scratch / name).unlink(missing_ok=True)
+        plain.check_unchanged()
