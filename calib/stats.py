@@ -99,7 +99,7 @@ class KVStats:
         With `center_keys` K's are for what is left of K without its mean per channel, `k_center`.
 
         Raises:
-            CalibrationError: a layer saw nothing, only zeros, or NaN/Inf.
+            CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at float32's ends.
             InputError: keys are to be centred and their means were not collected.
         """
 
@@ -109,7 +109,10 @@ class KVStats:
             if left is not None:  # nothing is left of a constant
                 rest = observer.amax(left, None, strategy)
                 amax = torch.where(rest > 0, rest, amax)
-            return scale_from_amax(amax * headroom, FP8_DTYPES[fp8_dtype])
+            try:
+                return scale_from_amax(amax * headroom, FP8_DTYPES[fp8_dtype])
+            except ValueError as error:
+                raise CalibrationError(f"{where}: {error}; check the weights") from None
 
         def layer(name: str, seen: LayerStats) -> LayerScales:
             center, left = centered(seen) if center_keys else (None, None)

@@ -84,6 +84,7 @@ def test_headroom_multiplies_and_qkv_adds_q():
         (float("nan"), "a.self_attn V: NaN or Inf was seen"),
         (float("inf"), "a.self_attn V: NaN or Inf was seen"),
         (0.0, "a.self_attn V: only zeros were seen"),
+        (1e-43, "a.self_attn V: amax must be finite and large enough"),
     ],
 )
 def test_bad_numbers_never_become_scales(bad, message):
