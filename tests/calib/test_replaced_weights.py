@@ -116,7 +116,7 @@ def test_strip(after, tiny_directory, tmp_path):
 def test_repair(after, tiny_directory, tmp_path):
     old = tmp_path / "old"
     calibrate(tiny_directory, "-o", old)
-    after(rewrite, "read_amax", old)
+    after(rewrite, "load_stats", old)
     done = fp8kv("repair", old, "--stats", old, "-o", tmp_path / "out")
     refuse(done, tmp_path / "out")
 
