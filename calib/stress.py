@@ -100,8 +100,8 @@ def stress(
     checkpoint = find_checkpoint(model_name)
     check_output(output, checkpoint.path, overwrite=overwrite)
     _check_is_plain(checkpoint)
-    before = _observe(checkpoint, recipe)
-    with atomic_directory(output) as scratch:
+    with atomic_directory(output, overwrite=overwrite) as scratch:
+        before = _observe(checkpoint, recipe)
         model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
         changed = rescale(model, factors)
         _save(model, checkpoint, scratch)
