@@ -16,3 +16,11 @@ SuiteName = Literal["quick", "full"]
 Weights = Literal["link", "copy", "none"]
 
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+
+REFERENCE = "reference"  # the model's own cache, which all variants are compared with
+CONTROLS = ("bf16", "eager")  # measured whatever is chosen
+VARIANTS = (
+    *CONTROLS, "none", "e5m2", "tensor", "mse", "attn_head", "channel", "k only", "v only", "qkv",
+    "channel+k_center", "k only+k_center", "random",
+)  # fmt: skip
+METRICS = ("kl", "kl_p99", "kl_p999", "ppl_change", "top1", "same_tokens", "passkey")

@@ -4,11 +4,33 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from calib.choices import CONTROLS, VARIANTS
+from calib.errors import InputError
 from calib.eval.gate import failures, parse_condition
+from calib.eval.given import given_names
 from calib.eval.job import evaluate
 from calib.eval.output import check_report_directory, write_report
 from calib.eval.summary import subjects, summarize
+from calib.eval.task_files import name_tasks
 from calib.recipe import Recipe
+
+
+def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> None:
+    """Refuse what cannot be measured before anything is loaded; `scales` may not be there yet.
+
+    Raises:
+        InputError: a condition names no variant that would be measured, or there is no such task.
+    """
+    wanted = recipe.evaluation
+    measured = [*(wanted.variants or VARIANTS), *CONTROLS, *given_names(scales)]
+    for condition in map(parse_condition, wanted.fail_if):
+        if condition.variant not in (None, *measured):
+            known = ", ".join(dict.fromkeys(measured))
+            raise InputError(
+                f"--fail-if '{condition.text}': no variant '{condition.variant}'; there are {known}"
+            )
+    if wanted.tasks:
+        name_tasks(wanted.tasks)
 
 
 def run_evaluation(
@@ -31,6 +53,7 @@ def run_evaluation(
     Raises:
         Fp8kvError: anything that a user can put right.
     """
+    check_evaluation(recipe, scales)
     conditions = [parse_condition(text) for text in recipe.evaluation.fail_if]
     if output is not None:
         check_report_directory(output)
