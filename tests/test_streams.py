@@ -4,6 +4,7 @@ import io
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,12 +12,10 @@ import sys
 import pytest
 from rich.console import Console
 from test_cli import CLI, SMALL, calibrate, fp8kv, one_line_error
-from typer.testing import CliRunner
 
-import cli
 from calib.atomic import atomic_directory
 from calib.progress import Progress, progress_bar
-from calib.terminal import show_table
+from calib.terminal import table_text
 from commands.running import run
 
 
@@ -46,11 +45,11 @@ def test_a_full_screen_is_one_line_that_says_what_was_written(tiny_directory, tm
     assert (out / "config.json").exists()
 
 
-@pytest.mark.parametrize("command", ["verify", "inspect --json", "inspect", "recipes"])
-@pytest.mark.parametrize("screen", ["> /dev/full", ">&-"])
-def test_every_command_says_that_it_cannot_print(command, screen, output):
-    where = "" if command == "recipes" else output
-    done = shell(f"fp8kv {command} {where} {screen}")
+@pytest.mark.parametrize(
+    "line", ["verify --engine tgi {} > /dev/full", "inspect --json {} >&-", "recipes > /dev/full"]
+)
+def test_every_command_says_that_it_cannot_print(line, output):
+    done = shell(f"fp8kv {line.format(output)}")
     assert done.returncode == 2
     assert done.stderr.startswith("fp8kv: cannot print: ")
     assert done.stderr.endswith("; nothing was written\n")
@@ -65,7 +64,7 @@ def test_a_closed_screen_is_none_of_quiets_business(tiny_directory, tmp_path):
     assert (tmp_path / "out" / "config.json").exists()
 
 
-@pytest.mark.parametrize(("command", "status"), [("inspect", 0), ("verify --engine tgi", 1)])
+@pytest.mark.parametrize(("command", "status"), [("inspect", 0), ("verify --engine lmdeploy", 1)])
 def test_a_reader_that_has_seen_enough_changes_nothing(command, status, output):
     done = shell(f"fp8kv {command} {output} | true; echo ${{PIPESTATUS[0]}}")
     assert (done.stdout, done.stderr) == (f"{status}\n", "")
@@ -82,8 +81,9 @@ def test_an_argument_that_is_not_utf_8_is_one_line(line):
 
 
 def test_what_the_screen_cannot_spell_is_escaped(output):
-    done = shell(f"PYTHONIOENCODING=ascii fp8kv compare {output} {output}")
+    done = shell(f"mv {output} {output}-é && PYTHONIOENCODING=ascii fp8kv inspect {output}-é")
     assert (done.returncode, done.stderr) == (0, "")
+    assert r"out-\xe9" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,6 @@ def test_a_stopped_run_says_what_it_has_written(error, words, status, tmp_path, 
 
     for each, said in ((work, f"written: '{tmp_path / 'out'}'"), (stop, "nothing was written")):
         with pytest.raises(SystemExit) as ended:
-            CliRunner().invoke(cli.app, [])
             run_to_exit(each)
         assert ended.value.code == status
         assert capsys.readouterr().err == f"fp8kv: {words}; {said}\n"
@@ -153,9 +152,7 @@ ROWS = [(str(i), *(f"{i}.{'1234567'[:5]}" for _ in range(5))) for i in range(2)]
 
 
 def shown(width):
-    screen = io.StringIO()
-    show_table("Scales", HEADINGS, ROWS, Console(file=screen, width=width))
-    return screen.getvalue()
+    return table_text("Scales", HEADINGS, ROWS, Console(file=io.StringIO(), width=width))
 
 
 def test_a_narrow_screen_gets_a_line_for_every_value():
@@ -163,6 +160,9 @@ def test_a_narrow_screen_gets_a_line_for_every_value():
     assert lines[:4] == ["Scales", "", "layer: 0", "K amax: 0.12345"]
     assert len(lines) == 2 + 2 * len(HEADINGS) + 1
     assert "│ 1.12345" in shown(80)
+    widest = {line.rindex("│") for line in shown(60).splitlines() if "│" in line}
+    assert len(widest) == 1
+    assert max(widest) < 60
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "compare", "doctor", "recipes", "plan"])
@@ -179,7 +179,7 @@ def test_at_40_columns_no_word_is_broken(command, output, monkeypatch):
 
 def test_without_a_terminal_or_a_width_nothing_is_folded(output, monkeypatch):
     monkeypatch.delenv("COLUMNS")
-    done = shell(f"fp8kv verify {output}", env={k: v for k, v in os.environ.items()})
+    done = shell(f"fp8kv verify {output}", env=dict(os.environ))
     assert "│" in done.stdout
     rows = [line for line in done.stdout.splitlines() if "│" in line]
     assert all(re.search(r"\w", line.split("│")[1]) for line in rows), "a cell was folded"
@@ -193,3 +193,21 @@ def test_doctor_and_recipes_as_json():
     one = json.loads(fp8kv("recipes", "tgi-kv_scale", "--json").stdout)
     assert one["export"]["formats"] == ["tgi"]
     one_line_error(fp8kv("recipes", "nope", "--json"), "no recipe named 'nope'")
+
+
+FORMATS = [f"--format={x}" for x in "vllm aphrodite sglang tgi json modelopt trtllm".split()]
+
+
+def test_serve_lines_are_quoted_for_the_shell(tiny_directory, tmp_path):
+    out = tmp_path / "it's out; rm"
+    done = calibrate(tiny_directory, "-o", out, *FORMATS)
+    assert done.exit_code == 0, done.stderr
+    assert commands_in(done.stdout, "vllm serve") == [str(out / "vllm"), str(out / "modelopt")]
+    for name in ("vllm", "aphrodite", "sglang", "tgi", "json", "trtllm"):
+        card = (out / name / "README.md").read_text()
+        [command] = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)
+        assert any(str(out / name) in word for word in shlex.split(command))
+
+
+def commands_in(text, start):
+    return [shlex.split(line)[2] for line in text.splitlines() if line.strip().startswith(start)]

@@ -1,9 +1,11 @@
 """Evaluate, write the report, check the conditions: what both commands do."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from calib.atomic import claimed
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
 from calib.eval.gate import failures, parse_condition
@@ -55,10 +57,11 @@ def run_evaluation(
     """
     check_evaluation(recipe, scales)
     conditions = [parse_condition(text) for text in recipe.evaluation.fail_if]
-    if output is not None:
-        check_report_directory(output)
-    report = summarize(evaluate(model_name, recipe, scales=scales, progress=progress))
-    if output is not None:
-        write_report(report, output)
+    with nullcontext() if output is None else claimed(output, overwrite=True):
+        if output is not None:
+            check_report_directory(output)
+        report = summarize(evaluate(model_name, recipe, scales=scales, progress=progress))
+        if output is not None:
+            write_report(report, output)
     failed = [line for each in conditions for line in failures(each, report, subjects(report))]
     return report, failed
