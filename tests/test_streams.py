@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 from test_cli import CLI, SMALL, calibrate, fp8kv, one_line_error
 
+from calib import choices
 from calib.atomic import atomic_directory
 from calib.progress import Progress, progress_bar
 from calib.terminal import table_text
@@ -195,7 +196,7 @@ def test_doctor_and_recipes_as_json():
     one_line_error(fp8kv("recipes", "nope", "--json"), "no recipe named 'nope'")
 
 
-FORMATS = [f"--format={x}" for x in "vllm aphrodite sglang tgi json modelopt trtllm".split()]
+FORMATS = [f"--format={name}" for name in choices.FORMATS if name != "fp8kv"]
 
 
 def test_serve_lines_are_quoted_for_the_shell(tiny_directory, tmp_path):

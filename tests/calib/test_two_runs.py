@@ -4,6 +4,8 @@ import errno
 import json
 
 import pytest
+from engine_fixtures import make_scales
+from test_cli import fp8kv, one_line_error
 
 from calib import atomic
 from calib.atomic import atomic_directory, claimed
@@ -195,3 +197,18 @@ def test_processes_that_need_the_same_model_wait_for_it(tmp_path, monkeypatch):
     with claimed(tmp_path / "out"):
         pass
     assert [bool(operation & atomic.fcntl.LOCK_NB) for operation in asked] == [False, True]
+
+
+@pytest.mark.parametrize("place", ["file/out", "dangling"])
+@pytest.mark.parametrize("command", ["calibrate", "eval", "stress", "convert --to json", "strip"])
+def test_every_command_knows_it_before_it_loads(
+    command, place, tiny_directory, tmp_path, monkeypatch
+):
+    for module in ("prepare", "eval.job", "stress"):
+        monkeypatch.setattr(f"calib.{module}.load_model", lambda *_: pytest.fail("it was loaded"))
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to("gone")
+    monkeypatch.setattr("calib.rewrite.rewrite.existing_scales", lambda *_: make_scales())
+    done = fp8kv(*command.split(), tiny_directory, "-o", tmp_path / place)
+    one_line_error(done, f"cannot write '{tmp_path / place}'", "choose another output")
+    assert names(tmp_path) == ["dangling", "file", "tiny-llama"]
