@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,8 @@ from test_cli import CLI, SMALL, calibrate, fp8kv, one_line_error
 from calib import choices
 from calib.atomic import atomic_directory
 from calib.progress import Progress, progress_bar
+from calib.rescaling import Factors
+from calib.stress import Stressed, _card
 from calib.terminal import table_text
 from commands.running import run
 
@@ -210,5 +213,16 @@ def test_serve_lines_are_quoted_for_the_shell(tiny_directory, tmp_path):
         assert any(str(out / name) in word for word in shlex.split(command))
 
 
+def test_the_commands_of_a_twin_are_quoted():
+    twin = Stressed("m", Path("a b"), Factors(256, 0.5), "float32", [], (1.0, 256.0), (1.0, 0.5))
+    card = _card(twin)
+    assert commands_in(card, "vllm serve") == ["a b", "a b-fp8kv"]
+    assert "fp8kv-calibrate 'a b' -o 'a b-fp8kv'" in card
+
+
 def commands_in(text, start):
-    return [shlex.split(line)[2] for line in text.splitlines() if line.strip().startswith(start)]
+    return [
+        shlex.split(line, comments=True)[2]
+        for line in text.splitlines()
+        if line.strip().startswith(start)
+    ]
