@@ -57,7 +57,7 @@ def merge(
         checkpoint,
         recipes[0],
         stats,
-        Destination(output),
+        Destination(output, overwrite=overwrite),
         dataset,
         [*warnings, *_other_threads(directories, reports)],
         threads=_threads(reports)[0] if len({*_threads(reports)}) == 1 else None,

@@ -1,6 +1,7 @@
 """Output directories: the source's files and one extra shard."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -38,19 +39,25 @@ def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
     """Refuse an output path that would harm the source or something that is not ours.
 
     Raises:
-        InputError: the path is the source, lies around or inside it, or exists.
+        InputError: the path is the source, lies around or inside it, exists, or cannot be read.
     """
-    resolved, model = out.resolve(), source.resolve()
+    # `resolve` fails on links that lead to themselves
+    resolved, model = (Path(os.path.realpath(path)) for path in (out, source))
     if resolved == model or model in resolved.parents or resolved in model.parents:
         raise InputError(
             f"output '{out}' would mix with the model in '{source}'; choose another -o"
         )
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    ours = (CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE)
+    try:
+        is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+        is_ours = any(any(out.glob(pattern)) for pattern in ours)
+    except OSError as error:
+        raise InputError(f"cannot write '{out}': {error.strerror}; choose another -o") from None
+    if is_free:
         return
     if not overwrite:
         raise InputError(f"output '{out}' exists; add --overwrite, or choose another -o")
-    ours = (CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE)
-    if not any(any(out.glob(pattern)) for pattern in ours):
+    if not is_ours:
         raise InputError(f"output '{out}' was not written by fp8kv, so --overwrite leaves it alone")
 
 

@@ -1,6 +1,7 @@
 """`fp8kv_calibration.json` and the README of an output: how it was made and how to serve it."""
 
 import platform
+import shlex
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -141,7 +142,9 @@ def _mib(count: int) -> str:
 def serve_command(name: FormatName, path: Path, *, per_head: bool) -> str:
     """The exact command that serves an output directory, or "" where no engine does."""
     target = FORMATS[name]
-    return target.serve.format(path=path) + (target.per_head_flags if per_head else "")
+    return target.serve.format(path=shlex.quote(str(path))) + (
+        target.per_head_flags if per_head else ""
+    )
 
 
 def holds_per_head(name: FormatName, strategy: Strategy) -> bool:

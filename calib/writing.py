@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calib.atomic import atomic_directory
+from calib.atomic import Claim, atomic_directory
 from calib.checkpoint import Checkpoint
 from calib.choices import FormatName
 from calib.export import FORMATS, Export, export
@@ -39,7 +39,9 @@ class Destination:
 
     path: Path
     in_place: bool = False  # it is the model's own directory
+    overwrite: bool = False  # an earlier output there goes
     on_copied: OnCopied = lambda name, copied, size: None
+    claim: Claim | None = None  # where it was claimed when the run began
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,8 @@ def write_output(
     """
     output, backup = destination.path, None
     parts = dict.fromkeys(exports, "") if len(exports) == 1 else {name: name for name in exports}
-    with atomic_directory(output) as scratch:
+    overwrite, claim = destination.overwrite, destination.claim
+    with atomic_directory(output, overwrite=overwrite, claim=claim) as scratch:
         for name, made in exports.items():
             directory = scratch / parts[name]
             directory.mkdir(exist_ok=True)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from calib.atomic import WRITTEN
 from calib.errors import InputError
 from calib.eval.html import html
 from calib.eval.markdown import markdown
@@ -43,6 +44,7 @@ def write_report(report: dict[str, Any], directory: Path) -> None:
             scratch.replace(directory / name)
     except OSError as error:
         raise InputError(f"cannot write '{directory}': {error.strerror or error}") from None
+    WRITTEN.append(directory)
 
 
 def _json(report: dict[str, Any]) -> str:

@@ -17,7 +17,6 @@ from calib.eval.positions import kl_by_position
 from calib.eval.variants import REFERENCE, Variant
 
 SCHEMA = 1
-METRICS = ("kl", "kl_p99", "kl_p999", "ppl_change", "top1", "same_tokens", "passkey")
 
 
 def summarize(evaluation: Evaluation) -> dict[str, Any]:

@@ -9,18 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from calib.choices import FP8Name, Strategy
+from calib.choices import REFERENCE as REFERENCE
+from calib.choices import VARIANTS, FP8Name, Strategy
 from calib.observers import AbsMax, Mse
 from calib.scales import KVScales, LayerScales
 from calib.stats import KVStats
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
 
-REFERENCE = "reference"  # the model's own cache, which all are compared with
-BUILT_IN = (
-    REFERENCE, "bf16", "eager", "none", "e5m2", "tensor", "mse", "attn_head", "channel", "k only",
-    "v only", "qkv", "channel+k_center", "k only+k_center", "random",
-)  # fmt: skip
+BUILT_IN = (REFERENCE, *VARIANTS)
 STRATEGIES: tuple[Strategy, ...] = ("tensor", "attn_head", "channel")
 Kind = Literal["fp8", "control", "given"]
 # (layer_idx, query, key, value) -> what attention is given

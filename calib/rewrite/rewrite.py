@@ -64,7 +64,7 @@ def convert(
             )
         layers = {name: replace(layer, q=None) for name, layer in scales.layers.items()}
         scales = replace(scales, layers=layers)
-    _write(scales, checkpoint, to, output, reduce=reduce, tp_size=tp_size)
+    _write(scales, checkpoint, to, output, overwrite, reduce=reduce, tp_size=tp_size)
     return scales
 
 
@@ -77,7 +77,7 @@ def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     plain = without_scales(checkpoint)
-    _place(Export(config=plain.config), plain, output)
+    _place(Export(config=plain.config), plain, output, overwrite)
 
 
 def repair(
@@ -103,7 +103,7 @@ def repair(
                 setattr(layer, letter, tuple(getattr(derived.layers[module], letter).tolist()))
         repaired[module] = as_scales(layer, q=layer.q if is_usable(layer.q) else None)
     scales = collect(repaired, derived.fp8_dtype)
-    _write(scales, checkpoint, to, output, reduce="none", tp_size=1)
+    _write(scales, checkpoint, to, output, overwrite, reduce="none", tp_size=1)
     return Repaired(output, replaced)
 
 
@@ -143,6 +143,7 @@ def _write(
     checkpoint: Checkpoint,
     to: FormatName,
     output: Path,
+    overwrite: bool,
     *,
     reduce: Reduce,
     tp_size: int,
@@ -154,11 +155,13 @@ def _write(
             f"--to {to} holds the statistics of a calibration, which scales alone do not tell; "
             f"use fp8kv calibrate --format {to}"
         )
-    _place(made, plain, output, with_weights=FORMATS[to].with_weights)
+    _place(made, plain, output, overwrite, with_weights=FORMATS[to].with_weights)
 
 
-def _place(made: Export, plain: Checkpoint, output: Path, *, with_weights: bool = True) -> None:
-    with atomic_directory(output) as scratch:
+def _place(
+    made: Export, plain: Checkpoint, output: Path, overwrite: bool, *, with_weights: bool = True
+) -> None:
+    with atomic_directory(output, overwrite=overwrite) as scratch:
         if with_weights:
             write_checkpoint(made, plain, scratch, weights="link", readme="")
             for name in set(_DOCUMENTS) - set(made.documents):
