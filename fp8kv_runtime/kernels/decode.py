@@ -49,20 +49,17 @@ def decode_attention(
     num_seqs, num_heads, head_dim = query.shape
     tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
     if num_seqs != len(lens):
-        raise ValueError(f"query must have a row for each of {len(lens)} sequences, got {num_seqs}")
+        raise ValueError(f"query must have a row per sequence, {len(lens)}, got {num_seqs}")
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if num_seqs == 0:
         return out
     query = query if query.stride(2) == 1 else query.contiguous()
-    target = current_target()
-    config = decode_config(target, query, blocks)
+    config = decode_config(target := current_target(), query, blocks)
     splits = num_splits or choose_splits(config, blocks.layout.num_kv_heads, query.device)
-    layer = Layer.of(query, blocks, sequences, options)
-    block_s = triton.next_power_of_2(num_seqs)
+    layer, block_s = Layer.of(query, blocks, sequences, options), triton.next_power_of_2(num_seqs)
     decode, reduce = decode_launchers(layer, target, config, block_s, splits)
-    parts = splits + num_seqs
-    partial = torch.empty((parts, num_heads, head_dim), device=query.device)
-    softmax = torch.empty((parts, num_heads, 2), device=query.device)
+    parts, device = splits + num_seqs, query.device
+    partial, softmax = (torch.empty((parts, num_heads, n), device=device) for n in (head_dim, 2))
     batch = (num_seqs, splits, config.least if num_splits is None else 1)
     strides = (query.stride(0), query.stride(1), tables.stride(0))
     decode(

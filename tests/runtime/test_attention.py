@@ -278,7 +278,7 @@ MISPLACED = {
     "q_scale must be [1] or [4] float32 on cpu, got [4] float16 on cpu": lambda batch: {
         "options": AttentionOptions(q_scale=torch.ones(4).half())
     },
-    "query must have a row for each of 1 sequences, got 2": lambda batch: {
+    "query must have a row per sequence, 1, got 2": lambda batch: {
         "query": torch.cat([batch.query] * 2)
     },
 }
