@@ -109,14 +109,19 @@ class Sequence:
     length: int = 0  # tokens, including those appended but not yet written
     num_cached_tokens: int = 0  # found in the cache when it was allocated
     token_ids: list[int] | None = None  # None: unknown, so its blocks cannot be found by content
-    num_published: int = 0  # full blocks offered to others
+    digests: list[bytes] = field(default_factory=list)  # of the full blocks offered to others
 
 
-def content_hashes(token_ids: SequenceOf[int], block_size: int) -> list[bytes]:
-    """One digest per full block, of its tokens and of all tokens before it."""
+def content_hashes(
+    token_ids: SequenceOf[int], block_size: int, known: SequenceOf[bytes] = ()
+) -> list[bytes]:
+    """One digest per full block, of its tokens and of all before it; `known`: of the first ones.
+
+    Those are not made again and not among the result.
+    """
     digests: list[bytes] = []
-    digest = b""
-    for start in range(0, len(token_ids) - block_size + 1, block_size):
+    digest = known[-1] if known else b""
+    for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
         block = b"".join(
             int(t).to_bytes(8, "little") for t in token_ids[start : start + block_size]
         )

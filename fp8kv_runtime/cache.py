@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fp8kv_runtime.blocks import BlockPool, Sequence, content_hashes
-from fp8kv_runtime.storage import KVBlocks
+from fp8kv_runtime.storage import KVBlocks, check_tensor
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,9 @@ class PagedSequences:
     """Where the sequences of one batch lie, as kernels read it.
 
     `seq_starts` is the first position that may be attended to: 0, or the width of left padding.
+
+    Raises:
+        ValueError: shapes, types or devices are not those below, or not one another's.
     """
 
     block_tables: Tensor  # [S, max_blocks] int32, -1 padded
@@ -23,10 +26,14 @@ class PagedSequences:
     seq_starts: Tensor | None = None  # [S] int32
 
     def __post_init__(self) -> None:
-        for name in ("block_tables", "seq_lens", "seq_starts"):
+        tables, rows = self.block_tables, (self.seq_lens.numel(),)
+        shapes = {"seq_lens": rows, "seq_starts": rows, "block_tables": (*rows, *tables.shape[-1:])}
+        for name, shape in shapes.items():
             tensor = getattr(self, name)
-            # kernels read memory, not views of it
-            object.__setattr__(self, name, None if tensor is None else tensor.contiguous())
+            if tensor is not None:
+                check_tensor(name, tensor, (shape,), torch.int32, tables.device)
+                # kernels read memory, not views of it
+                object.__setattr__(self, name, tensor.contiguous())
 
     def to(self, device: torch.device) -> "PagedSequences":
         """The same on another device."""
@@ -108,7 +115,7 @@ class PagedKVCache:
                 break
             self._pool.hold(block_id)
             sequence.block_ids.append(block_id)
-        sequence.num_published = len(sequence.block_ids)
+            sequence.digests.append(digest)
         sequence.length = sequence.num_cached_tokens = len(sequence.block_ids) * self.block_size
         if token_ids is not None:
             sequence.token_ids = list(token_ids[: sequence.length])
@@ -154,17 +161,19 @@ class PagedKVCache:
 
         Nothing happens for a sequence whose token ids are unknown.
         """
-        digests = content_hashes(sequence.token_ids or [], self.block_size)
-        for index in range(sequence.num_published, len(digests)):
-            self._pool.publish(sequence.block_ids[index], digests[index])
-        sequence.num_published = len(digests)
+        first = len(sequence.digests)
+        new = content_hashes(sequence.token_ids or [], self.block_size, sequence.digests)
+        sequence.digests += new
+        for block_id, digest in zip(sequence.block_ids[first:], new, strict=False):
+            self._pool.publish(block_id, digest)
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same tokens, sharing every block until one of them appends."""
         for block_id in sequence.block_ids:
             self._pool.hold(block_id)
         token_ids = None if sequence.token_ids is None else list(sequence.token_ids)
-        return replace(sequence, block_ids=list(sequence.block_ids), token_ids=token_ids)
+        block_ids, digests = list(sequence.block_ids), list(sequence.digests)
+        return replace(sequence, block_ids=block_ids, token_ids=token_ids, digests=digests)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
         """Forget all tokens after the first `length`."""
@@ -177,7 +186,7 @@ class PagedKVCache:
             self._pool.release(block_id)
         del sequence.block_ids[kept:]
         sequence.length = length
-        sequence.num_published = min(sequence.num_published, length // self.block_size)
+        del sequence.digests[length // self.block_size :]
         if sequence.token_ids is not None:
             del sequence.token_ids[length:]
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fp8kv_runtime.storage import KVBlocks
+from fp8kv_runtime.cache import PagedSequences
+from fp8kv_runtime.storage import KVBlocks, check_tensor
 
 
 @dataclass(frozen=True)
@@ -38,35 +39,41 @@ class AttentionOptions:
         return replace(self, **moved)
 
 
-def check_attention(query: Tensor, blocks: KVBlocks, options: AttentionOptions) -> None:
+def check_attention(
+    query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions
+) -> None:
     """Check what kernels take for granted.
 
     Raises:
-        ValueError: shapes, types or options do not fit together.
+        ValueError: shapes, types, devices or options do not fit together.
     """
-    if (
-        query.dim() != 3
-        or query.shape[1] % blocks.num_kv_heads
-        or query.shape[2] != blocks.head_dim
-    ):
+    shape, device = query.shape, query.device
+    num_kv_heads, head_dim = blocks.layout.num_kv_heads, blocks.layout.head_dim
+    if len(shape) != 3 or shape[1] % num_kv_heads or shape[2] != head_dim:
         raise ValueError(
-            f"query must be [tokens, a multiple of {blocks.num_kv_heads} heads, "
-            f"{blocks.head_dim}], got {list(query.shape)}"
+            f"query must be [tokens, a multiple of {num_kv_heads} heads, {head_dim}], "
+            f"got {list(shape)}"
         )
-    num_heads = query.shape[1]
+    num_heads, tables, sinks = shape[1], sequences.block_tables, options.sinks
+    placed = device == blocks.codes.device == tables.device
+    if not placed or (sinks is not None and sinks.device != device):
+        where = {"blocks": blocks.codes, "block_tables": tables, "sinks": sinks}
+        got = ", ".join(f"{n} on {t.device}" for n, t in where.items() if t is not None)
+        raise ValueError(f"all must be on {device}, where the query is, got {got}")
     if query.dtype not in (torch.float16, torch.bfloat16, torch.float32):
         raise ValueError(f"query must be float16, bfloat16 or float32, got {query.dtype}")
     if options.sliding_window is not None and options.sliding_window < 1:
         raise ValueError(f"sliding_window must be at least 1, got {options.sliding_window}")
     if options.softcap is not None and options.softcap <= 0:
         raise ValueError(f"softcap must be positive, got {options.softcap}")
-    if options.sinks is not None and options.sinks.shape != (num_heads,):
-        raise ValueError(f"sinks must be [{num_heads}], got {list(options.sinks.shape)}")
-    if options.q_scale is not None and blocks.format == "float16":
+    if sinks is not None and sinks.shape != (num_heads,):
+        raise ValueError(f"sinks must be [{num_heads}], got {list(sinks.shape)}")
+    if options.q_scale is None:
+        return
+    if blocks.layout.format == "float16":
         raise ValueError("FP8 queries need FP8 blocks, got float16")
-    if options.q_scale is not None and blocks.k_scale.dim() == 2:
+    if blocks.k_scale.dim() == 2:
         raise ValueError(
             "FP8 queries need K scales [1] or [K]: one per channel cannot be taken out"
         )
-    if options.q_scale is not None and options.q_scale.shape not in ((1,), (num_heads,)):
-        raise ValueError(f"q_scale must be [1] or [{num_heads}], got {list(options.q_scale.shape)}")
+    check_tensor("q_scale", options.q_scale, ((1,), (num_heads,)), torch.float32, device)

@@ -78,7 +78,7 @@ def extend_attention(
     Returns:
         [T, H, D] in the query's type; zeros for tokens with nothing to attend to.
     """
-    check_attention(query, blocks, options)
+    check_attention(query, blocks, sequences, options)
     if options.q_scale is not None:
         scale = per_channel(options.q_scale).transpose(0, 1)
         query32 = dequantize(quantize(query, scale, blocks.codes.dtype), scale)

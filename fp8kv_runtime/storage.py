@@ -57,15 +57,21 @@ class KVBlocks:
                 f"blocks must be [2, num_blocks, K, block_size, D] FP8 or float16, contiguous, "
                 f"got {_describe(self.codes)}"
             )
-        heads = (self.num_kv_heads,)
-        channels = (self.num_kv_heads, self.head_dim)
-        for name in ("k_scale", "v_scale"):
-            _check(name, getattr(self, name), ((1,), heads, channels))
-            # one that was expanded has no memory for every head, which kernels read
-            object.__setattr__(self, name, getattr(self, name).contiguous())
-        if self.k_center is not None:
-            _check("k_center", self.k_center, (channels,))
-            object.__setattr__(self, "k_center", self.k_center.contiguous())
+        heads, channels = (self.num_kv_heads,), (self.num_kv_heads, self.head_dim)
+        shapes = {"k_scale": ((1,), heads, channels), "v_scale": ((1,), heads, channels)}
+        for name, allowed in {**shapes, "k_center": (channels,)}.items():
+            if getattr(self, name) is not None:
+                self._check_scale(name, getattr(self, name), allowed)
+                # one that was expanded has no memory for every head, which kernels read
+                object.__setattr__(self, name, getattr(self, name).contiguous())
+        if self.counts is not None:
+            shape = (2, *heads, len(COUNTED))
+            check_tensor("counts", self.counts, (shape,), torch.int64, self.codes.device)
+
+    def _check_scale(self, name: str, scale: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
+        check_tensor(name, scale, shapes, torch.float32, self.codes.device)
+        if not torch.isfinite(scale).all() or (name != "k_center" and not (scale > 0).all()):
+            raise ValueError(name + " must be finite" + " and positive" * (name != "k_center"))
 
     @classmethod
     def empty(
@@ -175,9 +181,9 @@ class KVBlocks:
 
     @cached_property
     def specialization(self) -> tuple[Any, ...]:
-        """`specialization` of every tensor here."""
+        """`specialization` of every tensor here, and the device: each loads kernels of its own."""
         tensors = (*self.stored, self.k_scale, self.v_scale, self.k_center, self.counts)
-        return tuple(map(specialization, tensors))
+        return self.codes.device, *map(specialization, tensors)
 
     def dense(self, block_tables: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """First `length` tokens of sequences [S, blocks], dequantised: 2 x [S, K, T, D] float32."""
@@ -223,13 +229,20 @@ def per_channel(scale: Tensor) -> Tensor:
     return scale.unsqueeze(-2) if scale.dim() == 2 else scale.view(-1, 1, 1)
 
 
-def _check(name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]]) -> None:
-    if tuple(tensor.shape) not in shapes or tensor.dtype != torch.float32:
+def check_tensor(
+    name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
+    device: torch.device,
+) -> None:  # fmt: skip
+    """Check what kernels take for granted of a tensor.
+
+    Raises:
+        ValueError: it has none of these shapes, another type, or lies elsewhere.
+    """
+    if tensor.shape not in shapes or tensor.dtype != dtype or tensor.device != device:
         allowed = " or ".join(str(list(shape)) for shape in shapes)
-        raise ValueError(f"{name} must be {allowed} float32, got {_describe(tensor)}")
-    if not torch.isfinite(tensor).all() or (name != "k_center" and not (tensor > 0).all()):
-        raise ValueError(f"{name} must be finite{'' if name == 'k_center' else ' and positive'}")
+        wanted = f"{allowed} {str(dtype).removeprefix('torch.')} on {device}"
+        raise ValueError(f"{name} must be {wanted}, got {_describe(tensor)}")
 
 
 def _describe(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"

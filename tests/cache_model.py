@@ -5,6 +5,8 @@ import random
 from cache_contents import contents, expected, make_cache, state, write
 from paged import RUNTIME
 
+from fp8kv_runtime.blocks import content_hashes
+
 
 def run_history(seed, *, steps, can_grow=False, runtime=RUNTIME):
     """Run and check; returns how often the pool ran out."""
@@ -111,3 +113,5 @@ class Model:
         for sequence, marks in self.live:
             assert sequence.length == len(marks)
             assert contents(self.cache, sequence) == expected(marks)
+            known = content_hashes(sequence.token_ids or [], self.cache.block_size)
+            assert sequence.token_ids is None or sequence.digests == known[: len(sequence.digests)]

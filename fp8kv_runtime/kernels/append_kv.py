@@ -2,6 +2,7 @@
 
 import functools
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -9,9 +10,9 @@ from torch import Tensor
 from fp8kv_runtime.kernels.codec import encode, half_smallest, largest
 from fp8kv_runtime.kernels.launch import Launcher
 from fp8kv_runtime.kernels.table import Config
-from fp8kv_runtime.kernels.targets import Target, current_target
+from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
 from fp8kv_runtime.kernels.tuning import append_config
-from fp8kv_runtime.storage import BlocksLayout, KVBlocks
+from fp8kv_runtime.storage import BlocksLayout, KVBlocks, check_tensor
 
 
 def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor) -> None:
@@ -20,20 +21,25 @@ def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor
     See `reference.append_kv`.
 
     Raises:
-        ValueError: shapes or types do not fit together.
+        ValueError: shapes, types or devices do not fit together.
     """
-    num_tokens = slot_mapping.numel()
-    shape = (num_tokens, blocks.num_kv_heads, blocks.head_dim)
-    if key.shape != shape or value.shape != shape or key.dtype != value.dtype:
-        raise ValueError(
-            f"key and value must be {list(shape)}, got {list(key.shape)} and {list(value.shape)}"
-        )
+    if is_elsewhere(key):
+        with torch.cuda.device(key.device):
+            return append_kv(key, value, blocks, slot_mapping)
+    num_tokens, layout, device = slot_mapping.numel(), blocks.layout, blocks.codes.device
+    shape = (num_tokens, layout.num_kv_heads, layout.head_dim)
+    as_wanted = key.shape == value.shape == shape and key.dtype == value.dtype
+    placed = key.device == value.device == slot_mapping.device == device
+    if not (as_wanted and placed and slot_mapping.dtype == torch.int64):
+        check_tensor("slot_mapping", slot_mapping, (slot_mapping.shape,), torch.int64, device)
+        check_tensor("key", key, (shape,), key.dtype, device)
+        check_tensor("value", value, (shape,), key.dtype, device)
     if num_tokens == 0:
         return
     key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (key, value))
     target = current_target()
-    config, launcher = append_launcher(blocks.layout, target)
-    grid = (triton.cdiv(num_tokens, config.tile), blocks.num_kv_heads, 2)
+    config, launcher = append_launcher(layout, target)
+    grid = (triton.cdiv(num_tokens, config.tile), layout.num_kv_heads, 2)
     strides = (key.stride(0), key.stride(1), value.stride(0), value.stride(1))
     slot_mapping = slot_mapping.contiguous()
     arguments = (
@@ -96,7 +102,7 @@ def append_kv_kernel(
 ):
     """One program stores K (third program id 0) or V (1) of TILE tokens of one head."""
     tokens = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)  # its stride may have 31 bits
     channels = tl.arange(0, BLOCK_D)
     slots = tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)
     inside = (slots >= 0)[:, None] & (channels < HEAD_DIM)[None, :]

@@ -20,12 +20,15 @@ from fp8kv_runtime.kernels.codec import (
 )
 
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# a row's largest weight is 2 ** this, so that float16 holds those down to 2^-38 of it
+WEIGHT_EXPONENT: tl.constexpr = tl.constexpr(14.0)
 
 
 @triton.jit
 def prepare_query(
     query_ptr,
-    offsets,  # [BLOCK_M] of each row
+    tokens_at,  # [BLOCK_M] or one, where each row's token begins
+    stride_head,
     heads,  # [BLOCK_M]
     inside,  # [BLOCK_M]
     kv_head,
@@ -52,6 +55,7 @@ def prepare_query(
     channels = tl.arange(0, BLOCK_D)
     in_head = channels < HEAD_DIM
     valid = inside[:, None] & in_head[None, :]
+    offsets = tokens_at + heads.to(tl.int64) * stride_head  # a stride may have 31 bits
     q = tl.load(query_ptr + offsets[:, None] + channels[None, :], mask=valid, other=0.0)
     q = q.to(tl.float32)
     if Q_FP8:
@@ -200,11 +204,19 @@ def score_unit(FORMAT, HARDWARE, MULTIPLIES):
 
 @triton.jit
 def start_softmax(sinks_ptr, heads, inside, has_sink, HAS_SINKS: tl.constexpr):
-    """Running maximum (base 2) and running sum before the first tile."""
+    """Origin of the weights (base 2) and their sum before the first tile."""
     if HAS_SINKS and has_sink:
         sink = tl.load(sinks_ptr + heads, mask=inside, other=0.0).to(tl.float32)
-        return sink * LOG2_E, tl.full(inside.shape, 1.0, tl.float32)
+        origin = origin_of(sink * LOG2_E)
+        return origin, tl.exp2(sink * LOG2_E - origin)
     return tl.full(inside.shape, float("-inf"), tl.float32), tl.zeros(inside.shape, tl.float32)
+
+
+@triton.jit
+def origin_of(largest):
+    """The logit, in base 2, whose weight is 1 where the largest has 2 ** WEIGHT_EXPONENT."""
+    # beyond, the difference would be rounded, at last to 16, which float16 cannot hold
+    return tl.where(tl.abs(largest) < 2.0**24, largest - WEIGHT_EXPONENT, largest)
 
 
 @triton.jit
@@ -221,8 +233,8 @@ def attend(
     factor,  # [BLOCK_M] turns a raw score into a logit in base 2
     shift,  # [BLOCK_M] added to it: the centre's score
     rows_at,  # [BLOCK_M] position of each query row
-    running_max,  # [BLOCK_M] base 2; -inf, or the sink's logit
-    running_sum,  # [BLOCK_M] 0, or 1 for the sink
+    origin,  # [BLOCK_M] the logit, in base 2, whose weight is 1; -inf, or as the sink has it
+    running_sum,  # [BLOCK_M] of weights; 0, or the sink's
     first,  # positions from `first` ..
     end,  # .. up to `end`, not included
     key_ptr,  # the codes of two channels in each int16; or float16
@@ -246,7 +258,7 @@ def attend(
     P_REST: tl.constexpr,  # the query is fp32: softmax weights in two parts as well
     MULTIPLIES: tl.constexpr,
 ):
-    """Unnormalised output [BLOCK_M, BLOCK_D] without V's scale, running maximum and sum."""
+    """Unnormalised output [BLOCK_M, BLOCK_D] without V's scale, origin and sum of its weights."""
     q = halves(q, FORMAT)
     q_rest = halves(q_rest, FORMAT)
     even_acc = tl.zeros([q[0].shape[0], BLOCK_D // 2], tl.float32)
@@ -271,10 +283,10 @@ def attend(
             visible &= positions[None, :] > rows_at[:, None] - WINDOW
         scores = tl.where(visible, scores, float("-inf"))
 
-        new_max = tl.maximum(running_max, tl.max(scores, 1))
-        finite_max = tl.where(new_max == float("-inf"), 0.0, new_max)  # -inf minus -inf is NaN
-        weights = tl.exp2(scores - finite_max[:, None])
-        correction = tl.exp2(running_max - finite_max)
+        new_origin = tl.maximum(origin, origin_of(tl.max(scores, 1)))
+        finite = tl.where(new_origin == float("-inf"), 0.0, new_origin)  # -inf minus -inf is NaN
+        weights = tl.exp2(scores - finite[:, None])
+        correction = tl.exp2(origin - finite)
         running_sum = running_sum * correction + tl.sum(weights, 1)
         even, odd = decode_tile(value, FORMAT, HARDWARE, PTX)
         rounded = weights.to(tl.float16)
@@ -284,5 +296,5 @@ def attend(
             rest = (weights - rounded.to(tl.float32)).to(tl.float16)
             even_acc = tl.dot(rest, even, even_acc)
             odd_acc = tl.dot(rest, odd, odd_acc)
-        running_max = new_max
-    return joined(even_acc, odd_acc, FORMAT), running_max, running_sum
+        origin = new_origin
+    return joined(even_acc, odd_acc, FORMAT), origin, running_sum

@@ -16,7 +16,7 @@ from fp8kv_runtime.kernels.launch import Launcher, Layer, layer_constants
 from fp8kv_runtime.kernels.overlap import let_next_start, overlapping, wait_for_previous
 from fp8kv_runtime.kernels.split import find_part, parts_of
 from fp8kv_runtime.kernels.table import Config
-from fp8kv_runtime.kernels.targets import Target, current_target
+from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
 from fp8kv_runtime.kernels.tuning import (
     choose_splits,
     decode_config,
@@ -40,28 +40,30 @@ def decode_attention(
     `split.py`), is chosen to fill the GPU where it is None.
 
     Raises:
-        ValueError: shapes, types or options do not fit together.
+        ValueError: shapes, types, devices or options do not fit together.
     """
-    check_attention(query, blocks, options)
+    if is_elsewhere(query):
+        with torch.cuda.device(query.device):
+            return decode_attention(query, blocks, sequences, options, num_splits=num_splits)
+    check_attention(query, blocks, sequences, options)
     num_seqs, num_heads, head_dim = query.shape
+    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
+    if num_seqs != len(lens):
+        raise ValueError(f"query must have a row per sequence, {len(lens)}, got {num_seqs}")
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if num_seqs == 0:
         return out
     query = query if query.stride(2) == 1 else query.contiguous()
-    target = current_target()
-    config = decode_config(target, query, blocks)
-    splits = num_splits or choose_splits(config, blocks.num_kv_heads, query.device)
-    layer = Layer.of(query, blocks, sequences, options)
-    block_s = triton.next_power_of_2(num_seqs)
+    config = decode_config(target := current_target(), query, blocks)
+    splits = num_splits or choose_splits(config, blocks.layout.num_kv_heads, query.device)
+    layer, block_s = Layer.of(query, blocks, sequences, options), triton.next_power_of_2(num_seqs)
     decode, reduce = decode_launchers(layer, target, config, block_s, splits)
-    parts = splits + num_seqs
-    partial = torch.empty((parts, num_heads, head_dim), device=query.device)
-    softmax = torch.empty((parts, num_heads, 2), device=query.device)
+    parts, device = splits + num_seqs, query.device
+    partial, softmax = (torch.empty((parts, num_heads, n), device=device) for n in (head_dim, 2))
     batch = (num_seqs, splits, config.least if num_splits is None else 1)
-    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
     strides = (query.stride(0), query.stride(1), tables.stride(0))
     decode(
-        target, (blocks.num_kv_heads, parts, 1), blocks,
+        target, (blocks.layout.num_kv_heads, parts, 1), blocks,
         (query, options.q_scale, options.sinks, tables, lens, starts, *strides),
         (query, *blocks.loaded, blocks.k_scale, options.q_scale, blocks.k_center, options.sinks,
          tables, lens, starts, partial, softmax, options.scale(head_dim),
@@ -172,7 +174,7 @@ def decode_kernel(
     heads = kv_head * GROUP + rows
     inside = rows < GROUP
     q, q_rest, factor, shift = prepare_query(
-        query_ptr, seq * stride_query_token + heads * stride_query_head, heads, inside, kv_head,
+        query_ptr, seq * stride_query_token, stride_query_head, heads, inside, kv_head,
         k_scale_ptr, q_scale_ptr, k_center_ptr, softmax_scale, HEAD_DIM, BLOCK_D, K_SCALES,
         Q_SCALES, HAS_CENTER, FORMAT, HARDWARE, ENCODES, Q_FP8, MULTIPLIES,
     )  # fmt: skip

@@ -13,10 +13,10 @@ from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
 from fp8kv_runtime.kernels.launch import Launcher, Layer, layer_constants
 from fp8kv_runtime.kernels.table import Config
-from fp8kv_runtime.kernels.targets import Target, current_target
+from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
 from fp8kv_runtime.kernels.tuning import extend_config
 from fp8kv_runtime.options import AttentionOptions, check_attention
-from fp8kv_runtime.storage import KVBlocks
+from fp8kv_runtime.storage import KVBlocks, check_tensor
 
 
 def extend_attention(
@@ -32,10 +32,15 @@ def extend_attention(
     See `reference.extend_attention`.
 
     Raises:
-        ValueError: shapes, types or options do not fit together.
+        ValueError: shapes, types, devices or options do not fit together.
     """
-    check_attention(query, blocks, options)
+    if is_elsewhere(query):
+        with torch.cuda.device(query.device):
+            return extend_attention(query, blocks, sequences, cu_seqlens, max_query_len, options)
+    check_attention(query, blocks, sequences, options)
     num_tokens, num_heads, head_dim = query.shape
+    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
+    check_tensor("cu_seqlens", cu_seqlens, ((len(lens) + 1,),), torch.int32, query.device)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return out
@@ -46,7 +51,6 @@ def extend_attention(
     rows = max_query_len * (num_heads // blocks.num_kv_heads)
     grid = (triton.cdiv(rows, config.rows), blocks.num_kv_heads, cu_seqlens.numel() - 1)
     launcher = extend_launcher(Layer.of(query, blocks, sequences, options), target, config)
-    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
     strides = (query.stride(0), query.stride(1), tables.stride(0))
     launcher(
         target, grid, blocks,
@@ -125,7 +129,7 @@ def extend_kernel(
         return
     at = (query_start + tokens).to(tl.int64)
     q, q_rest, factor, shift = prepare_query(
-        query_ptr, at * stride_query_token + heads * stride_query_head, heads, inside, kv_head,
+        query_ptr, at * stride_query_token, stride_query_head, heads, inside, kv_head,
         k_scale_ptr, q_scale_ptr, k_center_ptr, softmax_scale, HEAD_DIM, BLOCK_D, K_SCALES,
         Q_SCALES, HAS_CENTER, FORMAT, HARDWARE, ENCODES, Q_FP8, MULTIPLIES,
     )  # fmt: skip

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from triton.runtime import driver
 
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.targets import Target
@@ -100,8 +99,7 @@ class Launcher:
         if target.backend != "cuda":  # AMD compiles for the size of tensors, too
             self.kernel[grid](*arguments, **self.constants, **self.options)
             return
-        device = driver.active.get_current_device()
-        key = (device, blocks.specialization, *map(specialization, given))
+        key = (blocks.specialization, *map(specialization, given))
         compiled = self._compiled.get(key)
         if compiled is None:
             made = self.kernel[grid](*arguments, **self.constants, **self.options)

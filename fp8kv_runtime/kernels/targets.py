@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.runtime import driver
 
 
@@ -63,6 +64,12 @@ def current_target() -> Target:
         return INTERPRETER
     active = driver.active
     return _target_on(active, active.get_current_device())
+
+
+def is_elsewhere(tensor: Tensor) -> bool:
+    """Whether it lies on another GPU than the one that Triton launches kernels on now."""
+    device = tensor.device
+    return device.type == "cuda" and device.index != driver.active.get_current_device()
 
 
 @functools.cache

@@ -23,7 +23,7 @@ _pinned: dict[str, Config] = {}
 def decode_config(target: Target, query: Tensor, blocks: KVBlocks) -> Config:
     """Config of decode attention for queries [S, H, D]."""
     config = _config("decode", target, query.device, blocks)
-    return _with_rows(config, query.shape[1] // blocks.num_kv_heads)
+    return _with_rows(config, query.shape[1] // blocks.layout.num_kv_heads)
 
 
 def extend_config(target: Target, device: torch.device, blocks: KVBlocks) -> Config:
@@ -107,4 +107,4 @@ def _with_rows(config: Config, group: int) -> Config:
 
 def _config(kernel: str, target: Target, device: torch.device, blocks: KVBlocks) -> Config:
     names = (gpu_name(device), target.name, target.backend)
-    return find_config(kernel, names, 8 * blocks.codes.itemsize, blocks.head_dim)
+    return find_config(kernel, names, 8 * blocks.codes.itemsize, blocks.layout.head_dim)

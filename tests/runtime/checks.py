@@ -29,9 +29,13 @@ def tolerance(dtype):
     return 2.0**-17
 
 
-# Float16 has no steps smaller than 2^-24, which is what remains of weights beside a sink that takes
-# nearly all, times V, here below 1; and of float16 outputs that are as small.
-FLOOR = 2.0**-24
+def floor(dtype):
+    """Smallest error per value that is told apart, of outputs of this type.
+
+    Float16 has no steps smaller than 2^-24, which is what remains of outputs that are as small;
+    and of weights beside a sink that takes nearly all, whose own is 2^14, times V, here below 1.
+    """
+    return 2.0**-24 if dtype == torch.float16 else 2.0**-38
 
 
 def head_errors(got, want, floor=0.0):
@@ -56,7 +60,7 @@ def assert_output(got, want, name, case):
     assert (got.dtype, got.shape) == (case.dtype, want.shape), name
     assert torch.isfinite(got).all(), f"{name}: a slot of no one was read, or nothing was written"
     assert (got.cpu()[(want == 0).all(2)] == 0).all(), f"{name}: not 0 where there is nothing"
-    worst = head_errors(got, want, FLOOR).max().item() if got.numel() else 0.0
+    worst = head_errors(got, want, floor(case.dtype)).max().item() if got.numel() else 0.0
     assert worst <= tolerance(case.dtype), f"{name}: relative error {worst:.1e}"
     return worst
 

@@ -159,5 +159,35 @@ def test_shapes_are_checked(device):
     blocks, slots = plain(device=device), torch.tensor([0, 1], device=device)
     good = torch.zeros(2, 1, 16, device=device)
     for key, value in ((good[:1], good), (good, good.half()), (good, good[..., :8])):
-        with pytest.raises(ValueError, match=r"key and value must be \[2, 1, 16\]"):
+        with pytest.raises(ValueError, match=r"(key|value) must be \[2, 1, 16\] float32"):
             RUNTIME.append_kv.append_kv(key, value, blocks, slots)
+
+
+@pytest.mark.parametrize(
+    ("to", "got"), [(torch.int32, "int32 on cpu"), ("meta", "int64 on meta")], ids=str
+)
+def test_slots_are_int64_where_the_blocks_are(to, got):
+    new, slots = torch.zeros(2, 1, 16), torch.tensor([0, 1])
+    message = rf"^slot_mapping must be \[2\] int64 on cpu, got \[2\] {got}$"
+    with pytest.raises(ValueError, match=message):
+        RUNTIME.append_kv.append_kv(new, new, plain(), slots.to(to))
+
+
+def test_new_k_and_v_are_where_the_blocks_are():
+    new, slots = torch.zeros(2, 1, 16), torch.tensor([0, 1])
+    for key, value in ((new.to("meta"), new), (new, new.to("meta"))):
+        with pytest.raises(ValueError, match="must be .* float32 on cpu, got .* float32 on meta$"):
+            RUNTIME.append_kv.append_kv(key, value, plain(), slots)
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale", "k_center", "counts"])
+def test_scales_and_counts_are_where_the_blocks_are(name):
+    blocks = replace(plain(), k_center=torch.zeros(1, 16))
+    with pytest.raises(ValueError, match=f"^{name} must be .* on cpu, got .* on meta$"):
+        replace(blocks, **{name: getattr(blocks, name).to("meta")})
+
+
+@pytest.mark.parametrize("counts", [torch.zeros(2, 1, 3), torch.zeros(2, 3, dtype=torch.int64)])
+def test_counts_are_checked(counts):
+    with pytest.raises(ValueError, match=r"^counts must be \[2, 1, 3\] int64 on cpu, got"):
+        replace(plain(), counts=counts)

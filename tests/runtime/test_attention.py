@@ -1,5 +1,6 @@
 """Decode and extend attention, kernels and references, against the oracle."""
 
+import math
 import random
 import re
 from dataclasses import replace
@@ -8,7 +9,7 @@ import pytest
 import torch
 from paged import FORMATS, RUNTIME, Case, build
 from runtime import oracle
-from runtime.checks import assert_attention, assert_output
+from runtime.checks import assert_attention, assert_output, head_errors, tolerance
 
 from fp8kv_runtime.options import AttentionOptions
 
@@ -101,6 +102,64 @@ def test_a_sink_that_takes_nearly_all(dtype, device):
     assert_attention(case, device, IMPLEMENTATIONS)
 
 
+TAIL = 18.5  # the logit beside which others have weights of 2^-26.7
+WEIGHTS = {
+    "plain": {},
+    "fp32": {"dtype": torch.float32},
+    "fp8": {"q_scale": "tensor", "dtype": torch.bfloat16},
+    "channels": {"k_scales": "channel", "v_scales": "channel"},
+    "float16": {"format": "float16"},
+}
+
+
+@pytest.mark.parametrize("changes", WEIGHTS.values(), ids=WEIGHTS)
+@pytest.mark.parametrize("query_lens", [None, (2,)])
+@pytest.mark.parametrize("largest", ["sink", "key"])
+def test_many_small_weights_beside_a_large_one(largest, query_lens, changes, device):
+    """What is lost of them in the numerator must be lost in the denominator too: all or nothing."""
+    case = Case((600,), query_lens=query_lens, kv_heads=1, group=1, num_splits=1, softmax_scale=1.0)
+    case = replace(case, sinks=largest == "sink", **changes)
+    batch = build(case, device)
+    stored, first = batch.blocks.codes.view(torch.uint8), batch.sequences.block_tables[0, 0]
+    stored[0] = 0
+    if largest == "key":  # whose value is 0
+        stored[:, first, :, 0] = 0
+        one = torch.ones(1, device=device).to(batch.blocks.codes.dtype).view(torch.uint8)
+        stored[0, first, :, 0, : len(one)] = one
+    blocks = replace(
+        batch.blocks,
+        k_scale=torch.full_like(batch.blocks.k_scale, TAIL),
+        v_scale=batch.blocks.v_scale * 2.0**15,
+    )
+    options = replace(
+        batch.options,
+        sinks=torch.tensor([TAIL], device=device) if largest == "sink" else None,
+        q_scale=None if batch.options.q_scale is None else torch.ones(1, device=device),
+    )
+    query = torch.zeros_like(batch.query)
+    query[:, :, 0] = 1
+    batch = replace(batch, query=query, blocks=blocks, options=options)
+    want = oracle.attention(batch)
+    error = head_errors(batch.attend("kernel"), want).max().item()
+    # beside the largest weight, 2^14, float16 has steps of 2^-24 for the smallest
+    assert error <= tolerance(case.dtype) + 2.0**-39 * math.exp(TAIL)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("query_lens", [None, (3, 2)])
+@pytest.mark.parametrize("exponent", [20, 24, 26, 30])
+def test_logits_of_any_size_give_finite_outputs(exponent, query_lens, format, device):
+    case = Case((70, 9), query_lens=query_lens, format=format, dtype=torch.float32, num_splits=2)
+    batch = build(case, device)
+    # the largest magnitude that a code can have, beside a K that is at home near 1
+    batch = replace(batch, query=batch.query * 2.0**exponent)
+    largest = batch.blocks.v_scale.max() * torch.finfo(batch.blocks.codes.dtype).max
+    out = batch.attend("kernel")
+    assert out.isfinite().all()
+    # a mean of V, rounded
+    assert out.abs().max() <= largest * (1 + 2.0**-11)
+
+
 @pytest.mark.parametrize("extends", [False, True])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_left_padding_up_to_the_whole_sequence(sinks, extends, device):
@@ -176,6 +235,75 @@ def test_what_kernels_take_for_granted_is_checked(message, implementation, query
     batch = replace(build(Case((9,), query_lens=query_lens), device), **REFUSED[message])
     with pytest.raises(ValueError, match=re.escape(message)):
         batch.attend(implementation)
+
+
+INTEGERS = {
+    "block_tables must be [2, 1] int32 on cpu, got [2, 1] int64": {"block_tables": torch.int64},
+    "seq_lens must be [2] int32 on cpu, got [2] int64 on cpu": {"seq_lens": torch.int64},
+    "seq_starts must be [2] int32 on cpu, got [2] float32": {"seq_starts": torch.float32},
+    "seq_lens must be [2] int32 on cpu, got [2] int32 on meta": {"seq_lens": "meta"},
+    "seq_starts must be [2] int32 on cpu, got [2] int32 on meta": {"seq_starts": "meta"},
+}
+
+
+@pytest.mark.parametrize("message", INTEGERS)
+def test_tables_and_lengths_are_int32_on_one_device(message):
+    sequences = build(Case((9, 3), starts=(0, 1))).sequences
+    moved = {name: getattr(sequences, name).to(to) for name, to in INTEGERS[message].items()}
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        replace(sequences, **moved)
+
+
+@pytest.mark.parametrize("name", ["block_tables", "seq_lens", "seq_starts"])
+def test_tables_and_lengths_are_of_as_many_sequences(name):
+    sequences = build(Case((9, 3), starts=(0, 1))).sequences
+    with pytest.raises(ValueError, match="must be .*, got "):
+        replace(sequences, **{name: getattr(sequences, name)[:1]})
+
+
+ON_META = torch.device("meta")  # another device, which every machine has
+MISPLACED = {
+    "all must be on meta, where the query is, got blocks on cpu": lambda batch: {
+        "query": batch.query.to(ON_META)
+    },
+    "where the query is, got blocks on cpu, block_tables on meta": lambda batch: {
+        "sequences": batch.sequences.to(ON_META)
+    },
+    "block_tables on cpu, sinks on meta": lambda batch: {
+        "options": AttentionOptions(sinks=torch.zeros(4, device=ON_META))
+    },
+    "q_scale must be [1] or [4] float32 on cpu, got [4] float32 on meta": lambda batch: {
+        "options": AttentionOptions(q_scale=torch.ones(4, device=ON_META))
+    },
+    "q_scale must be [1] or [4] float32 on cpu, got [4] float16 on cpu": lambda batch: {
+        "options": AttentionOptions(q_scale=torch.ones(4).half())
+    },
+    "query must have a row per sequence, 1, got 2": lambda batch: {
+        "query": torch.cat([batch.query] * 2)
+    },
+}
+
+
+@pytest.mark.parametrize("message", MISPLACED)
+def test_everything_is_where_the_query_is(message):
+    batch = build(Case((9,)))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(batch, **MISPLACED[message](batch)).attend("kernel")
+
+
+@pytest.mark.parametrize(
+    ("ends", "message"),
+    [
+        (torch.tensor([0, 3]), "[2] int64 on cpu"),
+        (torch.zeros(2, dtype=torch.int32, device=ON_META), "[2] int32 on meta"),
+        (torch.tensor([0, 3, 3], dtype=torch.int32), "[3] int32 on cpu"),
+    ],
+)
+def test_ends_of_queries_are_checked(ends, message):
+    batch = build(Case((9,), query_lens=(3,)))
+    message = f"cu_seqlens must be [2] int32 on cpu, got {message}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        replace(batch, cu_seqlens=ends).attend("kernel")
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,8 +1,12 @@
 """PagedKVCache: blocks found after free, copy on write, truncation, and long random histories."""
 
+import hashlib
+
 import pytest
 from cache_contents import contents, expected, filled, make_cache, state, write
 from cache_model import run_history
+
+from fp8kv_runtime.blocks import content_hashes
 
 PROMPT = list(range(100, 110))  # two blocks of four, and a half
 
@@ -125,3 +129,44 @@ def test_every_sequence_sees_its_own_tokens_at_all_times(seed):
     grows = seed % 3 == 0
     failures = run_history(seed, steps=400, can_grow=grows)
     assert (failures == 0) == grows, "a pool that cannot grow should have run out"
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """Grows by one for each block that is hashed."""
+    calls, sha256 = [], hashlib.sha256
+    monkeypatch.setattr(hashlib, "sha256", lambda data: calls.append(data) or sha256(data))
+    return calls
+
+
+def test_commit_hashes_each_block_once(hashed):
+    cache, tokens = make_cache(16), [*PROMPT, *range(30)]
+    sequence = cache.allocate([])
+    for token in tokens:
+        cache.append(sequence, token_ids=[token])
+        cache.commit(sequence)
+    assert len(hashed) == len(tokens) // 4
+    published = [cache._pool._content[block] for block in sequence.block_ids]
+    assert published == content_hashes(tokens, 4)
+
+
+def test_commit_hashes_only_what_a_fork_or_a_truncated_sequence_wrote(hashed):
+    cache = make_cache(16)
+    first = filled(cache, PROMPT)
+    second = cache.fork(first)
+    cache.truncate(first, 6)
+    hashed.clear()
+    for sequence, new in ((first, [7, 8]), (second, [1, 2])):
+        write(cache, cache.append(sequence, token_ids=new), new)
+        cache.commit(sequence)
+        cache.commit(sequence)
+        assert len(hashed) == 1
+        assert hashed.pop().endswith(new[1].to_bytes(8, "little"))
+    for sequence in (first, second):
+        assert cache.allocate([*sequence.token_ids, 0]).num_cached_tokens == sequence.length
+    hashed.clear()
+    third = cache.allocate([*first.token_ids, 3, 4, 5, 6, 0])
+    cache.append(third, token_ids=[3, 4, 5, 6])
+    assert len(hashed) == 3
+    cache.commit(third)
+    assert len(hashed) == 4

@@ -27,8 +27,18 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for L
 @pytest.fixture(scope="module")
 def launched():
     """By variant: what three calls launched, the third with a query that is not aligned."""
-    script = Path(__file__).with_name("launch_twice.py")
-    command = [sys.executable, str(script), *VARIANTS]
+    return output_of("launch_twice.py", *VARIANTS)
+
+
+@pytest.fixture(scope="module")
+def launched_on_devices():
+    """What happened with tensors on the current GPU, on another, and on that when it is current."""
+    return output_of("launch_on_devices.py")
+
+
+def output_of(name, *arguments):
+    script = Path(__file__).with_name(name)
+    command = [sys.executable, str(script), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=script.parents[2])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -65,3 +75,24 @@ def test_memory_that_is_not_aligned_has_a_kernel_of_its_own(variant, launched):
     assert extend[2] != extend[1]
     assert reduce[2] == reduce[1]  # it does not read the query
     assert append[2] == append[1]
+
+
+@pytest.mark.parametrize(("call", "gpu"), [(0, 0), (1, 1), (2, 1)])
+def test_the_querys_gpu_is_current_at_allocations_and_launches(call, gpu, launched_on_devices):
+    seen = launched_on_devices[call]["seen"]
+    assert {name for name, *_ in seen} == {*KERNELS, "empty", "empty_like", "zeros_like"}
+    assert {at for _, at, *_ in seen} == {gpu}
+    assert {stream for _, _, stream, _ in (e for e in seen if len(e) == 4)} == {gpu}
+
+
+def test_the_device_is_switched_only_where_it_differs_and_then_back(launched_on_devices):
+    # three launchers twice, and a call that is refused
+    assert [c["entered"] for c in launched_on_devices] == [[], [1] * 7, []]
+    assert [c["after"] for c in launched_on_devices] == [0, 0, 1]
+
+
+def test_two_gpus_share_no_compiled_kernel(launched_on_devices):
+    first, second, again = ({e[3] for e in c["seen"] if len(e) == 4} for c in launched_on_devices)
+    assert len(first) == len(second) == 4
+    assert not first & second
+    assert again == second

@@ -172,6 +172,32 @@ def test_blocks_beyond_two_gigabytes(extends, device):
         assert (small != 0x7F).any()
 
 
+@pytest.mark.parametrize("launcher", ["append", "decode", "extend"])
+def test_heads_beyond_two_gigabytes(launcher, device):
+    """Heads of queries, K and V as far apart as a stride of 32 bits allows."""
+    memory = torch.empty(2**32 + 2**20, dtype=HALF, device=device)
+
+    def far_apart(x):
+        strides, middle = (x.shape[2], 2**30, 1), 2**31
+        # 0 is where the offset of the third head wraps to
+        memory.as_strided(x.shape, strides, 0).copy_(x + 1)
+        return memory.as_strided(x.shape, strides, middle).copy_(x)
+
+    query_lens = (5, 3) if launcher == "extend" else None
+    batch = build(Case((70, 40), kv_heads=3, group=1, query_lens=query_lens), device)
+    if launcher != "append":
+        far = replace(batch, query=far_apart(batch.query))
+        assert torch.equal(far.attend("kernel"), batch.attend("kernel"))
+        return
+    new, slots = torch.randn(5, 3, 64, device=device).half(), torch.arange(5, device=device)
+    stored = []
+    for key, value in ((new, new), (far_apart(new), new), (new, far_apart(new))):
+        bytes_of(batch.blocks).fill_(0x7F)
+        RUNTIME.append_kv.append_kv(key, value, batch.blocks, slots)
+        stored.append(bytes_of(batch.blocks).clone())
+    assert [torch.equal(each, stored[0]) for each in stored] == [True] * 3
+
+
 @EITHER
 @pytest.mark.parametrize("query_lens", [None, ()])
 def test_a_batch_of_no_sequences(query_lens, implementation, device):
