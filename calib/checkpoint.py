@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from calib.errors import InputError
 from calib.files.calibrations import no_model
+from calib.files.json_file import read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -79,22 +80,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
+    """Read a JSON object of a model directory.
 
     Raises:
-        InputError: the file is missing, is not JSON, or holds something other than an object.
+        InputError: the file is missing, or not what `read_object` takes.
     """
-    try:
-        document = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(
-            f"'{path.parent}' has no {path.name}: it is not a model directory"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read '{path}': {error}") from None
-    if not isinstance(document, dict):
-        raise InputError(f"'{path}' must hold a JSON object, got {type(document).__name__}")
-    return document
+    if not path.exists():
+        raise InputError(f"'{path.parent}' has no {path.name}: it is not a model directory")
+    return read_object(path)
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -102,7 +95,8 @@ def _weight_map(path: Path) -> dict[str, str]:
         weight_map = read_json(path / INDEX_FILE).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
-        for shard in sorted(set(map(str, weight_map.values()))):
+        weight_map = {name: str(shard) for name, shard in weight_map.items()}
+        for shard in sorted(set(weight_map.values())):
             _check_shard(path, shard)
         return weight_map
     if (path / SINGLE_FILE).exists():

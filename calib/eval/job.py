@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from calib.checkpoint import Checkpoint
 from calib.data import CalibrationData, load_data
 from calib.errors import InputError
 from calib.eval.calibration import calibrate_on, calibrate_on_random_tokens, evaluation_recipe
@@ -17,11 +16,11 @@ from calib.eval.given import given_variants, samples_seen
 from calib.eval.material import Material, make_material
 from calib.eval.measure import Measured, measure
 from calib.eval.search import Search, search
-from calib.eval.suites import Suite, suite_of
+from calib.eval.suites import Suite, fit_suite, suite_of
 from calib.eval.task_files import Tasks, find_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Variant, build_variants
-from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
+from calib.model import find_checkpoint, load_config, load_model, load_tokenizer, model_positions
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.stats import KVStats
 from fp8kv_runtime.errors import AttentionError
@@ -69,19 +68,25 @@ def evaluate(
     Raises:
         Fp8kvError: anything that a user can put right.
     """
-    wanted, suite = recipe.evaluation, suite or suite_of(recipe.evaluation)
-    recipe = _on_cpu_in_float32(evaluation_recipe(recipe, suite))
+    wanted = recipe.evaluation
     checkpoint = find_checkpoint(model_name)
+    config = load_config(checkpoint, recipe)
+    given = suite is not None or wanted.seq_len is not None
+    suite, notes = fit_suite(config, suite or suite_of(wanted), given=given)
+    recipe = _on_cpu_in_float32(evaluation_recipe(recipe, suite))
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
     progress("load")
-    model, tokenizer = _load(checkpoint, recipe)
-    given = given_variants(scales, model)
+    tokenizer = load_tokenizer(checkpoint, recipe)
+    model = load_model(checkpoint, config, recipe)
+    compared = given_variants(scales, model)
     data, seen, warnings = _data(recipe, suite, scales, tokenizer, model)
-    material = make_material(tokenizer, data.samples, suite, seen=seen, positions=_positions(model))
+    material = make_material(
+        tokenizer, data.samples, suite, seen=seen, positions=model_positions(config)
+    )
     progress("calibrate")
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
     built_in = build_variants(stats, calibrate_on_random_tokens(model, tokenizer, recipe))
-    chosen = _chosen(built_in, wanted.variants) + given
+    chosen = _chosen(built_in, wanted.variants) + compared
     return Evaluation(
         model=model_name,
         suite=suite,
@@ -93,7 +98,7 @@ def evaluate(
         calibration_tokens=stats.tokens,
         bytes_per_token=_bytes_per_token(stats),
         prompts=tuple(map(tokenizer.decode, material.prompts)),
-        warnings=(*data.warnings, *warnings),
+        warnings=(*notes, *data.warnings, *warnings),
         **_results(model, tokenizer, chosen, material, tasks, wanted, progress),
     )
 
@@ -150,15 +155,6 @@ def _texts(
     }
 
 
-def _load(
-    checkpoint: Checkpoint, recipe: Recipe
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    config = load_config(checkpoint, recipe)
-    check_positions(config, recipe.data.seq_len, "--seq-len")
-    tokenizer = load_tokenizer(checkpoint, recipe)
-    return load_model(checkpoint, config, recipe), tokenizer
-
-
 def _data(
     recipe: Recipe,
     suite: Suite,
@@ -188,11 +184,6 @@ def _chosen(variants: list[Variant], names: Sequence[str] | None) -> list[Varian
     if unknown:
         raise InputError(f"no variant '{unknown[0]}'; there are: {', '.join(sorted(known))}")
     return [v for v in variants if v.name in names or v.kind == "control"]
-
-
-def _positions(model: PreTrainedModel) -> int | None:
-    config = model.config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None)
 
 
 def _backend(model: PreTrainedModel, backend: Backend) -> str:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from transformers import PreTrainedConfig
+
+from calib.model import fit_seq_len
 from calib.recipe import EvaluationRecipe
 
 
@@ -34,3 +37,9 @@ def suite_of(recipe: EvaluationRecipe) -> Suite:
         documents=recipe.samples or suite.documents,
         seq_len=recipe.seq_len or suite.seq_len,
     )
+
+
+def fit_suite(config: PreTrainedConfig, suite: Suite, *, given: bool) -> tuple[Suite, list[str]]:
+    """`suite` with lengths that the model has positions for; see `fit_seq_len`."""
+    seq_len, notes = fit_seq_len(config, suite.seq_len, given=given)
+    return replace(suite, seq_len=seq_len), notes
