@@ -40,6 +40,6 @@ def suite_of(recipe: EvaluationRecipe) -> Suite:
 
 
 def fit_suite(config: PreTrainedConfig, suite: Suite, *, given: bool) -> tuple[Suite, list[str]]:
-    """`suite` with lengths that the model has positions for; see `fit_seq_len`."""
+    """`suite` with documents that the model has positions for; see `fit_seq_len`."""
     seq_len, notes = fit_seq_len(config, suite.seq_len, given=given)
     return replace(suite, seq_len=seq_len), notes

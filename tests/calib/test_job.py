@@ -13,7 +13,7 @@ from calib.derive import load_scales
 from calib.errors import InputError, UnsupportedExportError
 from calib.job import default_output, run
 from calib.progress import Progress
-from calib.recipe import load_recipe
+from calib.recipe import load_recipe, recipe_names
 from calib.stats_file import STATS_FILE, load_stats
 
 SMALL = {"data.dataset": "random", "data.samples": 6, "data.seq_len": 32, "device": "cpu"}

@@ -41,8 +41,9 @@ def test_heads_of_a_config_and_of_the_bundled_model(model, heads):
 
 
 def shape_of(model, directory):
-    document = {**model.config.to_dict(), "architectures": ["XForCausalLM"]}
-    (directory / "config.json").write_text(json.dumps(document, default=str))
+    document = json.loads(model.config.to_json_string(use_diff=False))
+    document["architectures"] = ["XForCausalLM"]
+    (directory / "config.json").write_text(json.dumps(document))
     return model_shape(str(directory))
 
 
@@ -98,7 +99,7 @@ def test_a_config_that_is_not_there_is_one_line(tmp_path):
 
 def values_cached(model):
     """K and V per token that transformers' own cache holds, repeated heads counted once."""
-    repeats = {m.layer_idx: m.repeat for m in map_attention(model).cached.values()}
+    repeats = {m.layer_idx: m.kv_repeat for m in map_attention(model).cached.values()}
     tokens = torch.arange(3, 6)[None]
     with torch.inference_mode():
         layers = model(tokens, use_cache=True).past_key_values.layers
