@@ -16,7 +16,7 @@ from calib.eval.given import given_variants, samples_seen
 from calib.eval.material import Material, make_material
 from calib.eval.measure import Measured, measure
 from calib.eval.search import Search, search
-from calib.eval.suites import Suite, fit_suite, suite_of
+from calib.eval.suites import Suite, fitting_suite
 from calib.eval.task_files import Tasks, find_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Variant, build_variants
@@ -71,18 +71,14 @@ def evaluate(
     wanted = recipe.evaluation
     checkpoint = find_checkpoint(model_name)
     config = load_config(checkpoint, recipe)
-    given = suite is not None or wanted.seq_len is not None
-    suite, notes = fit_suite(config, suite or suite_of(wanted), given=given)
+    suite, notes = fitting_suite(config, wanted, suite)
     recipe = _on_cpu_in_float32(evaluation_recipe(recipe, suite))
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
     progress("load")
     tokenizer = load_tokenizer(checkpoint, recipe)
     model = load_model(checkpoint, config, recipe)
     compared = given_variants(scales, model)
-    data, seen, warnings = _data(recipe, suite, scales, tokenizer, model)
-    material = make_material(
-        tokenizer, data.samples, suite, seen=seen, positions=model_positions(config)
-    )
+    data, material, warnings = _data(recipe, suite, scales, tokenizer, model)
     progress("calibrate")
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
     built_in = build_variants(stats, calibrate_on_random_tokens(model, tokenizer, recipe))
@@ -161,12 +157,14 @@ def _data(
     scales: Sequence[Path],
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
-) -> tuple[CalibrationData, int, list[str]]:
-    """Samples to calibrate and to measure on, and how many of them `scales` have seen."""
+) -> tuple[CalibrationData, Material, list[str]]:
+    """Samples to calibrate on, and what is measured: of the samples those no scale has seen."""
     seen, warnings = samples_seen(scales, recipe.data)
     samples = max(seen, suite.calibration_samples) + suite.documents
     wanted = recipe.data.model_copy(update={"samples": samples})
-    return load_data(wanted, tokenizer, lambda: model), seen, warnings
+    data, positions = load_data(wanted, tokenizer, lambda: model), model_positions(model.config)
+    material = make_material(tokenizer, data.samples, suite, seen=seen, positions=positions)
+    return data, material, warnings
 
 
 def _on_cpu_in_float32(recipe: Recipe) -> Recipe:

@@ -1,6 +1,5 @@
 """`fp8kv convert`, `strip` and `repair`: a checkpoint written again with other scales, or none."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,26 +7,26 @@ from calib.atomic import atomic_directory
 from calib.checkpoint import Checkpoint, open_checkpoint
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.errors import InputError, UnsupportedExportError
-from calib.export import FORMATS, Export, export
+from calib.export import FORMATS, export
 from calib.files.directory import open_scales
 from calib.files.fp8_type import fp8_type
 from calib.files.layers import LayerScalesFound
 from calib.observers import AbsMax
 from calib.output import check_output, write_checkpoint, write_documents
+from calib.report import rewritten_card
 from calib.rewrite.existing import (
     as_scales,
     collect,
+    config_without_scales,
     existing_layers,
     existing_scales,
     is_usable,
-    without_scales,
 )
+from calib.rewrite.plain import SCALE_DOCUMENTS, write_plain
 from calib.scales import KVScales, LayerScales
+from calib.source_files import CARD_FILE
 from calib.stats import KVStats
 from calib.stats_file import load_stats
-
-# documents that hold scales, or say that there are some
-_DOCUMENTS = ("hf_quant_config.json", "kv_cache_scales.json")
 
 
 @dataclass(frozen=True)
@@ -72,16 +71,15 @@ def convert(
 def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
     """Write the checkpoint `directory` to `output` without scales and without their config.
 
+    From an output of ours the source's own files come back, byte for byte.
+
     Raises:
         InputError: it is no checkpoint, or the output is in the way.
     """
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
-    plain = without_scales(checkpoint)
     with atomic_directory(output) as scratch:
-        made = Export(config=plain.config)
-        write_checkpoint(made, plain, scratch, weights="link", readme="")
-        _remove_documents(scratch, keep=())
+        write_plain(checkpoint, scratch)
 
 
 def repair(
@@ -151,22 +149,19 @@ def _write(
     reduce: Reduce,
     tp_size: int,
 ) -> None:
-    plain = without_scales(checkpoint)
+    plain = replace(checkpoint, config=config_without_scales(checkpoint.config))
     made = export(scales, plain, to, reduce=reduce, tp_size=tp_size)
     if not (made.tensors or made.documents):
         raise UnsupportedExportError(
             f"--to {to} holds the statistics of a calibration, which scales alone do not tell; "
             f"use fp8kv calibrate --format {to}"
         )
+    card = rewritten_card(checkpoint.path, to, scales.strategy, output)
     with atomic_directory(output) as scratch:
         if FORMATS[to].with_weights:
-            write_checkpoint(made, plain, scratch, weights="link", readme="")
-            _remove_documents(scratch, keep=made.documents)
+            write_checkpoint(made, plain, scratch, weights="link", readme=card)
+            for name in set(SCALE_DOCUMENTS) - made.documents.keys():
+                (scratch / name).unlink(missing_ok=True)
         else:
             write_documents(made, scratch)
-
-
-def _remove_documents(scratch: Path, keep: Mapping[str, object] | tuple[()]) -> None:
-    for name in _DOCUMENTS:
-        if name not in keep:
-            (scratch / name).unlink(missing_ok=True)
+            (scratch / CARD_FILE).write_text(card)

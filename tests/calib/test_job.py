@@ -29,6 +29,7 @@ def test_an_output_holds_what_the_design_says(tiny_directory, tmp_path):
         "README.md",
         "config.json",
         "fp8kv_calibration.json",
+        "fp8kv_source",
         STATS_FILE,
         "generation_config.json",
         "model-00001-of-00001.safetensors",
@@ -175,8 +176,9 @@ def test_the_default_length_is_cut_to_the_models_positions(tiny_directory, tmp_p
     short = {"data.dataset": "random", "data.samples": 2, "device": "cpu"}
     result = run(str(tiny_directory), load_recipe(None, short), tmp_path / "out")
     assert result.tokens == 2 * 256
-    assert "samples are cut to the model's 256 positions; the default is 2048 tokens" in (
-        result.warnings[0]
+    assert (
+        "samples are cut to the model's 256 positions; the default is 2048 tokens"
+        in (result.warnings[0])
     )
     saved = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())
     assert saved["recipe"]["data"]["seq_len"] == 256

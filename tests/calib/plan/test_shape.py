@@ -113,8 +113,11 @@ OTHERS = {
     "gpt_bigcode": {},
     "gemma3n_text": SHARED_KV,
     "gemma4_text": {
-        **{"head_dim": 16, "global_head_dim": 32, "num_global_key_value_heads": 1},
-        **{"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8},
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
     "falcon_h1": {**SMALL_MAMBA, "mamba_d_ssm": 64, "mamba_n_heads": 4},
