@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from calib.checkpoint import Checkpoint
 from calib.choices import FP8Name, Strategy
 from calib.errors import InputError
 from calib.export.compressed_tensors import find_quantization_config
