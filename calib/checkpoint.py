@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 
 from calib.errors import InputError
 from calib.files.calibrations import no_model
+from calib.files.json_file import read_object
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -113,22 +114,14 @@ def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
+    """Read a JSON object of a model directory.
 
     Raises:
-        InputError: the file is missing, is not JSON, or holds something other than an object.
+        InputError: the file is missing, or not what `read_object` takes.
     """
-    try:
-        document = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise InputError(
-            f"'{path.parent}' has no {path.name}: it is not a model directory"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read '{path}': {error}") from None
-    if not isinstance(document, dict):
-        raise InputError(f"'{path}' must hold a JSON object, got {type(document).__name__}")
-    return document
+    if not path.exists():
+        raise InputError(f"'{path.parent}' has no {path.name}: it is not a model directory")
+    return read_object(path)
 
 
 def _weight_map(path: Path) -> dict[str, str]:

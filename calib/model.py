@@ -7,9 +7,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -18,6 +15,7 @@ from transformers import (
 
 from calib.builtin import BUILTIN_MODELS, builtin_model
 from calib.checkpoint import Checkpoint, open_checkpoint
+from calib.config import auto_class, check_against_weights, read_config
 from calib.errors import InputError, UnsupportedModelError
 from calib.hub import download_model
 from calib.progress import library_bars_hidden
@@ -52,19 +50,15 @@ def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
     """Read the model's config and refuse, before any weight is read, what cannot be calibrated.
 
     Raises:
-        InputError: the config cannot be read, or the weights are codes that nothing decodes.
+        InputError: the config makes no sense or is not that of the weights, or these are codes that
+            nothing decodes.
         UnsupportedModelError: not a decoder-only language model with K and V per head.
     """
     check_readable(checkpoint)
-    try:
-        config = AutoConfig.from_pretrained(
-            checkpoint.path, trust_remote_code=recipe.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(
-            _one_line(f"cannot read the config of '{checkpoint.path}': {error}")
-        ) from None
+    trust = recipe.trust_remote_code
+    config = read_config(checkpoint.path, checkpoint.config, trust_remote_code=trust)
     check_cacheable(config, checkpoint.config)
+    check_against_weights(config, checkpoint, trust_remote_code=trust)
     forget_cache_quantization(config)
     return config
 
@@ -89,13 +83,36 @@ def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
     Raises:
         InputError: it has fewer.
     """
-    text = config.get_text_config(decoder=True)
-    positions = getattr(text, "max_position_embeddings", None)
+    positions = model_positions(config)
     if positions and tokens > positions:
         raise InputError(
             f"{flag} {tokens} is longer than the model's {positions} positions; "
             f"use {flag} {positions} or less"
         )
+
+
+def fit_seq_len(config: PreTrainedConfig, tokens: int, *, given: bool) -> tuple[int, list[str]]:
+    """Tokens per sample that the model has positions for, and a note where a default was cut.
+
+    Args:
+        config: the model's.
+        tokens: per sample.
+        given: whether the user asked for `tokens`, which are then kept as they are, or refused.
+
+    Raises:
+        InputError: the user asked for more than the model has positions.
+    """
+    positions = model_positions(config)
+    if given or not positions or tokens <= positions:
+        check_positions(config, tokens, "--seq-len")
+        return tokens, []
+    note = f"samples are cut to the model's {positions} positions; the default is {tokens} tokens"
+    return positions, [note]
+
+
+def model_positions(config: PreTrainedConfig) -> int | None:
+    """Positions of the language model; None: no limit is known."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
 def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
@@ -186,7 +203,9 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenize
 
 
 def _check_is_decoder(config: PreTrainedConfig, document: dict[str, Any]) -> None:
-    architectures = document.get("architectures") or [config.model_type]
+    named = document.get("architectures")
+    named = named if isinstance(named, list) else [named]
+    architectures = [name for name in named if isinstance(name, str)] or [config.model_type]
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{architectures[0]} is an encoder-decoder; only decoder-only language models keep the "
@@ -199,20 +218,6 @@ def _check_is_decoder(config: PreTrainedConfig, document: dict[str, Any]) -> Non
         raise UnsupportedModelError(
             f"{architectures[0]} is not a causal language model; give a ...ForCausalLM checkpoint"
         )
-
-
-def auto_class(config: PreTrainedConfig) -> Any:
-    """The auto class of transformers that builds this model.
-
-    Raises:
-        UnsupportedModelError: none does.
-    """
-    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
-        if type(config) in auto._model_mapping or hasattr(config, "auto_map"):
-            return auto
-    raise UnsupportedModelError(
-        f"{config.model_type} is not a causal language model that transformers knows"
-    )
 
 
 def _one_line(message: str) -> str:

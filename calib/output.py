@@ -13,15 +13,22 @@ from calib.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
 from calib.errors import InputError
 from calib.export.base import Export
 from calib.files.calibrations import CALIBRATION_FILE as CALIBRATION_FILE
+from calib.files.header import read_header
 from calib.files.names import is_of_cache
 from calib.place import OnCopied, Placing, place_shard
+from calib.source_files import (
+    CARD_FILE,
+    SCALES_SHARD,
+    SOURCE_DIRECTORY,
+    keep_source_files,
+    source_files,
+)
 from calib.tensor_file import save_tensors
 
 STRESS_FILE = "fp8kv_stress.json"
-SCALES_SHARD = "model-fp8kv-scales.safetensors"
 
 # transformers ignores the index, and so our shard, where a file of the usual single name exists
-_RENAMED_SINGLE = "model-00001-of-00001.safetensors"
+RENAMED_SINGLE = "model-00001-of-00001.safetensors"
 _WEIGHT_SUFFIXES = {
     ".safetensors",
     ".bin",
@@ -47,7 +54,7 @@ def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
         raise InputError(
             f"output '{out}' would mix with the model in '{source}'; choose another -o"
         )
-    ours = (CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE)
+    ours = (CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE, SOURCE_DIRECTORY)
     try:
         is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
         is_ours = any(any(out.glob(pattern)) for pattern in ours)
@@ -72,11 +79,31 @@ def write_checkpoint(
 ) -> None:
     """Fill the directory `out` with the source's files and what `export` adds."""
     copy_small_files(checkpoint, out)
+    keep_source_files(checkpoint.path, out)
     write_documents(export, out)
-    _write_readme(checkpoint.path / "README.md", readme, out)
+    _write_readme(source_files(checkpoint.path), readme, out / CARD_FILE)
     write_json(out / "config.json", export.config or checkpoint.config)
-    stale = {name for name in checkpoint.weight_map if is_of_cache(name)}
     names = _output_names(checkpoint, weights)
+    weight_map = place_weights(checkpoint, out, names, weights, on_copied)
+    if export.tensors:
+        save_tensors(export.tensors, out / SCALES_SHARD, {"format": "pt"})
+    weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
+    write_index(checkpoint, out, weight_map, export.tensors)
+
+
+def place_weights(
+    checkpoint: Checkpoint,
+    out: Path,
+    names: dict[str, str],
+    weights: Placing,
+    on_copied: OnCopied = lambda name, copied, size: None,
+) -> dict[str, str]:
+    """Put the weight files, without scales, into `out` under new `names`.
+
+    Returns:
+        The file of each tensor, by its name.
+    """
+    stale = {name for name in checkpoint.weight_map if is_of_cache(name)}
     if weights != "none":
         for shard in checkpoint.shards:
             held = {name for name, file in checkpoint.weight_map.items() if file == shard}
@@ -85,11 +112,7 @@ def write_checkpoint(
                 continue  # nothing but scales
             target = out / names[shard]
             place_shard(checkpoint.path / shard, target, drop, weights, on_copied)
-    if export.tensors:
-        save_tensors(export.tensors, out / SCALES_SHARD, {"format": "pt"})
-    weight_map = {n: names[s] for n, s in checkpoint.weight_map.items() if n not in stale}
-    weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
-    _write_index(checkpoint, out, weight_map, export.tensors)
+    return {n: names[s] for n, s in checkpoint.weight_map.items() if n not in stale}
 
 
 def copy_small_files(checkpoint: Checkpoint, out: Path) -> None:
@@ -118,33 +141,33 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 def _output_names(checkpoint: Checkpoint, weights: Placing) -> dict[str, str]:
     names = {shard: shard for shard in checkpoint.shards}
     if SINGLE_FILE in names and weights != "none":
-        names[SINGLE_FILE] = _RENAMED_SINGLE
+        names[SINGLE_FILE] = RENAMED_SINGLE
     return names
 
 
-def _write_index(
+def write_index(
     checkpoint: Checkpoint, out: Path, weight_map: dict[str, str], added: dict[str, Tensor]
 ) -> None:
+    """Write the index of an output that has the tensors of `weight_map`, `added` among them."""
     source_index = checkpoint.path / INDEX_FILE
-    metadata = read_json(source_index).get("metadata", {}) if source_index.exists() else {}
-    size = metadata.get("total_size") or sum(
-        _data_bytes(checkpoint.path / s) for s in checkpoint.shards
-    )
+    metadata = read_json(source_index).get("metadata") if source_index.exists() else None
+    metadata = metadata if isinstance(metadata, dict) else {}
+    headers = (read_header(checkpoint.path / shard) for shard in checkpoint.shards)
+    sizes = {name: e.end - e.begin for header in headers for name, e in header.items()}
+    size = metadata.get("total_size")
+    size = size if isinstance(size, int) else sum(sizes.values())
+    size -= sum(sizes[name] for name in sizes if is_of_cache(name))
     metadata["total_size"] = size + sum(tensor.nbytes for tensor in added.values())
     write_json(
         out / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     )
 
 
-def _data_bytes(shard: Path) -> int:
-    # a safetensors file is 8 bytes of header length, the header, the data
-    with shard.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-    return shard.stat().st_size - 8 - header
-
-
-def _write_readme(source: Path, ours: str, out: Path) -> None:
-    card = source.read_text(errors="replace") if source.exists() else ""
-    front = re.match(r"---\n.*?\n---\n", card, re.DOTALL)
+def _write_readme(source: Path | None, ours: str, readme: Path) -> None:
+    # what an output of an older version says of itself is no longer true; its head is the source's
+    card = source / CARD_FILE if source else readme
+    text = card.read_text(errors="replace") if card.exists() else ""
+    front = re.match(r"---\n.*?\n---\n", text, re.DOTALL)
     matter = front.group() if front else ""
-    (out / "README.md").write_text("\n".join(filter(None, [matter, ours, card[len(matter) :]])))
+    rest = text[len(matter) :] if source else ""
+    readme.write_text("\n".join(filter(None, [matter, ours, rest])))

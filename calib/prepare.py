@@ -1,18 +1,18 @@
 """Everything a calibration needs before its first forward pass, checked."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.attention import AttentionMap, map_attention
 from calib.checkpoint import Checkpoint
 from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.devices import check_token_ids, input_device
 from calib.export import check_format
-from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
+from calib.model import find_checkpoint, fit_seq_len, load_config, load_model, load_tokenizer
 from calib.offload.choice import resolve_offload
 from calib.offload.layerwise import LayerwiseModel
 from calib.offload.run import open_layers
@@ -67,7 +67,7 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
         Fp8kvError: anything that a user can put right.
     """
     config = load_config(checkpoint, recipe)
-    check_positions(config, recipe.data.seq_len, "--seq-len")
+    recipe, notes = _fit_positions(config, recipe)
     recipe = resolve_offload(checkpoint, config, recipe)
     by_layer = recipe.offload == "layerwise"
     loaded: list[PreTrainedModel] = []
@@ -80,6 +80,7 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
 
     tokenizer = load_tokenizer(checkpoint, recipe)
     data = load_data(recipe.data, tokenizer, model)
+    data = replace(data, warnings=(*notes, *data.warnings))
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.layout.attention if layers else map_attention(model())
@@ -87,6 +88,14 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     device = layers.device if layers else input_device(model())
     size = shared_batch_size(recipe.data, device.type, data.samples, processes)
     return Prepared(model(), layers, data, attention, _resolve(recipe, model(), device, size))
+
+
+def _fit_positions(config: PreTrainedConfig, recipe: Recipe) -> tuple[Recipe, list[str]]:
+    data = recipe.data
+    seq_len, notes = fit_seq_len(config, data.seq_len, given="seq_len" in data.model_fields_set)
+    if notes:
+        recipe = recipe.model_copy(update={"data": data.model_copy(update={"seq_len": seq_len})})
+    return recipe, notes
 
 
 def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -> None:

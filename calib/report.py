@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from calib.finish import Result
     from calib.generation import Generated
 
+NO_WEIGHTS = "No weights are here: put the source's weight files beside these before serving."
+
 _VERSIONS = ("fp8kv", "torch", "transformers", "datasets", "safetensors")
 
 
@@ -62,22 +64,47 @@ def versions() -> dict[str, str]:
 def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:
     """The README section of one output directory."""
     recipe, dataset = report["recipe"], report["dataset"]
+    about = (
+        f"strategy `{recipe['strategy']}`, observer `{recipe['observer']['name']}`, "
+        f"{recipe['fp8_dtype']}; {dataset['tokens']} tokens of {dataset['source']} in "
+        f"{dataset['samples']} samples. Made by fp8kv {report['versions']['fp8kv']}."
+    )
+    without = recipe["export"]["weights"] == "none"
+    lines = _card(report["model"], name, path, recipe["strategy"], about, without_weights=without)
+    return "\n".join([*lines, *(f"- {warning}" for warning in report["warnings"])]) + "\n"
+
+
+def rewritten_card(source: Path, name: FormatName, strategy: Strategy, path: Path) -> str:
+    """The README section of scales that were converted or repaired."""
+    model = source.resolve().name
+    about = f"strategy `{strategy}`. Written by fp8kv {version('fp8kv')} from the scales there."
+    return "\n".join(_card(model, name, path, strategy, about)) + "\n"
+
+
+def _card(
+    model: str,
+    name: FormatName,
+    path: Path,
+    strategy: Strategy,
+    about: str,
+    *,
+    without_weights: bool = False,
+) -> list[str]:
     target = FORMATS[name]
-    per_head = holds_per_head(name, recipe["strategy"])
-    command = serve_command(name, path, per_head=per_head)
-    lines = [
-        f"# FP8 KV-cache scales for {report['model']}",
+    command = serve_command(name, path, per_head=holds_per_head(name, strategy))
+    weights = "The weights are those of the source, bit for bit."
+    if without_weights:
+        weights = NO_WEIGHTS
+    if not target.with_weights:
+        weights = "No weights are here."
+    return [
+        f"# FP8 KV-cache scales for {model}",
         "",
-        f"Format `{name}` for {target.engine}; strategy `{recipe['strategy']}`, observer "
-        f"`{recipe['observer']['name']}`, {recipe['fp8_dtype']}; {dataset['tokens']} tokens of "
-        f"{dataset['source']} in {dataset['samples']} samples. Made by fp8kv "
-        f"{report['versions']['fp8kv']}. The weights are those of the source, bit for bit.",
+        f"Format `{name}` for {target.engine}; {about} {weights}",
         "",
         *(["```bash", command, "```", ""] if command else []),
         *([] if not target.note else [f"Note: {target.note}.", ""]),
-        *(f"- {warning}" for warning in report["warnings"]),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def closing_lines(result: "Result") -> list[str]:
@@ -90,6 +117,8 @@ def closing_lines(result: "Result") -> list[str]:
         per_head = holds_per_head(name, result.recipe.strategy)
         if FORMATS[name].note:
             lines.append(f"note ({name}): {FORMATS[name].note}")
+        if FORMATS[name].with_weights and result.recipe.export.weights == "none":
+            lines.append(f"note ({name}): {NO_WEIGHTS}")
         if FORMATS[name].serve:
             lines += [
                 "",

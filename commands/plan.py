@@ -17,7 +17,9 @@ def plan(
     gpus: Annotated[int, Flag(min=1, help="GPUs per node.")] = 8,
     nodes: Annotated[int, Flag(min=1)] = 1,
     samples: Annotated[int, Flag(min=1)] = 512,
-    seq_len: Annotated[int, Flag(min=2, help="Tokens per sample.")] = 2048,
+    seq_len: Annotated[
+        int | None, Flag(min=2, help="Tokens per sample. Default: as calibrate takes.")
+    ] = None,
     batch_size: Annotated[
         int | None, Flag(min=1, help="Samples per forward pass. Default: as calibrate takes.")
     ] = None,
@@ -33,6 +35,7 @@ def plan(
 
     def work() -> None:
         from calib.data import resolve_batch_size
+        from calib.model import fit_seq_len
         from calib.offload.sizes import parse_size
         from calib.plan.gpus import find_gpu
         from calib.plan.report import HEADINGS, closing_lines, make_plan, opening_lines, rows
@@ -41,14 +44,17 @@ def plan(
         from calib.recipe import DataRecipe
 
         machines = Machines(find_gpu(gpu), gpus, nodes, parse_size(disk), efficiency)
-        data = DataRecipe(samples=samples, seq_len=seq_len, batch_size=batch_size or "auto")
-        workload = Workload(samples, seq_len, resolve_batch_size(data, "cuda"))
         shape = model_shape(model, trust_remote_code=trust_remote_code)
+        asked = seq_len or DataRecipe().seq_len
+        tokens, notes = fit_seq_len(shape.config, asked, given=seq_len is not None)
+        data = DataRecipe(samples=samples, batch_size=batch_size or "auto")
+        data = data.model_copy(update={"seq_len": tokens})
+        workload = Workload(samples, tokens, resolve_batch_size(data, "cuda"))
         made = make_plan(model, shape, workload, machines)
         if as_json:
             print(json.dumps(made.to_json()))
             return
-        print_lines(opening_lines(made))
+        print_lines([*opening_lines(made), *(f"note: {note}" for note in notes)])
         title = f"{model} on {nodes} x {gpus} {gpu}"
         print_table(title, HEADINGS, rows(made))
         print_lines(closing_lines(made))

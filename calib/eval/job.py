@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from calib.checkpoint import Checkpoint
 from calib.data import CalibrationData, load_data
 from calib.devices import check_token_ids
 from calib.errors import InputError
@@ -19,11 +18,11 @@ from calib.eval.given import given_variants, samples_seen
 from calib.eval.material import Material, make_material
 from calib.eval.measure import Measured, measure
 from calib.eval.search import Search, search
-from calib.eval.suites import Suite, suite_of
+from calib.eval.suites import Suite, fitting_suite
 from calib.eval.task_files import Tasks, find_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Variant, build_variants
-from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
+from calib.model import find_checkpoint, load_config, load_model, load_tokenizer, model_positions
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.stats import KVStats
 from fp8kv_runtime.errors import AttentionError
@@ -71,20 +70,21 @@ def evaluate(
     Raises:
         Fp8kvError: anything that a user can put right.
     """
-    wanted, suite = recipe.evaluation, suite or suite_of(recipe.evaluation)
-    recipe = _on_cpu_in_float32(evaluation_recipe(recipe, suite))
+    wanted = recipe.evaluation
     checkpoint = find_checkpoint(model_name)
+    config = load_config(checkpoint, recipe)
+    suite, notes = fitting_suite(config, wanted, suite)
+    recipe = _on_cpu_in_float32(evaluation_recipe(recipe, suite))
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
     progress("load")
-    model, tokenizer = _load(checkpoint, recipe)
-    given = given_variants(scales, model)
-    data, seen, warnings = _data(recipe, suite, scales, tokenizer, model)
-    material = make_material(tokenizer, data.samples, suite, seen=seen, positions=_positions(model))
+    tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
+    compared = given_variants(scales, model)
+    data, material, warnings = _data(recipe, suite, scales, tokenizer, model)
     check_token_ids(chain(*data.samples, material.passkey_ids), tokenizer, model)
     progress("calibrate")
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
     built_in = build_variants(stats, calibrate_on_random_tokens(model, tokenizer, recipe))
-    chosen = _chosen(built_in, wanted.variants) + given
+    chosen = _chosen(built_in, wanted.variants) + compared
     return Evaluation(
         model=model_name,
         suite=suite,
@@ -96,7 +96,7 @@ def evaluate(
         calibration_tokens=stats.tokens,
         bytes_per_token=_bytes_per_token(stats),
         prompts=tuple(map(tokenizer.decode, material.prompts)),
-        warnings=(*data.warnings, *warnings),
+        warnings=(*notes, *data.warnings, *warnings),
         **_results(model, tokenizer, chosen, material, tasks, wanted, progress),
     )
 
@@ -153,27 +153,20 @@ def _texts(
     }
 
 
-def _load(
-    checkpoint: Checkpoint, recipe: Recipe
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    config = load_config(checkpoint, recipe)
-    check_positions(config, recipe.data.seq_len, "--seq-len")
-    tokenizer = load_tokenizer(checkpoint, recipe)
-    return load_model(checkpoint, config, recipe), tokenizer
-
-
 def _data(
     recipe: Recipe,
     suite: Suite,
     scales: Sequence[Path],
     tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
-) -> tuple[CalibrationData, int, list[str]]:
-    """Samples to calibrate and to measure on, and how many of them `scales` have seen."""
+) -> tuple[CalibrationData, Material, list[str]]:
+    """Samples to calibrate on, and what is measured: of the samples those no scale has seen."""
     seen, warnings = samples_seen(scales, recipe.data)
     samples = max(seen, suite.calibration_samples) + suite.documents
     wanted = recipe.data.model_copy(update={"samples": samples})
-    return load_data(wanted, tokenizer, lambda: model), seen, warnings
+    data, positions = load_data(wanted, tokenizer, lambda: model), model_positions(model.config)
+    material = make_material(tokenizer, data.samples, suite, seen=seen, positions=positions)
+    return data, material, warnings
 
 
 def _on_cpu_in_float32(recipe: Recipe) -> Recipe:
@@ -187,11 +180,6 @@ def _chosen(variants: list[Variant], names: Sequence[str] | None) -> list[Varian
     if names is None:
         return variants
     return [v for v in variants if v.name in names or v.kind == "control"]
-
-
-def _positions(model: PreTrainedModel) -> int | None:
-    config = model.config.get_text_config(decoder=True)
-    return getattr(config, "max_position_embeddings", None)
 
 
 def _backend(model: PreTrainedModel, backend: Backend) -> str:

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, replace
 
+from transformers import PreTrainedConfig
+
+from calib.model import fit_seq_len
 from calib.recipe import EvaluationRecipe
 
 
@@ -26,11 +29,20 @@ SUITES = {
 }
 
 
-def suite_of(recipe: EvaluationRecipe) -> Suite:
-    """The suite that `recipe` names, with the documents that it asks for."""
-    suite = SUITES[recipe.suite]
-    return replace(
-        suite,
-        documents=recipe.samples or suite.documents,
-        seq_len=recipe.seq_len or suite.seq_len,
-    )
+def fitting_suite(
+    config: PreTrainedConfig, recipe: EvaluationRecipe, given: Suite | None
+) -> tuple[Suite, list[str]]:
+    """The suite `given`, or else the one that `recipe` names, with the documents it asks for.
+
+    Documents are no longer than the model has positions; the second result notes where a length
+    that nobody asked for was cut.
+
+    Raises:
+        InputError: a length that was asked for is more than the model has positions.
+    """
+    suite = given or SUITES[recipe.suite]
+    asked = recipe.seq_len if given is None else given.seq_len
+    wanted = asked or suite.seq_len
+    seq_len, notes = fit_seq_len(config, wanted, given=asked is not None)
+    documents = suite.documents if given else recipe.samples or suite.documents
+    return replace(suite, documents=documents, seq_len=seq_len), notes

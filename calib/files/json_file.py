@@ -81,7 +81,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f'{name} is not JSON; transformers writes {{"__float__": "{name}"}}')
 
 
 def _finite(text: str) -> float:

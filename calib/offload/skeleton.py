@@ -4,17 +4,14 @@ transformers itself loads it, from promises instead of weights, so names, dtypes
 tied embeddings and computed buffers come out as they do for a model in memory.
 """
 
-import copy
-
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.checkpoint import Checkpoint
+from calib.config import build_on_meta
 from calib.errors import InputError
 from calib.model import (
-    auto_class,
     check_complete,
     loading,
     requested_dtype,
@@ -64,11 +61,7 @@ def execution_device(recipe: Recipe) -> torch.device:
 
 
 def _model_class(config: PreTrainedConfig, recipe: Recipe) -> type[PreTrainedModel]:
-    with init_empty_weights(include_buffers=True):
-        model = auto_class(config).from_config(
-            copy.deepcopy(config), trust_remote_code=recipe.trust_remote_code
-        )
-    return type(model)
+    return type(build_on_meta(config, trust_remote_code=recipe.trust_remote_code))
 
 
 class _Promise:

@@ -1,20 +1,19 @@
 """What a model's config says about its cost: built on the meta device, where nothing has a size."""
 
-import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.builtin import builtin_model
 from calib.checkpoint import read_json
-from calib.errors import InputError, UnsupportedModelError
+from calib.config import build_on_meta, making_sense, read_config
+from calib.errors import UnsupportedModelError
 from calib.hub import download_config
-from calib.model import auto_class, check_cacheable
+from calib.model import check_cacheable
 from calib.offload.budget import activation_bytes
 
 
@@ -64,25 +63,23 @@ def model_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
         UnsupportedModelError: it is not a decoder that keeps K and V per head.
     """
     config = _read_config(model, trust_remote_code=trust_remote_code)
-    with init_empty_weights(include_buffers=True):
-        built = auto_class(config).from_config(
-            copy.deepcopy(config), trust_remote_code=trust_remote_code
-        )
-    return _measure(built, config)
+    built = build_on_meta(config, trust_remote_code=trust_remote_code)
+    with making_sense(f"a {config.model_type} of this config cannot be planned for"):
+        return _measure(built, config)
 
 
 def attention_heads(model: str, *, trust_remote_code: bool = False) -> tuple[int, int, int]:
     """Query heads, KV heads and head_dim; raises as `model_shape` does."""
-    return _heads(_text(_read_config(model, trust_remote_code=trust_remote_code)))
+    config = _read_config(model, trust_remote_code=trust_remote_code)
+    with making_sense(f"a {config.model_type} of this config has no heads that are all alike"):
+        return _heads(_text(config))
 
 
 def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     path = _config_file(model)
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"cannot read '{path}': {' '.join(str(error).split())}") from None
-    check_cacheable(config, read_json(path))
+    document = read_json(path)
+    config = read_config(path, document, trust_remote_code=trust_remote_code)
+    check_cacheable(config, document)
     return config
 
 
@@ -97,18 +94,35 @@ def _config_file(model: str) -> Path:
 def _measure(model: PreTrainedModel, config: PreTrainedConfig) -> ModelShape:
     text = _text(config)
     layers = _decoder_layers(model, int(text.num_hidden_layers))
-    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
-    attending = sum("attention" in kind and "linear" not in kind for kind in kinds)
-    heads, kv_heads, head_dim = _heads(text)
+    attending = _attending(model, layers, text)
+    heads = int(text.num_attention_heads)
+    cached = attending[: len(attending) - (getattr(text, "num_kv_shared_layers", None) or 0)]
     return ModelShape(
         config,
         config.dtype if isinstance(config.dtype, torch.dtype) else torch.bfloat16,
         sum(weight.numel() for weight in model.parameters()),
         [dict(layer.named_parameters()) for layer in layers],
-        sum(2 * _met_by_a_token(weight, text) for m in layers for weight in m.parameters()),
-        4 * attending * heads * head_dim,
-        2 * attending * kv_heads * head_dim,
+        sum(2 * _met_by_a_token(each, text) for layer in layers for each in layer.modules()),
+        sum(4 * heads * _head_dim(module, text) for module in attending),
+        sum(_cached_values(module, text) for module in cached),
     )
+
+
+def _attending(model: PreTrainedModel, layers: list[nn.Module], text: Any) -> list[nn.Module]:
+    """The attention modules of the layers that cache K and V; others keep a state."""
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
+    found = [
+        next((m for m in layer.modules() if type(m).__name__.endswith("Attention")), None)
+        for layer, kind in zip(layers, kinds, strict=True)
+        if kind == "hybrid" or ("attention" in kind and "linear" not in kind)
+    ]
+    attending = [module for module in found if module and hasattr(module, "layer_idx")]
+    if not attending or not getattr(text, "num_attention_heads", None):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no attention layer that caches K and V per head, which "
+            "a scale could describe: it is a state-space or recurrent model"
+        )
+    return attending
 
 
 def _decoder_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
@@ -118,19 +132,37 @@ def _decoder_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
     raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers")
 
 
-def _met_by_a_token(weight: Tensor, text: Any) -> int:
-    """Values of a matrix that one token is multiplied with."""
-    if weight.dim() == 2:
-        return weight.numel()
-    if weight.dim() == 3:  # fused experts [E, ., .]
-        return weight[0].numel() * int(text.num_experts_per_tok)
-    return 0
+def _met_by_a_token(module: nn.Module, text: Any) -> int:
+    """Values of the matrices that one token is multiplied with, of this very module."""
+    weights = [weight for weight in module.parameters(recurse=False) if weight.dim() > 1]
+    if isinstance(module, nn.Conv1d) or all(weight.dim() == 2 for weight in weights):
+        return sum(weight.numel() for weight in weights)
+    experts = getattr(text, "num_experts_per_tok", None)
+    # fused experts [E, ., .]; without experts, blocks of a block-diagonal matrix
+    return sum(weight[0].numel() * (experts or len(weight)) for weight in weights)
+
+
+def _cached_values(attention: nn.Module, text: Any) -> int:
+    """K and V of one token."""
+    projections = [getattr(attention, name, None) for name in ("k_proj", "v_proj")]
+    widths = [each.out_features for each in projections if isinstance(each, nn.Linear)]
+    if len(widths) == len(projections):
+        return sum(widths)
+    return 2 * _heads(text)[1] * _head_dim(attention, text)
+
+
+def _head_dim(attention: nn.Module, text: Any) -> int:
+    own = getattr(attention, "head_dim", None)  # layers of some models differ
+    return own if isinstance(own, int) else _heads(text)[2]
 
 
 def _heads(text: Any) -> tuple[int, int, int]:
     heads = int(text.num_attention_heads)
-    kv_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    return heads, kv_heads, int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    kv_heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None)
+    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
+        kv_heads = 1
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return heads, int(kv_heads or heads), int(head_dim)
 
 
 def _text(config: PreTrainedConfig) -> Any:

@@ -2,12 +2,11 @@
 
 import copy
 import math
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from calib.checkpoint import Checkpoint
 from calib.choices import FP8Name, Strategy
 from calib.errors import InputError
 from calib.export.compressed_tensors import find_quantization_config
@@ -81,9 +80,9 @@ def is_usable(values: Values | None) -> bool:
     return bool(values) and all(math.isfinite(value) and value > 0 for value in values or ())
 
 
-def without_scales(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with a config that says nothing of KV scales; the files are as they were."""
-    config = copy.deepcopy(checkpoint.config)
+def config_without_scales(config: dict[str, Any]) -> dict[str, Any]:
+    """A config that says nothing of KV scales, and otherwise the same."""
+    config = copy.deepcopy(config)
     config.pop("kv_cache_torch_dtype", None)
     quantization = find_quantization_config(config)
     if quantization is not None:
@@ -95,7 +94,7 @@ def without_scales(checkpoint: Checkpoint) -> Checkpoint:
         for holder in (config, config.get("text_config")):
             if isinstance(holder, dict) and leaves_weights(holder.get("quantization_config") or {}):
                 del holder["quantization_config"]
-    return replace(checkpoint, config=config)
+    return config
 
 
 def _number(module: str) -> int | None:

@@ -7,26 +7,26 @@ from calib.atomic import atomic_directory
 from calib.checkpoint import Checkpoint, open_checkpoint
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.errors import InputError, UnsupportedExportError
-from calib.export import FORMATS, Export, export
+from calib.export import FORMATS, export
 from calib.files.directory import open_scales
 from calib.files.fp8_type import fp8_type
 from calib.files.layers import LayerScalesFound
 from calib.observers import AbsMax
 from calib.output import check_output, write_checkpoint, write_documents
+from calib.report import rewritten_card
 from calib.rewrite.existing import (
     as_scales,
     collect,
+    config_without_scales,
     existing_layers,
     existing_scales,
     is_usable,
-    without_scales,
 )
+from calib.rewrite.plain import SCALE_DOCUMENTS, write_plain
 from calib.scales import KVScales, LayerScales
+from calib.source_files import CARD_FILE
 from calib.stats import KVStats
 from calib.stats_file import load_stats
-
-# documents that hold scales, or say that there are some
-_DOCUMENTS = ("hf_quant_config.json", "kv_cache_scales.json")
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,16 @@ def convert(
 def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
     """Write the checkpoint `directory` to `output` without scales and without their config.
 
+    From an output of ours the source's own files come back, byte for byte.
+
     Raises:
         InputError: it is no checkpoint, or the output is in the way.
     """
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
-    plain = without_scales(checkpoint)
-    _place(Export(config=plain.config), plain, output, overwrite)
+    with atomic_directory(output, overwrite=overwrite) as scratch:
+        write_plain(checkpoint, scratch)
+        checkpoint.check_unchanged()
 
 
 def repair(
@@ -148,24 +151,20 @@ def _write(
     reduce: Reduce,
     tp_size: int,
 ) -> None:
-    plain = without_scales(checkpoint)
+    plain = replace(checkpoint, config=config_without_scales(checkpoint.config))
     made = export(scales, plain, to, reduce=reduce, tp_size=tp_size)
     if not (made.tensors or made.documents):
         raise UnsupportedExportError(
             f"--to {to} holds the statistics of a calibration, which scales alone do not tell; "
             f"use fp8kv calibrate --format {to}"
         )
-    _place(made, plain, output, overwrite, with_weights=FORMATS[to].with_weights)
-
-
-def _place(
-    made: Export, plain: Checkpoint, output: Path, overwrite: bool, *, with_weights: bool = True
-) -> None:
+    card = rewritten_card(checkpoint.path, to, scales.strategy, output)
     with atomic_directory(output, overwrite=overwrite) as scratch:
-        if with_weights:
-            write_checkpoint(made, plain, scratch, weights="link", readme="")
-            for name in set(_DOCUMENTS) - set(made.documents):
+        if FORMATS[to].with_weights:
+            write_checkpoint(made, plain, scratch, weights="link", readme=card)
+            for name in set(SCALE_DOCUMENTS) - made.documents.keys():
                 (scratch / name).unlink(missing_ok=True)
         else:
             write_documents(made, scratch)
+            (scratch / CARD_FILE).write_text(card)
         plain.check_unchanged()

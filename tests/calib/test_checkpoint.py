@@ -89,7 +89,7 @@ def test_no_weights_no_config_no_json(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     refuse(tmp_path, "holds no model.safetensors")
     (tmp_path / "config.json").write_text("{")
-    refuse(tmp_path, "cannot read '.*config.json'")
+    refuse(tmp_path, "config.json' is not JSON")
     (tmp_path / "config.json").write_text("[]")
     refuse(tmp_path, "must hold a JSON object, got list")
 

@@ -7,8 +7,8 @@ import pytest
 from calib import writing
 from calib.errors import InputError
 from calib.job import run
-from calib.output import SCALES_SHARD
 from calib.recipe import load_recipe
+from calib.source_files import SCALES_SHARD
 from calib.stats_file import STATS_FILE
 
 SMALL = {"data.dataset": "random", "data.samples": 2, "data.seq_len": 16, "device": "cpu"}
@@ -50,6 +50,7 @@ def test_what_is_replaced_is_kept_and_nothing_else_changes(model):
     assert result.backup == model.parent / f"{model.name}.before-fp8kv"
     assert kept == {name: before[name] for name in ("config.json", "model.safetensors")}
     added = {"README.md", SCALES_SHARD, STATS_FILE, "fp8kv_calibration.json"}
+    added |= {"fp8kv_source/config.json"}
     added |= {"model.safetensors.index.json", "model-00001-of-00001.safetensors"}
     assert after.keys() == before.keys() - {"model.safetensors"} | added
     unchanged = before.keys() - kept.keys()

@@ -13,7 +13,7 @@ from calib.derive import load_scales
 from calib.errors import InputError, UnsupportedExportError
 from calib.job import default_output, run
 from calib.progress import Progress
-from calib.recipe import load_recipe
+from calib.recipe import load_recipe, recipe_names
 from calib.stats_file import STATS_FILE, load_stats
 
 SMALL = {"data.dataset": "random", "data.samples": 6, "data.seq_len": 32, "device": "cpu"}
@@ -29,6 +29,7 @@ def test_an_output_holds_what_the_design_says(tiny_directory, tmp_path):
         "README.md",
         "config.json",
         "fp8kv_calibration.json",
+        "fp8kv_source",
         STATS_FILE,
         "generation_config.json",
         "model-00001-of-00001.safetensors",
@@ -169,3 +170,30 @@ def test_progress_counts_every_token(tiny_directory, tmp_path):
 )
 def test_default_output(model, directory):
     assert str(default_output(model, recipe())) == directory
+
+
+def test_the_default_length_is_cut_to_the_models_positions(tiny_directory, tmp_path):
+    short = {"data.dataset": "random", "data.samples": 2, "device": "cpu"}
+    result = run(str(tiny_directory), load_recipe(None, short), tmp_path / "out")
+    assert result.tokens == 2 * 256
+    assert (
+        "samples are cut to the model's 256 positions; the default is 2048 tokens"
+        in (result.warnings[0])
+    )
+    saved = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())
+    assert saved["recipe"]["data"]["seq_len"] == 256
+    assert result.warnings[0] in saved["warnings"]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_a_bundled_recipe_asks_for_no_length(name, tiny_directory, tmp_path):
+    changes = {"data.dataset": "random", "data.split": None, "data.samples": 2, "device": "cpu"}
+    result = run(str(tiny_directory), load_recipe(name, changes), tmp_path / "out")
+    assert result.tokens == 2 * 256
+
+
+def test_a_length_of_the_users_own_recipe_is_refused(tiny_directory, tmp_path):
+    recipe = tmp_path / "own.yaml"
+    recipe.write_text("data: {dataset: random, seq_len: 2048}\ndevice: cpu\n")
+    with pytest.raises(InputError, match="--seq-len 2048 is longer than the model's 256 positions"):
+        run(str(tiny_directory), load_recipe(str(recipe)), tmp_path / "out")

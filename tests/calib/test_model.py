@@ -129,7 +129,7 @@ def test_missing_weights_are_never_made_up(tiny_directory):
 
 def test_weights_of_another_shape(tiny_directory):
     edit_config(tiny_directory, intermediate_size=100)
-    refuse(tiny_directory, InputError, "cannot load")
+    refuse(tiny_directory, InputError, "config.json wants .64, 100.")
 
 
 def test_no_tokenizer(tiny_directory):

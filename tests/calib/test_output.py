@@ -143,6 +143,7 @@ def test_small_files_travel_and_other_weights_do_not(checkpoint, tmp_path):
     assert names == {
         "README.md",
         "config.json",
+        "fp8kv_source/config.json",
         "model-00001-of-00001.safetensors",
         "model.safetensors.index.json",
         SCALES_SHARD,

@@ -12,6 +12,7 @@ from test_cli import calibrate, fp8kv, one_line_error
 from transformers import AutoModelForCausalLM
 
 from calib.data import load_data
+from calib.errors import InputError
 from calib.eval import suites
 from calib.eval.job import evaluate
 from calib.eval.suites import Suite
@@ -250,3 +251,14 @@ def test_held_out_text_is_new_to_the_scales_that_were_given(directory, tmp_path)
     one_line_error(fp8kv(*quick, "--scales", tmp_path / "all"), "calibrated on 8 and this evalu")
     other = fp8kv(*quick[:-1], 8, "--scales", tmp_path / "few", "--json")
     assert "may not be new to it" in json.loads(other.stdout)["warnings"][0]
+
+
+def test_the_suites_length_is_cut_to_the_models_positions_and_a_given_one_is_refused(tmp_path):
+    short = save_model(tiny_model("llama", max_position_embeddings=64), tmp_path / "short")
+    choices = {**CHOICES, "evaluation.variants": ["tensor"]}
+    done = evaluate(str(short), load_recipe(None, choices))
+    assert done.suite.seq_len == 64
+    assert "cut to the model's 64 positions; the default is 256 tokens" in done.warnings[0]
+    typed = load_recipe(None, {**choices, "evaluation.seq_len": 65})
+    with pytest.raises(InputError, match="--seq-len 65 is longer than the model's 64 positions"):
+        evaluate(str(short), typed)

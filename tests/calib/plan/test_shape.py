@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import tiny_model
+from families import FAMILIES, HYBRIDS, SHARED_KV, tiny_model
+from test_cli import fp8kv, one_line_error
 from torch.utils.flop_counter import FlopCounterMode
 
+from calib.attention import map_attention
 from calib.errors import InputError, UnsupportedModelError
 from calib.plan.shape import attention_heads, model_shape
 
@@ -39,8 +41,9 @@ def test_heads_of_a_config_and_of_the_bundled_model(model, heads):
 
 
 def shape_of(model, directory):
-    document = {**model.config.to_dict(), "architectures": ["XForCausalLM"]}
-    (directory / "config.json").write_text(json.dumps(document, default=str))
+    document = json.loads(model.config.to_json_string(use_diff=False))
+    document["architectures"] = ["XForCausalLM"]
+    (directory / "config.json").write_text(json.dumps(document))
     return model_shape(str(directory))
 
 
@@ -80,7 +83,7 @@ def test_a_model_with_latents_instead_of_k_and_v_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "message"), [("{", "cannot read"), ('{"model_type": "nonsense"}', "cannot read")]
+    ("text", "message"), [("{", "is not JSON"), ('{"model_type": "nonsense"}', "cannot read")]
 )
 def test_a_config_that_cannot_be_read_is_one_line(text, message, tmp_path):
     (tmp_path / "config.json").write_text(text)
@@ -92,3 +95,82 @@ def test_a_config_that_cannot_be_read_is_one_line(text, message, tmp_path):
 def test_a_config_that_is_not_there_is_one_line(tmp_path):
     with pytest.raises(InputError, match=r"no nothing\.json|does not exist|cannot read"):
         model_shape(str(tmp_path / "nothing.json"))
+
+
+def values_cached(model):
+    """K and V per token that transformers' own cache holds, repeated heads counted once."""
+    repeats = {m.layer_idx: m.kv_repeat for m in map_attention(model).cached.values()}
+    tokens = torch.arange(3, 6)[None]
+    with torch.inference_mode():
+        layers = model(tokens, use_cache=True).past_key_values.layers
+    held = [(layers[i].keys, layers[i].values, repeat) for i, repeat in repeats.items()]
+    return sum((k.numel() + v.numel()) // (3 * repeat) for k, v, repeat in held)
+
+
+SMALL_MAMBA = {"mamba_d_head": 16, "mamba_n_groups": 1}
+OTHERS = {
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 64},
+    "gpt_bigcode": {},
+    "gemma3n_text": SHARED_KV,
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "vocab_size_per_layer_input": 128,
+        "hidden_size_per_layer_input": 8,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    "falcon_h1": {**SMALL_MAMBA, "mamba_d_ssm": 64, "mamba_n_heads": 4},
+    "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 8, "mamba_d_head": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    # with num_key_value_heads, which its config does not have, gpt_neox would not be itself
+    [(k, v) for k, v in {**FAMILIES, **HYBRIDS, **OTHERS}.items() if k != "gpt_neox"],
+)
+def test_the_cache_is_what_the_model_itself_keeps(family, options, tmp_path):
+    model = tiny_model(family, **options)
+    assert shape_of(model, tmp_path).cached_values == values_cached(model)
+
+
+@pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"])
+def test_a_model_without_k_and_v_is_refused(family, tmp_path):
+    document = {"model_type": family, "architectures": ["XForCausalLM"], "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    done = fp8kv("plan", tmp_path)
+    one_line_error(done, "has no attention layer that caches K and V per head")
+    one_line_error(fp8kv("bench", tmp_path), "config")
+
+
+@pytest.mark.parametrize("family", ["recurrent_gemma", "minimax", "nemotron_h", "jetmoe", "moshi"])
+def test_other_models_are_planned_for_or_refused_in_one_line(family, tmp_path):
+    document = {"model_type": family, "architectures": ["XForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    done = fp8kv("plan", tmp_path)
+    assert done.exit_code == 0 or one_line_error(done, "config") is None
+
+
+def short(directory, positions):
+    """A config of a model with that many positions."""
+    config = {**tiny_model("llama").config.to_dict(), "max_position_embeddings": positions}
+    config["architectures"] = ["LlamaForCausalLM"]
+    (directory / "config.json").write_text(json.dumps(config, default=str))
+    return directory / "config.json"
+
+
+def test_the_default_length_is_cut_to_the_models_positions(tmp_path):
+    config = short(tmp_path, 1000)
+    printed = fp8kv("plan", config).stdout
+    assert "512 samples of 1000 tokens" in printed
+    assert "--seq-len 1000 " in printed
+    assert "note: samples are cut to the model's 1000 positions" in printed
+    assert json.loads(fp8kv("plan", config, "--json").stdout)["workload"]["seq_len"] == 1000
+    assert "--seq-len 2048 " in fp8kv("plan", short(tmp_path, 4096)).stdout
+
+
+def test_a_length_that_was_typed_is_refused(tmp_path):
+    done = fp8kv("plan", short(tmp_path, 1000), "--seq-len", "1001")
+    one_line_error(done, "--seq-len 1001 is longer than the model's 1000 positions")

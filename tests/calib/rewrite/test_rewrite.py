@@ -101,12 +101,10 @@ def test_strip_leaves_the_model_as_it_was(to, model, tensor, tmp_path):
         (model / "config.json").read_text()
     )
     assert not {"hf_quant_config.json", "kv_cache_scales.json"} & {p.name for p in plain.iterdir()}
-    weights = load_file(plain / "model-00001-of-00001.safetensors")
+    weights = load_file(plain / "model.safetensors")
     source = load_file(model / "model.safetensors")
     assert weights.keys() == source.keys()
-    assert [path.name for path in plain.glob("*.safetensors")] == [
-        "model-00001-of-00001.safetensors"
-    ]
+    assert [path.name for path in plain.glob("*.safetensors")] == ["model.safetensors"]
     one_line_error(fp8kv("inspect", plain), "holds no KV-cache scales")
 
 

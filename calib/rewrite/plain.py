@@ -1,0 +1,62 @@
+"""A checkpoint as it was before it had KV-cache scales, or as near as can be known."""
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+from calib.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
+from calib.export.compressed_tensors import find_quantization_config
+from calib.output import RENAMED_SINGLE, copy_small_files, place_weights, write_index, write_json
+from calib.rewrite.existing import config_without_scales
+from calib.source_files import CARD_FILE, CONFIG_FILE, source_files
+
+# documents that hold scales, or say that there are some
+SCALE_DOCUMENTS = ("hf_quant_config.json", "kv_cache_scales.json")
+
+
+def write_plain(checkpoint: Checkpoint, out: Path) -> None:
+    """Fill the directory `out` with the checkpoint without its scales.
+
+    Where the source's own files are known, they come back byte for byte.
+    """
+    source = source_files(checkpoint.path)
+    copy_small_files(checkpoint, out)
+    for name in (*SCALE_DOCUMENTS, CARD_FILE):
+        (out / name).unlink(missing_ok=True)
+    if source is not None and (source / CARD_FILE).exists():
+        shutil.copyfile(source / CARD_FILE, out / CARD_FILE)
+    _write_config(checkpoint, source, out)
+    _write_weights(checkpoint, source, out)
+
+
+def _write_config(checkpoint: Checkpoint, source: Path | None, out: Path) -> None:
+    plain = config_without_scales(checkpoint.config)
+    if source is not None:
+        original = read_json(source / CONFIG_FILE)
+        if not _announces_scales(original) and config_without_scales(original) == plain:
+            shutil.copyfile(source / CONFIG_FILE, out / CONFIG_FILE)
+            return
+    write_json(out / CONFIG_FILE, plain)
+
+
+def _write_weights(checkpoint: Checkpoint, source: Path | None, out: Path) -> None:
+    index = (source or checkpoint.path) / INDEX_FILE
+    original = read_json(index).get("weight_map") if index.exists() else None
+    files = {*original.values()} if isinstance(original, dict) else {SINGLE_FILE}
+    names = {shard: shard for shard in checkpoint.shards}
+    if source is not None and SINGLE_FILE in files and RENAMED_SINGLE not in files:
+        names |= {RENAMED_SINGLE: SINGLE_FILE}
+    weight_map = place_weights(checkpoint, out, names, "link")
+    if original is not None and original == weight_map:
+        shutil.copyfile(index, out / INDEX_FILE)
+    elif original is not None or {*weight_map.values()} != {SINGLE_FILE}:
+        write_index(checkpoint, out, weight_map, {})
+
+
+def _announces_scales(config: dict[str, Any]) -> bool:
+    quiet = copy.deepcopy(config)
+    quantization = find_quantization_config(quiet) or {}
+    if quantization.get("kv_cache_scheme", "") is None:
+        del quantization["kv_cache_scheme"]
+    return config_without_scales(quiet) != quiet
