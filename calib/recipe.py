@@ -135,15 +135,12 @@ class Recipe(_Strict):
 
     @model_validator(mode="after")
     def _some_need_absmax(self) -> "Recipe":
-        if self.strategy == "channel" and self.observer.name != "absmax":
+        asked = {"strategy 'channel'": self.strategy == "channel", "center_keys": self.center_keys}
+        if self.observer.name != "absmax" and any(asked.values()):
+            what = next(name for name, wanted in asked.items() if wanted)
             raise ValueError(
-                f"strategy 'channel' keeps no histogram per channel, so observer "
-                f"'{self.observer.name}' cannot serve it; use observer absmax"
-            )
-        if self.center_keys and self.observer.name != "absmax":
-            raise ValueError(
-                f"center_keys: no histogram is kept of K without its mean, so observer "
-                f"'{self.observer.name}' cannot serve it; use observer absmax"
+                f"{what} keeps no histogram per channel, so observer '{self.observer.name}' cannot "
+                "serve it; use observer absmax"
             )
         return self
 

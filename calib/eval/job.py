@@ -80,7 +80,6 @@ def evaluate(
     tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
     compared = given_variants(scales, model)
     data, material, warnings = _data(recipe, suite, scales, tokenizer, model)
-    check_token_ids(chain(*data.samples, material.passkey_ids), tokenizer, model)
     progress("calibrate")
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
     built_in = build_variants(stats, calibrate_on_random_tokens(model, tokenizer, recipe))
@@ -166,6 +165,7 @@ def _data(
     wanted = recipe.data.model_copy(update={"samples": samples})
     data, positions = load_data(wanted, tokenizer, lambda: model), model_positions(model.config)
     material = make_material(tokenizer, data.samples, suite, seen=seen, positions=positions)
+    check_token_ids(chain(*data.samples, material.passkey_ids), tokenizer, model)
     return data, material, warnings
 
 
