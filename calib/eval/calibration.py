@@ -1,12 +1,17 @@
-"""The scales that are compared: derived here on calibration samples, or given by the user."""
+"""Model, samples and statistics of an evaluation."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from calib.data import load_data, make_batches, resolve_batch_size
+from calib.checkpoint import Checkpoint
+from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
+from calib.eval.given import samples_seen
 from calib.eval.suites import Suite
 from calib.measure import calibrate
+from calib.model import check_positions, load_config, load_model, load_tokenizer
 from calib.recipe import DataRecipe, ObserverRecipe, Recipe
 from calib.stats import KVStats
 
@@ -14,7 +19,7 @@ _RANDOM_SAMPLES = 4
 
 
 def evaluation_recipe(recipe: Recipe, suite: Suite) -> Recipe:
-    """`recipe` with the suite's lengths, and everything collected that a variant may need."""
+    """Complete `recipe`: the suite's lengths, and all statistics that a variant may need."""
     data, other = recipe.data, recipe.evaluation.dataset
     if other is not None and other != data.dataset:
         data = DataRecipe(dataset=other, seed=data.seed)
@@ -22,7 +27,37 @@ def evaluation_recipe(recipe: Recipe, suite: Suite) -> Recipe:
     data = data.model_copy(update={"samples": samples, "seq_len": suite.seq_len})
     observer = ObserverRecipe(name="mse")  # its histogram is for a variant
     changes = {"data": data, "means": True, "targets": "qkv", "observer": observer}
+    on_cpu = recipe.device == "cpu" or not torch.cuda.is_available()
+    if recipe.dtype == "auto" and on_cpu:
+        # rounding activations to bfloat16 would hide most of what the cache changes
+        changes["dtype"] = "float32"
     return recipe.model_copy(update=changes)
+
+
+def load(checkpoint: Checkpoint, recipe: Recipe) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model, and its tokenizer.
+
+    Raises:
+        InputError: the model cannot be loaded, or has fewer positions than a sample is long.
+    """
+    config = load_config(checkpoint, recipe)
+    check_positions(config, recipe.data.seq_len, "--seq-len")
+    tokenizer = load_tokenizer(checkpoint, recipe)
+    return load_model(checkpoint, config, recipe), tokenizer
+
+
+def load_samples(
+    recipe: Recipe,
+    suite: Suite,
+    scales: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    model: PreTrainedModel,
+) -> tuple[CalibrationData, int, list[str]]:
+    """Samples to calibrate and to measure on, and how many of them `scales` have seen."""
+    seen, warnings = samples_seen(scales, recipe.data)
+    samples = max(seen, suite.calibration_samples) + suite.documents
+    wanted = recipe.data.model_copy(update={"samples": samples})
+    return load_data(wanted, tokenizer, lambda: model), seen, warnings
 
 
 def calibrate_on(

@@ -4,10 +4,9 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from calib.errors import InputError
-from calib.eval.summary import METRICS
+from calib.eval.schema import METRICS, Figure, Report
 from calib.eval.variants import REFERENCE
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
@@ -53,7 +52,7 @@ def parse_condition(text: str) -> Condition:
     return Condition(text, match["variant"], metric, _OPERATORS[match["op"]], limit)
 
 
-def failures(condition: Condition, report: dict[str, Any], subjects: list[str]) -> list[str]:
+def failures(condition: Condition, report: Report, subjects: list[str]) -> list[str]:
     """One line for each variant that meets the condition; `subjects` are meant where it names none.
 
     Raises:
@@ -62,17 +61,18 @@ def failures(condition: Condition, report: dict[str, Any], subjects: list[str]) 
     names = subjects if condition.variant is None else [condition.variant]
     found = []
     for name in names:
-        row = report["variants"].get(name)
+        row = report.variants.get(name)
         if row is None or name == REFERENCE:
-            known = ", ".join(n for n in report["variants"] if n != REFERENCE)
+            known = ", ".join(n for n in report.variants if n != REFERENCE)
             raise InputError(
                 f"--fail-if '{condition.text}': no variant '{name}'; there are {known}"
             )
-        if condition.metric not in row:
+        figure: Figure | None = getattr(row, condition.metric)
+        if figure is None:
             raise InputError(
                 f"--fail-if '{condition.text}': {condition.metric} was not measured for '{name}'"
             )
-        value = row[condition.metric]["value"]
+        value = figure.value
         if condition.compare(value, condition.limit):
             found.append(f"{name}: {condition.metric} is {value:.4g} ({condition.text})")
     return found

@@ -1,12 +1,12 @@
 """One small evaluation, for the tests of what becomes of it."""
 
 import pytest
+from calib.eval.job import evaluate
+from calib.eval.summary import summarize
 from conftest import save_model
 from families import FAMILIES, tiny_model
 
-from calib.eval.job import evaluate
 from calib.eval.suites import Suite
-from calib.eval.summary import summarize
 from calib.recipe import load_recipe
 
 VARIANTS = ["none", "tensor", "attn_head", "channel", "k only"]

@@ -5,6 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
+from calib.eval.job import evaluate
+from calib.eval.summary import summarize
 from conftest import save_model
 from fake_quant import fake_quantized, rounded
 from families import FAMILIES, tiny_model
@@ -13,9 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from calib.data import load_data
 from calib.eval import suites
-from calib.eval.job import evaluate
 from calib.eval.suites import Suite
-from calib.eval.summary import summarize
 from calib.model import find_checkpoint, load_tokenizer
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from calib.eval.divergence import compare, divergence
+from calib.eval.intervals import estimate, quantile
 
 from calib.errors import InputError
-from calib.eval.divergence import compare, divergence
 from calib.eval.gate import failures, parse_condition
-from calib.eval.intervals import estimate, quantile
 
 
 def test_divergence_of_two_small_distributions():

@@ -10,10 +10,10 @@ from html.parser import HTMLParser
 from importlib import resources
 
 import pytest
-
-from calib.eval import output
 from calib.eval.html import html
 from calib.eval.output import write_report
+
+from calib.eval import output
 
 HOSTILE = (
     "<script>alert(1)</script></style></svg>'\"&$x^2$ {{ 7 * 7 }} \x00\x1b[31m\x08\ud800 日本 🙂"

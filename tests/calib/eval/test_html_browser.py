@@ -5,7 +5,6 @@ import re
 import shutil
 
 import pytest
-
 from calib.eval.output import write_report
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, tiny_model
-from transformers import AutoModelForCausalLM
-
-from calib.attention import observe_qkv
-from calib.data import load_data
-from calib.eval.advice import verdict
 from calib.eval.divergence import Divergence
 from calib.eval.intervals import ratio
 from calib.eval.layers import layer_errors
 from calib.eval.measure import Measured
 from calib.eval.positions import kl_by_position
 from calib.eval.values import FIRST_BIN, layer_values
+from families import FAMILIES, tiny_model
+from transformers import AutoModelForCausalLM
+
+from calib.attention import observe_qkv
+from calib.data import load_data
+from calib.eval.advice import verdict
 from calib.eval.variants import Variant
 from calib.model import find_checkpoint, load_tokenizer
 

@@ -15,6 +15,7 @@ import datasets
 import lm_eval
 import pytest
 import yaml
+from calib.eval.task_table import task_rows
 from conftest import save_model
 from fake_quant import fake_quantized, scales_for
 from families import FAMILIES, tiny_model
@@ -27,7 +28,6 @@ from calib.errors import InputError
 from calib.eval import job, suites
 from calib.eval.suites import Suite
 from calib.eval.task_files import find_tasks
-from calib.eval.task_table import task_rows
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Variant
 

@@ -3,24 +3,19 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from markupsafe import Markup
-
-from calib.eval.charts.series import Series
-from calib.eval.charts.svg import draw, series_color
-from calib.eval.charts.ticks import log_ticks, percent, plain
+from calib.eval.page.drawing import Picture, Series, draw, log_ticks, percent, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-
 _SIZE = (6.0, 3.8)
 
 
-def kl_by_position(series: list[Series], label: str) -> Markup:
+def kl_by_position(series: list[Series]) -> Picture:
     """Mean KL in each bin of positions, with its interval; both axes are logarithmic."""
     # a long text is read with some variants only
-    bins = max((each.row["kl_by_position"] for each in series), key=len)
+    bins = max((each.row.kl_by_position for each in series), key=len)
 
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
@@ -28,41 +23,40 @@ def kl_by_position(series: list[Series], label: str) -> Markup:
         for number, each in reversed(list(enumerate(series))):
             # side by side, so that the intervals do not cover each other
             shift = 0.08 * (number - (len(series) - 1) / 2)
-            _points(axes, each, each.row["kl_by_position"], shift)
-        ends = [0, *(each["to"] for each in bins)]
+            _points(axes, each, shift)
+        ends = [0, *(each.to for each in bins)]
         axes.set_xticks([i - 0.5 for i in range(len(ends))], list(map(_tokens, ends)))
         axes.set_xlabel("position in the text, tokens")
         _log_axis(axes, "KL, nats per token", plain)
 
-    return draw("position", _SIZE, label, paint)
+    return draw(_SIZE, paint)
 
 
-def layer_error(series: list[Series], subject: str, label: str) -> Markup:
+def layer_error(series: list[Series], subject: str | None) -> Picture:
     """Relative RMS error of each layer's attention output; that of `subject` with its interval."""
     from matplotlib.ticker import MaxNLocator
 
     def paint(figure: "Figure") -> None:
         axes = figure.subplots()
         for each in reversed(series):
-            layers = each.row["layers"]
-            errors = [layer["rel_rms_layer"]["value"] for layer in layers]
+            layers = each.row.layers
+            errors = [layer.rel_rms_layer for layer in layers]
             # a layer without error has no place on a logarithmic axis
-            shown = [error if 0 < error < math.inf else math.nan for error in errors]
-            xs = [layer["layer_idx"] for layer in layers]
+            shown = [x.value if 0 < x.value < math.inf else math.nan for x in errors]
+            xs = [layer.layer_idx for layer in layers]
             _line(axes, each, xs, shown, 3.5 if len(xs) <= 48 else 2)
             if each.name == subject:
-                low, high = ([x["rel_rms_layer"][end] for x in layers] for end in ("low", "high"))
-                color = series_color(each.color)
-                axes.fill_between(xs, low, high, color=color, alpha=0.2, linewidth=0)
+                low, high = [x.low for x in errors], [x.high for x in errors]
+                axes.fill_between(xs, low, high, color=f"C{each.color}", alpha=0.2, linewidth=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.02)
         axes.set_xlabel("layer")
         _log_axis(axes, "relative RMS error of attention output", percent)
 
-    return draw("layers", _SIZE, label, paint)
+    return draw(_SIZE, paint)
 
 
-def layers_alone(kl: dict[int, float], skipped: set[int], label: str) -> Markup:
+def layers_alone(kl: dict[int, float], skipped: set[int]) -> Picture:
     """KL of each layer alone in FP8; those left in 16 bits are hollow."""
     from_zero = {layer: max(value, 0.0) for layer, value in sorted(kl.items())}
 
@@ -71,7 +65,7 @@ def layers_alone(kl: dict[int, float], skipped: set[int], label: str) -> Markup:
 
         axes = figure.subplots()
         for layer, value in from_zero.items():
-            color = series_color(2 if layer in skipped else 1)
+            color = "C2" if layer in skipped else "C1"
             fill = "none" if layer in skipped else color
             axes.bar(layer, value, 0.7, facecolor=fill, edgecolor=color)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -81,14 +75,15 @@ def layers_alone(kl: dict[int, float], skipped: set[int], label: str) -> Markup:
         axes.set_xlabel("layer")
         axes.set_ylabel("KL, nats per token")
 
-    return draw("search", _SIZE, label, paint)
+    return draw(_SIZE, paint)
 
 
-def _points(axes: "Axes", series: Series, figures: list[dict[str, Any]], shift: float) -> None:
-    shown = [(i + shift, f) for i, f in enumerate(figures) if 0 < f["low"] <= f["high"] < math.inf]
-    xs, ys = [x for x, _ in shown], [f["value"] for _, f in shown]
-    color = series_color(series.color)
-    axes.vlines(xs, [f["low"] for _, f in shown], [f["high"] for _, f in shown], color=color)
+def _points(axes: "Axes", series: Series, shift: float) -> None:
+    figures = [(i + shift, f) for i, f in enumerate(series.row.kl_by_position)]
+    shown = [(x, f) for x, f in figures if 0 < f.low <= f.high < math.inf]
+    xs, ys = [x for x, _ in shown], [f.value for _, f in shown]
+    low, high = [f.low for _, f in shown], [f.high for _, f in shown]
+    axes.vlines(xs, low, high, color=f"C{series.color}")
     _line(axes, series, xs, ys, 4.5)
 
 
@@ -100,9 +95,8 @@ def _line(axes: "Axes", series: Series, xs: Any, ys: Any, size: float) -> None:
     axes.plot(
         xs,
         ys,
-        color=series_color(series.color),
+        color=f"C{series.color}",
         linestyle=series.linestyle,
-        linewidth=1.4,
         marker=series.marker,
         markersize=size,
     )

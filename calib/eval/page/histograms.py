@@ -5,18 +5,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from markupsafe import Markup
 
-from calib.eval.charts.svg import INK, MUTED, draw, series_color
-from calib.eval.charts.ticks import plain
+from calib.eval.page.drawing import Picture, draw, plain
+from calib.eval.schema import Extremes, Layer, LayerRow, Magnitudes
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_COLORS = {"k": series_color(1), "v": series_color(2)}
-_RANGE = series_color(8)
+_INK, _RANGE = "C0", "C8"
+_COLORS = {"k": "C1", "v": "C2"}
 _FLOOR = -6.0  # log10 of the smallest share that is drawn
 _SIZE = (4.0, 1.9)
 
@@ -25,13 +24,12 @@ _SIZE = (4.0, 1.9)
 class Panel:
     """One layer."""
 
-    layer_idx: int
-    values: dict[str, Any]  # an entry of the report's `layers`
-    scales: dict[str, Any]  # `scale` of the same layer of a variant
+    values: Layer
+    row: LayerRow  # of the same layer
     fp8_dtype: str
 
 
-def histogram(panel: Panel, limits: tuple[float, float], label: str) -> Markup:
+def histogram(panel: Panel, limits: tuple[float, float]) -> Picture:
     """K upwards, V downwards, shares on a logarithmic axis; what FP8 can hold is shaded."""
 
     def paint(figure: "Figure") -> None:
@@ -39,9 +37,9 @@ def histogram(panel: Panel, limits: tuple[float, float], label: str) -> Markup:
         figure.set_layout_engine("none")
         axes = figure.add_axes((0.01, 0.15, 0.98, 0.83))
         axes.set_xscale("log")
-        for letter, up in (("k", 1.0), ("v", -1.0)):
-            _shade(axes, scales_of(panel.scales[letter]), panel.fp8_dtype, up)
-            _bars(axes, panel.values[letter], _COLORS[letter], up)
+        for (letter, values), up in zip(panel.values.tensors.items(), (1.0, -1.0), strict=True):
+            _shade(axes, scales_of(panel.row.scale[letter]), panel.fp8_dtype, up)
+            _bars(axes, values, _COLORS[letter], up)
             axes.annotate(
                 letter.upper(),
                 (0.015, 0.5 + 0.43 * up),
@@ -49,10 +47,10 @@ def histogram(panel: Panel, limits: tuple[float, float], label: str) -> Markup:
                 va="center",
                 weight="bold",
             )
-        axes.axhline(0, color=INK, linewidth=0.8)
+        axes.axhline(0, color=_INK, linewidth=0.8)
         _frame(axes, limits)
 
-    return draw(f"histogram-{panel.layer_idx}", _SIZE, label, paint)
+    return draw(_SIZE, paint)
 
 
 def limits(panels: list[Panel]) -> tuple[float, float]:
@@ -60,20 +58,20 @@ def limits(panels: list[Panel]) -> tuple[float, float]:
     low, high = [], []
     for panel in panels:
         smallest, _, largest = _ends(panel.fp8_dtype)
-        for letter in ("k", "v"):
-            scales = scales_of(panel.scales[letter])
+        for letter, values in panel.values.tensors.items():
+            scales = scales_of(panel.row.scale[letter])
             # what is smaller is rounded to 0
             low.append(smallest * min(scales) / 16)
             high.append(largest * max(scales))
-            high += [amax for amax in panel.values[letter]["amax"] if np.isfinite(amax)]
+            high += [amax for amax in values.amax if np.isfinite(amax)]
     return min(low), max(high) * 2
 
 
-def scales_of(scale: Any) -> list[float]:
+def scales_of(scale: float | list[float] | Extremes) -> list[float]:
     """The scales of one tensor of one layer: a number, one for each head, or the extremes."""
-    if isinstance(scale, dict):
-        return [scale["min"], scale["max"]]
-    return list(scale) if isinstance(scale, list) else [scale]
+    if isinstance(scale, Extremes):
+        return [scale.min, scale.max]
+    return scale if isinstance(scale, list) else [scale]
 
 
 def _ends(fp8_dtype: str) -> tuple[float, float, float]:
@@ -99,21 +97,21 @@ def _shade(axes: "Axes", scales: list[float], fp8_dtype: str, up: float) -> None
             )
     width = 1.0 if len(scales) == 1 else 0.5
     tops = np.array(scales) * largest
-    axes.vlines(scales, 0, 1.05 * up, color=INK, linewidth=width, linestyle=(0, (2, 2)))
-    axes.vlines(tops, 0, 1.05 * up, color=INK, linewidth=width)
+    axes.vlines(scales, 0, 1.05 * up, color=_INK, linewidth=width, linestyle=(0, (2, 2)))
+    axes.vlines(tops, 0, 1.05 * up, color=_INK, linewidth=width)
 
 
-def _bars(axes: "Axes", values: dict[str, Any], color: str, up: float) -> None:
+def _bars(axes: "Axes", values: Magnitudes, color: str, up: float) -> None:
     edges, heights = _drawn(values)
     if len(heights):
         axes.stairs(up * heights, edges, fill=True, color=color, alpha=0.85, linewidth=0)
 
 
-def _drawn(values: dict[str, Any]) -> tuple[Any, Any]:
+def _drawn(values: Magnitudes) -> tuple[Any, Any]:
     """Edges and heights, from 0 for a share of 10**_FLOOR to 1 for all values."""
-    counts = np.array(values["counts"], float)
-    edges = 2.0 ** (values["log2_first"] + np.arange(len(counts) + 1) / 2)
-    shares = counts / max(1.0, counts.sum() + values["zeros"])
+    counts = np.array(values.counts, float)
+    edges = 2.0 ** (values.log2_first + np.arange(len(counts) + 1) / 2)
+    shares = counts / max(1.0, counts.sum() + values.zeros)
     floor = 10.0**_FLOOR
     return edges, 1 - np.log10(np.maximum(shares, floor)) / _FLOOR
 
@@ -126,7 +124,6 @@ def _frame(axes: "Axes", limits: tuple[float, float]) -> None:
     axes.set_yticks([])
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
-    axes.spines["bottom"].set_color(MUTED)
     axes.xaxis.set_major_locator(LogLocator(numticks=6))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(plain))

@@ -4,11 +4,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from markupsafe import Markup
 from numpy.typing import NDArray
 
-from calib.eval.charts.svg import draw
-from calib.eval.charts.ticks import log_ticks, percent, plain
+from calib.eval.page.drawing import Picture, draw, log_ticks, percent, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +28,7 @@ class HeatMap:
     is_share: bool  # percent from zero; else logarithmic
 
 
-def heat_maps(panels: list[HeatMap], label: str) -> Markup:
+def heat_maps(panels: list[HeatMap]) -> Picture:
     """Panels below each other, layers from left to right."""
     heights = [float(np.clip(len(p.cells[0]) * _HEAD, _LEAST, _MOST)) for p in panels]
     size = (_WIDTH, sum(heights) + 0.65 * len(panels))
@@ -40,7 +38,7 @@ def heat_maps(panels: list[HeatMap], label: str) -> Markup:
         for panel, each in zip(panels, axes[:, 0], strict=True):
             _paint(figure, each, panel)
 
-    return draw("heads", size, label, paint)
+    return draw(size, paint)
 
 
 def _paint(figure: "Figure", axes: "Axes", panel: HeatMap) -> None:
@@ -57,7 +55,7 @@ def _paint(figure: "Figure", axes: "Axes", panel: HeatMap) -> None:
         extent=(-0.5, cells.shape[1] - 0.5, cells.shape[0] - 0.5, -0.5),
     )
     axes.grid(visible=False)
-    axes.set_title(panel.title, loc="left")
+    axes.set_title(panel.title)
     axes.set_ylabel(panel.heads)
     axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
     axes.xaxis.set_major_locator(MaxNLocator(16, integer=True))
