@@ -6,7 +6,7 @@ import numpy as np
 
 from calib.eval.page.drawing import Picture, Series, select
 from calib.eval.page.heatmaps import HeatMap, heat_maps
-from calib.eval.page.histograms import Panel, histogram, limits
+from calib.eval.page.histograms import Axis, Histogram, Panel, histogram, shared_axis
 from calib.eval.page.lines import kl_by_position, layer_error, layers_alone
 from calib.eval.schema import LayerRow, Report, Tensors
 
@@ -19,7 +19,7 @@ _LAYERS_SHOWN = 6  # the others are folded
 class Chart:
     """A picture and what is said about it in words that the page escapes."""
 
-    picture: Picture
+    picture: Picture | Histogram
     label: str  # for who cannot see it
     caption: str
     legend: tuple[Series, ...] = ()
@@ -102,19 +102,19 @@ def histogram_charts(report: Report) -> tuple[list[Chart], list[Chart]]:
     dtype = (report.judged.fp8_dtype if report.judged else None) or "e4m3fn"
     rows = [row for row in _worst_first(report) if row.layer_idx in values]
     panels = [Panel(values[row.layer_idx], row, dtype) for row in rows]
-    shared = limits(panels) if panels else (1.0, 2.0)
-    charts = [_histogram(panel, shared) for panel in panels]
+    axis = shared_axis(panels)
+    charts = [_histogram(panel, axis) for panel in panels]
     folded = zip(rows[_LAYERS_SHOWN:], charts[_LAYERS_SHOWN:], strict=True)
     in_order = sorted(folded, key=lambda pair: pair[0].layer_idx)
     return charts[:_LAYERS_SHOWN], [chart for _, chart in in_order]
 
 
-def _histogram(panel: Panel, shared: tuple[float, float]) -> Chart:
+def _histogram(panel: Panel, axis: Axis) -> Chart:
     row = panel.row
     title = f"Layer {row.layer_idx}: error {row.rel_rms_layer.value:.2%}"
     caption = ". ".join(_tensor_line(letter, panel) for letter in panel.values.tensors) + "."
     label = f"Histogram of the magnitudes of K and V. {title}. {caption}"
-    return Chart(histogram(panel, shared), label, caption, title=title)
+    return Chart(histogram(panel, axis), label, caption, title=title)
 
 
 def _tensor_line(letter: Tensors, panel: Panel) -> str:

@@ -1,23 +1,19 @@
-"""Magnitudes of K and V of one layer beside what FP8 can hold."""
+"""Magnitudes of K and V of one layer beside what FP8 can hold: shapes that the page draws."""
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from calib.eval.page.drawing import Picture, draw, plain
 from calib.eval.schema import Extremes, Layer, LayerRow, Magnitudes
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-_INK, _RANGE = "C0", "C8"
-_COLORS = {"k": "C1", "v": "C2"}
+# units of the page's view box, 288 wide: K stands on the middle, V hangs from it
+WIDTH, MIDDLE, HALF = 288.0, 58.0, 54.0
+_REACH = 1.05 * HALF  # lines are a little longer than any bar
 _FLOOR = -6.0  # log10 of the smallest share that is drawn
-_SIZE = (4.0, 1.9)
+_TICKS = 6
 
 
 @dataclass(frozen=True)
@@ -29,45 +25,73 @@ class Panel:
     fp8_dtype: str
 
 
-def histogram(panel: Panel, limits: tuple[float, float]) -> Picture:
+@dataclass(frozen=True)
+class Half:
+    """One tensor: SVG paths, and what is shaded."""
+
+    letter: str
+    bars: str
+    scales: str
+    tops: str
+    shades: list[tuple[float, float, float]]  # x, width, opacity
+    sign: float  # 1: upwards
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """Both tensors and the numbers below them."""
+
+    halves: list[Half]
+    ticks: list[tuple[float, str]]  # x and text
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Magnitudes to units of the view box, logarithmically."""
+
+    low: float
+    high: float
+
+    def place(self, magnitude: float) -> float:
+        """Where `magnitude` is, within the axis."""
+        share = math.log(max(magnitude, self.low) / self.low) / math.log(self.high / self.low)
+        return round(WIDTH * min(share, 1.0), 1)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Powers of ten that have room, and where they are."""
+        decades = range(math.ceil(math.log10(self.low)), math.ceil(math.log10(self.high)))
+        stride = math.ceil(len(decades) / _TICKS)
+        found = [(self.place(10.0**n), f"{10.0**n:g}") for n in decades if n % stride == 0]
+        return [(x, text) for x, text in found if 15 < x < WIDTH - 15]
+
+
+def histogram(panel: Panel, axis: Axis) -> Histogram:
     """K upwards, V downwards, shares on a logarithmic axis; what FP8 can hold is shaded."""
-
-    def paint(figure: "Figure") -> None:
-        # dozens of these on a page: a layout worked out for each would take seconds
-        figure.set_layout_engine("none")
-        axes = figure.add_axes((0.01, 0.15, 0.98, 0.83))
-        axes.set_xscale("log")
-        for (letter, values), up in zip(panel.values.tensors.items(), (1.0, -1.0), strict=True):
-            _shade(axes, scales_of(panel.row.scale[letter]), panel.fp8_dtype, up)
-            _bars(axes, values, _COLORS[letter], up)
-            axes.annotate(
-                letter.upper(),
-                (0.015, 0.5 + 0.43 * up),
-                xycoords="axes fraction",
-                va="center",
-                weight="bold",
-            )
-        axes.axhline(0, color=_INK, linewidth=0.8)
-        _frame(axes, limits)
-
-    return draw(_SIZE, paint)
+    halves = []
+    for (letter, values), sign in zip(panel.values.tensors.items(), (1.0, -1.0), strict=True):
+        scales = _scales(panel.row.scale[letter])
+        largest = _ends(panel.fp8_dtype)[2]
+        lines, tops = (_lines(axis, x, sign) for x in (scales, [largest * s for s in scales]))
+        shades = _shades(axis, scales, panel.fp8_dtype)
+        halves.append(Half(letter.upper(), _bars(axis, values, sign), lines, tops, shades, sign))
+    return Histogram(halves, axis.ticks())
 
 
-def limits(panels: list[Panel]) -> tuple[float, float]:
+def shared_axis(panels: list[Panel]) -> Axis:
     """Magnitudes that all panels show: every range, what is above it, and a little below it."""
-    low, high = [], []
+    low, high = [1.0], [2.0]
     for panel in panels:
         smallest, _, largest = _ends(panel.fp8_dtype)
         for letter, values in panel.values.tensors.items():
-            scales = scales_of(panel.row.scale[letter])
+            scales = _scales(panel.row.scale[letter])
             # what is smaller is rounded to 0
             low.append(smallest * min(scales) / 16)
             high.append(largest * max(scales))
             high += [amax for amax in values.amax if np.isfinite(amax)]
-    return min(low), max(high) * 2
+    return Axis(min(low[1:] or low), max(high[1:] or high) * 2)
 
 
-def scales_of(scale: float | list[float] | Extremes) -> list[float]:
+def _scales(scale: float | list[float] | Extremes) -> list[float]:
     """The scales of one tensor of one layer: a number, one for each head, or the extremes."""
     if isinstance(scale, Extremes):
         return [scale.min, scale.max]
@@ -80,50 +104,31 @@ def _ends(fp8_dtype: str) -> tuple[float, float, float]:
     return info.smallest_normal * info.eps, info.smallest_normal, info.max
 
 
-def _shade(axes: "Axes", scales: list[float], fp8_dtype: str, up: float) -> None:
-    """Shade what the smallest and the largest scale hold, and draw every scale."""
+def _shades(axis: Axis, scales: list[float], fp8_dtype: str) -> list[tuple[float, float, float]]:
+    """What the smallest and the largest scale hold, paler where numbers are subnormal."""
     smallest, normal, largest = _ends(fp8_dtype)
-    half = {"ymin": 0.5, "ymax": 1.0} if up > 0 else {"ymin": 0.0, "ymax": 0.5}
-    extremes = {min(scales), max(scales)}
-    for scale in sorted(extremes):
-        for start, strength in ((smallest, 0.12), (normal, 0.16)):
-            axes.axvspan(
-                start * scale,
-                largest * scale,
-                color=_RANGE,
-                alpha=strength / len(extremes),
-                linewidth=0,
-                **half,
-            )
-    width = 1.0 if len(scales) == 1 else 0.5
-    tops = np.array(scales) * largest
-    axes.vlines(scales, 0, 1.05 * up, color=_INK, linewidth=width, linestyle=(0, (2, 2)))
-    axes.vlines(tops, 0, 1.05 * up, color=_INK, linewidth=width)
+    extremes = sorted({min(scales), max(scales)})
+    spans = [
+        (axis.place(start * scale), axis.place(largest * scale), strength / len(extremes))
+        for scale in extremes
+        for start, strength in ((smallest, 0.12), (normal, 0.16))
+    ]
+    return [(start, round(end - start, 1), opacity) for start, end, opacity in spans]
 
 
-def _bars(axes: "Axes", values: Magnitudes, color: str, up: float) -> None:
-    edges, heights = _drawn(values)
-    if len(heights):
-        axes.stairs(up * heights, edges, fill=True, color=color, alpha=0.85, linewidth=0)
+def _lines(axis: Axis, magnitudes: list[float], sign: float) -> str:
+    places = dict.fromkeys(map(axis.place, magnitudes))  # heads may have the same scale
+    return "".join(f"M{x} {MIDDLE}v{-sign * _REACH:.1f}" for x in places)
 
 
-def _drawn(values: Magnitudes) -> tuple[Any, Any]:
-    """Edges and heights, from 0 for a share of 10**_FLOOR to 1 for all values."""
+def _bars(axis: Axis, values: Magnitudes, sign: float) -> str:
+    """Heights from 0 for a share of 10**_FLOOR to 1 for all values."""
     counts = np.array(values.counts, float)
-    edges = 2.0 ** (values.log2_first + np.arange(len(counts) + 1) / 2)
     shares = counts / max(1.0, counts.sum() + values.zeros)
-    floor = 10.0**_FLOOR
-    return edges, 1 - np.log10(np.maximum(shares, floor)) / _FLOOR
-
-
-def _frame(axes: "Axes", limits: tuple[float, float]) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
-
-    axes.set_xlim(*limits)
-    axes.set_ylim(-1.05, 1.05)
-    axes.set_yticks([])
-    axes.grid(visible=False)
-    axes.spines["left"].set_visible(False)
-    axes.xaxis.set_major_locator(LogLocator(numticks=6))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(plain))
+    heights = 1 - np.log10(np.maximum(shares, 10.0**_FLOOR)) / _FLOOR
+    edges = [axis.place(2.0 ** (values.log2_first + i / 2)) for i in range(len(counts) + 1)]
+    steps = (
+        f"V{MIDDLE - sign * HALF * height:.1f}H{edge}"
+        for height, edge in zip(heights, edges[1:], strict=True)
+    )
+    return f"M{edges[0]} {MIDDLE}{''.join(steps)}V{MIDDLE}"

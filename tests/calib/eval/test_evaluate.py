@@ -5,8 +5,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from calib.eval.job import evaluate
-from calib.eval.summary import summarize
 from conftest import save_model
 from fake_quant import fake_quantized, rounded
 from families import FAMILIES, tiny_model
@@ -15,7 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from calib.data import load_data
 from calib.eval import suites
+from calib.eval.run import evaluate
 from calib.eval.suites import Suite
+from calib.eval.summarize import summarize
 from calib.model import find_checkpoint, load_tokenizer
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention
@@ -39,7 +39,7 @@ def evaluation(directory):
 
 @pytest.fixture(scope="module")
 def report(evaluation):
-    return summarize(evaluation)
+    return summarize(evaluation).to_json()
 
 
 def held_out(directory):
