@@ -2,19 +2,18 @@
 
 import base64
 import io
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from matplotlib import style
+from matplotlib.figure import Figure
+from matplotlib.ticker import Locator, LogLocator, MaxNLocator
 
 from calib.eval.advice import GIVEN
 from calib.eval.schema import Report, Row
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import Locator
 
 _STYLES = Path(__file__).parent
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -42,27 +41,17 @@ class Picture:
     dark: str
 
 
-def draw(size: tuple[float, float], paint: Callable[["Figure"], None]) -> Picture:
+def draw(size: tuple[float, float], paint: Callable[[Figure], None]) -> Picture:
     """Draw a chart in the page's colours, light and dark.
 
     Args:
         size: width and height in inches, 96 CSS pixels each.
         paint: draws on an empty figure; C0 is the ink, C1 to C8 are the page's colours.
     """
-    # matplotlib says on stderr that it looks for fonts: nobody asked
-    logger = logging.getLogger("matplotlib")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        return Picture(_drawn("light", size, paint), _drawn("dark", size, paint))
-    finally:
-        logger.setLevel(before)
+    return Picture(_drawn("light", size, paint), _drawn("dark", size, paint))
 
 
-def _drawn(scheme: str, size: tuple[float, float], paint: Callable[["Figure"], None]) -> str:
-    from matplotlib import style
-    from matplotlib.figure import Figure
-
+def _drawn(scheme: str, size: tuple[float, float], paint: Callable[[Figure], None]) -> str:
     # "default" first: a user's own matplotlibrc is not for this page
     own = (_STYLES / f"{name}.mplstyle" for name in ("chart", scheme))
     with style.context(["default", *own]):
@@ -108,10 +97,8 @@ def percent(value: float, _: Any = None) -> str:
     return f"{100 * value:g}%"
 
 
-def log_ticks(low: float, high: float, most: int) -> "Locator":
+def log_ticks(low: float, high: float, most: int) -> Locator:
     """At most about `most` ticks between `low` and `high` of a logarithmic axis."""
-    from matplotlib.ticker import LogLocator, MaxNLocator
-
     decades = math.log10(high / low)
     if decades < 0.7:
         return MaxNLocator(most - 1)

@@ -1,13 +1,13 @@
 """The report's charts with their captions and legends."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from calib.eval.page.drawing import Picture, Series, select
-from calib.eval.page.heatmaps import HeatMap, heat_maps
 from calib.eval.page.histograms import Axis, Histogram, Panel, histogram, shared_axis
-from calib.eval.page.lines import kl_by_position, layer_error, layers_alone
+from calib.eval.page.plots import HeatMap, heat_maps, kl_by_position, layer_error, layers_alone
 from calib.eval.schema import LayerRow, Report, Tensors
 
 _BY_POSITION = ("none", "tensor", "attn_head", "channel", "e5m2", "random")
@@ -26,8 +26,21 @@ class Chart:
     title: str = ""
 
 
-def position_chart(report: Report) -> Chart | None:
-    """KL against position, or None where no FP8 cache was measured."""
+def charts(report: Report) -> dict[str, Any]:
+    """All charts by their names in the template; None or no entry: it was not measured."""
+    shown, folded = _histogram_charts(report)
+    return {
+        "position": _position_chart(report),
+        "layers": _layer_chart(report),
+        "search": _search_chart(report),
+        "heads": _head_chart(report),
+        "histograms": shown,
+        "folded": folded,
+    }
+
+
+def _position_chart(report: Report) -> Chart | None:
+    """KL against position."""
     series = select(report, _BY_POSITION, "kl_by_position")
     if not series:
         return None
@@ -41,8 +54,8 @@ def position_chart(report: Report) -> Chart | None:
     return Chart(kl_by_position(series), label, caption, tuple(series))
 
 
-def layer_chart(report: Report) -> Chart | None:
-    """Error of each layer, or None where no layers were measured."""
+def _layer_chart(report: Report) -> Chart | None:
+    """Error of each layer."""
     series = select(report, _BY_LAYER, "layers")
     if not series:
         return None
@@ -62,8 +75,8 @@ def layer_chart(report: Report) -> Chart | None:
     return Chart(layer_error(series, subject), label, caption, tuple(series))
 
 
-def search_chart(report: Report) -> Chart | None:
-    """KL of each layer alone, or None where no layers were searched for."""
+def _search_chart(report: Report) -> Chart | None:
+    """KL of each layer alone."""
     found = report.search
     if found is None:
         return None
@@ -77,7 +90,7 @@ def search_chart(report: Report) -> Chart | None:
     return Chart(layers_alone(found.kl_alone, set(skipped)), label, caption)
 
 
-def head_chart(report: Report) -> Chart | None:
+def _head_chart(report: Report) -> Chart | None:
     """K amax, V amax and the subject's error by layer and head."""
     values, errors = report.layers, _subject_layers(report)
     if not values:
@@ -96,7 +109,7 @@ def head_chart(report: Report) -> Chart | None:
     )
 
 
-def histogram_charts(report: Report) -> tuple[list[Chart], list[Chart]]:
+def _histogram_charts(report: Report) -> tuple[list[Chart], list[Chart]]:
     """One chart per layer, the layers of largest error apart from the others."""
     values = {layer.layer_idx: layer for layer in report.layers}
     dtype = (report.judged.fp8_dtype if report.judged else None) or "e4m3fn"

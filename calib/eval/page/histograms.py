@@ -10,8 +10,8 @@ from calib.eval.schema import Extremes, Layer, LayerRow, Magnitudes
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 # units of the page's view box, 288 wide: K stands on the middle, V hangs from it
-WIDTH, MIDDLE, HALF = 288.0, 58.0, 54.0
-_REACH = 1.05 * HALF  # lines are a little longer than any bar
+_WIDTH, _MIDDLE, _HALF = 288.0, 58.0, 54.0
+_REACH = 1.05 * _HALF  # lines are a little longer than any bar
 _FLOOR = -6.0  # log10 of the smallest share that is drawn
 _TICKS = 6
 
@@ -47,22 +47,25 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Axis:
-    """Magnitudes to units of the view box, logarithmically."""
+    """Magnitudes to units of a width, logarithmically."""
 
     low: float
     high: float
+    width: float = _WIDTH
 
-    def place(self, magnitude: float) -> float:
-        """Where `magnitude` is, within the axis."""
-        share = math.log(max(magnitude, self.low) / self.low) / math.log(self.high / self.low)
-        return round(WIDTH * min(share, 1.0), 1)
+    def place(self, value: float) -> float:
+        """Where `value` is, within the axis; 0 for what is too small to be on it, or no number."""
+        if not value > self.low:
+            return 0.0
+        share = math.log(min(value, self.high) / self.low) / math.log(self.high / self.low)
+        return round(self.width * share, 1)
 
     def ticks(self) -> list[tuple[float, str]]:
         """Powers of ten that have room, and where they are."""
         decades = range(math.ceil(math.log10(self.low)), math.ceil(math.log10(self.high)))
         stride = math.ceil(len(decades) / _TICKS)
         found = [(self.place(10.0**n), f"{10.0**n:g}") for n in decades if n % stride == 0]
-        return [(x, text) for x, text in found if 15 < x < WIDTH - 15]
+        return [(x, text) for x, text in found if 15 < x < self.width - 15]
 
 
 def histogram(panel: Panel, axis: Axis) -> Histogram:
@@ -118,7 +121,7 @@ def _shades(axis: Axis, scales: list[float], fp8_dtype: str) -> list[tuple[float
 
 def _lines(axis: Axis, magnitudes: list[float], sign: float) -> str:
     places = dict.fromkeys(map(axis.place, magnitudes))  # heads may have the same scale
-    return "".join(f"M{x} {MIDDLE}v{-sign * _REACH:.1f}" for x in places)
+    return "".join(f"M{x} {_MIDDLE}v{-sign * _REACH:.1f}" for x in places)
 
 
 def _bars(axis: Axis, values: Magnitudes, sign: float) -> str:
@@ -128,7 +131,7 @@ def _bars(axis: Axis, values: Magnitudes, sign: float) -> str:
     heights = 1 - np.log10(np.maximum(shares, 10.0**_FLOOR)) / _FLOOR
     edges = [axis.place(2.0 ** (values.log2_first + i / 2)) for i in range(len(counts) + 1)]
     steps = (
-        f"V{MIDDLE - sign * HALF * height:.1f}H{edge}"
+        f"V{_MIDDLE - sign * _HALF * height:.1f}H{edge}"
         for height, edge in zip(heights, edges[1:], strict=True)
     )
-    return f"M{edges[0]} {MIDDLE}{''.join(steps)}V{MIDDLE}"
+    return f"M{edges[0]} {_MIDDLE}{''.join(steps)}V{_MIDDLE}"

@@ -1,18 +1,13 @@
 """`report.html`: one file with everything in it, that loads nothing and runs nothing."""
 
+import logging
 import math
 import re
 from collections.abc import Iterable
 from typing import Any
 
 from calib.eval.advice import GIVEN, SERVED
-from calib.eval.page.figures import (
-    head_chart,
-    histogram_charts,
-    layer_chart,
-    position_chart,
-    search_chart,
-)
+from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, task_headings, task_rows, task_title
 from calib.eval.schema import Continuation, Report, Row
 from calib.eval.variants import REFERENCE
@@ -45,21 +40,28 @@ def _visible(value: Any) -> Any:
 
 
 def _page(report: Report) -> dict[str, Any]:
-    shown, folded = histogram_charts(report)
     tasks = (task_title(report), task_headings(report), task_rows(report))
     return {
         "report": report,
         "table": _table(report),
         "tiles": _tiles(report, report.judged) if report.judged else [],
-        "position": position_chart(report),
-        "layers": layer_chart(report),
-        "search": search_chart(report),
-        "heads": head_chart(report),
-        "histograms": shown,
-        "folded": folded,
+        **_charts(report),
         "texts": _texts(report),
         "tasks": dict(zip(("title", "headings", "rows"), tasks, strict=True)),
     }
+
+
+def _charts(report: Report) -> dict[str, Any]:
+    # matplotlib says on stderr that it looks for fonts, when it is imported too: nobody asked
+    logger = logging.getLogger("matplotlib")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        from calib.eval.page.figures import charts
+
+        return charts(report)
+    finally:
+        logger.setLevel(before)
 
 
 def _tiles(report: Report, row: Row) -> list[tuple[str, str, str]]:
@@ -92,7 +94,7 @@ def _table(report: Report) -> dict[str, Any]:
         )
     return {
         "groups": [(title, rows) for title, rows in groups.items() if rows],
-        "axis": axis,
+        "ends": (f"{axis.low:g}", f"{axis.high:g}"),
         "floor": axis.place(report.noise_floor),
     }
 
@@ -105,37 +107,23 @@ def _group(name: str, row: Row) -> str:
     return "engines can load" if name in SERVED else "for comparison"
 
 
-class _Axis:
-    """Magnitudes to percent of a width, logarithmically, between round numbers."""
-
-    def __init__(self, low: float, high: float) -> None:
-        self.low = max(n for n in _round_numbers(low) if n <= low)
-        self.high = min(n for n in _round_numbers(high) if n > high)
-
-    def place(self, value: float) -> float:
-        """Percent of the width; 0 for what is too small to be on it, or no number."""
-        if not value > self.low:
-            return 0.0
-        share = math.log(min(value, self.high) / self.low) / math.log(self.high / self.low)
-        return round(100 * share, 2)
-
-    @property
-    def ends(self) -> tuple[str, str]:
-        """What the ends stand for."""
-        return f"{self.low:g}", f"{self.high:g}"
-
-
 def _round_numbers(near: float) -> list[float]:
     decade = math.floor(math.log10(near))
     exponents = range(decade - 1, decade + 2)  # a logarithm may be rounded across its decade
     return [digit * 10.0**exponent for exponent in exponents for digit in (1, 2, 5)]
 
 
-def _axis(rows: Iterable[Row], floor: float) -> _Axis:
+def _axis(rows: Iterable[Row], floor: float) -> Axis:
+    """A percentage of the width for each magnitude, between round numbers."""
     # controls, and a floor far below, would leave no room to tell the others apart
     kl = [row.kl for row in rows if row.kind not in ("control", REFERENCE)]
     shown = [x for figure in kl for _, x in figure if 0 < x < math.inf] or [floor or 1.0]
-    return _Axis(min(shown), max(shown))
+    low, high = min(shown), max(shown)
+    return Axis(
+        max(n for n in _round_numbers(low) if n <= low),
+        min(n for n in _round_numbers(high) if n > high),
+        width=100.0,
+    )
 
 
 def _texts(report: Report) -> list[dict[str, Any]]:
