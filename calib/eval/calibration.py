@@ -1,5 +1,7 @@
 """Model, samples and statistics of an evaluation."""
 
+import platform
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,13 +11,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from calib.checkpoint import Checkpoint
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.eval.given import samples_seen
+from calib.eval.schema import Data
 from calib.eval.suites import Suite
+from calib.eval.text import Material
 from calib.measure import calibrate
 from calib.model import check_positions, load_config, load_model, load_tokenizer
 from calib.recipe import DataRecipe, ObserverRecipe, Recipe
 from calib.stats import KVStats
 
 _RANDOM_SAMPLES = 4
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
 def evaluation_recipe(recipe: Recipe, suite: Suite) -> Recipe:
@@ -74,3 +79,27 @@ def calibrate_on_random_tokens(
     """Statistics of random token ids."""
     data = recipe.data.model_copy(update={"dataset": "random", "samples": _RANDOM_SAMPLES})
     return calibrate_on(model, load_data(data, tokenizer, lambda: model).samples, recipe)
+
+
+def describe(data: CalibrationData, material: Material, calibration_tokens: int) -> Data:
+    """The text that is measured on, for the report."""
+    documents = material.documents
+    return Data(
+        source=data.source,
+        fingerprint=data.fingerprint,
+        calibration_tokens=calibration_tokens,
+        documents=len(documents),
+        tokens=sum(map(len, documents)),
+        layer_documents=min(material.layer_documents, len(documents)),
+        new_tokens=material.new_tokens,
+    )
+
+
+def machine(device: str) -> str:
+    """Name of the GPU or CPU behind torch's `device`."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    # Linux alone leaves `platform.processor()` empty, or says no more than x86_64
+    text = _CPU_INFO.read_text(errors="replace") if _CPU_INFO.exists() else ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()

@@ -1,6 +1,7 @@
 """The whole evaluation: calibrate on one part of the data, measure every variant on another."""
 
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,17 @@ from calib.errors import InputError
 from calib.eval.calibration import (
     calibrate_on,
     calibrate_on_random_tokens,
+    describe,
     evaluation_recipe,
     load,
     load_samples,
+    machine,
 )
 from calib.eval.gate import failures, parse_condition
 from calib.eval.given import given_variants
 from calib.eval.page.files import check_report_directory, write_report
 from calib.eval.reading import Measured, measure
-from calib.eval.schema import Continuation, Report, Search
+from calib.eval.schema import SCHEMA, Conditions, Report, Search, Texts
 from calib.eval.search import search
 from calib.eval.suites import Suite, suite_of
 from calib.eval.summarize import Evaluation, summarize
@@ -28,6 +31,7 @@ from calib.eval.text import Material, make_material, split_texts
 from calib.eval.variants import Variant, build_variants
 from calib.model import find_checkpoint
 from calib.recipe import EvaluationRecipe, Recipe
+from calib.report import versions
 from calib.stats import KVStats
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import Backend
@@ -96,20 +100,20 @@ def evaluate(
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
     built_in = build_variants(stats, calibrate_on_random_tokens(model, tokenizer, recipe))
     chosen = _chosen(built_in, wanted.variants) + given
-    return Evaluation(
+    conditions = Conditions(
+        version=SCHEMA,
+        versions=versions(),
+        machine=machine(model.device.type),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         model=model_name,
         suite=suite,
         backend=_backend(model, wanted.backend),
         dtype=str(model.dtype).removeprefix("torch."),
-        device=model.device.type,
-        source=data.source,
-        fingerprint=data.fingerprint,
-        calibration_tokens=stats.tokens,
+        data=describe(data, material, stats.tokens),
         bytes_per_token=_bytes_per_token(stats),
-        prompts=tuple(map(tokenizer.decode, material.prompts)),
-        warnings=(*data.warnings, *warnings),
-        **_results(model, tokenizer, chosen, material, tasks, wanted, progress),
     )
+    results = _results(model, tokenizer, chosen, material, tasks, wanted, progress)
+    return Evaluation(conditions, warnings=(*data.warnings, *warnings), **results)
 
 
 def _results(
@@ -127,7 +131,7 @@ def _results(
         caches = task_variants(variants, wanted.variants)
         return {
             "measured": measured,
-            "texts": _texts(tokenizer, measured),
+            "texts": _texts(tokenizer, material, measured),
             "search": _search(model, variants, material, wanted, progress),
             "tasks": run_tasks(model, tokenizer, tasks, caches, wanted.backend, progress),
         }
@@ -155,13 +159,15 @@ def _search(
 
 
 def _texts(
-    tokenizer: PreTrainedTokenizerBase, measured: dict[str, Measured]
-) -> dict[str, list[Continuation]]:
-    return {
+    tokenizer: PreTrainedTokenizerBase, material: Material, measured: dict[str, Measured]
+) -> Texts:
+    continuations = {
         name: split_texts(tokenizer, found.texts, found.same_tokens)
         for name, found in measured.items()
         if found.texts
     }
+    prompts = [tokenizer.decode(prompt) for prompt in material.prompts]
+    return Texts(prompts=prompts, continuations=continuations)
 
 
 def _chosen(variants: list[Variant], names: Sequence[str] | None) -> list[Variant]:

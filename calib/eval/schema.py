@@ -155,8 +155,8 @@ class Data(_Part):
     new_tokens: int
 
 
-class Report(_Part):
-    """An evaluation: see docs/evaluation.md."""
+class Conditions(_Part):
+    """What was measured, where, and on what."""
 
     version: Literal[1] = Field(alias="schema")
     versions: dict[str, str]
@@ -168,6 +168,11 @@ class Report(_Part):
     dtype: str
     data: Data
     bytes_per_token: dict[Literal["fp8", "16bit"], int]
+
+
+class Report(Conditions):
+    """An evaluation: see docs/evaluation.md."""
+
     noise_floor: float
     variants: dict[str, Row]
     layers: list[Layer]

@@ -1,48 +1,30 @@
 """From what was measured to figures with intervals, and to advice."""
 
 import math
-import platform
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from calib.eval.advice import advise, advised, subject, verdict
 from calib.eval.layer_errors import layer_rows, value_rows
 from calib.eval.reading import Measured
-from calib.eval.schema import SCHEMA, Continuation, Data, Figure, Report, Row, Search, Texts
+from calib.eval.schema import Conditions, Figure, Report, Row, Search, Texts
 from calib.eval.statistics import Values, estimate, kl_by_position, quantile
-from calib.eval.suites import Suite
 from calib.eval.variants import REFERENCE, Variant
-from calib.report import versions
-
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured, and on what."""
+    """What was measured, before figures are made of it."""
 
-    model: str
-    suite: Suite
-    backend: str
-    dtype: str
-    device: str  # torch's word: "cpu", "cuda"
-    source: str
-    fingerprint: str
-    calibration_tokens: int
-    bytes_per_token: dict[str, int]  # K and V of one token: "fp8" and "16bit"
+    conditions: Conditions
     measured: dict[str, Measured]
-    prompts: tuple[str, ...]
-    texts: dict[str, list[Continuation]]  # after each prompt, by variant
+    texts: Texts
     search: Search | None
     tasks: dict[str, Any]  # as in the report; empty: none were asked for
-    warnings: tuple[str, ...]
+    warnings: Sequence[str]
 
 
 def summarize(evaluation: Evaluation) -> Report:
@@ -57,20 +39,11 @@ def summarize(evaluation: Evaluation) -> Report:
         for name, m in measured.items()
     }
     return Report(
-        schema=SCHEMA,
-        versions=versions(),
-        machine=torch.cuda.get_device_name() if evaluation.device == "cuda" else _cpu(),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        model=evaluation.model,
-        suite=evaluation.suite,
-        backend=evaluation.backend,
-        dtype=evaluation.dtype,
-        data=_data(evaluation),
-        bytes_per_token=evaluation.bytes_per_token,
+        **dict(evaluation.conditions),
         noise_floor=floor,
         variants=rows,
         layers=value_rows(measured[REFERENCE].values),
-        texts=Texts(prompts=list(evaluation.prompts), continuations=evaluation.texts),
+        texts=evaluation.texts,
         verdict=verdict(measured, rows, floor),
         subject=subject(measured, rows),
         advised=advised(measured, rows),
@@ -78,19 +51,6 @@ def summarize(evaluation: Evaluation) -> Report:
         search=evaluation.search,
         **evaluation.tasks,
         warnings=list(evaluation.warnings),
-    )
-
-
-def _data(evaluation: Evaluation) -> Data:
-    documents = evaluation.measured[REFERENCE].documents
-    return Data(
-        source=evaluation.source,
-        fingerprint=evaluation.fingerprint,
-        calibration_tokens=evaluation.calibration_tokens,
-        documents=len(documents),
-        tokens=sum(len(document.kl) for document in documents),
-        layer_documents=min(evaluation.suite.layer_documents, len(documents)),
-        new_tokens=evaluation.suite.new_tokens,
     )
 
 
@@ -154,10 +114,3 @@ def _per_document(measured: Measured, pick: Callable[[Any], Any]) -> list[Values
 def _ppl_change(nll: Values) -> float:
     """Relative change of perplexity; columns are the variant's nll and the reference's."""
     return math.expm1(float((nll[:, 0] - nll[:, 1]).mean()))
-
-
-def _cpu() -> str:
-    # Linux alone leaves `platform.processor()` empty, or says no more than x86_64
-    text = _CPU_INFO.read_text(errors="replace") if _CPU_INFO.exists() else ""
-    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return named[1] if named else platform.processor() or platform.machine()

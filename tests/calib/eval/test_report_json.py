@@ -137,7 +137,7 @@ def test_the_error_of_a_layer_is_over_all_its_heads(small_evaluation, small_repo
 
 def test_texts_are_cut_where_they_leave_the_reference(small_evaluation, small_report):
     texts = small_report["texts"]
-    assert texts["prompts"] == list(small_evaluation.prompts)
+    assert texts["prompts"] == list(small_evaluation.texts.prompts)
     assert set(texts["continuations"]) == {"reference", "none", "tensor", "attn_head", "channel"}
     reference = texts["continuations"]["reference"]
     assert all(text["rest"] == "" and text["same_tokens"] == 6 for text in reference)
