@@ -112,9 +112,10 @@ def _head_chart(report: Report) -> Chart | None:
 def _histogram_charts(report: Report) -> tuple[list[Chart], list[Chart]]:
     """One chart per layer, the layers of largest error apart from the others."""
     values = {layer.layer_idx: layer for layer in report.layers}
-    dtype = (report.judged.fp8_dtype if report.judged else None) or "e4m3fn"
     rows = [row for row in _worst_first(report) if row.layer_idx in values]
-    panels = [Panel(values[row.layer_idx], row, dtype) for row in rows]
+    if not rows or report.judged is None or report.judged.fp8_dtype is None:
+        return [], []
+    panels = [Panel(values[row.layer_idx], row, report.judged.fp8_dtype) for row in rows]
     axis = shared_axis(panels)
     charts = [_histogram(panel, axis) for panel in panels]
     folded = zip(rows[_LAYERS_SHOWN:], charts[_LAYERS_SHOWN:], strict=True)

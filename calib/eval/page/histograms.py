@@ -82,7 +82,7 @@ def histogram(panel: Panel, axis: Axis) -> Histogram:
 
 def shared_axis(panels: list[Panel]) -> Axis:
     """Magnitudes that all panels show: every range, what is above it, and a little below it."""
-    low, high = [1.0], [2.0]
+    low, high = [], []
     for panel in panels:
         smallest, _, largest = _ends(panel.fp8_dtype)
         for letter, values in panel.values.tensors.items():
@@ -91,7 +91,7 @@ def shared_axis(panels: list[Panel]) -> Axis:
             low.append(smallest * min(scales) / 16)
             high.append(largest * max(scales))
             high += [amax for amax in values.amax if np.isfinite(amax)]
-    return Axis(min(low[1:] or low), max(high[1:] or high) * 2)
+    return Axis(min(low), max(high) * 2)
 
 
 def _scales(scale: float | list[float] | Extremes) -> list[float]:
