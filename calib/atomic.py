@@ -1,51 +1,155 @@
-"""Directories that appear whole or not at all."""
+"""Directories that appear whole or not at all, each written by one run at a time."""
 
 import ctypes
+import errno
+import fcntl
 import os
 import re
 import shutil
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from calib.errors import InputError
 
+# what this process has written so far, so that a run that is stopped can say it
+WRITTEN: list[Path] = []
+
 _RELATIVE_TO_WORKING_DIRECTORY = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
+# file systems without locks; there the last rename finds what another run wrote
+_NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """The right of one run to write an output directory."""
+
+    path: Path  # without symbolic links
+    replaces: tuple[int, int] | None  # device and inode of the directory that may go, if any
 
 
 @contextmanager
-def atomic_directory(out: Path) -> Iterator[Path]:
+def claimed(out: Path, *, overwrite: bool = False, wait: bool = False) -> Iterator[Claim]:
+    """Keep other runs from writing `out` while the block runs.
+
+    Args:
+        out: a directory, or where one will be.
+        overwrite: whether the directory that is there now may be replaced.
+        wait: for another run that writes it, instead of an error.
+
+    Raises:
+        InputError: another run writes it, or nothing can be written there.
+    """
+    path, missing = Path(os.path.realpath(out)), []
+    lock = path.with_name(f".{path.name}.lock")
+    try:
+        if (out.is_symlink() or path.exists()) and not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "it is a file, or a link to nothing")
+        missing = [parent for parent in path.parents if not parent.exists()]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = _locked(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BlockingIOError:
+        raise InputError(
+            f"another run is writing '{out}'; wait for it, or choose another output"
+        ) from None
+    except OSError as error:
+        raise InputError(f"cannot write '{out}': {error.strerror}; choose another output") from None
+    try:
+        yield Claim(path, _identity(path) if overwrite else None)
+    finally:
+        with suppress(OSError):
+            lock.unlink(missing_ok=True)
+            for parent in missing:
+                parent.rmdir()  # where nothing was written
+        os.close(descriptor)
+
+
+def _locked(lock: Path, operation: int) -> int:
+    while True:
+        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o666)
+        try:
+            fcntl.flock(descriptor, operation)
+            # its last holder may have removed the file between our two calls
+            if _identity(lock) == _identity(descriptor):
+                return descriptor
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return descriptor
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def _identity(file: Path | int) -> tuple[int, int] | None:
+    try:
+        found = os.stat(file)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+@contextmanager
+def atomic_directory(
+    out: Path, *, overwrite: bool = False, claim: Claim | None = None
+) -> Iterator[Path]:
     """Give a scratch directory that becomes `out` when the block ends well, and is gone otherwise.
 
     What a killed process left behind goes with the next one that writes `out`.
 
+    Args:
+        out: the directory; absent, or empty, or one to overwrite.
+        overwrite: replace the directory that is there now.
+        claim: of a run that has claimed `out` before; it says what may be replaced.
+
     Raises:
-        InputError: the file system refuses to write, as on a full disk.
+        InputError: the file system refuses to write, as on a full disk, another run writes `out`,
+            or has done so since it was claimed.
     """
-    scratch = out.parent / f".{out.name}.{socket.gethostname()}-{os.getpid()}.partial"
+    with nullcontext(claim) if claim else claimed(out, overwrite=overwrite) as mine:
+        process = f"{socket.gethostname()}-{os.getpid()}"
+        scratch = mine.path.with_name(f".{mine.path.name}.{process}.partial")
+        try:
+            scratch.mkdir()
+            _remove_abandoned(mine.path)
+            yield scratch
+            _put(scratch, mine, out)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"cannot write '{out}': {error}; nothing was left behind") from None
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    WRITTEN.append(out)
+
+
+def _put(scratch: Path, claim: Claim, out: Path) -> None:
+    changed = InputError(f"'{out}' was written by another meanwhile, and is left as it is")
+    if claim.replaces is not None and claim.path.exists():
+        if not _overwrite(scratch, claim):
+            raise changed
+        return
     try:
-        scratch.mkdir(parents=True)
-        _remove_abandoned(out)
-        yield scratch
-        _replace(scratch, out)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot write '{out}': {error}; nothing was left behind") from None
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.rename(claim.path)  # takes the place of an empty directory, never of another
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            raise changed from None
+        raise
 
 
-def _replace(scratch: Path, out: Path) -> None:
-    if not out.exists():
-        scratch.rename(out)
-    elif not _exchange(scratch, out):
-        old = scratch.with_suffix(".old")
-        out.rename(old)
-        scratch.rename(out)
-        shutil.rmtree(old)
+def _overwrite(scratch: Path, claim: Claim) -> bool:
+    """Replace the directory that was claimed; False, and as it was, where it is another by now."""
+    path, old = claim.path, scratch.with_suffix(".old")
+    if _exchange(scratch, path):
+        known = _identity(scratch) == claim.replaces
+        return known or not _exchange(scratch, path)
+    path.rename(old)
+    known = _identity(old) == claim.replaces
+    (scratch if known else old).rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+    return known
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from calib.atomic import atomic_directory
+from calib.atomic import Claim, atomic_directory, claimed
 from calib.checkpoint import SINGLE_FILE
 from calib.errors import InputError
 from calib.progress import library_bars_hidden
@@ -30,7 +30,10 @@ def builtin_model(name: str) -> Path:
         raise InputError(f"no model '{name}'; built in: {', '.join(BUILTIN_MODELS)}")
     directory = cache_directory() / "smollm2-135m-instruct"
     if not directory.exists():
-        _dequantise(_package_directory(), directory)
+        package = _package_directory()
+        with claimed(directory, wait=True) as claim:
+            if not directory.exists():  # another process may have made it
+                _dequantise(package, claim)
     return directory
 
 
@@ -51,10 +54,10 @@ def _package_directory() -> str:
     return spec.submodule_search_locations[0]
 
 
-def _dequantise(package: str, directory: Path) -> None:
+def _dequantise(package: str, claim: Claim) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    with atomic_directory(directory) as scratch, library_bars_hidden():
+    with atomic_directory(claim.path, claim=claim) as scratch, library_bars_hidden():
         model = AutoModelForCausalLM.from_pretrained(
             package,
             gguf_file=_GGUF,

@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from calib.errors import InputError
+from calib.files.calibrations import no_model
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -18,6 +19,9 @@ _BLOCK_BYTES = 4096
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 
 
+FileState = tuple[int, int, int]  # inode, bytes, nanoseconds of the last change
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A local directory with `config.json` and safetensors weights."""
@@ -25,11 +29,12 @@ class Checkpoint:
     path: Path
     config: dict[str, Any]
     weight_map: dict[str, str]  # tensor name -> file name
+    states: dict[str, FileState]  # file name -> what it was when it was opened
 
     @property
     def shards(self) -> list[str]:
         """Names of the weight files, sorted."""
-        return sorted(set(self.weight_map.values()))
+        return [*self.states]
 
     @property
     def text_config(self) -> dict[str, Any]:
@@ -37,13 +42,30 @@ class Checkpoint:
         nested = self.config.get("text_config")
         return nested if isinstance(nested, dict) else self.config
 
+    def check_unchanged(self) -> None:
+        """Check that the weight files are those that were opened: scales fit no others.
+
+        Raises:
+            InputError: one was replaced, changed or removed.
+        """
+        for shard, state in self.states.items():
+            if not (self.path / shard).exists() or _state(self.path / shard) != state:
+                raise InputError(
+                    f"'{self.path / shard}' has changed since it was opened, so nothing was "
+                    "written; run again once the model is complete"
+                )
+
 
 def fingerprint(checkpoint: Checkpoint) -> str:
     """The sha256 of the config, and of every weight file's name, size, header and a few blocks.
 
     It tells models and revisions apart without reading hundreds of gigabytes; it is no proof that
     two checkpoints are the same.
+
+    Raises:
+        InputError: a weight file has changed since it was opened.
     """
+    checkpoint.check_unchanged()
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
     for shard in checkpoint.shards:
         path = checkpoint.path / shard
@@ -61,18 +83,33 @@ def open_checkpoint(path: Path) -> Checkpoint:
     """Open a model directory and check that its weight files are whole and where the index says.
 
     Raises:
-        InputError: a file is missing, unreadable, truncated, outside the directory, or a pickle.
+        InputError: a file is missing, unreadable, truncated, outside the directory, or a pickle,
+            or it holds two models, or a tensor twice.
     """
+    if not (path / "config.json").exists():
+        raise no_model(path, f"'{path}' has no config.json: it is not a model directory")
     config = read_json(path / "config.json")
-    weight_map = _weight_map(path)
-    held = {shard: _tensor_names(path / shard) for shard in sorted(set(weight_map.values()))}
-    for name, shard in weight_map.items():
-        if name not in held[shard]:
+    for place, says in quantization_configs(config):
+        if not isinstance(says, dict):
             raise InputError(
-                f"{path / INDEX_FILE} says '{name}' is in '{shard}', but it is not; "
-                "download the model again"
+                f"'{path / 'config.json'}' must hold a JSON object as {place}, "
+                f"got {type(says).__name__}"
             )
-    return Checkpoint(path, config, weight_map)
+    weight_map = _weight_map(path)
+    states = {shard: _state(path / shard) for shard in sorted(set(weight_map.values()))}
+    return Checkpoint(path, config, weight_map, states)
+
+
+def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Where a config.json says how the model is quantised, and what it says there."""
+    text = config.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    found = {
+        "quantization_config": config.get("quantization_config"),
+        "text_config.quantization_config": nested,
+        "compression_config": config.get("compression_config"),
+    }
+    return [(place, says) for place, says in found.items() if says is not None]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -95,16 +132,46 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _weight_map(path: Path) -> dict[str, str]:
-    if (path / INDEX_FILE).exists():
-        weight_map = read_json(path / INDEX_FILE).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
-        for shard in sorted(set(map(str, weight_map.values()))):
-            _check_shard(path, shard)
-        return weight_map
-    if (path / SINGLE_FILE).exists():
-        return dict.fromkeys(_tensor_names(path / SINGLE_FILE), SINGLE_FILE)
-    raise InputError(_no_weights(path))
+    listed = _read_index(path) if (path / INDEX_FILE).exists() else {}
+    shards = sorted(set(listed.values())) or [SINGLE_FILE]
+    is_single = (path / SINGLE_FILE).exists()
+    if not (listed or is_single):
+        raise InputError(_no_weights(path))
+    if is_single and shards != [SINGLE_FILE]:
+        # transformers reads the one, engines the others
+        raise InputError(
+            f"'{path}' holds {SINGLE_FILE} and {INDEX_FILE}, which names other files; "
+            "take away whichever is not the model"
+        )
+    found: dict[str, str] = {}
+    for shard in shards:
+        for name in sorted(_tensor_names(path / shard)):
+            if found.setdefault(name, shard) != shard:
+                raise InputError(
+                    f"'{path}' holds '{name}' in {found[name]} and in {shard}; "
+                    "download the model again"
+                )
+    for name, shard in listed.items():
+        if found.get(name) != shard:
+            raise InputError(
+                f"{path / INDEX_FILE} says '{name}' is in '{shard}', but it is not; "
+                "download the model again"
+            )
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
+    for shard in sorted(set(map(str, weight_map.values()))):
+        _check_shard(path, shard)
+    return {name: str(shard) for name, shard in weight_map.items()}
+
+
+def _state(file: Path) -> FileState:
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _check_shard(path: Path, shard: str) -> None:

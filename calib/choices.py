@@ -14,5 +14,14 @@ Offload = Literal["auto", "none", "layerwise"]
 Backend = Literal["auto", "triton", "torch"]
 SuiteName = Literal["quick", "full"]
 Weights = Literal["link", "copy", "none"]
+VariantName = Literal[
+    "bf16", "eager", "none", "e5m2", "tensor", "mse", "attn_head", "channel", "k only", "v only",
+    "qkv", "channel+k_center", "k only+k_center", "random",
+]  # fmt: skip
 
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+VARIANTS: tuple[VariantName, ...] = get_args(VariantName)
+
+REFERENCE = "reference"  # the model's own cache, which all variants are compared with
+CONTROLS = ("bf16", "eager")  # variants that are measured whatever is chosen
+METRICS = ("kl", "kl_p99", "kl_p999", "ppl_change", "top1", "same_tokens", "passkey")

@@ -32,6 +32,7 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
 
     Raises:
         CalibrationError: a layer saw nothing, only zeros, or NaN/Inf.
+        InputError: keys are to be centred and their means were not collected.
     """
     return stats.scales(
         strategy=recipe.strategy,
@@ -39,6 +40,7 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
         fp8_dtype=recipe.fp8_dtype,
         headroom=recipe.headroom,
         targets=recipe.targets,
+        center_keys=recipe.center_keys,
     )
 
 

@@ -1,7 +1,9 @@
 """One calibration in many processes: ranks share out the batches and reduce their statistics.
 
 `torchrun` or `accelerate launch` starts the processes and says in the environment which is which.
-Statistics merge by max, min and exact sums, so the number of processes changes no bit of them.
+Statistics merge by max, min and exact sums, so the number of processes changes no bit of them, at
+the same batch size and number of threads each: on a CPU the model's last bits can depend on those,
+and torchrun sets OMP_NUM_THREADS=1 where a single process takes every core.
 """
 
 import json

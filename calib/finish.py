@@ -58,8 +58,12 @@ def finish(
     destination: Destination,
     dataset: dict[str, Any],
     warnings: Sequence[str] = (),
+    *,
+    threads: int | None,
 ) -> Result:
     """Derive the scales that `recipe` asks for and write them, all or nothing.
+
+    `threads` computed on a CPU in each process; None: not known, or not the same in all runs.
 
     Raises:
         CalibrationError: a layer saw nothing, only zeros, or NaN/Inf.
@@ -70,7 +74,7 @@ def finish(
     notes = (note for made in exports.values() for note in made.notes)
     warned = [*dict.fromkeys([*warnings, *warnings_for(stats, scales, recipe), *notes])]
     layers = summarize(stats, scales)
-    report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned)
+    report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned, threads)
     written = write_output(destination, exports, checkpoint, recipe, stats, report)
     output, directories = destination.path, written.directories
     return Result(output, directories, recipe, stats.tokens, layers, warned, written.backup)

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-import yaml
-
 from calib.errors import InputError
+from calib.yaml_text import read_yaml
 
 # flag -> recipe key
 _RECIPE_KEYS = {
     **{name: name for name in ("strategy", "targets", "device", "dtype", "fp8_dtype", "headroom")},
+    "center_keys": "center_keys",
     **{name: name for name in ("offload", "max_memory")},
     **{name: f"data.{name}" for name in ("dataset", "samples", "seq_len", "batch_size", "seed")},
     **{name: f"export.{name}" for name in ("reduce", "tp_size", "weights")},
@@ -50,14 +50,14 @@ def assignments(pairs: list[str]) -> dict[str, Any]:
     """Recipe keys of `--set KEY=VALUE`, the values read as YAML.
 
     Raises:
-        InputError: a pair has no key or no `=`.
+        InputError: a pair has no key or no `=`, or its value is no YAML.
     """
     found = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not (key and equals):
             raise InputError(f"--set takes KEY=VALUE, such as data.column=text; got '{pair}'")
-        found[key] = yaml.safe_load(value)
+        found[key] = read_yaml(value, f"--set '{pair}'")
     return found
 
 

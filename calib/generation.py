@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from calib.any_scales import Opened, open_any_scales
 from calib.attention import map_attention
 from calib.checkpoint import Checkpoint
-from calib.derive import check_fits, load_scales
-from calib.devices import input_device
+from calib.devices import check_token_ids, input_device
 from calib.errors import InputError
 from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
-from calib.output import CALIBRATION_FILE
 from calib.recipe import load_recipe
 from calib.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError
@@ -103,7 +102,7 @@ def generate_text(
     Args:
         model_name: local directory, Hub id or `builtin:` name.
         prompt: text to continue.
-        scales: a calibration's directory, or `none` for scale 1.0; default: the model's own.
+        scales: a directory with scales of any tool, or `none` for scale 1.0; default: the model's.
         options: see `GenerationOptions`.
         overrides: recipe keys that say how the model is loaded: device, dtype, trust_remote_code.
         on_text: called with each piece of text as it comes.
@@ -115,16 +114,16 @@ def generate_text(
         raise InputError("the prompt is empty; give the text to continue")
     recipe = load_recipe(None, overrides)
     checkpoint = find_checkpoint(model_name)
-    known = None if scales == UNIT_SCALES else _known_scales(checkpoint, scales)
+    opened = unit_scales if scales == UNIT_SCALES else _open_scales(checkpoint, scales)
     config = load_config(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint, recipe)
     inputs = _tokenize(tokenizer, prompt, chat=options.chat)
     tokens = inputs["input_ids"].shape[1] + options.max_new_tokens
     check_positions(config, tokens, "prompt + --max-new-tokens")
     model = load_model(checkpoint, config, recipe)
+    check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
     inputs = inputs.to(input_device(model))
-    used = unit_scales(model) if known is None else check_fits(model, known)
-    return _run(model, tokenizer, inputs, used, options, on_text)
+    return _run(model, tokenizer, inputs, opened(model), options, on_text)
 
 
 def unit_scales(model: PreTrainedModel) -> KVScales:
@@ -135,15 +134,13 @@ def unit_scales(model: PreTrainedModel) -> KVScales:
     return KVScales("tensor", "e4m3fn", layers)
 
 
-def _known_scales(checkpoint: Checkpoint, scales: str | None) -> KVScales:
-    directory = checkpoint.path if scales is None else Path(scales).expanduser()
-    if not (directory / CALIBRATION_FILE).is_file():
-        what = "model" if scales is None else "--scales"
-        raise InputError(
-            f"{what} '{directory}' holds no {CALIBRATION_FILE}: give --scales the output of "
-            f"fp8kv-calibrate, or --scales {UNIT_SCALES} for scale 1.0"
-        )
-    return load_scales(directory)
+def _open_scales(checkpoint: Checkpoint, scales: str | None) -> Opened:
+    if scales is not None:
+        return open_any_scales(Path(scales).expanduser())
+    try:
+        return open_any_scales(checkpoint.path)
+    except InputError as error:
+        raise InputError(f"{error} with --scales DIR, or --scales {UNIT_SCALES}") from None
 
 
 def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> Any:

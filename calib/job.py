@@ -1,9 +1,13 @@
 """The whole job: find the model, measure, derive, write. The CLI calls this, and so may you."""
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import torch
+
+from calib.atomic import claimed
 from calib.checkpoint import Checkpoint, fingerprint
 from calib.data import make_batches
 from calib.distributed import World, joined_world
@@ -48,12 +52,12 @@ def run(
         raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
     output = check_in_place(model_name, recipe) if in_place else output
     output = output or default_output(model_name, recipe)
-    with joined_world() as world:
+    with joined_world() as world, ExitStack() as held:
         world.check_same("commands or recipes", [model_name, str(output), recipe.model_dump()])
         progress = progress or Progress()
-        destination = Destination(output, in_place, progress.copied)
+        destination = Destination(output, in_place, overwrite, progress.copied)
         run = _Run(model_name, destination, world, progress, resume=resume)
-        checkpoint, prepared = world.together(lambda: run.load(recipe, overwrite=overwrite))
+        checkpoint, prepared = world.together(lambda: run.load(recipe, held))
         stats = world.reduce(world.together(lambda: run.measure(checkpoint, prepared)))
         # what goes wrong while the first process writes ends all of them
         return world.together(lambda: run.write(checkpoint, prepared, stats))
@@ -71,16 +75,17 @@ class _Run:
     seconds: dict[str, float] = field(default_factory=dict)
     _since: float = field(default_factory=time.perf_counter)
 
-    def load(self, recipe: Recipe, *, overwrite: bool) -> tuple[Checkpoint, Prepared]:
+    def load(self, recipe: Recipe, held: ExitStack) -> tuple[Checkpoint, Prepared]:
         self.progress.stage("load")
+        output, in_place = self.destination.path, self.destination.in_place
+        overwrite = self.destination.overwrite
         checkpoint = check_before_loading(
-            self.model_name,
-            recipe,
-            self.destination.path,
-            in_place=self.destination.in_place,
-            overwrite=overwrite,
+            self.model_name, recipe, output, in_place=in_place, overwrite=overwrite
         )
-        prepared = prepare(checkpoint, recipe)
+        if self.world.is_first:
+            claim = held.enter_context(claimed(output, overwrite=overwrite or in_place))
+            self.destination = replace(self.destination, claim=claim)
+        prepared = prepare(checkpoint, recipe, self.world.size)
         self._lap("load")
         return checkpoint, prepared
 
@@ -124,6 +129,7 @@ class _Run:
                 self.destination,
                 facts,
                 warnings,
+                threads=torch.get_num_threads(),
             )
             self._lap("write")
             result = replace(result, seconds=self.seconds)
@@ -137,6 +143,7 @@ class _Run:
             "recipe": prepared.recipe.model_dump(mode="json", exclude=kept),
             "dataset": prepared.data.fingerprint,
             "number of processes": [self.world.rank, self.world.size],
+            "number of threads": torch.get_num_threads(),
         }
         path = progress_file(self.destination.path, self.world.rank)
         return SavedProgress(path, same, 60 * prepared.recipe.save_minutes)

@@ -59,7 +59,9 @@ def running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, Running
     """Empty statistics of each cached attention module, by its name."""
     histogram = recipe_observer(recipe).needs_histogram
     return {
-        name: RunningLayer(module, targets=recipe.targets, histogram=histogram, means=recipe.means)
+        name: RunningLayer(
+            module, targets=recipe.targets, histogram=histogram, means=recipe.collects_means
+        )
         for name, module in attention.cached.items()
     }
 

@@ -2,16 +2,19 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from calib.checkpoint import fingerprint, read_json
 from calib.derive import recipe_observer
 from calib.errors import InputError
+from calib.files.calibrations import absent
 from calib.finish import Result, finish
 from calib.model import find_checkpoint
 from calib.output import CALIBRATION_FILE, check_output
 from calib.recipe import Recipe, load_recipe
+from calib.stats import KVStats
 from calib.stats_file import load_stats
 from calib.writing import Destination
 
@@ -38,23 +41,48 @@ def merge(
     recipes = [load_recipe(str(directory / CALIBRATION_FILE)) for directory in directories]
     for directory, report, recipe in zip(directories[1:], reports[1:], recipes[1:], strict=True):
         _check_same(directories[0], directory, (reports[0], report), (recipes[0], recipe))
-    checkpoint = find_checkpoint(model or reports[0]["model"])
+    name = model or reports[0]["model"]
+    checkpoint = find_checkpoint(name)
     if fingerprint(checkpoint) != reports[0]["checkpoint"]:
         raise InputError(
-            f"'{model or reports[0]['model']}' is not the model that '{directories[0]}' was "
-            "calibrated on; give it with --model"
+            f"'{name}' is not the model that '{directories[0]}' was calibrated on; give it with "
+            "--model"
         )
     check_output(output, checkpoint.path, overwrite=overwrite)
-    stats = load_stats(directories[0])
-    for directory in directories[1:]:
-        stats = stats.merge(load_stats(directory))
+    stats = reduce(KVStats.merge, map(load_stats, directories))
     dataset = _merged_data([report["dataset"] for report in reports])
-    warnings = [*dict.fromkeys(line for report in reports for line in report["warnings"])]
-    name = model or reports[0]["model"]
-    return finish(name, checkpoint, recipes[0], stats, Destination(output), dataset, warnings)
+    warnings = dict.fromkeys(line for report in reports for line in report["warnings"])
+    return finish(
+        name,
+        checkpoint,
+        recipes[0],
+        stats,
+        Destination(output, overwrite=overwrite),
+        dataset,
+        [*warnings, *_other_threads(directories, reports)],
+        threads=_threads(reports)[0] if len({*_threads(reports)}) == 1 else None,
+    )
+
+
+def _threads(reports: Sequence[dict[str, Any]]) -> list[int | None]:
+    counts = [report.get("threads") for report in reports]
+    return [count if isinstance(count, int) else None for count in counts]  # old runs have none
+
+
+def _other_threads(directories: Sequence[Path], reports: Sequence[dict[str, Any]]) -> list[str]:
+    of = {n: path for path, n in zip(directories, _threads(reports), strict=True) if n is not None}
+    first = next(iter(of), None)
+    return [
+        f"'{of[first]}' was measured with {first} threads and '{of[count]}' with {count}: on a CPU "
+        "a model's last bits can depend on that, so these may differ from one run over all the data"
+        for count in of
+        if first is not None and count != first
+    ]
 
 
 def _report(directory: Path) -> dict[str, Any]:
+    if not (directory / CALIBRATION_FILE).exists():
+        raise absent(directory, f"'{directory}' has no {CALIBRATION_FILE}: it is no calibration")
     report = read_json(directory / CALIBRATION_FILE)
     if not {"model", "checkpoint", "dataset", "warnings"} <= report.keys():
         raise InputError(
@@ -93,7 +121,7 @@ def _capture(recipe: Recipe) -> dict[str, Any]:
     return {
         "dtype": recipe.dtype,
         "targets": recipe.targets,
-        "means": recipe.means,
+        "means": recipe.collects_means,
         "histograms": recipe_observer(recipe).needs_histogram,
     }
 

@@ -21,6 +21,7 @@ from calib.checkpoint import Checkpoint, open_checkpoint
 from calib.errors import InputError, UnsupportedModelError
 from calib.hub import download_model
 from calib.progress import library_bars_hidden
+from calib.quantized import check_left_over, check_readable, forget_cache_quantization
 from calib.recipe import Recipe
 
 
@@ -51,9 +52,10 @@ def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
     """Read the model's config and refuse, before any weight is read, what cannot be calibrated.
 
     Raises:
-        InputError: the config cannot be read.
+        InputError: the config cannot be read, or the weights are codes that nothing decodes.
         UnsupportedModelError: not a decoder-only language model with K and V per head.
     """
+    check_readable(checkpoint)
     try:
         config = AutoConfig.from_pretrained(
             checkpoint.path, trust_remote_code=recipe.trust_remote_code
@@ -63,6 +65,7 @@ def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
             _one_line(f"cannot read the config of '{checkpoint.path}': {error}")
         ) from None
     check_cacheable(config, checkpoint.config)
+    forget_cache_quantization(config)
     return config
 
 
@@ -101,7 +104,6 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
     Raises:
         InputError: weights are missing or have other shapes than the config says.
     """
-    forget_kv_only_quantization(config)
     with loading(checkpoint):
         model, info = auto_class(config).from_pretrained(
             checkpoint.path,
@@ -127,11 +129,12 @@ def loading(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
-    """Check that transformers, whose loading info this is, made up no weight.
+    """Check that transformers, whose loading info this is, made up no weight and left no scale.
 
     Raises:
-        InputError: weights are missing.
+        InputError: weights are missing, or were loaded without their scales.
     """
+    check_left_over(checkpoint, info["unexpected_keys"])
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(
@@ -210,14 +213,6 @@ def auto_class(config: PreTrainedConfig) -> Any:
     raise UnsupportedModelError(
         f"{config.model_type} is not a causal language model that transformers knows"
     )
-
-
-def forget_kv_only_quantization(config: PreTrainedConfig) -> None:
-    """Drop a quantization config that quantises no weights."""
-    # an output of ours, calibrated again: its weights are plain, only the KV cache is quantised
-    quantization = getattr(config, "quantization_config", None)
-    if isinstance(quantization, dict) and quantization.get("config_groups") == {}:
-        del config.quantization_config
 
 
 def _one_line(message: str) -> str:

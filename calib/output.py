@@ -1,6 +1,7 @@
 """Output directories: the source's files and one extra shard."""
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -11,11 +12,11 @@ from torch import Tensor
 from calib.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
 from calib.errors import InputError
 from calib.export.base import Export
-from calib.files.names import parse_scale_name
+from calib.files.calibrations import CALIBRATION_FILE as CALIBRATION_FILE
+from calib.files.names import is_of_cache
 from calib.place import OnCopied, Placing, place_shard
 from calib.tensor_file import save_tensors
 
-CALIBRATION_FILE = "fp8kv_calibration.json"
 STRESS_FILE = "fp8kv_stress.json"
 SCALES_SHARD = "model-fp8kv-scales.safetensors"
 
@@ -32,26 +33,31 @@ _WEIGHT_SUFFIXES = {
     ".msgpack",
     ".onnx",
 }
-_ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")
 
 
 def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
     """Refuse an output path that would harm the source or something that is not ours.
 
     Raises:
-        InputError: the path is the source, lies around or inside it, or exists.
+        InputError: the path is the source, lies around or inside it, exists, or cannot be read.
     """
-    resolved, model = out.resolve(), source.resolve()
+    # `resolve` fails on links that lead to themselves
+    resolved, model = (Path(os.path.realpath(path)) for path in (out, source))
     if resolved == model or model in resolved.parents or resolved in model.parents:
         raise InputError(
             f"output '{out}' would mix with the model in '{source}'; choose another -o"
         )
-    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+    ours = (CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE)
+    try:
+        is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+        is_ours = any(any(out.glob(pattern)) for pattern in ours)
+    except OSError as error:
+        raise InputError(f"cannot write '{out}': {error.strerror}; choose another -o") from None
+    if is_free:
         return
     if not overwrite:
         raise InputError(f"output '{out}' exists; add --overwrite, or choose another -o")
-    ours = (CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE)
-    if not any(any(out.glob(pattern)) for pattern in ours):
+    if not is_ours:
         raise InputError(f"output '{out}' was not written by fp8kv, so --overwrite leaves it alone")
 
 
@@ -69,7 +75,7 @@ def write_checkpoint(
     write_documents(export, out)
     _write_readme(checkpoint.path / "README.md", readme, out)
     write_json(out / "config.json", export.config or checkpoint.config)
-    stale = {name for name in checkpoint.weight_map if _is_scale(name)}
+    stale = {name for name in checkpoint.weight_map if is_of_cache(name)}
     names = _output_names(checkpoint, weights)
     if weights != "none":
         for shard in checkpoint.shards:
@@ -107,10 +113,6 @@ def write_documents(export: Export, out: Path) -> None:
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write `document` as indented JSON."""
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
-
-
-def _is_scale(name: str) -> bool:
-    return name.endswith(_ZERO_POINTS) or parse_scale_name(name) is not None
 
 
 def _output_names(checkpoint: Checkpoint, weights: Placing) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Everything a calibration needs before its first forward pass, checked."""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -8,8 +9,8 @@ from transformers import PreTrainedModel
 
 from calib.attention import AttentionMap, map_attention
 from calib.checkpoint import Checkpoint
-from calib.data import CalibrationData, load_data, resolve_batch_size
-from calib.devices import input_device
+from calib.data import CalibrationData, load_data, shared_batch_size
+from calib.devices import check_token_ids, input_device
 from calib.export import check_format
 from calib.model import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
 from calib.offload.choice import resolve_offload
@@ -49,6 +50,7 @@ def check_before_loading(
             fp8_dtype=recipe.fp8_dtype,
             with_q=recipe.targets == "qkv",
             reduce=recipe.export.reduce,
+            center_keys=recipe.center_keys,
         )
     checkpoint = find_checkpoint(model_name)
     if not in_place:
@@ -56,8 +58,10 @@ def check_before_loading(
     return checkpoint
 
 
-def prepare(checkpoint: Checkpoint, recipe: Recipe) -> Prepared:
+def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepared:
     """Load the data and the model, or its skeleton, and rehearse what will be written.
+
+    With batch size 'auto' each of `processes` gets a batch, if there are samples enough.
 
     Raises:
         Fp8kvError: anything that a user can put right.
@@ -74,12 +78,15 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe) -> Prepared:
             loaded.append(load(checkpoint, config, recipe))
         return loaded[0]
 
-    data = load_data(recipe.data, load_tokenizer(checkpoint, recipe), model)
+    tokenizer = load_tokenizer(checkpoint, recipe)
+    data = load_data(recipe.data, tokenizer, model)
+    check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.layout.attention if layers else map_attention(model())
     _rehearse(attention, checkpoint, recipe)
     device = layers.device if layers else input_device(model())
-    return Prepared(model(), layers, data, attention, _resolve(recipe, model(), device))
+    size = shared_batch_size(recipe.data, device.type, data.samples, processes)
+    return Prepared(model(), layers, data, attention, _resolve(recipe, model(), device, size))
 
 
 def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -> None:
@@ -91,8 +98,9 @@ def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -
     )
 
 
-def _resolve(recipe: Recipe, model: PreTrainedModel, device: torch.device) -> Recipe:
-    batch_size = resolve_batch_size(recipe.data, device.type)
+def _resolve(
+    recipe: Recipe, model: PreTrainedModel, device: torch.device, batch_size: int
+) -> Recipe:
     return recipe.model_copy(
         update={
             "device": device.type,

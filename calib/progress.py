@@ -1,9 +1,10 @@
-"""Where a running job reports to, and the bar on stderr that most users see."""
+"""Where a running job reports to: a bar on stderr, or lines where that is no terminal."""
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import TextIO
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ def progress_bar(*, show: bool) -> Iterator[Progress]:
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), speed)
     # the stream itself: a block that hides what libraries write does not hide the bar
     console = Console(file=sys.stderr)
+    if show and not console.is_terminal:
+        yield Progress(stage=_line_per_stage(sys.stderr))
+        return
     with Bar(*columns, TimeRemainingColumn(), console=console, disable=not show) as bar:
         task = bar.add_task("load", total=None, speed="")
 
@@ -43,6 +47,21 @@ def progress_bar(*, show: bool) -> Iterator[Progress]:
             total=lambda tokens: bar.reset(task, total=tokens),
             advance=advance,
         )
+
+
+def _line_per_stage(stream: TextIO) -> Callable[[str], None]:
+    said = ""
+
+    def stage(name: str) -> None:
+        nonlocal said
+        name = name.partition(", ")[0]  # what follows changes with every batch
+        if name != said:
+            with suppress(OSError):
+                stream.write(f"{name}\n")
+                stream.flush()
+        said = name
+
+    return stage
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """A recipe fully determines a calibration: what to measure, on which data, and what to write."""
 
 import difflib
+import reprlib
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from calib.choices import (
@@ -20,10 +20,13 @@ from calib.choices import (
     Strategy,
     SuiteName,
     Targets,
+    VariantName,
     Weights,
 )
 from calib.errors import InputError
+from calib.eval.gate import parse_condition
 from calib.offload.sizes import parse_size
+from calib.yaml_text import read_yaml
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
 
@@ -76,14 +79,24 @@ class EvaluationRecipe(_Strict):
     dataset: str | None = Field(None, description="default: the calibration's")
     samples: int | None = Field(None, ge=2, description="held-out documents; default: the suite's")
     seq_len: int | None = Field(None, ge=8, description="tokens of each; default: the suite's")
-    variants: tuple[str, ...] | None = Field(None, description="default: all")
+    variants: tuple[VariantName, ...] | None = Field(None, description="default: all")
     backend: Backend = "auto"
     kl_budget: float | None = Field(
-        None, ge=0, description="nats; find the fewest layers to leave in 16 bits"
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="nats; find the fewest layers to leave in 16 bits",
     )
     tasks: tuple[str, ...] = Field((), description="of lm-eval: names, or paths of YAML files")
     task_limit: int | None = Field(None, ge=1, description="documents of each; default: all")
     fail_if: tuple[str, ...] = Field((), description="conditions, such as 'kl>0.02'")
+
+    @field_validator("fail_if")
+    @classmethod
+    def _conditions_are_some(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for text in given:
+            parse_condition(text)
+        return given
 
 
 class Recipe(_Strict):
@@ -97,6 +110,7 @@ class Recipe(_Strict):
     fp8_dtype: FP8Name = "e4m3fn"
     headroom: float = Field(1.0, gt=0, le=16, description="amax is multiplied by this")
     means: bool = Field(False, description="also collect per-channel means of K and V")
+    center_keys: bool = Field(False, description="subtract K's mean; implies means")
     device: Device = "auto"
     dtype: DType = "auto"
     offload: Offload = Field("auto", description="layerwise: weights pass through memory once")
@@ -107,6 +121,11 @@ class Recipe(_Strict):
     export: ExportRecipe = ExportRecipe()
     evaluation: EvaluationRecipe = EvaluationRecipe()
 
+    @property
+    def collects_means(self) -> bool:
+        """Whether means and extremes of every channel of K and V are collected."""
+        return self.means or self.center_keys
+
     @field_validator("max_memory")
     @classmethod
     def _max_memory_is_a_size(cls, given: str | None) -> str | None:
@@ -115,10 +134,15 @@ class Recipe(_Strict):
         return given
 
     @model_validator(mode="after")
-    def _channel_needs_absmax(self) -> "Recipe":
+    def _some_need_absmax(self) -> "Recipe":
         if self.strategy == "channel" and self.observer.name != "absmax":
             raise ValueError(
                 f"strategy 'channel' keeps no histogram per channel, so observer "
+                f"'{self.observer.name}' cannot serve it; use observer absmax"
+            )
+        if self.center_keys and self.observer.name != "absmax":
+            raise ValueError(
+                f"center_keys: no histogram is kept of K without its mean, so observer "
                 f"'{self.observer.name}' cannot serve it; use observer absmax"
             )
         return self
@@ -168,9 +192,9 @@ def _read(source: str) -> dict[str, Any]:
     is_file = path.suffix in {".yaml", ".yml", ".json"} or path.exists()
     try:
         text = path.read_text() if is_file else recipe_text(source)
-        document = yaml.safe_load(text)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"cannot read recipe '{source}': {' '.join(str(error).split())}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read recipe '{source}': {error}") from None
+    document = read_yaml(text, f"recipe '{source}'")
     if isinstance(document, dict) and path.name == "fp8kv_calibration.json":
         document = document.get("recipe")
     if not isinstance(document, dict):
@@ -204,8 +228,17 @@ def _explain(source: str | None, error: ValidationError) -> str:
             f"legal keys here: {', '.join(legal)}"
         )
     message = first["msg"].removeprefix("Value error, ")
-    given = "" if first["type"] == "value_error" else f", got {first['input']!r}"
+    given = "" if first["type"] == "value_error" else f", got {_shown(first['input'])}"
     return f"{where}: {dotted}: {message}{given}"
+
+
+def _shown(value: object) -> str:
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 200
+    try:
+        return short.repr(value)
+    except ValueError:  # Python refuses to write integers of thousands of digits
+        return "a number of too many digits"
 
 
 def _keys(path: tuple[int | str, ...]) -> list[str]:

@@ -1,6 +1,7 @@
 """`fp8kv_calibration.json` and the README of an output: how it was made and how to serve it."""
 
 import platform
+import shlex
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -27,6 +28,7 @@ def calibration_report(
     dataset: dict[str, Any],
     layers: list[LayerSummary],
     warnings: list[str],
+    threads: int | None,
 ) -> dict[str, Any]:
     """The document saved with every result; its recipe, run again, gives the same scales."""
     return {
@@ -36,6 +38,7 @@ def calibration_report(
         "recipe": recipe.model_dump(mode="json"),
         "dataset": dataset,
         "versions": versions(),
+        "threads": threads,
         "layers": [asdict(layer) for layer in layers],
         "warnings": warnings,
     }
@@ -139,7 +142,9 @@ def _mib(count: int) -> str:
 def serve_command(name: FormatName, path: Path, *, per_head: bool) -> str:
     """The exact command that serves an output directory, or "" where no engine does."""
     target = FORMATS[name]
-    return target.serve.format(path=path) + (target.per_head_flags if per_head else "")
+    return target.serve.format(path=shlex.quote(str(path))) + (
+        target.per_head_flags if per_head else ""
+    )
 
 
 def holds_per_head(name: FormatName, strategy: Strategy) -> bool:

@@ -41,10 +41,17 @@ class SavedProgress:
         different = [name for name, value in self._run.items() if earlier.get(name) != value]
         if different:
             raise InputError(
-                f"'{self._path}' is of a run with another {different[0]}, so --resume cannot go "
-                "on; give the same command, or leave --resume away to start again"
+                f"'{self._path}' is of a run with another {self._described(different[0], earlier)},"
+                " so --resume cannot go on; give the same command, or leave --resume away to start "
+                "again"
             )
         return stats, int(progress["batches"])
+
+    def _described(self, name: str, earlier: dict[str, Any]) -> str:
+        now = self._run[name]
+        if not isinstance(now, int):
+            return name
+        return f"{name} ({earlier.get(name, 'not recorded')}, now {now}; see OMP_NUM_THREADS)"
 
     def save_sometimes(self, stats: Callable[[], KVStats], batches: int) -> None:
         """Save `stats` of the first `batches`, if the last time is long enough ago.

@@ -83,7 +83,7 @@ def _tokens(x: Tensor, valid: Tensor | None) -> Tensor:
 
 def _on_grid(total: Tensor) -> Tensor:
     # multiples of 2**-20 add up exactly in float64, below 2**33: batches in any order and on any
-    # number of processes give the same bits
+    # number of processes add up to the same bits
     return total.mul_(_GRID).round_().div_(_GRID)
 
 

@@ -56,6 +56,11 @@ class KVScales:
         """Whether query scales are present."""
         return any(layer.q is not None for layer in self.layers.values())
 
+    @property
+    def has_center(self) -> bool:
+        """Whether something is subtracted from K before it is stored."""
+        return any(layer.k_center is not None for layer in self.layers.values())
+
     def with_shared(self) -> Mapping[str, LayerScales]:
         """All modules an engine asks about; one that shares a cache has its owner's scales.
 

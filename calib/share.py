@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from calib.attention import AttentionMap
 from calib.data import Batch
+from calib.errors import InputError
 from calib.measure import calibrate
 from calib.recipe import Recipe
 from calib.resume import SavedProgress
@@ -40,6 +41,11 @@ def calibrate_share(
     if not resume:
         saved.forget()
     before, done = saved.load()
+    if done > len(batches):
+        raise InputError(
+            f"the saved progress covers {done} batches of {len(batches)}; it is damaged, so leave "
+            "--resume away to start again"
+        )
     for batch in batches[:done]:
         advance(batch.num_tokens)
 

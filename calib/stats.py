@@ -92,37 +92,62 @@ class KVStats:
         fp8_dtype: FP8Name = "e4m3fn",
         headroom: float = 1.0,
         targets: Targets = "kv",
+        center_keys: bool = False,
     ) -> KVScales:
         """Derive scales: `amax * headroom / fp8_max`, float32, finite and > 0.
 
+        With `center_keys` K's are for what is left of K without its mean per channel, `k_center`.
+
         Raises:
-            CalibrationError: a layer saw nothing, only zeros, or NaN/Inf.
+            CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at float32's ends.
+            InputError: keys are to be centred and their means were not collected.
         """
 
-        def scale(tensor: TensorStats, where: str) -> Tensor:
+        def scale(tensor: TensorStats, where: str, left: Tensor | None = None) -> Tensor:
             _check(tensor.amax, where)
-            amax = observer.amax(tensor.amax, tensor.histogram, strategy)
-            return scale_from_amax(_cover_dead(amax, strategy) * headroom, FP8_DTYPES[fp8_dtype])
+            amax = _cover_dead(observer.amax(tensor.amax, tensor.histogram, strategy), strategy)
+            if left is not None:  # nothing is left of a constant
+                rest = observer.amax(left, None, strategy)
+                amax = torch.where(rest > 0, rest, amax)
+            try:
+                return scale_from_amax(amax * headroom, FP8_DTYPES[fp8_dtype])
+            except ValueError as error:
+                raise CalibrationError(f"{where}: {error}; check the weights") from None
 
-        with_q = targets == "qkv"
-        layers = {name: _layer_scales(s, name, scale, with_q) for name, s in self.layers.items()}
+        def layer(name: str, seen: LayerStats) -> LayerScales:
+            center, left = centered(seen) if center_keys else (None, None)
+            return LayerScales(
+                seen.layer_idx,
+                k=scale(seen.k, f"{name} K", left),
+                v=scale(seen.v, f"{name} V"),
+                q=scale(seen.q, f"{name} Q") if targets == "qkv" else None,
+                k_center=center,
+            )
+
+        layers = {name: layer(name, seen) for name, seen in self.layers.items()}
         return KVScales(strategy, fp8_dtype, layers, self.shared)
+
+
+def centered(layer: LayerStats) -> tuple[Tensor, Tensor]:
+    """K's mean per channel and the largest magnitude of what is left without it, [K, D] each.
+
+    Softmax does not see what is subtracted from every key. What is left has to be exact: the first
+    token's key, far from the mean, is often that extreme, is seen by every query, and at exactly
+    the largest magnitude FP8 rounds it to itself.
+
+    Raises:
+        InputError: means were not collected.
+    """
+    k = layer.k
+    if k.total is None or k.low is None or k.high is None:
+        raise InputError("these statistics hold no means of K; calibrate with --center-keys")
+    mean = (k.total / layer.tokens).float()
+    return mean, torch.maximum(k.high - mean, mean - k.low)
 
 
 def dead_groups(amax: Tensor, strategy: Strategy) -> int:
     """How many heads (attn_head) or channels (channel) of `amax` [H, D] saw only zeros."""
     return int((group_amax(amax, strategy) == 0).sum())
-
-
-def _layer_scales(
-    stats: LayerStats, name: str, scale: Callable[[TensorStats, str], Tensor], with_q: bool
-) -> LayerScales:
-    return LayerScales(
-        stats.layer_idx,
-        k=scale(stats.k, f"{name} K"),
-        v=scale(stats.v, f"{name} V"),
-        q=scale(stats.q, f"{name} Q") if with_q else None,
-    )
 
 
 def _check(amax: Tensor, where: str) -> None:

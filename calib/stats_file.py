@@ -9,18 +9,28 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from calib.errors import InputError
+from calib.files.calibrations import STATS_FILE as STATS_FILE
+from calib.files.calibrations import statistics_file
+from calib.files.json_file import parse_object
+from calib.histogram import NUM_BINS
 from calib.scales import SharedAttention
 from calib.stats import KVStats, LayerStats, TensorStats
 from calib.tensor_file import save_tensors
 
-STATS_FILE = "fp8kv_stats.safetensors"
-
 _KEY = "fp8kv_stats"
-_FIELDS = ("amax", "histogram", "total", "low", "high")
+_FIELDS = {
+    "amax": torch.float32,
+    "histogram": torch.int64,
+    "total": torch.float64,
+    "low": torch.float32,
+    "high": torch.float32,
+}
 
 
 def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = None) -> None:
@@ -46,9 +56,9 @@ def load_stats(path: Path) -> KVStats:
     """Read statistics from a file, or from the calibration directory that holds one.
 
     Raises:
-        InputError: there is no such file, or it is not a statistics file.
+        InputError: there is no such file, it is not a statistics file, or it is damaged.
     """
-    stats, _ = load_progress(path / STATS_FILE if path.is_dir() else path)
+    stats, _ = load_progress(statistics_file(path))
     return stats
 
 
@@ -56,7 +66,7 @@ def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
     """Read statistics and the `progress` saved with them.
 
     Raises:
-        InputError: there is no such file, or it is not a statistics file.
+        InputError: there is no such file, it is not a statistics file, or it is damaged.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -64,16 +74,85 @@ def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
     except (OSError, SafetensorError) as error:
         raise InputError(f"cannot read statistics '{path}': {error}") from None
-    facts = json.loads(metadata.get(_KEY, "{}"))
-    if facts.get("version") != 1:
-        raise InputError(f"'{path}' is not a {STATS_FILE} of this version")
-    shared = {name: SharedAttention(**module) for name, module in facts["shared"].items()}
-    layers = {name: _layer(name, layer, tensors) for name, layer in facts["modules"].items()}
-    return KVStats(layers, shared), facts.get("progress") or {}
+    facts = _facts(metadata.get(_KEY, "{}"), f"'{path}'")
+    layers = {name: _layer(name, m, tensors, f"'{path}'") for name, m in facts.modules.items()}
+    if tensors:
+        raise _damaged(f"'{path}'", f"no module has the tensor {min(tensors)[:80]}")
+    shared = {name: SharedAttention(m.layer_idx, m.owner) for name, m in facts.shared.items()}
+    return KVStats(layers, shared), facts.progress.model_dump() if facts.progress else {}
 
 
-def _layer(name: str, facts: dict[str, int], tensors: dict[str, Tensor]) -> LayerStats:
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Module(_Strict):
+    layer_idx: int = Field(ge=0)
+    tokens: int = Field(ge=1, lt=2**63)
+
+
+class _Shared(_Strict):
+    layer_idx: int = Field(ge=0)
+    owner: str
+
+
+class _Progress(_Strict):
+    run: dict[str, Any]
+    batches: int = Field(ge=0)
+
+
+class _Facts(_Strict):
+    modules: dict[str, _Module] = Field(min_length=1)
+    shared: dict[str, _Shared]
+    progress: _Progress | None = None
+
+    @model_validator(mode="after")
+    def _owners_are_modules(self) -> "_Facts":
+        unknown = [
+            module.owner for module in self.shared.values() if module.owner not in self.modules
+        ]
+        if unknown:
+            raise ValueError(f"no module is called '{unknown[0][:80]}', whose cache is shared")
+        return self
+
+
+def _facts(text: str, where: str) -> _Facts:
+    document = parse_object(text.encode(), f"the metadata of {where}")
+    if type(document.get("version")) is not int or document["version"] != 1:
+        raise InputError(f"{where} is not a {STATS_FILE} of this version")
+    try:
+        return _Facts.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])[:200]
+        raise _damaged(where, f"{place}: {first['msg']}") from None
+
+
+def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) -> LayerStats:
+    """Take the tensors of one module out of `tensors`."""
+
     def read(which: str) -> TensorStats:
-        return TensorStats(*(tensors.get(f"{name}.{which}.{field}") for field in _FIELDS))  # type: ignore[arg-type]
+        found = {field: tensors.pop(f"{name}.{which}.{field}", None) for field in _FIELDS}
+        amax = found["amax"]
+        if amax is None or amax.dim() != 2 or not amax.numel():
+            raise _damaged(where, f"{name}.{which}.amax must be there, [heads, channels]")
+        for field, tensor in found.items():
+            shape = (len(amax), NUM_BINS) if field == "histogram" else amax.shape
+            if tensor is not None and (tensor.dtype, tensor.shape) != (_FIELDS[field], shape):
+                raise _damaged(
+                    where,
+                    f"{name}.{which}.{field} is {tensor.dtype} {[*tensor.shape]}, not "
+                    f"{_FIELDS[field]} {[*shape]}",
+                )
+        if len({found[field] is None for field in ("total", "low", "high")}) > 1:
+            raise _damaged(where, f"{name}.{which} needs total, low and high, or none of them")
+        return TensorStats(**found)  # type: ignore[arg-type]
 
-    return LayerStats(facts["layer_idx"], facts["tokens"], read("k"), read("v"), read("q"))
+    layer = LayerStats(facts.layer_idx, facts.tokens, read("k"), read("v"), read("q"))
+    if len(layer.k.amax) != len(layer.v.amax):
+        raise _damaged(where, f"{name} has other heads in K than in V")
+    return layer
+
+
+def _damaged(where: str, problem: str) -> InputError:
+    return InputError(f"{where} is damaged ({' '.join(problem.split())}); calibrate again")

@@ -5,6 +5,7 @@ them out writes garbage. So the twin answers, for any stack, whether it uses the
 """
 
 import re
+import shlex
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -18,6 +19,7 @@ from calib.atomic import atomic_directory
 from calib.attention import observe_qkv
 from calib.checkpoint import Checkpoint, open_checkpoint
 from calib.errors import InputError, UnsupportedModelError
+from calib.export.compressed_tensors import find_quantization_config
 from calib.model import find_checkpoint, load_config, load_model
 from calib.output import STRESS_FILE, check_output, copy_small_files, write_json
 from calib.progress import library_bars_hidden
@@ -99,8 +101,8 @@ def stress(
     checkpoint = find_checkpoint(model_name)
     check_output(output, checkpoint.path, overwrite=overwrite)
     _check_is_plain(checkpoint)
-    before = _observe(checkpoint, recipe)
-    with atomic_directory(output) as scratch:
+    with atomic_directory(output, overwrite=overwrite) as scratch:
+        before = _observe(checkpoint, recipe)
         model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
         changed = rescale(model, factors)
         _save(model, checkpoint, scratch)
@@ -109,6 +111,7 @@ def stress(
         # what is compared is what lies on disk
         after = _observe(open_checkpoint(scratch), recipe)
         _prove(checkpoint, before, after, factors)
+        checkpoint.check_unchanged()
         k_amax, v_amax = ((_amax(before, w), _amax(after, w)) for w in "kv")
         done = Stressed(model_name, output, factors, dtype, changed, k_amax, v_amax)
         write_json(scratch / STRESS_FILE, done.to_json())
@@ -145,7 +148,7 @@ class _Observed:
 
 
 def _check_is_plain(checkpoint: Checkpoint) -> None:
-    if checkpoint.config.get("quantization_config") is not None:
+    if find_quantization_config(checkpoint.config) is not None:
         raise InputError(
             f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
             "quantised weights cannot be multiplied exactly"
@@ -211,6 +214,7 @@ def _config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 def _card(done: Stressed) -> str:
     # engines take float32 weights for bfloat16 unless told otherwise
+    twin, scaled = (shlex.quote(f"{done.output}{end}") for end in ("", "-fp8kv"))
     flags = "--kv-cache-dtype fp8" + (" --dtype float32" if done.dtype == "float32" else "")
     return f"""# Stress twin of {done.model}
 
@@ -223,9 +227,9 @@ outputs are the source's, bit for bit. On {_PROBE_TOKENS} tokens K reached
 It shows whether a serving stack uses the scales of an FP8 KV cache:
 
 ```bash
-vllm serve {done.output} {flags}           # no scales: garbage
-fp8kv-calibrate {done.output} -o {done.output}-fp8kv
-vllm serve {done.output}-fp8kv {flags}     # with scales: the source's text
+vllm serve {twin} {flags}           # no scales: garbage
+fp8kv-calibrate {twin} -o {scaled}
+vllm serve {scaled} {flags}     # with scales: the source's text
 ```
 
 If the second server writes garbage too, it does not use the scales.

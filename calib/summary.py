@@ -6,7 +6,7 @@ from torch import Tensor
 
 from calib.recipe import Recipe
 from calib.scales import KVScales, LayerScales
-from calib.stats import KVStats, LayerStats, TensorStats, dead_groups
+from calib.stats import KVStats, LayerStats, centered, dead_groups
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 OUTLIER_HEAD = 20  # times the median of the other heads
@@ -69,6 +69,7 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
 
 
 def _row(name: str, stats: LayerStats, scales: LayerScales, limit: float) -> LayerSummary:
+    stored_k = stats.k.amax if scales.k_center is None else centered(stats)[1]
     return LayerSummary(
         module=name,
         layer_idx=stats.layer_idx,
@@ -76,13 +77,13 @@ def _row(name: str, stats: LayerStats, scales: LayerScales, limit: float) -> Lay
         v_amax=float(stats.v.amax.max()),
         k_scale=float(scales.k.max()),
         v_scale=float(scales.v.max()),
-        k_range_used=_range_used(stats.k, scales.k, limit),
-        v_range_used=_range_used(stats.v, scales.v, limit),
+        k_range_used=_range_used(stored_k, scales.k, limit),
+        v_range_used=_range_used(stats.v.amax, scales.v, limit),
     )
 
 
-def _range_used(stats: TensorStats, scale: Tensor, limit: float) -> float:
-    heads = stats.amax.amax(-1)
+def _range_used(amax: Tensor, scale: Tensor, limit: float) -> float:
+    heads = amax.amax(-1)
     per_head = scale.amax(-1) if scale.dim() == 2 else scale
     return float((heads / (per_head * limit)).min().clamp(max=1.0))
 
@@ -119,22 +120,25 @@ def _outlier_heads(stats: KVStats, scales: KVScales) -> list[str]:
 
 def _head_ratio(amax: Tensor) -> float:
     heads = amax.amax(-1).sort().values
+    heads = heads[heads > 0]  # a dead head says nothing of what is usual
     return float(heads[-1] / heads[:-1].median()) if len(heads) > 1 else 1.0
 
 
 def _dead(stats: KVStats, scales: KVScales) -> list[str]:
     found = []
+    whole = scales.strategy == "tensor"
+    kind = "a head held" if whole else "a head or channel held"
+    covered = (
+        "the layer's one scale is for it too" if whole else "it takes the layer's largest scale"
+    )
     for which in ("k", "v"):
         layers = [
             layer.layer_idx
             for layer in stats.layers.values()
-            if dead_groups(getattr(layer, which).amax, scales.strategy)
+            if dead_groups(getattr(layer, which).amax, "attn_head" if whole else scales.strategy)
         ]
         if layers:
-            found.append(
-                f"{which.upper()}: a head or channel held only zeros in {_layers(layers)}; "
-                "it takes the layer's largest scale"
-            )
+            found.append(f"{which.upper()}: {kind} only zeros in {_layers(layers)}; {covered}")
     return found
 
 

@@ -1,24 +1,73 @@
 """Text and tables for a terminal, from words that others may have chosen."""
 
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from rich.console import Console, JustifyMethod
+
+_ENDLESS = 1_000_000
 
 
-def table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> "Table":
-    """A table for the terminal; more than two columns are numbers. Text is shown as it is."""
+def table_text(
+    title: str,
+    headings: tuple[str, ...],
+    rows: Sequence[tuple[str, ...]],
+    console: "Console | None" = None,
+) -> str:
+    """A table; more than two columns are numbers. Text is shown as it is, and no word is broken.
+
+    A screen that is too narrow gets a line for every value. What is no screen gets whole rows.
+    """
+    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
+    console = console or Console()
+    cells = [[plain(cell) for cell in row] for row in (headings, *rows)]
+    endless = not (console.is_terminal or "COLUMNS" in os.environ)
+    widths = _widths(cells, _ENDLESS if endless else console.width)
+    console.width = max(console.width, sum(widths) + _border(widths))
+    made = Table()
     # a plain string may hold rich's own markup
-    made = Table(title=Text(plain(title), style="table.title"), title_justify="left")
-    for heading in headings:
-        made.add_column(Text(plain(heading)), justify="right" if len(headings) > 2 else "left")
-    for row in rows:
-        made.add_row(*(Text(plain(cell)) for cell in row))
-    return made
+    for heading, width in zip(cells[0], widths, strict=False):
+        justify: JustifyMethod = "right" if len(headings) > 2 else "left"
+        made.add_column(Text(heading), justify=justify, width=width)
+    for row in cells[1:] if widths else ():
+        made.add_row(*map(Text, row))
+    with console.capture() as captured:
+        console.print(Text(plain(title), style="table.title"), soft_wrap=True)
+        if widths:
+            console.print(made)
+        for row in () if widths else cells[1:]:
+            pairs = zip(cells[0], row, strict=True)
+            lines = "\n".join(("", *map(": ".join, pairs)))
+            console.print(Text(lines), soft_wrap=True)
+    return captured.get()
+
+
+def _widths(cells: Sequence[Sequence[str]], room: int) -> list[int]:
+    """Of the columns, so that they fit in `room` and no word is broken; none where they cannot."""
+    from rich.cells import cell_len
+
+    columns = [[cell_len(cell) for cell in column] for column in zip(*cells, strict=True)]
+    words = [
+        [cell_len(word) for cell in c for word in cell.split()] for c in zip(*cells, strict=True)
+    ]
+    least = [max(lengths, default=0) for lengths in words]
+    spare = room - sum(least) - _border(least)
+    if spare < 0:
+        return []
+    widths = []
+    for low, lengths in zip(least, columns, strict=True):
+        widths.append(min(max(lengths), low + spare))
+        spare -= widths[-1] - low
+    return widths
+
+
+def _border(widths: Sequence[int]) -> int:
+    return 3 * len(widths) + 1
 
 
 def plain(text: str) -> str:

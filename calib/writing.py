@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calib.atomic import atomic_directory
+from calib.atomic import Claim, atomic_directory
 from calib.checkpoint import Checkpoint
 from calib.choices import FormatName
 from calib.export import FORMATS, Export, export
@@ -39,7 +39,9 @@ class Destination:
 
     path: Path
     in_place: bool = False  # it is the model's own directory
+    overwrite: bool = False  # an earlier output there goes
     on_copied: OnCopied = lambda name, copied, size: None
+    claim: Claim | None = None  # where it was claimed when the run began
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,12 @@ def write_output(
     """Fill the destination with every export, all of it or nothing.
 
     Raises:
-        InputError: it cannot be written.
+        InputError: it cannot be written, or the weights have changed since they were opened.
     """
     output, backup = destination.path, None
     parts = dict.fromkeys(exports, "") if len(exports) == 1 else {name: name for name in exports}
-    with atomic_directory(output) as scratch:
+    overwrite, claim = destination.overwrite, destination.claim
+    with atomic_directory(output, overwrite=overwrite, claim=claim) as scratch:
         for name, made in exports.items():
             directory = scratch / parts[name]
             directory.mkdir(exist_ok=True)
@@ -73,6 +76,7 @@ def write_output(
             _write_format(name, made, checkpoint, recipe, directory, card, destination)
             save_stats(stats, directory / STATS_FILE)
             write_json(directory / CALIBRATION_FILE, report)
+        checkpoint.check_unchanged()
         if destination.in_place:
             complete(scratch, output)
             backup = back_up(output, scratch)

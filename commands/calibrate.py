@@ -54,6 +54,10 @@ def calibrate(
     dtype: DType = None,
     fp8_dtype: Annotated[choices.FP8Name | None, Flag(help="Default: e4m3fn (max 448).")] = None,
     headroom: Annotated[float | None, Flag(help="Multiplies every amax. Default: 1.0.")] = None,
+    center_keys: Annotated[
+        bool,
+        Flag("--center-keys", help="Subtract K's mean per channel; for --format fp8kv."),
+    ] = False,
     weights: Annotated[
         choices.Weights | None,
         Flag(help="link: hard-link the source's weights; none: scales and configs only."),
@@ -96,6 +100,8 @@ def calibrate(
         from calib.recipe import load_recipe
 
         resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
+        if evaluate:
+            _check_evaluation(model, resolved, output, in_place=in_place)
         with progress_bar(show=not (quiet or as_json) and is_first_process()) as progress:
             result = run_job(
                 model,
@@ -120,6 +126,16 @@ def calibrate(
         fail_on(failed)
 
     run(work, debug=debug)
+
+
+def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_place: bool) -> None:
+    # a gate or a task that is none should be found before hours of calibration
+    from calib.eval.run import check_evaluation
+    from calib.job import default_output
+
+    path = Path(model) if in_place else output or default_output(model, recipe)
+    formats = recipe.export.formats
+    check_evaluation(recipe, [path / formats[0] if len(formats) > 1 else path])
 
 
 def _evaluate(

@@ -67,7 +67,7 @@ def repair(
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> None:
-    """Replace scales that are missing, zero, negative, NaN or garbage by measured absmax / 448."""
+    """Derive scales that are missing, zero, negative, NaN or garbage from measured absmax."""
 
     def work() -> None:
         from calib.rewrite.rewrite import repair as repair_scales

@@ -21,7 +21,7 @@ def evaluate(
     model: Model,
     scales: Annotated[
         list[Path] | None,
-        Flag(metavar="DIR", help="Output of fp8kv-calibrate to compare; repeatable."),
+        Flag(metavar="DIR", help="With scales of any tool to compare; repeatable."),
     ] = None,
     variants: Annotated[
         str | None, Flag(help="Comma-separated names to keep, such as none,tensor. Default: all.")

@@ -15,7 +15,7 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     scales: Annotated[
-        str | None, Flag(metavar="DIR", help="Output of fp8kv-calibrate. none: 1.0. Default: MODEL")
+        str | None, Flag(metavar="DIR", help="With scales of any tool. none: 1.0. Default: MODEL.")
     ] = None,
     max_new_tokens: Annotated[int, Flag(min=1, help="Tokens to generate at most.")] = 64,
     temperature: Annotated[float, Flag(min=0.0, help="0: the likeliest token every time.")] = 0.0,

@@ -4,12 +4,44 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
+from typing import Any, TextIO, cast
 
 import typer
 
 
 class _Terminated(BaseException):
     """SIGTERM arrived."""
+
+
+class _Output:
+    """Standard output. What it refuses is dropped, and the work goes on to its own exit status."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        # a closed one must not become the first file that is opened, and may have nothing to print
+        self._stream = stream or open(os.open(os.devnull, os.O_RDONLY), "w")  # noqa: SIM115
+        self.refusal: OSError | None = None
+
+    def write(self, text: str) -> int:
+        encoding = self._stream.encoding or "utf-8"
+        spelled = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._do(lambda: self._stream.write(spelled))
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(self._stream.flush)
+
+    def _do(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            # a reader that has seen enough, such as `head`, is no mistake
+            self.refusal = self.refusal or (None if isinstance(error, BrokenPipeError) else error)
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def run(work: Callable[[], None], *, debug: bool = False) -> None:
@@ -20,24 +52,63 @@ def run(work: Callable[[], None], *, debug: bool = False) -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from calib.atomic import WRITTEN
     from calib.errors import Fp8kvError
 
+    WRITTEN.clear()
     try:
-        work()
+        _check_arguments()
+        _print_all(work)
     except Fp8kvError as error:
         if debug:
             raise
         _fail(str(error), 2)
     except KeyboardInterrupt:
-        _fail("interrupted; nothing was written", 130)
+        _fail(f"interrupted; {_written()}", 130)
     except _Terminated:
-        _fail("terminated; nothing was written", 2)
+        _fail(f"terminated; {_written()}", 2)
     finally:
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
+def _print_all(work: Callable[[], None]) -> None:
+    """Do `work`, and say what was written where its words cannot be printed."""
+    output, ended = _Output(sys.stdout), None
+    try:
+        with redirect_stdout(cast("TextIO", output)):
+            work()
+    except typer.Exit as error:
+        ended = error
+    finally:
+        output.flush()
+    if output.refusal:
+        _fail(f"cannot print: {output.refusal.strerror}; {_written()}", 2)
+    if ended:
+        raise ended
+
+
+def _written() -> str:
+    from calib.atomic import WRITTEN
+
+    written = ", ".join(f"'{path}'" for path in WRITTEN)
+    return f"written: {written}" if written else "nothing was written"
+
+
+def _check_arguments() -> None:
+    from calib.errors import InputError
+
+    for argument in sys.argv[1:]:
+        as_bytes = os.fsencode(argument)
+        try:
+            as_bytes.decode()
+        except UnicodeDecodeError:
+            shown = as_bytes.decode(errors="backslashreplace")
+            raise InputError(f"'{shown}' is not UTF-8; give it in that encoding") from None
+
+
 def _fail(message: str, status: int) -> None:
-    print(f"fp8kv: {message}", file=sys.stderr)
+    with suppress(OSError):
+        print(f"fp8kv: {message}", file=sys.stderr)
     raise typer.Exit(status)
 
 
@@ -63,11 +134,9 @@ os.register_at_fork(
 
 def print_table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Print a table."""
-    from rich.console import Console
+    from calib.terminal import table_text
 
-    from calib.terminal import table
-
-    Console().print(table(title, headings, rows))
+    print(table_text(title, headings, rows), end="")
 
 
 def print_lines(lines: Sequence[str]) -> None:

@@ -12,21 +12,35 @@ COMPRESSED = {
     "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
 }
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
-CONFIG |= {"num_key_value_heads": 2}
+CONFIG |= {"num_key_value_heads": 2, "architectures": ["LlamaForCausalLM"]}
+NAMES = "{module}.{x}_scale"
 
 
-def model(directory, k=(0.5, 0.25), v=(0.125, 0.0625), *, config=COMPRESSED, json_file=None):
-    """Two layers; without `config` the model says nothing of a quantised cache."""
+def model(
+    directory,
+    k=(0.5, 0.25),
+    v=(0.125, 0.0625),
+    *,
+    config=COMPRESSED,
+    json_file=None,
+    names=NAMES,
+    **document,
+):
+    """Two layers; without `config` the model says nothing of a quantised cache.
+
+    `document` goes into config.json; None takes a key away.
+    """
     directory.mkdir(exist_ok=True)
     tensors = {}
     for i in range(2):
         name = f"model.layers.{i}.self_attn"
         tensors[f"{name}.k_proj.weight"] = torch.ones(2)
         if k and v:
-            tensors |= {f"{name}.k_scale": torch.tensor([k[i]])}
-            tensors |= {f"{name}.v_scale": torch.tensor([v[i]])}
+            for x, scales in {"k": k, "v": v}.items():
+                tensors[names.format(module=name, x=x)] = torch.tensor([scales[i]])
     save_file(tensors, directory / "model.safetensors")
-    document = CONFIG | ({"quantization_config": config} if config else {})
+    document = CONFIG | ({"quantization_config": config} if config else {}) | document
+    document = {key: value for key, value in document.items() if value is not None}
     (directory / "config.json").write_text(json.dumps(document))
     if json_file is not None:
         (directory / "kv_cache_scales.json").write_text(json.dumps(json_file))

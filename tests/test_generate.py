@@ -93,6 +93,40 @@ def test_scale_one_needs_no_calibration(tiny_directory):
     assert len(facts["fp8"]["token_ids"]) == 9
 
 
+def without_calibration(directory):
+    """The same scales, as another tool could have written them."""
+    for file in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
+        (directory / file).unlink()
+    return directory
+
+
+def test_scales_of_another_tool_are_taken_beside_a_model_or_within_it(calibrated, tiny_directory):
+    expected = continuation(tiny_directory, load_scales(calibrated))
+    foreign = without_calibration(calibrated)
+    beside = as_json(tiny_directory, PROMPT, "--scales", foreign)
+    assert beside["fp8"]["token_ids"] == expected
+    assert as_json(foreign, PROMPT)["fp8"]["token_ids"] == expected
+
+
+@pytest.mark.parametrize("layout", ["json", "fp8kv"])
+def test_outputs_without_weights_are_scales_too(layout, tiny_directory, tmp_path):
+    out = tmp_path / "out"
+    assert calibrate(tiny_directory, "-o", out, "--format", layout).exit_code == 0
+    expected = continuation(tiny_directory, load_scales(out))
+    assert as_json(tiny_directory, PROMPT, "--scales", out)["fp8"]["token_ids"] == expected
+    if layout == "json":
+        found = as_json(tiny_directory, PROMPT, "--scales", without_calibration(out))
+        assert len(found["fp8"]["token_ids"]) == 9
+
+
+def test_bad_scales_are_found_before_the_model_is_loaded(tiny_directory, tmp_path, monkeypatch):
+    monkeypatch.setattr("calib.generation.load_model", lambda *_: pytest.fail("loaded"))
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "kv_cache_scales.json").write_text("{")
+    done = generate(tiny_directory, PROMPT, "--scales", tmp_path / "bad")
+    one_line_error(done, "kv_cache_scales.json' is not JSON")
+
+
 def test_sampling_repeats_with_its_seed(calibrated):
     first, again, other = (
         as_json(calibrated, PROMPT, "--temperature", "2", "--seed", seed)["fp8"]["token_ids"]
@@ -113,10 +147,9 @@ def test_a_chat_template_is_applied(calibrated):
 def test_mistakes_get_one_line(calibrated, tiny_directory, tmp_path):
     one_line_error(generate(calibrated, ""), "the prompt is empty")
     one_line_error(generate(calibrated, PROMPT, "--chat"), "no chat template; leave out --chat")
-    one_line_error(
-        generate(tiny_directory, PROMPT), "holds no fp8kv_calibration.json", "--scales none"
-    )
-    one_line_error(generate(tiny_directory, PROMPT, "--scales", tmp_path / "no"), "--scales '")
+    one_line_error(generate(tiny_directory, PROMPT), "holds no KV-cache scales", "--scales none")
+    no = tmp_path / "no"
+    one_line_error(generate(tiny_directory, PROMPT, "--scales", no), f"'{no}' is not a directory")
     one_line_error(
         fp8kv("generate", calibrated, PROMPT, "--max-new-tokens", "251"),
         "prompt + --max-new-tokens 257 is longer than the model's 256 positions",

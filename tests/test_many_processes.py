@@ -1,5 +1,6 @@
 """Runs shared by processes, and runs that were killed, end in the very bits of one plain run."""
 
+import json
 import os
 import signal
 import subprocess
@@ -59,11 +60,43 @@ def test_processes_share_the_work_and_change_no_bit(count, model, plain, tmp_pat
     assert [file.name for file in tmp_path.iterdir()] == ["out"]
 
 
-def test_more_processes_than_batches_is_one_clear_line(model, tmp_path):
-    done = launched(2, model, "-o", tmp_path / "out", *DATA, "--samples", 1, "--device", "cpu")
+def test_more_processes_than_batches_of_a_size_that_was_typed_is_one_clear_line(model, tmp_path):
+    done = launched(2, model, "-o", tmp_path / "out", *DATA, "--samples", 2, "--device", "cpu")
     assert "2 processes cannot share 1 batches; start fewer" in done.stderr
     assert done.returncode != 0
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_batch_size_that_is_left_open_gives_every_process_work(model, tmp_path):
+    few = ("--dataset", "random", "--samples", 3, "--seq-len", 24, *COLLECTED)
+    done = launched(2, model, "-o", tmp_path / "out", *few)
+    assert done.returncode == 0, done.stderr
+    recipe = json.loads((tmp_path / "out/fp8kv_calibration.json").read_text())["recipe"]
+    assert recipe["data"]["batch_size"] == 1
+    alone = fp8kv("calibrate", model, "-o", tmp_path / "alone", *few, "--batch-size", 1)
+    assert alone.exit_code == 0, alone.stderr
+    assert_same(statistics(tmp_path / "out"), statistics(tmp_path / "alone"))
+    none = launched(2, model, "-o", tmp_path / "none", *few, "--samples", 1)
+    assert "2 processes cannot share 1 batches; start fewer" in none.stderr
+
+
+def test_another_number_of_threads_is_recorded_and_does_not_go_on(model, tmp_path):
+    out = tmp_path / "out"
+    saved = killed_after_saving(model, out, signal.SIGKILL, OMP_NUM_THREADS="2")
+    long = (*DATA, *COLLECTED, "--set", "save_minutes=0", "--samples", 400, "--resume", "-o", out)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one_line_error(
+            fp8kv("calibrate", model, *long),
+            "another number of threads (2, now 1;", "OMP_NUM_THREADS",
+        )  # fmt: skip
+        assert saved.exists()
+        torch.set_num_threads(2)
+        assert fp8kv("calibrate", model, *long).exit_code == 0
+    finally:
+        torch.set_num_threads(before)
+    assert json.loads((out / "fp8kv_calibration.json").read_text())["threads"] == 2
 
 
 def test_ranks_with_different_recipes_stop(model, tmp_path):
@@ -96,15 +129,16 @@ def test_nan_on_one_rank_ends_every_rank_with_its_error(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def killed_after_saving(model, out, signal_number):
+def killed_after_saving(model, out, signal_number, **environment):
     """Start a run that saves after each batch, and kill it once it has saved."""
     command = [
         sys.executable, "-m", "cli", "calibrate", model, "-o", out, *DATA, *COLLECTED,
         "--set", "save_minutes=0", "--samples", 400,
     ]  # fmt: skip
     running = subprocess.Popen(
-        list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
+        list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), **environment},
+    )  # fmt: skip
     saved = out.parent / f".{out.name}.rank0.progress"
     deadline = time.monotonic() + 120
     while not saved.exists() and time.monotonic() < deadline:

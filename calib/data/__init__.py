@@ -1,6 +1,13 @@
 """Which token ids the model reads during calibration, and in which batches. Knows no scales."""
 
-from calib.data.batches import Batch, make_batches, resolve_batch_size
+from calib.data.batches import Batch, make_batches, resolve_batch_size, shared_batch_size
 from calib.data.loading import CalibrationData, load_data
 
-__all__ = ["Batch", "CalibrationData", "load_data", "make_batches", "resolve_batch_size"]
+__all__ = [
+    "Batch",
+    "CalibrationData",
+    "load_data",
+    "make_batches",
+    "resolve_batch_size",
+    "shared_batch_size",
+]

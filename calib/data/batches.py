@@ -42,14 +42,7 @@ def make_batches(samples: Sequence[Sequence[int]], batch_size: int, pad_id: int)
     right: attention is causal, so a real token never sees what follows it, and keeps the position
     (and therefore the rotated key) that it has alone.
     """
-    longest_first = sorted(range(len(samples)), key=lambda i: (-len(samples[i]), i))
-    groups: list[list[int]] = []
-    for i in longest_first:
-        if groups and len(groups[-1]) < batch_size and _fits(samples, groups[-1], i):
-            groups[-1].append(i)
-        else:
-            groups.append([i])
-    return [_pad(samples, group, pad_id) for group in groups]
+    return [_pad(samples, group, pad_id) for group in _groups(samples, batch_size)]
 
 
 def resolve_batch_size(recipe: DataRecipe, device_type: str) -> int:
@@ -62,6 +55,27 @@ def resolve_batch_size(recipe: DataRecipe, device_type: str) -> int:
         return int(recipe.batch_size)
     budget = CPU_TOKENS_PER_BATCH if device_type == "cpu" else ACCELERATOR_TOKENS_PER_BATCH
     return max(1, budget // recipe.seq_len)
+
+
+def shared_batch_size(
+    recipe: DataRecipe, device_type: str, samples: Sequence[Sequence[int]], processes: int
+) -> int:
+    """`resolve_batch_size`, where 'auto' is made smaller if a process would get no batch."""
+    size = resolve_batch_size(recipe, device_type)
+    if recipe.batch_size != "auto" or len(_groups(samples, size)) >= processes:
+        return size
+    return max(1, len(samples) // processes)
+
+
+def _groups(samples: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    longest_first = sorted(range(len(samples)), key=lambda i: (-len(samples[i]), i))
+    groups: list[list[int]] = []
+    for i in longest_first:
+        if groups and len(groups[-1]) < batch_size and _fits(samples, groups[-1], i):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    return groups
 
 
 def _fits(samples: Sequence[Sequence[int]], group: list[int], candidate: int) -> bool:

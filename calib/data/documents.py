@@ -8,6 +8,7 @@ from calib.errors import InputError
 Message = dict[str, Any]
 Document = str | list[Message]
 Row = str | Mapping[str, Any]  # a bare string is a document of its own
+LocatedRow = tuple[str, Row]  # its place, such as "a.jsonl, line 3", and the row
 
 CHAT_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "content", "document")
@@ -16,16 +17,22 @@ CONTINUING_COLUMNS = ("input", "completion", "response", "output", "answer")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
+class UnusableRow(InputError):
+    """A row holds no text that can be found."""
+
+
 def find_document(row: Row, column: str | None) -> Document:
     """Return the chat or text of `row`: in `column`, else in the first column known to hold one.
 
     Raises:
-        InputError: the column does not exist or holds neither, or no column is an obvious choice.
+        UnusableRow: the column does not exist or holds neither, or no column is an obvious choice.
     """
     if isinstance(row, str):
         return row
+    if not row:
+        raise UnusableRow("the row holds nothing")
     if column is not None and column not in row:
-        raise InputError(f"no column '{column}' in the dataset; {_columns(row)}")
+        raise UnusableRow(f"no column '{column}' in the dataset; {_columns(row)}")
     if column is not None:
         return _document(row, column)
     for name in (*CHAT_COLUMNS, *TEXT_COLUMNS):
@@ -41,8 +48,15 @@ def is_blank(document: Document) -> bool:
     """Whether there is nothing to read: white space only, or no message with content."""
     if isinstance(document, str):
         return not document.strip()
-    contents = [message.get("content") for message in document]
-    return all(not (c.strip() if isinstance(c, str) else c) for c in contents)
+    return not any((text_of(message) or "").strip() for message in document)
+
+
+def text_of(message: Message) -> str | None:
+    """The content of a message; its parts are joined with line breaks, as vLLM joins them."""
+    content: str | list[dict[str, str]] | None = message.get("content")
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content
 
 
 def _document(row: Mapping[str, Any], column: str) -> Document:
@@ -53,7 +67,7 @@ def _document(row: Mapping[str, Any], column: str) -> Document:
         return value
     if isinstance(value, list) and all(isinstance(message, Mapping) for message in value):
         return [_message(message, column) for message in value]
-    raise InputError(
+    raise UnusableRow(
         f"column '{column}' holds {type(value).__name__}, neither text nor a list of "
         f"chat messages; {_columns(row)}"
     )
@@ -62,14 +76,33 @@ def _document(row: Mapping[str, Any], column: str) -> Document:
 def _message(message: Mapping[str, Any], column: str) -> Message:
     if "role" in message:
         # Arrow fills absent keys with None, and templates ask only whether a key is there
-        return {k: v for k, v in message.items() if v is not None or k == "content"}
-    if "from" in message and "value" in message:
+        kept = {k: v for k, v in message.items() if v is not None or k == "content"}
+        return {k: _content(v, column) if k == "content" else v for k, v in kept.items()}
+    if isinstance(message.get("from"), str) and "value" in message:
         role = SHAREGPT_ROLES.get(message["from"], message["from"])
-        return {"role": role, "content": message["value"]}
-    raise InputError(
+        return {"role": role, "content": _content(message["value"], column)}
+    raise UnusableRow(
         f"a chat message in column '{column}' has the keys {', '.join(message)}; "
         f"it needs role and content, or from and value"
     )
+
+
+def _content(content: Any, column: str) -> str | list[dict[str, str]] | None:
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
+        raise UnusableRow(
+            f"a chat message in column '{column}' holds {type(content).__name__}, neither text nor "
+            "parts"
+        )
+    for part in content:
+        if part.get("type") != "text" or not isinstance(part.get("text"), str):
+            kind = f"'{part.get('type')}'"
+            raise UnusableRow(
+                f"a chat message in column '{column}' has a part of type {kind}"
+                f"{' without text' if kind == repr('text') else ''}; only text can be read"
+            )
+    return [{"type": "text", "text": part["text"]} for part in content]
 
 
 def _joined(row: Mapping[str, Any], opening: str) -> Document:
@@ -85,7 +118,7 @@ def _joined(row: Mapping[str, Any], opening: str) -> Document:
 def _only_string_column(row: Mapping[str, Any]) -> str:
     names = [name for name, value in row.items() if isinstance(value, str)]
     if len(names) != 1:
-        raise InputError(f"cannot tell which column holds the text; {_columns(row)}")
+        raise UnusableRow(f"cannot tell which column holds the text; {_columns(row)}")
     return names[0]
 
 

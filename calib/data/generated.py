@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from calib.data.batches import resolve_batch_size
-from calib.devices import input_device
+from calib.devices import check_token_ids, input_device
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
@@ -55,7 +55,7 @@ def sample_from_model(
     with _seeded(recipe.seed):
         while len(samples) < recipe.samples:
             starts = _start_ids(min(batch_size, recipe.samples - len(samples)), tokenizer, model)
-            rows = _generate(starts, recipe.seq_len, ends, tokenizer, model)
+            rows = _generate(starts, recipe.seq_len, ends, model)
             kept = [_until_end(row, ends) for row in rows if row[1] not in ends]
             samples += kept
             barren = 0 if kept else barren + len(rows)
@@ -90,14 +90,13 @@ def _generate(
     starts: Tensor,  # [B, 1]
     seq_len: int,
     ends: list[int],
-    tokenizer: PreTrainedTokenizerBase,
     model: PreTrainedModel,
 ) -> list[list[int]]:
     from transformers import GenerationConfig
 
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+    # what follows an end is cut off; the tokenizer's own padding may have no row in the embedding
     config = GenerationConfig(
-        max_new_tokens=seq_len - 1, eos_token_id=ends or None, pad_token_id=pad_id, **PLAIN_SAMPLING
+        max_new_tokens=seq_len - 1, eos_token_id=ends or None, pad_token_id=0, **PLAIN_SAMPLING
     )
     mask = torch.ones_like(starts)
     rows = model.generate(starts, attention_mask=mask, generation_config=config)
@@ -110,6 +109,7 @@ def _start_ids(
 ) -> Tensor:  # [count, 1]
     for start in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if start is not None:
+            check_token_ids([start], tokenizer, model)
             return torch.full((count, 1), start, device=input_device(model))
     return torch.randint(_num_ids(tokenizer, model), (count, 1)).to(input_device(model))
 

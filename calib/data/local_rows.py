@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from calib.data.documents import Row
+from calib.data.documents import LocatedRow, Row
 from calib.errors import InputError
 
 # rows are picked at random, and pandas writes a whole file as one row group
@@ -23,8 +23,8 @@ class Rows(Protocol):
     def __len__(self) -> int:
         """Return the number of rows."""
 
-    def __getitem__(self, index: int, /) -> Row:
-        """Return one row, from 0."""
+    def __getitem__(self, index: int, /) -> LocatedRow:
+        """Return one row, from 0, and its place."""
 
 
 def looks_local(dataset: str) -> bool:
@@ -47,10 +47,21 @@ def open_rows(dataset: str) -> Rows:
     if path.is_file() and path.suffix.lower() not in READERS:
         raise InputError(f"'{dataset}' has an unsupported extension; supported: {known}")
     files = [path] if path.is_file() else sorted(path.iterdir())
-    readable = [file for file in files if file.is_file() and file.suffix.lower() in READERS]
+    readable = [file for file in files if _is_readable(file)]
     if not readable:
         raise InputError(f"directory '{dataset}' has no {known} file directly in it")
     return _Concatenated([_open(file) for file in readable])
+
+
+def unread_files(dataset: str) -> list[str]:
+    """Names of what is in the directory `dataset` and not read, hidden files left out."""
+    path = Path(dataset).expanduser()
+    files = sorted(path.iterdir()) if path.is_dir() else []
+    return [f.name for f in files if not (_is_readable(f) or f.name.startswith("."))]
+
+
+def _is_readable(file: Path) -> bool:
+    return file.is_file() and file.suffix.lower() in READERS
 
 
 class _Concatenated:
@@ -61,7 +72,7 @@ class _Concatenated:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int, /) -> Row:
+    def __getitem__(self, index: int, /) -> LocatedRow:
         part = bisect_right(self._ends, index)
         start = self._ends[part - 1] if part else 0
         return self._parts[part][index - start]
@@ -83,15 +94,16 @@ class _JsonLines:
     def __len__(self) -> int:
         return len(self._starts)
 
-    def __getitem__(self, index: int, /) -> Row:
+    def __getitem__(self, index: int, /) -> LocatedRow:
         with self._path.open("rb") as file:
             file.seek(self._starts[index])
             line = file.readline()
         where = f"{self._path}, line {self._numbers[index]}"
         try:
-            return _row(json.loads(line.decode("utf-8-sig")), where)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{where}: not valid JSON ({error}); fix or remove the line") from None
+            value = json.loads(line.decode("utf-8-sig"))
+        except (RecursionError, ValueError) as error:
+            raise _bad_json(where, error) from None
+        return where, _row(value, where)
 
 
 class _Parquet:
@@ -108,13 +120,23 @@ class _Parquet:
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    def __getitem__(self, index: int, /) -> Row:
+    def __getitem__(self, index: int, /) -> LocatedRow:
         group = bisect_right(self._ends, index)
         start = self._ends[group - 1] if group else 0
         with _parquet_errors(self._path):
             table = self._read_group(group)
-        row: Row = table.slice(index - start, 1).to_pylist()[0]
-        return row
+        where = f"{self._path}, row {index + 1}"
+        try:
+            return where, table.slice(index - start, 1).to_pylist()[0]
+        except UnicodeDecodeError as error:
+            raise InputError(f"{where}: not UTF-8 text ({error.reason})") from None
+
+
+def _bad_json(where: str, error: RecursionError | ValueError) -> InputError:
+    problem = "nested too deeply"
+    if isinstance(error, ValueError):  # no JSON, no UTF-8, or a number longer than Python reads
+        problem = f"not valid JSON ({str(error).partition(';')[0]})"
+    return InputError(f"{where}: {problem}; fix or remove the line")
 
 
 @contextmanager
@@ -129,15 +151,19 @@ def _parquet_errors(path: Path) -> Iterator[None]:
 
 
 def _read_json(path: Path) -> Rows:
+    text = path.read_text(encoding="utf-8-sig")
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         # a .json file often holds JSON lines: the first value is complete, then comes another
         if error.msg == "Extra data":
             return _JsonLines(path)
         raise InputError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
+    except (RecursionError, ValueError) as error:
+        raise _bad_json(str(path), error) from None
     rows = value if isinstance(value, list) else [value]
-    return [_row(row, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
+    places = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
+    return [(where, _row(row, where)) for where, row in zip(places, rows, strict=True)]
 
 
 def _row(value: Any, where: str) -> Row:
@@ -147,7 +173,7 @@ def _row(value: Any, where: str) -> Row:
 
 
 def _read_text(path: Path) -> Rows:
-    return [path.read_text(encoding="utf-8-sig")]
+    return [(str(path), path.read_text(encoding="utf-8-sig"))]
 
 
 def _open(path: Path) -> Rows:

@@ -4,9 +4,9 @@ import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from calib.data.documents import Row
+from calib.data.documents import LocatedRow
 from calib.data.hub_rows import find_split, stream_rows
-from calib.data.local_rows import Rows, looks_local, open_rows
+from calib.data.local_rows import READERS, Rows, looks_local, open_rows, unread_files
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
@@ -14,6 +14,7 @@ BUILTIN_PREFIX = "builtin:"
 PYTHON_DOCS = "builtin:python-docs"
 # the Python documentation has about 4; a third more so that nearly every piece fills a sample
 CHARACTERS_PER_TOKEN = 6
+_NAMED = 6  # files in a warning
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Source:
     """Rows in the order in which they are to be used."""
 
     name: str
-    rows: Iterable[Row]
+    rows: Iterable[LocatedRow]
     warnings: tuple[str, ...] = ()
 
 
@@ -38,10 +39,13 @@ def open_source(recipe: DataRecipe) -> Source:
         return Source(recipe.dataset, rows, ignored(recipe, "config", "split", "column"))
     if looks_local(recipe.dataset):
         rows = _shuffled(open_rows(recipe.dataset), recipe.seed)
-        return Source(recipe.dataset, rows, ignored(recipe, "config", "split"))
+        warnings = *ignored(recipe, "config", "split"), *_unread(recipe.dataset)
+        return Source(recipe.dataset, rows, warnings)
     split = find_split(recipe)
     config = f" ({recipe.config})" if recipe.config else ""
-    return Source(f"{recipe.dataset}{config} [{split}]", stream_rows(recipe, split))
+    streamed = enumerate(stream_rows(recipe, split), 1)
+    rows = ((f"row {number} as shuffled", row) for number, row in streamed)
+    return Source(f"{recipe.dataset}{config} [{split}]", rows)
 
 
 def ignored(recipe: DataRecipe, *names: str) -> tuple[str, ...]:
@@ -54,13 +58,24 @@ def ignored(recipe: DataRecipe, *names: str) -> tuple[str, ...]:
     )
 
 
-def _shuffled(rows: Rows, seed: int) -> Iterator[Row]:
+def _unread(dataset: str) -> tuple[str, ...]:
+    names = unread_files(dataset)
+    if not names:
+        return ()
+    shown = ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
+    return (
+        f"dataset '{dataset}': not read are {shown} ({len(names)} in all); supported: "
+        f"{', '.join(READERS)}, directly in it",
+    )
+
+
+def _shuffled(rows: Rows, seed: int) -> Iterator[LocatedRow]:
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
     return (rows[i] for i in order)
 
 
-def _python_docs(min_characters: int) -> list[str]:
+def _python_docs(min_characters: int) -> list[LocatedRow]:
     from pydoc_data.topics import topics
 
     pieces: list[str] = []
@@ -73,4 +88,5 @@ def _python_docs(min_characters: int) -> list[str]:
             pieces.append("\n\n".join(current))
             current, length = [], 0
     # what is left is too short for a sample, unless it is all there is
-    return pieces or ["\n\n".join(current)]
+    pieces = pieces or ["\n\n".join(current)]
+    return [(f"piece {number}", piece) for number, piece in enumerate(pieces, 1)]

@@ -7,15 +7,26 @@ from typing import TYPE_CHECKING
 
 from jinja2 import TemplateError
 
-from calib.data.documents import Document, Message, Row, find_document, is_blank
+from calib.data.documents import (
+    Document,
+    LocatedRow,
+    Message,
+    Row,
+    UnusableRow,
+    find_document,
+    is_blank,
+    text_of,
+)
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# a template that refuses this many chats in a row at the start will not accept the rest
+# where this many rows at the start are of no use, the rest will not be either
 MAX_REFUSALS = 100
+
+_MARK = "fp8kv"
 
 
 class TemplateRefusal(Exception):
@@ -23,29 +34,40 @@ class TemplateRefusal(Exception):
 
 
 def tokenize_rows(
-    rows: Iterable[Row], tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe
+    rows: Iterable[LocatedRow], tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe
 ) -> tuple[list[list[int]], tuple[str, ...]]:
     """Tokenise rows until there are `recipe.samples`; return them and warnings.
 
     Raises:
-        InputError: no row holds anything the tokenizer can use.
+        InputError: no row holds anything the tokenizer can use, or one is damaged; names the row.
     """
     samples: list[list[int]] = []
-    refusals: list[str] = []
-    for row in rows:
-        document = find_document(row, recipe.column)
+    refusals: list[str] = []  # by the template
+    unusable: list[str] = []  # rows, and why
+    for where, row in rows:
         try:
-            ids = [] if is_blank(document) else encode(document, tokenizer)[: recipe.seq_len]
+            ids = _ids(row, tokenizer, recipe)
         except TemplateRefusal as error:
             ids = []
             refusals.append(str(error))
+        except UnusableRow as error:
+            ids = []
+            unusable.append(f"{where}: {error}")
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
         if ids:
             samples.append(ids)
-        if len(samples) == recipe.samples or (not samples and len(refusals) == MAX_REFUSALS):
+        useless = not samples and len(refusals) + len(unusable) == MAX_REFUSALS
+        if len(samples) == recipe.samples or useless:
             break
     if not samples:
-        raise InputError(_nothing_usable(recipe.dataset, refusals))
-    return samples, _warnings(recipe, len(samples), refusals)
+        raise InputError(_nothing_usable(recipe.dataset, refusals, unusable))
+    return samples, _warnings(recipe, len(samples), refusals, unusable)
+
+
+def _ids(row: Row, tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe) -> list[int]:
+    document = find_document(row, recipe.column)
+    return [] if is_blank(document) else encode(document, tokenizer)[: recipe.seq_len]
 
 
 def encode(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -55,11 +77,18 @@ def encode(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     A chat template writes them itself, and a second BOS would be text no engine ever sends.
 
     Raises:
-        InputError: a chat was given and the tokenizer has no template.
+        InputError: a chat was given and the tokenizer has no template, or the text is damaged.
         TemplateRefusal: the template rejects this chat.
     """
     is_text = isinstance(document, str)
     text = document if isinstance(document, str) else _render(document, tokenizer)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"character {error.start} is half of a surrogate pair, which is no text; "
+            "fix or remove the row"
+        ) from None
     # not verbose: the advice about too long sequences does not apply, they are cut
     ids = tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"]
     return [int(i) for i in ids]
@@ -71,6 +100,25 @@ def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
             "the dataset holds chats but the tokenizer has no chat template; use a dataset with "
             "a text column (`--set data.column=NAME`) or a model whose tokenizer has a template"
         )
+    write = text_of if _takes_strings(tokenizer) else _parts
+    written = [m | {"content": write(m)} if m.get("content") else m for m in messages]
+    return _applied(written, tokenizer)
+
+
+def _parts(message: Message) -> list[dict[str, str]]:
+    content = message["content"]
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def _takes_strings(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the template writes content that is a string; those of some take parts alone."""
+    try:
+        return _MARK in _applied([{"role": "user", "content": _MARK}], tokenizer)
+    except TemplateRefusal:
+        return True
+
+
+def _applied(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     # TypeError: templates add strings without checking that the content is one
@@ -78,7 +126,9 @@ def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
         raise TemplateRefusal(" ".join(str(error).split())) from error
 
 
-def _nothing_usable(dataset: str, refusals: list[str]) -> str:
+def _nothing_usable(dataset: str, refusals: list[str], unusable: list[str]) -> str:
+    if unusable:
+        return unusable[0]
     if refusals:
         return (
             f"the tokenizer's chat template refused every chat of dataset '{dataset}' "
@@ -87,8 +137,15 @@ def _nothing_usable(dataset: str, refusals: list[str]) -> str:
     return f"dataset '{dataset}' is empty: no row holds any text; use another dataset or column"
 
 
-def _warnings(recipe: DataRecipe, found: int, refusals: list[str]) -> tuple[str, ...]:
+def _warnings(
+    recipe: DataRecipe, found: int, refusals: list[str], unusable: list[str]
+) -> tuple[str, ...]:
     warnings = []
+    if unusable:
+        warnings.append(
+            f"{len(unusable)} rows were skipped: they hold no text that can be read (such as "
+            f"{unusable[0]})"
+        )
     if refusals:
         warnings.append(
             f"{len(refusals)} chats were skipped because the tokenizer's chat template refused "

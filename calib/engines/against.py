@@ -7,7 +7,6 @@ from statistics import median
 from calib.files.layers import LayerScalesFound
 from calib.files.measured import Amax
 
-FP8_MAX = 448.0
 # rounding to bfloat16 takes 0.4 %
 _CLIPS = 1.005
 _NEAR = 0.02
@@ -19,7 +18,7 @@ class Fit:
     """One layer: the share of the FP8 range that the measured absmax takes, at the worst head."""
 
     layer: int
-    used: dict[str, float]  # k, v -> amax / (448 * scale); above 1 it clips
+    used: dict[str, float]  # k, v -> amax / (the FP8 maximum * scale); above 1 it clips
 
     @property
     def clipped(self) -> list[str]:
@@ -27,8 +26,8 @@ class Fit:
         return [letter for letter, used in self.used.items() if used > _CLIPS]
 
 
-def compare_with(layers: Sequence[LayerScalesFound], amax: Amax) -> list[Fit]:
-    """How each layer's scales fit what was measured."""
+def compare_with(layers: Sequence[LayerScalesFound], amax: Amax, fp8_max: float) -> list[Fit]:
+    """How each layer's scales fit what was measured; `fp8_max` is the FP8 type's largest value."""
     fits = []
     for layer in layers:
         used = {}
@@ -37,16 +36,18 @@ def compare_with(layers: Sequence[LayerScalesFound], amax: Amax) -> list[Fit]:
             if scales and heads and len(scales) in (1, len(heads)):
                 each = scales * len(heads) if len(scales) == 1 else scales
                 pairs = zip(heads, each, strict=True)
-                used[letter] = max(h / (FP8_MAX * s) if s > 0 else float("inf") for h, s in pairs)
+                used[letter] = max(h / (fp8_max * s) if s > 0 else float("inf") for h, s in pairs)
         fits.append(Fit(layer.layer, used))
     return fits
 
 
-def fit_problems(layers: Sequence[LayerScalesFound], fits: Sequence[Fit], amax: Amax) -> list[str]:
+def fit_problems(
+    layers: Sequence[LayerScalesFound], fits: Sequence[Fit], amax: Amax, fp8_max: float
+) -> list[str]:
     """What the comparison shows, one line each."""
     problems = []
     clipped = [fit for fit in fits if fit.clipped]
-    if _looks_swapped(layers, amax):
+    if _looks_swapped(layers, amax, fp8_max):
         problems.append("K scales fit V's measured absmax and V scales K's: they are swapped")
     elif clipped:
         worst = max(clipped, key=lambda fit: max(fit.used.values()))
@@ -57,8 +58,8 @@ def fit_problems(layers: Sequence[LayerScalesFound], fits: Sequence[Fit], amax: 
     for factor, what in ((2.0, "half"), (0.5, "twice")):
         if _all_near(fits, factor):
             problems.append(
-                f"every scale is {what} of absmax / 448, as if made for fnuz (max 240): files hold "
-                "scales for 448, and engines convert them"
+                f"every scale is {what} of absmax / {fp8_max:g}, as if made for another FP8 type: "
+                "files hold scales for e4m3fn (448) unless they name another"
             )
     absent = {fit.layer for fit in fits} ^ {layer for layer, _ in amax}
     if absent:
@@ -66,10 +67,10 @@ def fit_problems(layers: Sequence[LayerScalesFound], fits: Sequence[Fit], amax: 
     return problems
 
 
-def _looks_swapped(layers: Sequence[LayerScalesFound], amax: Amax) -> bool:
+def _looks_swapped(layers: Sequence[LayerScalesFound], amax: Amax, fp8_max: float) -> bool:
     def mismatch(letter: str, other: str) -> float:
         ratios = [
-            max(amax[layer.layer, other]) / (FP8_MAX * max(scales))
+            max(amax[layer.layer, other]) / (fp8_max * max(scales))
             for layer in layers
             if (scales := getattr(layer, letter))
             and (layer.layer, other) in amax

@@ -15,7 +15,9 @@ docs/engines.md`): another engine or version is another file there.
 `make interop` has vLLM load the hand-made directories of `tests/interop/scale_cases.py`, good and
 bad, on a CPU, some of them split over two and four ranks and some as if on an MI300, and compares
 every scale that its attention layers hold with the prediction. Of SGLang it runs what decides about
-scales (config, attention layer, names, weight loader) on the same directories, without a server.
+scales (config, attention layer, names, weight loader) on the same directories, without a server,
+and its model classes named below on every way to name scales. Other classes of SGLang drop scales,
+have no place for them, or do not start; `verify` says "not known" for them and exits with 1.
 
 **Read** means that the rules were taken from that source, and nothing was run.
 
@@ -65,6 +67,9 @@ def _details(rules: Rules) -> list[str]:
     lines += [files[rules.reads]]
     if rules.reads != "json":
         lines += [f"Scales under a name that the model does not have: {rules.unknown}."]
+    if rules.architectures:
+        classes = ", ".join(f"`{name}`" for name in rules.architectures)
+        lines += [f"What becomes of scales is known for {classes}; `verify` says so of all others."]
     lines += [f"{rules.note[0].upper()}{rules.note[1:]}." if rules.note else ""]
     whys = dict.fromkeys(method.why for method in rules.methods.values() if method.why)
     lines += [f"{why[0].upper()}{why[1:]}." for why in whys]

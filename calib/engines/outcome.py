@@ -18,8 +18,8 @@ class Outcome:
 
     module: str
     letter: str
-    status: Literal["loaded", "default"]
-    values: Values
+    status: Literal["loaded", "default", "unknown"]
+    values: Values  # none where they are not known
     reason: str = ""
 
 

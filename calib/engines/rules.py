@@ -59,6 +59,8 @@ class Rules(_Strict):
     without_method: Method | None = None  # or how they are read there
     unknown: Fate = "ignored"  # scales whose module the model does not have
     methods: dict[str, Method] = {}  # by quant_method; "*": any other
+    # the model classes whose loading of scales is known; none: it does not depend on the class
+    architectures: tuple[str, ...] = ()
     remap: tuple[Remap, ...] = ()
     first_remap: bool = False  # only the first pattern that fits is applied, not one after another
     flag: str  # what turns an FP8 cache on

@@ -40,8 +40,14 @@ def _load(directory: ScaleDirectory, rules: Rules, place: Place, found: Simulati
         raise Refused(f"the index names {missing[0]}, which is not there; write the index again")
     method = _method(directory, rules)
     found.flag = None if method and method.turns_fp8_on else rules.flag
+    modules = sorted(directory.modules, key=by_number)
+    if why := _not_known(directory, rules, method):
+        found.outcomes += [
+            Outcome(module, x, "unknown", (), why) for module in modules for x in "kv"
+        ]
+        return
     params = _params(directory, rules, method, found)
-    for module in sorted(directory.modules, key=by_number):
+    for module in modules:
         found.outcomes += _outcomes(directory, module, params, method, place)
     if place.fnuz and method and not method.doubles_fnuz and found.is_good:
         found.problem = (
@@ -83,6 +89,23 @@ def _method(directory: ScaleDirectory, rules: Rules) -> Method | None:
     if method.scheme:
         _check_scheme(scheme, method.scheme)
     return method
+
+
+def _not_known(directory: ScaleDirectory, rules: Rules, method: Method | None) -> str | None:
+    """Why nobody can say what the model's class does with scales that reach its loader."""
+    if method is None or method.kind == "none" or not rules.architectures:
+        return None
+    if not any(tensor.indexed for tensor in directory.tensors):
+        return None
+    named = (directory.config or {}).get("architectures")
+    names = [str(name)[:80] for name in named] if isinstance(named, list) else []
+    if names and all(name in rules.architectures for name in names):
+        return None
+    whose = " or ".join(names) or "a model whose config.json names no architecture"
+    return (
+        f"not known for {whose}: each model class there loads scales in its own way, if at all, "
+        f"and the rules hold for {', '.join(rules.architectures)}"
+    )
 
 
 def _check_groups(groups: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from calib.engines.outcome import Simulation
 from calib.engines.place import Place
 from calib.engines.rules import Rules
 from calib.engines.simulate import ONE_GPU, simulate
+from calib.files.fp8_type import FP8_MAX, fp8_type
 from calib.files.inspection import Inspection, inspect_directory
 from calib.files.measured import read_amax
 
@@ -71,8 +72,9 @@ def verify_directory(
     problems, fits = [*found.problems], []
     if against:
         amax = read_amax(against)
-        fits = compare_with(found.layers, amax)
-        problems += fit_problems(found.layers, fits, amax)
+        fp8_max = FP8_MAX[fp8_type(found.directory)]
+        fits = compare_with(found.layers, amax, fp8_max)
+        problems += fit_problems(found.layers, fits, amax, fp8_max)
     return Verification(found, [simulate(found.directory, r, place) for r in rules], fits, problems)
 
 
@@ -96,7 +98,7 @@ def closing_lines(found: Verification) -> list[str]:
             [each.refused] if each.refused else list(dict.fromkeys(r for _, r in each.ignored))
         )
         reasons += list(
-            dict.fromkeys(o.reason for o in each.outcomes if o.status == "loaded" and o.reason)
+            dict.fromkeys(o.reason for o in each.outcomes if o.status != "default" and o.reason)
         )
         reasons += [each.problem] if each.problem else []
         lines += [f"{each.rules.engine} {each.rules.versions}: {reason}" for reason in reasons[:4]]
@@ -128,5 +130,7 @@ def _count(simulation: Simulation, letter: str) -> str:
     if simulation.refused:
         return "refused"
     outcomes = [outcome for outcome in simulation.outcomes if outcome.letter == letter]
+    if any(outcome.status == "unknown" for outcome in outcomes):
+        return "not known"
     loaded = sum(outcome.status == "loaded" for outcome in outcomes)
     return f"{loaded} of {len(outcomes)}" if loaded else "1.0"

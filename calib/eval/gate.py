@@ -1,13 +1,14 @@
 """`--fail-if 'kl>0.02'`: a condition on a report, for continuous integration."""
 
+import math
 import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from calib.choices import METRICS, REFERENCE
 from calib.errors import InputError
-from calib.eval.schema import METRICS, Figure, Report
-from calib.eval.variants import REFERENCE
+from calib.eval.schema import Figure, Report
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -46,19 +47,23 @@ def parse_condition(text: str) -> Condition:
     try:
         limit = float(match["limit"])
     except ValueError:
-        raise InputError(
-            f"--fail-if '{text}': '{match['limit']}' is no number; {allowed}"
-        ) from None
+        limit = math.nan
+    if not math.isfinite(limit):
+        raise InputError(f"--fail-if '{text}': '{match['limit']}' is no finite number; {allowed}")
     return Condition(text, match["variant"], metric, _OPERATORS[match["op"]], limit)
 
 
 def failures(condition: Condition, report: Report, subjects: list[str]) -> list[str]:
     """One line for each variant that meets the condition; `subjects` are meant where it names none.
 
+    What is not a number meets every condition: nobody has seen that it is good.
+
     Raises:
         InputError: the report has no such variant, or did not measure the metric.
     """
     names = subjects if condition.variant is None else [condition.variant]
+    if not names:
+        raise InputError(f"--fail-if '{condition.text}' names no variant, and none was measured")
     found = []
     for name in names:
         row = report.variants.get(name)
@@ -73,6 +78,6 @@ def failures(condition: Condition, report: Report, subjects: list[str]) -> list[
                 f"--fail-if '{condition.text}': {condition.metric} was not measured for '{name}'"
             )
         value = figure.value
-        if condition.compare(value, condition.limit):
+        if math.isnan(value) or condition.compare(value, condition.limit):
             found.append(f"{name}: {condition.metric} is {value:.4g} ({condition.text})")
     return found

@@ -12,8 +12,17 @@ from calib.output import CALIBRATION_FILE
 from calib.recipe import DataRecipe, load_recipe
 
 
+def given_names(directories: Sequence[Path]) -> list[str]:
+    """What the scales in each directory are called: its name, or its path where that is taken."""
+    short = [path.resolve().name for path in directories]
+    return [
+        name if short.count(name) == 1 and name not in BUILT_IN else str(path)
+        for name, path in zip(short, directories, strict=True)
+    ]
+
+
 def given_variants(directories: Sequence[Path], model: PreTrainedModel) -> list[Variant]:
-    """The scales in each directory, under its name, or its path where that name is taken.
+    """The scales in each directory, as `given_names` calls them.
 
     Raises:
         InputError: a directory holds no scales, those of another model, or is given twice.
@@ -21,15 +30,9 @@ def given_variants(directories: Sequence[Path], model: PreTrainedModel) -> list[
     twice = next((path for path in directories if directories.count(path) > 1), None)
     if twice is not None:
         raise InputError(f"--scales '{twice}' is given twice; give every directory once")
-    short = [path.resolve().name for path in directories]
     return [
-        Variant(
-            name if short.count(name) == 1 and name not in BUILT_IN else str(path),
-            "given with --scales",
-            "given",
-            load_any_scales(path, model),
-        )
-        for name, path in zip(short, directories, strict=True)
+        Variant(name, "given with --scales", "given", load_any_scales(path, model))
+        for name, path in zip(given_names(directories), directories, strict=True)
     ]
 
 

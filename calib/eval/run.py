@@ -1,12 +1,17 @@
 """The whole evaluation: calibrate on one part of the data, measure every variant on another."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import datetime, timezone
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from calib.atomic import claimed
+from calib.choices import CONTROLS, VARIANTS
+from calib.devices import check_token_ids
 from calib.errors import InputError
 from calib.eval.calibration import (
     calibrate_on,
@@ -18,14 +23,14 @@ from calib.eval.calibration import (
     machine,
 )
 from calib.eval.gate import failures, parse_condition
-from calib.eval.given import given_variants
+from calib.eval.given import given_names, given_variants
 from calib.eval.page.files import check_report_directory, write_report
 from calib.eval.reading import Measured, measure
 from calib.eval.schema import SCHEMA, Conditions, Report, Search, Texts
 from calib.eval.search import search
 from calib.eval.suites import Suite, suite_of
 from calib.eval.summarize import Evaluation, summarize
-from calib.eval.task_files import Tasks, find_tasks
+from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.text import Material, make_material, split_texts
 from calib.eval.variants import Variant, build_variants
@@ -35,6 +40,24 @@ from calib.report import versions
 from calib.stats import KVStats
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import Backend
+
+
+def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> None:
+    """Refuse what cannot be measured before anything is loaded; `scales` may not be there yet.
+
+    Raises:
+        InputError: a condition names no variant that would be measured, or there is no such task.
+    """
+    wanted = recipe.evaluation
+    measured = [*(wanted.variants or VARIANTS), *CONTROLS, *given_names(scales)]
+    for condition in map(parse_condition, wanted.fail_if):
+        if condition.variant not in (None, *measured):
+            known = ", ".join(dict.fromkeys(measured))
+            raise InputError(
+                f"--fail-if '{condition.text}': no variant '{condition.variant}'; there are {known}"
+            )
+    if wanted.tasks:
+        name_tasks(wanted.tasks)
 
 
 def run_evaluation(
@@ -57,12 +80,14 @@ def run_evaluation(
     Raises:
         Fp8kvError: anything that a user can put right.
     """
+    check_evaluation(recipe, scales)
     conditions = [parse_condition(text) for text in recipe.evaluation.fail_if]
-    if output is not None:
-        check_report_directory(output)
-    report = summarize(evaluate(model_name, recipe, scales=scales, progress=progress))
-    if output is not None:
-        write_report(report, output)
+    with nullcontext() if output is None else claimed(output, overwrite=True):
+        if output is not None:
+            check_report_directory(output)
+        report = summarize(evaluate(model_name, recipe, scales=scales, progress=progress))
+        if output is not None:
+            write_report(report, output)
     failed = [line for each in conditions for line in failures(each, report, report.subjects)]
     return report, failed
 
@@ -96,6 +121,7 @@ def evaluate(
     given = given_variants(scales, model)
     data, seen, warnings = load_samples(recipe, suite, scales, tokenizer, model)
     material = make_material(tokenizer, data.samples, suite, seen=seen, positions=_positions(model))
+    check_token_ids(chain(*data.samples, material.passkey_ids), tokenizer, model)
     progress("calibrate")
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
     built_in = build_variants(stats, calibrate_on_random_tokens(model, tokenizer, recipe))
@@ -173,10 +199,6 @@ def _texts(
 def _chosen(variants: list[Variant], names: Sequence[str] | None) -> list[Variant]:
     if names is None:
         return variants
-    known = {variant.name for variant in variants}
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise InputError(f"no variant '{unknown[0]}'; there are: {', '.join(sorted(known))}")
     return [v for v in variants if v.name in names or v.kind == "control"]
 
 

@@ -11,7 +11,6 @@ from calib.eval.suites import Suite
 
 SCHEMA: Literal[1] = 1
 REPORT_FILE = "report.json"
-METRICS = ("kl", "kl_p99", "kl_p999", "ppl_change", "top1", "same_tokens", "passkey")
 Tensors = Literal["k", "v"]
 
 

@@ -48,19 +48,29 @@ def find_tasks(specs: Sequence[str], limit: int | None = None) -> Tasks:
             cannot be read, or a task needs more than a language model.
     """
     found: _Loaded = {"tasks": {}, "groups": {}, "group_map": {}}
-    if not specs:
-        return Tasks(found, limit)
+    if specs:
+        set_seed(SEED)  # some tasks shuffle their choices while they are read
+        manager, names = name_tasks(specs)
+        with lm_eval_quiet():
+            for name in names:
+                _add(found, name, _load(manager, name))
+    return Tasks(found, limit)
+
+
+def name_tasks(specs: Sequence[str]) -> tuple[Any, list[str]]:
+    """Find tasks without reading their datasets: lm-eval's index, and the names it has for `specs`.
+
+    Raises:
+        InputError: lm-eval is not installed, there is no such task, or a file is no task.
+    """
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError("--tasks needs lm-eval: pip install 'fp8kv[eval]'")
-    set_seed(SEED)  # some tasks shuffle their choices while they are read
     specs = [*dict.fromkeys(specs)]
     paths = {spec: Path(spec).expanduser().resolve() for spec in specs if _is_path(spec)}
     with lm_eval_quiet():
         manager = _manager(specs, paths)
         names = [name for spec in specs for name in _names(manager, spec, paths.get(spec))]
-        for name in dict.fromkeys(names):
-            _add(found, name, _load(manager, name))
-    return Tasks(found, limit)
+    return manager, [*dict.fromkeys(names)]
 
 
 @contextmanager

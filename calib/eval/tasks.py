@@ -9,8 +9,10 @@ from importlib.metadata import version
 from numbers import Real
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from calib.devices import check_token_ids
 from calib.errors import InputError
 from calib.eval.task_files import SEED, Tasks, lm_eval_quiet
 from calib.eval.variants import REFERENCE, Variant
@@ -66,7 +68,7 @@ def run_tasks(
     if not tasks.loaded["tasks"]:
         return {}
     found: dict[str, dict[str, Any]] = {}
-    with _alone():
+    with _alone(), _checking_ids(model, tokenizer):
         lm = _language_model(model, tokenizer)
         for variant in (None, *variants):
             name = REFERENCE if variant is None else variant.name
@@ -91,6 +93,20 @@ def _alone() -> Iterator[None]:
         del os.environ[_NO_MULTIPROCESSING]
         if before is not None:
             os.environ[_NO_MULTIPROCESSING] = before
+
+
+@contextmanager
+def _checking_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Check inside the block what lm-eval reads: its texts are nobody's before it runs."""
+
+    def check(module: Any, given: tuple[Tensor]) -> None:
+        check_token_ids([int(given[0].max())], tokenizer, model)
+
+    hook = model.get_input_embeddings().register_forward_pre_hook(check)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _language_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:

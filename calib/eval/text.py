@@ -38,6 +38,11 @@ class Material:
     layer_documents: int  # how many of the documents the per-layer errors are taken from
     long_documents: Sequence[Tensor] = ()  # [T] each, read with what engines can load
 
+    @property
+    def passkey_ids(self) -> list[int]:
+        """The token ids of all passkeys' prompts."""
+        return [token for passkey in self.passkeys for token in passkey.prompt.tolist()]
+
 
 def make_material(
     tokenizer: PreTrainedTokenizerBase,

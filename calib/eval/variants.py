@@ -2,25 +2,22 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from calib.choices import FP8Name, Strategy
+from calib.choices import REFERENCE as REFERENCE
+from calib.choices import VARIANTS, FP8Name, Strategy
 from calib.observers import AbsMax, Mse
 from calib.scales import KVScales, LayerScales
 from calib.stats import KVStats
-from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, fp8_max, quantize
+from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
 
-REFERENCE = "reference"  # the model's own cache, which all are compared with
-BUILT_IN = (
-    REFERENCE, "bf16", "eager", "none", "e5m2", "tensor", "mse", "attn_head", "channel", "k only",
-    "v only", "qkv", "channel+k_center", "k only+k_center", "random",
-)  # fmt: skip
+BUILT_IN = (REFERENCE, *VARIANTS)
 STRATEGIES: tuple[Strategy, ...] = ("tensor", "attn_head", "channel")
 Kind = Literal["fp8", "control", "given"]
 # (layer_idx, query, key, value) -> what attention is given
@@ -49,7 +46,7 @@ class Variant:
         scales = self.scales
         if scales is None or self.tensors != "kv" or scales.fp8_dtype == "e5m2":
             return False
-        return scales.strategy != "channel"
+        return scales.strategy != "channel" and not scales.has_center
 
     def applied(self, model: PreTrainedModel, backend: Backend) -> AbstractContextManager[None]:
         """Inside the block `model` holds K and V this way."""
@@ -71,7 +68,7 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
         random_stats: the same of random token ids.
     """
     tensor, head, channel = (_absmax(stats, strategy) for strategy in STRATEGIES)
-    e5m2, centred = _absmax(stats, "tensor", "e5m2"), centre_keys(channel, stats)
+    e5m2, centred = _absmax(stats, "tensor", "e5m2"), _absmax(stats, "channel", center_keys=True)
     random = _absmax(random_stats, "tensor")
     return [
         Variant("bf16", "K and V rounded to bfloat16", "control"),
@@ -91,32 +88,20 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
     ]
 
 
-def _absmax(stats: KVStats, strategy: Strategy, fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
-    return stats.scales(strategy=strategy, observer=AbsMax(), fp8_dtype=fp8_dtype, targets="qkv")
+def _absmax(
+    stats: KVStats, strategy: Strategy, fp8_dtype: FP8Name = "e4m3fn", *, center_keys: bool = False
+) -> KVScales:
+    return stats.scales(
+        strategy=strategy,
+        observer=AbsMax(),
+        fp8_dtype=fp8_dtype,
+        targets="qkv",
+        center_keys=center_keys,
+    )
 
 
 def _mse(stats: KVStats) -> KVScales:
     return stats.scales(strategy="tensor", observer=Mse(FP8_DTYPES["e4m3fn"]))
-
-
-def centre_keys(scales: KVScales, stats: KVStats) -> KVScales:
-    """Channel scales for K minus its mean per channel; softmax does not see what is subtracted.
-
-    The residual's largest magnitude follows from the mean and the extremes. It has to be exact: the
-    first token's key, far from the mean, is often that extreme, is seen by every query, and at
-    exactly the largest magnitude FP8 rounds it to itself.
-    """
-    layers: dict[str, LayerScales] = {}
-    for name, layer in scales.layers.items():
-        seen = stats.layers[name]
-        assert seen.k.total is not None
-        assert seen.k.low is not None
-        assert seen.k.high is not None
-        mean = (seen.k.total / seen.tokens).float()
-        amax = torch.maximum(seen.k.high - mean, mean - seen.k.low)
-        scale = amax / fp8_max(FP8_DTYPES[scales.fp8_dtype])
-        layers[name] = replace(layer, k=torch.where(scale > 0, scale, layer.k), k_center=mean)
-    return replace(scales, layers=layers)
 
 
 def fp8_rounding(scales: KVScales, tensors: str) -> Rounding:

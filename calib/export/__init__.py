@@ -2,6 +2,7 @@
 
 from calib.checkpoint import Checkpoint
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
+from calib.engines.rules import all_rules
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export, Format
 from calib.export.compressed_tensors import compressed_tensors, sglang
@@ -14,13 +15,14 @@ __all__ = ["FORMATS", "Export", "Format", "check_format", "export"]
 
 
 def check_format(
-    name: FormatName, *, strategy: Strategy, fp8_dtype: FP8Name, with_q: bool, reduce: Reduce
-) -> None:
+    name: FormatName, *, strategy: Strategy, fp8_dtype: FP8Name, with_q: bool, reduce: Reduce,
+    center_keys: bool = False,
+) -> None:  # fmt: skip
     """Refuse what the format cannot express, before anything is measured.
 
     Raises:
-        UnsupportedExportError: the format cannot express the strategy, FP8 type or query scales;
-            the message names the way out.
+        UnsupportedExportError: the format cannot express the strategy, FP8 type, query scales or
+            centred keys; the message names the way out.
     """
     target = FORMATS[name]
     if fp8_dtype not in target.fp8_dtypes:
@@ -32,6 +34,11 @@ def check_format(
     if with_q and not target.reads_q:
         raise UnsupportedExportError(
             f"--format {name} holds no query scales. Use --targets kv, or --format vllm"
+        )
+    if center_keys and not target.reads_center:
+        raise UnsupportedExportError(
+            f"--format {name}: {target.engine} subtracts nothing from K. "
+            "Use --format fp8kv, or leave --center-keys away"
         )
     if strategy not in target.strategies and reduce != "max":
         raise UnsupportedExportError(
@@ -61,6 +68,7 @@ def export(
         fp8_dtype=scales.fp8_dtype,
         with_q=scales.has_q,
         reduce=reduce,
+        center_keys=scales.has_center,
     )
     target = FORMATS[name]
     held = scales if scales.strategy in target.strategies else scales.reduce_max()
@@ -79,6 +87,13 @@ def _nothing(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
 _VLLM_NOTE = (
     "on AMD MI300 (fnuz) vLLM does not convert compressed-tensors KV scales, so use --format "
     "modelopt there; per-head scales need FlashAttention 3 (Hopper) or 4 (Blackwell, sm_100)"
+)
+
+_SGLANG = all_rules()["sglang"]
+_SGLANG_NOTE = (
+    f"needs SGLang {_SGLANG.since} or newer, and is known to be loaded by its "
+    f"{' and '.join(_SGLANG.architectures)} alone: other classes may drop the scales without a "
+    "word, or not start (see `fp8kv verify`); for older ones use --format modelopt"
 )
 
 FORMATS: dict[FormatName, Format] = {
@@ -102,8 +117,7 @@ FORMATS: dict[FormatName, Format] = {
         engine="SGLang",
         build=sglang,
         serve="python -m sglang.launch_server --model-path {path} --kv-cache-dtype fp8_e4m3",
-        note="needs SGLang of September 2026 or newer, which reads compressed-tensors KV scales; "
-        "older ones ignore them silently: use --format modelopt for those",
+        note=_SGLANG_NOTE,
     ),
     "tgi": Format(
         engine="TGI",
@@ -122,7 +136,7 @@ FORMATS: dict[FormatName, Format] = {
         "vLLM >= 0.7 has dropped it: prefer --format vllm or sglang",
     ),
     "modelopt": Format(
-        engine="vLLM on MI300, SGLang before September 2026",
+        engine=f"vLLM on MI300, SGLang before {_SGLANG.since}",
         build=modelopt,
         serve="vllm serve {path} --kv-cache-dtype fp8",
         note="vLLM passes these scales through bfloat16 (0.02 becomes 0.02001953)",
@@ -141,6 +155,7 @@ FORMATS: dict[FormatName, Format] = {
         strategies=("tensor", "attn_head", "channel"),
         fp8_dtypes=("e4m3fn", "e4m3fnuz", "e5m2"),
         reads_q=True,
+        reads_center=True,
         with_weights=False,
     ),
 }

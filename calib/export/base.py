@@ -31,6 +31,7 @@ class Format:
     strategies: tuple[Strategy, ...] = ("tensor",)
     fp8_dtypes: tuple[FP8Name, ...] = ("e4m3fn",)
     reads_q: bool = False
+    reads_center: bool = False  # of K
     with_weights: bool = True
     per_head_flags: str = ""  # appended to `serve` for strategy attn_head
     note: str = ""  # what the engine does with the file, where that may surprise

@@ -1,6 +1,6 @@
 """compressed-tensors: `<attn>.{k,v,q}_scale`, and `kv_cache_scheme` in `quantization_config`.
 
-Read by vLLM and Aphrodite (tensor and attn_head) and by SGLang since August 2026 (tensor).
+Read by vLLM and Aphrodite (tensor and attn_head) and by newer SGLang (tensor).
 An existing quantization_config is kept; only its KV part is set.
 """
 

@@ -22,7 +22,7 @@ _READ_UNDER = ("self_attn", "mixer")
 
 
 def modelopt(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
-    """Export the variant that vLLM and SGLang accept, for MI300 and SGLang before August 2026."""
+    """Export the variant that vLLM and SGLang accept, for MI300 and older SGLang."""
     return _export(scales, checkpoint, quant_algo="FP8", ignore=["*"])
 
 

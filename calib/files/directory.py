@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
+from calib.files.calibrations import STATS_FILE, no_model
 from calib.files.header import Entry, read_header, read_values
 from calib.files.json_file import read_object
 from calib.files.names import ScaleName, parse_scale_name
@@ -16,7 +17,7 @@ INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
 # a name that ends so holds measurements of ours, which engines that read an index never see
-_NO_WEIGHTS = "fp8kv_stats.safetensors"
+_NO_WEIGHTS = STATS_FILE
 # what no model comes near
 _MAX_FILES = 100_000
 # weights that only an attention module has
@@ -87,7 +88,7 @@ def open_scales(path: Path) -> ScaleDirectory:
     json = read_scales_json(path / JSON_FILE) if (path / JSON_FILE).exists() else None
     config = _optional(path / CONFIG_FILE)
     if not (files or json or config):
-        raise InputError(f"'{path}' holds no model: no config.json, no safetensors file")
+        raise no_model(path, f"'{path}' holds no model: no config.json, no safetensors file")
     modelopt = _optional(path / MODELOPT_FILE)
     return ScaleDirectory(path, config, modelopt, index, files, tensors, json, modules)
 

@@ -30,7 +30,13 @@ _ENDINGS: list[tuple[str, Dialect]] = [
     (r"\.(?P<which>[qkv])_scale", "compressed-tensors"),
 ]
 _PATTERNS = [(re.compile(f"(?P<module>.+?){ending}"), dialect) for ending, dialect in _ENDINGS]
+_ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")
 _LAYER = re.compile(r"\.(\d{1,6})\.")
+
+
+def is_of_cache(name: str) -> bool:
+    """Whether a tensor is a scale or zero point of K, V or Q, and so says nothing of weights."""
+    return name.endswith(_ZERO_POINTS) or parse_scale_name(name) is not None
 
 
 def parse_scale_name(name: str) -> ScaleName | None:

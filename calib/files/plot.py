@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from calib.atomic import WRITTEN
 from calib.errors import InputError
 from calib.files.inspection import Inspection
 
@@ -37,6 +38,7 @@ def plot_scales(found: Inspection, path: Path) -> None:
         figure.savefig(path, dpi=120)
     except OSError as error:
         raise InputError(f"cannot write '{path}': {error}") from None
+    WRITTEN.append(path)
 
 
 def _positive(values: tuple[float, ...] | None) -> list[float]:

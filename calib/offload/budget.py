@@ -65,7 +65,7 @@ def plan_memory(
         enough = needed(1) * 21 // 20  # what is in use differs from run to run
         tokens = max(batch.input_ids.numel() for batch in batches)
         raise InputError(
-            f"{show_size(limit)} of memory are too few: beside {show_size(always)} at any time, "
+            f"{show_size(limit)} of memory is too little: beside {show_size(always)} at any time, "
             f"one layer takes {show_size(layer + converting)} and a batch of {tokens} tokens "
             f"{show_size(working)}, the embeddings {show_size(embeddings)}; use --max-memory "
             f"{show_size(enough)} or more, or a smaller --batch-size"

@@ -5,9 +5,10 @@ from transformers import PreTrainedConfig
 
 from calib.checkpoint import Checkpoint
 from calib.errors import InputError
-from calib.model import forget_kv_only_quantization, requested_dtype, uses_gpu
+from calib.model import requested_dtype, uses_gpu
 from calib.offload.memory import available_bytes, resident_bytes
 from calib.offload.sizes import parse_size, show_size
+from calib.quantized import is_quantized
 from calib.recipe import Recipe
 
 # the rest is for activations, statistics and whatever else runs on the machine
@@ -33,7 +34,7 @@ def resolve_offload(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Re
                 f"the weights take {show_size(needed)}, too much for --max-memory "
                 f"{recipe.max_memory} with --offload none; use --offload layerwise"
             )
-        stays = chosen == "none" or _is_quantised(config) or fits
+        stays = chosen == "none" or is_quantized(config) or fits
         chosen = "none" if stays else "layerwise"
     if chosen == "layerwise" and recipe.data.dataset == "self":
         raise InputError(
@@ -72,8 +73,3 @@ def _fits_gpus(needed: int, recipe: Recipe) -> bool:
     alone = not torch.distributed.is_initialized()
     gpus = range(torch.cuda.device_count()) if alone else [torch.cuda.current_device()]
     return needed <= _SHARE * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
-
-
-def _is_quantised(config: PreTrainedConfig) -> bool:
-    forget_kv_only_quantization(config)
-    return getattr(config, "quantization_config", None) is not None

@@ -76,7 +76,7 @@ def _check_room(model: PreTrainedModel, limit: int) -> None:
     in_use, layer = resident_bytes(), random_bytes(model.get_decoder())
     if in_use + layer > limit:
         raise InputError(
-            f"{show_size(limit)} of memory are too few: {show_size(in_use)} are in use and one "
+            f"{show_size(limit)} of memory is too little: {show_size(in_use)} are in use and one "
             f"layer takes {show_size(layer)}, to which activations are added; use --max-memory "
             f"{show_size((in_use + layer) * 5 // 4)} or more"
         )

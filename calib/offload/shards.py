@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calib.checkpoint import SINGLE_FILE, Checkpoint
+from calib.checkpoint import Checkpoint
 from calib.errors import InputError
 
 _ALIGNMENT = 64
@@ -68,14 +68,12 @@ class StoredTensor:
 
 
 def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """Every tensor of the files that transformers would load, by its name in the checkpoint.
+    """Every tensor of the files, by its name in the checkpoint.
 
     Raises:
         InputError: a tensor has a dtype that plain weights never have.
     """
-    # transformers ignores the index where a file of the usual single name exists
-    alone = (checkpoint.path / SINGLE_FILE).exists()
-    shards = [SINGLE_FILE] if alone else checkpoint.shards
+    shards = checkpoint.shards
     return {k: v for shard in shards for k, v in _read_header(checkpoint.path / shard).items()}
 
 

@@ -16,12 +16,12 @@ from calib.errors import InputError
 from calib.model import (
     auto_class,
     check_complete,
-    forget_kv_only_quantization,
     loading,
     requested_dtype,
     uses_gpu,
 )
 from calib.offload.shards import StoredTensor, stored_tensors
+from calib.quantized import is_quantized
 from calib.recipe import Recipe
 
 
@@ -35,8 +35,7 @@ def load_skeleton(
     Raises:
         InputError: weights are missing, quantised, or have other shapes than the config says.
     """
-    forget_kv_only_quantization(config)
-    if getattr(config, "quantization_config", None):
+    if is_quantized(config):
         raise InputError(
             f"the weights of '{checkpoint.path}' are quantised, and only plain ones can be read "
             "layer by layer; use --offload none, or calibrate the model it was made from"

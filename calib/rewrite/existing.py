@@ -4,7 +4,6 @@ import copy
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -12,20 +11,19 @@ from calib.checkpoint import Checkpoint
 from calib.choices import FP8Name, Strategy
 from calib.errors import InputError
 from calib.export.compressed_tensors import find_quantization_config
-from calib.files.directory import open_scales
+from calib.files.directory import ScaleDirectory, open_scales
+from calib.files.fp8_type import fp8_type
 from calib.files.layers import LayerScalesFound, Values, layers_of
+from calib.quantized import is_of_attention, leaves_weights
 from calib.scales import KVScales, LayerScales
 
-_FP8_NAMES: dict[str, FP8Name] = {"float8_e4m3fnuz": "e4m3fnuz", "float8_e5m2": "e5m2"}
 
-
-def existing_layers(directory: Path) -> dict[str, LayerScalesFound]:
+def existing_layers(found: ScaleDirectory) -> dict[str, LayerScalesFound]:
     """What each attention module has, by its name in the checkpoint, whatever it is worth.
 
     Raises:
         InputError: there are no scales, or they are in a file that names no modules.
     """
-    found = open_scales(directory)
     layers = layers_of(found)
     by_number = {_number(module): module for module in found.modules}
     named = {}
@@ -34,8 +32,8 @@ def existing_layers(directory: Path) -> dict[str, LayerScalesFound]:
         module = by_number.get(layer.layer) or next(iter(sorted(modules)), None)
         if module is None:
             raise InputError(
-                f"'{directory}' has scales for layer {layer.layer} and no attention module to hold "
-                "them; put the file beside the model's weights"
+                f"'{found.path}' has scales for layer {layer.layer} and no attention module to "
+                "hold them; put the file beside the model's weights"
             )
         named[module] = layer
     for number, module in by_number.items():
@@ -44,14 +42,15 @@ def existing_layers(directory: Path) -> dict[str, LayerScalesFound]:
     return named
 
 
-def existing_scales(directory: Path, checkpoint: Checkpoint) -> KVScales:
+def existing_scales(directory: Path) -> KVScales:
     """The scales of a checkpoint, complete and usable.
 
     Raises:
-        InputError: a layer lacks K or V, or a scale is not finite and positive.
+        InputError: a layer lacks K or V, a scale is not finite and positive, or they are not FP8's.
     """
     layers = {}
-    for module, layer in existing_layers(directory).items():
+    found = open_scales(directory)
+    for module, layer in existing_layers(found).items():
         for letter in "kv":
             if not is_usable(getattr(layer, letter)):
                 raise InputError(
@@ -60,16 +59,15 @@ def existing_scales(directory: Path, checkpoint: Checkpoint) -> KVScales:
                 )
         # a query scale is optional, and nobody can use one that is none
         layers[module] = as_scales(layer, q=layer.q if is_usable(layer.q) else None)
-    return collect(layers, checkpoint)
+    return collect(layers, fp8_type(found))
 
 
-def collect(layers: dict[str, LayerScales], checkpoint: Checkpoint) -> KVScales:
+def collect(layers: dict[str, LayerScales], fp8_dtype: FP8Name) -> KVScales:
     """Scales by module as one object; one number everywhere is strategy tensor."""
     several = any(scale.numel() > 1 for layer in layers.values() for _, scale in layer.items())
-    named = str(checkpoint.config.get("kv_cache_torch_dtype", ""))
     ordered = dict(sorted(layers.items(), key=lambda item: item[1].layer_idx))
     strategy: Strategy = "attn_head" if several else "tensor"
-    return KVScales(strategy, _FP8_NAMES.get(named, "e4m3fn"), ordered)
+    return KVScales(strategy, fp8_dtype, ordered)
 
 
 def as_scales(layer: LayerScalesFound, q: Values | None) -> LayerScales:
@@ -92,30 +90,12 @@ def without_scales(checkpoint: Checkpoint) -> Checkpoint:
         quantization.pop("kv_cache_scheme", None)
         groups = quantization.get("config_groups")
         if isinstance(groups, dict):
-            kept = {name: group for name, group in groups.items() if not _is_of_attention(group)}
+            kept = {name: group for name, group in groups.items() if not is_of_attention(group)}
             quantization["config_groups"] = kept
         for holder in (config, config.get("text_config")):
-            if isinstance(holder, dict) and _says_nothing(holder.get("quantization_config")):
+            if isinstance(holder, dict) and leaves_weights(holder.get("quantization_config") or {}):
                 del holder["quantization_config"]
     return replace(checkpoint, config=config)
-
-
-def _says_nothing(quantization: Any) -> bool:
-    """Whether a quantization_config without its KV part quantises nothing."""
-    if not isinstance(quantization, dict):
-        return False
-    if quantization.get("quant_method") == "modelopt":
-        return quantization.get("ignore") == ["*"] or not quantization.get("quant_algo")
-    groups = quantization.get("config_groups")
-    return quantization.get("quant_method") == "compressed-tensors" and not groups
-
-
-def _is_of_attention(group: Any) -> bool:
-    """Whether a group of compressed-tensors, such as llm-compressor's, is about Q, K and V."""
-    targets = group.get("targets") if isinstance(group, dict) else None
-    if not isinstance(targets, list):
-        return False
-    return bool(targets) and all(str(target).endswith("Attention") for target in targets)
 
 
 def _number(module: str) -> int | None:

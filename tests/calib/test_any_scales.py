@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM
 from calib.any_scales import load_any_scales
 from calib.derive import load_scales
 from calib.errors import InputError
+from calib.files.fp8_type import FP8_MAX
+from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 
 @pytest.fixture(scope="module")
@@ -131,3 +133,88 @@ def test_a_json_file_that_is_none(text, model, tmp_path):
     with pytest.raises(InputError, match="kv_cache_scales.json") as caught:
         load_any_scales(tmp_path, model)
     assert "\n" not in str(caught.value)
+
+
+def say(directory, config=None, dtype=None):
+    """What the files of a directory say of the FP8 type, beside its scales."""
+    if config is not None:
+        (directory / "config.json").write_text(json.dumps(config))
+    if dtype is not None:
+        cache = {"dtype": dtype, "scaling_factor": {"0": {str(i): 0.5 for i in range(3)}}}
+        text = json.dumps({"model_type": "llama", "kv_cache": cache})
+        (directory / "kv_cache_scales.json").write_text(text)
+    return directory
+
+
+FLOAT8 = {"type": "float", "num_bits": 8}
+
+
+def quantized(method="compressed-tensors", **fields):
+    return {"quantization_config": {"quant_method": method, **fields}}
+
+
+def quark(dtype):
+    return quantized("quark", layer_quant_config={"*k_proj": {"output_tensors": {"dtype": dtype}}})
+
+
+FNUZ = {"kv_cache_torch_dtype": "float8_e4m3fnuz"}
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "expected"),
+    [
+        (None, None, "e4m3fn"),
+        ({}, None, "e4m3fn"),
+        ({"kv_cache_torch_dtype": "float8_e4m3fn"}, None, "e4m3fn"),
+        (FNUZ, None, "e4m3fnuz"),
+        ({"kv_cache_torch_dtype": "float8_e5m2"}, None, "e5m2"),
+        (FNUZ | quantized(kv_cache_scheme=FLOAT8), None, "e4m3fnuz"),
+        (quantized("modelopt", quantization={"kv_cache_quant_algo": "FP8"}), None, "e4m3fn"),
+        (quark("fp8_e4m3"), None, "e4m3fn"),
+        (quark("fp8_e5m2"), None, "e5m2"),
+        (None, "float8_e4m3fnuz", "e4m3fnuz"),
+        (FNUZ, "float8_e4m3fnuz", "e4m3fnuz"),
+    ],
+)
+def test_the_fp8_type_is_read_from_where_it_is_said(config, dtype, expected, model, tmp_path):
+    write(tmp_path, ["k_scale", "v_scale"])
+    assert load_any_scales(say(tmp_path, config, dtype), model).fp8_dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype", "message"),
+    [
+        ({"kv_cache_torch_dtype": "bfloat16"}, None, "of config.json is 'bfloat16'"),
+        ({"kv_cache_torch_dtype": 8}, None, "of config.json is '8'"),
+        (None, "int8", "dtype of kv_cache_scales.json is 'int8'"),
+        (FNUZ, "float8_e4m3fn", "float8_e4m3fnuz and dtype of kv_cache_scales.json float8_e4m3fn"),
+        (quantized(kv_cache_scheme=FLOAT8 | {"num_bits": 4}), None, "float of 4 bits"),
+        (quantized(kv_cache_scheme=FLOAT8 | {"type": "int"}), None, "is 'int of 8 bits'"),
+        (quantized("modelopt", quantization={"kv_cache_quant_algo": "NVFP4"}), None, "'NVFP4'"),
+        (quark("int8"), None, "is 'int8'"),
+        (quark("fp8_e5m2") | FNUZ, None, "contradict"),
+    ],
+)
+def test_an_fp8_type_that_is_not_known_is_refused(config, dtype, message, model, tmp_path):
+    write(tmp_path, ["k_scale", "v_scale"])
+    with pytest.raises(InputError) as caught:
+        load_any_scales(say(tmp_path, config, dtype), model)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_fnuz_scales_of_a_tgi_checkpoint_are_the_calibrations(directory, model, tmp_path):
+    out = tmp_path / "out"
+    done = calibrate(directory, "-o", out, "--format", "tgi", "--fp8-dtype", "e4m3fnuz")
+    assert done.exit_code == 0
+    expected = load_scales(out)
+    for file in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
+        (out / file).unlink()
+    found = load_any_scales(out, model)
+    assert found.fp8_dtype == expected.fp8_dtype == "e4m3fnuz"
+    for name, layer in expected.layers.items():
+        assert torch.equal(found.layers[name].k, layer.k)
+
+
+def test_the_largest_values_are_those_of_the_runtime():
+    assert {name: fp8_max(dtype) for name, dtype in FP8_DTYPES.items()} == FP8_MAX

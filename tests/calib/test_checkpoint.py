@@ -106,3 +106,35 @@ def test_fingerprints_tell_revisions_apart(tiny_llama, tmp_path):
     config = json.loads((tmp_path / "one/config.json").read_text())
     (tmp_path / "one/config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
     assert fingerprint(open_checkpoint(tmp_path / "one")) != one
+
+
+def test_a_single_file_beside_an_index_that_does_not_name_it(directory):
+    save_file({"a": torch.zeros(4), "b": torch.zeros(4)}, directory / "model.safetensors")
+    # transformers would read the one, engines the others
+    refuse(directory, "holds model.safetensors and model.safetensors.index.json, which names other")
+
+
+def test_an_index_that_names_the_single_file_and_another(directory):
+    save_file({"a": torch.zeros(4)}, directory / "model.safetensors")
+    write_index(directory, a="model.safetensors")
+    refuse(directory, "holds model.safetensors and model.safetensors.index.json, which names other")
+
+
+def test_an_index_of_a_single_file_and_files_that_no_index_names(directory):
+    save_file({"a": torch.zeros(4), "b": torch.zeros(4)}, directory / "model.safetensors")
+    save_file({"a": torch.ones(4)}, directory / "consolidated.safetensors")
+    write_index(directory, a="model.safetensors", b="model.safetensors")
+    assert open_checkpoint(directory).shards == ["model.safetensors"]
+
+
+def test_a_tensor_in_two_files(directory):
+    save_file(
+        {"a": torch.zeros(4), "b": torch.ones(4)}, directory / "model-00002-of-00002.safetensors"
+    )
+    refuse(directory, "holds 'a' in model-00001-of-00002.* and in model-00002-of-00002.safetensors")
+
+
+def test_a_tensor_that_the_index_forgot_is_known(directory):
+    file = directory / "model-00002-of-00002.safetensors"
+    save_file({"b": torch.ones(4), "model.layers.0.self_attn.k_scale": torch.ones(1)}, file)
+    assert open_checkpoint(directory).weight_map["model.layers.0.self_attn.k_scale"] == file.name

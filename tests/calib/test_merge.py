@@ -1,6 +1,7 @@
 """Merged runs give the very scales of one run over all their data, or a clear refusal."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -83,3 +84,27 @@ def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path
     one_line_error(fp8kv("merge", a, b, *out), "cannot read statistics")
     broken.write_bytes(whole)
     assert not (tmp_path / "merged").exists()
+
+
+def with_threads(directory, count, out):
+    """A copy of a calibration that says it was measured with `count` threads."""
+    shutil.copytree(directory, out)
+    file = out / "fp8kv_calibration.json"
+    report = json.loads(file.read_text())
+    report.pop("threads", None)
+    file.write_text(json.dumps(report if count is None else {**report, "threads": count}))
+    return out
+
+
+def test_another_number_of_threads_is_named(halves, tmp_path):
+    one = with_threads(halves[0], 1, tmp_path / "one")
+    for count, warned, kept in ((1, False, 1), (2, True, None), (None, False, None)):
+        other = with_threads(halves[1], count, tmp_path / f"other-{count}")
+        done = fp8kv("merge", one, other, "-o", tmp_path / f"merged-{count}", "--json")
+        assert done.exit_code == 0, done.stderr
+        warnings = [line for line in json.loads(done.stdout)["warnings"] if "threads" in line]
+        assert len(warnings) == warned
+        report = json.loads((tmp_path / f"merged-{count}/fp8kv_calibration.json").read_text())
+        assert report["threads"] == kept
+        if warned:
+            assert f"'{one}' was measured with 1 threads and '{other}' with 2" in warnings[0]

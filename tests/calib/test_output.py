@@ -25,7 +25,7 @@ from calib.output import (
 
 
 def write(checkpoint, out, *, name="vllm", weights="link"):
-    with atomic_directory(out) as scratch:
+    with atomic_directory(out, overwrite=True) as scratch:
         made = export(make_scales(), checkpoint, name)
         write_checkpoint(made, checkpoint, scratch, weights=weights, readme="# Ours\n")
     return out

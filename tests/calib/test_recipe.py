@@ -6,8 +6,13 @@ import pytest
 import yaml
 
 from calib.errors import InputError
+from calib.flags import assignments
 from calib.recipe import Recipe, load_recipe, recipe_names, recipe_text
 
+# each level holds the one before nine times
+BOMB = "a: &a [x]\n" + "".join(
+    f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)
+)
 BUNDLED = [
     "amd-fnuz",
     "attn_head-absmax",
@@ -75,6 +80,19 @@ def test_overrides_win_over_the_file(tmp_path):
         ("strategy: channel\nobserver: {name: mse}", "strategy 'channel' keeps no histogram"),
         ("- a list", "must be a mapping"),
         ("a: [", "cannot read recipe"),
+        ("strategy: tensor\nstrategy: attn_head", "'strategy' is given twice.* line 2"),
+        ("data: {seed: 1, samples: 2, seed: 3}", "'seed' is given twice"),
+        ("description: 2026-99-99", "cannot read recipe .*: month must be in 1..12"),
+        ("headroom: " + "9" * 5000, "cannot read recipe"),
+        ("description: " + "[" * 100_000, "cannot read recipe .*: nested too deep"),
+        (BOMB, "cannot read recipe .*: more than 20 aliases"),
+        ("strategy: [" + "x, " * 50_000 + "]", r"strategy: .*got \['x', 'x'.*\.\.\."),
+        ("evaluation: {fail_if: ['kl>nan']}", "evaluation.fail_if: .*'kl>nan'.*finite number"),
+        ("evaluation: {fail_if: [speed>3]}", "evaluation.fail_if: .*METRIC one of kl"),
+        ("evaluation: {variants: [tensr]}", "evaluation.variants.0: Input should be 'bf16'.*tensr"),
+        ("evaluation: {variants: [reference]}", "should be 'bf16', .*got 'reference'"),
+        ("evaluation: {suite: slow}", "evaluation.suite: Input should be 'quick' or 'full'"),
+        ("evaluation: {kl_budget: .inf}", "kl_budget: Input should be a finite number"),
     ],
 )
 def test_a_mistake_is_one_line_that_names_it(tmp_path, text, message):
@@ -82,6 +100,39 @@ def test_a_mistake_is_one_line_that_names_it(tmp_path, text, message):
     with pytest.raises(InputError, match=message) as caught:
         load_recipe(str(tmp_path / "bad.yaml"))
     assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
+
+
+def test_an_anchor_is_no_bomb(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "data: &d {samples: 7}\nevaluation: {<<: *d, suite: full}\n"
+    )
+    recipe = load_recipe(str(tmp_path / "mine.yaml"))
+    assert (recipe.data.samples, recipe.evaluation.samples, recipe.evaluation.suite) == (
+        7,
+        7,
+        "full",
+    )
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("a=[1", "--set 'a=\\[1': .*expected ',' or '\\]'"),
+        ("data={seed: 1, seed: 2}", "--set .*'seed' is given twice"),
+        ("a=" + "[" * 100_000, "nested too deep"),
+        ("seed=" + "9" * 5000, "--set 'seed=999.*integer"),
+        ("seed=2026-99-99", "month must be in"),
+        ("noequals", "--set takes KEY=VALUE"),
+        ("=1", "--set takes KEY=VALUE"),
+        ("", "--set takes KEY=VALUE"),
+    ],
+)
+def test_what_set_cannot_read_is_one_line(pair, message):
+    with pytest.raises(InputError, match=message) as caught:
+        assignments([pair])
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000
 
 
 def test_a_name_that_is_not_bundled_is_answered_with_the_nearest():

@@ -4,11 +4,13 @@ import pytest
 import torch
 from families import tiny_model
 
+from calib.attention import map_attention
 from calib.data import make_batches
 from calib.errors import InputError
 from calib.measure import calibrate
 from calib.recipe import load_recipe
 from calib.resume import SavedProgress, progress_file
+from calib.share import calibrate_share
 from calib.stats_file import save_stats
 
 SAMPLES = [list(range(3 + i, 40 + i)) for i in range(6)]
@@ -85,3 +87,11 @@ def test_a_file_cut_short_is_refused(tmp_path):
     save_stats(measured(SAMPLES[:1]), path)  # statistics, but no progress
     with pytest.raises(InputError, match="another model"):
         SavedProgress(path, RUN, every_seconds=0).load()
+
+
+def test_progress_beyond_the_last_batch_is_refused(tmp_path):
+    saved = SavedProgress(progress_file(tmp_path / "out", 0), RUN, every_seconds=0)
+    saved.save_sometimes(lambda: measured(SAMPLES[:1]), 7)
+    model, batches = tiny_model("llama"), make_batches(SAMPLES, 1, pad_id=0)
+    with pytest.raises(InputError, match="covers 7 batches of 6; it is damaged"):
+        calibrate_share(model, batches, RECIPE, map_attention(model), saved, resume=True)

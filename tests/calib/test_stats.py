@@ -4,10 +4,17 @@ import pytest
 import torch
 
 from calib.errors import CalibrationError, InputError
+from calib.histogram import NUM_BINS
 from calib.observers import AbsMax
 from calib.scales import SharedAttention
 from calib.stats import KVStats, LayerStats, TensorStats, dead_groups
 from calib.stats_file import STATS_FILE, load_stats, save_stats
+
+
+def histogram_of(k):
+    counts = torch.zeros(len(k), NUM_BINS, dtype=torch.int64)
+    counts[:, 0] = k[:, 0].long()
+    return counts
 
 
 def layer(k, v=1.0, q=2.0, tokens=10):
@@ -15,7 +22,7 @@ def layer(k, v=1.0, q=2.0, tokens=10):
     return LayerStats(
         0,
         tokens,
-        TensorStats(k, k.long()[..., :1], k.double(), -k, k / 2),
+        TensorStats(k, histogram_of(k), k.double(), -k, k / 2),
         TensorStats(torch.full((2, 2), v)),
         TensorStats(torch.full((4, 2), q)),
     )
@@ -31,7 +38,7 @@ def test_merge_takes_maxima_and_sums():
     )
     found = merged.layers["a.self_attn"]
     assert found.k.amax.tolist() == [[3.0, 8.0], [4.0, 9.0]]
-    assert found.k.histogram.tolist() == [[4], [4]]
+    assert found.k.histogram[:, 0].tolist() == [4, 4]
     assert found.k.total.tolist() == [[4.0, 13.0], [4.0, 11.0]]
     assert found.k.low.tolist() == [[-3.0, -8.0], [-4.0, -9.0]]
     assert found.k.high.tolist() == [[1.5, 4.0], [2.0, 4.5]]
@@ -77,6 +84,7 @@ def test_headroom_multiplies_and_qkv_adds_q():
         (float("nan"), "a.self_attn V: NaN or Inf was seen"),
         (float("inf"), "a.self_attn V: NaN or Inf was seen"),
         (0.0, "a.self_attn V: only zeros were seen"),
+        (1e-43, "a.self_attn V: amax must be finite and large enough"),
     ],
 )
 def test_bad_numbers_never_become_scales(bad, message):

@@ -67,6 +67,14 @@ def test_a_dead_head_is_named():
     assert warn(stats([0.0, 3.0, 3.0]), "attn_head") == [
         "K: a head or channel held only zeros in layer 0; it takes the layer's largest scale"
     ]
+    assert "it takes the layer's largest scale" in warn(stats([0.0, 3.0]), "channel")[0]
+
+
+@pytest.mark.parametrize("heads", [[0.0, 3.0], [0.0, 3.0, 3.0], [0.0, 0.0, 3.0]])
+def test_under_one_scale_per_layer_a_dead_head_takes_no_scale_of_another(heads):
+    (warning,) = warn(stats(heads))
+    assert warning == "K: a head held only zeros in layer 0; the layer's one scale is for it too"
+    assert "20x the others in layer 0" in warn(stats([0.0, 1.0, 1.0, 20.0]))[0]
 
 
 def test_percentile_warns_about_clipping_k():

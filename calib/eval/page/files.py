@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from calib.atomic import WRITTEN
 from calib.errors import InputError
 from calib.eval.page.html import html
 from calib.eval.page.markdown import markdown
@@ -41,6 +42,7 @@ def write_report(report: Report, directory: Path) -> None:
             scratch.replace(directory / name)
     except OSError as error:
         raise InputError(f"cannot write '{directory}': {error.strerror or error}") from None
+    WRITTEN.append(directory)
 
 
 def _json(report: Report) -> str:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from calib.data import make_batches, resolve_batch_size
+from calib.data.batches import shared_batch_size
 from calib.recipe import DataRecipe
 
 PAD = 99
@@ -69,3 +70,16 @@ def test_no_samples_make_no_batches():
 def test_resolve_batch_size(batch_size, seq_len, device_type, expected):
     recipe = DataRecipe(batch_size=batch_size, seq_len=seq_len)
     assert resolve_batch_size(recipe, device_type) == expected
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3, 5, 8, 40])
+@pytest.mark.parametrize("lengths", [[512] * 40, [512] * 9, [*range(20, 400, 7)]])
+def test_auto_gives_every_process_a_batch_and_is_left_alone_where_it_does(lengths, processes):
+    samples, auto = samples_of(*lengths), DataRecipe(seq_len=512)
+    size = shared_batch_size(auto, "cpu", samples, processes)
+    batches = len(make_batches(samples, size, PAD))
+    assert batches >= min(processes, len(samples))
+    if len(make_batches(samples, 8, PAD)) >= processes:
+        assert size == 8
+    # what the user typed is obeyed, whatever follows from it
+    assert shared_batch_size(DataRecipe(batch_size=7), "cpu", samples, processes) == 7

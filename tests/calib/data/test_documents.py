@@ -54,6 +54,8 @@ def test_keys_that_arrow_filled_with_none_are_removed_but_not_the_content():
         ({"text": 3}, None, "column 'text' holds int, neither text nor a list of chat messages"),
         ({"text": ["a"]}, None, "column 'text' holds list, neither text nor a list of chat"),
         ({"messages": [{"who": "me"}]}, None, "has the keys who; it needs role and content, or"),
+        ({}, None, "the row holds nothing"),
+        ({"messages": [{"from": ["x"], "value": "y"}]}, None, "it needs role and content, or"),
     ],
 )
 def test_an_unusable_row_says_what_it_has_and_what_to_do(row, column, message):
@@ -76,6 +78,8 @@ def test_the_column_error_names_the_flag():
         ("x", False),
         ([], True),
         ([{"role": "user", "content": " "}, {"role": "assistant", "content": None}], True),
+        ([{"role": "user", "content": [{"type": "text", "text": " "}]}], True),
+        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], False),
         ([{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}], False),
     ],
 )

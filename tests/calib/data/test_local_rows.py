@@ -7,13 +7,13 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from calib.data.local_rows import looks_local, open_rows
+from calib.data.local_rows import looks_local, open_rows, unread_files
 from calib.errors import InputError
 
 
 def rows_of(path):
     rows = open_rows(str(path))
-    return [rows[i] for i in range(len(rows))]
+    return [rows[i][1] for i in range(len(rows))]
 
 
 def write(path, text):
@@ -92,6 +92,22 @@ def test_a_directory_is_its_readable_files_by_name(tmp_path):
             "this is text",
             "a.parquet: not a readable Parquet file (Parquet magic bytes",
         ),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"text": ' + "[" * 100_000,
+            "a.jsonl, line 2: nested too deeply; fix or remove the line",
+        ),
+        (
+            "a.jsonl",
+            '{"text": "a"}\n{"n": ' + "1" * 5000 + "}",
+            "a.jsonl, line 2: not valid JSON (Exceeds the limit (4300 digits)",
+        ),
+        ("a.json", "[" * 100_000, "a.json: nested too deeply; fix or remove the line"),
+        (
+            "a.json",
+            '[{"n": ' + "1" * 5000 + "}]",
+            "a.json: not valid JSON (Exceeds the limit (4300 digits)",
+        ),
         ("a.csv", "text\na\n", "unsupported extension; supported: .jsonl, .json, .parquet, .txt"),
     ],
 )
@@ -143,3 +159,34 @@ def test_rows_are_read_from_a_parquet_file_larger_than_the_row_group_cache(tmp_p
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=1)
     read = rows_of(tmp_path / "a.parquet")
     assert all(b["n"] - a["n"] == 1 for a, b in pairwise(read))
+
+
+def test_every_row_says_where_it_is(tmp_path):
+    write(tmp_path / "a.jsonl", '"a1"\n\n"a2"\n')
+    write(tmp_path / "b.json", '["b1", "b2"]')
+    parquet.write_table(pa.Table.from_pylist([{"n": 1}] * 3), tmp_path / "c.parquet")
+    write(tmp_path / "d.txt", "d")
+    rows = open_rows(str(tmp_path))
+    assert [rows[i][0].removeprefix(f"{tmp_path}/") for i in range(len(rows))] == [
+        "a.jsonl, line 1",
+        "a.jsonl, line 3",
+        "b.json, row 1",
+        "b.json, row 2",
+        *(f"c.parquet, row {n}" for n in (1, 2, 3)),
+        "d.txt",
+    ]
+
+
+def test_parquet_text_that_is_no_utf_8_is_named_with_its_row(tmp_path):
+    bad = pa.array([b"good", b"caf\xe9"], pa.binary()).cast(pa.string(), safe=False)
+    parquet.write_table(pa.table({"text": bad}), tmp_path / "a.parquet")
+    with pytest.raises(InputError, match=r"a\.parquet, row 2: not UTF-8 text"):
+        rows_of(tmp_path / "a.parquet")
+
+
+def test_what_a_directory_holds_and_is_not_read_is_named(tmp_path):
+    for name in ("a.jsonl", "b.csv", "README.md", ".hidden"):
+        write(tmp_path / name, '"a"\n')
+    (tmp_path / "more").mkdir()
+    assert unread_files(str(tmp_path)) == ["README.md", "b.csv", "more"]
+    assert unread_files(str(tmp_path / "a.jsonl")) == []

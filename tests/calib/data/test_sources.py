@@ -25,12 +25,12 @@ def test_local_rows_are_shuffled_by_the_seed(ten_lines):
     random.Random(7).shuffle(order)
     source = open_source(DataRecipe(dataset=ten_lines, seed=7))
     assert source.name == ten_lines
-    assert list(source.rows) == [f"line {i}" for i in order]
+    assert list(source.rows) == [(f"{ten_lines}, line {i + 1}", f"line {i}") for i in order]
     assert order != sorted(order)
 
 
 def test_python_docs_are_whole_paragraphs_long_enough_for_a_sample():
-    rows = list(open_source(DataRecipe(dataset=DOCS, seq_len=512)).rows)
+    rows = [row for _, row in open_source(DataRecipe(dataset=DOCS, seq_len=512)).rows]
     assert min(map(len, rows)) >= 512 * 6 - len("\n\n")
     text = "\n\n".join(topics[name] for name in sorted(topics))
     assert all(row in text for row in rows)
@@ -40,7 +40,7 @@ def test_python_docs_are_whole_paragraphs_long_enough_for_a_sample():
 
 
 def test_python_docs_shorter_than_one_sample_are_one_piece():
-    (row,) = open_source(DataRecipe(dataset=DOCS, seq_len=1_000_000)).rows
+    ((_, row),) = open_source(DataRecipe(dataset=DOCS, seq_len=1_000_000)).rows
     assert row == "\n\n".join(topics[name] for name in sorted(topics))
 
 
@@ -75,5 +75,16 @@ def test_any_other_name_is_a_dataset_on_the_hub(monkeypatch, config, name):
     monkeypatch.setattr(datasets, "load_dataset", load)
     source = open_source(DataRecipe(dataset="o/d", config=config))
     assert source.name == name
-    assert list(source.rows) == [{"text": "streamed"}]
+    assert list(source.rows) == [("row 1 as shuffled", {"text": "streamed"})]
     assert asked == [(("o/d", config), {"split": "train", "streaming": True})]
+
+
+def test_files_of_a_directory_that_are_not_read_are_a_warning(ten_lines, tmp_path):
+    assert open_source(DataRecipe(dataset=str(tmp_path))).warnings == ()
+    for name in ("b.csv", *"cdefghij"):
+        (tmp_path / name).touch()
+    (warning,) = open_source(DataRecipe(dataset=str(tmp_path))).warnings
+    assert warning == (
+        f"dataset '{tmp_path}': not read are b.csv, c, d, e, f, g, ... (9 in all); "
+        "supported: .jsonl, .json, .parquet, .txt, directly in it"
+    )

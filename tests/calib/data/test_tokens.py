@@ -2,7 +2,8 @@
 
 import pytest
 
-from calib.data.tokens import MAX_REFUSALS, encode, tokenize_rows
+from calib.data import tokens
+from calib.data.tokens import MAX_REFUSALS, encode
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
@@ -13,6 +14,11 @@ SYSTEM = [{"role": "system", "content": "be brief"}, *CHAT]
 
 def recipe_of(**settings):
     return DataRecipe(**({"dataset": "d", "samples": 2, "seq_len": 64} | settings))
+
+
+def tokenize_rows(rows, tokenizer, recipe):
+    located = ((f"a.jsonl, line {n}", row) for n, row in enumerate(rows, 1))
+    return tokens.tokenize_rows(located, tokenizer, recipe)
 
 
 def test_text_gets_the_bos_of_the_tokenizer(tokenizer):
@@ -76,14 +82,94 @@ def test_a_chat_without_a_template_says_what_to_do(byte_tokenizer):
 
 def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
     no_content = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]
-    parts = [{"role": "user", "content": [{"type": "text", "text": "q"}]}]
-    rows = [{"messages": chat} for chat in (SYSTEM, CHAT, no_content, parts, CHAT)]
+    rows = [{"messages": chat} for chat in (SYSTEM, CHAT, no_content, CHAT)]
     samples, warnings = tokenize_rows(rows, tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s><|user|>hi<|assistant|>yo"] * 2
     assert warnings == (
-        "3 chats were skipped because the tokenizer's chat template refused them "
+        "2 chats were skipped because the tokenizer's chat template refused them "
         "(System role not supported)",
     )
+
+
+def text_parts(*texts):
+    # Arrow fills what other kinds of parts have
+    return [{"type": "text", "text": text, "image_url": None} for text in texts]
+
+
+PARTS_ONLY = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>' }}{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+STRINGS = {
+    "adds": "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}",
+    # Llama 3's way, which writes a list as Python does
+    "trims": "{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content | trim }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", STRINGS.values(), ids=STRINGS)
+def test_text_parts_are_joined_for_templates_that_take_strings(byte_tokenizer, template):
+    tokenizer = byte_tokenizer(chat_template=template)
+    chat = [{"role": "user", "content": text_parts("q", "more")}, *CHAT[1:]]
+    (ids,), warnings = tokenize_rows([{"messages": chat}], tokenizer, recipe_of(samples=1))
+    assert tokenizer.decode(ids) == "<|user|>q\nmore<|assistant|>yo"
+    assert warnings == ()
+
+
+def test_a_template_that_takes_parts_alone_gets_parts(byte_tokenizer):
+    tokenizer = byte_tokenizer(chat_template=PARTS_ONLY)
+    chat = [{"role": "user", "content": text_parts("q", "more")}, *CHAT[1:]]
+    assert tokenizer.decode(encode(chat, tokenizer)) == "<|user|>qmore<|assistant|>yo"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ([{"type": "image_url", "image_url": {}}, *text_parts("q")], "a part of type 'image_url'"),
+        ([{"type": "text", "text": None}], "a part of type 'text' without text"),
+        (["q"], "neither text nor parts"),
+        ({"text": "q"}, "neither text nor parts"),
+        (7, "neither text nor parts"),
+    ],
+)
+def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer, content, reason):
+    chat = [{"role": "user", "content": content}]
+    rows = [{"text": "a"}, {"messages": chat}, {"messages": chat}, {"text": "b"}]
+    samples, (warning,) = tokenize_rows(rows, tokenizer, recipe_of())
+    assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
+    assert warning.startswith("2 rows were skipped: they hold no text that can be read (such as ")
+    assert "a.jsonl, line 2: " in warning
+    assert reason in warning
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {},
+        {"a": 1},
+        {"a": "x", "b": "y"},
+        {"text": 3},
+        {"messages": [{"from": ["x"], "value": "y"}]},
+    ],
+)
+def test_rows_without_text_among_good_ones_are_skipped_and_counted(tokenizer, row):
+    samples, (warning,) = tokenize_rows(["a", row, row, "b", row], tokenizer, recipe_of())
+    assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
+    assert warning.startswith("2 rows were skipped: ")
+    assert "a.jsonl, line 2: " in warning
+
+
+def test_rows_that_all_lack_text_are_an_error_that_says_why(tokenizer):
+    rows = iter([{"a": 1}] * (MAX_REFUSALS + 5))
+    with pytest.raises(InputError, match=r"^a\.jsonl, line 1: cannot tell which column holds the"):
+        tokenize_rows(rows, tokenizer, recipe_of())
+    assert len(list(rows)) == 5
+
+
+@pytest.mark.parametrize("row", ["\ud800", {"messages": [{"role": "user", "content": "x\udfff"}]}])
+def test_half_a_surrogate_pair_is_damage(tokenizer, row):
+    with pytest.raises(InputError, match=r"^a\.jsonl, line 2: .*surrogate.*remove the row$"):
+        tokenize_rows(["a", row, "b"], tokenizer, recipe_of())
 
 
 def test_a_template_that_refuses_everything_ends_the_search(tokenizer):

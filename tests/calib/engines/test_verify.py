@@ -138,6 +138,26 @@ def test_scales_are_compared_with_measured_absmax(scales, problem, tmp_path):
     assert "Measured absmax" in printed
 
 
+def test_scales_for_fnuz_are_compared_with_what_fnuz_holds(tmp_path):
+    scales = {
+        x: [448 / 240 * scale for scale in s]
+        for x, s in {"k": (0.5, 0.25), "v": (0.125, 0.0625)}.items()
+    }
+    directory = model(tmp_path / "model", **scales, kv_cache_torch_dtype="float8_e4m3fnuz")
+    statistics = measured(tmp_path / "measured")
+    done = fp8kv("verify", directory, "--engine", "tgi", "--against", statistics, "--json")
+    assert done.exit_code == 0, done.stdout
+    fits = json.loads(done.stdout)["against"]
+    assert [fit["used"] for fit in fits] == [pytest.approx({"k": 1, "v": 1})] * 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_statistics_that_are_no_numbers_prove_nothing(value, tmp_path):
+    statistics = measured(tmp_path / "measured", k=(0.5, value))
+    flags = ("--engine", "vllm", "--against", statistics)
+    one_line_error(fp8kv("verify", model(tmp_path / "model"), *flags), "layer 1", "NaN or Inf")
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

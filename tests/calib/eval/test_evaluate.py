@@ -153,7 +153,9 @@ def test_the_command_prints_writes_and_fails(directory, tmp_path):
 
 @pytest.mark.usefixtures("small_suite")
 def test_mistakes_get_one_line(directory, tiny_directory, tmp_path):
-    one_line_error(eval_(directory, "--variants", "tensr"), "no variant 'tensr'; there are: ")
+    one_line_error(
+        eval_(directory, "--variants", "tensr"), "variants.0: Input should be 'bf16'", "got 'tensr'"
+    )
     one_line_error(eval_(directory, "--fail-if", "speed>1"), "is no condition")
     one_line_error(
         eval_(directory, "--seq-len", 999), "--seq-len 999 is longer than the model's 256"
@@ -202,6 +204,27 @@ def test_a_recipe_carries_its_evaluation_and_its_gates(directory, tmp_path):
     again = fp8kv("eval", directory, "--device", "cpu", "--recipe", recipe, "--scales", out)
     assert again.exit_code == 1
     assert "failed: mine: kl is " in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "phrases"),
+    [
+        ("fail_if: ['tensr:kl>1']", ["no variant 'tensr'; there are bf16, eager, none", "mine"]),
+        ("variants: [none], fail_if: ['tensor:kl>1']", ["no variant 'tensor'; there are none, bf"]),
+        ("fail_if: ['reference:kl>1']", ["no variant 'reference'"]),
+        ("tasks: [./gone.yaml]", ["--tasks './gone.yaml'", "No such file"]),
+        ("tasks: [hellaswagg]", ["lm-eval has no task 'hellaswagg'; did you mean hellaswag"]),
+    ],
+)
+def test_what_the_evaluation_must_refuse_is_refused_before_the_calibration(
+    evaluation, phrases, directory, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("calib.job.check_before_loading", lambda *_, **__: pytest.fail("it began"))
+    recipe = tmp_path / "gated.yaml"
+    recipe.write_text(f"evaluation: {{{evaluation}}}\n")
+    done = calibrate(directory, "--recipe", recipe, "-o", tmp_path / "mine", "--evaluate")
+    one_line_error(done, *phrases)
+    assert not (tmp_path / "mine").exists()
 
 
 @pytest.mark.usefixtures("small_suite")

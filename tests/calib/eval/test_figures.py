@@ -118,15 +118,25 @@ def test_conditions(text, failed):
     assert [line.split(":")[0] for line in lines] == failed
 
 
-@pytest.mark.parametrize("text", ["kl", "speed>3", "kl>", "kl>much", "kl=1", ""])
+@pytest.mark.parametrize(
+    "text", ["kl", "speed>3", "kl>", "kl>much", "kl=1", "", "kl>nan", "kl<-inf", "top1<1e999"]
+)
 def test_what_is_no_condition(text):
     with pytest.raises(InputError, match="METRIC one of kl, kl_p99") as caught:
         parse_condition(text)
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["kl>0.02", "kl<0.02", "tensor:kl>=1e9"])
+def test_what_is_not_a_number_fails_every_condition(text):
+    lost = report(tensor={"kl": math.nan})
+    assert failures(parse_condition(text), lost, ["tensor"]) == [f"tensor: kl is nan ({text})"]
+
+
 def test_conditions_on_what_was_not_measured():
     with pytest.raises(InputError, match="no variant 'channel'; there are tensor, attn_head"):
         failures(parse_condition("channel:kl>1"), REPORT, [])
+    with pytest.raises(InputError, match="'kl>1' names no variant, and none was measured"):
+        failures(parse_condition("kl>1"), REPORT, [])
     with pytest.raises(InputError, match="passkey was not measured for 'tensor'"):
         failures(parse_condition("tensor:passkey<1"), REPORT, [])

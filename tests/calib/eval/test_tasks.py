@@ -371,3 +371,15 @@ def test_the_example_of_the_documentation(model, tokenizer, tmp_path, monkeypatc
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     made = run_tasks(model, tokenizer, find_tasks(["./capitals.yaml"]), [])
     assert set(made["tasks"]["capitals"]["reference"]) == {"acc", "acc_norm"}
+
+
+def test_a_token_that_the_embedding_has_no_row_for(model, tokenizer, task_files, tmp_path):
+    own = copy.deepcopy(tokenizer)
+    own.add_tokens(["w128"])
+    config = yaml.safe_load((task_files / "likelihood.yaml").read_text())
+    assert "tasks" in run_tasks(model, own, find_tasks([str(task_files / "likelihood.yaml")]), [])
+    config["doc_to_text"] = "{{q}} w128"
+    (tmp_path / "unknown.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(InputError, match="has 129 tokens and the model's embedding 128 rows"):
+        run_tasks(model, own, find_tasks([str(tmp_path / "unknown.yaml")]), [])
+    assert not model.get_input_embeddings()._forward_pre_hooks

@@ -62,7 +62,7 @@ def test_a_model_that_does_not_fit_is_calibrated_layer_by_layer(tiny_directory, 
     ("arguments", "phrase"),
     [
         (("--max-memory", "8 elephants"), "'8 elephants' is not an amount of memory"),
-        (("--max-memory", "10MiB"), "10MiB of memory are too few"),
+        (("--max-memory", "10MiB"), "10MiB of memory is too little"),
         (("--max-memory", "10MiB", "--offload", "none"), "use --offload layerwise"),
         (("--offload", "layerwise", "--dataset", "self"), "builtin:python-docs"),
     ],

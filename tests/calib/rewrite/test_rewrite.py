@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from test_cli import calibrate, fp8kv, one_line_error
 from calib.export import FORMATS
 from calib.files.directory import open_scales
 from calib.files.layers import layers_of
+from calib.observers import AbsMax
+from calib.stats import KVStats
+from calib.stats_file import load_stats, save_stats
 
 SCALAR = ("vllm", "aphrodite", "sglang", "tgi", "modelopt", "trtllm")
 PER_HEAD = ("vllm", "aphrodite")
@@ -143,6 +147,101 @@ def test_repair_replaces_what_is_bad_and_nothing_else(kind, request, tmp_path):
         " k, model.layers.2.self_attn v"
     )
     assert scales(tmp_path / "repaired") == scales(good)
+
+
+FNUZ = ("--format", "tgi", "--fp8-dtype", "e4m3fnuz")
+BAD = {"model.layers.0.self_attn.k_scale": 0.0, "model.layers.1.self_attn.v_scale": float("nan")}
+
+
+def test_repair_of_fnuz_scales_is_for_fnuz(model, tmp_path):
+    good = calibrated(model, tmp_path / "good", *FNUZ)
+    broken = damage(good, tmp_path / "broken", BAD)
+    done = fp8kv("repair", broken, "--stats", good, "--to", "tgi", "-o", tmp_path / "repaired")
+    assert done.exit_code == 0, done.stderr
+    assert scales(tmp_path / "repaired") == scales(good)
+    config = json.loads((tmp_path / "repaired" / "config.json").read_text())
+    assert config["kv_cache_torch_dtype"] == "float8_e4m3fnuz"
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("float8_e5m2", "holds e4m3fn or e4m3fnuz scales; these are for e5m2"),
+        ("float9", "kv_cache_torch_dtype of config.json is 'float9'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["repair", "convert"])
+def test_scales_for_another_fp8_type_are_not_taken_for_e4m3fn(
+    command, named, message, model, tmp_path
+):
+    good = calibrated(model, tmp_path / "good", "--format", "tgi")
+    config = json.loads((good / "config.json").read_text())
+    (good / "config.json").write_text(json.dumps(config | {"kv_cache_torch_dtype": named}))
+    flags = ("--stats", good) if command == "repair" else ()
+    done = fp8kv(command, good, *flags, "--to", "tgi", "-o", tmp_path / "out")
+    one_line_error(done, message)
+    assert not (tmp_path / "out").exists()
+
+
+def with_amax(directory, out, layer, letter, heads, value):
+    """The statistics of a calibration, in which some heads of a layer held only `value`."""
+    stats = load_stats(directory)
+    name, seen = [*stats.layers.items()][layer]
+    amax = getattr(seen, letter).amax.clone()
+    amax[heads] = value
+    changed = replace(seen, **{letter: replace(getattr(seen, letter), amax=amax)})
+    save_stats(KVStats({**stats.layers, name: changed}, stats.shared), out)
+    return out
+
+
+def test_repair_covers_a_dead_head_as_derivation_does(attn_head, tmp_path):
+    broken = damage(attn_head, tmp_path / "broken", {"model.layers.0.self_attn.k_scale": 0.0})
+    statistics = with_amax(attn_head, tmp_path / "stats.safetensors", 0, "k", 1, 0.0)
+    done = fp8kv("repair", broken, "--stats", statistics, "-o", tmp_path / "repaired")
+    assert done.exit_code == 0, done.stderr
+    derived = load_stats(statistics).scales(strategy="attn_head", observer=AbsMax())
+    expected = derived.layers["model.layers.0.self_attn"].k.tolist()
+    assert [*scales(tmp_path / "repaired")[0][1]] == expected
+    assert expected[1] == max(expected)
+    assert scales(tmp_path / "repaired")[1:] == scales(attn_head)[1:]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0.0, "model.layers.0.self_attn K: only zeros were seen"),
+        (float("nan"), "model.layers.0.self_attn K: NaN or Inf was seen"),
+        (float("inf"), "model.layers.0.self_attn K: NaN or Inf was seen"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tensor", "attn_head"])
+def test_statistics_that_give_no_scale_are_one_line(kind, value, message, request, tmp_path):
+    good = request.getfixturevalue(kind)
+    statistics = with_amax(good, tmp_path / "stats.safetensors", 0, "k", slice(None), value)
+    broken = damage(good, tmp_path / "broken", {"model.layers.0.self_attn.k_scale": 0.0})
+    command = ("repair", broken, "--stats", statistics, "-o", tmp_path / "out")
+    one_line_error(fp8kv(*command), message)
+    assert not (tmp_path / "out").exists()
+    # a layer that needs no repair needs no statistics
+    other = damage(good, tmp_path / "other", {"model.layers.1.self_attn.k_scale": 0.0})
+    done = fp8kv("repair", other, "--stats", statistics, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert scales(tmp_path / "out") == scales(good)
+
+
+def test_statistics_of_other_heads_repair_nothing(attn_head, tmp_path):
+    other = save_model(tiny_model("llama", num_key_value_heads=4), tmp_path / "other")
+    statistics = calibrated(other, tmp_path / "statistics", "--strategy", "attn_head")
+    done = fp8kv("repair", attn_head, "--stats", statistics, "-o", tmp_path / "out")
+    one_line_error(done, "is of another model: it has 3 layers of 4 KV heads")
+
+
+@pytest.mark.parametrize("command", ["convert", "repair"])
+def test_scales_alone_make_no_fp8kv_output(command, tensor, tmp_path):
+    flags = ("--stats", tensor) if command == "repair" else ()
+    done = fp8kv(command, tensor, *flags, "--to", "fp8kv", "-o", tmp_path / "out")
+    one_line_error(done, "--to fp8kv", "fp8kv calibrate")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_layer_without_scales_is_not_left_out(tensor, tmp_path):

@@ -1,0 +1,228 @@
+"""A screen that is full, closed, narrow or no terminal at all; words that are not UTF-8."""
+
+import io
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from test_cli import CLI, SMALL, calibrate, fp8kv, one_line_error
+
+from calib import choices
+from calib.atomic import atomic_directory
+from calib.progress import Progress, progress_bar
+from calib.rescaling import Factors
+from calib.stress import Stressed, _card
+from calib.terminal import table_text
+from commands.running import run
+
+
+def shell(line, **options):
+    """Run a command line with `fp8kv` in it."""
+    line = line.replace("fp8kv", " ".join(CLI))
+    return subprocess.run(
+        ["bash", "-c", line], capture_output=True, text=True, errors="surrogateescape", **options
+    )
+
+
+@pytest.fixture
+def output(tiny_directory, tmp_path):
+    out = tmp_path / "out"
+    assert calibrate(tiny_directory, "-o", out, "--quiet").exit_code == 0
+    return out
+
+
+def test_a_full_screen_is_one_line_that_says_what_was_written(tiny_directory, tmp_path):
+    out = tmp_path / "out"
+    done = shell(f"fp8kv calibrate {tiny_directory} -o {out} {' '.join(SMALL)} > /dev/full")
+    told = [line for line in done.stderr.splitlines() if line.startswith("fp8kv: ")]
+    assert told == [f"fp8kv: cannot print: No space left on device; written: '{out}'"]
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+    assert (out / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["verify --engine tgi {} > /dev/full", "inspect --json {} >&-", "recipes > /dev/full"]
+)
+def test_every_command_says_that_it_cannot_print(line, output):
+    done = shell(f"fp8kv {line.format(output)}")
+    assert done.returncode == 2
+    assert done.stderr.startswith("fp8kv: cannot print: ")
+    assert done.stderr.endswith("; nothing was written\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_closed_screen_is_none_of_quiets_business(tiny_directory, tmp_path):
+    done = shell(
+        f"fp8kv calibrate {tiny_directory} -o {tmp_path}/out {' '.join(SMALL)} --quiet >&-"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "out" / "config.json").exists()
+
+
+@pytest.mark.parametrize(("command", "status"), [("inspect", 0), ("verify --engine lmdeploy", 1)])
+def test_a_reader_that_has_seen_enough_changes_nothing(command, status, output):
+    done = shell(f"fp8kv {command} {output} | true; echo ${{PIPESTATUS[0]}}")
+    assert (done.stdout, done.stderr) == (f"{status}\n", "")
+
+
+@pytest.mark.parametrize(
+    "line", [r"generate x $'caf\xe9'", r"plan $'caf\xe9'", r"calibrate x --set $'a=\xff'"]
+)
+def test_an_argument_that_is_not_utf_8_is_one_line(line):
+    done = shell(f"fp8kv {line}")
+    assert done.returncode == 2
+    assert re.fullmatch(r"fp8kv: '.*\\xe9.*|fp8kv: 'a=\\xff.*", done.stderr.strip())
+    assert "is not UTF-8" in done.stderr
+
+
+def test_what_the_screen_cannot_spell_is_escaped(output):
+    done = shell(f"mv {output} {output}-é && PYTHONIOENCODING=ascii fp8kv inspect {output}-é")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"out-\xe9" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "status"),
+    [(KeyboardInterrupt, "interrupted", 130), (signal.SIGTERM, "terminated", 2)],
+)
+def test_a_stopped_run_says_what_it_has_written(error, words, status, tmp_path, capsys):
+    def stop():
+        if error is KeyboardInterrupt:
+            raise KeyboardInterrupt
+        os.kill(os.getpid(), error)
+
+    def work():
+        with atomic_directory(tmp_path / "out"):
+            pass
+        stop()
+
+    for each, said in ((work, f"written: '{tmp_path / 'out'}'"), (stop, "nothing was written")):
+        with pytest.raises(SystemExit) as ended:
+            run_to_exit(each)
+        assert ended.value.code == status
+        assert capsys.readouterr().err == f"fp8kv: {words}; {said}\n"
+
+
+def run_to_exit(work):
+    import typer
+
+    try:
+        run(work)
+    except typer.Exit as ended:
+        raise SystemExit(ended.exit_code) from None
+
+
+def test_without_a_terminal_every_stage_is_a_line(capsys):
+    with progress_bar(show=True) as progress:
+        progress.stage("load")
+        progress.total(100)
+        for part in range(3):
+            progress.copied("model.safetensors", part, 3)
+            progress.advance(10)
+        for batch in range(4):
+            progress.stage(f"layer 1 of 2, batch {batch}")
+        progress.stage("layer 2 of 2, batch 0")
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["load", "copy model.safetensors", "layer 1 of 2", "layer 2 of 2"]
+
+
+def test_calibrating_without_a_terminal_draws_no_bar(tiny_directory, tmp_path):
+    done = calibrate(tiny_directory, "-o", tmp_path / "out")
+    assert done.stderr.splitlines() == ["load", "calibrate", "write"]
+
+
+def test_a_progress_that_nobody_can_read_stops_nothing(monkeypatch):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(sys, "stderr", Full())
+    with progress_bar(show=True) as progress:
+        assert isinstance(progress, Progress)
+        progress.stage("load")
+
+
+HEADINGS = ("layer", "K amax", "V amax", "K scale", "V scale", "range used")
+ROWS = [(str(i), *(f"{i}.{'1234567'[:5]}" for _ in range(5))) for i in range(2)]
+
+
+def shown(width):
+    return table_text("Scales", HEADINGS, ROWS, Console(file=io.StringIO(), width=width))
+
+
+def test_a_narrow_screen_gets_a_line_for_every_value():
+    lines = shown(40).splitlines()
+    assert lines[:4] == ["Scales", "", "layer: 0", "K amax: 0.12345"]
+    assert len(lines) == 2 + 2 * len(HEADINGS) + 1
+    assert "│ 1.12345" in shown(80)
+    widest = {line.rindex("│") for line in shown(60).splitlines() if "│" in line}
+    assert len(widest) == 1
+    assert max(widest) < 60
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "compare", "doctor", "recipes", "plan"])
+def test_at_40_columns_no_word_is_broken(command, output, monkeypatch):
+    arguments = {"doctor": [], "recipes": [], "compare": [output, output]}.get(command, [output])
+    wide = fp8kv(command, *arguments)
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = fp8kv(command, *arguments)
+    assert narrow.exit_code == wide.exit_code
+    words = set(re.findall(r"\w[\w.+-]*", wide.stdout))
+    assert words
+    assert words <= set(re.findall(r"\w[\w.+-]*", narrow.stdout))
+
+
+def test_without_a_terminal_or_a_width_nothing_is_folded(output, monkeypatch):
+    monkeypatch.delenv("COLUMNS")
+    done = shell(f"fp8kv verify {output}", env=dict(os.environ))
+    assert "│" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if "│" in line]
+    assert all(re.search(r"\w", line.split("│")[1]) for line in rows), "a cell was folded"
+
+
+def test_doctor_and_recipes_as_json():
+    found = json.loads(fp8kv("doctor", "--json").stdout)
+    assert {"Python", "torch", "GPU", "builtin:smollm2"} <= found.keys()
+    listed = json.loads(fp8kv("recipes", "--json").stdout)
+    assert listed["tgi-kv_scale"].startswith("Scalar kv_scale")
+    one = json.loads(fp8kv("recipes", "tgi-kv_scale", "--json").stdout)
+    assert one["export"]["formats"] == ["tgi"]
+    one_line_error(fp8kv("recipes", "nope", "--json"), "no recipe named 'nope'")
+
+
+FORMATS = [f"--format={name}" for name in choices.FORMATS if name != "fp8kv"]
+
+
+def test_serve_lines_are_quoted_for_the_shell(tiny_directory, tmp_path):
+    out = tmp_path / "it's out; rm"
+    done = calibrate(tiny_directory, "-o", out, *FORMATS)
+    assert done.exit_code == 0, done.stderr
+    assert commands_in(done.stdout, "vllm serve") == [str(out / "vllm"), str(out / "modelopt")]
+    for name in ("vllm", "aphrodite", "sglang", "tgi", "json", "trtllm"):
+        card = (out / name / "README.md").read_text()
+        [command] = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)
+        assert any(str(out / name) in word for word in shlex.split(command))
+
+
+def test_the_commands_of_a_twin_are_quoted():
+    twin = Stressed("m", Path("a b"), Factors(256, 0.5), "float32", [], (1.0, 256.0), (1.0, 0.5))
+    card = _card(twin)
+    assert commands_in(card, "vllm serve") == ["a b", "a b-fp8kv"]
+    assert "fp8kv-calibrate 'a b' -o 'a b-fp8kv'" in card
+
+
+def commands_in(text, start):
+    return [
+        shlex.split(line, comments=True)[2]
+        for line in text.splitlines()
+        if line.strip().startswith(start)
+    ]
