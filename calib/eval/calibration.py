@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from calib.checkpoint import Checkpoint
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.eval.given import samples_seen
-from calib.eval.schema import Data
-from calib.eval.suites import Suite
+from calib.eval.schema import Data, Suite
 from calib.eval.text import Material
 from calib.measure import calibrate
 from calib.model import check_positions, load_config, load_model, load_tokenizer

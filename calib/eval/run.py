@@ -26,9 +26,9 @@ from calib.eval.gate import failures, parse_condition
 from calib.eval.given import given_names, given_variants
 from calib.eval.page.files import check_report_directory, write_report
 from calib.eval.reading import Measured, measure
-from calib.eval.schema import SCHEMA, Conditions, Report, Search, Texts
+from calib.eval.schema import SCHEMA, Conditions, Report, Search, Suite, Texts
 from calib.eval.search import search
-from calib.eval.suites import Suite, suite_of
+from calib.eval.suites import suite_of
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants

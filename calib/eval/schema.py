@@ -2,16 +2,31 @@
 
 import json
 import sys
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from calib.choices import FP8Name, Strategy
-from calib.eval.suites import Suite
 
 SCHEMA: Literal[1] = 1
 REPORT_FILE = "report.json"
 Tensors = Literal["k", "v"]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """How much is measured; lengths in tokens."""
+
+    calibration_samples: int
+    documents: int
+    seq_len: int
+    prompts: int
+    new_tokens: int
+    passkey_tokens: tuple[int, ...]
+    passkey_depths: tuple[float, ...]
+    layer_documents: int
+    long_tokens: int = 0  # one long document, as far as the model has positions; 0: none
 
 
 class _Part(BaseModel):

@@ -8,8 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.errors import InputError
-from calib.eval.schema import Continuation
-from calib.eval.suites import Suite
+from calib.eval.schema import Continuation, Suite
 
 _FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from calib.eval.run import evaluate
 from conftest import save_model
 from families import tiny_model
 from test_cli import fp8kv, one_line_error
@@ -12,7 +11,8 @@ from test_generate import as_json, continuation
 
 from calib.derive import derive_scales, load_scales
 from calib.errors import InputError
-from calib.eval.suites import Suite
+from calib.eval.run import evaluate
+from calib.eval.schema import Suite
 from calib.recipe import load_recipe
 from calib.stats_file import load_stats
 from calib.summary import summarize

@@ -5,7 +5,7 @@ from conftest import save_model
 from families import FAMILIES, tiny_model
 
 from calib.eval.run import evaluate
-from calib.eval.suites import Suite
+from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
 from calib.recipe import load_recipe
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from calib.data import load_data
 from calib.eval import suites
 from calib.eval.run import evaluate
-from calib.eval.suites import Suite
+from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
 from calib.model import find_checkpoint, load_tokenizer
 from calib.recipe import load_recipe

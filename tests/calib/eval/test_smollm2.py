@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calib.data import load_data
 from calib.eval.run import evaluate
-from calib.eval.suites import Suite
+from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
 from calib.recipe import DataRecipe, load_recipe
 

@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from calib.errors import InputError
 from calib.eval import calibration, suites
 from calib.eval.page.markdown import task_rows
-from calib.eval.schema import Report, TaskFigure
-from calib.eval.suites import Suite
+from calib.eval.schema import Report, Suite, TaskFigure
 from calib.eval.task_files import find_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Variant
