@@ -154,7 +154,7 @@ def _evaluate(
             progress=progress.stage,
         )
     print_report(report, as_json=False, quiet=quiet)
-    return report, failed
+    return report.to_json(), failed
 
 
 def print_result(result: "Result") -> None:

@@ -2,13 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib import choices
 from commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemoteCode
 from commands.running import print_table, run
+
+if TYPE_CHECKING:
+    from calib.eval.schema import Report
 
 DATASET = "builtin:python-docs"
 
@@ -80,16 +83,22 @@ def evaluate(
     run(work, debug=debug)
 
 
-def print_report(report: dict[str, Any], *, as_json: bool, quiet: bool) -> None:
+def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
     """Print the table and what follows from it, or one JSON object."""
-    from calib.eval.markdown import HEADINGS, closing_lines, table_rows
-    from calib.eval.task_table import task_headings, task_rows, task_title
+    from calib.eval.page.markdown import (
+        HEADINGS,
+        closing_lines,
+        table_rows,
+        task_headings,
+        task_rows,
+        task_title,
+    )
 
     if as_json:
-        print(json.dumps(report))
+        print(json.dumps(report.to_json()))
     elif not quiet:
-        print_table(f"FP8 KV cache of {report['model']}", HEADINGS, table_rows(report))
-        if "tasks" in report:
+        print_table(f"FP8 KV cache of {report.model}", HEADINGS, table_rows(report))
+        if report.tasks:
             print_table(task_title(report), task_headings(report), task_rows(report))
         print("\n".join(closing_lines(report)))
 

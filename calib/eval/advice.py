@@ -1,12 +1,11 @@
 """What the figures say: a verdict in one sentence, and what to serve."""
 
-from typing import Any
-
 import numpy as np
 
-from calib.eval.intervals import estimate
-from calib.eval.measure import Measured
-from calib.eval.search import Search, skip_argument
+from calib.eval.reading import Measured
+from calib.eval.schema import LayerRow, Row, Search
+from calib.eval.search import skip_argument
+from calib.eval.statistics import estimate
 
 # what engines can load: the advice is chosen among these
 SERVED = ("none", "tensor", "mse", "attn_head")
@@ -15,24 +14,24 @@ GIVEN = "given"
 _OUTLIER = 3.0
 
 
-def advised(measured: dict[str, Measured], rows: dict[str, Any]) -> str | None:
+def advised(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
     """The simplest scales that engines load and that are no worse than the best of them."""
     served = [name for name in SERVED if name in rows]
     if not served:
         return None
-    best = min(served, key=lambda name: rows[name]["kl"]["value"])
+    best = min(served, key=lambda name: rows[name].kl.value)
     return next(name for name in served if not _worse(measured[name], measured[best]))
 
 
-def subject(measured: dict[str, Measured], rows: dict[str, Any]) -> str | None:
+def subject(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
     """The variant that the verdict is about: what the user gave, or what is advised."""
-    given = [name for name, row in rows.items() if row["kind"] == GIVEN]
+    given = [name for name, row in rows.items() if row.kind == GIVEN]
     whole = [n for n, m in measured.items() if m.variant is not None and m.variant.generates]
     return next(iter([*given, *filter(None, [advised(measured, rows)]), *whole]), None)
 
 
 def advise(
-    measured: dict[str, Measured], rows: dict[str, Any], searched: Search | None
+    measured: dict[str, Measured], rows: dict[str, Row], searched: Search | None
 ) -> list[str]:
     """What to serve, from the figures alone."""
     simplest = advised(measured, rows)
@@ -46,7 +45,7 @@ def advise(
             "attn_head": "use one scale per KV head (--strategy attn_head)",
         }[simplest]
     ]
-    outliers = _outliers(rows[simplest].get("layers", []))
+    outliers = _outliers(rows[simplest].layers)
     if searched is not None:
         lines.append(_found(searched))
     elif outliers:
@@ -68,38 +67,38 @@ def _found(searched: Search) -> str:
     )
 
 
-def verdict(measured: dict[str, Measured], rows: dict[str, Any], floor: float) -> str:
+def verdict(measured: dict[str, Measured], rows: dict[str, Row], floor: float) -> str:
     """One sentence on the subject."""
     name = subject(measured, rows)
     if name is None:
         return "No FP8 KV cache was measured."
-    label = f"scales of '{name}'" if rows[name]["kind"] == GIVEN else rows[name]["what"]
+    label = f"scales of '{name}'" if rows[name].kind == GIVEN else rows[name].what
     return f"FP8 KV cache, {label}: {_figures(rows[name], floor)}{_beside(name, measured, rows)}."
 
 
-def _figures(row: dict[str, Any], floor: float) -> str:
-    kl = row["kl"]
-    if not row["measurable"]:
+def _figures(row: Row, floor: float) -> str:
+    kl = row.kl
+    if not row.measurable:
         return (
-            f"no measurable difference from the model's own cache (KL {kl['value']:.2g} nats, "
+            f"no measurable difference from the model's own cache (KL {kl.value:.2g} nats, "
             f"noise floor {floor:.2g})"
         )
     return (
-        f"KL {kl['value']:.2g} nats [{kl['low']:.2g}, {kl['high']:.2g}], "
-        f"perplexity {row['ppl_change']['value']:+.2%}, top-1 {row['top1']['value']:.1%}"
+        f"KL {kl.value:.2g} nats [{kl.low:.2g}, {kl.high:.2g}], "
+        f"perplexity {row.ppl_change.value:+.2%}, top-1 {row.top1.value:.1%}"
     )
 
 
-def _beside(name: str, measured: dict[str, Measured], rows: dict[str, Any]) -> str:
+def _beside(name: str, measured: dict[str, Measured], rows: dict[str, Row]) -> str:
     """How the other scales that engines load compare."""
     others = [each for each in SERVED if each in rows and each != name]
     better = [each for each in others if _worse(measured[name], measured[each])]
     if better:
-        best = min(better, key=lambda each: rows[each]["kl"]["value"])
-        return f"; {rows[best]['what']} is measurably better (KL {rows[best]['kl']['value']:.2g})"
+        best = min(better, key=lambda each: rows[each].kl.value)
+        return f"; {rows[best].what} is measurably better (KL {rows[best].kl.value:.2g})"
     found = "; no other scales that engines load are measurably better" if others else ""
     if "none" in others and _worse(measured["none"], measured[name]):
-        found += f", scale 1.0 is measurably worse (KL {rows['none']['kl']['value']:.2g})"
+        found += f", scale 1.0 is measurably worse (KL {rows['none'].kl.value:.2g})"
     return found
 
 
@@ -112,7 +111,7 @@ def _worse(one: Measured, other: Measured) -> bool:
     return estimate(differences).low > 0
 
 
-def _outliers(layers: list[dict[str, Any]]) -> list[int]:
-    errors = {layer["layer_idx"]: float(np.mean(layer["rel_rms"])) for layer in layers}
+def _outliers(layers: list[LayerRow]) -> list[int]:
+    errors = {layer.layer_idx: float(np.mean(layer.rel_rms)) for layer in layers}
     median = float(np.median(list(errors.values()))) if errors else 0.0
     return [idx for idx, error in errors.items() if error > _OUTLIER * median]

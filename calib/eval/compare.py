@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from calib.errors import InputError
-from calib.eval.output import REPORT_FILE
-from calib.eval.summary import SCHEMA
+from calib.eval.schema import REPORT_FILE, SCHEMA, Figure
 from calib.eval.variants import REFERENCE
 
 _DOCUMENT = TypeAdapter(dict[str, Any])
@@ -22,8 +21,10 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
 
-class Figure(_Part):
-    """A figure with its 95 % interval."""
+class FiniteFigure(Figure):
+    """A figure that can be compared."""
+
+    model_config = ConfigDict(strict=True)
 
     value: FiniteFloat
     low: FiniteFloat
@@ -31,14 +32,14 @@ class Figure(_Part):
 
 
 class Row(_Part):
-    """One variant of a report; what is not compared is left out."""
+    """One variant, as far as it is compared: earlier reports have fewer figures."""
 
-    kl: Figure
-    ppl_change: Figure
-    top1: Figure
+    kl: FiniteFigure
+    ppl_change: FiniteFigure
+    top1: FiniteFigure
     measurable: bool  # whether the KL is above the noise floor
-    same_tokens: Figure | None = None
-    passkey: Figure | None = None
+    same_tokens: FiniteFigure | None = None
+    passkey: FiniteFigure | None = None
 
 
 class Data(_Part):
@@ -52,7 +53,7 @@ class Data(_Part):
 
 
 class Report(_Part):
-    """A `report.json`; keys that are not compared are left out."""
+    """A `report.json` of any version of schema 1, as far as it is compared."""
 
     model: str
     backend: str

@@ -5,10 +5,10 @@ import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from calib.choices import METRICS, REFERENCE
 from calib.errors import InputError
+from calib.eval.schema import Figure, Report
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
     ">=": operator.ge,
@@ -53,7 +53,7 @@ def parse_condition(text: str) -> Condition:
     return Condition(text, match["variant"], metric, _OPERATORS[match["op"]], limit)
 
 
-def failures(condition: Condition, report: dict[str, Any], subjects: list[str]) -> list[str]:
+def failures(condition: Condition, report: Report, subjects: list[str]) -> list[str]:
     """One line for each variant that meets the condition; `subjects` are meant where it names none.
 
     What is not a number meets every condition: nobody has seen that it is good.
@@ -66,17 +66,18 @@ def failures(condition: Condition, report: dict[str, Any], subjects: list[str]) 
         raise InputError(f"--fail-if '{condition.text}' names no variant, and none was measured")
     found = []
     for name in names:
-        row = report["variants"].get(name)
+        row = report.variants.get(name)
         if row is None or name == REFERENCE:
-            known = ", ".join(n for n in report["variants"] if n != REFERENCE)
+            known = ", ".join(n for n in report.variants if n != REFERENCE)
             raise InputError(
                 f"--fail-if '{condition.text}': no variant '{name}'; there are {known}"
             )
-        if condition.metric not in row:
+        figure: Figure | None = getattr(row, condition.metric)
+        if figure is None:
             raise InputError(
                 f"--fail-if '{condition.text}': {condition.metric} was not measured for '{name}'"
             )
-        value = row[condition.metric]["value"]
+        value = figure.value
         if math.isnan(value) or condition.compare(value, condition.limit):
             found.append(f"{name}: {condition.metric} is {value:.4g} ({condition.text})")
     return found

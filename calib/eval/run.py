@@ -1,20 +1,42 @@
-"""Evaluate, write the report, check the conditions: what both commands do."""
+"""The whole evaluation: calibrate on one part of the data, measure every variant on another."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.atomic import claimed
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
+from calib.eval.calibration import (
+    calibrate_on,
+    calibrate_on_random_tokens,
+    describe,
+    evaluation_recipe,
+    load_material,
+    machine,
+)
 from calib.eval.gate import failures, parse_condition
-from calib.eval.given import given_names
-from calib.eval.job import evaluate
-from calib.eval.output import check_report_directory, write_report
-from calib.eval.summary import subjects, summarize
-from calib.eval.task_files import name_tasks
-from calib.recipe import Recipe
+from calib.eval.given import given_names, given_variants
+from calib.eval.page.files import check_report_directory, write_report
+from calib.eval.reading import Measured, measure
+from calib.eval.schema import SCHEMA, Conditions, Report, Search, Suite, Texts
+from calib.eval.search import search
+from calib.eval.suites import fitting_suite
+from calib.eval.summarize import Evaluation, summarize
+from calib.eval.task_files import Tasks, find_tasks, name_tasks
+from calib.eval.tasks import run_tasks, task_variants
+from calib.eval.text import Material, split_texts
+from calib.eval.variants import Variant, build_variants
+from calib.model import find_checkpoint, load_config, load_model, load_tokenizer
+from calib.recipe import EvaluationRecipe, Recipe
+from calib.report import versions
+from calib.stats import KVStats
+from fp8kv_runtime.errors import AttentionError
+from fp8kv_runtime.hf import Backend
 
 
 def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> None:
@@ -42,7 +64,7 @@ def run_evaluation(
     scales: Sequence[Path] = (),
     output: Path | None = None,
     progress: Callable[[str], None] = lambda stage: None,
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[Report, list[str]]:
     """Measure what `recipe.evaluation` says; returns the report and a line per failed condition.
 
     Args:
@@ -63,5 +85,126 @@ def run_evaluation(
         report = summarize(evaluate(model_name, recipe, scales=scales, progress=progress))
         if output is not None:
             write_report(report, output)
-    failed = [line for each in conditions for line in failures(each, report, subjects(report))]
+    failed = [line for each in conditions for line in failures(each, report, report.subjects)]
     return report, failed
+
+
+def evaluate(
+    model_name: str,
+    recipe: Recipe,
+    *,
+    scales: Sequence[Path] = (),
+    suite: Suite | None = None,
+    progress: Callable[[str], None] = lambda stage: None,
+) -> Evaluation:
+    """Compare FP8 caches of `model_name` with its own, on documents that no scale has seen.
+
+    Args:
+        model_name: local directory, Hub id or `builtin:` name.
+        recipe: what is measured, on which data, and how the model is loaded.
+        scales: calibrations to compare, besides the scales that are derived here.
+        suite: how much is measured; default: as the recipe says.
+        progress: called with what is being done.
+
+    Raises:
+        Fp8kvError: anything that a user can put right.
+    """
+    wanted = recipe.evaluation
+    checkpoint = find_checkpoint(model_name)
+    config = load_config(checkpoint, recipe)
+    suite, notes = fitting_suite(config, wanted, suite)
+    recipe = evaluation_recipe(recipe, suite)
+    tasks = find_tasks(wanted.tasks, wanted.task_limit)
+    progress("load")
+    tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
+    given = given_variants(scales, model)
+    data, material, warnings = load_material(recipe, suite, scales, tokenizer, model)
+    progress("calibrate")
+    stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
+    built_in = build_variants(stats, calibrate_on_random_tokens(model, tokenizer, recipe))
+    chosen = _chosen(built_in, wanted.variants) + given
+    conditions = Conditions(
+        version=SCHEMA,
+        versions=versions(),
+        machine=machine(model.device.type),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        model=model_name,
+        suite=suite,
+        backend=_backend(model, wanted.backend),
+        dtype=str(model.dtype).removeprefix("torch."),
+        data=describe(data, material, stats.tokens),
+        bytes_per_token=_bytes_per_token(stats),
+    )
+    results = _results(model, tokenizer, chosen, material, tasks, wanted, progress)
+    return Evaluation(conditions, warnings=(*notes, *data.warnings, *warnings), **results)
+
+
+def _results(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    variants: Sequence[Variant],
+    material: Material,
+    tasks: Tasks,
+    wanted: EvaluationRecipe,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """What is measured, by its name in `Evaluation`."""
+    try:
+        measured = measure(model, tokenizer, variants, material, wanted.backend, progress)
+        caches = task_variants(variants, wanted.variants)
+        return {
+            "measured": measured,
+            "texts": _texts(tokenizer, material, measured),
+            "search": _search(model, variants, material, wanted, progress),
+            "tasks": run_tasks(model, tokenizer, tasks, caches, wanted.backend, progress),
+        }
+    except AttentionError as error:
+        raise InputError(str(error)) from error
+
+
+def _search(
+    model: PreTrainedModel,
+    variants: Sequence[Variant],
+    material: Material,
+    wanted: EvaluationRecipe,
+    progress: Callable[[str], None],
+) -> Search | None:
+    """Among the layers of the first scales that were given, else of scales per head, else any."""
+    if wanted.kl_budget is None:
+        return None
+    ranks = {"given": 0, "attn_head": 1}
+    served = [variant for variant in variants if variant.served]
+    if not served:
+        raise InputError("a search needs scales that engines load: give --scales or keep attn_head")
+    subject = min(served, key=lambda v: min(ranks.get(v.kind, 2), ranks.get(v.name, 2)))
+    documents = material.documents[: material.layer_documents]
+    return search(model, subject, documents, wanted.kl_budget, wanted.backend, progress)
+
+
+def _texts(
+    tokenizer: PreTrainedTokenizerBase, material: Material, measured: dict[str, Measured]
+) -> Texts:
+    continuations = {
+        name: split_texts(tokenizer, found.texts, found.same_tokens)
+        for name, found in measured.items()
+        if found.texts
+    }
+    prompts = [tokenizer.decode(prompt) for prompt in material.prompts]
+    return Texts(prompts=prompts, continuations=continuations)
+
+
+def _chosen(variants: list[Variant], names: Sequence[str] | None) -> list[Variant]:
+    if names is None:
+        return variants
+    return [v for v in variants if v.name in names or v.kind == "control"]
+
+
+def _backend(model: PreTrainedModel, backend: Backend) -> str:
+    if backend != "auto":
+        return backend
+    return "triton" if model.device.type == "cuda" else "torch"
+
+
+def _bytes_per_token(stats: KVStats) -> dict[str, int]:
+    values = sum(layer.k.amax.numel() + layer.v.amax.numel() for layer in stats.layers.values())
+    return {"fp8": values, "16bit": 2 * values}

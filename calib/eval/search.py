@@ -1,31 +1,19 @@
 """`--search KL`: the fewest layers to leave in 16 bits so that the divergence stays in a budget."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calib.eval.divergence import chunks
 from calib.eval.reading import read
+from calib.eval.schema import Search
+from calib.eval.statistics import chunks
 from calib.eval.variants import Variant
 from fp8kv_runtime.hf import Backend
 
 _AT_ONCE = 8  # variants, each with a cache of its own
-
-
-@dataclass(frozen=True)
-class Search:
-    """What was found; KL in nats, mean over the tokens of `documents` documents."""
-
-    variant: str
-    budget: float
-    documents: int
-    kl_of_all: float  # every layer in FP8
-    kl_alone: dict[int, float]  # by layer_idx: that layer alone in FP8
-    skipped: tuple[int, ...]  # layer_idx of those left in 16 bits
-    kl: float  # with those in 16 bits
 
 
 @torch.inference_mode()
@@ -61,9 +49,14 @@ def search(
         half = (few + enough) // 2
         measured[half] = kl(worst_first[:half])
         few, enough = (few, half) if measured[half] <= budget else (half, enough)
-    skipped = tuple(sorted(worst_first[:enough]))
     return Search(
-        variant.name, budget, len(documents), measured[0], alone, skipped, measured[enough]
+        variant=variant.name,
+        budget=budget,
+        documents=len(documents),
+        kl_of_all=measured[0],
+        kl_alone=alone,
+        skipped=tuple(sorted(worst_first[:enough])),
+        kl=measured[enough],
     )
 
 

@@ -1,27 +1,12 @@
 """How much an evaluation measures."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from transformers import PreTrainedConfig
 
+from calib.eval.schema import Suite
 from calib.model import fit_seq_len
 from calib.recipe import EvaluationRecipe
-
-
-@dataclass(frozen=True)
-class Suite:
-    """How much is measured; lengths in tokens."""
-
-    calibration_samples: int
-    documents: int
-    seq_len: int
-    prompts: int
-    new_tokens: int
-    passkey_tokens: tuple[int, ...]
-    passkey_depths: tuple[float, ...]
-    layer_documents: int
-    long_tokens: int = 0  # one long document, as far as the model has positions; 0: none
-
 
 SUITES = {
     "quick": Suite(12, 8, 256, 4, 24, (256,), (0.0, 0.5, 1.0), 2),

@@ -11,8 +11,8 @@ from test_generate import as_json, continuation
 
 from calib.derive import derive_scales, load_scales
 from calib.errors import InputError
-from calib.eval.job import evaluate
-from calib.eval.suites import Suite
+from calib.eval.run import evaluate
+from calib.eval.schema import Suite
 from calib.recipe import load_recipe
 from calib.stats_file import load_stats
 from calib.summary import summarize

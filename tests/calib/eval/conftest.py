@@ -4,9 +4,9 @@ import pytest
 from conftest import save_model
 from families import FAMILIES, tiny_model
 
-from calib.eval.job import evaluate
-from calib.eval.suites import Suite
-from calib.eval.summary import summarize
+from calib.eval.run import evaluate
+from calib.eval.schema import Suite
+from calib.eval.summarize import summarize
 from calib.recipe import load_recipe
 
 VARIANTS = ["none", "tensor", "attn_head", "channel", "k only"]
@@ -31,4 +31,5 @@ def small_evaluation(small_directory, small_recipe):
 
 @pytest.fixture(scope="session")
 def small_report(small_evaluation):
-    return summarize(small_evaluation)
+    """The object in report.json."""
+    return summarize(small_evaluation).to_json()

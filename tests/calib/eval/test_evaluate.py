@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM
 from calib.data import load_data
 from calib.errors import InputError
 from calib.eval import suites
-from calib.eval.job import evaluate
-from calib.eval.suites import Suite
-from calib.eval.summary import summarize
+from calib.eval.run import evaluate
+from calib.eval.schema import Suite
+from calib.eval.summarize import summarize
 from calib.model import find_checkpoint, load_tokenizer
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention
@@ -40,7 +40,7 @@ def evaluation(directory):
 
 @pytest.fixture(scope="module")
 def report(evaluation):
-    return summarize(evaluation)
+    return summarize(evaluation).to_json()
 
 
 def held_out(directory):

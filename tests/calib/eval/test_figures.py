@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from calib.errors import InputError
-from calib.eval.divergence import compare, divergence
 from calib.eval.gate import failures, parse_condition
-from calib.eval.intervals import estimate, quantile
+from calib.eval.schema import Figure, Report, Row
+from calib.eval.statistics import compare, divergence, estimate, quantile
 
 
 def test_divergence_of_two_small_distributions():
@@ -83,13 +83,22 @@ def test_quantiles_are_of_all_tokens():
     assert estimate(documents, quantile(0.99)).value == 99.0
 
 
-REPORT = {
-    "variants": {
-        "reference": {"kl": {"value": 0.0}},
-        "tensor": {"kl": {"value": 0.03}, "top1": {"value": 0.9}},
-        "attn_head": {"kl": {"value": 0.01}, "top1": {"value": 0.97}},
+def report(**variants):
+    """A report of nothing but these values."""
+    rows = {
+        name: Row.model_construct(
+            **{metric: Figure(value=x, low=x, high=x) for metric, x in metrics.items()}
+        )
+        for name, metrics in variants.items()
     }
-}
+    return Report.model_construct(variants=rows)
+
+
+REPORT = report(
+    reference={"kl": 0.0},
+    tensor={"kl": 0.03, "top1": 0.9},
+    attn_head={"kl": 0.01, "top1": 0.97},
+)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +129,8 @@ def test_what_is_no_condition(text):
 
 @pytest.mark.parametrize("text", ["kl>0.02", "kl<0.02", "tensor:kl>=1e9"])
 def test_what_is_not_a_number_fails_every_condition(text):
-    report = {"variants": {"tensor": {"kl": {"value": math.nan}}}}
-    assert failures(parse_condition(text), report, ["tensor"]) == [f"tensor: kl is nan ({text})"]
+    lost = report(tensor={"kl": math.nan})
+    assert failures(parse_condition(text), lost, ["tensor"]) == [f"tensor: kl is nan ({text})"]
 
 
 def test_conditions_on_what_was_not_measured():

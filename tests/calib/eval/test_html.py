@@ -7,13 +7,14 @@ import re
 import subprocess
 import sys
 from html.parser import HTMLParser
-from importlib import resources
+from pathlib import Path
 
 import pytest
 
-from calib.eval import output
-from calib.eval.html import html
-from calib.eval.output import write_report
+from calib.eval import page as page_package
+from calib.eval.page import files
+from calib.eval.page.html import html as html_of
+from calib.eval.schema import Report
 
 HOSTILE = (
     "<script>alert(1)</script></style></svg>'\"&$x^2$ {{ 7 * 7 }} \x00\x1b[31m\x08\ud800 日本 🙂"
@@ -21,6 +22,14 @@ HOSTILE = (
 SHOWN = HOSTILE
 for invisible in "\x00\x1b\x08\ud800":
     SHOWN = SHOWN.replace(invisible, "\ufffd")
+
+
+def html(report):
+    return html_of(Report.model_validate(report))
+
+
+def write_report(report, directory):
+    files.write_report(Report.model_validate(report), directory)
 
 
 class Page(HTMLParser):
@@ -41,6 +50,11 @@ class Page(HTMLParser):
     @property
     def text(self):
         return "\n".join(self.texts)
+
+    @property
+    def labels(self):
+        """What is said of each chart to who cannot see it."""
+        return self.values("alt") + [x for x in self.values("aria-label") if "Histogram" in x]
 
     def values(self, name):
         return [value for key, value in self.attributes if key == name]
@@ -74,9 +88,9 @@ def test_everything_is_there(small_report, page):
         assert f"{package} {found}" in page.text
     assert "no measurable difference" in page.text  # the controls
     # two line charts, heat maps, a histogram for each of three layers
-    assert page.values("role").count("img") == 6
+    assert page.values("class").count("chart") == 6
     assert page.tags.count("figcaption") == page.tags.count("figure") == 6
-    assert all(len(label) > 20 for label in page.values("aria-label") if "chart" in label)
+    assert all(len(label) > 20 for label in page.labels)
 
 
 def test_figures_are_those_of_the_report(small_report, page):
@@ -101,7 +115,7 @@ def test_names_and_texts_are_text(small_report, page):
     # is; two legends, two captions, the text above histograms; two prompts, folded and whole, and
     # above each text its name; one text
     assert found.text.count(SHOWN) == 6 + 2 + 5 + 6 + 1
-    assert any(SHOWN in label for label in found.values("aria-label"))
+    assert any(SHOWN in label for label in found.labels)
     assert found.tags.count("style") == found.tags.count("h1") == 1
     assert found.tags.count("svg") == page.tags.count("svg")
     assert "script" not in found.tags
@@ -123,7 +137,9 @@ def test_nothing_is_loaded_and_references_are_found(small_report, page):
     assert len(ids) == len(set(ids))
     referenced = {href[1:] for href in page.values("href") if href.startswith("#")}
     assert referenced | set(re.findall(r"url\(#([^)]+)\)", text)) <= set(ids)
-    assert "font-family: '" not in text
+    assert page.values("src")
+    svg = r"data:image/svg\+xml;base64,[A-Za-z0-9+/]+=*"
+    assert all(re.fullmatch(svg, uri) for uri in page.values("src") + page.values("srcset"))
 
 
 def test_a_report_without_fp8_caches_has_a_page(small_report):
@@ -132,7 +148,7 @@ def test_a_report_without_fp8_caches_has_a_page(small_report):
     report |= {"subject": None, "advised": None, "advice": [], "layers": []}
     report["texts"] = {"prompts": [], "continuations": {}}
     page = Page(html(report))
-    assert "img" not in page.values("role")
+    assert "chart" not in page.values("class")
     assert "bf16" in page.texts
 
 
@@ -149,7 +165,7 @@ def test_searched_layers_and_tasks_are_shown(small_report):
     tasks = {"arc_easy": {"reference": {"acc": {"value": 0.5, "stderr": 0.25}}}}
     harness = {"name": "lm-eval", "version": "1.2.3", "limit": None}
     page = Page(html(small_report | {"search": search, "tasks": tasks, "harness": harness}))
-    assert page.values("role").count("img") == 7
+    assert page.values("class").count("chart") == 7
     assert "with layers 1 in 16 bits (hollow): 0.007, the budget is 0.01" in page.text
     assert "0.5 ± 0.25" in page.texts
     assert "lm-eval 1.2.3" in page.text
@@ -166,7 +182,7 @@ def test_any_number_can_be_drawn(small_report, number):
             layer |= {"rel_rms_layer": figure, "rel_rms": [number] * 4}
     report["layers"][0]["k"]["amax"] = [number] * 2
     report["layers"][1]["v"] |= {"counts": [], "zeros": 77}
-    assert Page(html(report)).values("role").count("img") == 6
+    assert Page(html(report)).values("class").count("chart") == 6
 
 
 def grown(report, layers, kv_heads, heads):
@@ -185,7 +201,7 @@ def grown(report, layers, kv_heads, heads):
 
 def test_the_page_of_a_large_model_is_no_large_file(small_report):
     text = html(grown(small_report, 80, 8, 64))
-    assert Page(text).values("role").count("img") == 83
+    assert Page(text).values("class").count("chart") == 83
     assert len(text.encode()) < 1_500_000
 
 
@@ -200,7 +216,7 @@ def test_files_are_written_whole_or_not_at_all(small_report, tmp_path, monkeypat
     def fail(report):
         raise RuntimeError
 
-    monkeypatch.setitem(output._FORMS, "report.html", fail)
+    monkeypatch.setitem(files._FORMS, "report.html", fail)
     with pytest.raises(RuntimeError):
         write_report(small_report | {"model": "none of them"}, tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == names
@@ -215,8 +231,23 @@ def test_hostile_names_are_written(small_report, tmp_path):
 
 
 def test_templates_are_package_data():
-    names = {entry.name for entry in resources.files("calib.eval").joinpath("templates").iterdir()}
+    names = {entry.name for entry in Path(page_package.__file__).parent.rglob("*")}
     assert {"report.html", "report.css", "macros.html", "glossary.html"} <= names
+    assert {"chart.mplstyle", "light.mplstyle", "dark.mplstyle"} <= names
+
+
+def test_charts_have_the_colours_of_the_page():
+    folder = Path(page_package.__file__).parent
+    css = folder.joinpath("templates/report.css").read_text()
+    light, dark = css.split("@media screen and (prefers-color-scheme: dark)")
+    for scheme, part in (("light", light), ("dark", dark)):
+        color = dict(re.findall(r"--(\w+): #(\w{6})", part))
+        style = folder.joinpath(f"{scheme}.mplstyle").read_text()
+        (cycle,) = re.findall(r"axes.prop_cycle: (.*)", style)
+        series = [color["ink"], *(color[f"c{n}"] for n in range(1, 9))]
+        assert re.findall(r"\w{6}", cycle.partition(",")[2]) == series
+        rest = set(re.findall(r": (\w{6})\n", style))
+        assert rest == {color["ink"], color["muted"], color["rule"]}
 
 
 def test_charts_are_quiet_and_leave_matplotlib_as_it_was(small_report, tmp_path):
@@ -224,9 +255,10 @@ def test_charts_are_quiet_and_leave_matplotlib_as_it_was(small_report, tmp_path)
     (tmp_path / "matplotlibrc").write_text("xtick.direction: in\nsvg.fonttype: path\n")
     code = (
         "import json, sys\n"
-        "from calib.eval.html import html\n"
+        "from calib.eval.page.html import html\n"
+        "from calib.eval.schema import Report\n"
         "assert 'matplotlib' not in sys.modules\n"
-        "page = html(json.load(open('report.json', encoding='utf-8')))\n"
+        "page = html(Report(**json.load(open('report.json', encoding='utf-8'))))\n"
         "import matplotlib\n"
         "assert matplotlib.rcParams['xtick.direction'] == 'in'\n"
         "assert 'matplotlib.pyplot' not in sys.modules\n"

@@ -1,6 +1,9 @@
 """The fields of report.json that charts are drawn from, recomputed plainly."""
 
+import json
 import re
+import subprocess
+import sys
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
@@ -14,12 +17,10 @@ from transformers import AutoModelForCausalLM
 from calib.attention import observe_qkv
 from calib.data import load_data
 from calib.eval.advice import verdict
-from calib.eval.divergence import Divergence
-from calib.eval.intervals import ratio
-from calib.eval.layers import layer_errors
-from calib.eval.measure import Measured
-from calib.eval.positions import kl_by_position
-from calib.eval.values import FIRST_BIN, layer_values
+from calib.eval.layer_errors import FIRST_BIN, layer_errors, layer_values
+from calib.eval.reading import Measured
+from calib.eval.schema import Figure, Report, Row
+from calib.eval.statistics import Divergence, kl_by_position, ratio
 from calib.eval.variants import Variant
 from calib.model import find_checkpoint, load_tokenizer
 
@@ -41,9 +42,9 @@ def test_kl_by_position_adds_up_to_kl(small_evaluation, small_report):
 def test_positions_of_documents_of_different_lengths():
     documents = [np.arange(20.0), np.full(5, 7.0), np.full(40, 1.0)]
     first, second, third = kl_by_position(documents)
-    assert (first["tokens"], second["tokens"], third["tokens"]) == (37, 20, 8)
-    assert second["value"] == pytest.approx((16 + 17 + 18 + 19 + 16) / 20)
-    assert (third["low"], third["high"]) == (1.0, 1.0)  # one document alone
+    assert (first.tokens, second.tokens, third.tokens) == (37, 20, 8)
+    assert second.value == pytest.approx((16 + 17 + 18 + 19 + 16) / 20)
+    assert (third.low, third.high) == (1.0, 1.0)  # one document alone
 
 
 def test_a_ratio_is_resampled_by_document():
@@ -93,7 +94,7 @@ def test_amax_and_histogram_are_those_of_the_reference(small_directory, small_re
 def test_histogram_bins_are_exact_where_logarithms_round():
     root = 2.0**0.5
     x = torch.tensor([1.0, -1.4142, 1.4143, 2.0, 0.0, 2.0**-149, 2.0**127])
-    found = layer_values(0, x[None, None, None], torch.zeros(1, 2, 3, 4)[:, :1])
+    found = layer_values(x[None, None, None], torch.zeros(1, 2, 3, 4)[:, :1])
     bins = dict(enumerate(found.histogram[0].tolist(), start=FIRST_BIN))
     expected = {0: 2, 1: 1, 2: 1, -298: 1, 254: 1}
     assert {i: n for i, n in bins.items() if n} == expected
@@ -136,7 +137,7 @@ def test_the_error_of_a_layer_is_over_all_its_heads(small_evaluation, small_repo
 
 def test_texts_are_cut_where_they_leave_the_reference(small_evaluation, small_report):
     texts = small_report["texts"]
-    assert texts["prompts"] == list(small_evaluation.prompts)
+    assert texts["prompts"] == list(small_evaluation.texts.prompts)
     assert set(texts["continuations"]) == {"reference", "none", "tensor", "attn_head", "channel"}
     reference = texts["continuations"]["reference"]
     assert all(text["rest"] == "" and text["same_tokens"] == 6 for text in reference)
@@ -171,10 +172,10 @@ def measured(kl, kind="fp8"):
 
 
 def row(kl, what, kind="fp8", measurable=True):
-    figure = {"value": kl, "low": kl, "high": kl}
-    one = {"value": 1.0, "low": 1.0, "high": 1.0}
+    figure, one = Figure(value=kl, low=kl, high=kl), Figure(value=1.0, low=1.0, high=1.0)
+    change = one.model_copy(update={"value": 0.001})
     named = {"what": what, "kind": kind, "measurable": measurable}
-    return {**named, "kl": figure, "ppl_change": {**one, "value": 0.001}, "top1": one}
+    return Row.model_construct(**named, kl=figure, ppl_change=change, top1=one)
 
 
 def say(floor=1e-5, **variants):
@@ -207,3 +208,17 @@ def test_every_field_is_documented(small_report):
     names |= {*small_report["texts"], *small_report["texts"]["continuations"]["tensor"][0]}
     missing = {n for n in names if not re.search(rf"`[^`]*\b{n}\b[^`]*`", documented)}
     assert missing == set()
+
+
+def test_a_report_read_back_is_the_same(small_report):
+    written = json.dumps(small_report)
+    assert json.dumps(Report.model_validate_json(written).to_json()) == written
+    assert {"layers", "strategy", "passkey"}.isdisjoint(small_report["variants"]["bf16"])
+    assert "tasks" not in small_report
+
+
+def test_the_schema_in_the_documentation_is_that_of_the_report():
+    command = [sys.executable, "-m", "calib.eval.schema"]
+    made = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    written = Path(__file__).parents[3] / "docs/report.schema.json"
+    assert written.read_text() == made, "python -m calib.eval.schema > docs/report.schema.json"

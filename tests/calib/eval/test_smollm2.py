@@ -7,9 +7,9 @@ from fake_quant import fake_quantized
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calib.data import load_data
-from calib.eval.job import evaluate
-from calib.eval.suites import Suite
-from calib.eval.summary import summarize
+from calib.eval.run import evaluate
+from calib.eval.schema import Suite
+from calib.eval.summarize import summarize
 from calib.recipe import DataRecipe, load_recipe
 
 SUITE = Suite(4, 4, 128, 0, 0, (), (), 1)
@@ -25,7 +25,7 @@ def evaluation():
 
 @pytest.fixture(scope="module")
 def report(evaluation):
-    return summarize(evaluation)
+    return summarize(evaluation).to_json()
 
 
 @pytest.fixture(scope="module")

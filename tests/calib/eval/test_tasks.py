@@ -24,10 +24,10 @@ from test_cli import fp8kv, one_line_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calib.errors import InputError
-from calib.eval import job, suites
-from calib.eval.suites import Suite
+from calib.eval import calibration, suites
+from calib.eval.page.markdown import task_rows
+from calib.eval.schema import Report, Suite, TaskFigure
 from calib.eval.task_files import find_tasks
-from calib.eval.task_table import task_rows
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Variant
 
@@ -334,12 +334,13 @@ def test_the_command_shows_the_tasks(directory, task_files):
 
 
 def test_a_figure_without_a_number():
-    rows = task_rows({"tasks": {"t": {"reference": {"m": {"value": None, "stderr": None}}}}})
+    none = TaskFigure(value=None, stderr=None)
+    rows = task_rows(Report.model_construct(tasks={"t": {"reference": {"m": none}}}))
     assert rows == [("t", "m", "n/a")]
 
 
 def test_mistakes_are_told_before_the_model_is_loaded(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(job, "load_model", None)
+    monkeypatch.setattr(calibration, "load_model", None)
     (tmp_path / "none.yaml").write_text("hello: 1")
     one_line_error(eval_(directory, "--tasks", tmp_path / "none.yaml"), "is no task of lm-eval")
     one_line_error(

@@ -3,14 +3,12 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from calib.atomic import WRITTEN
 from calib.errors import InputError
-from calib.eval.html import html
-from calib.eval.markdown import markdown
-
-REPORT_FILE = "report.json"
+from calib.eval.page.html import html
+from calib.eval.page.markdown import markdown
+from calib.eval.schema import REPORT_FILE, Report
 
 
 def check_report_directory(directory: Path) -> None:
@@ -28,7 +26,7 @@ def check_report_directory(directory: Path) -> None:
         )
 
 
-def write_report(report: dict[str, Any], directory: Path) -> None:
+def write_report(report: Report, directory: Path) -> None:
     """Write `report.json`, `report.md` and `report.html`; an earlier report there is replaced.
 
     Raises:
@@ -47,11 +45,11 @@ def write_report(report: dict[str, Any], directory: Path) -> None:
     WRITTEN.append(directory)
 
 
-def _json(report: dict[str, Any]) -> str:
-    return json.dumps(report, indent=2) + "\n"
+def _json(report: Report) -> str:
+    return json.dumps(report.to_json(), indent=2) + "\n"
 
 
-_FORMS: dict[str, Callable[[dict[str, Any]], str]] = {
+_FORMS: dict[str, Callable[[Report], str]] = {
     REPORT_FILE: _json,
     "report.md": markdown,
     "report.html": html,

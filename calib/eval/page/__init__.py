@@ -1,0 +1,1 @@
+"""The report for people: report.html with its charts, and report.md."""

@@ -1,0 +1,157 @@
+"""The report's charts with their captions and legends."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from calib.eval.page.drawing import Picture, Series, select
+from calib.eval.page.histograms import Axis, Histogram, Panel, histogram, shared_axis
+from calib.eval.page.plots import HeatMap, heat_maps, kl_by_position, layer_error, layers_alone
+from calib.eval.schema import LayerRow, Report, Tensors
+
+_BY_POSITION = ("none", "tensor", "attn_head", "channel", "e5m2", "random")
+_BY_LAYER = ("none", "tensor", "attn_head", "k only", "v only", "e5m2")
+_LAYERS_SHOWN = 6  # the others are folded
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A picture and what is said about it in words that the page escapes."""
+
+    picture: Picture | Histogram
+    label: str  # for who cannot see it
+    caption: str
+    legend: tuple[Series, ...] = ()
+    title: str = ""
+
+
+def charts(report: Report) -> dict[str, Any]:
+    """All charts by their names in the template; None or no entry: it was not measured."""
+    shown, folded = _histogram_charts(report)
+    return {
+        "position": _position_chart(report),
+        "layers": _layer_chart(report),
+        "search": _search_chart(report),
+        "heads": _head_chart(report),
+        "histograms": shown,
+        "folded": folded,
+    }
+
+
+def _position_chart(report: Report) -> Chart | None:
+    """KL against position."""
+    series = select(report, _BY_POSITION, "kl_by_position")
+    if not series:
+        return None
+    label = f"Line chart: KL against position in the text, of {_names(series)}"
+    caption = (
+        "Mean KL in bins of the position in the text, with 95 % intervals: whether errors grow "
+        f"as the cache fills. The noise floor is {report.noise_floor:.2g}."
+    )
+    if any(b.low == b.high for each in series for b in each.row.kl_by_position):
+        caption += " Where there is no interval, one long document was read."
+    return Chart(kl_by_position(series), label, caption, tuple(series))
+
+
+def _layer_chart(report: Report) -> Chart | None:
+    """Error of each layer."""
+    series = select(report, _BY_LAYER, "layers")
+    if not series:
+        return None
+    subject = report.subject
+    label = f"Line chart: error of the attention output by layer, of {_names(series)}"
+    caption = (
+        "Each layer is given the reference's own input, so errors do not add up. "
+        f"Text: {_documents(report)}."
+    )
+    worst = _worst_first(report)
+    if worst:
+        first = worst[0]
+        caption = (
+            f"Largest with '{subject}': layer {first.layer_idx}, "
+            f"{first.rel_rms_layer.value:.2%}. {caption}"
+        )
+    return Chart(layer_error(series, subject), label, caption, tuple(series))
+
+
+def _search_chart(report: Report) -> Chart | None:
+    """KL of each layer alone."""
+    found = report.search
+    if found is None:
+        return None
+    skipped = found.skipped
+    caption = (
+        f"With '{found.variant}' and the other layers in 16 bits. All in FP8: KL "
+        f"{found.kl_of_all:.2g}; with layers {', '.join(map(str, skipped)) or 'none'} in "
+        f"16 bits (hollow): {found.kl:.2g}, the budget is {found.budget:.2g}."
+    )
+    label = f"Bar chart: KL of each layer alone in FP8. {caption}"
+    return Chart(layers_alone(found.kl_alone, set(skipped)), label, caption)
+
+
+def _head_chart(report: Report) -> Chart | None:
+    """K amax, V amax and the subject's error by layer and head."""
+    values, errors = report.layers, _subject_layers(report)
+    if not values:
+        return None
+    layers = [layer.layer_idx for layer in values]
+    amax = {"K": [layer.k.amax for layer in values], "V": [layer.v.amax for layer in values]}
+    panels = [HeatMap(f"{x} amax", "KV head", layers, cells, False) for x, cells in amax.items()]
+    if errors:
+        indices, cells = [x.layer_idx for x in errors], [x.rel_rms for x in errors]
+        panels.append(HeatMap("error of the attention output", "head", indices, cells, True))
+    return Chart(
+        heat_maps(panels),
+        "Heat maps: K amax, V amax and error by layer and head",
+        "Layers from left to right; the largest |x| of each KV head, and the relative RMS error "
+        f"of each head's output with '{report.subject}'. Text: {_documents(report)}.",
+    )
+
+
+def _histogram_charts(report: Report) -> tuple[list[Chart], list[Chart]]:
+    """One chart per layer, the layers of largest error apart from the others."""
+    values = {layer.layer_idx: layer for layer in report.layers}
+    rows = [row for row in _worst_first(report) if row.layer_idx in values]
+    if not rows or report.judged is None or report.judged.fp8_dtype is None:
+        return [], []
+    panels = [Panel(values[row.layer_idx], row, report.judged.fp8_dtype) for row in rows]
+    axis = shared_axis(panels)
+    charts = [_histogram(panel, axis) for panel in panels]
+    folded = zip(rows[_LAYERS_SHOWN:], charts[_LAYERS_SHOWN:], strict=True)
+    in_order = sorted(folded, key=lambda pair: pair[0].layer_idx)
+    return charts[:_LAYERS_SHOWN], [chart for _, chart in in_order]
+
+
+def _histogram(panel: Panel, axis: Axis) -> Chart:
+    row = panel.row
+    title = f"Layer {row.layer_idx}: error {row.rel_rms_layer.value:.2%}"
+    caption = ". ".join(_tensor_line(letter, panel) for letter in panel.values.tensors) + "."
+    label = f"Histogram of the magnitudes of K and V. {title}. {caption}"
+    return Chart(histogram(panel, axis), label, caption, title=title)
+
+
+def _tensor_line(letter: Tensors, panel: Panel) -> str:
+    zero, saturated = (
+        float(np.mean(share[letter])) for share in (panel.row.underflowed, panel.row.saturated)
+    )
+    largest = max(panel.values.tensors[letter].amax)
+    line = f"{letter.upper()}: amax {largest:.3g}, {zero:.2%} become 0"
+    return line + (f", {saturated:.2g} of all saturate" if saturated else "")
+
+
+def _subject_layers(report: Report) -> list[LayerRow]:
+    return report.judged.layers if report.judged else []
+
+
+def _worst_first(report: Report) -> list[LayerRow]:
+    return sorted(_subject_layers(report), key=lambda row: -row.rel_rms_layer.value)
+
+
+def _names(series: list[Series]) -> str:
+    return ", ".join(each.name for each in series)
+
+
+def _documents(report: Report) -> str:
+    count = report.data.layer_documents
+    return f"the first {count} documents" if count > 1 else "the first document"

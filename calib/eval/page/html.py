@@ -1,0 +1,159 @@
+"""`report.html`: one file with everything in it, that loads nothing and runs nothing."""
+
+import logging
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from calib.eval.advice import GIVEN, SERVED
+from calib.eval.page.histograms import Axis
+from calib.eval.page.markdown import figures, task_headings, task_rows, task_title
+from calib.eval.schema import Continuation, Report, Row
+from calib.eval.variants import REFERENCE
+
+# control characters that are no white space, halves of characters, and what is no character
+_INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_GROUPS = ("given", "engines can load", "for comparison", "reference and controls")
+_SUMMARY = 80  # characters of a folded prompt
+
+
+def html(report: Report) -> str:
+    """Render the page; names and texts in the report may be anybody's."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("calib.eval.page"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_visible,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html").render(_page(report))
+
+
+def _visible(value: Any) -> Any:
+    """Replace what cannot be shown in whatever the page prints; what a macro made is left."""
+    is_text = isinstance(value, str) and not hasattr(value, "__html__")
+    return _INVISIBLE.sub("\ufffd", value) if is_text else value
+
+
+def _page(report: Report) -> dict[str, Any]:
+    tasks = (task_title(report), task_headings(report), task_rows(report))
+    return {
+        "report": report,
+        "table": _table(report),
+        "tiles": _tiles(report, report.judged) if report.judged else [],
+        **_charts(report),
+        "texts": _texts(report),
+        "tasks": dict(zip(("title", "headings", "rows"), tasks, strict=True)),
+    }
+
+
+def _charts(report: Report) -> dict[str, Any]:
+    # matplotlib says on stderr that it looks for fonts, when it is imported too: nobody asked
+    logger = logging.getLogger("matplotlib")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        from calib.eval.page.figures import charts
+
+        return charts(report)
+    finally:
+        logger.setLevel(before)
+
+
+def _tiles(report: Report, row: Row) -> list[tuple[str, str, str]]:
+    """Heading, figure and what is below it, of the subject."""
+    kl, _, ppl, top1, same, passkey = figures(row)
+    reference = figures(report.variants[REFERENCE])
+    size = report.bytes_per_token
+    tiles = [
+        ("KL, nats per token", *kl),
+        ("perplexity", *ppl),
+        ("same top-1 token", *top1),
+        ("same greedy text", *same),
+        ("passkeys found", passkey[0], f"{reference[5][0]} with its own cache"),
+        ("cache per token", f"{size['fp8']:,} B", f"{size['16bit']:,} B in 16 bits"),
+    ]
+    return [tile for tile in tiles if tile[1]]
+
+
+def _table(report: Report) -> dict[str, Any]:
+    """Groups of rows, and the axis that their KL intervals are drawn on."""
+    axis = _axis(report.variants.values(), report.noise_floor)
+    groups: dict[str, list[dict[str, Any]]] = {title: [] for title in _GROUPS}
+    for name, row in report.variants.items():
+        # eight columns have to fit: the value says what unit its interval has
+        cells = [(value, interval.replace("%", "")) for value, interval in figures(row)]
+        places = {end: axis.place(x) for end, x in row.kl}
+        is_subject = name == report.subject
+        groups[_group(name, row)].append(
+            {"name": name, "row": row, "figures": cells, "kl": places, "is_subject": is_subject}
+        )
+    return {
+        "groups": [(title, rows) for title, rows in groups.items() if rows],
+        "ends": (f"{axis.low:g}", f"{axis.high:g}"),
+        "floor": axis.place(report.noise_floor),
+    }
+
+
+def _group(name: str, row: Row) -> str:
+    if row.kind == GIVEN:
+        return "given"
+    if row.kind in ("control", REFERENCE):
+        return "reference and controls"
+    return "engines can load" if name in SERVED else "for comparison"
+
+
+def _round_numbers(near: float) -> list[float]:
+    decade = math.floor(math.log10(near))
+    exponents = range(decade - 1, decade + 2)  # a logarithm may be rounded across its decade
+    return [digit * 10.0**exponent for exponent in exponents for digit in (1, 2, 5)]
+
+
+def _axis(rows: Iterable[Row], floor: float) -> Axis:
+    """A percentage of the width for each magnitude, between round numbers."""
+    # controls, and a floor far below, would leave no room to tell the others apart
+    kl = [row.kl for row in rows if row.kind not in ("control", REFERENCE)]
+    shown = [x for figure in kl for _, x in figure if 0 < x < math.inf] or [floor or 1.0]
+    low, high = min(shown), max(shown)
+    return Axis(
+        max(n for n in _round_numbers(low) if n <= low),
+        min(n for n in _round_numbers(high) if n > high),
+        width=100.0,
+    )
+
+
+def _texts(report: Report) -> list[dict[str, Any]]:
+    """Greedy texts, one entry per prompt: the subject beside the reference, and all others."""
+    written, name = report.texts.continuations, report.subject
+    if name not in written:
+        return []
+    others = [each for each in written if each not in (REFERENCE, name)]
+    return [
+        {
+            "prompt": prompt,
+            "heading": _heading(written[name][i]),
+            "start": " ".join(prompt.split())[:_SUMMARY],
+            "reference": _reference(written[REFERENCE][i], written[name][i]),
+            "subject": written[name][i],
+            "others": [(other, written[other][i]) for other in others],
+        }
+        for i, prompt in enumerate(report.texts.prompts)
+    ]
+
+
+def _reference(reference: Continuation, other: Continuation) -> dict[str, str]:
+    """Cut the reference's text where `other` leaves it."""
+    whole = reference.same + reference.rest
+    return {"same": other.same, "rest": whole.removeprefix(other.same)}
+
+
+def _heading(text: Continuation) -> str:
+    if not text.rest:
+        return f"all {text.same_tokens} tokens are the same"
+    if text.same_tokens == 0:
+        return "the first token is another"
+    return f"token {text.same_tokens + 1} is the first that is another"

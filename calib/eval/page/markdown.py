@@ -1,0 +1,124 @@
+"""The report as tables and lines of text: for the terminal, for `report.md`, and for the page."""
+
+from calib.eval.schema import Figure, Report, Row, TaskFigure
+from calib.eval.variants import REFERENCE
+from calib.terminal import plain
+
+HEADINGS = ("cache", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
+NO_DIFFERENCE = "no measurable difference"
+
+
+def table_rows(report: Report) -> list[tuple[str, ...]]:
+    """One row per variant, intervals in brackets."""
+    return [_row(name, row) for name, row in report.variants.items() if name != REFERENCE]
+
+
+def _row(name: str, row: Row) -> tuple[str, ...]:
+    cells = figures(row)
+    kl, ppl = (f"{value} {interval}".strip() for value, interval in (cells[0], cells[2]))
+    return (name, kl, cells[1][0], ppl, *(value for value, _ in cells[3:]))
+
+
+def figures(row: Row) -> list[tuple[str, str]]:
+    """Value and interval of each figure of a variant, as text, in the order of `HEADINGS`."""
+    kl = _figure(row.kl, "{:.2g}") if row.measurable else (NO_DIFFERENCE, "")
+    return [
+        kl,
+        _figure(row.kl_p99, "{:.2g}"),
+        _figure(row.ppl_change, "{:+.2%}"),
+        _figure(row.top1, "{:.1%}"),
+        _figure(row.same_tokens, "{:.0f}", " tokens"),
+        _figure(row.passkey, "{:.0%}"),
+    ]
+
+
+def _figure(figure: Figure | None, form: str, unit: str = "") -> tuple[str, str]:
+    if figure is None:
+        return "", ""
+    # rounding leaves the sign of what it takes away
+    ends = (figure.value, figure.low, figure.high)
+    value, low, high = (form.format(each).replace("-0.00%", "+0.00%") for each in ends)
+    return value + unit, f"[{low}, {high}]"
+
+
+def closing_lines(report: Report) -> list[str]:
+    """Verdict, advice, and what the figures are of."""
+    data, size = report.data, report.bytes_per_token
+    return [
+        report.verdict,
+        *(f"advice: {line}" for line in report.advice),
+        *(f"warning: {line}" for line in report.warnings),
+        f"{data.tokens:,} held-out tokens of {data.source} in {data.documents} documents; "
+        f"scales from {data.calibration_tokens:,} others; {report.backend} backend, "
+        f"{report.dtype}, {report.machine}; noise floor KL {report.noise_floor:.2g}",
+        f"KV cache: {size['fp8']:,} bytes a token in FP8, {size['16bit']:,} in 16 bits",
+    ]
+
+
+def task_title(report: Report) -> str:
+    """Name and version of what ran the tasks, and the limit that it was given."""
+    harness = report.harness
+    if harness is None:
+        return ""
+    limit = f", --task-limit {harness.limit}" if harness.limit else ""
+    return f"{harness.name} {harness.version}{limit}"
+
+
+def task_headings(report: Report) -> tuple[str, ...]:
+    """Task, metric, and the caches that tasks were run with."""
+    return ("task", "metric", *next(iter(report.tasks.values()), {}))
+
+
+def task_rows(report: Report) -> list[tuple[str, ...]]:
+    """One row per task and metric: each cache's figure with its standard error."""
+    return [
+        (task, metric, *(_cell(figures[metric]) for figures in caches.values()))
+        for task, caches in report.tasks.items()
+        for metric in next(iter(caches.values()))
+    ]
+
+
+def _cell(figure: TaskFigure) -> str:
+    if figure.value is None:
+        return "n/a"
+    value = f"{figure.value:.4g}"
+    return value if figure.stderr is None else f"{value} ± {figure.stderr:.2g}"
+
+
+def markdown(report: Report) -> str:
+    """`report.md`."""
+    legend = "\n".join(
+        f"- `{_escape(name)}`: {_escape(row.what)}" for name, row in report.variants.items()
+    )
+    lines = "\n".join(f"- {_escape(line)}" for line in closing_lines(report))
+    return (
+        f"# FP8 KV cache of {_escape(report.model)}\n\n{lines}\n\n"
+        f"{_table(HEADINGS, table_rows(report))}\n\n"
+        "KL(reference || variant) in nats per token, mean with its 95 % bootstrap interval over "
+        "documents, and 99th percentile; change of perplexity; share of positions with the same "
+        "likeliest token; greedy tokens before the first that differs; passkeys found.\n\n"
+        f"{legend}\n{_tasks(report)}"
+    )
+
+
+def _tasks(report: Report) -> str:
+    if not report.tasks:
+        return ""
+    table = _table(task_headings(report), task_rows(report))
+    return f"\n## {_escape(task_title(report))}\n\n{table}\n"
+
+
+def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [_escaped(headings), ("---",) * len(headings), *map(_escaped, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _escaped(row: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(map(_escape, row))
+
+
+def _escape(text: str) -> str:
+    # names come from directories that others made
+    for character in "\\`*_|<>[]":
+        text = text.replace(character, "\\" + character)
+    return plain(" ".join(text.split()))

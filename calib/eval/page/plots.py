@@ -1,0 +1,180 @@
+"""Lines, bars and heat maps: KL against position, error by layer and head."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
+from numpy.typing import NDArray
+
+from calib.eval.page.drawing import Picture, Series, draw, log_ticks, percent, plain
+
+_SIZE = (6.0, 3.8)  # inches
+_WIDTH = 11.0  # inches
+_HEAD = 0.17  # inches for each head, within bounds
+_LEAST, _MOST = 0.8, 3.2
+
+
+def kl_by_position(series: list[Series]) -> Picture:
+    """Mean KL in each bin of positions, with its interval; both axes are logarithmic."""
+    # a long text is read with some variants only
+    bins = max((each.row.kl_by_position for each in series), key=len)
+
+    def paint(figure: Figure) -> None:
+        axes = figure.subplots()
+        # the first, which the user gave, lies above the others
+        for number, each in reversed(list(enumerate(series))):
+            # side by side, so that the intervals do not cover each other
+            shift = 0.08 * (number - (len(series) - 1) / 2)
+            _points(axes, each, shift)
+        ends = [0, *(each.to for each in bins)]
+        axes.set_xticks([i - 0.5 for i in range(len(ends))], list(map(_tokens, ends)))
+        axes.set_xlabel("position in the text, tokens")
+        _log_axis(axes, "KL, nats per token", plain)
+
+    return draw(_SIZE, paint)
+
+
+def layer_error(series: list[Series], subject: str | None) -> Picture:
+    """Relative RMS error of each layer's attention output; that of `subject` with its interval."""
+
+    def paint(figure: Figure) -> None:
+        axes = figure.subplots()
+        for each in reversed(series):
+            layers = each.row.layers
+            errors = [layer.rel_rms_layer for layer in layers]
+            # a layer without error has no place on a logarithmic axis
+            shown = [x.value if 0 < x.value < math.inf else math.nan for x in errors]
+            xs = [layer.layer_idx for layer in layers]
+            _line(axes, each, xs, shown, 3.5 if len(xs) <= 48 else 2)
+            if each.name == subject:
+                low, high = [x.low for x in errors], [x.high for x in errors]
+                axes.fill_between(xs, low, high, color=f"C{each.color}", alpha=0.2, linewidth=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.margins(x=0.02)
+        axes.set_xlabel("layer")
+        _log_axis(axes, "relative RMS error of attention output", percent)
+
+    return draw(_SIZE, paint)
+
+
+def layers_alone(kl: dict[int, float], skipped: set[int]) -> Picture:
+    """KL of each layer alone in FP8; those left in 16 bits are hollow."""
+    from_zero = {layer: max(value, 0.0) for layer, value in sorted(kl.items())}
+
+    def paint(figure: Figure) -> None:
+        axes = figure.subplots()
+        for layer, value in from_zero.items():
+            color = "C2" if layer in skipped else "C1"
+            fill = "none" if layer in skipped else color
+            axes.bar(layer, value, 0.7, facecolor=fill, edgecolor=color)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.yaxis.set_major_formatter(FuncFormatter(plain))
+        axes.grid(visible=False, axis="x")
+        axes.margins(x=0.02)
+        axes.set_xlabel("layer")
+        axes.set_ylabel("KL, nats per token")
+
+    return draw(_SIZE, paint)
+
+
+def _points(axes: Axes, series: Series, shift: float) -> None:
+    figures = [(i + shift, f) for i, f in enumerate(series.row.kl_by_position)]
+    shown = [(x, f) for x, f in figures if 0 < f.low <= f.high < math.inf]
+    xs, ys = [x for x, _ in shown], [f.value for _, f in shown]
+    low, high = [f.low for _, f in shown], [f.high for _, f in shown]
+    axes.vlines(xs, low, high, color=f"C{series.color}")
+    _line(axes, series, xs, ys, 4.5)
+
+
+def _tokens(count: int) -> str:
+    return str(count) if count < 1024 or count % 1024 else f"{count // 1024}k"
+
+
+def _line(axes: Axes, series: Series, xs: Any, ys: Any, size: float) -> None:
+    axes.plot(
+        xs,
+        ys,
+        color=f"C{series.color}",
+        linestyle=series.linestyle,
+        marker=series.marker,
+        markersize=size,
+    )
+
+
+def _log_axis(axes: Axes, title: str, form: Any) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(log_ticks(*axes.get_ylim(), 12))
+    axes.yaxis.set_major_formatter(FuncFormatter(form))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel(title)
+    axes.tick_params(which="minor", length=0)
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """One panel."""
+
+    title: str
+    heads: str  # what is on its second axis
+    layers: list[int]
+    cells: list[list[float]]  # [layers][heads]
+    is_share: bool  # percent from zero; else logarithmic
+
+
+def heat_maps(panels: list[HeatMap]) -> Picture:
+    """Panels below each other, layers from left to right."""
+    heights = [float(np.clip(len(p.cells[0]) * _HEAD, _LEAST, _MOST)) for p in panels]
+    size = (_WIDTH, sum(heights) + 0.65 * len(panels))
+
+    def paint(figure: Figure) -> None:
+        axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)
+        for panel, each in zip(panels, axes[:, 0], strict=True):
+            _paint(figure, each, panel)
+
+    return draw(size, paint)
+
+
+def _paint(figure: Figure, axes: Axes, panel: HeatMap) -> None:
+    cells = np.array(panel.cells).T  # [heads, layers]
+    # an image: thousands of cells as paths would be most of the page
+    image = axes.imshow(
+        cells,
+        aspect="auto",
+        interpolation="none",
+        cmap="viridis",
+        norm=_norm(cells, panel.is_share),
+        extent=(-0.5, cells.shape[1] - 0.5, cells.shape[0] - 0.5, -0.5),
+    )
+    axes.grid(visible=False)
+    axes.set_title(panel.title)
+    axes.set_ylabel(panel.heads)
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator(16, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda i, _: _layer(panel.layers, i)))
+    bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=8, fraction=0.05)
+    assert bar.solids is not None
+    bar.solids.set_rasterized(True)
+    bar.outline.set_visible(False)
+    bar.formatter = FuncFormatter(percent if panel.is_share else plain)
+    bar.locator = MaxNLocator(4) if panel.is_share else log_ticks(*image.get_clim(), 5)
+    bar.update_ticks()
+    bar.ax.yaxis.set_minor_locator(NullLocator())
+
+
+def _norm(cells: NDArray[Any], is_share: bool) -> Normalize:
+    shown = cells[(cells > 0) & np.isfinite(cells)]
+    low, high = (float(shown.min()), float(shown.max())) if shown.size else (1.0, 1.0)
+    if is_share:
+        return Normalize(0, high)
+    # one value alone is no range
+    return LogNorm(low, high if high > low else 2 * low)
+
+
+def _layer(layers: list[int], position: float) -> str:
+    index = round(position)
+    return str(layers[index]) if 0 <= index < len(layers) else ""

@@ -1,0 +1,220 @@
+"""The report as types; `python -m calib.eval.schema > docs/report.schema.json` documents them."""
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from calib.choices import FP8Name, Strategy
+
+SCHEMA: Literal[1] = 1
+REPORT_FILE = "report.json"
+Tensors = Literal["k", "v"]
+
+
+@dataclass(frozen=True)
+class Suite:
+    """How much is measured; lengths in tokens."""
+
+    calibration_samples: int
+    documents: int
+    seq_len: int
+    prompts: int
+    new_tokens: int
+    passkey_tokens: tuple[int, ...]
+    passkey_depths: tuple[float, ...]
+    layer_documents: int
+    long_tokens: int = 0  # one long document, as far as the model has positions; 0: none
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+
+class Figure(_Part):
+    """A figure with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class PositionBin(_Part):
+    """Mean KL of the positions `from` to `to` (exclusive), with its interval over documents."""
+
+    start: int = Field(alias="from")
+    to: int
+    tokens: int
+    value: float
+    low: float
+    high: float
+
+
+class Extremes(_Part):
+    """The smallest and the largest of thousands of scales."""
+
+    min: float
+    max: float
+
+
+class LayerRow(_Part):
+    """What one variant does to one layer; shares are of each KV head."""
+
+    layer_idx: int
+    rel_rms_layer: Figure  # of the attention output, over all heads
+    rel_rms: list[float]  # of each query head
+    saturated: dict[Tensors, list[float]]
+    underflowed: dict[Tensors, list[float]]
+    range_used: dict[Tensors, list[float]]
+    scale: dict[Tensors, float | list[float] | Extremes]  # per tensor, KV head or channel
+
+
+class Row(_Part):
+    """The figures of one cache; what was not measured is absent."""
+
+    what: str
+    kind: Literal["reference", "control", "fp8", "given"]
+    strategy: Strategy | None = None
+    fp8_dtype: FP8Name | None = None
+    tensors: str | None = None  # those of q, k and v that are in FP8
+    kl: Figure
+    kl_p99: Figure
+    kl_p999: Figure
+    ppl: float
+    ppl_change: Figure
+    top1: Figure
+    top1_count: int
+    kl_by_position: list[PositionBin]
+    same_tokens: Figure | None = None
+    passkey: Figure | None = None
+    layers: list[LayerRow] = []
+    measurable: bool  # whether `kl.low` is above the noise floor
+
+
+class Magnitudes(_Part):
+    """|x| of K or V of one layer: a histogram in half octaves."""
+
+    amax: list[float]  # of each KV head
+    zeros: int
+    log2_first: float  # lower edge of the first bin
+    counts: list[int]
+
+
+class Layer(_Part):
+    """K and V of one layer as the reference holds them."""
+
+    layer_idx: int
+    k: Magnitudes
+    v: Magnitudes
+
+    @property
+    def tensors(self) -> dict[Tensors, Magnitudes]:
+        """K and V by letter."""
+        return {"k": self.k, "v": self.v}
+
+
+class Continuation(_Part):
+    """Greedy text after a prompt, cut where it leaves the reference's."""
+
+    same_tokens: int
+    same: str
+    rest: str  # empty: all of it is the reference's
+
+
+class Texts(_Part):
+    """Prompts, and what each variant that generates wrote after them."""
+
+    prompts: list[str]
+    continuations: dict[str, list[Continuation]]
+
+
+class Search(_Part):
+    """What `--search` found; KL in nats, mean over the tokens of `documents` documents."""
+
+    variant: str
+    budget: float
+    documents: int
+    kl_of_all: float  # every layer in FP8
+    kl_alone: dict[int, float]  # by layer_idx: that layer alone in FP8
+    skipped: tuple[int, ...]  # layer_idx of those left in 16 bits
+    kl: float  # with those in 16 bits
+
+
+class TaskFigure(_Part):
+    """A metric of a task; None: lm-eval has no number."""
+
+    value: float | None
+    stderr: float | None
+
+
+class Harness(_Part):
+    """What ran the tasks, on how many documents of each; None: all."""
+
+    name: str
+    version: str
+    limit: int | None
+
+
+class Data(_Part):
+    """The text that was measured on."""
+
+    source: str
+    fingerprint: str
+    calibration_tokens: int
+    documents: int
+    tokens: int
+    layer_documents: int  # how many of the documents the per-layer figures are from
+    new_tokens: int
+
+
+class Conditions(_Part):
+    """What was measured, where, and on what."""
+
+    version: Literal[1] = Field(alias="schema")
+    versions: dict[str, str]
+    machine: str
+    created: str  # UTC, ISO 8601
+    model: str
+    suite: Suite
+    backend: str
+    dtype: str
+    data: Data
+    bytes_per_token: dict[Literal["fp8", "16bit"], int]
+
+
+class Report(Conditions):
+    """An evaluation: see docs/evaluation.md."""
+
+    noise_floor: float
+    variants: dict[str, Row]
+    layers: list[Layer]
+    texts: Texts
+    verdict: str
+    subject: str | None  # the variant that the verdict is about
+    advised: str | None
+    advice: list[str]
+    search: Search | None
+    tasks: dict[str, dict[str, dict[str, TaskFigure]]] = {}  # task, variant, metric
+    harness: Harness | None = None
+    warnings: list[str]
+
+    @property
+    def judged(self) -> Row | None:
+        """The figures of the subject."""
+        return None if self.subject is None else self.variants.get(self.subject)
+
+    @property
+    def subjects(self) -> list[str]:
+        """Variants that an unqualified condition applies to: given ones, else the verdict's."""
+        given = [name for name, row in self.variants.items() if row.kind == "given"]
+        return given or [name for name in (self.subject,) if name is not None]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object in `report.json`; keys of what was not measured are left out."""
+        return self.model_dump(by_alias=True, exclude_unset=True)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(Report.model_json_schema(), indent=2) + "\n")

@@ -1,0 +1,118 @@
+"""From logits to figures: divergence of each token, and intervals over documents."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from calib.eval.schema import Figure, PositionBin
+
+Values = NDArray[np.float64]
+
+_POSITIONS = 16  # at a time: rows of a large vocabulary stay in a processor's cache
+_FIRST_BIN = 16  # positions; each bin after it ends at twice the position
+_RESAMPLES = 1000
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """One document, one variant. Positions are those of the tokens read."""
+
+    kl: Tensor  # [T] float32, KL(reference || variant) in nats
+    agrees: Tensor  # [T] bool, the likeliest token is the same
+    nll: Tensor  # [T - 1] float32, of the text under the variant, in nats
+
+
+def compare(reference: Tensor, variant: Tensor, following: Tensor) -> Divergence:
+    """Compare logits [T, vocabulary]; `following` [T or T - 1] are the tokens that came next."""
+    kl, agrees, nll = [], [], []
+    for rows in chunks(len(reference), _POSITIONS):
+        expected, found = reference[rows].float(), variant[rows].float()
+        kl.append(divergence(expected, found))
+        agrees.append(expected.argmax(-1) == found.argmax(-1))
+        came = following[rows].to(found.device)
+        chosen = found[: len(came)].gather(1, came[:, None]).squeeze(1)
+        nll.append(found[: len(came)].logsumexp(-1) - chosen)
+    return Divergence(torch.cat(kl).cpu(), torch.cat(agrees).cpu(), torch.cat(nll).cpu())
+
+
+def join(parts: Sequence[Divergence]) -> Divergence:
+    """Consecutive parts of one document as one."""
+    return Divergence(
+        torch.cat([part.kl for part in parts]),
+        torch.cat([part.agrees for part in parts]),
+        torch.cat([part.nll for part in parts]),
+    )
+
+
+def divergence(expected: Tensor, found: Tensor) -> Tensor:
+    """KL of the softmax of two logits [T, vocabulary] float32: [T] nats.
+
+    Taken from the differences of the logits, log Σ p e^d - Σ p d with d free of its mean: the
+    difference of two log-softmaxes would be off by 1e-7, as much as a good cache differs.
+    """
+    p = expected.softmax(-1)
+    d = found - expected
+    d -= (p * d).sum(-1, keepdim=True)
+    shift = (p * d).sum(-1)  # what rounding left of the mean
+    return ((p * d.expm1()).sum(-1).log1p() - shift).clamp(min=0)
+
+
+def chunks(length: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover `length`."""
+    return (slice(i, min(i + size, length)) for i in range(0, length, size))
+
+
+def estimate(
+    documents: Sequence[Values], statistic: Callable[[Values], float] = np.mean, *, seed: int = 0
+) -> Figure:
+    """`statistic` of all values, resampled by document: tokens of one are not independent."""
+    rng = np.random.default_rng(seed)
+    # a quantile sorts: a million values are enough work for one figure
+    resamples = int(min(_RESAMPLES, max(200, 2e7 // max(1, sum(map(len, documents))))))
+    draws = [
+        float(statistic(np.concatenate([documents[i] for i in chosen])))
+        for chosen in rng.integers(len(documents), size=(resamples, len(documents)))
+    ]
+    return _figure(float(statistic(np.concatenate(documents))), draws)
+
+
+def ratio(numerators: Values, denominators: Values, *, seed: int = 0) -> Figure:
+    """Sum of `numerators` [documents] over that of `denominators`, resampled by document."""
+    rng = np.random.default_rng(seed)
+    chosen = rng.integers(len(numerators), size=(_RESAMPLES, len(numerators)))
+    draws = numerators[chosen].sum(1) / denominators[chosen].sum(1)
+    return _figure(float(numerators.sum() / denominators.sum()), draws)
+
+
+def _figure(value: float, draws: Sequence[float] | Values) -> Figure:
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return Figure(value=value, low=float(low), high=float(high))
+
+
+def quantile(q: float) -> Callable[[Values], float]:
+    """The statistic that is the `q` quantile."""
+    return lambda values: float(np.quantile(values, q))
+
+
+def kl_by_position(documents: list[Values]) -> list[PositionBin]:
+    """Mean KL in bins of the position: whether the error grows with the text."""
+    return [_bin(documents, start, stop) for start, stop in _edges(max(map(len, documents)))]
+
+
+def _bin(documents: list[Values], start: int, stop: int) -> PositionBin:
+    parts = [document[start:stop] for document in documents if len(document) > start]
+    sums = np.array([part.sum() for part in parts])
+    counts = np.array([float(len(part)) for part in parts])
+    figure = ratio(sums, counts).model_dump()
+    return PositionBin(start=start, to=stop, tokens=int(counts.sum()), **figure)
+
+
+def _edges(length: int) -> list[tuple[int, int]]:
+    stops = [min(_FIRST_BIN, length)]
+    while stops[-1] < length:
+        stops.append(min(2 * stops[-1], length))
+    return list(zip([0, *stops], stops, strict=False))
