@@ -5,19 +5,19 @@ Nothing heavy is imported before a command runs, so `--help` answers at once.
 
 import typer
 
-from commands.bench import bench
-from commands.calibrate import calibrate
-from commands.compare import compare
-from commands.convert import convert, repair, strip
-from commands.doctor import doctor
-from commands.evaluate import evaluate
-from commands.generate import generate
-from commands.inspect import inspect
-from commands.merge import merge
-from commands.plan import plan
-from commands.recipes import recipes
-from commands.stress import stress
-from commands.verify import verify
+from calib.commands.bench import bench
+from calib.commands.calibrate import calibrate
+from calib.commands.compare import compare
+from calib.commands.convert import convert, repair, strip
+from calib.commands.doctor import doctor
+from calib.commands.evaluate import evaluate
+from calib.commands.generate import generate
+from calib.commands.inspect import inspect
+from calib.commands.merge import merge
+from calib.commands.plan import plan
+from calib.commands.recipes import recipes
+from calib.commands.stress import stress
+from calib.commands.verify import verify
 
 app = typer.Typer(
     name="fp8kv",

@@ -2,7 +2,7 @@
 
     python benchmarks/compile_kernels.py [--target sm_90] [--variant plain-128] [--kernel decode]
 
-Prints a table per target, with what the code allows (fp8kv_runtime/kernels/bound.py; no speed is
+Prints a table per target, with what the code allows (benchmarks/kernels/bound.py; no speed is
 measured); exits 1 with a line per finding. Worse than before is one: --accept makes it the measure.
 """
 
@@ -24,13 +24,13 @@ import compiled_before
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import PTXASError
 
-from fp8kv_runtime.kernels.bound import Bound, predict
-from fp8kv_runtime.kernels.inspect_asm import Finding, findings, stream_loads
-from fp8kv_runtime.kernels.offline import Launch, compile_launch
-from fp8kv_runtime.kernels.processors import PROCESSORS
+from kernels.bound import Bound, predict
+from kernels.inspect_asm import Finding, findings, stream_loads
+from kernels.offline import Launch, compile_launch
+from kernels.processors import PROCESSORS
 from fp8kv_runtime.kernels.targets import TARGETS
 from fp8kv_runtime.kernels.tuning import find_config
-from fp8kv_runtime.kernels.variants import VARIANTS
+from kernels.variants import VARIANTS
 
 _ROW = "{:11}{:16}{:>5}{:>8}{:>6} {:6}{:>5}{:>6}{:>12}{:>8}{:>8}{:>8} {:8}{}"
 _HEADINGS = (

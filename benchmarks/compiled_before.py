@@ -9,8 +9,8 @@ from typing import Any
 
 import triton
 
-from fp8kv_runtime.kernels.bound import Bound
-from fp8kv_runtime.kernels.inspect_asm import Finding
+from kernels.bound import Bound
+from kernels.inspect_asm import Finding
 
 FILE = Path(__file__).parent / "results" / "compiled_kernels.json"
 # a share of the memory's or the matrices' rate; less is how instructions happen to be scheduled
@@ -30,7 +30,7 @@ def read(file: Path = FILE) -> Kernels:
 def write(kernels: Kernels, file: Path = FILE) -> None:
     """Write what later compilations are compared with."""
     document = {
-        "what": "predicted from compiled code (fp8kv_runtime/kernels/bound.py), not measured",
+        "what": "predicted from compiled code (benchmarks/kernels/bound.py), not measured",
         "triton": triton.__version__,
         "kernels": {name: _rounded(kernels[name]) for name in sorted(kernels)},
     }

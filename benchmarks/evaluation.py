@@ -20,14 +20,14 @@ from machine import machine, write_result
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from calib.builtin import builtin_model
+from calib.model.builtin import builtin_model
 from calib.data import load_data
 from calib.eval.calibration import calibrate_on, calibrate_on_random_tokens, evaluation_recipe
 from calib.eval.suites import SUITES
 from calib.eval.variants import Variant, build_variants
 from calib.recipe import load_recipe
-from calib.scales import LayerScales
-from calib.stats import KVStats
+from calib.scales.scales import LayerScales
+from calib.scales.stats import KVStats
 from fp8kv_runtime.hf import swap_attention
 
 MODEL = "builtin:smollm2"

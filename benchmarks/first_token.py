@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from calib.eval.statistics import divergence
 from calib.eval.variants import Rounding, Variant, fp8_rounding
-from calib.scales import KVScales
-from calib.stats import KVStats
+from calib.scales.scales import KVScales
+from calib.scales.stats import KVStats
 from fp8kv_runtime.hf import swap_attention
 
 E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max

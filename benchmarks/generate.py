@@ -18,8 +18,8 @@ from rich.table import Table
 from transformers import PreTrainedModel
 from workload import DATASET, DTYPE, MODEL, Workload, load_workload
 
-from calib.attention import map_attention
-from calib.scales import KVScales, LayerScales
+from calib.measure.attention import map_attention
+from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.hf import fp8_attention, paged_cache
 
 PROMPTS = (8, 256, 1024)  # tokens

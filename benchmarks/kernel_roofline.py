@@ -12,7 +12,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from fp8kv_runtime.kernels.processors import PROCESSORS
+from kernels.processors import PROCESSORS
 
 Row = dict[str, Any]
 

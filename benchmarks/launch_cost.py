@@ -23,9 +23,9 @@ from triton.compiler import CompiledKernel
 from fp8kv_runtime.kernels.append_kv import append_kv
 from fp8kv_runtime.kernels.decode import decode_attention
 from fp8kv_runtime.kernels.launch import Launcher
-from fp8kv_runtime.kernels.offline import pretend
+from kernels.offline import pretend
 from fp8kv_runtime.kernels.targets import TARGETS
-from fp8kv_runtime.kernels.variants import VARIANTS
+from kernels.variants import VARIANTS
 
 _CALLS = 100
 _OURS = Launcher.__call__

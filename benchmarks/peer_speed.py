@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from workload import DATASET, DTYPE, MODEL, load_documents, make_recipe
 
-from calib.checkpoint import read_json
-from calib.model import find_checkpoint
+from calib.model.checkpoint import read_json
+from calib.model.load import find_checkpoint
 
 HERE = Path(__file__).parent
 OURS = "fp8kv"

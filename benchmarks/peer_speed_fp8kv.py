@@ -9,15 +9,15 @@ import torch
 from machine import laps, machine, write_result
 from workload import make_recipe
 
-from calib.attention import map_attention
-from calib.checkpoint import Checkpoint, open_checkpoint, read_json
+from calib.measure.attention import map_attention
+from calib.model.checkpoint import Checkpoint, open_checkpoint, read_json
 from calib.data import make_batches, resolve_batch_size
-from calib.derive import derive_scales
+from calib.scales.derive import derive_scales
 from calib.export import export
-from calib.measure import calibrate
-from calib.model import load_config, load_model
-from calib.output import write_checkpoint
-from calib.scales import KVScales
+from calib.measure.loop import calibrate
+from calib.model.load import load_config, load_model
+from calib.output.checkpoint_directory import write_checkpoint
+from calib.scales.scales import KVScales
 
 
 def main() -> None:

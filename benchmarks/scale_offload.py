@@ -17,8 +17,8 @@ from scale_child import calibrate_in_child
 from torch import Tensor
 from transformers import LlamaConfig
 
-from calib.builtin import builtin_model
-from calib.offload.sizes import parse_size
+from calib.model.builtin import builtin_model
+from calib.sizes import parse_size
 
 TOKENIZER = "builtin:smollm2"
 MAX_MEMORY = "2GiB"

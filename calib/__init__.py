@@ -7,17 +7,17 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "KVScales": "calib.scales",
-    "KVStats": "calib.stats",
-    "LayerScales": "calib.scales",
+    "KVScales": "calib.scales.scales",
+    "KVStats": "calib.scales.stats",
+    "LayerScales": "calib.scales.scales",
     "Recipe": "calib.recipe",
-    "calibrate": "calib.measure",
-    "derive_scales": "calib.derive",
+    "calibrate": "calib.measure.loop",
+    "derive_scales": "calib.scales.derive",
     "load_recipe": "calib.recipe",
-    "load_scales": "calib.derive",
-    "load_stats": "calib.stats_file",
+    "load_scales": "calib.scales.derive",
+    "load_stats": "calib.scales.stats_file",
     "run": "calib.job",
-    "save_stats": "calib.stats_file",
+    "save_stats": "calib.scales.stats_file",
 }
 
 __all__ = sorted(_HOMES)

@@ -8,21 +8,21 @@ from pathlib import Path
 import torch
 
 from calib.atomic import claimed
-from calib.checkpoint import Checkpoint, fingerprint
+from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.data import make_batches
-from calib.distributed import World, joined_world
+from calib.measure.distributed import World, joined_world
 from calib.errors import InputError
-from calib.finish import Result, finish
-from calib.in_place import check_in_place
+from calib.output.finish import Result, finish
+from calib.output.in_place import check_in_place
 from calib.offload.run import measure_layers
 from calib.prepare import Prepared, check_before_loading, prepare
 from calib.progress import Progress
 from calib.recipe import Recipe
-from calib.report import dataset_facts
-from calib.resume import SavedProgress, progress_file
+from calib.output.card import dataset_facts
+from calib.measure.resume import SavedProgress, progress_file
 from calib.share import calibrate_share
-from calib.stats import KVStats
-from calib.writing import Destination
+from calib.scales.stats import KVStats
+from calib.output.writing import Destination
 
 __all__ = ["Result", "default_output", "run"]
 

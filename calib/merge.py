@@ -6,17 +6,17 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from calib.checkpoint import fingerprint, read_json
-from calib.derive import recipe_observer
+from calib.model.checkpoint import fingerprint, read_json
+from calib.scales.derive import recipe_observer
 from calib.errors import InputError
-from calib.files.calibrations import absent
-from calib.finish import Result, finish
-from calib.model import find_checkpoint
-from calib.output import CALIBRATION_FILE, check_output
+from calib.scalefiles.calibrations import absent
+from calib.output.finish import Result, finish
+from calib.model.load import find_checkpoint
+from calib.output.checkpoint_directory import CALIBRATION_FILE, check_output
 from calib.recipe import Recipe, load_recipe
-from calib.stats import KVStats
-from calib.stats_file import load_stats
-from calib.writing import Destination
+from calib.scales.stats import KVStats
+from calib.scales.stats_file import load_stats
+from calib.output.writing import Destination
 
 
 def merge(

@@ -25,7 +25,7 @@ from calib.choices import (
 )
 from calib.errors import InputError
 from calib.eval.gate import parse_condition
-from calib.offload.sizes import parse_size
+from calib.sizes import parse_size
 from calib.yaml_text import read_yaml
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"

@@ -4,13 +4,13 @@ from collections.abc import Callable, Sequence
 
 from transformers import PreTrainedModel
 
-from calib.attention import AttentionMap
+from calib.measure.attention import AttentionMap
 from calib.data import Batch
 from calib.errors import InputError
-from calib.measure import calibrate
+from calib.measure.loop import calibrate
 from calib.recipe import Recipe
-from calib.resume import SavedProgress
-from calib.stats import KVStats
+from calib.measure.resume import SavedProgress
+from calib.scales.stats import KVStats
 
 
 def calibrate_share(

@@ -22,7 +22,7 @@ torch.manual_seed(0)
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--update-golden", action="store_true", help="rewrite tests/export/golden; read the diff"
+        "--update-golden", action="store_true", help="rewrite tests/calib/export/golden; read the diff"
     )
 
 
@@ -34,7 +34,7 @@ def tiny_llama():
 @pytest.fixture(scope="session")
 def smollm2_directory():
     """The real model, from the package that `make` installs."""
-    from calib.builtin import builtin_model
+    from calib.model.builtin import builtin_model
 
     return builtin_model("builtin:smollm2")
 

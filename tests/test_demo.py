@@ -8,10 +8,10 @@ from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from calib.data import load_data, make_batches
-from calib.generation import GenerationOptions, generate_text
+from calib.generate import GenerationOptions, generate_text
 from calib.job import run
 from calib.recipe import load_recipe
-from calib.stats_file import load_stats
+from calib.scales.stats_file import load_stats
 
 DEMO = {
     "strategy": "attn_head",

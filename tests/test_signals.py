@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from commands.running import run
+from calib.commands.running import run
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

@@ -17,10 +17,10 @@ from test_cli import CLI, SMALL, calibrate, fp8kv, one_line_error
 from calib import choices
 from calib.atomic import atomic_directory
 from calib.progress import Progress, progress_bar
-from calib.rescaling import Factors
-from calib.stress import Stressed, _card
-from calib.terminal import table_text
-from commands.running import run
+from calib.stress.rescaling import Factors
+from calib.stress.twin import Stressed, _card
+from calib.commands.tables import table_text
+from calib.commands.running import run
 
 
 def shell(line, **options):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from calib.data.batches import resolve_batch_size
-from calib.devices import check_token_ids, input_device
+from calib.model.devices import check_token_ids, input_device
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 

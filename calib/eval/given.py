@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from calib.any_scales import load_any_scales
 from calib.errors import InputError
 from calib.eval.variants import BUILT_IN, Variant
-from calib.output import CALIBRATION_FILE
+from calib.output.checkpoint_directory import CALIBRATION_FILE
 from calib.recipe import DataRecipe, load_recipe
 
 

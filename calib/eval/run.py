@@ -31,10 +31,10 @@ from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.text import Material, split_texts
 from calib.eval.variants import Variant, build_variants
-from calib.model import find_checkpoint, load_config, load_model, load_tokenizer
+from calib.model.load import find_checkpoint, load_config, load_model, load_tokenizer
 from calib.recipe import EvaluationRecipe, Recipe
-from calib.report import versions
-from calib.stats import KVStats
+from calib.output.card import versions
+from calib.scales.stats import KVStats
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import Backend
 

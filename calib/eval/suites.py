@@ -5,7 +5,7 @@ from dataclasses import replace
 from transformers import PreTrainedConfig
 
 from calib.eval.schema import Suite
-from calib.model import fit_seq_len
+from calib.model.load import fit_seq_len
 from calib.recipe import EvaluationRecipe
 
 SUITES = {

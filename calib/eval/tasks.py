@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from calib.devices import check_token_ids
+from calib.model.devices import check_token_ids
 from calib.errors import InputError
 from calib.eval.task_files import SEED, Tasks, lm_eval_quiet
 from calib.eval.variants import REFERENCE, Variant

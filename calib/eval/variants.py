@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from calib.choices import REFERENCE as REFERENCE
 from calib.choices import VARIANTS, FP8Name, Strategy
-from calib.observers import AbsMax, Mse
-from calib.scales import KVScales, LayerScales
-from calib.stats import KVStats
+from calib.scales.observers import AbsMax, Mse
+from calib.scales.scales import KVScales, LayerScales
+from calib.scales.stats import KVStats
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
 

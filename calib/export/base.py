@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from calib.checkpoint import Checkpoint
+from calib.model.checkpoint import Checkpoint
 from calib.choices import FP8Name, Strategy
-from calib.scales import KVScales
+from calib.scales.scales import KVScales
 
 
 @dataclass(frozen=True)

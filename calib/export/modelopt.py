@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from calib.checkpoint import Checkpoint
+from calib.model.checkpoint import Checkpoint
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export
 from calib.export.compressed_tensors import find_quantization_config
 from calib.export.names import checkpoint_prefix
-from calib.scales import KVScales
+from calib.scales.scales import KVScales
 
 QUANT_CONFIG_FILE = "hf_quant_config.json"
 

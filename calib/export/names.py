@@ -1,6 +1,6 @@
 """From transformers' module names to the names in the checkpoint, which engines map themselves."""
 
-from calib.checkpoint import Checkpoint
+from calib.model.checkpoint import Checkpoint
 from calib.errors import UnsupportedExportError
 
 

@@ -1,9 +1,9 @@
 """TGI: scalar `<attn>.kv_scale`, `.k_scale`, `.v_scale`; `kv_cache_torch_dtype` in the config."""
 
-from calib.checkpoint import Checkpoint
+from calib.model.checkpoint import Checkpoint
 from calib.export.base import Export
 from calib.export.names import checkpoint_prefix
-from calib.scales import KVScales
+from calib.scales.scales import KVScales
 
 
 def tgi(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:

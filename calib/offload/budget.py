@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from calib.attention import AttentionMap
+from calib.measure.attention import AttentionMap
 from calib.data import Batch
-from calib.derive import recipe_observer
+from calib.scales.derive import recipe_observer
 from calib.errors import InputError
-from calib.histogram import NUM_BINS
-from calib.offload.sizes import show_size
+from calib.scales.histogram import NUM_BINS
+from calib.sizes import show_size
 from calib.offload.stages import Stage, Stages
 from calib.recipe import Recipe
 

@@ -3,12 +3,12 @@
 import torch
 from transformers import PreTrainedConfig
 
-from calib.checkpoint import Checkpoint
+from calib.model.checkpoint import Checkpoint
 from calib.errors import InputError
-from calib.model import requested_dtype, uses_gpu
+from calib.model.load import requested_dtype, uses_gpu
 from calib.offload.memory import available_bytes, resident_bytes
-from calib.offload.sizes import parse_size, show_size
-from calib.quantized import is_quantized
+from calib.sizes import parse_size, show_size
+from calib.model.quantized import is_quantized
 from calib.recipe import Recipe
 
 # the rest is for activations, statistics and whatever else runs on the machine

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from calib.errors import InputError
 from calib.offload.replay import Output
-from calib.offload.sizes import show_size
+from calib.sizes import show_size
 
 # what it belongs to, and the index of the batch
 Key = tuple[str, int]

@@ -1,4 +1,4 @@
-"""The measurement of `calib.measure`, one layer at a time: the same statistics, bit for bit."""
+"""The measurement of `calib.measure.loop`, one layer at a time: the same statistics, bit for bit."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from calib.data import Batch
-from calib.measure import (
+from calib.measure.loop import (
     blame,
     first_non_finite,
     observing,
@@ -27,8 +27,8 @@ from calib.offload.stages import Stages
 from calib.offload.weights import LayerWeights, WeightLoader
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
-from calib.running import RunningLayer
-from calib.stats import KVStats
+from calib.measure.accumulate import RunningLayer
+from calib.scales.stats import KVStats
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from calib.checkpoint import Checkpoint
+from calib.model.checkpoint import Checkpoint
 from calib.data import Batch
 from calib.errors import InputError
 from calib.offload.choice import memory_limit
@@ -16,13 +16,13 @@ from calib.offload.memory import resident_bytes
 from calib.offload.probe import probe_layers
 from calib.offload.random_weights import random_bytes
 from calib.offload.shards import stored_tensors
-from calib.offload.sizes import show_size
+from calib.sizes import show_size
 from calib.offload.skeleton import execution_device
 from calib.offload.stages import plan_stages
 from calib.offload.weights import WeightLoader
 from calib.progress import Progress
 from calib.recipe import Recipe
-from calib.stats import KVStats
+from calib.scales.stats import KVStats
 
 
 def open_layers(model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe) -> LayerwiseModel:

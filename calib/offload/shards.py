@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calib.checkpoint import Checkpoint
+from calib.model.checkpoint import Checkpoint
 from calib.errors import InputError
 
 _ALIGNMENT = 64

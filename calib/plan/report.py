@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from calib.offload.sizes import show_size
+from calib.sizes import show_size
 from calib.plan.shape import ModelShape
 from calib.plan.ways import Machines, Way, Workload, ways
 

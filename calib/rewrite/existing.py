@@ -10,11 +10,11 @@ import torch
 from calib.choices import FP8Name, Strategy
 from calib.errors import InputError
 from calib.export.compressed_tensors import find_quantization_config
-from calib.files.directory import ScaleDirectory, open_scales
-from calib.files.fp8_type import fp8_type
-from calib.files.layers import LayerScalesFound, Values, layers_of
-from calib.quantized import is_of_attention, leaves_weights
-from calib.scales import KVScales, LayerScales
+from calib.scalefiles.folder import ScaleDirectory, open_scales
+from calib.scalefiles.fp8_type import fp8_type
+from calib.scalefiles.reading import LayerScalesFound, Values, layers_of
+from calib.model.quantized import is_of_attention, leaves_weights
+from calib.scales.scales import KVScales, LayerScales
 
 
 def existing_layers(found: ScaleDirectory) -> dict[str, LayerScalesFound]:

@@ -11,9 +11,9 @@ from test_cli import calibrate
 from transformers import AutoModelForCausalLM
 
 from calib.any_scales import load_any_scales
-from calib.derive import load_scales
+from calib.scales.derive import load_scales
 from calib.errors import InputError
-from calib.files.fp8_type import FP8_MAX
+from calib.scalefiles.fp8_type import FP8_MAX
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 

@@ -9,12 +9,12 @@ from families import HYBRIDS, SHARED_KV, tiny_model
 from safetensors.torch import load_file
 
 from calib.choices import FORMATS
-from calib.derive import load_scales
+from calib.scales.derive import load_scales
 from calib.errors import InputError, UnsupportedExportError
 from calib.job import default_output, run
 from calib.progress import Progress
 from calib.recipe import load_recipe, recipe_names
-from calib.stats_file import STATS_FILE, load_stats
+from calib.scales.stats_file import STATS_FILE, load_stats
 
 SMALL = {"data.dataset": "random", "data.samples": 6, "data.seq_len": 32, "device": "cpu"}
 

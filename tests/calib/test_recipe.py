@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from calib.errors import InputError
-from calib.flags import assignments
+from calib.commands.overrides import assignments
 from calib.recipe import Recipe, load_recipe, recipe_names, recipe_text
 
 # each level holds the one before nine times

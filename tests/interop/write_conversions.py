@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from scale_cases import CASES, LAYERS, write_case
 
-from calib.rewrite.rewrite import convert, repair
+from calib.rewrite.convert import convert, repair
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 from paged import FORMATS, NAN_CODE, RUNTIME, Case
 from paged import poisoned as poison
-from runtime.checks import assert_rounded, assert_stored
+from checks import assert_rounded, assert_stored
 
 from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks
 

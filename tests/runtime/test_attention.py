@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from paged import FORMATS, RUNTIME, Case, build
-from runtime import oracle
-from runtime.checks import assert_attention, assert_output, head_errors, tolerance
+import oracle
+from checks import assert_attention, assert_output, head_errors, tolerance
 
 from fp8kv_runtime.options import AttentionOptions
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fp8kv_runtime.kernels.bound import hottest_loop, parse, predict, tiles_in_flight
-from fp8kv_runtime.kernels.offline import Compiled
-from fp8kv_runtime.kernels.processors import PROCESSORS
+from kernels.bound import hottest_loop, parse, predict, tiles_in_flight
+from kernels.offline import Compiled
+from kernels.processors import PROCESSORS
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import compiled_before

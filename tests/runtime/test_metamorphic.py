@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from paged import RUNTIME, Case, build
-from runtime.checks import STEP, head_errors
+from checks import STEP, head_errors
 
 from fp8kv_runtime.cache import PagedSequences
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from paged import RUNTIME, Case, poisoned
-from runtime.checks import STEP, head_errors
+from checks import STEP, head_errors
 
 from fp8kv_runtime.cache import PagedKVCache
 from fp8kv_runtime.options import AttentionOptions

@@ -8,7 +8,7 @@ import torch
 from cache_model import run_history
 from mutants import mutant
 from paged import RUNTIME, Case
-from runtime.checks import INTERPRETED, assert_attention, assert_rounded, assert_stored
+from checks import INTERPRETED, assert_attention, assert_rounded, assert_stored
 
 pytestmark = [
     pytest.mark.skipif(

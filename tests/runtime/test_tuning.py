@@ -6,7 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 from paged import Case, build
-from runtime.checks import assert_attention
+from checks import assert_attention
 
 from calib.doctor import examine
 from fp8kv_runtime.bench import tune

@@ -8,7 +8,7 @@ from calib.data import make_batches
 from calib.eval import reading
 from calib.eval.reading import read
 from calib.eval.variants import REFERENCE, build_variants
-from calib.measure import calibrate
+from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
 
 DOCUMENT = torch.randint(1, 90, (37,), generator=torch.Generator().manual_seed(0))

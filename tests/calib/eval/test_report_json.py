@@ -14,7 +14,7 @@ import torch
 from families import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM
 
-from calib.attention import observe_qkv
+from calib.measure.attention import observe_qkv
 from calib.data import load_data
 from calib.eval.advice import verdict
 from calib.eval.layer_errors import FIRST_BIN, layer_errors, layer_values
@@ -22,7 +22,7 @@ from calib.eval.reading import Measured
 from calib.eval.schema import Figure, Report, Row
 from calib.eval.statistics import Divergence, kl_by_position, ratio
 from calib.eval.variants import Variant
-from calib.model import find_checkpoint, load_tokenizer
+from calib.model.load import find_checkpoint, load_tokenizer
 
 
 def test_kl_by_position_adds_up_to_kl(small_evaluation, small_report):

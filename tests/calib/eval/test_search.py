@@ -10,7 +10,7 @@ from calib.data import make_batches
 from calib.eval.reading import read
 from calib.eval.search import _only, search, skip_argument
 from calib.eval.variants import build_variants
-from calib.measure import calibrate
+from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
 
 DOCUMENTS = [

@@ -5,7 +5,7 @@ from families import tiny_model
 
 from calib.data import make_batches
 from calib.eval.variants import BUILT_IN, REFERENCE, build_variants
-from calib.measure import calibrate
+from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention
 

@@ -8,8 +8,8 @@ import torch
 from families import FAMILIES, HYBRIDS, SHARED_KV, tiny_model, tiny_vision_language_model
 
 from calib.data import make_batches
-from calib.measure import calibrate
-from calib.model import find_checkpoint, load_config, load_model
+from calib.measure.loop import calibrate
+from calib.model.load import find_checkpoint, load_config, load_model
 from calib.offload.layerwise import calibrate_layerwise
 from calib.offload.run import open_layers
 from calib.offload.skeleton import load_skeleton

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from calib.errors import InputError
-from calib.model import find_checkpoint, load_config
+from calib.model.load import find_checkpoint, load_config
 from calib.offload import choice, memory
 from calib.offload.memory import available_bytes, resident_bytes
 from calib.offload.run import scratch_directory
-from calib.offload.sizes import parse_size, show_size
+from calib.sizes import parse_size, show_size
 from calib.recipe import load_recipe
 
 GIB = 1 << 30

@@ -8,7 +8,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from calib.errors import InputError
-from calib.model import find_checkpoint
+from calib.model.load import find_checkpoint
 from calib.offload.hidden import form_of, hidden_states, nbytes
 from calib.offload.shards import stored_tensors
 

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import cli
 from calib.data import load_data
-from calib.model import find_checkpoint, load_tokenizer
+from calib.model.load import find_checkpoint, load_tokenizer
 from calib.offload.memory import resident_bytes
-from calib.stats_file import STATS_FILE
+from calib.scales.stats_file import STATS_FILE
 
 SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu"]
 
@@ -83,7 +83,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from calib.data import make_batches
-from calib.model import find_checkpoint, load_config
+from calib.model.load import find_checkpoint, load_config
 from calib.offload.layerwise import calibrate_layerwise
 from calib.offload.memory import resident_bytes
 from calib.offload.run import open_layers

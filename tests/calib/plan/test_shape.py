@@ -9,7 +9,7 @@ from families import FAMILIES, HYBRIDS, SHARED_KV, tiny_model
 from test_cli import fp8kv, one_line_error
 from torch.utils.flop_counter import FlopCounterMode
 
-from calib.attention import map_attention
+from calib.measure.attention import map_attention
 from calib.errors import InputError, UnsupportedModelError
 from calib.plan.shape import attention_heads, model_shape
 

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from calib.files.directory import open_scales
-from calib.files.layers import layers_of
-from calib.rewrite.rewrite import convert
+from calib.scalefiles.folder import open_scales
+from calib.scalefiles.reading import layers_of
+from calib.rewrite.convert import convert
 
 # no deadline: a machine that is busy would fail it; a fixture of the module may be shared
 QUICK = settings(

@@ -6,7 +6,7 @@ from fake_quant import scales_for
 from families import FAMILIES, tiny_model
 from transformers import DynamicCache, StaticCache
 
-from calib.scales import KVScales, LayerScales
+from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention, paged_cache
 from fp8kv_runtime.hf.masks import check_mask, left_padding

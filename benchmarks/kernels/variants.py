@@ -1,0 +1,139 @@
+"""What is compiled offline: every tuning row, and every branch that a layer's options open."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fp8kv_runtime.cache import PagedSequences
+from fp8kv_runtime.kernels.append_kv import append_kv
+from fp8kv_runtime.kernels.decode import decode_attention
+from fp8kv_runtime.kernels.extend import extend_attention
+from kernels.offline import Launch, launches
+from fp8kv_runtime.kernels.targets import Target
+from fp8kv_runtime.options import AttentionOptions
+from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks
+
+_NUM_KV_HEADS = 8
+_NUM_SEQS = 4
+_MAX_BLOCKS = 100  # per sequence; not a multiple of 16, as little is
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A layer with its options, and which launchers are given it."""
+
+    name: str
+    launchers: tuple[str, ...]  # names in LAUNCHERS
+    head_dim: int = 128
+    group: int = 4  # query heads per KV head
+    block_size: int = 64
+    dtype: torch.dtype = torch.float16  # of queries, and of new K and V
+    format: str = ""  # the target's own E4M3 where empty
+    scale_dims: int = 1
+    center: bool = False
+    count: bool = False
+    q_fp8: bool = False
+    masked: bool = False  # window, softcap, sinks and left padding
+    num_splits: int = 16
+    large: bool = False  # more than 2 GiB of blocks, which AMD addresses in another way
+
+    def launches(self, target: Target) -> list[Launch]:
+        """All that its launchers launch on `target`."""
+        blocks = self.blocks(target)
+        return [
+            launch
+            for name in self.launchers
+            for launch in launches(target, partial(LAUNCHERS[name], self, blocks))
+        ]
+
+    def options(self) -> AttentionOptions:
+        """Options of the attention call."""
+        num_heads = _NUM_KV_HEADS * self.group
+        return AttentionOptions(
+            sliding_window=1000 if self.masked else None,
+            softcap=50.0 if self.masked else None,
+            sinks=torch.zeros(num_heads) if self.masked else None,
+            q_scale=torch.ones(num_heads) if self.q_fp8 else None,
+        )
+
+    def sequences(self, num_seqs: int = _NUM_SEQS) -> PagedSequences:
+        """A batch of sequences."""
+        lengths = torch.ones(num_seqs, dtype=torch.int32)
+        tables = torch.zeros(num_seqs, _MAX_BLOCKS, dtype=torch.int32)
+        return PagedSequences(tables, lengths, torch.zeros_like(lengths) if self.masked else None)
+
+    def blocks(self, target: Target) -> KVBlocks:
+        """The layer's blocks, empty."""
+        format = self.format or ("e4m3fnuz" if target.name == "gfx942" else "e4m3fn")
+        shape = (1, _NUM_KV_HEADS, self.head_dim)[: 1 + self.scale_dims][-max(self.scale_dims, 1) :]
+        block_bytes = _NUM_KV_HEADS * self.block_size * self.head_dim
+        return KVBlocks.empty(
+            2**31 // block_bytes + 1 if self.large else 2,
+            self.block_size,
+            num_kv_heads=_NUM_KV_HEADS,
+            head_dim=self.head_dim,
+            k_scale=torch.ones(shape),
+            v_scale=torch.ones(shape),
+            k_center=torch.zeros(_NUM_KV_HEADS, self.head_dim) if self.center else None,
+            dtype=BLOCK_DTYPES[format],
+            count=self.count,
+        )
+
+
+def _append(variant: Variant, blocks: KVBlocks) -> None:
+    new = torch.zeros(_MAX_BLOCKS, _NUM_KV_HEADS, variant.head_dim, dtype=variant.dtype)
+    append_kv(new, new, blocks, torch.zeros(_MAX_BLOCKS, dtype=torch.int64))
+
+
+def _decode(variant: Variant, blocks: KVBlocks) -> None:
+    decode_attention(
+        _query(variant),
+        blocks,
+        variant.sequences(),
+        variant.options(),
+        num_splits=variant.num_splits,
+    )
+
+
+def _extend(variant: Variant, blocks: KVBlocks) -> None:
+    cu_seqlens = torch.arange(_NUM_SEQS + 1, dtype=torch.int32)
+    extend_attention(_query(variant), blocks, variant.sequences(), cu_seqlens, 1, variant.options())
+
+
+def _query(variant: Variant) -> Tensor:  # [S, H, D]
+    num_heads = _NUM_KV_HEADS * variant.group
+    return torch.zeros(_NUM_SEQS, num_heads, variant.head_dim, dtype=variant.dtype)
+
+
+LAUNCHERS: dict[str, Callable[[Variant, KVBlocks], None]] = {
+    "append": _append,
+    "decode": _decode,
+    "extend": _extend,
+}
+_ATTEND = ("decode", "extend")
+_BF16 = torch.bfloat16
+
+VARIANTS: tuple[Variant, ...] = (
+    *(Variant(f"plain-{d}", tuple(LAUNCHERS), d) for d in (64, 80, 96, 128, 256)),
+    *(Variant(f"group{g}-128", _ATTEND, group=g) for g in (1, 16)),
+    Variant("splits1-128", ("decode",), num_splits=1),
+    Variant("splits128-256", ("decode",), 256, num_splits=128),
+    *(Variant(f"q_fp8-{d}", _ATTEND, d, q_fp8=True) for d in (64, 128, 256)),
+    Variant("masked-128", _ATTEND, masked=True),
+    *(
+        Variant(f"channels-{d}", tuple(LAUNCHERS), d, scale_dims=2, center=True, masked=True)
+        for d in (128, 256)
+    ),
+    *(Variant(f"block16-{d}", _ATTEND, d, block_size=16) for d in (64, 128)),
+    Variant("bf16-128", tuple(LAUNCHERS), dtype=_BF16, scale_dims=0, count=True),
+    Variant("bf16-256", _ATTEND, 256, dtype=_BF16, block_size=16, q_fp8=True, masked=True),
+    Variant("fp32-128", _ATTEND, dtype=torch.float32),
+    *(Variant(f"float16-{d}", tuple(LAUNCHERS), d, format="float16") for d in (64, 128, 256)),
+    Variant("e5m2-128", tuple(LAUNCHERS), format="e5m2", count=True),
+    Variant("e5m2-q_fp8-128", _ATTEND, format="e5m2", q_fp8=True),
+    Variant("large-128", tuple(LAUNCHERS), large=True),
+    Variant("count-128", ("append",), scale_dims=2, center=True, count=True),
+)

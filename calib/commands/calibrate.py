@@ -1,0 +1,167 @@
+"""`fp8kv calibrate`, also installed as `fp8kv-calibrate`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from calib import choices
+from calib.commands.evaluate import fail_on, print_report
+from calib.commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemoteCode
+from calib.commands.running import print_table, run
+
+if TYPE_CHECKING:
+    from calib.output.finish import Result
+    from calib.recipe import Recipe
+
+
+def calibrate(
+    context: typer.Context,
+    model: Model,
+    output: Annotated[
+        Path | None, Flag("-o", "--output", help="Default: ./<model>-fp8kv-<strategy>.")
+    ] = None,
+    recipe: Annotated[
+        str | None,
+        Flag(help="Bundled name (see `fp8kv recipes`), YAML file, or a saved calibration."),
+    ] = None,
+    strategy: Annotated[choices.Strategy | None, Flag(help="Which values share a scale.")] = None,
+    observer: Annotated[choices.ObserverName | None, Flag(help="How an amax is chosen.")] = None,
+    targets: Annotated[choices.Targets | None, Flag(help="qkv adds query scales.")] = None,
+    format: Annotated[
+        list[str] | None,
+        Flag(
+            metavar=f"[{'|'.join(choices.FORMATS)}]",
+            help="Repeatable; several fill DIR/<format>/ each. Default: vllm.",
+        ),
+    ] = None,
+    reduce: Annotated[
+        choices.Reduce | None, Flag(help="max: one scale per layer for engines that take no more.")
+    ] = None,
+    tp_size: Annotated[int | None, Flag(help="Ranks in kv_cache_scales.json.")] = None,
+    dataset: Annotated[
+        str | None,
+        Flag(
+            help="Hub id, .jsonl/.json/.parquet/.txt/directory, builtin:python-docs, self, random."
+        ),
+    ] = None,
+    samples: Annotated[int | None, Flag(help="Default: 512.")] = None,
+    seq_len: Annotated[int | None, Flag(help="Tokens per sample at most. Default: 2048.")] = None,
+    batch_size: Annotated[str | None, Flag(help="Samples per forward pass, or auto.")] = None,
+    seed: Annotated[int | None, Flag(help="Default: 42.")] = None,
+    device: Device = None,
+    dtype: DType = None,
+    fp8_dtype: Annotated[choices.FP8Name | None, Flag(help="Default: e4m3fn (max 448).")] = None,
+    headroom: Annotated[float | None, Flag(help="Multiplies every amax. Default: 1.0.")] = None,
+    center_keys: Annotated[
+        bool,
+        Flag("--center-keys", help="Subtract K's mean per channel; for --format fp8kv."),
+    ] = False,
+    weights: Annotated[
+        choices.Weights | None,
+        Flag(help="link: hard-link the source's weights; none: scales and configs only."),
+    ] = None,
+    offload: Annotated[
+        choices.Offload | None,
+        Flag(help="layerwise: one layer in memory at a time. auto: where the weights do not fit."),
+    ] = None,
+    max_memory: Annotated[
+        str | None, Flag(metavar="SIZE", help="Resident memory in all, as 8GiB.")
+    ] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    set_: Annotated[
+        list[str] | None,
+        Flag("--set", metavar="KEY=VALUE", help="Any recipe key, as data.column=text."),
+    ] = None,
+    evaluate: Annotated[
+        bool,
+        Flag("--evaluate", help="Then measure the scales as the recipe's `evaluation` says."),
+    ] = False,
+    resume: Annotated[
+        bool, Flag("--resume", help="Go on where the same command was stopped.")
+    ] = False,
+    in_place: Annotated[
+        bool,
+        Flag("--in-place", help="Add to the model's directory; what is replaced is kept beside."),
+    ] = False,
+    overwrite: Annotated[bool, Flag("--overwrite", help="Replace an earlier output.")] = False,
+    quiet: Annotated[bool, Flag("--quiet", help="Print nothing but errors.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Calibrate a model's FP8 KV-cache scales and write a checkpoint that engines load."""
+
+    def work() -> None:
+        from calib.measure.distributed import is_first_process
+        from calib.commands.overrides import assignments, overrides
+        from calib.job import run as run_job
+        from calib.progress import progress_bar
+        from calib.recipe import load_recipe
+
+        resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
+        if evaluate:
+            _check_evaluation(model, resolved, output, in_place=in_place)
+        with progress_bar(show=not (quiet or as_json) and is_first_process()) as progress:
+            result = run_job(
+                model,
+                resolved,
+                output,
+                in_place=in_place,
+                overwrite=overwrite,
+                resume=resume,
+                progress=progress,
+            )
+        if result is None:  # the first process says what was done
+            return
+        if not (quiet or as_json):
+            print_result(result)
+        printed = result.to_json()
+        failed: list[str] = []
+        if evaluate:
+            silent = quiet or as_json
+            printed["evaluation"], failed = _evaluate(model, resolved, result, quiet=silent)
+        if as_json:
+            print(json.dumps(printed))
+        fail_on(failed)
+
+    run(work, debug=debug)
+
+
+def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_place: bool) -> None:
+    # a gate or a task that is none should be found before hours of calibration
+    from calib.eval.run import check_evaluation
+    from calib.job import default_output
+
+    path = Path(model) if in_place else output or default_output(model, recipe)
+    formats = recipe.export.formats
+    check_evaluation(recipe, [path / formats[0] if len(formats) > 1 else path])
+
+
+def _evaluate(
+    model: str, recipe: "Recipe", result: "Result", *, quiet: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Measure what has just been written; the report lies beside it, in `evaluation/`."""
+    from calib.eval.run import run_evaluation
+    from calib.progress import progress_bar
+
+    with progress_bar(show=not quiet) as progress:
+        report, failed = run_evaluation(
+            model,
+            recipe,
+            scales=[next(iter(result.directories.values()))],
+            output=result.output / "evaluation",
+            progress=progress.stage,
+        )
+    print_report(report, as_json=False, quiet=quiet)
+    return report.to_json(), failed
+
+
+def print_result(result: "Result") -> None:
+    """Print a row per layer, warnings, and how to serve what was written."""
+    from calib.output.card import closing_lines
+    from calib.scales.summary import HEADINGS, table_rows
+
+    title = f"FP8 KV-cache scales, strategy {result.recipe.strategy}"
+    print_table(title, HEADINGS, table_rows(result.layers))
+    print("\n".join(closing_lines(result)))

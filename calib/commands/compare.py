@@ -1,0 +1,97 @@
+"""`fp8kv compare`."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from calib.commands.flags import AsJson, Debug
+from calib.commands.running import print_lines, print_table, run
+
+if TYPE_CHECKING:
+    from calib.eval.compare import Comparison, Pair
+    from calib.eval.schema import Figure
+
+_HEADINGS = (
+    *("cache", "KL A", "KL B", "B / A"),
+    *("perplexity A, B", "top-1 A, B", "same text A, B", "passkeys A, B"),
+)
+
+Report = Annotated[
+    Path, typer.Argument(help="report.json or the directory that holds it, or one with scales.")
+]
+
+
+def compare(a: Report, b: Report, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Set two reports of fp8kv-eval, or the scales of two directories, side by side."""
+
+    def work() -> None:
+        if not (_is_report(a) or _is_report(b)):
+            _compare_scales(a, b, as_json=as_json)
+            return
+        from calib.eval.compare import compare_reports
+
+        comparison = compare_reports(a, b)
+        if as_json:
+            print(json.dumps(comparison.to_json()))
+            return
+        print_table("Two evaluations", _HEADINGS, [_row(pair) for pair in comparison.pairs])
+        print_lines(_closing_lines(comparison))
+
+    run(work, debug=debug)
+
+
+def _is_report(path: Path) -> bool:
+    return path.is_file() or (path / "report.json").exists()
+
+
+def _compare_scales(a: Path, b: Path, *, as_json: bool) -> None:
+    from calib.scalefiles.ratios import HEADINGS, compare_scales, table_rows
+
+    ratios = compare_scales(a, b)
+    if as_json:
+        print(json.dumps(ratios.to_json()))
+    else:
+        print_table(f"A: {a}, B: {b}", HEADINGS, table_rows(ratios))
+
+
+def _closing_lines(comparison: "Comparison") -> list[str]:
+    lines = [f"A: {comparison.a}", f"B: {comparison.b}"]
+    for letter, names in (("A", comparison.only_a), ("B", comparison.only_b)):
+        if names:
+            lines.append(f"only in {letter}: {', '.join(names)}")
+    return lines + [f"warning: {line}" for line in comparison.warnings]
+
+
+def _row(pair: "Pair") -> tuple[str, ...]:
+    a, b = pair.a, pair.b
+    return (
+        pair.name,
+        _with_interval(a.kl),
+        _with_interval(b.kl),
+        _ratio(pair),
+        _both(a.ppl_change, b.ppl_change, "{:+.2%}"),
+        _both(a.top1, b.top1, "{:.1%}"),
+        _both(a.same_tokens, b.same_tokens, "{:.0f} tokens"),
+        _both(a.passkey, b.passkey, "{:.0%}"),
+    )
+
+
+def _ratio(pair: "Pair") -> str:
+    if pair.is_same:
+        return "no measurable difference"
+    return "-" if pair.kl_ratio is None else f"{pair.kl_ratio:.3g}x"
+
+
+def _with_interval(figure: "Figure") -> str:
+    return f"{figure.value:.2g} [{figure.low:.2g}, {figure.high:.2g}]"
+
+
+def _both(a: "Figure | None", b: "Figure | None", form: str) -> str:
+    if a is None and b is None:
+        return ""
+    # adding 0.0 to what rounds to nothing takes its sign
+    return ", ".join(
+        "-" if each is None else form.format(round(each.value, 4) + 0.0) for each in (a, b)
+    )

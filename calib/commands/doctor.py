@@ -1,0 +1,21 @@
+"""`fp8kv doctor`."""
+
+import json
+
+from calib.commands.flags import AsJson
+from calib.commands.running import print_table, run
+
+
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine can run: GPU, FP8 support, Triton, versions."""
+
+    def work() -> None:
+        from calib.doctor import examine
+
+        found = examine()
+        if as_json:
+            print(json.dumps(dict(found)))
+        else:
+            print_table("This machine", ("what", "found"), found)
+
+    run(work)

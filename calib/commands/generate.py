@@ -1,0 +1,54 @@
+"""`fp8kv generate`."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from calib import choices
+from calib.commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemoteCode
+from calib.commands.running import run
+
+
+def generate(
+    context: typer.Context,
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
+    scales: Annotated[
+        str | None, Flag(metavar="DIR", help="With scales of any tool. none: 1.0. Default: MODEL.")
+    ] = None,
+    max_new_tokens: Annotated[int, Flag(min=1, help="Tokens to generate at most.")] = 64,
+    temperature: Annotated[float, Flag(min=0.0, help="0: the likeliest token every time.")] = 0.0,
+    seed: Annotated[int, Flag(help="Of the sampling.")] = 42,
+    chat: Annotated[bool, Flag("--chat", help="Apply the model's chat template.")] = False,
+    compare: Annotated[
+        bool, Flag("--compare", help="Generate with transformers' 16-bit cache too.")
+    ] = False,
+    backend: Annotated[
+        choices.Backend, Flag(help="auto: Triton kernels on a GPU, torch elsewhere.")
+    ] = "auto",
+    device: Device = None,
+    dtype: DType = None,
+    trust_remote_code: TrustRemoteCode = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Continue a prompt with the model's KV cache in FP8."""
+
+    def work() -> None:
+        from calib.commands.overrides import overrides
+        from calib.generate import GenerationOptions, generate_text
+        from calib.output.card import generation_lines
+
+        options = GenerationOptions(max_new_tokens, temperature, seed, chat, compare, backend)
+        result = generate_text(
+            model,
+            prompt,
+            scales=scales,
+            options=options,
+            overrides=overrides(context.params),
+            on_text=None if as_json else lambda text: print(text, end="", flush=True),
+        )
+        print(json.dumps(result.to_json()) if as_json else "\n".join(generation_lines(result)))
+
+    run(work, debug=debug)

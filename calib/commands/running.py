@@ -1,0 +1,147 @@
+"""How every command runs: mistakes become one line and an exit status."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout, suppress
+from typing import Any, TextIO, cast
+
+import typer
+
+
+class _Terminated(BaseException):
+    """SIGTERM arrived."""
+
+
+class _Output:
+    """Standard output. What it refuses is dropped, and the work goes on to its own exit status."""
+
+    def __init__(self, stream: TextIO | None) -> None:
+        # a closed one must not become the first file that is opened, and may have nothing to print
+        self._stream = stream or open(os.open(os.devnull, os.O_RDONLY), "w")  # noqa: SIM115
+        self.refusal: OSError | None = None
+
+    def write(self, text: str) -> int:
+        encoding = self._stream.encoding or "utf-8"
+        spelled = text.encode(encoding, "backslashreplace").decode(encoding)
+        self._do(lambda: self._stream.write(spelled))
+        return len(text)
+
+    def flush(self) -> None:
+        self._do(self._stream.flush)
+
+    def _do(self, action: Callable[[], object]) -> None:
+        try:
+            action()
+        except OSError as error:
+            # a reader that has seen enough, such as `head`, is no mistake
+            self.refusal = self.refusal or (None if isinstance(error, BrokenPipeError) else error)
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def run(work: Callable[[], None], *, debug: bool = False) -> None:
+    """Run a command; turn what a user can put right into one line and an exit status."""
+    before = signal.signal(signal.SIGTERM, _terminate)
+    # the libraries' own bars and advice would drown ours; read when they are imported
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from calib.atomic import WRITTEN
+    from calib.errors import Fp8kvError
+
+    WRITTEN.clear()
+    try:
+        _check_arguments()
+        _print_all(work)
+    except Fp8kvError as error:
+        if debug:
+            raise
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail(f"interrupted; {_written()}", 130)
+    except _Terminated:
+        _fail(f"terminated; {_written()}", 2)
+    finally:
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+def _print_all(work: Callable[[], None]) -> None:
+    """Do `work`, and say what was written where its words cannot be printed."""
+    output, ended = _Output(sys.stdout), None
+    try:
+        with redirect_stdout(cast("TextIO", output)):
+            work()
+    except typer.Exit as error:
+        ended = error
+    finally:
+        output.flush()
+    if output.refusal:
+        _fail(f"cannot print: {output.refusal.strerror}; {_written()}", 2)
+    if ended:
+        raise ended
+
+
+def _written() -> str:
+    from calib.atomic import WRITTEN
+
+    written = ", ".join(f"'{path}'" for path in WRITTEN)
+    return f"written: {written}" if written else "nothing was written"
+
+
+def _check_arguments() -> None:
+    from calib.errors import InputError
+
+    for argument in sys.argv[1:]:
+        as_bytes = os.fsencode(argument)
+        try:
+            as_bytes.decode()
+        except UnicodeDecodeError:
+            shown = as_bytes.decode(errors="backslashreplace")
+            raise InputError(f"'{shown}' is not UTF-8; give it in that encoding") from None
+
+
+def _fail(message: str, status: int) -> None:
+    with suppress(OSError):
+        print(f"fp8kv: {message}", file=sys.stderr)
+    raise typer.Exit(status)
+
+
+def _terminate(signum: int, frame: object) -> None:
+    raise _Terminated
+
+
+def _forked() -> None:
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+# Libraries fork workers and end them with SIGTERM. It must do so from their first instruction on:
+# Python forgets signals that reach a child before its own handlers are in order, and the parent
+# would wait forever.
+os.register_at_fork(
+    before=lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM}),
+    after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
+    after_in_child=_forked,
+)
+
+
+def print_table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """Print a table."""
+    from calib.commands.tables import table_text
+
+    print(table_text(title, headings, rows), end="")
+
+
+def print_lines(lines: Sequence[str]) -> None:
+    """Print lines whose words may come from files that others made."""
+    from calib.commands.tables import plain
+
+    for line in lines:
+        print(plain(line))

@@ -1,0 +1,213 @@
+"""Generate text on an FP8 KV cache, and beside it on transformers' own, to see what FP8 changes."""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from calib.any_scales import Opened, open_any_scales
+from calib.measure.attention import map_attention
+from calib.model.checkpoint import Checkpoint
+from calib.model.devices import check_token_ids, input_device
+from calib.errors import InputError
+from calib.model.load import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
+from calib.recipe import load_recipe
+from calib.scales.scales import KVScales, LayerScales
+from fp8kv_runtime.errors import AttentionError
+from fp8kv_runtime.hf import Backend, fp8_attention, paged_cache
+
+UNIT_SCALES = "none"  # what --scales takes for scale 1.0 everywhere
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """How text is generated."""
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0  # 0: greedy
+    seed: int = 42
+    chat: bool = False  # put the prompt into the model's chat template
+    compare: bool = False  # generate with transformers' own cache too
+    backend: Backend = "auto"
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One continuation of the prompt."""
+
+    text: str
+    token_ids: list[int]
+    seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over the time of the whole call, prompt included."""
+        return len(self.token_ids) / self.seconds
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The continuation on the FP8 cache, and on a 16-bit cache where that was asked for."""
+
+    fp8: Generation
+    plain: Generation | None
+    cached_tokens: int
+    block_size: int
+    bytes_per_token: int  # of K and V in FP8, over all layers
+    cache_bytes: int  # of the FP8 blocks in use at the end
+
+    @property
+    def bytes_per_token_16bit(self) -> int:
+        """The same in float16 or bfloat16."""
+        return 2 * self.bytes_per_token
+
+    @property
+    def cache_bytes_16bit(self) -> int:
+        """Of the same tokens in 16 bits, not rounded up to blocks."""
+        return self.bytes_per_token_16bit * self.cached_tokens
+
+    @property
+    def same_tokens(self) -> int | None:
+        """New tokens before the two first differ."""
+        if self.plain is None:
+            return None
+        pairs = [*zip(self.fp8.token_ids, self.plain.token_ids, strict=False)]
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        derived = ("same_tokens", "bytes_per_token_16bit", "cache_bytes_16bit")
+        facts = asdict(self) | {name: getattr(self, name) for name in derived}
+        for name, made in (("fp8", self.fp8), ("plain", self.plain)):
+            if made is not None:
+                facts[name]["tokens_per_second"] = made.tokens_per_second
+        return facts
+
+
+def generate_text(
+    model_name: str,
+    prompt: str,
+    *,
+    scales: str | None = None,
+    options: GenerationOptions,
+    overrides: dict[str, Any],
+    on_text: Callable[[str], None] | None = None,
+) -> Generated:
+    """Continue `prompt` with the model's K and V in FP8.
+
+    Args:
+        model_name: local directory, Hub id or `builtin:` name.
+        prompt: text to continue.
+        scales: a directory with scales of any tool, or `none` for scale 1.0; default: the model's.
+        options: see `GenerationOptions`.
+        overrides: recipe keys that say how the model is loaded: device, dtype, trust_remote_code.
+        on_text: called with each piece of text as it comes.
+
+    Raises:
+        Fp8kvError: anything that a user can put right.
+    """
+    if not prompt:
+        raise InputError("the prompt is empty; give the text to continue")
+    recipe = load_recipe(None, overrides)
+    checkpoint = find_checkpoint(model_name)
+    opened = unit_scales if scales == UNIT_SCALES else _open_scales(checkpoint, scales)
+    config = load_config(checkpoint, recipe)
+    tokenizer = load_tokenizer(checkpoint, recipe)
+    inputs = _tokenize(tokenizer, prompt, chat=options.chat)
+    tokens = inputs["input_ids"].shape[1] + options.max_new_tokens
+    check_positions(config, tokens, "prompt + --max-new-tokens")
+    model = load_model(checkpoint, config, recipe)
+    check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
+    inputs = inputs.to(input_device(model))
+    return _run(model, tokenizer, inputs, opened(model), options, on_text)
+
+
+def unit_scales(model: PreTrainedModel) -> KVScales:
+    """Scale 1.0 for every attention module that caches K and V: what engines do without scales."""
+    one = torch.ones(1)
+    cached = map_attention(model).cached.items()
+    layers = {name: LayerScales(module.layer_idx, one, one) for name, module in cached}
+    return KVScales("tensor", "e4m3fn", layers)
+
+
+def _open_scales(checkpoint: Checkpoint, scales: str | None) -> Opened:
+    if scales is not None:
+        return open_any_scales(Path(scales).expanduser())
+    try:
+        return open_any_scales(checkpoint.path)
+    except InputError as error:
+        raise InputError(f"{error} with --scales DIR, or --scales {UNIT_SCALES}") from None
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) -> Any:
+    if not chat:
+        return tokenizer(prompt, return_tensors="pt")
+    if not tokenizer.chat_template:
+        raise InputError("this model has no chat template; leave out --chat")
+    return tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+
+
+def _run(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: Any,
+    scales: KVScales,
+    options: GenerationOptions,
+    on_text: Callable[[str], None] | None,
+) -> Generated:
+    try:
+        with fp8_attention(model, scales, backend=options.backend):
+            fp8, cache = _generate(model, tokenizer, inputs, options, on_text)
+    except AttentionError as error:
+        raise InputError(str(error)) from error
+    plain = _generate(model, tokenizer, inputs, options, None)[0] if options.compare else None
+    blocks, tokens = paged_cache(cache), inputs["input_ids"].shape[0] * cache.get_seq_length()
+    return Generated(
+        fp8, plain, tokens, blocks.block_size, blocks.bytes_per_token, blocks.num_bytes_used
+    )
+
+
+def _generate(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: Any,
+    options: GenerationOptions,
+    on_text: Callable[[str], None] | None,
+) -> tuple[Generation, Cache]:
+    if options.compare:  # the first pass after loading is slow, and would count against one of two
+        model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    torch.manual_seed(options.seed)
+    sampling = {"temperature": options.temperature} if options.temperature > 0 else {}
+    start = time.perf_counter()
+    output = model.generate(
+        **inputs,
+        max_new_tokens=options.max_new_tokens,
+        do_sample=bool(sampling),
+        **sampling,
+        streamer=None if on_text is None else _Streamer(tokenizer, on_text),
+        return_dict_in_generate=True,
+    )
+    seconds = time.perf_counter() - start
+    token_ids = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    text = tokenizer.decode(token_ids, skip_special_tokens=True)
+    return Generation(text, token_ids, seconds), output.past_key_values
+
+
+class _Streamer(TextStreamer):  # type: ignore[misc]
+    """Hands finished pieces of text to a function."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._on_text(text)

@@ -1,0 +1,158 @@
+"""Which modules cache K and V, proved on the model itself, and how to watch them.
+
+A short forward pass with a real cache shows what each layer stores. A module counts as cached
+attention only if the K and V handed to its attention function are bitwise what the cache holds.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from calib.model.devices import input_device
+from calib.errors import UnsupportedModelError
+from calib.scales.scales import SharedAttention
+from fp8kv_runtime.hf import swap_attention
+
+# query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm
+QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
+
+_PROBE_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class CachedAttention:
+    """An attention module that owns a K and a V cache."""
+
+    name: str
+    layer_idx: int
+    num_heads: int
+    num_kv_heads: int
+    kv_repeat: int  # how often transformers repeats each KV head in its cache; engines never do
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """The cached attention modules of a model, and those that read another layer's cache."""
+
+    cached: dict[str, CachedAttention]
+    shared: dict[str, SharedAttention]
+
+
+def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager[None]:
+    """Call `sink(module_name, query, key, value)` for each attention call inside the block."""
+    names = {module: name for name, module in model.named_modules()}
+
+    def watch(
+        original: Callable[..., Any],
+        module: nn.Module,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        sink(names[module], q, k, v)
+        return original(module, q, k, v, *args, **kwargs)
+
+    return swap_attention(model, watch)
+
+
+@torch.inference_mode()
+def map_attention(model: PreTrainedModel) -> AttentionMap:
+    """Find the modules whose K and V the model caches.
+
+    Raises:
+        UnsupportedModelError: the model is an encoder, caches compressed latents (MLA), or hides
+            its attention from transformers' attention interface.
+    """
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported"
+        )
+    seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    with observe_qkv(model, lambda name, q, k, v: seen.__setitem__(name, (q, k, v))):
+        tokens = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
+        cache = model.get_decoder()(input_ids=tokens, use_cache=True).get("past_key_values")
+    if cache is None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} returns no KV cache: it is an encoder, or not a causal decoder"
+        )
+    modules = {name: _cached(model, name, qkv, cache) for name, qkv in seen.items()}
+    cached = {name: module for name, module in modules.items() if module is not None}
+    _check_every_layer_was_seen(model, cache, cached)
+    shared = {name: _shared(model, name, seen, cached) for name in modules if name not in cached}
+    return AttentionMap(cached, shared)
+
+
+def _cached(
+    model: PreTrainedModel, name: str, qkv: tuple[Tensor, Tensor, Tensor], cache: Any
+) -> CachedAttention | None:
+    query, key, value = qkv
+    layer_idx = int(model.get_submodule(name).layer_idx)
+    stored = _stored(cache, layer_idx)
+    if stored is None:
+        return None
+    if not all(_is_tail(part, whole) for part, whole in zip(stored, (key, value), strict=True)):
+        raise UnsupportedModelError(
+            f"{name} caches {list(stored[0].shape)} but attends to {list(key.shape)}: it stores "
+            "compressed latents (MLA), so it has no K and V per head that a scale could describe"
+        )
+    repeat = _kv_repeat(model, key, value)
+    return CachedAttention(name, layer_idx, query.shape[1], key.shape[1] // repeat, repeat)
+
+
+def _shared(
+    model: PreTrainedModel,
+    name: str,
+    seen: dict[str, tuple[Tensor, Tensor, Tensor]],
+    cached: dict[str, CachedAttention],
+) -> SharedAttention:
+    _, key, value = seen[name]
+    for owner in cached:
+        if torch.equal(seen[owner][1], key) and torch.equal(seen[owner][2], value):
+            return SharedAttention(int(model.get_submodule(name).layer_idx), owner)
+    raise UnsupportedModelError(f"{name} attends to K and V that no layer of the cache holds")
+
+
+def _is_tail(stored: Tensor, attended: Tensor) -> bool:
+    # a sliding-window layer keeps only its last tokens
+    # NaN weights are the calibration's business, not a reason to call this MLA
+    return torch.equal(stored.nan_to_num(), attended[:, :, -stored.shape[2] :].nan_to_num())
+
+
+def _stored(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor] | None:
+    if layer_idx >= len(cache.layers):
+        return None
+    layer = cache.layers[layer_idx]
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    return None if keys is None or values is None or keys.numel() == 0 else (keys, values)
+
+
+def _kv_repeat(model: PreTrainedModel, key: Tensor, value: Tensor) -> int:
+    config = model.config.get_text_config(decoder=True)
+    num_kv_heads = getattr(config, "num_key_value_heads", None) or getattr(
+        config, "num_kv_heads", None
+    )
+    heads = key.shape[1]
+    if not num_kv_heads or heads % num_kv_heads:
+        return 1
+    repeat = heads // int(num_kv_heads)
+    copies = [x.view(x.shape[0], -1, repeat, *x.shape[2:]) for x in (key, value)]
+    return repeat if all(torch.equal(x, x[:, :, :1].expand_as(x)) for x in copies) else 1
+
+
+def _check_every_layer_was_seen(
+    model: PreTrainedModel, cache: Any, cached: dict[str, CachedAttention]
+) -> None:
+    stored = {i for i in range(len(cache.layers)) if _stored(cache, i) is not None}
+    missed = sorted(stored - {module.layer_idx for module in cached.values()})
+    if missed or not cached:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: layers {missed} cache K and V but call neither transformers' "
+            "attention interface nor scaled_dot_product_attention, so they cannot be observed"
+        )

@@ -1,0 +1,171 @@
+"""One calibration in many processes: ranks share out the batches and reduce their statistics.
+
+`torchrun` or `accelerate launch` starts the processes and says in the environment which is which.
+Statistics merge by max, min and exact sums, so the number of processes changes no bit of them, at
+the same batch size and number of threads each: on a CPU the model's last bits can depend on those,
+and torchrun sets OMP_NUM_THREADS=1 where a single process takes every core.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from calib.errors import Fp8kvError, InputError
+from calib.scales.stats import KVStats, LayerStats, TensorStats
+
+Item = TypeVar("Item")
+
+# loading a large model and one rank's share of the data both lie between two collectives
+_TIMEOUT = timedelta(hours=6)
+# field of TensorStats -> how it is reduced
+_REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {
+    "amax": dist.ReduceOp.MAX,
+    "high": dist.ReduceOp.MAX,
+    "low": dist.ReduceOp.MIN,
+    "histogram": dist.ReduceOp.SUM,
+    "total": dist.ReduceOp.SUM,
+}
+
+
+@dataclass(frozen=True)
+class World:
+    """Which of how many processes this is; the methods wait for all of them."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    def share(self, batches: Sequence[Item]) -> Sequence[Item]:
+        """This rank's batches: every `size`-th, so that long and short ones are spread.
+
+        Raises:
+            InputError: there are fewer batches than ranks.
+        """
+        if len(batches) < self.size:
+            raise InputError(
+                f"{self.size} processes cannot share {len(batches)} batches; start fewer "
+                "processes, or use a smaller --batch-size or more --samples"
+            )
+        return batches[self.rank :: self.size]
+
+    def check_same(self, what: str, value: Any) -> None:
+        """Check that every rank has the same `value`, which JSON can hold.
+
+        Raises:
+            InputError: on every rank, where one differs.
+        """
+        mine = json.dumps(value, sort_keys=True, default=str)
+        different = [rank for rank, other in enumerate(self._gather(mine)) if other != mine]
+        if any(self._gather(bool(different))):
+            raise InputError(
+                f"the processes have different {what}; start every one with the same command"
+            )
+
+    def together(self, work: Callable[[], Item]) -> Item:
+        """Do `work` on every rank; if it fails on one, every rank raises that error."""
+        result: list[Item] = []
+        failure: str | None = None
+        try:
+            result.append(work())
+        except Fp8kvError as error:
+            failure = str(error)
+            if self.size == 1:
+                raise
+        failures = [each for each in self._gather(failure) if each is not None]
+        if failures:
+            raise InputError(failures[0])
+        return result[0]
+
+    def reduce(self, stats: KVStats) -> KVStats:
+        """Statistics of all ranks together, on every rank."""
+        return stats if self.size == 1 else _reduced(stats)
+
+    def _gather(self, value: Item) -> list[Item]:
+        if self.size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+
+@contextmanager
+def joined_world() -> Iterator[World]:
+    """Join the other processes of this run, if a launcher has started any.
+
+    Raises:
+        InputError: the launcher's environment is incomplete, or the others cannot be reached.
+    """
+    size = _environment("WORLD_SIZE", 1)
+    if size == 1:
+        yield World()
+        return
+    if torch.cuda.is_available():
+        torch.cuda.set_device(_environment("LOCAL_RANK", 0))
+    try:
+        # statistics are reduced on the CPU, a few megabytes at the end
+        dist.init_process_group("gloo", timeout=_TIMEOUT)
+    except (ValueError, RuntimeError) as error:
+        raise InputError(
+            f"cannot join {size} processes: {' '.join(str(error).split())}; "
+            "start them with torchrun or accelerate launch"
+        ) from None
+    try:
+        yield World(dist.get_rank(), size)
+    finally:
+        dist.destroy_process_group()
+
+
+def is_first_process() -> bool:
+    """Whether this is the first process of the run, or the only one; needs no world."""
+    return _environment("RANK", 0) == 0
+
+
+def _environment(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise InputError(f"the environment says {name}={text}; a launcher sets it to a number")
+    return int(text)
+
+
+def _reduced(stats: KVStats) -> KVStats:
+    found: dict[tuple[str, str], dict[str, Tensor | None]] = {
+        (name, which): dict.fromkeys(_REDUCTIONS) for name in stats.layers for which in "kvq"
+    }
+    for field, operation in _REDUCTIONS.items():
+        held = {
+            (name, which): tensor
+            for name, which in found
+            if (tensor := getattr(getattr(stats.layers[name], which), field)) is not None
+        }
+        for place, tensor in zip(held, _all_reduced([*held.values()], operation), strict=True):
+            found[place][field] = tensor
+    counts = [torch.tensor(layer.tokens) for layer in stats.layers.values()]
+    tokens = dict(zip(stats.layers, _all_reduced(counts, dist.ReduceOp.SUM), strict=True))
+
+    def layer(name: str) -> LayerStats:
+        k, v, q = (TensorStats(**found[name, which]) for which in "kvq")  # type: ignore[arg-type]
+        return LayerStats(stats.layers[name].layer_idx, int(tokens[name]), k, v, q)
+
+    return KVStats({name: layer(name) for name in stats.layers}, stats.shared)
+
+
+def _all_reduced(tensors: list[Tensor], operation: dist.ReduceOp.RedOpType) -> list[Tensor]:
+    """Reduce tensors of one dtype in one message: hundreds of small ones would wait for each."""
+    if not tensors:
+        return []
+    together = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(together, operation)
+    parts = together.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
+    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]

@@ -1,0 +1,178 @@
+"""The measurement: run batches through the model and collect `KVStats`. Nothing else."""
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from calib.measure.attention import AttentionMap, map_attention, observe_qkv
+from calib.data import Batch
+from calib.scales.derive import recipe_observer
+from calib.model.devices import input_device
+from calib.errors import CalibrationError, InputError
+from calib.recipe import Recipe
+from calib.measure.accumulate import RunningLayer
+from calib.scales.stats import KVStats
+
+OnBatch = Callable[[Batch, Callable[[], KVStats]], None]
+
+
+@torch.inference_mode()
+def calibrate(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    recipe: Recipe,
+    *,
+    attention: AttentionMap | None = None,
+    on_batch: OnBatch = lambda batch, so_far: None,
+) -> KVStats:
+    """Run `batches` through the decoder stack of `model` and return what its K, V and Q held.
+
+    Padding is excluded, the LM head is not computed, and the model is left exactly as it was.
+
+    Args:
+        model: a causal language model.
+        batches: token ids with their attention masks.
+        recipe: says which statistics the observer needs.
+        attention: the model's cached attention modules, where the caller has mapped them already.
+        on_batch: called after each batch, with what gives the statistics so far.
+
+    Raises:
+        UnsupportedModelError: the model's attention cannot be observed.
+        CalibrationError: K, V or Q held NaN or Inf; names layer, tensor and sample.
+    """
+    with _eval_mode(model):
+        attention = attention or map_attention(model)
+        layers = running_layers(attention, recipe)
+        for batch in batches:
+            _observe(model, batch, layers)
+            if first_non_finite(layers):
+                raise _non_finite(model, batch, attention, recipe)
+            on_batch(batch, lambda: results(layers, attention))
+    return results(layers, attention)
+
+
+def running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, RunningLayer]:
+    """Empty statistics of each cached attention module, by its name."""
+    histogram = recipe_observer(recipe).needs_histogram
+    return {
+        name: RunningLayer(
+            module, targets=recipe.targets, histogram=histogram, means=recipe.collects_means
+        )
+        for name, module in attention.cached.items()
+    }
+
+
+def results(layers: dict[str, RunningLayer], attention: AttentionMap) -> KVStats:
+    """What `layers` have seen.
+
+    Raises:
+        InputError: they have seen nothing.
+    """
+    if not any(layer.tokens for layer in layers.values()):
+        raise InputError("calibration needs at least one batch; the dataset gave none")
+    return KVStats({name: layer.result() for name, layer in layers.items()}, attention.shared)
+
+
+class _LastLayerSeen(Exception):
+    """Everything there is to measure in a batch has been measured."""
+
+
+def _observe(model: PreTrainedModel, batch: Batch, layers: dict[str, RunningLayer]) -> None:
+    batch = to_device(batch, input_device(model))
+    last = None if _is_offloaded(model) else list(layers)[-1]
+    with observing(model, batch, layers, last=last):
+        model.get_decoder()(
+            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+        )
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return `batch` with its tensors on `device`."""
+    return Batch(batch.input_ids.to(device), batch.attention_mask.to(device), batch.sample_ids)
+
+
+@contextmanager
+def observing(
+    model: PreTrainedModel, batch: Batch, layers: dict[str, RunningLayer], *, last: str | None
+) -> Iterator[None]:
+    """Add what attention gets inside the block to `layers`, leaving it once `last` was reached."""
+    valid = batch.attention_mask.flatten().nonzero().squeeze(-1) if batch.has_padding else None
+
+    def sink(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if name in layers:  # the others read another layer's cache
+            layers[name].update(query, key, value, _on(valid, key))
+        if name == last:
+            raise _LastLayerSeen
+
+    with observe_qkv(model, sink):
+        try:
+            yield
+        except _LastLayerSeen as seen:
+            # its frames hold activations, and cycles would keep those through the next batch
+            traceback.clear_frames(seen.__traceback__)
+
+
+def _is_offloaded(model: nn.Module) -> bool:
+    # accelerate takes weights off the device again when a module returns, so each one must
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def _on(index: Tensor | None, x: Tensor) -> Tensor | None:
+    return None if index is None else index.to(x.device)
+
+
+def first_non_finite(layers: dict[str, RunningLayer]) -> str | None:
+    """The first module and tensor that held NaN or Inf, as `model.layers.0.self_attn: K`."""
+    for name, layer in layers.items():
+        for which in "KVQ":
+            amax = getattr(layer, which.lower()).amax
+            if amax is not None and not torch.isfinite(amax).all():
+                return f"{name}: {which}"
+    return None
+
+
+def _non_finite(
+    model: PreTrainedModel, batch: Batch, attention: AttentionMap, recipe: Recipe
+) -> CalibrationError:
+    """Run the batch again, sample by sample, to name the first that is to blame."""
+    for single in singles(batch):
+        layers = running_layers(attention, recipe)
+        _observe(model, single, layers)
+        found = first_non_finite(layers)
+        if found:
+            return blame(found, single)
+    return blame(None, batch)
+
+
+def singles(batch: Batch) -> list[Batch]:
+    """The samples of `batch`, each a batch of its own."""
+    rows = enumerate(batch.sample_ids)
+    return [Batch(batch.input_ids[i, None], batch.attention_mask[i, None], (s,)) for i, s in rows]
+
+
+def blame(found: str | None, batch: Batch) -> CalibrationError:
+    """The error of NaN or Inf `found` in a batch of one sample, or in a batch but no sample of it.
+
+    `found` is what `first_non_finite` returned.
+    """
+    samples = list(batch.sample_ids)
+    where = f"sample {samples[0]}" if found else f"samples {samples}, only when batched"
+    return CalibrationError(
+        f"{found or 'a layer'} holds NaN or Inf in {where}; "
+        "check the weights, or use --dtype bfloat16 or float32"
+    )
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

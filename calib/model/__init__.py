@@ -1,0 +1,1 @@
+"""Models: found by name, opened and checked, loaded."""

@@ -1,0 +1,198 @@
+"""A model directory in Hugging Face layout, opened for reading and checked before anything runs."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from calib.errors import InputError
+from calib.scalefiles.calibrations import no_model
+from calib.scalefiles.json import read_object
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+
+_SAMPLED_BLOCKS = 16
+_BLOCK_BYTES = 4096
+_PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
+
+
+FileState = tuple[int, int, int]  # inode, bytes, nanoseconds of the last change
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A local directory with `config.json` and safetensors weights."""
+
+    path: Path
+    config: dict[str, Any]
+    weight_map: dict[str, str]  # tensor name -> file name
+    states: dict[str, FileState]  # file name -> what it was when it was opened
+
+    @property
+    def shards(self) -> list[str]:
+        """Names of the weight files, sorted."""
+        return [*self.states]
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The language model's part of the config: all of it, unless the model is multimodal."""
+        nested = self.config.get("text_config")
+        return nested if isinstance(nested, dict) else self.config
+
+    def check_unchanged(self) -> None:
+        """Check that the weight files are those that were opened: scales fit no others.
+
+        Raises:
+            InputError: one was replaced, changed or removed.
+        """
+        for shard, state in self.states.items():
+            if not (self.path / shard).exists() or _state(self.path / shard) != state:
+                raise InputError(
+                    f"'{self.path / shard}' has changed since it was opened, so nothing was "
+                    "written; run again once the model is complete"
+                )
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """The sha256 of the config, and of every weight file's name, size, header and a few blocks.
+
+    It tells models and revisions apart without reading hundreds of gigabytes; it is no proof that
+    two checkpoints are the same.
+
+    Raises:
+        InputError: a weight file has changed since it was opened.
+    """
+    checkpoint.check_unchanged()
+    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    for shard in checkpoint.shards:
+        path = checkpoint.path / shard
+        size = path.stat().st_size
+        digest.update(f"{shard} {size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
+            for i in range(_SAMPLED_BLOCKS):
+                file.seek(i * size // _SAMPLED_BLOCKS)
+                digest.update(file.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Open a model directory and check that its weight files are whole and where the index says.
+
+    Raises:
+        InputError: a file is missing, unreadable, truncated, outside the directory, or a pickle,
+            or it holds two models, or a tensor twice.
+    """
+    if not (path / "config.json").exists():
+        raise no_model(path, f"'{path}' has no config.json: it is not a model directory")
+    config = read_json(path / "config.json")
+    for place, says in quantization_configs(config):
+        if not isinstance(says, dict):
+            raise InputError(
+                f"'{path / 'config.json'}' must hold a JSON object as {place}, "
+                f"got {type(says).__name__}"
+            )
+    weight_map = _weight_map(path)
+    states = {shard: _state(path / shard) for shard in sorted(set(weight_map.values()))}
+    return Checkpoint(path, config, weight_map, states)
+
+
+def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Where a config.json says how the model is quantised, and what it says there."""
+    text = config.get("text_config")
+    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    found = {
+        "quantization_config": config.get("quantization_config"),
+        "text_config.quantization_config": nested,
+        "compression_config": config.get("compression_config"),
+    }
+    return [(place, says) for place, says in found.items() if says is not None]
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object of a model directory.
+
+    Raises:
+        InputError: the file is missing, or not what `read_object` takes.
+    """
+    if not path.exists():
+        raise InputError(f"'{path.parent}' has no {path.name}: it is not a model directory")
+    return read_object(path)
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    listed = _read_index(path) if (path / INDEX_FILE).exists() else {}
+    shards = sorted(set(listed.values())) or [SINGLE_FILE]
+    is_single = (path / SINGLE_FILE).exists()
+    if not (listed or is_single):
+        raise InputError(_no_weights(path))
+    if is_single and shards != [SINGLE_FILE]:
+        # transformers reads the one, engines the others
+        raise InputError(
+            f"'{path}' holds {SINGLE_FILE} and {INDEX_FILE}, which names other files; "
+            "take away whichever is not the model"
+        )
+    found: dict[str, str] = {}
+    for shard in shards:
+        for name in sorted(_tensor_names(path / shard)):
+            if found.setdefault(name, shard) != shard:
+                raise InputError(
+                    f"'{path}' holds '{name}' in {found[name]} and in {shard}; "
+                    "download the model again"
+                )
+    for name, shard in listed.items():
+        if found.get(name) != shard:
+            raise InputError(
+                f"{path / INDEX_FILE} says '{name}' is in '{shard}', but it is not; "
+                "download the model again"
+            )
+    return found
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
+    for shard in sorted(set(map(str, weight_map.values()))):
+        _check_shard(path, shard)
+    return {name: str(shard) for name, shard in weight_map.items()}
+
+
+def _state(file: Path) -> FileState:
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _check_shard(path: Path, shard: str) -> None:
+    if Path(shard).name != shard or shard in {"", ".", ".."}:
+        raise InputError(f"'{path / INDEX_FILE}' names '{shard}', a file outside the directory")
+    if not (path / shard).exists():
+        raise InputError(
+            f"'{path / INDEX_FILE}' names '{shard}', which is missing; download it again"
+        )
+
+
+def _tensor_names(shard: Path) -> set[str]:
+    try:
+        with safe_open(
+            shard, framework="pt"
+        ) as file:  # checks offsets and length against the header
+            return set(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise InputError(
+            f"'{shard}' is not a whole safetensors file ({error}); download it again"
+        ) from None
+
+
+def _no_weights(path: Path) -> str:
+    pickles = sorted(f.name for f in path.iterdir() if f.suffix in _PICKLES)
+    if pickles:
+        return (
+            f"'{path}' holds pickled weights ({pickles[0]}), which can run code when opened; "
+            "convert them to safetensors first"
+        )
+    return f"'{path}' holds no {SINGLE_FILE} and no {INDEX_FILE}"

@@ -1,0 +1,147 @@
+"""A model's config.json, checked before anything is built from it."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from accelerate import init_empty_weights
+from huggingface_hub.errors import StrictDataclassError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from calib.model.checkpoint import Checkpoint
+from calib.errors import InputError, UnsupportedModelError
+from calib.scalefiles.header import read_header
+
+# far beyond every model there is, and near enough to build one in no time
+_MOST_LAYERS = 1_000
+_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_LIMITS = {
+    **dict.fromkeys(_LAYERS, _MOST_LAYERS),
+    **dict.fromkeys(("max_position_embeddings", "n_positions"), 10**8),
+    **dict.fromkeys(("num_attention_heads", "n_heads", "n_head", "num_heads"), 2**16),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv", "head_dim"), 2**16),
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "vocab_size"), 2**24),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 2**24),
+}
+# what transformers raises where a value makes no sense to it
+_NONSENSE = (
+    *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
+    StrictDataclassError,
+)
+
+
+def read_config(
+    path: Path, document: dict[str, Any], *, trust_remote_code: bool
+) -> PreTrainedConfig:
+    """Read a config.json, or that of the directory `path`; `document` is what it holds.
+
+    Raises:
+        InputError: it holds a size that no model has, or makes no sense to transformers.
+    """
+    _check_sizes(path, document)
+    with making_sense(f"cannot read the config of '{path}'"):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        text = config.get_text_config(decoder=True)
+        heads, kv_heads = (
+            getattr(text, f"num_{name}_heads", None) for name in ("attention", "key_value")
+        )
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise InputError(
+            f"the config of '{path}' has {heads} attention heads, which {kv_heads} key-value heads "
+            "cannot share equally; download it again"
+        )
+    return config
+
+
+def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
+    """Build a model on the meta device, where nothing has a size.
+
+    Raises:
+        InputError: the config's values do not make a model.
+        UnsupportedModelError: transformers has no causal language model for it.
+    """
+    auto = auto_class(config)
+    with (
+        making_sense(f"the config of this {config.model_type} makes no model"),
+        init_empty_weights(include_buffers=True),
+    ):
+        return auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
+
+
+def check_against_weights(
+    config: PreTrainedConfig, checkpoint: Checkpoint, *, trust_remote_code: bool
+) -> None:
+    """Check that the weights have the layers and the shapes that the config says.
+
+    Raises:
+        InputError: they do not.
+    """
+    parts = (part for name in checkpoint.weight_map for part in name.split("."))
+    numbered = max((int(part) + 1 for part in parts if part.isdecimal()), default=_MOST_LAYERS)
+    for key in _LAYERS:
+        layers = checkpoint.text_config.get(key)
+        if isinstance(layers, int) and layers > numbered:
+            raise InputError(
+                f"config.json of '{checkpoint.path}' says {key} {layers}, but the weights have "
+                f"{numbered} layers; download the model again"
+            )
+    if checkpoint.config.get("quantization_config") is not None:
+        return  # packed weights have other shapes
+    model = build_on_meta(config, trust_remote_code=trust_remote_code)
+    wanted = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
+    for shard in checkpoint.shards:
+        for name, entry in read_header(checkpoint.path / shard).items():
+            expected = wanted.get(name, entry.shape)
+            # experts are fused, and matrices of some models transposed, while they are loaded
+            if len(entry.shape) < 3 and sorted(expected) != sorted(entry.shape):
+                raise InputError(
+                    f"'{name}' is {list(entry.shape)} in the weights of '{checkpoint.path}', and "
+                    f"its config.json wants {list(expected)}; download the model again"
+                )
+
+
+def auto_class(config: PreTrainedConfig) -> Any:
+    """The auto class of transformers that builds this model.
+
+    Raises:
+        UnsupportedModelError: none does.
+    """
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping or hasattr(config, "auto_map"):
+            return auto
+    raise UnsupportedModelError(
+        f"{config.model_type} is not a causal language model that transformers knows"
+    )
+
+
+@contextmanager
+def making_sense(message: str) -> Iterator[None]:
+    """Turn what transformers raises over values that make no sense to it into one line."""
+    try:
+        yield
+    except _NONSENSE as error:
+        reason = " ".join(str(error).split())[:1000]
+        raise InputError(f"{message}: {reason or type(error).__name__}") from error
+
+
+def _check_sizes(path: Path, document: dict[str, Any]) -> None:
+    for key, value in document.items():
+        if isinstance(value, dict):
+            _check_sizes(path, value)
+        limit = _LIMITS.get(key)
+        # null stands for a default, a list for a value per layer
+        for each in value if isinstance(value, list) else [value]:
+            is_size = type(each) is int and limit is not None and 0 < each <= limit
+            if limit is not None and value is not None and not is_size:
+                raise InputError(
+                    f"the config of '{path}' has {key} {each!r:.80}; it must be a whole "
+                    f"number from 1 to {limit:,}"
+                )

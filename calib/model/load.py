@@ -1,0 +1,224 @@
+"""From what the user typed to a checked checkpoint, and from there to a model in memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from calib.model.builtin import BUILTIN_MODELS, builtin_model
+from calib.model.checkpoint import Checkpoint, open_checkpoint
+from calib.model.config import auto_class, check_against_weights, read_config
+from calib.errors import InputError, UnsupportedModelError
+from calib.model.hub import download_model
+from calib.progress import library_bars_hidden
+from calib.model.quantized import check_left_over, check_readable, forget_cache_quantization
+from calib.recipe import Recipe
+
+
+def find_checkpoint(model: str) -> Checkpoint:
+    """Resolve a local directory, Hub id or `builtin:` name, and check what is there.
+
+    Raises:
+        InputError: there is no such model, it cannot be reached, or its files are damaged.
+    """
+    if model.startswith("builtin:"):
+        return open_checkpoint(builtin_model(model))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return open_checkpoint(path)
+    if path.exists():
+        raise InputError(
+            f"model '{model}' is a file; give the directory that holds its config.json"
+        )
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise InputError(
+            f"model '{model}' does not exist; give a local directory, a Hub id such as "
+            f"Qwen/Qwen2.5-7B-Instruct, or {BUILTIN_MODELS[0]}"
+        )
+    return open_checkpoint(download_model(model))
+
+
+def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
+    """Read the model's config and refuse, before any weight is read, what cannot be calibrated.
+
+    Raises:
+        InputError: the config makes no sense or is not that of the weights, or these are codes that
+            nothing decodes.
+        UnsupportedModelError: not a decoder-only language model with K and V per head.
+    """
+    check_readable(checkpoint)
+    trust = recipe.trust_remote_code
+    config = read_config(checkpoint.path, checkpoint.config, trust_remote_code=trust)
+    check_cacheable(config, checkpoint.config)
+    check_against_weights(config, checkpoint, trust_remote_code=trust)
+    forget_cache_quantization(config)
+    return config
+
+
+def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
+    """Refuse a model that keeps no K and V per head; `document` is its config.json.
+
+    Raises:
+        UnsupportedModelError: it is no decoder-only language model, or caches latents.
+    """
+    _check_is_decoder(config, document)
+    if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None):
+        raise UnsupportedModelError(
+            f"{config.model_type} uses multi-head latent attention (MLA): it caches one compressed "
+            "latent per token, so it has no K and V per head that a scale could describe"
+        )
+
+
+def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
+    """Check that the model has positions for `tokens`; `flag` is what asked for them.
+
+    Raises:
+        InputError: it has fewer.
+    """
+    positions = model_positions(config)
+    if positions and tokens > positions:
+        raise InputError(
+            f"{flag} {tokens} is longer than the model's {positions} positions; "
+            f"use {flag} {positions} or less"
+        )
+
+
+def fit_seq_len(config: PreTrainedConfig, tokens: int, *, given: bool) -> tuple[int, list[str]]:
+    """Tokens per sample that the model has positions for, and a note where a default was cut.
+
+    Args:
+        config: the model's.
+        tokens: per sample.
+        given: whether the user asked for `tokens`, which are then kept as they are, or refused.
+
+    Raises:
+        InputError: the user asked for more than the model has positions.
+    """
+    positions = model_positions(config)
+    if given or not positions or tokens <= positions:
+        check_positions(config, tokens, "--seq-len")
+        return tokens, []
+    note = f"samples are cut to the model's {positions} positions; the default is {tokens} tokens"
+    return positions, [note]
+
+
+def model_positions(config: PreTrainedConfig) -> int | None:
+    """Positions of the language model; None: no limit is known."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
+    """Load the weights, every one of them from the checkpoint.
+
+    Raises:
+        InputError: weights are missing or have other shapes than the config says.
+    """
+    with loading(checkpoint):
+        model, info = auto_class(config).from_pretrained(
+            checkpoint.path,
+            config=config,
+            dtype=requested_dtype(recipe),
+            device_map=_device_map(recipe),
+            trust_remote_code=recipe.trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    check_complete(checkpoint, info)
+    return model.eval()
+
+
+@contextmanager
+def loading(checkpoint: Checkpoint) -> Iterator[None]:
+    """Hide the libraries' progress bars, and turn what stops them from loading into one line."""
+    try:
+        with library_bars_hidden():
+            yield
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
+        raise InputError(_one_line(f"cannot load '{checkpoint.path}': {error}")) from None
+
+
+def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
+    """Check that transformers, whose loading info this is, made up no weight and left no scale.
+
+    Raises:
+        InputError: weights are missing, or were loaded without their scales.
+    """
+    check_left_over(checkpoint, info["unexpected_keys"])
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise InputError(
+            f"'{checkpoint.path}' lacks {len(missing)} weights, such as '{missing[0]}': "
+            "they would be random; download the model again"
+        )
+
+
+def requested_dtype(recipe: Recipe) -> str | torch.dtype:
+    """What transformers takes as `dtype`."""
+    return recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
+
+
+def _device_map(recipe: Recipe) -> str | dict[str, int]:
+    if not uses_gpu(recipe):
+        return "cpu"
+    # one of several processes has a GPU of its own; one alone has them all
+    alone = not torch.distributed.is_initialized()
+    return "auto" if alone else {"": torch.cuda.current_device()}
+
+
+def uses_gpu(recipe: Recipe) -> bool:
+    """Whether the model runs on a GPU.
+
+    Raises:
+        InputError: the recipe asks for one and there is none.
+    """
+    if recipe.device == "cuda" and not torch.cuda.is_available():
+        raise InputError(
+            "--device cuda: torch sees no GPU; use --device cpu, or see `fp8kv doctor`"
+        )
+    return recipe.device != "cpu" and torch.cuda.is_available()
+
+
+def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenizerBase:
+    """Load the model's tokenizer.
+
+    Raises:
+        InputError: the directory holds none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(
+            checkpoint.path, trust_remote_code=recipe.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise InputError(
+            _one_line(f"cannot load the tokenizer of '{checkpoint.path}': {error}")
+        ) from None
+
+
+def _check_is_decoder(config: PreTrainedConfig, document: dict[str, Any]) -> None:
+    named = document.get("architectures")
+    named = named if isinstance(named, list) else [named]
+    architectures = [name for name in named if isinstance(name, str)] or [config.model_type]
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{architectures[0]} is an encoder-decoder; only decoder-only language models keep the "
+            "KV cache that engines hold in FP8"
+        )
+    if not any(
+        "ForCausalLM" in a or "LMHead" in a or "ForConditionalGeneration" in a
+        for a in architectures
+    ):
+        raise UnsupportedModelError(
+            f"{architectures[0]} is not a causal language model; give a ...ForCausalLM checkpoint"
+        )
+
+
+def _one_line(message: str) -> str:
+    return " ".join(message.split())

@@ -1,0 +1,133 @@
+"""Weights that are codes, not numbers: found by config, type and name, refused unless decoded.
+
+transformers loads codes as if they were weights where it does not know the `quant_method`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from calib.model.checkpoint import Checkpoint, quantization_configs, read_json
+from calib.errors import InputError
+from calib.export.modelopt import QUANT_CONFIG_FILE
+from calib.scalefiles.header import read_header
+from calib.scalefiles.names import is_of_cache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+# the places that transformers reads, too
+_READ = ("quantization_config", "text_config.quantization_config")
+# integers are weights' codes under these names only: masks and positions are integers as well
+_WEIGHT = re.compile(r"(?:weight|_proj)$")
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+# the end of a name: of ModelOpt, compressed-tensors, GPTQ, AWQ, bitsandbytes, HQQ, AQLM, MXFP4 ...
+_SCALE_OR_CODE = re.compile(
+    r"\.(?:(?!layer_|logit_)(?:\w+_)?scales?(?:_inv|_\d)?|(?:\w+_)?zero_points?|\w+_blocks"
+    r"|qweight|qzeros|g_idx|weight_(?:packed|shape|format)|SCB|W_q|codes|codebooks"
+    r"|(?:nested_)?(?:absmax|quant_map)|quant_state\..+|_data|_scale)$"
+)
+_ADVICE = "which nothing here can read; give the model it was made from"
+
+
+def leaves_weights(quantization: dict[str, Any]) -> bool:
+    """Whether a quantization config is about the KV cache alone, or about nothing at all."""
+    nested = quantization.get("quantization")
+    says = {**quantization, **(nested if isinstance(nested, dict) else {})}
+    method = says.get("quant_method")
+    if method == "modelopt" and ["*"] in (says.get("ignore"), says.get("exclude_modules")):
+        return True
+    groups = says.get("config_groups") or {}
+    of_weights = not isinstance(groups, dict) or not all(map(is_of_attention, groups.values()))
+    more = any(says.get(key) for key in ("quant_algo", "quantized_layers", "transform_config"))
+    return method in ("modelopt", "compressed-tensors") and not (of_weights or more)
+
+
+def is_of_attention(group: Any) -> bool:
+    """Whether a group of compressed-tensors, such as llm-compressor's, is about Q, K and V."""
+    targets = group.get("targets") if isinstance(group, dict) else None
+    if not isinstance(targets, list):
+        return False
+    return bool(targets) and all(str(target).endswith("Attention") for target in targets)
+
+
+def check_readable(checkpoint: Checkpoint) -> None:
+    """Check that the weights are numbers, or codes that transformers decodes.
+
+    Raises:
+        InputError: a config announces codes that nothing decodes, or a file holds some unannounced.
+    """
+    decoded = False
+    for place, says in _configs(checkpoint):
+        if leaves_weights(says):
+            continue
+        if place not in _READ or not _is_known(says):
+            raise InputError(
+                f"the weights of '{checkpoint.path}' are quantised by "
+                f"'{says.get('quant_method')}' ({place}), {_ADVICE}"
+            )
+        decoded = True
+    if not decoded:
+        _check_numbers(checkpoint)
+
+
+def check_left_over(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+    """Check that no tensor that the loader had no use for says what the weights are.
+
+    Raises:
+        InputError: one is named like a scale or a code.
+    """
+    for name in sorted(names):
+        if _SCALE_OR_CODE.search(name) and not is_of_cache(name):
+            raise InputError(
+                f"'{checkpoint.path}' holds quantised weights: the loader has no use for "
+                f"'{name}', {_ADVICE}"
+            )
+
+
+def forget_cache_quantization(config: PreTrainedConfig) -> None:
+    """Drop quantization configs that quantise no weights, such as those of our own outputs."""
+    for part in _parts(config):
+        says = getattr(part, "quantization_config", None)
+        if isinstance(says, dict) and leaves_weights(says):
+            del part.quantization_config
+
+
+def is_quantized(config: PreTrainedConfig) -> bool:
+    """Whether transformers will decode weights."""
+    return any(getattr(part, "quantization_config", None) is not None for part in _parts(config))
+
+
+def _parts(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedConfig]:
+    return config, config.get_text_config(decoder=True)
+
+
+def _configs(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
+    for place, says in quantization_configs(checkpoint.config):
+        implied = {"quant_method": "compressed-tensors"} if place == "compression_config" else {}
+        yield place, {**implied, **says}
+    file = checkpoint.path / QUANT_CONFIG_FILE
+    if file.exists():
+        yield QUANT_CONFIG_FILE, {"quant_method": "modelopt", **read_json(file)}
+
+
+def _is_known(says: dict[str, Any]) -> bool:
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    if says.get("load_in_8bit") or says.get("load_in_4bit"):
+        return says.get("quant_method") in (None, "bitsandbytes")
+    return str(says.get("quant_method")) in AUTO_QUANTIZATION_CONFIG_MAPPING
+
+
+def _check_numbers(checkpoint: Checkpoint) -> None:
+    for shard in checkpoint.shards:
+        for name, entry in read_header(checkpoint.path / shard).items():
+            integer = entry.dtype == "BOOL" or entry.dtype.startswith(("I", "U"))
+            harmless = is_of_cache(name) or (integer and not _WEIGHT.search(name))
+            if entry.dtype not in _FLOATS and not harmless:
+                raise InputError(
+                    f"'{checkpoint.path / shard}' holds '{name}' as {entry.dtype}, quantised by "
+                    f"what no config says, {_ADVICE}"
+                )

@@ -1,0 +1,173 @@
+"""Output directories: the source's files and one extra shard."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from calib.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
+from calib.errors import InputError
+from calib.export.base import Export
+from calib.scalefiles.calibrations import CALIBRATION_FILE as CALIBRATION_FILE
+from calib.scalefiles.header import read_header
+from calib.scalefiles.names import is_of_cache
+from calib.output.weights import OnCopied, Placing, place_shard
+from calib.output.source_files import (
+    CARD_FILE,
+    SCALES_SHARD,
+    SOURCE_DIRECTORY,
+    keep_source_files,
+    source_files,
+)
+from calib.tensor_file import save_tensors
+
+STRESS_FILE = "fp8kv_stress.json"
+
+# transformers ignores the index, and so our shard, where a file of the usual single name exists
+RENAMED_SINGLE = "model-00001-of-00001.safetensors"
+_WEIGHT_SUFFIXES = {
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".gguf",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+}
+
+
+def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
+    """Refuse an output path that would harm the source or something that is not ours.
+
+    Raises:
+        InputError: the path is the source, lies around or inside it, exists, or cannot be read.
+    """
+    # `resolve` fails on links that lead to themselves
+    resolved, model = (Path(os.path.realpath(path)) for path in (out, source))
+    if resolved == model or model in resolved.parents or resolved in model.parents:
+        raise InputError(
+            f"output '{out}' would mix with the model in '{source}'; choose another -o"
+        )
+    ours = (CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE, SOURCE_DIRECTORY)
+    try:
+        is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+        is_ours = any(any(out.glob(pattern)) for pattern in ours)
+    except OSError as error:
+        raise InputError(f"cannot write '{out}': {error.strerror}; choose another -o") from None
+    if is_free:
+        return
+    if not overwrite:
+        raise InputError(f"output '{out}' exists; add --overwrite, or choose another -o")
+    if not is_ours:
+        raise InputError(f"output '{out}' was not written by fp8kv, so --overwrite leaves it alone")
+
+
+def write_checkpoint(
+    export: Export,
+    checkpoint: Checkpoint,
+    out: Path,
+    *,
+    weights: Placing,
+    readme: str,
+    on_copied: OnCopied = lambda name, copied, size: None,
+) -> None:
+    """Fill the directory `out` with the source's files and what `export` adds."""
+    copy_small_files(checkpoint, out)
+    keep_source_files(checkpoint.path, out)
+    write_documents(export, out)
+    _write_readme(source_files(checkpoint.path), readme, out / CARD_FILE)
+    write_json(out / "config.json", export.config or checkpoint.config)
+    names = _output_names(checkpoint, weights)
+    weight_map = place_weights(checkpoint, out, names, weights, on_copied)
+    if export.tensors:
+        save_tensors(export.tensors, out / SCALES_SHARD, {"format": "pt"})
+    weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
+    write_index(checkpoint, out, weight_map, export.tensors)
+
+
+def place_weights(
+    checkpoint: Checkpoint,
+    out: Path,
+    names: dict[str, str],
+    weights: Placing,
+    on_copied: OnCopied = lambda name, copied, size: None,
+) -> dict[str, str]:
+    """Put the weight files, without scales, into `out` under new `names`.
+
+    Returns:
+        The file of each tensor, by its name.
+    """
+    stale = {name for name in checkpoint.weight_map if is_of_cache(name)}
+    if weights != "none":
+        for shard in checkpoint.shards:
+            held = {name for name, file in checkpoint.weight_map.items() if file == shard}
+            drop = stale & held
+            if drop == held:
+                continue  # nothing but scales
+            target = out / names[shard]
+            place_shard(checkpoint.path / shard, target, drop, weights, on_copied)
+    return {n: names[s] for n, s in checkpoint.weight_map.items() if n not in stale}
+
+
+def copy_small_files(checkpoint: Checkpoint, out: Path) -> None:
+    """Copy what is neither a weight, nor an index of weights, nor of an earlier run of ours."""
+    for file in sorted(checkpoint.path.rglob("*")):
+        relative = file.relative_to(checkpoint.path)
+        hidden = any(part.startswith((".", "fp8kv_")) for part in relative.parts)
+        is_weight = file.suffix in _WEIGHT_SUFFIXES or file.name == INDEX_FILE
+        if hidden or is_weight or not file.is_file():
+            continue
+        (out / relative).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, out / relative)
+
+
+def write_documents(export: Export, out: Path) -> None:
+    """Write the JSON documents of `export`."""
+    for name, document in export.documents.items():
+        write_json(out / name, document)
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write `document` as indented JSON."""
+    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def _output_names(checkpoint: Checkpoint, weights: Placing) -> dict[str, str]:
+    names = {shard: shard for shard in checkpoint.shards}
+    if SINGLE_FILE in names and weights != "none":
+        names[SINGLE_FILE] = RENAMED_SINGLE
+    return names
+
+
+def write_index(
+    checkpoint: Checkpoint, out: Path, weight_map: dict[str, str], added: dict[str, Tensor]
+) -> None:
+    """Write the index of an output that has the tensors of `weight_map`, `added` among them."""
+    source_index = checkpoint.path / INDEX_FILE
+    metadata = read_json(source_index).get("metadata") if source_index.exists() else None
+    metadata = metadata if isinstance(metadata, dict) else {}
+    headers = (read_header(checkpoint.path / shard) for shard in checkpoint.shards)
+    sizes = {name: e.end - e.begin for header in headers for name, e in header.items()}
+    size = metadata.get("total_size")
+    size = size if isinstance(size, int) else sum(sizes.values())
+    size -= sum(sizes[name] for name in sizes if is_of_cache(name))
+    metadata["total_size"] = size + sum(tensor.nbytes for tensor in added.values())
+    write_json(
+        out / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    )
+
+
+def _write_readme(source: Path | None, ours: str, readme: Path) -> None:
+    # what an output of an older version says of itself is no longer true; its head is the source's
+    card = source / CARD_FILE if source else readme
+    text = card.read_text(errors="replace") if card.exists() else ""
+    front = re.match(r"---\n.*?\n---\n", text, re.DOTALL)
+    matter = front.group() if front else ""
+    rest = text[len(matter) :] if source else ""
+    readme.write_text("\n".join(filter(None, [matter, ours, rest])))

@@ -1,0 +1,90 @@
+"""Adding scales to a model's own directory: what stays, and a backup of what does not."""
+
+import filecmp
+import os
+import shutil
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+from calib.model.checkpoint import SINGLE_FILE
+from calib.errors import InputError
+from calib.export import FORMATS
+from calib.recipe import Recipe
+
+
+def check_in_place(model_name: str, recipe: Recipe) -> Path:
+    """The directory that `model_name` is.
+
+    Raises:
+        InputError: it is no local directory, or more than one checkpoint would be written to it.
+    """
+    path = Path(model_name).expanduser()
+    if not path.is_dir():
+        raise InputError(
+            f"--in-place adds scales to a local directory, which '{model_name}' is not; use -o"
+        )
+    formats = recipe.export.formats
+    if len(formats) > 1 or not FORMATS[formats[0]].with_weights:
+        raise InputError(
+            f"--in-place writes one format that is a checkpoint, not {', '.join(formats)}; use -o"
+        )
+    if recipe.export.weights != "link":
+        raise InputError(
+            f"--in-place leaves the weights where they are; '{recipe.export.weights}' needs -o"
+        )
+    return path.resolve()
+
+
+def complete(scratch: Path, model: Path) -> None:
+    """Link into `scratch`, which will replace `model`, whatever else `model` holds."""
+    for file in _files(model):
+        target = scratch / file.relative_to(model)
+        renamed = file.name == SINGLE_FILE and file.parent == model
+        if not (target.exists() or target.is_symlink() or renamed):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _link(file, target)
+
+
+def back_up(model: Path, scratch: Path) -> Path | None:
+    """Link the files of `model` that `scratch` has otherwise, or not at all, beside `model`.
+
+    Returns:
+        `<model>.before-fp8kv`, numbered where there is one; None if nothing changes.
+    """
+    changed = [file for file in _files(model) if not _same(file, scratch / file.relative_to(model))]
+    if not changed:
+        return None
+    backup = next(path for path in _backup_names(model) if not path.exists())
+    partial = backup.with_name(f".{backup.name}.{os.getpid()}.partial")
+    try:
+        for file in changed:
+            target = partial / file.relative_to(model)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _link(file, target)
+        partial.rename(backup)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return backup
+
+
+def _backup_names(model: Path) -> Iterator[Path]:
+    first = model.with_name(f"{model.name}.before-fp8kv")
+    yield first
+    for number in count(2):
+        yield first.with_name(f"{first.name}-{number}")
+
+
+def _files(directory: Path) -> list[Path]:
+    return [path for path in sorted(directory.rglob("*")) if path.is_symlink() or path.is_file()]
+
+
+def _link(file: Path, target: Path) -> None:
+    # a symbolic link stays one; both directories lie side by side, so a relative one still leads
+    os.link(file, target, follow_symlinks=False)
+
+
+def _same(old: Path, new: Path) -> bool:
+    if not new.exists():
+        return False
+    return old.samefile(new) or filecmp.cmp(old, new, shallow=False)

@@ -1,0 +1,170 @@
+"""`fp8kv convert`, `strip` and `repair`: a checkpoint written again with other scales, or none."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from calib.atomic import atomic_directory
+from calib.model.checkpoint import Checkpoint, open_checkpoint
+from calib.choices import FormatName, FP8Name, Reduce, Strategy
+from calib.errors import InputError, UnsupportedExportError
+from calib.export import FORMATS, export
+from calib.scalefiles.folder import open_scales
+from calib.scalefiles.fp8_type import fp8_type
+from calib.scalefiles.reading import LayerScalesFound
+from calib.scales.observers import AbsMax
+from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
+from calib.output.card import rewritten_card
+from calib.rewrite.existing import (
+    as_scales,
+    collect,
+    config_without_scales,
+    existing_layers,
+    existing_scales,
+    is_usable,
+)
+from calib.rewrite.plain import SCALE_DOCUMENTS, write_plain
+from calib.scales.scales import KVScales, LayerScales
+from calib.output.source_files import CARD_FILE
+from calib.scales.stats import KVStats
+from calib.scales.stats_file import load_stats
+
+
+@dataclass(frozen=True)
+class Repaired:
+    """Which scales were replaced."""
+
+    output: Path
+    replaced: list[str]  # such as "model.layers.3.self_attn k"
+
+
+def convert(
+    directory: Path,
+    to: FormatName,
+    output: Path,
+    *,
+    reduce: Reduce = "none",
+    without_q: bool = False,
+    tp_size: int = 1,
+    overwrite: bool = False,
+) -> KVScales:
+    """Write the checkpoint `directory` to `output` with its scales in the format `to`.
+
+    Raises:
+        InputError: there are no scales, or some are of no use.
+        UnsupportedExportError: the format cannot hold them as they are.
+    """
+    checkpoint = open_checkpoint(directory)
+    check_output(output, directory, overwrite=overwrite)
+    scales = existing_scales(directory)
+    if scales.has_q and (without_q or not FORMATS[to].reads_q):
+        if not without_q:
+            raise UnsupportedExportError(
+                f"--to {to} holds no query scales, and '{directory}' has some; add --without-q, or "
+                "convert to vllm"
+            )
+        layers = {name: replace(layer, q=None) for name, layer in scales.layers.items()}
+        scales = replace(scales, layers=layers)
+    _write(scales, checkpoint, to, output, overwrite, reduce=reduce, tp_size=tp_size)
+    return scales
+
+
+def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
+    """Write the checkpoint `directory` to `output` without scales and without their config.
+
+    From an output of ours the source's own files come back, byte for byte.
+
+    Raises:
+        InputError: it is no checkpoint, or the output is in the way.
+    """
+    checkpoint = open_checkpoint(directory)
+    check_output(output, directory, overwrite=overwrite)
+    with atomic_directory(output, overwrite=overwrite) as scratch:
+        write_plain(checkpoint, scratch)
+        checkpoint.check_unchanged()
+
+
+def repair(
+    directory: Path, statistics: Path, to: FormatName, output: Path, *, overwrite: bool = False
+) -> Repaired:
+    """Write the checkpoint with what is missing or of no use derived from measured absmax.
+
+    Raises:
+        InputError: the statistics are of another model.
+        CalibrationError: they hold only zeros, or NaN/Inf, for a layer that needs them.
+    """
+    checkpoint = open_checkpoint(directory)
+    check_output(output, directory, overwrite=overwrite)
+    opened, stats = open_scales(directory), load_stats(statistics)
+    found = existing_layers(opened)
+    derived = _derive(found, stats, directory, statistics, fp8_type(opened))
+    replaced: list[str] = []
+    repaired: dict[str, LayerScales] = {}
+    for module, layer in found.items():
+        for letter in "kv":
+            if not is_usable(getattr(layer, letter)):
+                replaced.append(f"{module} {letter}")
+                setattr(layer, letter, tuple(getattr(derived.layers[module], letter).tolist()))
+        repaired[module] = as_scales(layer, q=layer.q if is_usable(layer.q) else None)
+    scales = collect(repaired, derived.fp8_dtype)
+    _write(scales, checkpoint, to, output, overwrite, reduce="none", tp_size=1)
+    return Repaired(output, replaced)
+
+
+def _derive(
+    found: dict[str, LayerScalesFound],
+    stats: KVStats,
+    directory: Path,
+    statistics: Path,
+    fp8_dtype: FP8Name,
+) -> KVScales:
+    """Scales of the modules that lack a usable one, in the granularity of the others."""
+    measured = {layer.layer_idx: layer for layer in stats.layers.values()}
+    measured |= {s.layer_idx: stats.layers[s.owner] for s in stats.shared.values()}
+    sizes = {len(x) for layer in found.values() for x in (layer.k, layer.v) if x} - {1}
+    heads = {layer.k.amax.shape[0] for layer in measured.values()}
+    if measured.keys() != {layer.layer for layer in found.values()} or not sizes <= heads:
+        raise InputError(
+            f"'{statistics}' is of another model: it has {len(measured)} layers of "
+            f"{_listed(heads)} KV heads, '{directory}' has {len(found)} layers with "
+            f"{_listed(sizes or {1})} scales each"
+        )
+    broken = {
+        module: measured[layer.layer]
+        for module, layer in found.items()
+        if not (is_usable(layer.k) and is_usable(layer.v))
+    }
+    strategy: Strategy = "attn_head" if sizes else "tensor"
+    return KVStats(broken).scales(strategy=strategy, observer=AbsMax(), fp8_dtype=fp8_dtype)
+
+
+def _listed(numbers: set[int]) -> str:
+    return " or ".join(map(str, sorted(numbers)))
+
+
+def _write(
+    scales: KVScales,
+    checkpoint: Checkpoint,
+    to: FormatName,
+    output: Path,
+    overwrite: bool,
+    *,
+    reduce: Reduce,
+    tp_size: int,
+) -> None:
+    plain = replace(checkpoint, config=config_without_scales(checkpoint.config))
+    made = export(scales, plain, to, reduce=reduce, tp_size=tp_size)
+    if not (made.tensors or made.documents):
+        raise UnsupportedExportError(
+            f"--to {to} holds the statistics of a calibration, which scales alone do not tell; "
+            f"use fp8kv calibrate --format {to}"
+        )
+    card = rewritten_card(checkpoint.path, to, scales.strategy, output)
+    with atomic_directory(output, overwrite=overwrite) as scratch:
+        if FORMATS[to].with_weights:
+            write_checkpoint(made, plain, scratch, weights="link", readme=card)
+            for name in set(SCALE_DOCUMENTS) - made.documents.keys():
+                (scratch / name).unlink(missing_ok=True)
+        else:
+            write_documents(made, scratch)
+            (scratch / CARD_FILE).write_text(card)
+        plain.check_unchanged()

@@ -1,0 +1,126 @@
+"""A directory with scales, as any tool may have left it: what is there, and nothing judged."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calib.errors import InputError
+from calib.scalefiles.calibrations import STATS_FILE, no_model
+from calib.scalefiles.header import Entry, read_header, read_values
+from calib.scalefiles.json import read_object
+from calib.scalefiles.names import ScaleName, parse_scale_name
+from calib.scalefiles.scales_json import JSON_FILE, ScalesJson, read_scales_json
+
+INDEX_FILE = "model.safetensors.index.json"
+CONFIG_FILE = "config.json"
+MODELOPT_FILE = "hf_quant_config.json"
+# a name that ends so holds measurements of ours, which engines that read an index never see
+_NO_WEIGHTS = STATS_FILE
+# what no model comes near
+_MAX_FILES = 100_000
+# weights that only an attention module has
+_ATTENTION = re.compile(
+    r"(?P<module>.+)\.(?:k_proj|qkv_proj|query_key_value|c_attn|Wqkv|qkv)\.(?:weight|qweight)"
+)
+# what sees and hears attends to itself, and caches nothing
+_SENSES = re.compile(r"(?:^|\.)(?:vision|visual|image|audio|speech|vit)\w*\.")
+
+
+@dataclass(frozen=True)
+class ScaleTensor:
+    """One scale tensor of a file."""
+
+    name: str
+    parsed: ScaleName
+    file: str
+    dtype: str  # as safetensors names it: F32, BF16, ...
+    shape: tuple[int, ...]
+    values: tuple[float, ...]
+    indexed: bool  # its file is in the index, or there is no index
+
+
+@dataclass(frozen=True)
+class ScaleDirectory:
+    """What a directory says about KV-cache scales."""
+
+    path: Path
+    config: dict[str, Any] | None
+    modelopt: dict[str, Any] | None  # hf_quant_config.json
+    index: dict[str, str] | None  # tensor name -> file
+    files: list[str]  # safetensors files that are there
+    tensors: list[ScaleTensor]
+    json: ScalesJson | None
+    modules: set[str]  # attention modules with a cache, by the names of their weights
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The quantization config, from where engines look for it, in their order."""
+        config = self.config or {}
+        text = config.get("text_config")
+        places = (config, text if isinstance(text, dict) else {})
+        found = [place.get("quantization_config") for place in places]
+        found += [config.get("compression_config"), self.modelopt]
+        return next((each for each in found if isinstance(each, dict)), None)
+
+
+def open_scales(path: Path) -> ScaleDirectory:
+    """Read the scales of a directory; of weights not a byte.
+
+    Raises:
+        InputError: it is no directory, holds nothing of the kind, or a file in it is damaged, or
+            says that its tensors are outside the directory.
+    """
+    if not path.is_dir():
+        raise InputError(f"'{path}' is not a directory; give one that holds a model or its scales")
+    index = _read_index(path)
+    files = sorted(file.name for file in path.glob("*.safetensors") if file.name != _NO_WEIGHTS)
+    if len(files) > _MAX_FILES:
+        raise InputError(f"'{path}' holds {len(files):,} safetensors files, more than any model")
+    listed = set(files if index is None else index.values())
+    tensors: list[ScaleTensor] = []
+    modules = _attention_modules(index or ())
+    for file in files:
+        header = read_header(path / file)
+        modules |= _attention_modules(header)
+        tensors += _scale_tensors(path / file, header, indexed=file in listed)
+    json = read_scales_json(path / JSON_FILE) if (path / JSON_FILE).exists() else None
+    config = _optional(path / CONFIG_FILE)
+    if not (files or json or config):
+        raise no_model(path, f"'{path}' holds no model: no config.json, no safetensors file")
+    modelopt = _optional(path / MODELOPT_FILE)
+    return ScaleDirectory(path, config, modelopt, index, files, tensors, json, modules)
+
+
+def _scale_tensors(path: Path, header: dict[str, Entry], *, indexed: bool) -> list[ScaleTensor]:
+    found = []
+    for name, entry in header.items():
+        if parsed := parse_scale_name(name):
+            values = tuple(read_values(path, entry))
+            shape = entry.shape
+            found.append(ScaleTensor(name, parsed, path.name, entry.dtype, shape, values, indexed))
+    return found
+
+
+def _attention_modules(names: Iterable[str]) -> set[str]:
+    found = {match["module"] for name in names if (match := _ATTENTION.fullmatch(name))}
+    return {module for module in found if not _SENSES.search(module)}
+
+
+def _read_index(path: Path) -> dict[str, str] | None:
+    if not (path / INDEX_FILE).exists():
+        return None
+    weight_map = read_object(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
+    for file in {str(file) for file in weight_map.values()}:
+        if Path(file).name != file or file in {"", ".", ".."}:
+            raise InputError(
+                f"'{path / INDEX_FILE}' names '{file[:80]}', a file outside the directory"
+            )
+    return {name: str(file) for name, file in weight_map.items()}
+
+
+def _optional(path: Path) -> dict[str, Any] | None:
+    return read_object(path) if path.exists() else None

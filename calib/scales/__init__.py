@@ -1,0 +1,1 @@
+"""Statistics, and the scales derived from them."""

@@ -1,0 +1,69 @@
+"""From statistics to scales, for a recipe in hand or one saved with a finished calibration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calib.errors import InputError
+from calib.scales.observers import Observer, make_observer
+from calib.output.checkpoint_directory import CALIBRATION_FILE
+from calib.recipe import Recipe, load_recipe
+from calib.scales.scales import KVScales
+from calib.scales.stats import KVStats
+from calib.scales.stats_file import load_stats
+from fp8kv_runtime.fp8 import FP8_DTYPES
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def recipe_observer(recipe: Recipe) -> Observer:
+    """The observer that `recipe` names, with its options."""
+    return make_observer(
+        recipe.observer.name,
+        percentile=recipe.observer.percentile,
+        fp8_dtype=FP8_DTYPES[recipe.fp8_dtype],
+    )
+
+
+def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
+    """Derive the scales that `recipe` asks for.
+
+    Raises:
+        CalibrationError: a layer saw nothing, only zeros, or NaN/Inf.
+        InputError: keys are to be centred and their means were not collected.
+    """
+    return stats.scales(
+        strategy=recipe.strategy,
+        observer=recipe_observer(recipe),
+        fp8_dtype=recipe.fp8_dtype,
+        headroom=recipe.headroom,
+        targets=recipe.targets,
+        center_keys=recipe.center_keys,
+    )
+
+
+def load_scales(directory: Path) -> KVScales:
+    """Derive the scales of a finished calibration from its statistics and its saved recipe.
+
+    Raises:
+        InputError: the directory holds no calibration of ours.
+    """
+    return derive_scales(load_stats(directory), load_recipe(str(directory / CALIBRATION_FILE)))
+
+
+def check_fits(model: PreTrainedModel, scales: KVScales) -> KVScales:
+    """Check that `scales` are of this model's modules; returns them.
+
+    Raises:
+        InputError: they name a module that the model does not have.
+    """
+    modules = dict(model.named_modules())
+    for name, layer in scales.layers.items():
+        if getattr(modules.get(name), "layer_idx", None) != layer.layer_idx:
+            raise InputError(
+                f"the scales are of another model: they name layer {layer.layer_idx} '{name}', "
+                f"which {type(model).__name__} does not have"
+            )
+    return scales

@@ -1,0 +1,158 @@
+"""`fp8kv_stats.safetensors`: the statistics that travel with a checkpoint.
+
+Tensors are named `<module>.<k|v|q>.<amax|histogram|total|low|high>`; the header's metadata holds,
+as JSON, each module's layer index and token count, and which modules share another's cache.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from calib.errors import InputError
+from calib.scalefiles.calibrations import STATS_FILE as STATS_FILE
+from calib.scalefiles.calibrations import statistics_file
+from calib.scalefiles.json import parse_object
+from calib.scales.histogram import NUM_BINS
+from calib.scales.scales import SharedAttention
+from calib.scales.stats import KVStats, LayerStats, TensorStats
+from calib.tensor_file import save_tensors
+
+_KEY = "fp8kv_stats"
+_FIELDS = {
+    "amax": torch.float32,
+    "histogram": torch.int64,
+    "total": torch.float64,
+    "low": torch.float32,
+    "high": torch.float32,
+}
+
+
+def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = None) -> None:
+    """Write `stats` to the file `path`; `progress` says how far a run has come that goes on."""
+    tensors = {
+        f"{name}.{which}.{field}": tensor
+        for name, layer in stats.layers.items()
+        for which in "kvq"
+        for field in _FIELDS
+        if (tensor := getattr(getattr(layer, which), field)) is not None
+    }
+    modules = {
+        name: {"layer_idx": layer.layer_idx, "tokens": layer.tokens}
+        for name, layer in stats.layers.items()
+    }
+    shared = {name: asdict(module) for name, module in stats.shared.items()}
+    # one key, because safetensors writes several in an order that changes from run to run
+    facts = {"version": 1, "modules": modules, "shared": shared, "progress": progress}
+    save_tensors(tensors, path, {_KEY: json.dumps(facts)})
+
+
+def load_stats(path: Path) -> KVStats:
+    """Read statistics from a file, or from the calibration directory that holds one.
+
+    Raises:
+        InputError: there is no such file, it is not a statistics file, or it is damaged.
+    """
+    stats, _ = load_progress(statistics_file(path))
+    return stats
+
+
+def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
+    """Read statistics and the `progress` saved with them.
+
+    Raises:
+        InputError: there is no such file, it is not a statistics file, or it is damaged.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot read statistics '{path}': {error}") from None
+    facts = _facts(metadata.get(_KEY, "{}"), f"'{path}'")
+    layers = {name: _layer(name, m, tensors, f"'{path}'") for name, m in facts.modules.items()}
+    if tensors:
+        raise _damaged(f"'{path}'", f"no module has the tensor {min(tensors)[:80]}")
+    shared = {name: SharedAttention(m.layer_idx, m.owner) for name, m in facts.shared.items()}
+    return KVStats(layers, shared), facts.progress.model_dump() if facts.progress else {}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Module(_Strict):
+    layer_idx: int = Field(ge=0)
+    tokens: int = Field(ge=1, lt=2**63)
+
+
+class _Shared(_Strict):
+    layer_idx: int = Field(ge=0)
+    owner: str
+
+
+class _Progress(_Strict):
+    run: dict[str, Any]
+    batches: int = Field(ge=0)
+
+
+class _Facts(_Strict):
+    modules: dict[str, _Module] = Field(min_length=1)
+    shared: dict[str, _Shared]
+    progress: _Progress | None = None
+
+    @model_validator(mode="after")
+    def _owners_are_modules(self) -> "_Facts":
+        unknown = [
+            module.owner for module in self.shared.values() if module.owner not in self.modules
+        ]
+        if unknown:
+            raise ValueError(f"no module is called '{unknown[0][:80]}', whose cache is shared")
+        return self
+
+
+def _facts(text: str, where: str) -> _Facts:
+    document = parse_object(text.encode(), f"the metadata of {where}")
+    if type(document.get("version")) is not int or document["version"] != 1:
+        raise InputError(f"{where} is not a {STATS_FILE} of this version")
+    try:
+        return _Facts.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])[:200]
+        raise _damaged(where, f"{place}: {first['msg']}") from None
+
+
+def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) -> LayerStats:
+    """Take the tensors of one module out of `tensors`."""
+
+    def read(which: str) -> TensorStats:
+        found = {field: tensors.pop(f"{name}.{which}.{field}", None) for field in _FIELDS}
+        amax = found["amax"]
+        if amax is None or amax.dim() != 2 or not amax.numel():
+            raise _damaged(where, f"{name}.{which}.amax must be there, [heads, channels]")
+        for field, tensor in found.items():
+            shape = (len(amax), NUM_BINS) if field == "histogram" else amax.shape
+            if tensor is not None and (tensor.dtype, tensor.shape) != (_FIELDS[field], shape):
+                raise _damaged(
+                    where,
+                    f"{name}.{which}.{field} is {tensor.dtype} {[*tensor.shape]}, not "
+                    f"{_FIELDS[field]} {[*shape]}",
+                )
+        if len({found[field] is None for field in ("total", "low", "high")}) > 1:
+            raise _damaged(where, f"{name}.{which} needs total, low and high, or none of them")
+        return TensorStats(**found)  # type: ignore[arg-type]
+
+    layer = LayerStats(facts.layer_idx, facts.tokens, read("k"), read("v"), read("q"))
+    if len(layer.k.amax) != len(layer.v.amax):
+        raise _damaged(where, f"{name} has other heads in K than in V")
+    return layer
+
+
+def _damaged(where: str, problem: str) -> InputError:
+    return InputError(f"{where} is damaged ({' '.join(problem.split())}); calibrate again")

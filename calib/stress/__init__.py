@@ -1,0 +1,1 @@
+"""A twin of a model that needs its scales, proved."""

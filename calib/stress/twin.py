@@ -1,0 +1,236 @@
+"""A twin of a model with the same outputs, bit for bit, whose K and V do not fit FP8 at scale 1.0.
+
+An engine that uses a calibration's scales serves the twin as well as the source; one that leaves
+them out writes garbage. So the twin answers, for any stack, whether it uses the scales.
+"""
+
+import re
+import shlex
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedModel
+
+from calib.atomic import atomic_directory
+from calib.measure.attention import observe_qkv
+from calib.model.checkpoint import Checkpoint, open_checkpoint
+from calib.errors import InputError, UnsupportedModelError
+from calib.export.compressed_tensors import find_quantization_config
+from calib.model.load import find_checkpoint, load_config, load_model
+from calib.output.checkpoint_directory import STRESS_FILE, check_output, copy_small_files, write_json
+from calib.progress import library_bars_hidden
+from calib.recipe import Recipe, load_recipe
+from calib.stress.rescaling import Factors, rescale
+from calib.tensor_file import share_file
+from fp8kv_runtime.fp8 import FP8_DTYPES
+
+_PROBE_TOKENS = 24
+_LARGEST_EXPONENT = 64
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_GENERATION_CONFIG = "generation_config.json"
+_FP8 = torch.finfo(FP8_DTYPES["e4m3fn"])
+
+
+@dataclass(frozen=True)
+class Stressed:
+    """What was written, and what was seen when it was proved; amax over all layers."""
+
+    model: str
+    output: Path
+    factors: Factors
+    dtype: str  # of the weights
+    changed: list[str]  # names of tensors
+    k_amax: tuple[float, float]  # of the source, of the twin
+    v_amax: tuple[float, float]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `--json` prints, also kept beside the weights."""
+        return {
+            "model": self.model,
+            "output": str(self.output),
+            "k_factor": self.factors.k,
+            "v_factor": self.factors.v,
+            "dtype": self.dtype,
+            "tokens_compared": _PROBE_TOKENS,
+            "k_amax": dict(zip(("source", "twin"), self.k_amax, strict=True)),
+            "v_amax": dict(zip(("source", "twin"), self.v_amax, strict=True)),
+            "changed": self.changed,
+        }
+
+    @property
+    def warnings(self) -> list[str]:
+        """Why the twin may not show what it is for."""
+        k, v, found = self.k_amax[1], self.v_amax[1], []
+        if k <= _FP8.max:
+            found.append(f"K reaches {k:g} and fits FP8 ({_FP8.max:g}): use a larger --k-factor")
+        if v >= _FP8.tiny:  # below it a value loses mantissa bits, and soon all of them
+            found.append(f"V reaches {v:g}, normal in FP8: use a smaller --v-factor")
+        return found
+
+
+def stress(
+    model_name: str,
+    output: Path,
+    factors: Factors,
+    *,
+    overrides: dict[str, Any],
+    overwrite: bool = False,
+) -> Stressed:
+    """Write the twin of `model_name` to `output`, once it is proved to be one.
+
+    Args:
+        model_name: local directory, Hub id or `builtin:` name.
+        output: directory to write.
+        factors: what K and V are multiplied by; see `parse_factor`.
+        overrides: recipe keys that say how the model is loaded: dtype, trust_remote_code.
+        overwrite: replace an earlier output.
+
+    Raises:
+        Fp8kvError: anything that a user can put right, and every model that cannot be proved.
+    """
+    recipe = load_recipe(None, {**overrides, "device": "cpu"})
+    if recipe.dtype not in ("auto", "float32"):
+        raise InputError(
+            f"--dtype {recipe.dtype} may round the source's weights, and with them the "
+            "twin's outputs; use auto or float32"
+        )
+    checkpoint = find_checkpoint(model_name)
+    check_output(output, checkpoint.path, overwrite=overwrite)
+    _check_is_plain(checkpoint)
+    with atomic_directory(output, overwrite=overwrite) as scratch:
+        before = _observe(checkpoint, recipe)
+        model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
+        changed = rescale(model, factors)
+        _save(model, checkpoint, scratch)
+        dtype = str(model.dtype).removeprefix("torch.")
+        del model  # one copy in memory is enough
+        # what is compared is what lies on disk
+        after = _observe(open_checkpoint(scratch), recipe)
+        _prove(checkpoint, before, after, factors)
+        checkpoint.check_unchanged()
+        k_amax, v_amax = ((_amax(before, w), _amax(after, w)) for w in "kv")
+        done = Stressed(model_name, output, factors, dtype, changed, k_amax, v_amax)
+        write_json(scratch / STRESS_FILE, done.to_json())
+        (scratch / "README.md").write_text(_card(done))
+    return done
+
+
+def parse_factor(text: str, flag: str) -> float:
+    """Read a power of two: 256, 0.5, 1/1024 or 2**-10.
+
+    Raises:
+        InputError: it is none, or too far from 1.
+    """
+    power = re.fullmatch(r"2\*\*([+-]?\d{1,3})", text.strip())
+    try:
+        value = Fraction(2) ** int(power[1]) if power else Fraction(text.strip()[:40])
+    except (ValueError, ZeroDivisionError):
+        value = Fraction(0)
+    parts = (value.numerator, value.denominator)
+    is_power = all(part > 0 and part & (part - 1) == 0 for part in parts)
+    if not is_power or max(parts) > 2**_LARGEST_EXPONENT:
+        raise InputError(
+            f"{flag} must be a power of two from 2**-{_LARGEST_EXPONENT} to "
+            f"2**{_LARGEST_EXPONENT}, such as 256, 1/1024, 0.5 or 2**-10, which multiplies "
+            f"weights exactly; got '{text}'"
+        )
+    return float(value)
+
+
+@dataclass(frozen=True)
+class _Observed:
+    logits: Tensor  # [1, T, vocabulary]
+    kv: dict[str, tuple[Tensor, Tensor]]  # attention module -> K, V [1, K, T, D]
+
+
+def _check_is_plain(checkpoint: Checkpoint) -> None:
+    if find_quantization_config(checkpoint.config) is not None:
+        raise InputError(
+            f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
+            "quantised weights cannot be multiplied exactly"
+        )
+
+
+@torch.inference_mode()
+def _observe(checkpoint: Checkpoint, recipe: Recipe) -> _Observed:
+    """Run a few tokens in float32, where a power of two changes exponents and nothing else."""
+    recipe = recipe.model_copy(update={"dtype": "float32"})
+    model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
+    for parameter in model.parameters():
+        # matrix kernels may add in another order where memory is aligned otherwise, as in a file
+        parameter.data = parameter.data.clone()
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=generator)
+    kv: dict[str, tuple[Tensor, Tensor]] = {}
+    with observe_qkv(model, lambda name, _, k, v: kv.__setitem__(name, (k.clone(), v.clone()))):
+        logits = model(input_ids=tokens, use_cache=False).logits
+    return _Observed(logits, kv)
+
+
+def _prove(checkpoint: Checkpoint, before: _Observed, after: _Observed, factors: Factors) -> None:
+    problems = []
+    for name, pair in before.kv.items():
+        wanted = (("K", pair[0] * factors.k), ("V", pair[1] * factors.v))
+        for (which, expected), found in zip(wanted, after.kv[name], strict=True):
+            if not torch.equal(expected, found):
+                problems.append(f"{which} of {name} is not the source's times its factor")
+    if not torch.equal(before.logits, after.logits):
+        problems.append("its logits are not the source's")
+    if problems:
+        architecture = (checkpoint.config.get("architectures") or ["this model"])[0]
+        raise UnsupportedModelError(
+            f"no twin of {architecture}: {problems[0]}; something in it does not follow a factor "
+            "in front of it, or its config's dtype rounds its weights. Nothing was written"
+        )
+
+
+def _amax(observed: _Observed, which: str) -> float:
+    return max(pair["kv".index(which)].abs().amax().item() for pair in observed.kv.values())
+
+
+def _save(model: PreTrainedModel, checkpoint: Checkpoint, out: Path) -> None:
+    model.generation_config = GenerationConfig()  # the source's is copied, even one that is odd
+    with library_bars_hidden():
+        model.save_pretrained(out)
+    (out / _GENERATION_CONFIG).unlink(missing_ok=True)
+    copy_small_files(checkpoint, out)
+    # the source's own config: engines older than this transformers read it
+    write_json(out / "config.json", _config(checkpoint.config, model.dtype))
+    for file in out.glob("*.safetensors"):
+        share_file(file)
+
+
+def _config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """`config` with the dtype of the weights, under the names that it uses."""
+    name = str(dtype).removeprefix("torch.")
+    nested = {k: _config(v, dtype) for k, v in config.items() if isinstance(v, dict)}
+    return {**config, **nested, **{key: name for key in _DTYPE_KEYS if key in config}}
+
+
+def _card(done: Stressed) -> str:
+    # engines take float32 weights for bfloat16 unless told otherwise
+    twin, scaled = (shlex.quote(f"{done.output}{end}") for end in ("", "-fp8kv"))
+    flags = "--kv-cache-dtype fp8" + (" --dtype float32" if done.dtype == "float32" else "")
+    return f"""# Stress twin of {done.model}
+
+Made by `fp8kv stress`. Its K are the source's times {Fraction(done.factors.k)}, its V times
+{Fraction(done.factors.v)}; Q and the output projections are divided by the same. In float32 its
+outputs are the source's, bit for bit. On {_PROBE_TOKENS} tokens K reached
+{done.k_amax[1]:.4g} and V {done.v_amax[1]:.4g}; FP8 (E4M3) ends at
+{_FP8.max:g} and has full precision from {_FP8.tiny:g} on.
+
+It shows whether a serving stack uses the scales of an FP8 KV cache:
+
+```bash
+vllm serve {twin} {flags}           # no scales: garbage
+fp8kv-calibrate {twin} -o {scaled}
+vllm serve {scaled} {flags}     # with scales: the source's text
+```
+
+If the second server writes garbage too, it does not use the scales.
+"""

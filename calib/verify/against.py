@@ -1,0 +1,88 @@
+"""Scales beside the absmax that was measured: what they clip, and what they waste."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from calib.scalefiles.reading import LayerScalesFound
+from calib.scalefiles.measured import Amax
+
+# rounding to bfloat16 takes 0.4 %
+_CLIPS = 1.005
+_NEAR = 0.02
+HEADINGS = ("layer", "K range used", "V range used", "clips")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One layer: the share of the FP8 range that the measured absmax takes, at the worst head."""
+
+    layer: int
+    used: dict[str, float]  # k, v -> amax / (the FP8 maximum * scale); above 1 it clips
+
+    @property
+    def clipped(self) -> list[str]:
+        """Which of K and V are cut off."""
+        return [letter for letter, used in self.used.items() if used > _CLIPS]
+
+
+def compare_with(layers: Sequence[LayerScalesFound], amax: Amax, fp8_max: float) -> list[Fit]:
+    """How each layer's scales fit what was measured; `fp8_max` is the FP8 type's largest value."""
+    fits = []
+    for layer in layers:
+        used = {}
+        for letter in "kv":
+            scales, heads = getattr(layer, letter), amax.get((layer.layer, letter))
+            if scales and heads and len(scales) in (1, len(heads)):
+                each = scales * len(heads) if len(scales) == 1 else scales
+                pairs = zip(heads, each, strict=True)
+                used[letter] = max(h / (fp8_max * s) if s > 0 else float("inf") for h, s in pairs)
+        fits.append(Fit(layer.layer, used))
+    return fits
+
+
+def fit_problems(
+    layers: Sequence[LayerScalesFound], fits: Sequence[Fit], amax: Amax, fp8_max: float
+) -> list[str]:
+    """What the comparison shows, one line each."""
+    problems = []
+    clipped = [fit for fit in fits if fit.clipped]
+    if _looks_swapped(layers, amax, fp8_max):
+        problems.append("K scales fit V's measured absmax and V scales K's: they are swapped")
+    elif clipped:
+        worst = max(clipped, key=lambda fit: max(fit.used.values()))
+        problems.append(
+            f"{len(clipped)} layers clip what was measured, layer {worst.layer} the most: its "
+            f"absmax is {max(worst.used.values()):.2f} times what its scale can hold"
+        )
+    for factor, what in ((2.0, "half"), (0.5, "twice")):
+        if _all_near(fits, factor):
+            problems.append(
+                f"every scale is {what} of absmax / {fp8_max:g}, as if made for another FP8 type: "
+                "files hold scales for e4m3fn (448) unless they name another"
+            )
+    absent = {fit.layer for fit in fits} ^ {layer for layer, _ in amax}
+    if absent:
+        problems.append(f"layer {min(absent)} is only in the scales, or only in the statistics")
+    return problems
+
+
+def _looks_swapped(layers: Sequence[LayerScalesFound], amax: Amax, fp8_max: float) -> bool:
+    def mismatch(letter: str, other: str) -> float:
+        ratios = [
+            max(amax[layer.layer, other]) / (fp8_max * max(scales))
+            for layer in layers
+            if (scales := getattr(layer, letter))
+            and (layer.layer, other) in amax
+            and max(scales) > 0
+        ]
+        return median(max(r, 1 / r) if r > 0 else float("inf") for r in ratios) if ratios else 0.0
+
+    straight = max(mismatch("k", "k"), mismatch("v", "v"))
+    crossed = max(mismatch("k", "v"), mismatch("v", "k"))
+    return straight > 2 and 0 < crossed < 1 + _NEAR
+
+
+def _all_near(fits: Sequence[Fit], factor: float) -> bool:
+    used = [value for fit in fits for value in fit.used.values()]
+    return bool(used) and all(abs(value / factor - 1) < _NEAR for value in used)

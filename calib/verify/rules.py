@@ -1,0 +1,121 @@
+"""The rules of one engine and version range, read from a YAML file beside this module."""
+
+import re
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict
+
+from calib.errors import InputError
+
+# what happens to a scale that the loader has no place for
+Fate = Literal["refused", "ignored"]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Remap(_Strict):
+    """A name on disk becomes a name in the engine."""
+
+    pattern: str
+    to: str
+
+
+class Method(_Strict):
+    """How scales are read under one `quant_method`."""
+
+    # see values.py; none: nothing is read
+    kind: Literal["one_or_per_head", "scalar", "pair", "none"]
+    why: str = ""  # where nothing is read
+    # its kv_cache_scheme is refused unless type and num_bits are both right, or either is; or all
+    # scales are ignored unless it is one of static FP8, one scale per layer
+    scheme: Literal["both", "either", "tensor"] | None = None
+    turns_fp8_on: bool = False  # no flag is needed for an FP8 cache
+    needs_algo: bool = False  # quant_algo must be there
+    groups_need_weights: bool = False  # in every one of config_groups
+    through_bf16: bool = False  # values are rounded to the model's 16 bits
+    doubles_fnuz: bool = False  # on MI300, as its FP8 type needs
+    zero_is_absent: bool = False  # K and V of 0 are as if there were none
+    reads_q: bool = True
+    remap: tuple[Remap, ...] = ()  # before the engine's own
+
+
+class Rules(_Strict):
+    """One engine."""
+
+    engine: str
+    versions: str
+    since: str = ""  # the first version they hold for; none: all
+    until: str = ""  # the first they no longer hold for
+    source: str  # what was read, and when
+    ran: bool  # whether the rules were compared with the engine itself
+    # which safetensors files: those in the index, or all; or kv_cache_scales.json alone
+    reads: Literal["index", "all", "json"]
+    without_config: Fate = "ignored"  # scales in a checkpoint that has no quantization_config
+    without_method: Method | None = None  # or how they are read there
+    unknown: Fate = "ignored"  # scales whose module the model does not have
+    methods: dict[str, Method] = {}  # by quant_method; "*": any other
+    # the model classes whose loading of scales is known; none: it does not depend on the class
+    architectures: tuple[str, ...] = ()
+    remap: tuple[Remap, ...] = ()
+    first_remap: bool = False  # only the first pattern that fits is applied, not one after another
+    flag: str  # what turns an FP8 cache on
+    note: str = ""
+
+    def target(self, name: str, method: Method | None) -> str:
+        """The name that the engine looks for, for the tensor called `name` on disk."""
+        for entry in (*(method.remap if method else ()), *self.remap):
+            name, count = re.subn(entry.pattern, entry.to, name)
+            if count and self.first_remap:
+                break
+        return name
+
+
+@cache
+def all_rules() -> dict[str, Rules]:
+    """Every engine's rules, by file name."""
+    files = resources.files("calib.verify").iterdir()
+    texts = {file.name.removesuffix(".yaml"): file for file in files if file.suffix == ".yaml"}  # type: ignore[attr-defined]
+    return {
+        name: Rules.model_validate(yaml.safe_load(texts[name].read_text()))
+        for name in sorted(texts)
+    }
+
+
+def choose_rules(engine: str | None, version: str | None) -> list[Rules]:
+    """The rules of `engine` at `version`, or of the newest version of every engine.
+
+    Raises:
+        InputError: there are none.
+    """
+    newest = {name: rules for name, rules in all_rules().items() if not rules.until}
+    if engine is None:
+        if version:
+            raise InputError(f"--version {version}: of which engine? Add --engine")
+        return [*newest.values()]
+    if engine not in newest:
+        raise InputError(f"--engine {engine} is not one of {', '.join(newest)}")
+    if version is None:
+        return [newest[engine]]
+    family = [rules for rules in all_rules().values() if rules.engine == newest[engine].engine]
+    found = [rules for rules in family if _holds(rules, _parse(version))]
+    if not found:
+        known = "; ".join(rules.versions for rules in family)
+        raise InputError(f"--version {version}: there are rules for {engine} {known}")
+    return found
+
+
+def _holds(rules: Rules, version: tuple[int, ...]) -> bool:
+    after = not rules.since or version >= _parse(rules.since)
+    return after and (not rules.until or version < _parse(rules.until))
+
+
+def _parse(version: str) -> tuple[int, ...]:
+    parts = version.removeprefix("v").split(".")
+    if not all(part.isascii() and part.isdecimal() and len(part) < 6 for part in parts):
+        raise InputError(f"--version {version[:40]} is not a version such as 0.23.1")
+    return tuple(map(int, parts))

@@ -1,0 +1,132 @@
+"""From the tensors that reach an attention layer to the scales it computes with, by kind."""
+
+import math
+import struct
+from collections.abc import Mapping
+
+from calib.verify.result import Outcome, Refused, Values, default
+from calib.verify.place import Place
+from calib.verify.rules import Method
+from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
+
+Tensors = Mapping[str, ScaleTensor | None]  # k, v, q
+
+
+def one_or_per_head(
+    directory: ScaleDirectory, module: str, tensors: Tensors, place: Place | None
+) -> list[Outcome]:
+    """What vLLM's `CompressedTensorsKVCacheMethod` makes of them: ones, overwritten, unchecked.
+
+    `place` where there is a scale per head, None where there is one per layer.
+    """
+    outcomes = []
+    for letter, tensor in tensors.items():
+        if tensor is None:
+            outcomes.append(default(module, letter))
+            continue
+        values = _for_heads(directory, letter, tensor, place) if place else _one(tensor)
+        outcomes.append(Outcome(module, letter, "loaded", tuple(map(_float32, values))))
+    return outcomes
+
+
+def scalar(module: str, tensors: Tensors, method: Method, factor: float) -> list[Outcome]:
+    """What vLLM's and SGLang's `BaseKVCacheMethod` make of them: -1 where there is none.
+
+    `factor` is 2 where FP8 ends at 240, as files hold scales for 448.
+    """
+    rounded = _bfloat16 if method.through_bf16 else _float32
+    read = {x: rounded(_one(tensor)[0]) if tensor else -1.0 for x, tensor in tensors.items()}
+    k, v, q = read["k"], read["v"], read["q"]
+    query = Outcome(module, "q", "loaded", (q * factor,)) if q > 0 else default(module, "q")
+    if k > 0 and v > 0:
+        return [*(Outcome(module, x, "loaded", (read[x] * factor,)) for x in "kv"), query]
+    absent = max(k, v) <= 0 if method.zero_is_absent else max(k, v) < 0
+    if absent and not math.isnan(k + v):
+        return [default(module, "k"), default(module, "v"), query]
+    if not k > 0:
+        raise Refused(f"{module} has a K scale of {k:g} beside a V scale of {v:g}; repair it")
+    both = factor * (k if math.isnan(v) else max(k, v))
+    reason = "there is no V scale: V takes K's"
+    reason = f"a V scale of {v:g} is replaced by K's" if tensors["v"] else reason
+    outcomes = [Outcome(module, "k", "loaded", (both,)), Outcome(module, "v", "loaded", (both,))]
+    return [outcomes[0], Outcome(module, "v", "loaded", (both,), reason), query]
+
+
+def pair(module: str, tensors: Tensors, shared: ScaleTensor | None) -> list[Outcome]:
+    """What TGI's `get_kv_scales` makes of them: both K and V, else the shared one, else 1.0."""
+    k, v = tensors["k"], tensors["v"]
+    if k and v:
+        return [Outcome(module, x, "loaded", _one(t)) for x, t in (("k", k), ("v", v))]
+    if shared:
+        value = (_bfloat16(_one(shared)[0]),)
+        return [Outcome(module, x, "loaded", value) for x in "kv"]
+    return [default(module, x) for x in "kv"]
+
+
+def _one(tensor: ScaleTensor) -> Values:
+    if len(tensor.values) != 1:
+        raise Refused(
+            f"'{tensor.name}' has {len(tensor.values)} values where one per layer is read; export "
+            "the scales with --reduce max, or for an engine that reads one per head"
+        )
+    return tensor.values
+
+
+def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor, place: Place) -> Values:
+    """Every rank's values, one rank after the other."""
+    if "config_groups" not in (directory.quantization or {}):
+        raise Refused("strategy attn_head needs the key config_groups in the config, empty or not")
+    heads, kv_heads = heads_of(directory)
+    values = tensor.values
+    if letter == "q":
+        # query heads share a scale with their KV head: the largest
+        group = heads // kv_heads
+        if len(values) % group:
+            raise Refused(f"'{tensor.name}' has {len(values)} values; the model has {heads} heads")
+        values = tuple(_max(values[i : i + group]) for i in range(0, len(values), group))
+    held = max(1, kv_heads // place.ranks)
+    parts = [values[place.of_rank(rank, kv_heads)] for rank in range(place.ranks)]
+    wrong = next((rank for rank, part in enumerate(parts) if len(part) not in (1, held)), None)
+    if wrong is not None:
+        of = f"of rank {wrong} of {place.ranks}: " if place.ranks > 1 else ""
+        raise Refused(
+            f"{of}'{tensor.name}' has {len(values)} values; the model has {kv_heads} KV heads"
+        )
+    return tuple(value for part in parts for value in part * (held // len(part)))
+
+
+def heads_of(directory: ScaleDirectory) -> tuple[int, int]:
+    """Query heads and KV heads, as config.json says.
+
+    Raises:
+        Refused: it does not.
+    """
+    config = directory.config or {}
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else config
+    heads = text.get("num_attention_heads")
+    kv_heads = text.get("num_key_value_heads") or heads
+    if not (isinstance(heads, int) and isinstance(kv_heads, int) and 0 < kv_heads <= heads):
+        raise Refused("config.json does not say how many attention heads there are")
+    return heads, kv_heads
+
+
+def _max(values: Values) -> float:
+    # as torch.amax: NaN stays
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def _float32(value: float) -> float:
+    try:
+        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
+    return rounded
+
+
+def _bfloat16(value: float) -> float:
+    bits = int.from_bytes(struct.pack("<f", _float32(value)), "little")
+    if not math.isnan(value):
+        bits += 0x7FFF + (bits >> 16 & 1)  # to the nearest, ties to even
+    rounded: float = struct.unpack("<f", (bits >> 16 << 16).to_bytes(5, "little")[:4])[0]
+    return rounded

@@ -1,0 +1,187 @@
+"""Runs shared by processes, and runs that were killed, end in the very bits of one plain run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import save_model
+from families import tiny_model
+from safetensors.torch import load_file
+from test_cli import fp8kv, one_line_error
+
+ROOT = Path(__file__).parent.parent
+DATA = ("--dataset", "random", "--samples", 12, "--seq-len", 24, "--batch-size", 2)
+COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def plain(model, tmp_path_factory):
+    """The statistics of one process that nothing disturbed."""
+    out = tmp_path_factory.mktemp("plain") / "out"
+    assert fp8kv("calibrate", model, "-o", out, *DATA, *COLLECTED).exit_code == 0
+    return statistics(out)
+
+
+def statistics(out):
+    return load_file(out / "fp8kv_stats.safetensors")
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def launched(count, *arguments, **environment):
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", count)
+    command = [sys.executable, "-m", *launcher, "-m", "cli", "calibrate", *arguments]
+    return subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout=300,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_share_the_work_and_change_no_bit(count, model, plain, tmp_path):
+    done = launched(count, model, "-o", tmp_path / "out", *DATA, *COLLECTED)
+    assert done.returncode == 0, done.stderr
+    assert_same(statistics(tmp_path / "out"), plain)
+    assert done.stdout.count("written to") == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["out"]
+
+
+def test_more_processes_than_batches_of_a_size_that_was_typed_is_one_clear_line(model, tmp_path):
+    done = launched(2, model, "-o", tmp_path / "out", *DATA, "--samples", 2, "--device", "cpu")
+    assert "2 processes cannot share 1 batches; start fewer" in done.stderr
+    assert done.returncode != 0
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_batch_size_that_is_left_open_gives_every_process_work(model, tmp_path):
+    few = ("--dataset", "random", "--samples", 3, "--seq-len", 24, *COLLECTED)
+    done = launched(2, model, "-o", tmp_path / "out", *few)
+    assert done.returncode == 0, done.stderr
+    recipe = json.loads((tmp_path / "out/fp8kv_calibration.json").read_text())["recipe"]
+    assert recipe["data"]["batch_size"] == 1
+    alone = fp8kv("calibrate", model, "-o", tmp_path / "alone", *few, "--batch-size", 1)
+    assert alone.exit_code == 0, alone.stderr
+    assert_same(statistics(tmp_path / "out"), statistics(tmp_path / "alone"))
+    none = launched(2, model, "-o", tmp_path / "none", *few, "--samples", 1)
+    assert "2 processes cannot share 1 batches; start fewer" in none.stderr
+
+
+def test_another_number_of_threads_is_recorded_and_does_not_go_on(model, tmp_path):
+    out = tmp_path / "out"
+    saved = killed_after_saving(model, out, signal.SIGKILL, OMP_NUM_THREADS="2")
+    long = (*DATA, *COLLECTED, "--set", "save_minutes=0", "--samples", 400, "--resume", "-o", out)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one_line_error(
+            fp8kv("calibrate", model, *long),
+            "another number of threads (2, now 1;", "OMP_NUM_THREADS",
+        )  # fmt: skip
+        assert saved.exists()
+        torch.set_num_threads(2)
+        assert fp8kv("calibrate", model, *long).exit_code == 0
+    finally:
+        torch.set_num_threads(before)
+    assert json.loads((out / "fp8kv_calibration.json").read_text())["threads"] == 2
+
+
+def test_ranks_with_different_recipes_stop(model, tmp_path):
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys\n"
+        "from cli import calibrate_app\n"
+        "sys.argv += ['--seed', os.environ['RANK']]\n"
+        "calibrate_app()\n"
+    )
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
+    command = [sys.executable, "-m", *launcher, model, "-o", tmp_path / "out", *DATA]
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode != 0
+    assert "different commands or recipes; start every one with the same command" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_nan_on_one_rank_ends_every_rank_with_its_error(tmp_path):
+    broken = tiny_model("llama")
+    with torch.no_grad():
+        broken.get_input_embeddings().weight[:] = float("nan")
+    directory = save_model(broken, tmp_path / "broken")
+    done = launched(2, directory, "-o", tmp_path / "out", *DATA, "--device", "cpu")
+    assert done.returncode != 0
+    assert done.stderr.count("holds NaN or Inf in sample") == 2
+    assert not (tmp_path / "out").exists()
+
+
+def killed_after_saving(model, out, signal_number, **environment):
+    """Start a run that saves after each batch, and kill it once it has saved."""
+    command = [
+        sys.executable, "-m", "cli", "calibrate", model, "-o", out, *DATA, *COLLECTED,
+        "--set", "save_minutes=0", "--samples", 400,
+    ]  # fmt: skip
+    running = subprocess.Popen(
+        list(map(str, command)), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        env={**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads()), **environment},
+    )  # fmt: skip
+    saved = out.parent / f".{out.name}.rank0.progress"
+    deadline = time.monotonic() + 120
+    while not saved.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    running.send_signal(signal_number)
+    running.wait(60)
+    assert not out.exists(), "it ended before it was killed"
+    return saved
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_killed_run_goes_on_to_the_same_bits(signal_number, model, tmp_path):
+    long = (*DATA, *COLLECTED, "--set", "save_minutes=0", "--samples", 400)
+    whole = tmp_path / "whole"
+    assert fp8kv("calibrate", model, "-o", whole, *long).exit_code == 0
+    out = tmp_path / "out"
+    saved = killed_after_saving(model, out, signal_number)
+    assert saved.exists()
+    seen = []
+    from calib.measure import loop as measure
+
+    observe = measure._observe
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_observe", lambda *a: (seen.append(1), observe(*a)))
+        assert fp8kv("calibrate", model, "-o", out, *long, "--resume").exit_code == 0
+    assert 0 < len(seen) < 200  # the rest, not everything
+    assert_same(statistics(out), statistics(whole))
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["out", "whole"]
+
+
+def test_another_command_does_not_go_on(model, tmp_path):
+    out = tmp_path / "out"
+    saved = killed_after_saving(model, out, signal.SIGKILL)
+    long = (*DATA, *COLLECTED, "--set", "save_minutes=0", "--samples", 400, "--resume", "-o", out)
+    one_line_error(fp8kv("calibrate", model, *long, "--seed", 7), "is of a run with another recipe")
+    other = save_model(tiny_model("llama", num_hidden_layers=2), tmp_path / "other")
+    one_line_error(fp8kv("calibrate", other, *long), "is of a run with another model")
+    assert saved.exists()
+    assert not out.exists()
+
+
+def test_a_pass_layer_by_layer_does_not_go_on(model, tmp_path):
+    options = (*DATA, *COLLECTED, "--offload", "layerwise", "--resume")
+    one_line_error(
+        fp8kv("calibrate", model, "-o", tmp_path / "out", *options), "saves no progress; leave"
+    )

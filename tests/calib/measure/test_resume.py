@@ -1,0 +1,97 @@
+"""Progress is saved whole or not at all, and fits only the run that it is of."""
+
+import pytest
+import torch
+from families import tiny_model
+
+from calib.measure.attention import map_attention
+from calib.data import make_batches
+from calib.errors import InputError
+from calib.measure.loop import calibrate
+from calib.recipe import load_recipe
+from calib.measure.resume import SavedProgress, progress_file
+from calib.share import calibrate_share
+from calib.scales.stats_file import save_stats
+
+SAMPLES = [list(range(3 + i, 40 + i)) for i in range(6)]
+RECIPE = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
+RUN = {"model": "m", "recipe": {"seed": 1}}
+
+
+def measured(samples):
+    model = tiny_model("llama")
+    return calibrate(model, make_batches(samples, 1, pad_id=0), RECIPE)
+
+
+def same(one, other):
+    tensors = [
+        (getattr(getattr(a, which), field), getattr(getattr(b, which), field))
+        for a, b in zip(one.layers.values(), other.layers.values(), strict=True)
+        for which in "kvq"
+        for field in ("amax", "histogram", "total", "low", "high")
+    ]
+    assert sum(a is not None for a, _ in tensors) == 3 * (5 + 5 + 2)
+    return one.tokens == other.tokens and all(
+        (a is None and b is None) or torch.equal(a, b) for a, b in tensors
+    )
+
+
+def test_statistics_add_up_to_the_same_bits_in_any_order():
+    whole = measured(SAMPLES)
+    parts = [measured([sample]) for sample in SAMPLES]
+    for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2]):
+        merged = parts[order[0]]
+        for i in order[1:]:
+            merged = merged.merge(parts[i])
+        assert same(merged, whole)
+
+
+def test_what_was_saved_goes_on(tmp_path):
+    path = progress_file(tmp_path / "out", 0)
+    saved = SavedProgress(path, RUN, every_seconds=0)
+    assert saved.load() == (None, 0)
+    first = measured(SAMPLES[:4])
+    saved.save_sometimes(lambda: first, 4)
+    found, batches = SavedProgress(path, RUN, every_seconds=0).load()
+    assert batches == 4
+    assert same(found.merge(measured(SAMPLES[4:])), measured(SAMPLES))
+    assert [file.name for file in tmp_path.iterdir()] == [".out.rank0.progress"]
+    saved.forget()
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_nothing_is_saved_before_its_time(tmp_path):
+    path = progress_file(tmp_path / "out", 3)
+    saved = SavedProgress(path, RUN, every_seconds=3600)
+    saved.save_sometimes(lambda: pytest.fail("statistics were taken"), 1)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"), [({"model": "n"}, "model"), ({"recipe": {"seed": 2}}, "recipe")]
+)
+def test_another_run_does_not_go_on(change, named, tmp_path):
+    path = progress_file(tmp_path / "out", 0)
+    SavedProgress(path, RUN, every_seconds=0).save_sometimes(lambda: measured(SAMPLES[:1]), 1)
+    with pytest.raises(InputError, match=f"another {named}, so --resume cannot go on") as caught:
+        SavedProgress(path, {**RUN, **change}, every_seconds=0).load()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_cut_short_is_refused(tmp_path):
+    path = progress_file(tmp_path / "out", 0)
+    SavedProgress(path, RUN, every_seconds=0).save_sometimes(lambda: measured(SAMPLES[:1]), 1)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InputError, match="cannot read statistics"):
+        SavedProgress(path, RUN, every_seconds=0).load()
+    save_stats(measured(SAMPLES[:1]), path)  # statistics, but no progress
+    with pytest.raises(InputError, match="another model"):
+        SavedProgress(path, RUN, every_seconds=0).load()
+
+
+def test_progress_beyond_the_last_batch_is_refused(tmp_path):
+    saved = SavedProgress(progress_file(tmp_path / "out", 0), RUN, every_seconds=0)
+    saved.save_sometimes(lambda: measured(SAMPLES[:1]), 7)
+    model, batches = tiny_model("llama"), make_batches(SAMPLES, 1, pad_id=0)
+    with pytest.raises(InputError, match="covers 7 batches of 6; it is damaged"):
+        calibrate_share(model, batches, RECIPE, map_attention(model), saved, resume=True)

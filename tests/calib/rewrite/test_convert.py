@@ -1,0 +1,273 @@
+"""Scales written again: every format into every other, bit for bit, or refused."""
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import save_model
+from families import tiny_model
+from safetensors.torch import load_file, save_file
+from test_cli import calibrate, fp8kv, one_line_error
+
+from calib.export import FORMATS
+from calib.scalefiles.folder import open_scales
+from calib.scalefiles.reading import layers_of
+from calib.scales.observers import AbsMax
+from calib.scales.stats import KVStats
+from calib.scales.stats_file import load_stats, save_stats
+
+SCALAR = ("vllm", "aphrodite", "sglang", "tgi", "modelopt", "trtllm")
+PER_HEAD = ("vllm", "aphrodite")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
+
+
+def calibrated(model, out, *flags):
+    assert calibrate(model, "-o", out, *flags).exit_code == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def tensor(model, tmp_path_factory):
+    return calibrated(model, tmp_path_factory.mktemp("calibrated") / "tensor")
+
+
+@pytest.fixture(scope="module")
+def attn_head(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("calibrated") / "attn_head"
+    return calibrated(model, out, "--strategy", "attn_head", "--targets", "qkv")
+
+
+def scales(directory):
+    return [(layer.layer, layer.k, layer.v, layer.q) for layer in layers_of(open_scales(directory))]
+
+
+def convert(source, to, out, *flags):
+    done = fp8kv("convert", source, "--to", to, "-o", out, *flags)
+    assert done.exit_code == 0, done.stderr
+    return out
+
+
+@pytest.mark.parametrize(("first", "second"), [*itertools.permutations(SCALAR, 2)])
+def test_there_and_back_again_is_exact(first, second, tensor, tmp_path):
+    there = convert(tensor, first, tmp_path / "first")
+    onwards = convert(there, second, tmp_path / "second")
+    assert scales(there) == scales(onwards) == scales(tensor)
+    back = convert(onwards, "vllm", tmp_path / "back")
+    for name, expected in load_file(tensor / "model-fp8kv-scales.safetensors").items():
+        assert torch.equal(load_file(back / "model-fp8kv-scales.safetensors")[name], expected)
+    config = json.loads((back / "config.json").read_text())
+    assert config == json.loads((tensor / "config.json").read_text())
+
+
+def test_per_head_scales_with_queries_stay_what_they_are(attn_head, tmp_path):
+    out = convert(attn_head, "aphrodite", tmp_path / "out")
+    assert scales(out) == scales(attn_head)
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["kv_cache_scheme"]["strategy"] == "attn_head"
+
+
+def test_json_holds_the_larger_of_k_and_v(tensor, tmp_path):
+    out = convert(tensor, "json", tmp_path / "out")
+    assert [(i, max(k, v)) for i, k, v, _ in scales(tensor)] == [
+        (i, pytest.approx(k)) for i, k, _, _ in scales(out)
+    ]
+
+
+def test_what_a_format_cannot_hold_is_refused_or_reduced(attn_head, tmp_path):
+    out = tmp_path / "out"
+    one_line_error(fp8kv("convert", attn_head, "--to", "tgi", "-o", out), "holds no query scales")
+    command = ("convert", attn_head, "--to", "tgi", "-o", out, "--without-q")
+    one_line_error(fp8kv(*command), "add --reduce max")
+    assert not out.exists()
+    convert(attn_head, "tgi", out, "--without-q", "--reduce", "max")
+    assert [(i, max(k), max(v)) for i, k, v, _ in scales(attn_head)] == [
+        (i, *k, *v) for i, k, v, _ in scales(out)
+    ]
+
+
+@pytest.mark.parametrize("to", SCALAR)
+def test_strip_leaves_the_model_as_it_was(to, model, tensor, tmp_path):
+    converted = convert(tensor, to, tmp_path / "converted")
+    done = fp8kv("strip", converted, "-o", tmp_path / "plain")
+    assert done.exit_code == 0, done.stderr
+    plain = tmp_path / "plain"
+    assert json.loads((plain / "config.json").read_text()) == json.loads(
+        (model / "config.json").read_text()
+    )
+    assert not {"hf_quant_config.json", "kv_cache_scales.json"} & {p.name for p in plain.iterdir()}
+    weights = load_file(plain / "model.safetensors")
+    source = load_file(model / "model.safetensors")
+    assert weights.keys() == source.keys()
+    assert [path.name for path in plain.glob("*.safetensors")] == ["model.safetensors"]
+    one_line_error(fp8kv("inspect", plain), "holds no KV-cache scales")
+
+
+def damage(directory, out, changes):
+    """A copy whose scales are changed; None takes one away."""
+    import shutil
+
+    shutil.copytree(directory, out)
+    path = out / "model-fp8kv-scales.safetensors"
+    tensors = load_file(path)
+    for name, value in changes.items():
+        tensors[name] = None if value is None else torch.full_like(tensors[name], value)
+    save_file({n: t for n, t in tensors.items() if t is not None}, path, {"format": "pt"})
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    for name, value in changes.items():
+        if value is None:
+            del index["weight_map"][name]
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    return out
+
+
+@pytest.mark.parametrize("kind", ["tensor", "attn_head"])
+def test_repair_replaces_what_is_bad_and_nothing_else(kind, request, tmp_path):
+    good = request.getfixturevalue(kind)
+    bad = {
+        "model.layers.0.self_attn.k_scale": 0.0,
+        "model.layers.1.self_attn.v_scale": float("nan"),
+        # with strategy tensor nothing is left of this layer
+        "model.layers.2.self_attn.k_scale": None,
+        "model.layers.2.self_attn.v_scale": None,
+    }
+    broken = damage(good, tmp_path / "broken", bad)
+    one_line_error(fp8kv("convert", broken, "--to", "tgi", "-o", tmp_path / "x"), "fp8kv repair")
+    done = fp8kv("repair", broken, "--stats", good, "-o", tmp_path / "repaired")
+    assert done.exit_code == 0, done.stderr
+    assert done.stdout.splitlines()[0] == (
+        "replaced: model.layers.0.self_attn k, model.layers.1.self_attn v, model.layers.2.self_attn"
+        " k, model.layers.2.self_attn v"
+    )
+    assert scales(tmp_path / "repaired") == scales(good)
+
+
+FNUZ = ("--format", "tgi", "--fp8-dtype", "e4m3fnuz")
+BAD = {"model.layers.0.self_attn.k_scale": 0.0, "model.layers.1.self_attn.v_scale": float("nan")}
+
+
+def test_repair_of_fnuz_scales_is_for_fnuz(model, tmp_path):
+    good = calibrated(model, tmp_path / "good", *FNUZ)
+    broken = damage(good, tmp_path / "broken", BAD)
+    done = fp8kv("repair", broken, "--stats", good, "--to", "tgi", "-o", tmp_path / "repaired")
+    assert done.exit_code == 0, done.stderr
+    assert scales(tmp_path / "repaired") == scales(good)
+    config = json.loads((tmp_path / "repaired" / "config.json").read_text())
+    assert config["kv_cache_torch_dtype"] == "float8_e4m3fnuz"
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("float8_e5m2", "holds e4m3fn or e4m3fnuz scales; these are for e5m2"),
+        ("float9", "kv_cache_torch_dtype of config.json is 'float9'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["repair", "convert"])
+def test_scales_for_another_fp8_type_are_not_taken_for_e4m3fn(
+    command, named, message, model, tmp_path
+):
+    good = calibrated(model, tmp_path / "good", "--format", "tgi")
+    config = json.loads((good / "config.json").read_text())
+    (good / "config.json").write_text(json.dumps(config | {"kv_cache_torch_dtype": named}))
+    flags = ("--stats", good) if command == "repair" else ()
+    done = fp8kv(command, good, *flags, "--to", "tgi", "-o", tmp_path / "out")
+    one_line_error(done, message)
+    assert not (tmp_path / "out").exists()
+
+
+def with_amax(directory, out, layer, letter, heads, value):
+    """The statistics of a calibration, in which some heads of a layer held only `value`."""
+    stats = load_stats(directory)
+    name, seen = [*stats.layers.items()][layer]
+    amax = getattr(seen, letter).amax.clone()
+    amax[heads] = value
+    changed = replace(seen, **{letter: replace(getattr(seen, letter), amax=amax)})
+    save_stats(KVStats({**stats.layers, name: changed}, stats.shared), out)
+    return out
+
+
+def test_repair_covers_a_dead_head_as_derivation_does(attn_head, tmp_path):
+    broken = damage(attn_head, tmp_path / "broken", {"model.layers.0.self_attn.k_scale": 0.0})
+    statistics = with_amax(attn_head, tmp_path / "stats.safetensors", 0, "k", 1, 0.0)
+    done = fp8kv("repair", broken, "--stats", statistics, "-o", tmp_path / "repaired")
+    assert done.exit_code == 0, done.stderr
+    derived = load_stats(statistics).scales(strategy="attn_head", observer=AbsMax())
+    expected = derived.layers["model.layers.0.self_attn"].k.tolist()
+    assert [*scales(tmp_path / "repaired")[0][1]] == expected
+    assert expected[1] == max(expected)
+    assert scales(tmp_path / "repaired")[1:] == scales(attn_head)[1:]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (0.0, "model.layers.0.self_attn K: only zeros were seen"),
+        (float("nan"), "model.layers.0.self_attn K: NaN or Inf was seen"),
+        (float("inf"), "model.layers.0.self_attn K: NaN or Inf was seen"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["tensor", "attn_head"])
+def test_statistics_that_give_no_scale_are_one_line(kind, value, message, request, tmp_path):
+    good = request.getfixturevalue(kind)
+    statistics = with_amax(good, tmp_path / "stats.safetensors", 0, "k", slice(None), value)
+    broken = damage(good, tmp_path / "broken", {"model.layers.0.self_attn.k_scale": 0.0})
+    command = ("repair", broken, "--stats", statistics, "-o", tmp_path / "out")
+    one_line_error(fp8kv(*command), message)
+    assert not (tmp_path / "out").exists()
+    # a layer that needs no repair needs no statistics
+    other = damage(good, tmp_path / "other", {"model.layers.1.self_attn.k_scale": 0.0})
+    done = fp8kv("repair", other, "--stats", statistics, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert scales(tmp_path / "out") == scales(good)
+
+
+def test_statistics_of_other_heads_repair_nothing(attn_head, tmp_path):
+    other = save_model(tiny_model("llama", num_key_value_heads=4), tmp_path / "other")
+    statistics = calibrated(other, tmp_path / "statistics", "--strategy", "attn_head")
+    done = fp8kv("repair", attn_head, "--stats", statistics, "-o", tmp_path / "out")
+    one_line_error(done, "is of another model: it has 3 layers of 4 KV heads")
+
+
+@pytest.mark.parametrize("command", ["convert", "repair"])
+def test_scales_alone_make_no_fp8kv_output(command, tensor, tmp_path):
+    flags = ("--stats", tensor) if command == "repair" else ()
+    done = fp8kv(command, tensor, *flags, "--to", "fp8kv", "-o", tmp_path / "out")
+    one_line_error(done, "--to fp8kv", "fp8kv calibrate")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_layer_without_scales_is_not_left_out(tensor, tmp_path):
+    gone = {f"model.layers.2.self_attn.{x}_scale": None for x in "kv"}
+    broken = damage(tensor, tmp_path / "broken", gone)
+    done = fp8kv("convert", broken, "--to", "tgi", "-o", tmp_path / "out")
+    one_line_error(done, "the K scale of model.layers.2.self_attn is missing")
+    assert not (tmp_path / "out").exists()
+
+
+def test_statistics_of_another_model_repair_nothing(tensor, tmp_path):
+    other = save_model(tiny_model("llama", num_hidden_layers=2), tmp_path / "other")
+    statistics = calibrated(other, tmp_path / "statistics")
+    done = fp8kv("repair", tensor, "--stats", statistics, "-o", tmp_path / "out")
+    one_line_error(done, "is of another model: it has 2 layers")
+
+
+def test_compare_shows_ratios(tensor, attn_head, tmp_path):
+    doubled = damage(tensor, tmp_path / "doubled", {})
+    path = doubled / "model-fp8kv-scales.safetensors"
+    save_file({n: 2 * t for n, t in load_file(path).items()}, path)
+    document = json.loads(fp8kv("compare", tensor, doubled, "--json").stdout)
+    assert [layer["k"] for layer in document["layers"]] == [[2.0, 2.0]] * 3
+    printed = fp8kv("compare", tensor, attn_head)
+    assert printed.exit_code == 0
+    assert " to 1 " in " ".join(printed.stdout.split())
+
+
+def test_only_known_formats_are_tested():
+    assert set(SCALAR) | {"json", "fp8kv"} == set(FORMATS)
+    assert {n for n, f in FORMATS.items() if "attn_head" in f.strategies} == {*PER_HEAD, "fp8kv"}

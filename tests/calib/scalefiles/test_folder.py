@@ -1,0 +1,176 @@
+"""Directories with scales of any tool: what is read, what is said, what is refused."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_cli import fp8kv, one_line_error
+
+from calib.errors import InputError
+from calib.scalefiles.folder import open_scales
+from calib.scalefiles.inspection import inspect_directory
+
+LAYER = "model.layers.{}.self_attn"
+HUGE = 10**400
+
+
+def write(directory, tensors, *, index=None, config=None, file="model.safetensors"):
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / file)
+    if index is not None:
+        document = json.dumps({"weight_map": index})
+        (directory / "model.safetensors.index.json").write_text(document)
+    (directory / "config.json").write_text(json.dumps(config or {}))
+    return directory
+
+
+def layers(k=0.02, v=0.01, count=2, **more):
+    made = {}
+    for i in range(count):
+        for x, value in {"k": k, "v": v, **more}.items():
+            made[f"{LAYER.format(i)}.{x}_scale"] = torch.tensor([value]).flatten()
+    return made
+
+
+def problems(directory):
+    return inspect_directory(directory).problems
+
+
+def test_scales_are_found_by_layer(tmp_path):
+    found = inspect_directory(write(tmp_path, layers([0.5, 0.25], 0.125)))
+    assert [(layer.layer, layer.k, layer.v, layer.q) for layer in found.layers] == [
+        (0, (0.5, 0.25), (0.125,), None),
+        (1, (0.5, 0.25), (0.125,), None),
+    ]
+    assert found.strategy == "attn_head"
+    assert found.formats == ["compressed-tensors"]
+    assert found.problems == []
+
+
+def test_what_sees_has_no_cache(tmp_path):
+    eyes = ["vision_tower.encoder.layers.0.self_attn.k_proj", "model.visual.blocks.3.attn.qkv"]
+    ears = ["audio_tower.layers.1.self_attn.k_proj"]
+    names = ["model.language_model.layers.0.self_attn.k_proj", *eyes, *ears]
+    directory = write(tmp_path, {f"{name}.weight": torch.ones(1) for name in names})
+    assert open_scales(directory).modules == {"model.language_model.layers.0.self_attn"}
+
+
+def test_a_scale_of_one_alone_replaces_that_of_both(tmp_path):
+    tensors = {f"{LAYER.format(0)}.kv_scale": torch.tensor(2.0), **layers(count=1, k=0.5)}
+    (layer,) = inspect_directory(write(tmp_path, tensors)).layers
+    assert layer.k == (0.5,)
+    assert layer.v == (pytest.approx(0.01),)
+
+
+def test_no_weight_is_read(tmp_path, monkeypatch):
+    from calib.scalefiles import folder as directory
+
+    read = []
+    values = directory.read_values
+    monkeypatch.setattr(directory, "read_values", lambda p, e: read.append(e.shape) or values(p, e))
+    weights = {f"{LAYER.format(0)}.k_proj.weight": torch.ones(64, 64)}
+    open_scales(write(tmp_path, layers(count=1) | weights))
+    assert read == [(1,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (layers(k=float("nan")), "K scales are NaN in layers 0, 1"),
+        (layers(v=float("inf")), "V scales are infinite in layers 0, 1"),
+        (layers(k=0.0, count=1), "K scales are zero in layer 0"),
+        (layers(k=-0.5, count=12), "K scales are negative in layers 0, 1, 2, 3, 4, 5, 6, 7 and 4"),
+        (layers(q=1e-33), "Q scales look like memory that nobody wrote"),
+        (layers(q=7e20), "Q scales look like memory that nobody wrote"),
+        (layers(k=1.0), "K scales are all 1.0: nothing was measured"),
+        ({k: t for k, t in layers().items() if "v_" not in k}, "2 layers have a K scale and no V"),
+        ({k: t for k, t in layers().items() if "k_" not in k}, "2 layers have a V scale and no K"),
+    ],
+)  # fmt: skip
+def test_what_no_engine_can_use_is_a_problem(scales, message, tmp_path):
+    (problem,) = problems(write(tmp_path, scales))
+    assert message in problem
+
+
+def test_a_shard_that_is_not_in_the_index_is_a_problem(tmp_path):
+    save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "model-1.safetensors")
+    index = {"model.norm.weight": "model-1.safetensors"}
+    directory = write(tmp_path, layers(), index=index, file="scales.safetensors")
+    (problem,) = problems(directory)
+    assert problem.startswith("scales.safetensors holds 4 scales and is not in the index")
+
+
+def test_a_scale_that_is_there_twice_is_a_problem(tmp_path):
+    save_file(layers(count=1), tmp_path / "again.safetensors")
+    assert any(
+        "2 scales are there twice" in problem for problem in problems(write(tmp_path, layers()))
+    )
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""])
+def test_an_index_cannot_lead_out_of_the_directory(name, tmp_path):
+    with pytest.raises(InputError, match="a file outside the directory"):
+        open_scales(write(tmp_path, layers(), index={"x": name}))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", '{"a": NaN}'),
+        ("config.json", '{"a": 1, "a": 2}'),
+        ("config.json", "[" * 100_000),
+        ("config.json", '"text"'),
+        ("model.safetensors.index.json", "{}"),
+        ("model.safetensors.index.json", '{"weight_map": []}'),
+        ("kv_cache_scales.json", "{}"),
+        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": []}}'),
+        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": 1}}}'),
+        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"x": 1}}}}'),
+        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"0": "1"}}}}'),
+        ("kv_cache_scales.json", json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": HUGE}}}})),
+        ("hf_quant_config.json", "{"),
+    ],
+)  # fmt: skip
+def test_json_that_says_nothing_is_one_line(name, text, tmp_path):
+    write(tmp_path, layers())
+    (tmp_path / name).write_text(text)
+    one_line_error(fp8kv("inspect", tmp_path), name)
+
+
+def test_a_directory_without_scales_is_one_line(tmp_path):
+    one_line_error(fp8kv("inspect", write(tmp_path, {"x": torch.ones(1)})), "holds no KV-cache sca")
+
+
+def test_a_directory_that_is_none_is_one_line(tmp_path):
+    one_line_error(fp8kv("inspect", tmp_path / "nothing"), "is not a directory")
+    (tmp_path / "empty").mkdir()
+    one_line_error(fp8kv("inspect", tmp_path / "empty"), "holds no model")
+
+
+def test_inspect_prints_a_row_per_layer(tmp_path):
+    done = fp8kv("inspect", write(tmp_path, layers([0.5, 0.25], 0.125, q=3.0)))
+    assert done.exit_code == 0
+    assert "2 layers, attn_head; names of compressed-tensors" in done.stdout
+    assert "0.25 to 0.5 (2)" in done.stdout
+    document = json.loads(fp8kv("inspect", tmp_path, "--json").stdout)
+    assert document["layers"][1]["q"] == [3.0]
+
+
+def test_names_cannot_steer_a_terminal(tmp_path):
+    tensors = {"model.layers.0.\x1b[31mred.k_scale": torch.zeros(1)}
+    done = fp8kv("inspect", write(tmp_path, tensors))
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_picture_is_drawn(suffix, tmp_path):
+    directory = write(tmp_path / "model", layers([0.5, 0.25], 0.125))
+    done = fp8kv("inspect", directory, "--plot", tmp_path / f"scales.{suffix}")
+    assert done.exit_code == 0
+    assert (tmp_path / f"scales.{suffix}").stat().st_size > 5000
+
+
+def test_a_picture_needs_a_known_suffix(tmp_path):
+    directory = write(tmp_path / "model", layers())
+    one_line_error(fp8kv("inspect", directory, "--plot", tmp_path / "x.txt"), "ends with .png")

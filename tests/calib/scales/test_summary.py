@@ -1,0 +1,97 @@
+"""Figures and warnings a user acts on."""
+
+import pytest
+import torch
+
+from calib.scales.observers import AbsMax
+from calib.recipe import load_recipe
+from calib.scales.scales import SharedAttention
+from calib.scales.stats import KVStats, LayerStats, TensorStats
+from calib.scales.summary import summarize, table_rows, warnings_for
+
+RECIPE = load_recipe(None)
+
+
+def stats(*k_heads, v=1.0, shared=None):
+    layers = {}
+    for i, heads in enumerate(k_heads):
+        k = TensorStats(torch.tensor(heads, dtype=torch.float32)[:, None].repeat(1, 2))
+        other = TensorStats(torch.full((len(heads), 2), v))
+        layers[f"layers.{i}.self_attn"] = LayerStats(i, 10, k, other, other)
+    return KVStats(layers, shared or {})
+
+
+def derive(measured, strategy="tensor"):
+    return measured.scales(strategy=strategy, observer=AbsMax())
+
+
+def warn(measured, strategy="tensor", recipe=RECIPE):
+    return warnings_for(measured, derive(measured, strategy), recipe)
+
+
+def test_a_quiet_model_has_no_warnings():
+    assert warn(stats([10.0, 12.0, 9.0])) == []
+
+
+def test_a_row_has_the_layers_figures():
+    measured = stats([112.0, 448.0], v=224.0)
+    (row,) = summarize(measured, derive(measured))
+    assert (row.k_amax, row.v_amax, row.k_scale, row.v_scale) == (448.0, 224.0, 1.0, 0.5)
+    assert (row.k_range_used, row.v_range_used) == (0.25, 1.0)
+    assert table_rows([row]) == [("0", "448", "224", "1", "0.5", "25%", "100%")]
+
+
+def test_per_head_scales_use_the_whole_range():
+    measured = stats([112.0, 448.0])
+    (row,) = summarize(measured, derive(measured, "attn_head"))
+    assert (row.k_range_used, row.k_scale) == (1.0, 1.0)
+
+
+def test_a_scale_above_one_warns_that_unscaled_fp8_would_clip():
+    (warning,) = warn(stats([10.0, 12.0], [500.0, 600.0]))
+    assert warning.startswith("K scale > 1 in layer 1: unscaled FP8 would clip there")
+    assert warn(stats([448.0, 440.0])) == []
+
+
+def test_one_outlier_head_recommends_attn_head():
+    (warning,) = warn(stats([1.0, 1.0, 20.0], [1.0, 2.0, 1.0]))
+    assert warning == (
+        "K: one head is 20x the others in layer 0; "
+        "use --strategy attn_head where the engine reads it"
+    )
+    assert warn(stats([1.0, 1.0, 20.0]), "attn_head") == []
+    assert warn(stats([1.0, 1.0, 19.0])) == []
+
+
+def test_a_dead_head_is_named():
+    assert warn(stats([0.0, 3.0, 3.0]), "attn_head") == [
+        "K: a head or channel held only zeros in layer 0; it takes the layer's largest scale"
+    ]
+    assert "it takes the layer's largest scale" in warn(stats([0.0, 3.0]), "channel")[0]
+
+
+@pytest.mark.parametrize("heads", [[0.0, 3.0], [0.0, 3.0, 3.0], [0.0, 0.0, 3.0]])
+def test_under_one_scale_per_layer_a_dead_head_takes_no_scale_of_another(heads):
+    (warning,) = warn(stats(heads))
+    assert warning == "K: a head held only zeros in layer 0; the layer's one scale is for it too"
+    assert "20x the others in layer 0" in warn(stats([0.0, 1.0, 1.0, 20.0]))[0]
+
+
+def test_percentile_warns_about_clipping_k():
+    (warning,) = warn(stats([1.0, 1.0]), recipe=load_recipe(None, {"observer.name": "percentile"}))
+    assert "clips the largest K, which is known to hurt" in warning
+
+
+def test_shared_layers_are_left_out_and_said_so():
+    shared = {"layers.1.self_attn": SharedAttention(1, "layers.0.self_attn")}
+    (warning,) = warn(stats([1.0, 1.0], shared=shared))
+    assert warning == (
+        "layers.1.self_attn shares the cache of layers.0.self_attn: left out, "
+        "it gets that layer's scales"
+    )
+
+
+@pytest.mark.parametrize(("layers", "named"), [(2, "layers 0, 1"), (7, "7 layers")])
+def test_many_layers_are_counted_rather_than_listed(layers, named):
+    (warning,) = warn(stats(*[[600.0, 600.0]] * layers))
+    assert f"K scale > 1 in {named}:" in warning

@@ -1,0 +1,148 @@
+"""What is predicted of SGLang; `make interop` asks its loader code about all directories."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from scale_directories import COMPRESSED, NAMES, lines_of, model
+from test_cli import fp8kv
+
+from calib.verify.rules import all_rules, choose_rules
+from calib.verify.simulate import simulate
+from calib.export import FORMATS
+from calib.scalefiles.folder import open_scales
+
+OLD, NEW = (choose_rules("sglang", version)[0] for version in ("0.5.9", "0.5.23"))
+SCHEME = COMPRESSED["kv_cache_scheme"]
+GROUP = {"targets": ["LlamaAttention"], "weights": None, "input_activations": {}}
+FP8 = {"quant_method": "fp8"}
+
+
+def statuses(directory, rules):
+    found = simulate(open_scales(directory), rules)
+    return found.refused or {outcome.status for outcome in found.outcomes if outcome.letter != "q"}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        ({}, {"loaded"}),
+        ({"strategy": "attn_head"}, {"default"}),
+        ({"type": "int"}, {"default"}),
+        ({"dynamic": True}, {"default"}),
+        ({"symmetric": False}, {"default"}),
+    ],
+)
+def test_a_scheme_it_does_not_know_is_ignored(scheme, expected, tmp_path):
+    config = COMPRESSED | {"kv_cache_scheme": SCHEME | scheme}
+    directory = model(tmp_path, config=config)
+    assert statuses(directory, NEW) == expected
+    assert statuses(directory, OLD) == {"default"}
+
+
+def test_groups_without_weights_are_refused(tmp_path):
+    directory = model(tmp_path, config=COMPRESSED | {"config_groups": {"attention": GROUP}})
+    assert "'attention' without weights" in statuses(directory, NEW)
+    assert statuses(directory, choose_rules("vllm", None)[0]) == {"loaded"}
+    done = fp8kv("verify", directory, "--engine", "sglang")
+    assert done.exit_code == 1
+    assert "write it again with fp8kv convert --to vllm" in lines_of(done)
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "expected"),
+    [(0.0, 0.0, {"default"}), (0.0, 0.5, "K scale of 0"), (0.5, 0.0, {"loaded"})],
+)
+def test_zeros_of_both_are_as_none(k, v, expected, tmp_path):
+    found = statuses(model(tmp_path, k=(k, k), v=(v, v), config=FP8), NEW)
+    assert found == expected or expected in found
+
+
+INNER, PROJ = "{module}.attn.{x}_scale", "{module}.{x}_proj.{x}_scale"
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "names", "config", "expected"),
+    [
+        ("LlamaForCausalLM", NAMES, COMPRESSED, "loaded"),
+        ("LlamaForCausalLM", INNER, COMPRESSED, "default"),
+        ("LlamaForCausalLM", PROJ, MODELOPT, "loaded"),
+        ("Gemma3ForCausalLM", NAMES, COMPRESSED, "loaded"),
+        ("Gemma3ForCausalLM", INNER, COMPRESSED, "default"),
+        ("Gemma3ForCausalLM", PROJ, MODELOPT, "loaded"),
+        ("Qwen3ForCausalLM", NAMES, COMPRESSED, "unknown"),
+        ("Qwen2ForCausalLM", NAMES, FP8, "unknown"),
+        ("Qwen2ForCausalLM", INNER, COMPRESSED, "unknown"),
+        # what is decided before the model's classes are asked
+        ("Qwen3ForCausalLM", NAMES, None, "default"),
+        ("Qwen3ForCausalLM", NAMES, COMPRESSED | {"kv_cache_scheme": None}, "default"),
+    ],
+)
+def test_only_what_was_run_loads(architecture, names, config, expected, tmp_path):
+    directory = model(tmp_path, names=names, config=config, architectures=[architecture])
+    assert statuses(directory, NEW) == {expected}
+
+
+def test_a_model_without_scales_computes_with_one_whatever_its_class(tmp_path):
+    directory = model(tmp_path, k=None, v=None, architectures=["Qwen3ForCausalLM"])
+    assert statuses(directory, NEW) == {"default"}
+
+
+def test_older_versions_are_known_for_llama_alone(tmp_path):
+    llama = model(tmp_path / "llama", config=FP8)
+    gemma = model(tmp_path / "gemma", config=FP8, architectures=["Gemma3ForCausalLM"])
+    assert (statuses(llama, OLD), statuses(gemma, OLD)) == ({"loaded"}, {"unknown"})
+
+
+@pytest.mark.parametrize(
+    ("architectures", "name"),
+    [
+        (["Qwen3ForCausalLM"], "not known for Qwen3ForCausalLM"),
+        (None, "not known for a model whose config.json names no architecture"),
+        ("LlamaForCausalLM", "not known for a model whose config.json names no architecture"),
+        ([], "not known for a model whose config.json names no architecture"),
+    ],
+)
+def test_not_known_is_said_and_status_1(architectures, name, tmp_path):
+    directory = model(tmp_path, architectures=architectures)
+    done = fp8kv("verify", directory, "--engine", "sglang")
+    assert done.exit_code == 1
+    printed = lines_of(done)
+    assert "SGLang 0.5.23 and newer │ not known │ not known │ 1.0 │ by itself" in printed
+    assert name in printed
+    assert "LlamaForCausalLM, Gemma3ForCausalLM" in printed
+    document = json.loads(fp8kv("verify", directory, "--engine", "sglang", "--json").stdout)
+    assert not document["good"]
+    (first, *_) = document["engines"][0]["layers"]
+    assert (first["status"], first["values"]) == ("unknown", [])
+    assert name in first["reason"]
+    # vLLM loads them, so that some engine of all does
+    assert fp8kv("verify", directory).exit_code == 0
+
+
+MONTH = r"(?:Jan|Febr?|March|April|May|June|July|Aug|Sept?|Oct|Nov|Dec)\w* \d{4}"
+
+
+def test_its_first_version_with_these_scales_has_one_home():
+    root = Path(__file__).parents[3]
+    texts = [root / "README.md", *(root / "docs").glob("*.md")]
+    texts += [file for name in ("calib", "commands") for file in (root / name).rglob("*.py")]
+    texts += (root / "calib" / "engines").glob("sglang*.yaml")
+    version = rf"{MONTH}|\d+\.\d+\.\d+"
+    said = re.compile(rf"SGLang[^|.;`()]{{0,40}}?({version})|(?:since|until): ({version})")
+    found = {(file.name, a or b) for file in texts for a, b in said.findall(file.read_text())}
+    since = all_rules()["sglang"].since
+    assert {named for _, named in found} == {since}
+    # the rules and what is written for people; code reads it from the rules
+    assert {name for name, _ in found if name.endswith(".py")} == set()
+    assert {name for name, _ in found} >= {"README.md", "formats.md", "sglang.yaml"}
+    assert all_rules()["sglang-2026-07"].until == since
+    assert since in FORMATS["sglang"].note
+    assert since in FORMATS["modelopt"].engine
+
+
+def test_the_format_promises_no_more_than_verify():
+    assert all(name in FORMATS["sglang"].note for name in NEW.architectures)
+    assert "fp8kv verify" in FORMATS["sglang"].note

@@ -1,0 +1,74 @@
+"""A two-layer checkpoint on disk and scales for it, made by hand so that goldens stay readable."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from calib.model.checkpoint import open_checkpoint
+from calib.scales.scales import KVScales, LayerScales
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path):
+    def make(config=None, names=None, extra=None):
+        directory = tmp_path / "source"
+        directory.mkdir(exist_ok=True)
+        names = names or [f"model.layers.{i}.self_attn.k_proj.weight" for i in range(2)]
+        tensors = {name: torch.full((2, 2), float(i)) for i, name in enumerate(names)}
+        save_file({**tensors, **(extra or {})}, directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps({**CONFIG, **(config or {})}))
+        (directory / "tokenizer.json").write_text("{}")
+        return open_checkpoint(directory)
+
+    return make
+
+
+@pytest.fixture
+def checkpoint(make_checkpoint):
+    return make_checkpoint()
+
+
+def make_scales(strategy="tensor", *, q=False, fp8_dtype="e4m3fn", modules=None):
+    shapes = {"tensor": ([1], [1]), "attn_head": ([2], [4]), "channel": ([2, 3], [4, 3])}
+    kv, heads = shapes[strategy]
+    modules = modules or [f"model.layers.{i}.self_attn" for i in range(2)]
+    layers = {
+        name: LayerScales(
+            i,
+            k=ramp(kv, 0.25 + i),
+            v=ramp(kv, 0.125 + i),
+            q=ramp(heads, 0.5 + i) if q else None,
+        )
+        for i, name in enumerate(modules)
+    }
+    return KVScales(strategy, fp8_dtype, layers)
+
+
+def ramp(shape, start):
+    return start + torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape) / 64
+
+
+def describe(out):
+    """Every JSON document, and every tensor of the extra shard, of an output directory."""
+    documents = {path.name: json.loads(path.read_text()) for path in sorted(out.glob("*.json"))}
+    documents.pop("tokenizer.json", None)
+    shard = out / "model-fp8kv-scales.safetensors"
+    return {"documents": documents, "tensors": tensors_of(shard) if shard.exists() else {}}
+
+
+def tensors_of(shard):
+    with safe_open(shard, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    return {n: [str(t.dtype), list(t.shape), t.flatten().tolist()] for n, t in tensors.items()}
