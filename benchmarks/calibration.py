@@ -20,10 +20,10 @@ from rich.table import Table
 from transformers import PreTrainedModel
 from workload import DATASET, DTYPE, MODEL, Workload, load_workload, make_recipe
 
-from calib.measure.attention import map_attention
 from calib.data import Batch
-from calib.scales.derive import derive_scales
+from calib.measure.attention import map_attention
 from calib.measure.loop import calibrate
+from calib.scales.derive import derive_scales
 
 BARE = "bare forward"
 SPEED_TARGETS = {"absmax": 0.97, "mse": 0.90}  # least share of the bare forward's tokens/s

@@ -21,16 +21,16 @@ os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import compiled_before
-from triton.compiler.errors import CompilationError
-from triton.runtime.errors import PTXASError
-
 from kernels.bound import Bound, predict
 from kernels.inspect_asm import Finding, findings, stream_loads
 from kernels.offline import Launch, compile_launch
 from kernels.processors import PROCESSORS
+from kernels.variants import VARIANTS
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import PTXASError
+
 from fp8kv_runtime.kernels.targets import TARGETS
 from fp8kv_runtime.kernels.tuning import find_config
-from kernels.variants import VARIANTS
 
 _ROW = "{:11}{:16}{:>5}{:>8}{:>6} {:6}{:>5}{:>6}{:>12}{:>8}{:>8}{:>8} {:8}{}"
 _HEADINGS = (

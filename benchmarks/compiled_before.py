@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import triton
-
 from kernels.bound import Bound
 from kernels.inspect_asm import Finding
 

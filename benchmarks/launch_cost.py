@@ -17,15 +17,15 @@ os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
+from kernels.offline import pretend
+from kernels.variants import VARIANTS
 from machine import machine, write_result
 from triton.compiler import CompiledKernel
 
 from fp8kv_runtime.kernels.append_kv import append_kv
 from fp8kv_runtime.kernels.decode import decode_attention
 from fp8kv_runtime.kernels.launch import Launcher
-from kernels.offline import pretend
 from fp8kv_runtime.kernels.targets import TARGETS
-from kernels.variants import VARIANTS
 
 _CALLS = 100
 _OURS = Launcher.__call__

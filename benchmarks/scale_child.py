@@ -16,12 +16,12 @@ import torch.distributed as dist
 from machine import peak_bytes
 from safetensors.torch import load_file
 
-from calib.measure.distributed import World
 from calib.commands.overrides import assignments
 from calib.job import run
+from calib.measure.distributed import World
 from calib.recipe import load_recipe
+from calib.scalefiles.file_names import STATS_FILE
 from calib.scales.stats import KVStats
-from calib.scales.stats_file import STATS_FILE
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 SETTINGS = {"data.dataset": "builtin:python-docs", "device": "cpu", "export.weights": "none"}

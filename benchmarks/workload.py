@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from calib.model.checkpoint import Checkpoint
 from calib.choices import ObserverName
 from calib.data import Batch, CalibrationData, load_data, make_batches, resolve_batch_size
+from calib.model.checkpoint import Checkpoint
 from calib.model.load import find_checkpoint, load_config, load_model, load_tokenizer
 from calib.recipe import DataRecipe, ObserverRecipe, Recipe
 

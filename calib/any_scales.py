@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calib.measure.attention import CachedAttention, map_attention
 from calib.choices import FP8Name
-from calib.scales.derive import check_fits, load_scales
 from calib.errors import InputError
+from calib.measure.attention import CachedAttention, map_attention
+from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scalefiles.folder import open_scales
 from calib.scalefiles.fp8_type import fp8_type
 from calib.scalefiles.reading import LayerScalesFound, layers_of
-from calib.output.checkpoint_directory import CALIBRATION_FILE
+from calib.scales.derive import check_fits, load_scales
 from calib.scales.scales import KVScales, LayerScales
 
 # what a directory holds, still to be checked against a model

@@ -10,11 +10,17 @@ import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from calib.any_scales import Opened, open_any_scales
+from calib.errors import InputError
 from calib.measure.attention import map_attention
 from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids, input_device
-from calib.errors import InputError
-from calib.model.load import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
+from calib.model.load import (
+    check_positions,
+    find_checkpoint,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from calib.recipe import load_recipe
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError

@@ -1,28 +1,31 @@
 """The whole job: find the model, measure, derive, write. The CLI calls this, and so may you."""
 
 import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from calib.atomic import claimed
-from calib.model.checkpoint import Checkpoint, fingerprint
-from calib.data import make_batches
-from calib.measure.distributed import World, joined_world
+from calib.data import Batch, make_batches
 from calib.errors import InputError
+from calib.measure.attention import AttentionMap
+from calib.measure.distributed import World, joined_world
+from calib.measure.loop import calibrate
+from calib.measure.resume import SavedProgress, progress_file
+from calib.model.checkpoint import Checkpoint, fingerprint
+from calib.offload.run import measure_layers
+from calib.output.card import dataset_facts
 from calib.output.finish import Result, finish
 from calib.output.in_place import check_in_place
-from calib.offload.run import measure_layers
+from calib.output.writing import Destination
 from calib.prepare import Prepared, check_before_loading, prepare
 from calib.progress import Progress
 from calib.recipe import Recipe
-from calib.output.card import dataset_facts
-from calib.measure.resume import SavedProgress, progress_file
-from calib.share import calibrate_share
 from calib.scales.stats import KVStats
-from calib.output.writing import Destination
 
 __all__ = ["Result", "default_output", "run"]
 
@@ -157,3 +160,55 @@ def default_output(model_name: str, recipe: Recipe) -> Path:
     """`./<model>-fp8kv-<strategy>`."""
     base = Path(model_name.rstrip("/").removeprefix("builtin:")).name
     return Path(f"{base}-fp8kv-{recipe.strategy}")
+
+
+def calibrate_share(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    recipe: Recipe,
+    attention: AttentionMap,
+    saved: SavedProgress,
+    *,
+    resume: bool,
+    advance: Callable[[int], None] = lambda tokens: None,
+) -> KVStats:
+    """Calibrate on `batches`, saving now and then; with `resume`, only on those not yet done.
+
+    Args:
+        model: the model.
+        batches: this process's.
+        recipe: says what is collected.
+        attention: the model's cached attention modules.
+        saved: where progress is kept.
+        resume: go on where an earlier run of the same kind was stopped.
+        advance: called with the tokens of each batch.
+
+    Raises:
+        InputError: the saved progress is damaged or of another run, or cannot be written.
+        CalibrationError: K, V or Q held NaN or Inf.
+    """
+    if not resume:
+        saved.forget()
+    before, done = saved.load()
+    if done > len(batches):
+        raise InputError(
+            f"the saved progress covers {done} batches of {len(batches)}; it is damaged, so leave "
+            "--resume away to start again"
+        )
+    for batch in batches[:done]:
+        advance(batch.num_tokens)
+
+    def on_batch(batch: Batch, so_far: Callable[[], KVStats]) -> None:
+        nonlocal done
+        done += 1
+        advance(batch.num_tokens)
+        saved.save_sometimes(lambda: _merged(before, so_far()), done)
+
+    if before is not None and done == len(batches):
+        return before
+    rest = batches[done:]
+    return _merged(before, calibrate(model, rest, recipe, attention=attention, on_batch=on_batch))
+
+
+def _merged(before: KVStats | None, new: KVStats) -> KVStats:
+    return new if before is None else before.merge(new)

@@ -6,17 +6,18 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from calib.model.checkpoint import fingerprint, read_json
-from calib.scales.derive import recipe_observer
 from calib.errors import InputError
-from calib.scalefiles.calibrations import absent
-from calib.output.finish import Result, finish
+from calib.model.checkpoint import fingerprint, read_json
 from calib.model.load import find_checkpoint
-from calib.output.checkpoint_directory import CALIBRATION_FILE, check_output
+from calib.output.checkpoint_directory import check_output
+from calib.output.finish import Result, finish
+from calib.output.writing import Destination
 from calib.recipe import Recipe, load_recipe
+from calib.scalefiles.calibrations import absent
+from calib.scalefiles.file_names import CALIBRATION_FILE
+from calib.scales.derive import recipe_observer
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
-from calib.output.writing import Destination
 
 
 def merge(

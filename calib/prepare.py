@@ -7,20 +7,20 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from calib.data import CalibrationData, load_data, shared_batch_size
+from calib.export import check_format
 from calib.measure.attention import AttentionMap, map_attention
 from calib.model.checkpoint import Checkpoint
-from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.model.devices import check_token_ids, input_device
-from calib.export import check_format
 from calib.model.load import find_checkpoint, fit_seq_len, load_config, load_model, load_tokenizer
 from calib.offload.choice import resolve_offload
 from calib.offload.layerwise import LayerwiseModel
 from calib.offload.run import open_layers
 from calib.offload.skeleton import load_skeleton
 from calib.output.checkpoint_directory import check_output
+from calib.output.writing import make_exports
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales, LayerScales
-from calib.output.writing import make_exports
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from calib.choices import (
     VariantName,
     Weights,
 )
+from calib.condition import parse_condition
 from calib.errors import InputError
-from calib.eval.gate import parse_condition
 from calib.sizes import parse_size
-from calib.yaml_text import read_yaml
+from calib.text import read_yaml
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
 

@@ -1,34 +1,147 @@
-"""Imports flow one way, public names are what they say, files stay small, `--help` is light."""
+"""Imports flow one way and in no circle, files stay small, `--help` is light."""
 
 import ast
 import subprocess
 import sys
+from collections import Counter
+from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("calib", "commands", "fp8kv_runtime", "recipes")
-SOURCES = [*(file for p in PACKAGES for file in (ROOT / p).rglob("*.py")), ROOT / "cli.py"]
+PACKAGES = ("calib", "fp8kv_runtime", "recipes")
 
+# floors of the house, lowest first: a room (a direct child of `calib`) imports from floors below
+FLOORS = (
+    {"fp8kv_runtime", "recipes", "choices", "errors", "progress"},
+    {"atomic", "condition", "doctor", "sizes", "text"},
+    {"recipe", "scalefiles"},
+    {"model", "scales", "verify"},
+    {"data", "export"},
+    {"measure", "output"},
+    {"any_scales", "merge", "offload", "rewrite", "stress"},
+    {"eval", "generate", "plan", "prepare"},
+    {"bench", "job"},
+    {"commands"},
+    {"cli"},
+)
+
+# what a package must never import, not even lazily
 FORBIDDEN = {
-    "fp8kv_runtime": {"calib", "cli", "commands", "typer"},
-    "calib": {"cli", "commands", "typer", "triton"},
-    "commands": {"cli", "fp8kv_runtime", "torch"},
+    "fp8kv_runtime": {"calib", "cli", "typer"},
+    "calib": {"cli", "triton"},
+    "calib/commands": {"cli", "fp8kv_runtime", "torch"},
+    "calib/scalefiles": {"torch", "transformers"},
+    "calib/verify": {"torch", "transformers"},
     "calib/export": {"transformers", "datasets"},
     "recipes": {"calib", "cli", "fp8kv_runtime", "torch"},
 }
 
 
+def sources(root=ROOT):
+    return [*(file for p in PACKAGES for file in (root / p).rglob("*.py")), *root.glob("cli.py")]
+
+
+SOURCES = sources()
+
+
 def imports(file, *, top_level_only=False):
+    """Names that `file` imports; `from a import b` is both `a` and `a.b`."""
     tree = ast.parse(file.read_text())
-    nodes = tree.body if top_level_only else ast.walk(tree)
-    for node in nodes:
+    for node in tree.body if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def import_graph(root=ROOT):
+    """Module -> the modules of ours that it imports anywhere: at the top, lazily, for types."""
+    files = {_module(file, root): file for file in sources(root)}
+    graph = {}
+    for module, file in files.items():
+        found = {name for name in imports(file) if name in files} - {module}
+        # naming a submodule passes through its package, which is no import of what that holds
+        graph[module] = {n for n in found if not any(o.startswith(f"{n}.") for o in found)}
+    return graph
+
+
+def _module(file, root):
+    parts = file.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room(module):
+    """`calib.model.load` is in the room `model`."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "calib" and len(parts) > 1 else parts[0]
+
+
+def room_graph(graph):
+    rooms = {}
+    for module, found in graph.items():
+        rooms.setdefault(room(module), set()).update({room(n) for n in found} - {room(module)})
+    return rooms
+
+
+def circle(graph):
+    """One circle of `graph`, or None."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return None
+
+
+def upward(rooms, floors=FLOORS):
+    """Imports from a floor to the same or a higher one."""
+    level = {name: number for number, floor in enumerate(floors) for name in floor}
+    return [(a, b) for a, found in rooms.items() for b in found if level[b] >= level[a]]
+
+
+def test_no_circle_between_files():
+    assert circle(import_graph()) is None
+
+
+def test_no_circle_between_rooms_and_no_import_of_a_higher_floor():
+    rooms = room_graph(import_graph())
+    assert circle(rooms) is None
+    assert sorted(rooms.keys() - {"calib"}) == sorted(name for floor in FLOORS for name in floor)
+    assert upward({a: found for a, found in rooms.items() if a != "calib"}) == []
+
+
+@pytest.mark.parametrize(
+    "lower",
+    [
+        "def f():\n    from calib.upper import g\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import calib.upper\n",
+        "from calib import upper\n",
+    ],
+    ids=["lazy", "for types", "from the package"],
+)
+def test_the_tests_above_see_every_import(lower, tmp_path):
+    (tmp_path / "calib").mkdir()
+    (tmp_path / "calib" / "__init__.py").touch()
+    (tmp_path / "calib" / "lower.py").write_text(lower)
+    (tmp_path / "calib" / "upper.py").write_text("")
+    graph = import_graph(tmp_path)
+    assert circle(graph) is None
+    assert upward(room_graph(graph), [{"lower"}, {"upper"}, {"calib"}]) == [("lower", "upper")]
+    (tmp_path / "calib" / "upper.py").write_text("import calib.lower\n")
+    assert set(circle(import_graph(tmp_path))) == {"calib.lower", "calib.upper"}
+
+
+def test_the_top_of_calib_can_be_seen_at_a_glance():
+    assert len([*(ROOT / "calib").glob("*.py")]) <= 16
+
+
+def test_a_name_means_one_thing():
+    stems = Counter(file.stem for file in SOURCES if "commands" not in file.parts)
+    # each package has its errors; the runtime's cache, attention and layers are its own
+    assert {stem for stem, count in stems.items() if count > 1} <= {"__init__", "errors"}
 
 
 def roots(names):
@@ -36,21 +149,23 @@ def roots(names):
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
-def test_imports_flow_downward(package):
+def test_packages_leave_alone_what_is_not_theirs(package):
     for file in (ROOT / package).rglob("*.py"):
         assert not roots(imports(file)) & FORBIDDEN[package], file
 
 
-def test_triton_is_imported_by_kernels_only_and_transformers_by_the_bridge_only():
-    for file in (ROOT / "fp8kv_runtime").rglob("*.py"):
+def test_typer_is_for_commands_and_triton_for_kernels_and_transformers_for_the_bridge():
+    for file in SOURCES:
         found = roots(imports(file))
-        assert "triton" not in found or "kernels" in file.parts, file
-        assert "transformers" not in found or "hf" in file.parts, file
+        assert "typer" not in found or "commands" in file.parts or file.stem == "cli", file
+        if "fp8kv_runtime" in file.parts:
+            assert "triton" not in found or "kernels" in file.parts, file
+            assert "transformers" not in found or "hf" in file.parts, file
 
 
 def test_the_command_line_imports_nothing_heavy_before_a_command_runs():
-    allowed = {"typer", "calib", "commands", *sys.stdlib_module_names}
-    for file in (ROOT / "cli.py", *(ROOT / "commands").glob("*.py")):
+    allowed = {"typer", "calib", *sys.stdlib_module_names}
+    for file in (ROOT / "cli.py", *(ROOT / "calib" / "commands").glob("*.py")):
         assert roots(imports(file, top_level_only=True)) <= allowed, file
 
 
@@ -75,7 +190,7 @@ def test_public_names_exist(name):
         module.no_such_name  # noqa: B018
 
 
-def test_only_the_command_line_prints():
+def test_only_commands_print():
     for file in SOURCES:
         calls = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call)]
         printed = [n for n in calls if isinstance(n.func, ast.Name) and n.func.id == "print"]

@@ -6,45 +6,14 @@ import pty
 import resource
 import signal
 import subprocess
-import sys
 from contextlib import suppress
 
 import pytest
 import torch
+from command_line import CLI, SMALL, calibrate, fp8kv, one_line_error, process
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner
 
-import cli
 from calib.errors import InputError
-
-CLI = [sys.executable, "-m", "cli"]
-SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu"]
-
-
-def fp8kv(*arguments):
-    """Run a command in this process."""
-    return CliRunner().invoke(cli.app, list(map(str, arguments)))
-
-
-def calibrate(*arguments):
-    return fp8kv("calibrate", *arguments, *SMALL)
-
-
-def process(*arguments, **options):
-    """Start a command in a process of its own."""
-    command = [*CLI, "calibrate", *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
-
-
-def one_line_error(done, *phrases, status=2):
-    assert done.exit_code == status, done.stderr
-    lines = [line for line in done.stderr.splitlines() if line.startswith("fp8kv: ")]
-    assert len(lines) == 1
-    assert "Traceback" not in done.stderr
-    for phrase in phrases:
-        assert phrase in lines[0]
 
 
 def test_calibrate_prints_layers_speed_and_the_serve_command(tiny_directory, tmp_path):

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from test_cli import calibrate, fp8kv
+from command_line import calibrate, fp8kv
 
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = [

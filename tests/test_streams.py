@@ -11,16 +11,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import CLI, SMALL, calibrate, fp8kv, one_line_error
 from rich.console import Console
-from test_cli import CLI, SMALL, calibrate, fp8kv, one_line_error
 
 from calib import choices
 from calib.atomic import atomic_directory
+from calib.commands.running import run
+from calib.commands.tables import table_text
 from calib.progress import Progress, progress_bar
 from calib.stress.rescaling import Factors
 from calib.stress.twin import Stressed, _card
-from calib.commands.tables import table_text
-from calib.commands.running import run
 
 
 def shell(line, **options):

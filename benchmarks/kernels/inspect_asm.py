@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fp8kv_runtime.kernels import attend, decode
-from kernels.offline import Compiled, Launch
 from fp8kv_runtime.kernels.targets import Target
+from kernels.offline import Compiled, Launch
 
 _ATTENTION = ("decode_kernel", "extend_kernel")
 # AMD keeps scalar registers in lanes of vector registers: in memory they would be scratch, too.

@@ -11,10 +11,10 @@ from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import append_kv
 from fp8kv_runtime.kernels.decode import decode_attention
 from fp8kv_runtime.kernels.extend import extend_attention
-from kernels.offline import Launch, launches
 from fp8kv_runtime.kernels.targets import Target
 from fp8kv_runtime.options import AttentionOptions
 from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks
+from kernels.offline import Launch, launches
 
 _NUM_KV_HEADS = 8
 _NUM_SEQS = 4

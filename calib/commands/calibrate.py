@@ -93,10 +93,10 @@ def calibrate(
     """Calibrate a model's FP8 KV-cache scales and write a checkpoint that engines load."""
 
     def work() -> None:
-        from calib.measure.distributed import is_first_process
         from calib.commands.overrides import assignments, overrides
+        from calib.commands.progress_bar import progress_bar
         from calib.job import run as run_job
-        from calib.progress import progress_bar
+        from calib.measure.distributed import is_first_process
         from calib.recipe import load_recipe
 
         resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
@@ -142,8 +142,8 @@ def _evaluate(
     model: str, recipe: "Recipe", result: "Result", *, quiet: bool
 ) -> tuple[dict[str, Any], list[str]]:
     """Measure what has just been written; the report lies beside it, in `evaluation/`."""
+    from calib.commands.progress_bar import progress_bar
     from calib.eval.run import run_evaluation
-    from calib.progress import progress_bar
 
     with progress_bar(show=not quiet) as progress:
         report, failed = run_evaluation(
@@ -159,9 +159,43 @@ def _evaluate(
 
 def print_result(result: "Result") -> None:
     """Print a row per layer, warnings, and how to serve what was written."""
-    from calib.output.card import closing_lines
     from calib.scales.summary import HEADINGS, table_rows
 
     title = f"FP8 KV-cache scales, strategy {result.recipe.strategy}"
     print_table(title, HEADINGS, table_rows(result.layers))
     print("\n".join(closing_lines(result)))
+
+
+def closing_lines(result: "Result") -> list[str]:
+    """Warnings, speed, where the output is, how to serve it."""
+    from calib.export import FORMATS
+    from calib.output.card import NO_WEIGHTS, holds_per_head, serve_command
+
+    lines = [f"warning: {warning}" for warning in result.warnings]
+    lines += ["", _speed(result), f"written to {result.output}"]
+    if result.backup:
+        lines.append(f"the files that were replaced are in {result.backup}")
+    for name, directory in result.directories.items():
+        per_head = holds_per_head(name, result.recipe.strategy)
+        if FORMATS[name].note:
+            lines.append(f"note ({name}): {FORMATS[name].note}")
+        if FORMATS[name].with_weights and result.recipe.export.weights == "none":
+            lines.append(f"note ({name}): {NO_WEIGHTS}")
+        if FORMATS[name].serve:
+            lines += [
+                "",
+                f"serve with {FORMATS[name].engine}:",
+                f"  {serve_command(name, directory, per_head=per_head)}",
+            ]
+    return lines
+
+
+def _speed(result: "Result") -> str:
+    seconds = result.seconds
+    if result.tokens_per_second is None:
+        return f"statistics of {result.tokens:,} tokens"
+    return (
+        f"{result.tokens:,} tokens in {seconds['calibrate']:.1f} s "
+        f"({result.tokens_per_second:,.0f} tokens/s); load {seconds['load']:.1f} s, "
+        f"write {seconds['write']:.1f} s"
+    )

@@ -66,9 +66,9 @@ def evaluate(
     """Measure what an FP8 KV cache changes, with which scales, on text that no scale has seen."""
 
     def work() -> None:
-        from calib.eval.run import run_evaluation
         from calib.commands.overrides import evaluation_overrides
-        from calib.progress import progress_bar
+        from calib.commands.progress_bar import progress_bar
+        from calib.eval.run import run_evaluation
         from calib.recipe import load_recipe
 
         defaults = {} if recipe else {"data.dataset": DATASET}

@@ -1,13 +1,16 @@
 """`fp8kv generate`."""
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib import choices
 from calib.commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemoteCode
 from calib.commands.running import run
+
+if TYPE_CHECKING:
+    from calib.generate import Generated
 
 
 def generate(
@@ -38,7 +41,6 @@ def generate(
     def work() -> None:
         from calib.commands.overrides import overrides
         from calib.generate import GenerationOptions, generate_text
-        from calib.output.card import generation_lines
 
         options = GenerationOptions(max_new_tokens, temperature, seed, chat, compare, backend)
         result = generate_text(
@@ -52,3 +54,32 @@ def generate(
         print(json.dumps(result.to_json()) if as_json else "\n".join(generation_lines(result)))
 
     run(work, debug=debug)
+
+
+def generation_lines(result: "Generated") -> list[str]:
+    """Speed and cache sizes, which follow the text."""
+    fp8, plain = result.fp8, result.plain
+    ratio = result.bytes_per_token / result.bytes_per_token_16bit
+    lines = [
+        "",
+        f"{len(fp8.token_ids)} tokens in {fp8.seconds:.1f} s ({fp8.tokens_per_second:.1f} "
+        "tokens/s, prompt included)",
+        f"KV cache: {result.bytes_per_token:,} bytes a token in FP8, "
+        f"{result.bytes_per_token_16bit:,} in 16 bits ({ratio:.2f}x)",
+        f"{result.cached_tokens} tokens in blocks of {result.block_size}: "
+        f"{_mib(result.cache_bytes)}; in 16 bits {_mib(result.cache_bytes_16bit)}",
+    ]
+    if plain is not None:
+        speed = fp8.tokens_per_second / plain.tokens_per_second
+        same = f"the first {result.same_tokens} of {len(fp8.token_ids)} tokens are the same"
+        lines += [
+            "",
+            f"with a 16-bit cache ({plain.tokens_per_second:.1f} tokens/s; FP8 runs at "
+            f"{speed:.2f}x): {same}",
+            plain.text,
+        ]
+    return lines
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.2f} MiB"

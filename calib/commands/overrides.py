@@ -3,7 +3,7 @@
 from typing import Any
 
 from calib.errors import InputError
-from calib.yaml_text import read_yaml
+from calib.text import read_yaml
 
 # flag -> recipe key
 _RECIPE_KEYS = {

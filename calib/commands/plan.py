@@ -36,12 +36,12 @@ def plan(
     def work() -> None:
         from calib.data import resolve_batch_size
         from calib.model.load import fit_seq_len
-        from calib.sizes import parse_size
         from calib.plan.gpus import find_gpu
         from calib.plan.report import HEADINGS, closing_lines, make_plan, opening_lines, rows
         from calib.plan.shape import model_shape
         from calib.plan.ways import Machines, Workload
         from calib.recipe import DataRecipe
+        from calib.sizes import parse_size
 
         machines = Machines(find_gpu(gpu), gpus, nodes, parse_size(disk), efficiency)
         shape = model_shape(model, trust_remote_code=trust_remote_code)

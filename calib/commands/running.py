@@ -141,7 +141,7 @@ def print_table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str,
 
 def print_lines(lines: Sequence[str]) -> None:
     """Print lines whose words may come from files that others made."""
-    from calib.commands.tables import plain
+    from calib.text import plain
 
     for line in lines:
         print(plain(line))

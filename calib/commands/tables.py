@@ -4,6 +4,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from calib.text import plain
+
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
 
@@ -68,8 +70,3 @@ def _widths(cells: Sequence[Sequence[str]], room: int) -> list[int]:
 
 def _border(widths: Sequence[int]) -> int:
     return 3 * len(widths) + 1
-
-
-def plain(text: str) -> str:
-    """Text that cannot steer a terminal: names may come from files that others made."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

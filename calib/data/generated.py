@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from calib.data.batches import resolve_batch_size
-from calib.model.devices import check_token_ids, input_device
 from calib.errors import InputError
+from calib.model.devices import check_token_ids, input_device
 from calib.recipe import DataRecipe
 
 if TYPE_CHECKING:

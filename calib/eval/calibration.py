@@ -10,11 +10,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
-from calib.model.devices import check_token_ids
 from calib.eval.given import samples_seen
 from calib.eval.schema import Data, Suite
 from calib.eval.text import Material, make_material
 from calib.measure.loop import calibrate
+from calib.model.devices import check_token_ids
 from calib.model.load import model_positions
 from calib.recipe import DataRecipe, ObserverRecipe, Recipe
 from calib.scales.stats import KVStats

@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from calib.any_scales import load_any_scales
 from calib.errors import InputError
 from calib.eval.variants import BUILT_IN, Variant
-from calib.output.checkpoint_directory import CALIBRATION_FILE
 from calib.recipe import DataRecipe, load_recipe
+from calib.scalefiles.file_names import CALIBRATION_FILE
 
 
 def given_names(directories: Sequence[Path]) -> list[str]:

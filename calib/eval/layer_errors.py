@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from calib.measure.attention import map_attention
 from calib.eval.schema import Extremes, Figure, Layer, LayerRow, Magnitudes
 from calib.eval.statistics import ratio
 from calib.eval.variants import Rounding, Variant, broadcast_scale, fp8_rounding
+from calib.measure.attention import map_attention
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
 from fp8kv_runtime.hf import swap_attention

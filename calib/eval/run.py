@@ -10,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.atomic import claimed
 from calib.choices import CONTROLS, VARIANTS
+from calib.condition import parse_condition
 from calib.errors import InputError
 from calib.eval.calibration import (
     calibrate_on,
@@ -19,7 +20,7 @@ from calib.eval.calibration import (
     load_material,
     machine,
 )
-from calib.eval.gate import failures, parse_condition
+from calib.eval.gate import failures
 from calib.eval.given import given_names, given_variants
 from calib.eval.page.files import check_report_directory, write_report
 from calib.eval.reading import Measured, measure
@@ -32,8 +33,8 @@ from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.text import Material, split_texts
 from calib.eval.variants import Variant, build_variants
 from calib.model.load import find_checkpoint, load_config, load_model, load_tokenizer
-from calib.recipe import EvaluationRecipe, Recipe
 from calib.output.card import versions
+from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.stats import KVStats
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import Backend

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from calib.model.devices import check_token_ids
 from calib.errors import InputError
 from calib.eval.task_files import SEED, Tasks, lm_eval_quiet
 from calib.eval.variants import REFERENCE, Variant
+from calib.model.devices import check_token_ids
 from fp8kv_runtime.hf import Backend
 
 _BATCH_SIZE = 8

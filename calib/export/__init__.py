@@ -1,15 +1,15 @@
 """Every format engines load, in one table; to add one: an entry here and a golden file."""
 
-from calib.model.checkpoint import Checkpoint
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
-from calib.verify.rules import all_rules
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export, Format
 from calib.export.compressed_tensors import compressed_tensors, sglang
 from calib.export.modelopt import modelopt, trtllm
 from calib.export.scales_json import scales_json
 from calib.export.tgi import tgi
+from calib.model.checkpoint import Checkpoint
 from calib.scales.scales import KVScales
+from calib.verify.rules import all_rules
 
 __all__ = ["FORMATS", "Export", "Format", "check_format", "export"]
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from calib.model.checkpoint import Checkpoint
 from calib.choices import FP8Name, Strategy
+from calib.model.checkpoint import Checkpoint
 from calib.scales.scales import KVScales
 
 

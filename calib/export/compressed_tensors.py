@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from calib.model.checkpoint import Checkpoint
 from calib.errors import UnsupportedExportError
 from calib.export import scales_json
 from calib.export.base import Export
 from calib.export.names import checkpoint_prefix
+from calib.model.checkpoint import Checkpoint
 from calib.scales.scales import KVScales
 
 # quant_methods whose engines read `<attn>.k_scale` beside them without any scheme in the config

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from calib.model.checkpoint import Checkpoint
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export
 from calib.export.compressed_tensors import find_quantization_config
 from calib.export.names import checkpoint_prefix
+from calib.model.checkpoint import Checkpoint
+from calib.scalefiles.file_names import MODELOPT_FILE
 from calib.scales.scales import KVScales
-
-QUANT_CONFIG_FILE = "hf_quant_config.json"
 
 _PRODUCER = {"name": "fp8kv"}
 _READ_UNDER = ("self_attn", "mixer")
@@ -56,7 +55,7 @@ def _export(
         },
     }
     config = {**checkpoint.config, "quantization_config": quantization}
-    return Export(_tensors(scales, checkpoint), config, {QUANT_CONFIG_FILE: document})
+    return Export(_tensors(scales, checkpoint), config, {MODELOPT_FILE: document})
 
 
 def _tensors(scales: KVScales, checkpoint: Checkpoint) -> dict[str, Tensor]:

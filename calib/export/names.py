@@ -1,7 +1,7 @@
 """From transformers' module names to the names in the checkpoint, which engines map themselves."""
 
-from calib.model.checkpoint import Checkpoint
 from calib.errors import UnsupportedExportError
+from calib.model.checkpoint import Checkpoint
 
 
 def checkpoint_prefix(module: str, checkpoint: Checkpoint) -> str:

@@ -1,8 +1,8 @@
 """`kv_cache_scales.json`: vLLM <= 0.6, Aphrodite <= 0.6, SGLang. A number per layer and rank."""
 
-from calib.model.checkpoint import Checkpoint
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export
+from calib.model.checkpoint import Checkpoint
 from calib.scales.scales import KVScales
 
 SCALES_FILE = "kv_cache_scales.json"

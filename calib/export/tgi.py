@@ -1,8 +1,8 @@
 """TGI: scalar `<attn>.kv_scale`, `.k_scale`, `.v_scale`; `kv_cache_torch_dtype` in the config."""
 
-from calib.model.checkpoint import Checkpoint
 from calib.export.base import Export
 from calib.export.names import checkpoint_prefix
+from calib.model.checkpoint import Checkpoint
 from calib.scales.scales import KVScales
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from calib.model.devices import input_device
 from calib.errors import UnsupportedModelError
+from calib.model.devices import input_device
 from calib.scales.scales import SharedAttention
 from fp8kv_runtime.hf import swap_attention
 

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from calib.measure.attention import AttentionMap, map_attention, observe_qkv
 from calib.data import Batch
-from calib.scales.derive import recipe_observer
-from calib.model.devices import input_device
 from calib.errors import CalibrationError, InputError
-from calib.recipe import Recipe
 from calib.measure.accumulate import RunningLayer
+from calib.measure.attention import AttentionMap, map_attention, observe_qkv
+from calib.model.devices import input_device
+from calib.recipe import Recipe
+from calib.scales.derive import recipe_observer
 from calib.scales.stats import KVStats
 
 OnBatch = Callable[[Batch, Callable[[], KVStats]], None]

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import torch
 
-from calib.atomic import Claim, atomic_directory, claimed
-from calib.model.checkpoint import SINGLE_FILE
+from calib.atomic import Claim, atomic_directory, claimed, share_file
 from calib.errors import InputError
 from calib.progress import library_bars_hidden
-from calib.tensor_file import share_file
+from calib.scalefiles.file_names import SINGLE_FILE
 
 BUILTIN_MODELS = ("builtin:smollm2",)
 

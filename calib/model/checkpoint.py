@@ -10,10 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from calib.errors import InputError
 from calib.scalefiles.calibrations import no_model
+from calib.scalefiles.file_names import INDEX_FILE, SINGLE_FILE
 from calib.scalefiles.json import read_object
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
 _SAMPLED_BLOCKS = 16
 _BLOCK_BYTES = 4096

@@ -16,8 +16,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from calib.model.checkpoint import Checkpoint
 from calib.errors import InputError, UnsupportedModelError
+from calib.model.checkpoint import Checkpoint
 from calib.scalefiles.header import read_header
 
 # far beyond every model there is, and near enough to build one in no time

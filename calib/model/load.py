@@ -13,13 +13,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from calib.errors import InputError, UnsupportedModelError
 from calib.model.builtin import BUILTIN_MODELS, builtin_model
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.model.config import auto_class, check_against_weights, read_config
-from calib.errors import InputError, UnsupportedModelError
 from calib.model.hub import download_model
-from calib.progress import library_bars_hidden
 from calib.model.quantized import check_left_over, check_readable, forget_cache_quantization
+from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
 
 

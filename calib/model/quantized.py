@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from calib.model.checkpoint import Checkpoint, quantization_configs, read_json
 from calib.errors import InputError
-from calib.export.modelopt import QUANT_CONFIG_FILE
+from calib.model.checkpoint import Checkpoint, quantization_configs, read_json
+from calib.scalefiles.file_names import MODELOPT_FILE
 from calib.scalefiles.header import read_header
 from calib.scalefiles.names import is_of_cache
 
@@ -108,9 +108,9 @@ def _configs(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
     for place, says in quantization_configs(checkpoint.config):
         implied = {"quant_method": "compressed-tensors"} if place == "compression_config" else {}
         yield place, {**implied, **says}
-    file = checkpoint.path / QUANT_CONFIG_FILE
+    file = checkpoint.path / MODELOPT_FILE
     if file.exists():
-        yield QUANT_CONFIG_FILE, {"quant_method": "modelopt", **read_json(file)}
+        yield MODELOPT_FILE, {"quant_method": "modelopt", **read_json(file)}
 
 
 def _is_known(says: dict[str, Any]) -> bool:

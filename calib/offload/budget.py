@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from calib.measure.attention import AttentionMap
 from calib.data import Batch
-from calib.scales.derive import recipe_observer
 from calib.errors import InputError
-from calib.scales.histogram import NUM_BINS
-from calib.sizes import show_size
+from calib.measure.attention import AttentionMap
 from calib.offload.stages import Stage, Stages
 from calib.recipe import Recipe
+from calib.scales.derive import recipe_observer
+from calib.scales.histogram import NUM_BINS
+from calib.sizes import show_size
 
 # tensors of a token's width alive at once inside a layer, measured on dense and on expert models
 _COPIES = 3

@@ -3,13 +3,13 @@
 import torch
 from transformers import PreTrainedConfig
 
-from calib.model.checkpoint import Checkpoint
 from calib.errors import InputError
+from calib.model.checkpoint import Checkpoint
 from calib.model.load import requested_dtype, uses_gpu
-from calib.offload.memory import available_bytes, resident_bytes
-from calib.sizes import parse_size, show_size
 from calib.model.quantized import is_quantized
+from calib.offload.memory import available_bytes, resident_bytes
 from calib.recipe import Recipe
+from calib.sizes import parse_size, show_size
 
 # the rest is for activations, statistics and whatever else runs on the machine
 _SHARE = 0.9

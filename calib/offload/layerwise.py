@@ -1,4 +1,4 @@
-"""The measurement of `calib.measure.loop`, one layer at a time: the same statistics, bit for bit."""
+"""`calib.measure.loop`, one layer at a time: the same statistics, bit for bit."""
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from calib.data import Batch
+from calib.measure.accumulate import RunningLayer
 from calib.measure.loop import (
     blame,
     first_non_finite,
@@ -27,7 +28,6 @@ from calib.offload.stages import Stages
 from calib.offload.weights import LayerWeights, WeightLoader
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
-from calib.measure.accumulate import RunningLayer
 from calib.scales.stats import KVStats
 
 

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from calib.measure.attention import AttentionMap, map_attention, observe_qkv
 from calib.data import Batch
 from calib.errors import UnsupportedModelError
+from calib.measure.attention import AttentionMap, map_attention, observe_qkv
 from calib.measure.loop import to_device
 from calib.offload.hidden import form_of
 from calib.offload.random_weights import random_weights

@@ -7,22 +7,22 @@ from pathlib import Path
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
-from calib.model.checkpoint import Checkpoint
 from calib.data import Batch
 from calib.errors import InputError
+from calib.model.checkpoint import Checkpoint
 from calib.offload.choice import memory_limit
 from calib.offload.layerwise import LayerwiseModel, Step, calibrate_layerwise
 from calib.offload.memory import resident_bytes
 from calib.offload.probe import probe_layers
 from calib.offload.random_weights import random_bytes
 from calib.offload.shards import stored_tensors
-from calib.sizes import show_size
 from calib.offload.skeleton import execution_device
 from calib.offload.stages import plan_stages
 from calib.offload.weights import WeightLoader
 from calib.progress import Progress
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats
+from calib.sizes import show_size
 
 
 def open_layers(model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe) -> LayerwiseModel:

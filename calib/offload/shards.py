@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calib.model.checkpoint import Checkpoint
 from calib.errors import InputError
+from calib.model.checkpoint import Checkpoint
 
 _ALIGNMENT = 64
 _DTYPES = {

@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
 from calib.model.config import build_on_meta
-from calib.errors import InputError
 from calib.model.load import (
     check_complete,
     loading,
     requested_dtype,
     uses_gpu,
 )
-from calib.offload.shards import StoredTensor, stored_tensors
 from calib.model.quantized import is_quantized
+from calib.offload.shards import StoredTensor, stored_tensors
 from calib.recipe import Recipe
 
 

@@ -5,18 +5,14 @@ import shlex
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.choices import FormatName, Strategy
 from calib.data import CalibrationData
 from calib.export import FORMATS
+from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.recipe import Recipe
 from calib.scales.summary import LayerSummary
-
-if TYPE_CHECKING:
-    from calib.output.finish import Result
-    from calib.generate import Generated
 
 NO_WEIGHTS = "No weights are here: put the source's weight files beside these before serving."
 
@@ -105,67 +101,6 @@ def _card(
         *(["```bash", command, "```", ""] if command else []),
         *([] if not target.note else [f"Note: {target.note}.", ""]),
     ]
-
-
-def closing_lines(result: "Result") -> list[str]:
-    """What the summary says after its table: warnings, speed, where it is, how to serve it."""
-    lines = [f"warning: {warning}" for warning in result.warnings]
-    lines += ["", _speed(result), f"written to {result.output}"]
-    if result.backup:
-        lines.append(f"the files that were replaced are in {result.backup}")
-    for name, directory in result.directories.items():
-        per_head = holds_per_head(name, result.recipe.strategy)
-        if FORMATS[name].note:
-            lines.append(f"note ({name}): {FORMATS[name].note}")
-        if FORMATS[name].with_weights and result.recipe.export.weights == "none":
-            lines.append(f"note ({name}): {NO_WEIGHTS}")
-        if FORMATS[name].serve:
-            lines += [
-                "",
-                f"serve with {FORMATS[name].engine}:",
-                f"  {serve_command(name, directory, per_head=per_head)}",
-            ]
-    return lines
-
-
-def _speed(result: "Result") -> str:
-    seconds = result.seconds
-    if result.tokens_per_second is None:
-        return f"statistics of {result.tokens:,} tokens"
-    return (
-        f"{result.tokens:,} tokens in {seconds['calibrate']:.1f} s "
-        f"({result.tokens_per_second:,.0f} tokens/s); load {seconds['load']:.1f} s, "
-        f"write {seconds['write']:.1f} s"
-    )
-
-
-def generation_lines(result: "Generated") -> list[str]:
-    """What `fp8kv generate` says after the text."""
-    fp8, plain = result.fp8, result.plain
-    ratio = result.bytes_per_token / result.bytes_per_token_16bit
-    lines = [
-        "",
-        f"{len(fp8.token_ids)} tokens in {fp8.seconds:.1f} s ({fp8.tokens_per_second:.1f} "
-        "tokens/s, prompt included)",
-        f"KV cache: {result.bytes_per_token:,} bytes a token in FP8, "
-        f"{result.bytes_per_token_16bit:,} in 16 bits ({ratio:.2f}x)",
-        f"{result.cached_tokens} tokens in blocks of {result.block_size}: "
-        f"{_mib(result.cache_bytes)}; in 16 bits {_mib(result.cache_bytes_16bit)}",
-    ]
-    if plain is not None:
-        speed = fp8.tokens_per_second / plain.tokens_per_second
-        same = f"the first {result.same_tokens} of {len(fp8.token_ids)} tokens are the same"
-        lines += [
-            "",
-            f"with a 16-bit cache ({plain.tokens_per_second:.1f} tokens/s; FP8 runs at "
-            f"{speed:.2f}x): {same}",
-            plain.text,
-        ]
-    return lines
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.2f} MiB"
 
 
 def serve_command(name: FormatName, path: Path, *, per_head: bool) -> str:

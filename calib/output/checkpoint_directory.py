@@ -9,23 +9,23 @@ from typing import Any
 
 from torch import Tensor
 
-from calib.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
+from calib.atomic import save_tensors
 from calib.errors import InputError
 from calib.export.base import Export
-from calib.scalefiles.calibrations import CALIBRATION_FILE as CALIBRATION_FILE
+from calib.model.checkpoint import Checkpoint, read_json
+from calib.output.source_files import keep_source_files, source_files
+from calib.output.weights import OnCopied, Placing, place_shard
+from calib.scalefiles.file_names import (
+    CALIBRATION_FILE,
+    CARD_FILE,
+    INDEX_FILE,
+    SCALES_SHARD,
+    SINGLE_FILE,
+    SOURCE_DIRECTORY,
+    STRESS_FILE,
+)
 from calib.scalefiles.header import read_header
 from calib.scalefiles.names import is_of_cache
-from calib.output.weights import OnCopied, Placing, place_shard
-from calib.output.source_files import (
-    CARD_FILE,
-    SCALES_SHARD,
-    SOURCE_DIRECTORY,
-    keep_source_files,
-    source_files,
-)
-from calib.tensor_file import save_tensors
-
-STRESS_FILE = "fp8kv_stress.json"
 
 # transformers ignores the index, and so our shard, where a file of the usual single name exists
 RENAMED_SINGLE = "model-00001-of-00001.safetensors"

@@ -5,15 +5,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from calib.model.checkpoint import Checkpoint
 from calib.choices import FormatName
-from calib.scales.derive import derive_scales
 from calib.export import FORMATS
-from calib.recipe import Recipe
+from calib.model.checkpoint import Checkpoint
 from calib.output.card import calibration_report
+from calib.output.writing import Destination, make_exports, write_output
+from calib.recipe import Recipe
+from calib.scales.derive import derive_scales
 from calib.scales.stats import KVStats
 from calib.scales.summary import LayerSummary, summarize, warnings_for
-from calib.output.writing import Destination, make_exports, write_output
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 
-from calib.model.checkpoint import SINGLE_FILE
 from calib.errors import InputError
 from calib.export import FORMATS
 from calib.recipe import Recipe
+from calib.scalefiles.file_names import SINGLE_FILE
 
 
 def check_in_place(model_name: str, recipe: Recipe) -> Path:

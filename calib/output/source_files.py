@@ -6,12 +6,13 @@ They lie in a directory below the output's, where no engine looks.
 import shutil
 from pathlib import Path
 
-from calib.model.checkpoint import INDEX_FILE
-
-SCALES_SHARD = "model-fp8kv-scales.safetensors"
-SOURCE_DIRECTORY = "fp8kv_source"
-CARD_FILE = "README.md"
-CONFIG_FILE = "config.json"
+from calib.scalefiles.file_names import (
+    CARD_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    SCALES_SHARD,
+    SOURCE_DIRECTORY,
+)
 
 _REPLACED = (CARD_FILE, CONFIG_FILE, INDEX_FILE)
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from safetensors import safe_open
 
+from calib.atomic import save_tensors
 from calib.choices import Weights
-from calib.tensor_file import save_tensors
 
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}
 _CLONE = 0x40049409  # FICLONE: btrfs, XFS and bcachefs share the blocks until one file changes

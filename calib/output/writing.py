@@ -5,17 +5,18 @@ from pathlib import Path
 from typing import Any
 
 from calib.atomic import Claim, atomic_directory
-from calib.model.checkpoint import Checkpoint
 from calib.choices import FormatName
 from calib.export import FORMATS, Export, export
+from calib.model.checkpoint import Checkpoint
+from calib.output.card import output_card
+from calib.output.checkpoint_directory import write_checkpoint, write_documents, write_json
 from calib.output.in_place import back_up, complete
-from calib.output.checkpoint_directory import CALIBRATION_FILE, write_checkpoint, write_documents, write_json
 from calib.output.weights import OnCopied
 from calib.recipe import Recipe
-from calib.output.card import output_card
+from calib.scalefiles.file_names import CALIBRATION_FILE, STATS_FILE
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
-from calib.scales.stats_file import STATS_FILE, save_stats
+from calib.scales.stats_file import save_stats
 
 
 def make_exports(

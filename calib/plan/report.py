@@ -3,9 +3,9 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from calib.sizes import show_size
 from calib.plan.shape import ModelShape
 from calib.plan.ways import Machines, Way, Workload, ways
+from calib.sizes import show_size
 
 HEADINGS = ("way", "processes", "each GPU", "read per node", "hidden states", "time")
 

@@ -4,16 +4,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from calib.atomic import atomic_directory
-from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.errors import InputError, UnsupportedExportError
 from calib.export import FORMATS, export
-from calib.scalefiles.folder import open_scales
-from calib.scalefiles.fp8_type import fp8_type
-from calib.scalefiles.reading import LayerScalesFound
-from calib.scales.observers import AbsMax
-from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
+from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.output.card import rewritten_card
+from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
 from calib.rewrite.existing import (
     as_scales,
     collect,
@@ -23,8 +19,12 @@ from calib.rewrite.existing import (
     is_usable,
 )
 from calib.rewrite.plain import SCALE_DOCUMENTS, write_plain
+from calib.scalefiles.file_names import CARD_FILE
+from calib.scalefiles.folder import open_scales
+from calib.scalefiles.fp8_type import fp8_type
+from calib.scalefiles.reading import LayerScalesFound
+from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales, LayerScales
-from calib.output.source_files import CARD_FILE
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
 

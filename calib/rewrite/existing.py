@@ -10,10 +10,10 @@ import torch
 from calib.choices import FP8Name, Strategy
 from calib.errors import InputError
 from calib.export.compressed_tensors import find_quantization_config
+from calib.model.quantized import is_of_attention, leaves_weights
 from calib.scalefiles.folder import ScaleDirectory, open_scales
 from calib.scalefiles.fp8_type import fp8_type
 from calib.scalefiles.reading import LayerScalesFound, Values, layers_of
-from calib.model.quantized import is_of_attention, leaves_weights
 from calib.scales.scales import KVScales, LayerScales
 
 

@@ -5,11 +5,23 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from calib.model.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
 from calib.export.compressed_tensors import find_quantization_config
-from calib.output.checkpoint_directory import RENAMED_SINGLE, copy_small_files, place_weights, write_index, write_json
+from calib.model.checkpoint import Checkpoint, read_json
+from calib.output.checkpoint_directory import (
+    RENAMED_SINGLE,
+    copy_small_files,
+    place_weights,
+    write_index,
+    write_json,
+)
+from calib.output.source_files import source_files
 from calib.rewrite.existing import config_without_scales
-from calib.output.source_files import CARD_FILE, CONFIG_FILE, source_files
+from calib.scalefiles.file_names import (
+    CARD_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+)
 
 # documents that hold scales, or say that there are some
 SCALE_DOCUMENTS = ("hf_quant_config.json", "kv_cache_scales.json")

@@ -4,10 +4,7 @@ from pathlib import Path
 
 from calib.choices import FORMATS
 from calib.errors import InputError
-from calib.scalefiles.scales_json import JSON_FILE
-
-CALIBRATION_FILE = "fp8kv_calibration.json"
-STATS_FILE = "fp8kv_stats.safetensors"
+from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, STATS_FILE
 
 
 def statistics_file(path: Path) -> Path:

@@ -7,15 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
-from calib.scalefiles.calibrations import STATS_FILE, no_model
+from calib.scalefiles.calibrations import no_model
+from calib.scalefiles.file_names import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    JSON_FILE,
+    MODELOPT_FILE,
+    STATS_FILE,
+)
 from calib.scalefiles.header import Entry, read_header, read_values
 from calib.scalefiles.json import read_object
 from calib.scalefiles.names import ScaleName, parse_scale_name
-from calib.scalefiles.scales_json import JSON_FILE, ScalesJson, read_scales_json
+from calib.scalefiles.scales_json import ScalesJson, read_scales_json
 
-INDEX_FILE = "model.safetensors.index.json"
-CONFIG_FILE = "config.json"
-MODELOPT_FILE = "hf_quant_config.json"
 # a name that ends so holds measurements of ours, which engines that read an index never see
 _NO_WEIGHTS = STATS_FILE
 # what no model comes near

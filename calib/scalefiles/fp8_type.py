@@ -5,8 +5,8 @@ from typing import Any
 
 from calib.choices import FP8Name
 from calib.errors import InputError
+from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.folder import ScaleDirectory
-from calib.scalefiles.scales_json import JSON_FILE
 
 FP8_MAX: dict[FP8Name, float] = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0}
 _TYPES: dict[str, FP8Name] = {f"float8_{name}": name for name in FP8_MAX}

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calib.scalefiles.folder import MODELOPT_FILE, ScaleDirectory, open_scales
+from calib.scalefiles.file_names import JSON_FILE, MODELOPT_FILE
+from calib.scalefiles.folder import ScaleDirectory, open_scales
 from calib.scalefiles.reading import LayerScalesFound, Values, layers_of, value_problems
-from calib.scalefiles.scales_json import JSON_FILE
 
 HEADINGS = ("layer", "K scale", "V scale", "Q scale", "type", "shape")
 

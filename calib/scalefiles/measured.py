@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 from calib.errors import InputError
-from calib.scalefiles.calibrations import STATS_FILE, statistics_file
+from calib.scalefiles.calibrations import statistics_file
+from calib.scalefiles.file_names import STATS_FILE
 from calib.scalefiles.header import read_header, read_values
 
 _AMAX = re.compile(r".+\.(?P<layer>\d{1,6})\..+\.(?P<letter>[kvq])\.amax")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from calib.errors import InputError
+from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
-from calib.scalefiles.scales_json import JSON_FILE
 
 Values = tuple[float, ...]
 # no |K| or |V| that a model computes comes from so small a scale: memory that nobody filled

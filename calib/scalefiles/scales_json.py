@@ -10,8 +10,6 @@ from typing import Any
 from calib.errors import InputError
 from calib.scalefiles.json import read_object
 
-JSON_FILE = "kv_cache_scales.json"
-
 
 @dataclass(frozen=True)
 class ScalesJson:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calib.errors import InputError
-from calib.scales.observers import Observer, make_observer
-from calib.output.checkpoint_directory import CALIBRATION_FILE
 from calib.recipe import Recipe, load_recipe
+from calib.scalefiles.file_names import CALIBRATION_FILE
+from calib.scales.observers import Observer, make_observer
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats

@@ -14,14 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from calib.atomic import save_tensors
 from calib.errors import InputError
-from calib.scalefiles.calibrations import STATS_FILE as STATS_FILE
 from calib.scalefiles.calibrations import statistics_file
+from calib.scalefiles.file_names import STATS_FILE
 from calib.scalefiles.json import parse_object
 from calib.scales.histogram import NUM_BINS
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import KVStats, LayerStats, TensorStats
-from calib.tensor_file import save_tensors
 
 _KEY = "fp8kv_stats"
 _FIELDS = {

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from calib.measure.attention import CachedAttention, map_attention
 from calib.errors import InputError, UnsupportedModelError
+from calib.measure.attention import CachedAttention, map_attention
 
 _SEPARATE = ("q_proj", "k_proj", "v_proj")
 _STACKED = "qkv_proj"  # rows of all queries, then of all keys, then of all values

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
-from calib.atomic import atomic_directory
-from calib.measure.attention import observe_qkv
-from calib.model.checkpoint import Checkpoint, open_checkpoint
+from calib.atomic import atomic_directory, share_file
 from calib.errors import InputError, UnsupportedModelError
 from calib.export.compressed_tensors import find_quantization_config
+from calib.measure.attention import observe_qkv
+from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.model.load import find_checkpoint, load_config, load_model
-from calib.output.checkpoint_directory import STRESS_FILE, check_output, copy_small_files, write_json
+from calib.output.checkpoint_directory import check_output, copy_small_files, write_json
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe, load_recipe
+from calib.scalefiles.file_names import STRESS_FILE
 from calib.stress.rescaling import Factors, rescale
-from calib.tensor_file import share_file
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 _PROBE_TOKENS = 24

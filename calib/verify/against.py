@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from calib.scalefiles.reading import LayerScalesFound
 from calib.scalefiles.measured import Amax
+from calib.scalefiles.reading import LayerScalesFound
 
 # rounding to bfloat16 takes 0.4 %
 _CLIPS = 1.005

@@ -1,9 +1,10 @@
 """`kv_cache_scales.json` as vLLM 0.4 read it: one mistake, and every scale is 1.0."""
 
-from calib.verify.result import Outcome, Simulation, default
-from calib.verify.place import Place
+from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.folder import ScaleDirectory
-from calib.scalefiles.scales_json import JSON_FILE, ScalesJson
+from calib.scalefiles.scales_json import ScalesJson
+from calib.verify.place import Place
+from calib.verify.result import Outcome, Simulation, default
 
 
 def simulate_json(directory: ScaleDirectory, place: Place, found: Simulation) -> None:

@@ -2,12 +2,12 @@
 
 from typing import Any
 
+from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
 from calib.verify.legacy_json import simulate_json
-from calib.verify.result import Outcome, Refused, Simulation, default
 from calib.verify.place import Place
+from calib.verify.result import Outcome, Refused, Simulation, default
 from calib.verify.rules import Method, Rules
 from calib.verify.values import heads_of, one_or_per_head, pair, scalar
-from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
 
 Params = dict[tuple[str, str], ScaleTensor]  # (attention module, letter) -> what reaches it
 

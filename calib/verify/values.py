@@ -4,10 +4,10 @@ import math
 import struct
 from collections.abc import Mapping
 
-from calib.verify.result import Outcome, Refused, Values, default
-from calib.verify.place import Place
-from calib.verify.rules import Method
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
+from calib.verify.place import Place
+from calib.verify.result import Outcome, Refused, Values, default
+from calib.verify.rules import Method
 
 Tensors = Mapping[str, ScaleTensor | None]  # k, v, q
 

@@ -5,14 +5,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from calib.verify.against import Fit, compare_with, fit_problems
-from calib.verify.result import Simulation
-from calib.verify.place import Place
-from calib.verify.rules import Rules
-from calib.verify.simulate import ONE_GPU, simulate
 from calib.scalefiles.fp8_type import FP8_MAX, fp8_type
 from calib.scalefiles.inspection import Inspection, inspect_directory
 from calib.scalefiles.measured import read_amax
+from calib.verify.against import Fit, compare_with, fit_problems
+from calib.verify.place import Place
+from calib.verify.result import Simulation
+from calib.verify.rules import Rules
+from calib.verify.simulate import ONE_GPU, simulate
 
 HEADINGS = ("engine", "K scales", "V scales", "Q scales", "FP8 cache")
 

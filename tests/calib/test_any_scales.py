@@ -4,16 +4,15 @@ import json
 
 import pytest
 import torch
-from conftest import save_model
-from families import tiny_model
+from command_line import calibrate
+from families import save_model, tiny_model
 from safetensors.torch import save_file
-from test_cli import calibrate
 from transformers import AutoModelForCausalLM
 
 from calib.any_scales import load_any_scales
-from calib.scales.derive import load_scales
 from calib.errors import InputError
 from calib.scalefiles.fp8_type import FP8_MAX
+from calib.scales.derive import load_scales
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 

@@ -3,13 +3,12 @@
 import json
 
 import pytest
-from conftest import save_model
-from families import tiny_model
-from test_cli import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error
+from families import save_model, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from calib.scales.derive import load_scales
 from calib.generate import Generated, Generation
+from calib.scales.derive import load_scales
 from fp8kv_runtime.hf import fp8_attention
 
 PROMPT = "w5 w81 w7 w44 w9 w3"

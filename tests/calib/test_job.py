@@ -4,17 +4,17 @@ import json
 
 import pytest
 import torch
-from conftest import save_model
-from families import HYBRIDS, SHARED_KV, tiny_model
+from families import HYBRIDS, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file
 
 from calib.choices import FORMATS
-from calib.scales.derive import load_scales
 from calib.errors import InputError, UnsupportedExportError
 from calib.job import default_output, run
 from calib.progress import Progress
 from calib.recipe import load_recipe, recipe_names
-from calib.scales.stats_file import STATS_FILE, load_stats
+from calib.scalefiles.file_names import STATS_FILE
+from calib.scales.derive import load_scales
+from calib.scales.stats_file import load_stats
 
 SMALL = {"data.dataset": "random", "data.samples": 6, "data.seq_len": 32, "device": "cpu"}
 
@@ -146,7 +146,7 @@ def test_what_must_fail_fails_before_the_weights_are_read(
 
 def test_an_export_that_must_fail_fails_before_calibration(tmp_path, monkeypatch):
     source = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
-    monkeypatch.setattr("calib.share.calibrate", lambda *_, **__: pytest.fail("it was calibrated"))
+    monkeypatch.setattr("calib.job.calibrate", lambda *_, **__: pytest.fail("it was calibrated"))
     with pytest.raises(UnsupportedExportError, match="only under self_attn or mixer"):
         run(str(source), recipe(export__formats=["modelopt"]), tmp_path / "out")
 

@@ -5,10 +5,9 @@ import shutil
 
 import pytest
 import torch
-from conftest import save_model
-from families import tiny_model
+from command_line import fp8kv, one_line_error
+from families import save_model, tiny_model
 from safetensors.torch import load_file
-from test_cli import fp8kv, one_line_error
 
 COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu")
 LENGTHS = ("--seq-len", 24, "--batch-size", 1)

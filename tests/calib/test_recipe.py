@@ -5,8 +5,8 @@ import json
 import pytest
 import yaml
 
-from calib.errors import InputError
 from calib.commands.overrides import assignments
+from calib.errors import InputError
 from calib.recipe import Recipe, load_recipe, recipe_names, recipe_text
 
 # each level holds the one before nine times

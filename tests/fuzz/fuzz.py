@@ -15,17 +15,17 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["calib"]):
-    from calib.verify.place import Place
-    from calib.verify.rules import choose_rules
-    from calib.verify.simulate import simulate
     from calib.errors import Fp8kvError
+    from calib.recipe import load_recipe
     from calib.scalefiles.folder import open_scales
     from calib.scalefiles.header import read_header, read_values
     from calib.scalefiles.inspection import inspect_directory, table_rows
     from calib.scalefiles.json import parse_object
     from calib.scalefiles.names import parse_scale_name
     from calib.scalefiles.scales_json import read_scales_json
-    from calib.recipe import load_recipe
+    from calib.verify.place import Place
+    from calib.verify.rules import choose_rules
+    from calib.verify.simulate import simulate
 
 SCRATCH = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 ENGINES = choose_rules(None, None)

@@ -23,9 +23,9 @@ from scale_cases import CASES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, write_case
 from torch import nn
 from transformers import AutoConfig
 
+from calib.scalefiles.folder import open_scales
 from calib.verify.rules import Rules, choose_rules
 from calib.verify.simulate import simulate
-from calib.scalefiles.folder import open_scales
 
 # what SGLang imports for pictures, of which there is no build for this torch
 pictures = Path(tempfile.mkdtemp(), "torchvision-0.28.0.dist-info")

@@ -17,9 +17,9 @@ from pathlib import Path
 from engine import ONE_GPU, Place, load
 from scale_cases import CASES, PLACES, write_case
 
+from calib.scalefiles.folder import open_scales
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import Simulation, simulate
-from calib.scalefiles.folder import open_scales
 
 Held = dict[str, list[float]]  # "attention module, letter" -> scales, of one rank or of all
 RANK = "--rank"

@@ -5,9 +5,9 @@ from itertools import cycle
 
 import pytest
 import torch
+from checks import assert_rounded, assert_stored
 from paged import FORMATS, NAN_CODE, RUNTIME, Case
 from paged import poisoned as poison
-from checks import assert_rounded, assert_stored
 
 from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks
 

@@ -5,11 +5,11 @@ import random
 import re
 from dataclasses import replace
 
+import oracle
 import pytest
 import torch
-from paged import FORMATS, RUNTIME, Case, build
-import oracle
 from checks import assert_attention, assert_output, head_errors, tolerance
+from paged import FORMATS, RUNTIME, Case, build
 
 from fp8kv_runtime.options import AttentionOptions
 

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from kernels.bound import hottest_loop, parse, predict, tiles_in_flight
 from kernels.offline import Compiled
 from kernels.processors import PROCESSORS

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from paged import RUNTIME, Case, build
 from checks import STEP, head_errors
+from paged import RUNTIME, Case, build
 
 from fp8kv_runtime.cache import PagedSequences
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from paged import RUNTIME, Case, poisoned
 from checks import STEP, head_errors
+from paged import RUNTIME, Case, poisoned
 
 from fp8kv_runtime.cache import PagedKVCache
 from fp8kv_runtime.options import AttentionOptions

@@ -6,9 +6,9 @@ from functools import partial
 import pytest
 import torch
 from cache_model import run_history
+from checks import INTERPRETED, assert_attention, assert_rounded, assert_stored
 from mutants import mutant
 from paged import RUNTIME, Case
-from checks import INTERPRETED, assert_attention, assert_rounded, assert_stored
 
 pytestmark = [
     pytest.mark.skipif(

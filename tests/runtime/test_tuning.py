@@ -5,8 +5,8 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from paged import Case, build
 from checks import assert_attention
+from paged import Case, build
 
 from calib.doctor import examine
 from fp8kv_runtime.bench import tune

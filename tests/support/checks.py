@@ -3,9 +3,9 @@
 import os
 from dataclasses import replace
 
+import oracle
 import torch
 from paged import RUNTIME, Case, build
-import oracle
 
 # Rounding one value: half a step of its significand. Triton's interpreter cuts bfloat16 off, which
 # is a whole step.

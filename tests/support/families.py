@@ -1,5 +1,7 @@
 """Tiny random models of every supported family, built from their configs; no download."""
 
+import json
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -108,3 +110,31 @@ def spread(model):
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     return model
+
+
+def save_model(model, directory):
+    model.save_pretrained(directory)
+    vocabulary = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 128)}}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [
+            {
+                "id": i,
+                "content": token,
+                "special": True,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+            }
+            for i, token in enumerate(("<pad>", "<s>", "</s>"))
+        ],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "<pad>"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special})
+    )
+    return directory

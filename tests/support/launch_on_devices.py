@@ -14,6 +14,8 @@ os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
+from kernels.offline import _AbsentGPU
+from kernels.variants import VARIANTS
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
@@ -21,9 +23,7 @@ from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import append_kv
 from fp8kv_runtime.kernels.decode import decode_attention
 from fp8kv_runtime.kernels.extend import extend_attention
-from kernels.offline import _AbsentGPU
 from fp8kv_runtime.kernels.targets import TARGETS
-from kernels.variants import VARIANTS
 
 current, entered, seen = 0, [], []
 

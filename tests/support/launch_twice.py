@@ -11,15 +11,15 @@ os.environ.pop("TRITON_INTERPRET", None)
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 import torch
+from kernels.offline import pretend
+from kernels.variants import VARIANTS
 from triton.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 from fp8kv_runtime.kernels.append_kv import append_kv
 from fp8kv_runtime.kernels.decode import decode_attention
 from fp8kv_runtime.kernels.extend import extend_attention
-from kernels.offline import pretend
 from fp8kv_runtime.kernels.targets import TARGETS
-from kernels.variants import VARIANTS
 
 launched = []
 found_by_triton = []

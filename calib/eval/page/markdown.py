@@ -2,7 +2,7 @@
 
 from calib.eval.schema import Figure, Report, Row, TaskFigure
 from calib.eval.variants import REFERENCE
-from calib.commands.tables import plain
+from calib.text import plain
 
 HEADINGS = ("cache", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
 NO_DIFFERENCE = "no measurable difference"

@@ -1,8 +1,7 @@
 """One small evaluation, for the tests of what becomes of it."""
 
 import pytest
-from conftest import save_model
-from families import FAMILIES, tiny_model
+from families import FAMILIES, save_model, tiny_model
 
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite

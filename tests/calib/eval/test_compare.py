@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_cli import fp8kv, one_line_error
+from command_line import fp8kv, one_line_error
 
 
 def figure(value, spread=0.1):

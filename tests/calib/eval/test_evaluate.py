@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import save_model
+from command_line import calibrate, fp8kv, one_line_error
 from fake_quant import fake_quantized, rounded
-from families import FAMILIES, tiny_model
-from test_cli import calibrate, fp8kv, one_line_error
+from families import FAMILIES, save_model, tiny_model
 from transformers import AutoModelForCausalLM
 
 from calib.data import load_data

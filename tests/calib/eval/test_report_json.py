@@ -14,7 +14,6 @@ import torch
 from families import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM
 
-from calib.measure.attention import observe_qkv
 from calib.data import load_data
 from calib.eval.advice import verdict
 from calib.eval.layer_errors import FIRST_BIN, layer_errors, layer_values
@@ -22,6 +21,7 @@ from calib.eval.reading import Measured
 from calib.eval.schema import Figure, Report, Row
 from calib.eval.statistics import Divergence, kl_by_position, ratio
 from calib.eval.variants import Variant
+from calib.measure.attention import observe_qkv
 from calib.model.load import find_checkpoint, load_tokenizer
 
 

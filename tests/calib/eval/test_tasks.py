@@ -15,12 +15,11 @@ import datasets
 import lm_eval
 import pytest
 import yaml
-from conftest import save_model
+from command_line import fp8kv, one_line_error
 from fake_quant import fake_quantized, scales_for
-from families import FAMILIES, tiny_model
+from families import FAMILIES, save_model, tiny_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
-from test_cli import fp8kv, one_line_error
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calib.errors import InputError

@@ -9,8 +9,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
 
-from calib.measure.attention import map_attention, observe_qkv
 from calib.errors import UnsupportedModelError
+from calib.measure.attention import map_attention, observe_qkv
 from calib.scales.scales import SharedAttention
 
 MASK = torch.tensor([[1] * 12, [1] * 9 + [0] * 3])

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_model
-from families import tiny_model
+from command_line import fp8kv, one_line_error
+from families import save_model, tiny_model
 from safetensors.torch import load_file
-from test_cli import fp8kv, one_line_error
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 DATA = ("--dataset", "random", "--samples", 12, "--seq-len", 24, "--batch-size", 2)
 COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu")
 

@@ -6,12 +6,12 @@ from accelerate import cpu_offload
 from families import FAMILIES, HYBRIDS, tiny_model
 from transformers import DynamicCache
 
-from calib.measure.attention import map_attention
 from calib.data import make_batches
 from calib.errors import CalibrationError, InputError
-from calib.scales.histogram import NUM_BINS, magnitude_histogram
+from calib.measure.attention import map_attention
 from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
+from calib.scales.histogram import NUM_BINS, magnitude_histogram
 
 GENERATOR = torch.Generator().manual_seed(1)
 SAMPLES = [

@@ -4,13 +4,13 @@ import pytest
 import torch
 from families import tiny_model
 
-from calib.measure.attention import map_attention
 from calib.data import make_batches
 from calib.errors import InputError
+from calib.job import calibrate_share
+from calib.measure.attention import map_attention
 from calib.measure.loop import calibrate
-from calib.recipe import load_recipe
 from calib.measure.resume import SavedProgress, progress_file
-from calib.share import calibrate_share
+from calib.recipe import load_recipe
 from calib.scales.stats_file import save_stats
 
 SAMPLES = [list(range(3 + i, 40 + i)) for i in range(6)]

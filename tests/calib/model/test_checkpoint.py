@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from calib.model.checkpoint import fingerprint, open_checkpoint
 from calib.errors import InputError
+from calib.model.checkpoint import fingerprint, open_checkpoint
 
 
 @pytest.fixture

@@ -3,12 +3,11 @@
 import json
 
 import pytest
-from conftest import save_model
-from families import tiny_model
-from test_cli import SMALL, fp8kv, one_line_error
+from command_line import SMALL, fp8kv, one_line_error
+from families import save_model, tiny_model
 
-from calib.model.config import build_on_meta
 from calib.errors import InputError
+from calib.model.config import build_on_meta
 from calib.model.load import find_checkpoint, load_config
 from calib.plan.shape import model_shape
 from calib.recipe import load_recipe

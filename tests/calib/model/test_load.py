@@ -5,16 +5,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import save_model
-from families import MLA, tiny_model, tiny_vision_language_model
+from families import MLA, save_model, tiny_model, tiny_vision_language_model
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 
-from calib.model import hub
-from calib.measure.attention import map_attention
 from calib.errors import InputError, UnsupportedModelError
 from calib.export.names import checkpoint_prefix
-from calib.model.load import check_positions, find_checkpoint, load_config, load_model, load_tokenizer
+from calib.measure.attention import map_attention
+from calib.model import hub
+from calib.model.load import (
+    check_positions,
+    find_checkpoint,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from calib.recipe import load_recipe
 
 

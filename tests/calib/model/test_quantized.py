@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import save_model
-from families import tiny_model, tiny_vision_language_model
+from command_line import SMALL, calibrate, fp8kv, one_line_error
+from families import save_model, tiny_model, tiny_vision_language_model
 from quantized_models import (
     HF_QUANT_CONFIG,
     KV_SCHEME,
@@ -17,7 +17,6 @@ from quantized_models import (
     modelopt,
 )
 from safetensors.torch import load_file, save_file
-from test_cli import SMALL, calibrate, fp8kv, one_line_error
 
 from calib.errors import InputError
 from calib.model.load import find_checkpoint, load_config, load_model

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from test_cli import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error
 
 FLAGS = ["--samples", "2", "--seq-len", "16", "--device", "cpu"]
 

@@ -10,8 +10,8 @@ from calib.model.load import find_checkpoint, load_config
 from calib.offload import choice, memory
 from calib.offload.memory import available_bytes, resident_bytes
 from calib.offload.run import scratch_directory
-from calib.sizes import parse_size, show_size
 from calib.recipe import load_recipe
+from calib.sizes import parse_size, show_size
 
 GIB = 1 << 30
 

@@ -8,8 +8,8 @@ from families import MLA, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from calib.measure.attention import AttentionMap
 from calib.errors import InputError, UnsupportedModelError
+from calib.measure.attention import AttentionMap
 from calib.offload import probe, shards
 from calib.offload.random_weights import random_bytes, random_weights
 from calib.offload.replay import replaying

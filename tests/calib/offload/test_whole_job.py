@@ -15,7 +15,7 @@ import cli
 from calib.data import load_data
 from calib.model.load import find_checkpoint, load_tokenizer
 from calib.offload.memory import resident_bytes
-from calib.scales.stats_file import STATS_FILE
+from calib.scalefiles.file_names import STATS_FILE
 
 SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu"]
 

@@ -12,17 +12,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from calib import atomic
-from calib.output import weights as place
 from calib.atomic import atomic_directory
-from calib.model.checkpoint import open_checkpoint
 from calib.errors import InputError
 from calib.export import export
-from calib.output.checkpoint_directory import (
-    CALIBRATION_FILE,
-    SCALES_SHARD,
-    check_output,
-    write_checkpoint,
-)
+from calib.model.checkpoint import open_checkpoint
+from calib.output import weights as place
+from calib.output.checkpoint_directory import check_output, write_checkpoint
+from calib.scalefiles.file_names import CALIBRATION_FILE, SCALES_SHARD
 
 
 def write(checkpoint, out, *, name="vllm", weights="link"):

@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from calib.output import writing
 from calib.errors import InputError
 from calib.job import run
+from calib.output import writing
 from calib.recipe import load_recipe
-from calib.output.source_files import SCALES_SHARD
-from calib.scales.stats_file import STATS_FILE
+from calib.scalefiles.file_names import SCALES_SHARD, STATS_FILE
 
 SMALL = {"data.dataset": "random", "data.samples": 2, "data.seq_len": 16, "device": "cpu"}
 

@@ -4,13 +4,12 @@ import os
 import shutil
 
 import pytest
-from test_cli import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error
 
 from calib import job, merge
-from calib.output import finish
-from calib.stress import twin as stress
-from calib.output import writing
+from calib.output import finish, writing
 from calib.rewrite import convert as rewrite
+from calib.stress import twin as stress
 
 
 def replaced(file):

@@ -4,8 +4,8 @@ import errno
 import json
 
 import pytest
+from command_line import fp8kv, one_line_error
 from engine_fixtures import make_scales
-from test_cli import fp8kv, one_line_error
 
 from calib import atomic
 from calib.atomic import atomic_directory, claimed

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import fp8kv, one_line_error
 from families import FAMILIES, HYBRIDS, SHARED_KV, tiny_model
-from test_cli import fp8kv, one_line_error
 from torch.utils.flop_counter import FlopCounterMode
 
-from calib.measure.attention import map_attention
 from calib.errors import InputError, UnsupportedModelError
+from calib.measure.attention import map_attention
 from calib.plan.shape import attention_heads, model_shape
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"

@@ -6,10 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import save_model
-from families import tiny_model
+from command_line import calibrate, fp8kv, one_line_error
+from families import save_model, tiny_model
 from safetensors.torch import load_file, save_file
-from test_cli import calibrate, fp8kv, one_line_error
 
 from calib.export import FORMATS
 from calib.scalefiles.folder import open_scales

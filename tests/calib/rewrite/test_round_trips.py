@@ -7,15 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import save_model
-from families import tiny_model
+from families import save_model, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from calib.rewrite.convert import convert
 from calib.scalefiles.folder import open_scales
 from calib.scalefiles.reading import layers_of
-from calib.rewrite.convert import convert
 
 # no deadline: a machine that is busy would fail it; a fixture of the module may be shared
 QUICK = settings(

@@ -5,10 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import save_model
-from families import tiny_model
+from command_line import calibrate, fp8kv, one_line_error
+from families import save_model, tiny_model
 from safetensors import safe_open
-from test_cli import calibrate, fp8kv, one_line_error
 
 from calib.export import FORMATS
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from command_line import fp8kv, one_line_error
 from safetensors.torch import save_file
-from test_cli import fp8kv, one_line_error
 
 from calib.errors import InputError
 from calib.scalefiles.folder import open_scales

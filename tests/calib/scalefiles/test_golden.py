@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import fp8kv
 from safetensors.torch import save_file
 from scale_directories import lines_of
-from test_cli import fp8kv
 
 from calib.scalefiles.folder import open_scales
 from calib.scalefiles.inspection import inspect_directory

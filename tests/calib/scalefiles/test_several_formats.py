@@ -4,9 +4,8 @@ import json
 import shutil
 
 import pytest
-from conftest import save_model
-from families import tiny_model
-from test_cli import calibrate, fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error
+from families import save_model, tiny_model
 
 from calib.scalefiles.folder import open_scales
 from calib.scalefiles.reading import layers_of

@@ -4,16 +4,15 @@ import json
 
 import pytest
 import torch
-from conftest import save_model
-from families import tiny_model
-from test_cli import fp8kv, one_line_error
+from command_line import fp8kv, one_line_error
+from families import save_model, tiny_model
 from test_generate import as_json, continuation
 
-from calib.scales.derive import derive_scales, load_scales
 from calib.errors import InputError
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.recipe import load_recipe
+from calib.scales.derive import derive_scales, load_scales
 from calib.scales.stats_file import load_stats
 from calib.scales.summary import summarize
 

@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from calib.errors import CalibrationError, InputError
+from calib.scalefiles.file_names import STATS_FILE
 from calib.scales.histogram import NUM_BINS
 from calib.scales.observers import AbsMax
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import KVStats, LayerStats, TensorStats, dead_groups
-from calib.scales.stats_file import STATS_FILE, load_stats, save_stats
+from calib.scales.stats_file import load_stats, save_stats
 
 
 def histogram_of(k):

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from calib.errors import InputError
+from calib.scalefiles.file_names import STATS_FILE
 from calib.scales.histogram import NUM_BINS
-from calib.scales.stats_file import STATS_FILE, load_progress, load_stats
+from calib.scales.stats_file import load_progress, load_stats
 
 MODULE = {"layer_idx": 0, "tokens": 10}
 FACTS = {"version": 1, "modules": {"a": MODULE}, "shared": {}, "progress": None}

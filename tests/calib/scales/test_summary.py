@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from calib.scales.observers import AbsMax
 from calib.recipe import load_recipe
+from calib.scales.observers import AbsMax
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.summary import summarize, table_rows, warnings_for

@@ -6,18 +6,17 @@ import pydoc_data.topics
 
 import pytest
 import torch
-from conftest import save_model
+from command_line import calibrate, fp8kv, one_line_error
 from fake_quant import measured_scales
-from families import FAMILIES, MLA, SHARED_KV, tiny_model
+from families import FAMILIES, MLA, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
-from test_cli import calibrate, fp8kv, one_line_error
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from calib.stress import rescaling
-from calib.measure.attention import observe_qkv
 from calib.errors import InputError
 from calib.generate import unit_scales
+from calib.measure.attention import observe_qkv
+from calib.stress import rescaling
 from calib.stress.twin import parse_factor
 from fp8kv_runtime.hf import fp8_attention
 

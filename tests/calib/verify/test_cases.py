@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from calib.scalefiles.folder import open_scales
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
-from calib.scalefiles.folder import open_scales
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
 from scale_cases import CASES, LAYERS, write_case

@@ -1,13 +1,13 @@
 """`fp8kv verify` elsewhere than on one GPU: tensor parallelism, MI300, and Aphrodite."""
 
 import pytest
+from command_line import fp8kv
 from scale_directories import COMPRESSED, GOOD, lines_of, model
-from test_cli import fp8kv
 
+from calib.scalefiles.folder import open_scales
 from calib.verify.place import Place
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
-from calib.scalefiles.folder import open_scales
 
 PER_HEAD = COMPRESSED | {
     "kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}

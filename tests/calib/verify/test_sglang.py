@@ -5,13 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
+from command_line import fp8kv
 from scale_directories import COMPRESSED, NAMES, lines_of, model
-from test_cli import fp8kv
 
-from calib.verify.rules import all_rules, choose_rules
-from calib.verify.simulate import simulate
 from calib.export import FORMATS
 from calib.scalefiles.folder import open_scales
+from calib.verify.rules import all_rules, choose_rules
+from calib.verify.simulate import simulate
 
 OLD, NEW = (choose_rules("sglang", version)[0] for version in ("0.5.9", "0.5.23"))
 SCHEME = COMPRESSED["kv_cache_scheme"]

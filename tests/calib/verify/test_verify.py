@@ -4,14 +4,14 @@ import json
 
 import pytest
 import torch
+from command_line import fp8kv, one_line_error
 from safetensors.torch import save_file
 from scale_directories import COMPRESSED, GOOD, lines_of, model
-from test_cli import fp8kv, one_line_error
 
-from calib.verify.rules import all_rules, choose_rules
-from calib.verify.simulate import simulate
 from calib.errors import InputError
 from calib.scalefiles.folder import open_scales
+from calib.verify.rules import all_rules, choose_rules
+from calib.verify.simulate import simulate
 
 
 def measured(directory, k=(0.5, 0.25), v=(0.125, 0.0625)):

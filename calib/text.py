@@ -1,4 +1,4 @@
-"""YAML from users: nothing given twice, nothing that grows without end, mistakes in one line."""
+"""Text from others: YAML read strictly, and words that cannot steer a terminal."""
 
 from typing import Any
 
@@ -41,3 +41,8 @@ def read_yaml(text: str, source: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: dates and numbers that are none
         reason = " ".join(str(error).split())[:_MAX_QUOTED]
     raise InputError(f"cannot read {source[:_MAX_QUOTED]}: {reason}")
+
+
+def plain(text: str) -> str:
+    """Text that cannot steer a terminal: names may come from files that others made."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
