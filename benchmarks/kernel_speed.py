@@ -29,7 +29,7 @@ from kernel_peers import Attention, Prepare, dense_peers
 from kernel_report import describe_machine, nvidia_smi, write
 from kernel_table import CASES
 
-from fp8kv_runtime.bench import gate
+from fp8kv_runtime.bench import correctness as gate
 from fp8kv_runtime.bench.cases import Case, Inputs, Launchers, build, call, in_float16, tiny
 from fp8kv_runtime.bench.launchers import load_launchers
 from fp8kv_runtime.bench.timing import GpuTimer, Timing

@@ -10,7 +10,7 @@ import torch
 from calib.errors import Fp8kvError, InputError
 
 if TYPE_CHECKING:
-    from fp8kv_runtime.bench.run import Bench
+    from fp8kv_runtime.bench.session import Bench
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
 HEADINGS = ("kernel", "sequences", "FP8, µs", "TB/s", "of a copy", "float16, µs", "float16 / FP8")
@@ -102,7 +102,7 @@ def run_bench(
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported, now or by others
     shape = _heads_of(model, trust_remote_code) if model else parse_heads(heads)
     try:
-        from fp8kv_runtime.bench.run import Bench
+        from fp8kv_runtime.bench.session import Bench
     except ImportError as missing:
         raise InputError(f"the kernels need Triton, which is for Linux only ({missing})") from None
     torch.set_float32_matmul_precision("highest")  # TF32 would be no reference

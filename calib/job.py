@@ -17,7 +17,7 @@ from calib.measure.distributed import World, joined_world
 from calib.measure.loop import calibrate
 from calib.measure.resume import SavedProgress, progress_file
 from calib.model.checkpoint import Checkpoint, fingerprint
-from calib.offload.run import measure_layers
+from calib.offload.entry import measure_layers
 from calib.output.card import dataset_facts
 from calib.output.finish import Result, finish
 from calib.output.in_place import check_in_place

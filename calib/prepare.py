@@ -14,8 +14,8 @@ from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids, input_device
 from calib.model.load import find_checkpoint, fit_seq_len, load_config, load_model, load_tokenizer
 from calib.offload.choice import resolve_offload
+from calib.offload.entry import open_layers
 from calib.offload.layerwise import LayerwiseModel
-from calib.offload.run import open_layers
 from calib.offload.skeleton import load_skeleton
 from calib.output.checkpoint_directory import check_output
 from calib.output.writing import make_exports

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8kv_runtime import reference
-from fp8kv_runtime.bench import gate
+from fp8kv_runtime.bench import correctness as gate
 from fp8kv_runtime.bench.cases import build
 from fp8kv_runtime.bench.cases import tiny as tiny_cases
 from fp8kv_runtime.bench.timing import Timing

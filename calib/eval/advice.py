@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from calib.eval.reading import Measured
+from calib.eval.reader import Measured
 from calib.eval.schema import LayerRow, Row, Search
 from calib.eval.search import skip_argument
 from calib.eval.statistics import estimate

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.eval.given import samples_seen
+from calib.eval.material import Material, make_material
 from calib.eval.schema import Data, Suite
-from calib.eval.text import Material, make_material
 from calib.measure.loop import calibrate
 from calib.model.devices import check_token_ids
 from calib.model.load import model_positions

@@ -22,15 +22,15 @@ from calib.eval.calibration import (
 )
 from calib.eval.gate import failures
 from calib.eval.given import given_names, given_variants
+from calib.eval.material import Material, split_texts
 from calib.eval.page.files import check_report_directory, write_report
-from calib.eval.reading import Measured, measure
+from calib.eval.reader import Measured, measure
 from calib.eval.schema import SCHEMA, Conditions, Report, Search, Suite, Texts
 from calib.eval.search import search
 from calib.eval.suites import fitting_suite
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
-from calib.eval.text import Material, split_texts
 from calib.eval.variants import Variant, build_variants
 from calib.model.load import find_checkpoint, load_config, load_model, load_tokenizer
 from calib.output.card import versions

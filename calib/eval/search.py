@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calib.eval.reading import read
+from calib.eval.reader import read
 from calib.eval.schema import Search
 from calib.eval.statistics import chunks
 from calib.eval.variants import Variant

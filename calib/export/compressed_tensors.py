@@ -12,7 +12,7 @@ from torch import Tensor
 from calib.errors import UnsupportedExportError
 from calib.export import scales_json
 from calib.export.base import Export
-from calib.export.names import checkpoint_prefix
+from calib.export.prefixes import checkpoint_prefix
 from calib.model.checkpoint import Checkpoint
 from calib.scales.scales import KVScales
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export
 from calib.export.compressed_tensors import find_quantization_config
-from calib.export.names import checkpoint_prefix
+from calib.export.prefixes import checkpoint_prefix
 from calib.model.checkpoint import Checkpoint
 from calib.scalefiles.file_names import MODELOPT_FILE
 from calib.scales.scales import KVScales

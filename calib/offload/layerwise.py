@@ -50,7 +50,7 @@ class Step:
 
 @dataclass(frozen=True)
 class LayerwiseModel:
-    """A model whose weights stay in its checkpoint; see `calib.offload.run`."""
+    """A model whose weights stay in its checkpoint; see `calib.offload.entry`."""
 
     model: PreTrainedModel  # on the meta device
     device: torch.device  # where layers compute

@@ -13,8 +13,8 @@ from calib.atomic import save_tensors
 from calib.errors import InputError
 from calib.export.base import Export
 from calib.model.checkpoint import Checkpoint, read_json
+from calib.output.placing import OnCopied, Placing, place_shard
 from calib.output.source_files import keep_source_files, source_files
-from calib.output.weights import OnCopied, Placing, place_shard
 from calib.scalefiles.file_names import (
     CALIBRATION_FILE,
     CARD_FILE,

@@ -11,7 +11,7 @@ from calib.model.checkpoint import Checkpoint
 from calib.output.card import output_card
 from calib.output.checkpoint_directory import write_checkpoint, write_documents, write_json
 from calib.output.in_place import back_up, complete
-from calib.output.weights import OnCopied
+from calib.output.placing import OnCopied
 from calib.recipe import Recipe
 from calib.scalefiles.file_names import CALIBRATION_FILE, STATS_FILE
 from calib.scales.scales import KVScales

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fp8kv_runtime.bench import gate
+from fp8kv_runtime.bench import correctness as gate
 from fp8kv_runtime.bench.cases import Case, Launchers, build, call
 from fp8kv_runtime.bench.timing import Work
 from fp8kv_runtime.kernels.table import Config, Row, Table

@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 
 import cli
 from calib import bench as facade
-from fp8kv_runtime.bench import gate, run
+from fp8kv_runtime.bench import correctness as gate
+from fp8kv_runtime.bench import session as run
 
 RUNNER = CliRunner()
 

@@ -21,7 +21,7 @@ from kernel_table import CASES
 from outputs import report
 from triton.backends import backends
 
-from fp8kv_runtime.bench import gate
+from fp8kv_runtime.bench import correctness as gate
 from fp8kv_runtime.bench.cases import build, call, tiny
 from fp8kv_runtime.bench.launchers import load_launchers
 

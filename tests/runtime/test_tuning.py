@@ -11,7 +11,7 @@ from paged import Case, build
 from calib.doctor import examine
 from fp8kv_runtime.bench import tune
 from fp8kv_runtime.bench.cases import Case as BenchCase
-from fp8kv_runtime.bench.run import Bench
+from fp8kv_runtime.bench.session import Bench
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.kernels import tuning
 from fp8kv_runtime.kernels.table import Config, Row, read_table, tuned_path, write_table

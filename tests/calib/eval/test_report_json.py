@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from calib.data import load_data
 from calib.eval.advice import verdict
 from calib.eval.layer_errors import FIRST_BIN, layer_errors, layer_values
-from calib.eval.reading import Measured
+from calib.eval.reader import Measured
 from calib.eval.schema import Figure, Report, Row
 from calib.eval.statistics import Divergence, kl_by_position, ratio
 from calib.eval.variants import Variant

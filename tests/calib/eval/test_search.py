@@ -7,7 +7,7 @@ import torch
 from families import tiny_model
 
 from calib.data import make_batches
-from calib.eval.reading import read
+from calib.eval.reader import read
 from calib.eval.search import _only, search, skip_argument
 from calib.eval.variants import build_variants
 from calib.measure.loop import calibrate

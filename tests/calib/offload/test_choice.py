@@ -8,8 +8,8 @@ import torch
 from calib.errors import InputError
 from calib.model.load import find_checkpoint, load_config
 from calib.offload import choice, memory
+from calib.offload.entry import scratch_directory
 from calib.offload.memory import available_bytes, resident_bytes
-from calib.offload.run import scratch_directory
 from calib.recipe import load_recipe
 from calib.sizes import parse_size, show_size
 

@@ -86,7 +86,7 @@ from calib.data import make_batches
 from calib.model.load import find_checkpoint, load_config
 from calib.offload.layerwise import calibrate_layerwise
 from calib.offload.memory import resident_bytes
-from calib.offload.run import open_layers
+from calib.offload.entry import open_layers
 from calib.offload.skeleton import load_skeleton
 from calib.recipe import load_recipe
 

@@ -16,7 +16,7 @@ from calib.atomic import atomic_directory
 from calib.errors import InputError
 from calib.export import export
 from calib.model.checkpoint import open_checkpoint
-from calib.output import weights as place
+from calib.output import placing as place
 from calib.output.checkpoint_directory import check_output, write_checkpoint
 from calib.scalefiles.file_names import CALIBRATION_FILE, SCALES_SHARD
 

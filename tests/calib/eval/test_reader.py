@@ -5,8 +5,8 @@ import torch
 from families import FAMILIES, tiny_model
 
 from calib.data import make_batches
-from calib.eval import reading
-from calib.eval.reading import read
+from calib.eval import reader
+from calib.eval.reader import read
 from calib.eval.variants import REFERENCE, build_variants
 from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
@@ -22,7 +22,7 @@ def test_chunks_give_what_one_pass_gives(family, monkeypatch):
     variants = build_variants(stats, stats)
     with torch.inference_mode():
         whole = read(model, DOCUMENT, variants, "torch")
-        monkeypatch.setattr(reading, "_CHUNK", 10)
+        monkeypatch.setattr(reader, "_CHUNK", 10)
         chunked = read(model, DOCUMENT, variants, "torch")
     assert list(whole) == [REFERENCE, *(variant.name for variant in variants)]
     for name, divergence in whole.items():

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.eval.layer_errors import LayerError, LayerValues, layer_errors
+from calib.eval.material import Material, continue_greedily, retrieve, same_tokens
 from calib.eval.statistics import Divergence, chunks, compare, join
-from calib.eval.text import Material, continue_greedily, retrieve, same_tokens
 from calib.eval.variants import REFERENCE, Variant
 from fp8kv_runtime.hf import Backend
 

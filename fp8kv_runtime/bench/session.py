@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fp8kv_runtime.bench import gate
+from fp8kv_runtime.bench import correctness as gate
 from fp8kv_runtime.bench.cases import Case, build, call, in_float16, tiny
 from fp8kv_runtime.bench.launchers import load_launchers
 from fp8kv_runtime.bench.timing import GpuTimer, Work
