@@ -111,7 +111,7 @@ def test_convert(after, to, tiny_directory, tmp_path):
 
 def test_strip(after, tiny_directory, tmp_path):
     calibrate(tiny_directory, "-o", tmp_path / "old")
-    after(rewrite, "without_scales", tmp_path / "old")
+    after(rewrite, "write_plain", tmp_path / "old")
     refuse(fp8kv("strip", tmp_path / "old", "-o", tmp_path / "out"), tmp_path / "out")
 
 
