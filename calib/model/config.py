@@ -34,7 +34,7 @@ _LIMITS = {
 # what transformers raises where a value makes no sense to it
 _NONSENSE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
-    StrictDataclassError,
+    *(AssertionError, ImportError, StrictDataclassError),
 )
 
 

@@ -16,7 +16,7 @@ from transformers import (
 from calib.errors import InputError, UnsupportedModelError
 from calib.model.builtin import BUILTIN_MODELS, builtin_model
 from calib.model.checkpoint import Checkpoint, open_checkpoint
-from calib.model.config import auto_class, check_against_weights, read_config
+from calib.model.config import auto_class, check_against_weights, making_sense, read_config
 from calib.model.hub import download_model
 from calib.model.quantized import check_left_over, check_readable, forget_cache_quantization
 from calib.progress import library_bars_hidden
@@ -138,11 +138,8 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
 @contextmanager
 def loading(checkpoint: Checkpoint) -> Iterator[None]:
     """Hide the libraries' progress bars, and turn what stops them from loading into one line."""
-    try:
-        with library_bars_hidden():
-            yield
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        raise InputError(_one_line(f"cannot load '{checkpoint.path}': {error}")) from None
+    with making_sense(f"cannot load '{checkpoint.path}'"), library_bars_hidden():
+        yield
 
 
 def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
@@ -192,14 +189,10 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenize
     Raises:
         InputError: the directory holds none.
     """
-    try:
+    with making_sense(f"cannot load the tokenizer of '{checkpoint.path}'"):
         return AutoTokenizer.from_pretrained(
             checkpoint.path, trust_remote_code=recipe.trust_remote_code
         )
-    except (OSError, ValueError, ImportError) as error:
-        raise InputError(
-            _one_line(f"cannot load the tokenizer of '{checkpoint.path}': {error}")
-        ) from None
 
 
 def _check_is_decoder(config: PreTrainedConfig, document: dict[str, Any]) -> None:
@@ -218,7 +211,3 @@ def _check_is_decoder(config: PreTrainedConfig, document: dict[str, Any]) -> Non
         raise UnsupportedModelError(
             f"{architectures[0]} is not a causal language model; give a ...ForCausalLM checkpoint"
         )
-
-
-def _one_line(message: str) -> str:
-    return " ".join(message.split())

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import calibrate, one_line_error
 from families import MLA, save_model, tiny_model, tiny_vision_language_model
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
@@ -197,3 +198,27 @@ def test_a_model_on_the_hub_is_downloaded_without_pickles(monkeypatch, tiny_dire
     assert asked["repo"] == "org/name"
     assert "*.safetensors" in asked["patterns"]
     assert not any(pattern.endswith((".bin", ".pt")) for pattern in asked["patterns"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"tokenizer_class": 3}'),
+        ("generation_config.json", "[]"),
+    ],
+)
+def test_files_beside_the_weights_that_make_no_sense_are_one_line(name, text, tiny_directory):
+    (tiny_directory / name).write_text(text)
+    one_line_error(calibrate(tiny_directory), "cannot load", str(tiny_directory))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("pad_token_id", 10**6), ("attn_implementation", "flash_attention_2")]
+)
+def test_a_config_that_cannot_be_built_is_one_line(key, value, tiny_directory):
+    path = tiny_directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    one_line_error(calibrate(tiny_directory), "no model")
