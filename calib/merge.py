@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from functools import reduce
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +41,8 @@ def merge(
         raise InputError("merge takes two or more calibrations; give their directories")
     reports = [_report(directory) for directory in directories]
     recipes = [load_recipe(str(directory / CALIBRATION_FILE)) for directory in directories]
-    for directory, report, recipe in zip(directories[1:], reports[1:], recipes[1:], strict=True):
-        _check_same(directories[0], directory, (reports[0], report), (recipes[0], recipe))
+    for runs in combinations(zip(directories, reports, recipes, strict=True), 2):
+        _check_same(*runs)
     name = model or reports[0]["model"]
     checkpoint = find_checkpoint(name)
     if fingerprint(checkpoint) != reports[0]["checkpoint"]:
@@ -93,28 +94,30 @@ def _report(directory: Path) -> dict[str, Any]:
 
 
 def _check_same(
-    first: Path,
-    other: Path,
-    reports: tuple[dict[str, Any], dict[str, Any]],
-    recipes: tuple[Recipe, Recipe],
+    a: tuple[Path, dict[str, Any], Recipe], b: tuple[Path, dict[str, Any], Recipe]
 ) -> None:
-    mine, theirs = reports
+    (first, mine, recipe), (other, theirs, other_recipe) = a, b
     if mine["checkpoint"] != theirs["checkpoint"]:
         raise InputError(
             f"'{first}' and '{other}' are of different models or revisions ({mine['model']}, "
             f"{theirs['model']}); merge only runs of one"
         )
-    captured = [_capture(recipe) for recipe in recipes]
+    captured = [_capture(each) for each in (recipe, other_recipe)]
     for name, value in captured[0].items():
         if value != captured[1][name]:
             raise InputError(
                 f"'{first}' and '{other}' were captured with different {name} ({value}, "
                 f"{captured[1][name]}); calibrate both with the same"
             )
-    if mine["dataset"]["fingerprint"] == theirs["dataset"]["fingerprint"]:
+    if {*_parts(mine["dataset"])} & {*_parts(theirs["dataset"])}:
         raise InputError(
             f"'{first}' and '{other}' have read the same data; merging them adds nothing"
         )
+
+
+def _parts(dataset: dict[str, Any]) -> list[str]:
+    """Fingerprints of the data that were merged into `dataset`, or its own."""
+    return dataset.get("parts") or [dataset["fingerprint"]]
 
 
 def _capture(recipe: Recipe) -> dict[str, Any]:
@@ -128,10 +131,11 @@ def _capture(recipe: Recipe) -> dict[str, Any]:
 
 
 def _merged_data(datasets: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    prints = "".join(sorted(dataset["fingerprint"] for dataset in datasets))
+    parts = sorted(part for dataset in datasets for part in _parts(dataset))
     return {
         "source": " + ".join(dict.fromkeys(dataset["source"] for dataset in datasets)),
-        "fingerprint": hashlib.sha256(prints.encode()).hexdigest(),
+        "fingerprint": hashlib.sha256("".join(parts).encode()).hexdigest(),
+        "parts": parts,
         "samples": sum(dataset["samples"] for dataset in datasets),
         "tokens": sum(dataset["tokens"] for dataset in datasets),
     }

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from calib.errors import InputError, UnsupportedModelError
+from calib.errors import Fp8kvError, InputError, UnsupportedModelError
 from calib.model.checkpoint import Checkpoint
 from calib.scalefiles.header import read_header
 
@@ -127,6 +127,8 @@ def making_sense(message: str) -> Iterator[None]:
     """Turn what transformers raises over values that make no sense to it into one line."""
     try:
         yield
+    except Fp8kvError:
+        raise  # it says what is wrong
     except _NONSENSE as error:
         reason = " ".join(str(error).split())[:1000]
         raise InputError(f"{message}: {reason or type(error).__name__}") from error
