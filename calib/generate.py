@@ -192,7 +192,8 @@ def _generate(
     if options.compare:  # the first pass after loading is slow, and would count against one of two
         model.generate(**inputs, max_new_tokens=2, do_sample=False)
     torch.manual_seed(options.seed)
-    sampling = {"temperature": options.temperature} if options.temperature > 0 else {}
+    # below, float32 holds no probability but 0 and 1
+    sampling = {"temperature": options.temperature} if options.temperature > 1e-4 else {}
     start = time.perf_counter()
     output = model.generate(
         **inputs,

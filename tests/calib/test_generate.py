@@ -167,3 +167,8 @@ def test_scales_of_another_model(calibrated, tmp_path):
 def test_kernels_without_a_gpu(calibrated, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     one_line_error(generate(calibrated, PROMPT, "--backend", "triton"), "need a GPU")
+
+
+def test_a_temperature_next_to_zero_is_greedy(calibrated):
+    cold, greedy = (as_json(calibrated, PROMPT, "--temperature", t)["fp8"] for t in ("1e-300", "0"))
+    assert cold["token_ids"] == greedy["token_ids"]
