@@ -1,4 +1,4 @@
-"""What every chart shares: pictures for light and dark, the looks of variants, numbers on axes."""
+"""Shared by all charts: pictures for light and dark, looks of variants, numbers on axes."""
 
 import base64
 import io
