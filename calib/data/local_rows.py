@@ -161,10 +161,6 @@ def _row(value: Any, where: str) -> Row:
     raise InputError(f"{where}: expected an object or a string, got {type(value).__name__}")
 
 
-def _read_text(path: Path) -> Rows:
-    return [(str(path), path.read_text(encoding="utf-8-sig"))]
-
-
 def _open(path: Path) -> Rows:
     try:
         return READERS[path.suffix.lower()](path)
@@ -178,5 +174,5 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".jsonl": _JsonLines,
     ".json": _read_json,
     ".parquet": _Parquet,
-    ".txt": _read_text,
+    ".txt": lambda path: [(str(path), path.read_text(encoding="utf-8-sig"))],
 }

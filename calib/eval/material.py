@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -127,15 +128,14 @@ def make_passkeys(
     """Prompts of about `lengths` tokens with a five-digit key at each of `depths`."""
     generator = torch.Generator().manual_seed(0)
     found = []
-    for length in lengths:
-        for depth in depths:
-            key = str(int(torch.randint(10_000, 99_999, (1,), generator=generator)))
-            needle = f"The pass key is {key}. Remember it. {key} is the pass key. "
-            room = length - len(_ids(tokenizer, needle + _ASK))
-            repeats = max(1, room // len(_ids(tokenizer, _FILLER)))
-            before = round(repeats * depth)
-            text = _FILLER * before + needle + _FILLER * (repeats - before) + _ASK
-            found.append(Passkey(key, torch.tensor(_ids(tokenizer, text))))
+    for length, depth in product(lengths, depths):
+        key = str(int(torch.randint(10_000, 99_999, (1,), generator=generator)))
+        needle = f"The pass key is {key}. Remember it. {key} is the pass key. "
+        room = length - len(_ids(tokenizer, needle + _ASK))
+        repeats = max(1, room // len(_ids(tokenizer, _FILLER)))
+        before = round(repeats * depth)
+        text = _FILLER * before + needle + _FILLER * (repeats - before) + _ASK
+        found.append(Passkey(key, torch.tensor(_ids(tokenizer, text))))
     return found
 
 

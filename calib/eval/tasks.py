@@ -27,10 +27,8 @@ _DEFAULT_VARIANTS = ("none", "attn_head")
 def task_variants(variants: Sequence[Variant], chosen: Sequence[str] | None) -> list[Variant]:
     """Choose the variants that tasks are run with, besides the reference.
 
-    Args:
-        variants: all that are measured.
-        chosen: names that the user asked for: then all of them that are whole FP8 caches. By
-            default the user's own scales, or else `attn_head` and `none`.
+    They are all whole FP8 caches where the user has `chosen` variants by name, otherwise the user's
+    own scales, or else `attn_head` and `none`.
     """
     whole = [variant for variant in variants if variant.generates]
     if chosen is not None:

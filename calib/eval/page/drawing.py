@@ -72,11 +72,6 @@ class Series:
     marker: str  # matplotlib's word
     row: Row
 
-    @property
-    def linestyle(self) -> str | tuple[int, tuple[int, ...]]:
-        """Matplotlib's word for the dashes."""
-        return (0, self.dashes) if self.dashes else "solid"
-
 
 def select(report: Report, names: Sequence[str], needs: str) -> list[Series]:
     """Choose what the user gave, then those of `names` that were measured and have `needs`."""
