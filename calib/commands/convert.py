@@ -72,8 +72,8 @@ def repair(
     def work() -> None:
         from calib.rewrite.convert import repair as repair_scales
 
-        names = repair_scales(directory, stats, to, output, overwrite=overwrite)
-        replaced = ", ".join(names) or "nothing"
+        done = repair_scales(directory, stats, to, output, overwrite=overwrite)
+        replaced = ", ".join(done.replaced) or "nothing"
         print_lines([f"replaced: {replaced}", f"written to {output}"])
 
     run(work, debug=debug)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from calib.any_scales import to_scales
 from calib.atomic import atomic_directory
@@ -18,6 +19,13 @@ from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
+
+
+class Repaired(NamedTuple):
+    """A checkpoint whose scales were repaired."""
+
+    output: Path
+    replaced: list[str]  # such as "model.layers.3.self_attn k"
 
 
 def convert(
@@ -68,11 +76,8 @@ def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
 
 def repair(
     directory: Path, statistics: Path, to: FormatName, output: Path, *, overwrite: bool = False
-) -> list[str]:
+) -> Repaired:
     """Write the checkpoint with what is missing or of no use derived from measured absmax.
-
-    Returns:
-        Which scales were replaced, such as "model.layers.3.self_attn k".
 
     Raises:
         InputError: the statistics are of another model.
@@ -91,7 +96,7 @@ def repair(
                 setattr(layer, letter, tuple(getattr(derived[module], letter).tolist()))
     scales = to_scales(found, layers)
     _write(scales, checkpoint, to, output, overwrite, reduce=None, tp_size=1)
-    return replaced
+    return Repaired(output, replaced)
 
 
 def existing_scales(directory: Path) -> KVScales:
