@@ -10,7 +10,12 @@ from safetensors import SafetensorError, safe_open
 
 from calib.errors import InputError
 from calib.scalefiles.calibrations import no_model
-from calib.scalefiles.file_names import INDEX_FILE, SINGLE_FILE
+from calib.scalefiles.file_names import (
+    CALIBRATION_FILE,
+    INDEX_FILE,
+    SCALES_SHARD,
+    SINGLE_FILE,
+)
 from calib.scalefiles.json import read_object
 
 _SAMPLED_BLOCKS = 16
@@ -128,7 +133,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     is_single = (path / SINGLE_FILE).exists()
     if not (listed or is_single):
         raise InputError(_no_weights(path))
-    if is_single and shards != [SINGLE_FILE]:
+    if is_single and {*shards} - {SCALES_SHARD} != {SINGLE_FILE}:
         # transformers reads the one, engines the others
         raise InputError(
             f"'{path}' holds {SINGLE_FILE} and {INDEX_FILE}, which names other files; "
@@ -169,9 +174,13 @@ def _check_shard(path: Path, shard: str) -> None:
     if Path(shard).name != shard or shard in {"", ".", ".."}:
         raise InputError(f"'{path / INDEX_FILE}' names '{shard}', a file outside the directory")
     if not (path / shard).exists():
-        raise InputError(
-            f"'{path / INDEX_FILE}' names '{shard}', which is missing; download it again"
-        )
+        advice = "download it again"
+        if (path / CALIBRATION_FILE).exists():
+            advice = (
+                "put the source's weight files beside these, as --weights none has left them out, "
+                "or give the source"
+            )
+        raise InputError(f"'{path / INDEX_FILE}' names '{shard}', which is missing; {advice}")
 
 
 def _tensor_names(shard: Path) -> set[str]:
