@@ -30,8 +30,16 @@ from kernel_report import describe_machine, nvidia_smi, write
 from kernel_table import CASES
 
 from fp8kv_runtime.bench import correctness as gate
-from fp8kv_runtime.bench.cases import Case, Inputs, Launchers, build, call, in_float16, tiny
-from fp8kv_runtime.bench.launchers import load_launchers
+from fp8kv_runtime.bench.cases import (
+    Case,
+    Inputs,
+    Launchers,
+    build,
+    call,
+    in_float16,
+    load_launchers,
+    tiny,
+)
 from fp8kv_runtime.bench.timing import GpuTimer, Timing
 from fp8kv_runtime.options import AttentionOptions
 
@@ -94,7 +102,9 @@ def device() -> torch.device:
 
 def passes(cases: tuple[Case, ...], launchers: Launchers) -> bool:
     """Check all cases, on a cache of float16 as well, and print a line for each."""
-    forms = [case for each in cases for case in (each, in_float16(each)) if case]
+    forms = [
+        form for case in cases for form in ([case] if case.q_fp8 else [case, in_float16(case)])
+    ]
     passed = [gate.checked(case, launchers, device(), print) for case in forms]
     return all(passed)
 
@@ -138,7 +148,8 @@ def measure_case(
     coarse = per_tensor(plain)
     theirs_fp8, left_out_fp8 = _usable(case, coarse, fp8_peers(case, coarse))
     own = {"fp8kv": call(case, inputs, launchers)}
-    if wide := in_float16(case):
+    if not case.q_fp8:
+        wide = in_float16(case)
         own["float16"] = call(wide, build(wide, device()), launchers)
     times = timer.measure(own | theirs | theirs_fp8)
     ours, same = times.pop("fp8kv"), times.pop("float16", None)

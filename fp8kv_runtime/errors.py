@@ -1,4 +1,4 @@
-"""What can go wrong when a model meets the FP8 cache."""
+"""Errors of the runtime."""
 
 
 class AttentionError(ValueError):

@@ -1,4 +1,4 @@
-"""What an attention layer does besides softmax(Q Kᵀ) V; the same for kernels and reference."""
+"""Options of attention beyond softmax(Q Kᵀ) V, shared by kernels and reference."""
 
 from dataclasses import dataclass, replace
 
@@ -42,7 +42,7 @@ class AttentionOptions:
 def check_attention(
     query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions
 ) -> None:
-    """Check what kernels take for granted.
+    """Check shapes, types, devices and options before a kernel runs.
 
     Raises:
         ValueError: shapes, types, devices or options do not fit together.

@@ -21,7 +21,7 @@ COUNTED = ("saturated", "underflowed", "nonfinite")
 
 
 class BlocksLayout(NamedTuple):
-    """All that kernels are compiled for; the same for a layer's whole life."""
+    """Facts that kernels are compiled for; fixed for a layer's whole life."""
 
     num_kv_heads: int
     block_size: int
@@ -142,7 +142,7 @@ class KVBlocks:
 
     @cached_property
     def layout(self) -> BlocksLayout:
-        """What kernels are compiled for."""
+        """The facts that kernels are compiled for."""
         return BlocksLayout(
             self.num_kv_heads,
             self.block_size,
@@ -216,7 +216,7 @@ def scale_dims(scale: Tensor) -> int:
 
 
 def specialization(argument: Any) -> Any:
-    """What Triton compiles apart: types and alignment of memory; 1 and multiples of 16."""
+    """Key of a compiled kernel: types and alignment of memory; 1 and multiples of 16."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() & 15 == 0
     if isinstance(argument, int):
@@ -233,7 +233,7 @@ def check_tensor(
     name: str, tensor: Tensor, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype,
     device: torch.device,
 ) -> None:  # fmt: skip
-    """Check what kernels take for granted of a tensor.
+    """Check the shape, type and device of a tensor before a kernel reads it.
 
     Raises:
         ValueError: it has none of these shapes, another type, or lies elsewhere.

@@ -34,6 +34,7 @@ KINDS = {
             "calib/output/test_two",
         ),
         *("calib/measure/test_distributed.py", "calib/measure/test_resume.py", "test_streams.py"),
+        *("test_signals.py", "test_cli.py::test_a_signal", "test_cli.py::test_a_full_disk"),
     ],
 }
 # of those places, what takes no time
@@ -43,7 +44,7 @@ FAST = ("runtime/test_blocks.py", "runtime/test_fp8.py", "runtime/test_cache", "
 def pytest_collection_modifyitems(items):
     root = Path(__file__).parent
     for item in items:
-        place = item.path.relative_to(root).as_posix()
+        place = item.path.relative_to(root).as_posix() + f"::{item.name}"
         for kind, places in KINDS.items():
             found = place.startswith(tuple(places)) and not place.startswith(FAST)
             if found or not set(item.fixturenames).isdisjoint(places):

@@ -1,4 +1,4 @@
-"""What limits a compiled kernel, as far as its code shows: memory, latency, issue or matrices.
+"""Predict the limit of a compiled kernel from its code: memory, latency, issue or matrices.
 
 Counted on the loop that moves most bytes, or on the whole kernel where none does. All of it assumes
 that everything overlaps, and that what the code says runs: no speed, but what speed cannot exceed.
@@ -50,7 +50,7 @@ class Bound:
 
 
 def predict(compiled: Compiled, processor: Processor, launched: int = _MANY) -> Bound:
-    """What the code allows, on a processor that `launched` programs are meant for."""
+    """Upper bound on a kernel's speed, with `launched` programs per processor."""
     loop = hottest_loop(parse(compiled))
     warps = compiled.num_warps
     programs = processor.programs_at_once(compiled.registers, compiled.shared_memory, warps)

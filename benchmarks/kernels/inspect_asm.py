@@ -1,4 +1,4 @@
-"""What a compiled kernel must not be: slow for a reason that its code shows."""
+"""Find reasons in a compiled kernel's code for it to be slow."""
 
 import re
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ _ANY_ENCODE = {"cuda": r"cvt\.rn\.\S*e[45]m[23]x2\.f\d+", "hip": r"v_cvt_(\w+_)?
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is not allowed."""
+    """A fault of a compiled kernel."""
 
     found: str
     allowed: str
@@ -92,8 +92,8 @@ def conversions(launch: Launch, compiled: Compiled, target: Target) -> Iterator[
     decodes = kernel in _ATTENTION
     encodes = kernel == "append_kv_kernel" or constants.get("Q_FP8", False)
     for used, supported, instructions, any_instruction, what in (
-        (decodes, target.decodes(format), _DECODES, _ANY_DECODE, "decode"),
-        (encodes, target.encodes(format), _ENCODES, _ANY_ENCODE, "encode"),
+        (decodes, format in target.decoded, _DECODES, _ANY_DECODE, "decode"),
+        (encodes, format in target.encoded, _ENCODES, _ANY_ENCODE, "encode"),
     ):
         if used and supported:
             wanted = instructions[target.backend, format]

@@ -1,4 +1,4 @@
-"""Compile what a launcher would launch, for a GPU that is not there."""
+"""Compile a launcher's kernels for a GPU that is not there."""
 
 import contextlib
 import re
@@ -28,7 +28,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler made of a launch."""
+    """The compiler's output for a launch."""
 
     asm: str  # PTX or amdgcn
     code: str  # what the GPU executes: SASS or amdgcn
@@ -119,7 +119,7 @@ def _dumped(cubin: bytes) -> str:
 
 
 class _AbsentGPU:
-    """As much of a Triton driver as compilation asks for."""
+    """The part of a Triton driver that compilation asks for."""
 
     def __init__(self, target: Target) -> None:
         self._target = target

@@ -1,4 +1,4 @@
-"""Statistics in the making: what is added up, on the model's device, while batches run."""
+"""Running statistics, on the model's device, while batches run."""
 
 import torch
 from torch import Tensor

@@ -38,7 +38,8 @@ def calibrate(
         batches: token ids with their attention masks.
         recipe: says which statistics the observer needs.
         attention: the model's cached attention modules, where the caller has mapped them already.
-        on_batch: called after each batch, with what gives the statistics so far.
+        on_batch: called after each batch with the batch and a function that returns the
+            statistics so far.
 
     Raises:
         UnsupportedModelError: the model's attention cannot be observed.
@@ -67,7 +68,7 @@ def running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, Running
 
 
 def results(layers: dict[str, RunningLayer], attention: AttentionMap) -> KVStats:
-    """What `layers` have seen.
+    """Statistics of all batches that `layers` have seen.
 
     Raises:
         InputError: they have seen nothing.
@@ -99,12 +100,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 def observing(
     model: PreTrainedModel, batch: Batch, layers: dict[str, RunningLayer], *, last: str | None
 ) -> Iterator[None]:
-    """Add what attention gets inside the block to `layers`, leaving it once `last` was reached."""
+    """Add Q, K and V of attention calls inside the block to `layers`; leave it after `last`."""
     valid = batch.attention_mask.flatten().nonzero().squeeze(-1) if batch.has_padding else None
 
     def sink(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         if name in layers:  # the others read another layer's cache
-            layers[name].update(query, key, value, _on(valid, key))
+            layers[name].update(query, key, value, None if valid is None else valid.to(key.device))
         if name == last:
             raise _LastLayerSeen
 
@@ -119,10 +120,6 @@ def observing(
 def _is_offloaded(model: nn.Module) -> bool:
     # accelerate takes weights off the device again when a module returns, so each one must
     return any(hasattr(module, "_hf_hook") for module in model.modules())
-
-
-def _on(index: Tensor | None, x: Tensor) -> Tensor | None:
-    return None if index is None else index.to(x.device)
 
 
 def first_non_finite(layers: dict[str, RunningLayer]) -> str | None:

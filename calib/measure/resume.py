@@ -16,12 +16,12 @@ from calib.scales.stats_file import load_progress, save_stats
 
 
 class SavedProgress:
-    """What one process has measured so far, on disk.
+    """Statistics of one process so far, on disk.
 
     Args:
-        path: of the file.
-        run: what must be the same for the rest to fit, as JSON holds it, by name.
-        every_seconds: how often it is saved.
+        path: the file.
+        run: settings that a resumed run must share, by name, as JSON values.
+        every_seconds: seconds between two saves.
     """
 
     def __init__(self, path: Path, run: dict[str, Any], every_seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""From statistics to scales, for a recipe in hand or one saved with a finished calibration."""
+"""Derive scales from statistics, with a given recipe or the one saved beside them."""
 
 from __future__ import annotations
 

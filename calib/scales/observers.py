@@ -1,4 +1,4 @@
-"""Observers: from what was measured to the amax a scale is made for.
+"""Observers: choose the amax of a scale from the statistics.
 
 `absmax` covers every value seen. `percentile` and `mse` clip on purpose; both read the histogram.
 """

@@ -1,4 +1,4 @@
-"""What a calibration measured, at the finest granularity; scales are derived from it.
+"""Statistics of a calibration at the finest granularity, from which scales are derived.
 
 Every entry merges by max or by sum, so batches, processes and runs combine in any order.
 """

@@ -1,9 +1,11 @@
-"""What a calibration means to its user: one row per layer, and warnings in plain words."""
+"""Summary of a calibration: one row per layer, and warnings in plain words."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from calib.choices import Strategy
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats, LayerStats, centered, dead_groups
@@ -36,11 +38,16 @@ def summarize(stats: KVStats, scales: KVScales) -> list[LayerSummary]:
 
 def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
     """Return what the user should know before trusting the scales, one line each."""
-    found = [
-        *_clipped_without_scales(scales),
-        *_outlier_heads(stats, scales),
-        *_dead(stats, scales),
-    ]
+    found = []
+    for is_so, text in _checks(scales.strategy):
+        for which in ("k", "v"):
+            layers = [
+                layer.layer_idx
+                for name, layer in stats.layers.items()
+                if is_so(getattr(layer, which).amax, getattr(scales.layers[name], which))
+            ]
+            if layers:
+                found.append(text.format(which.upper(), _layers(layers)))
     if recipe.observer.name == "percentile":
         found.append(
             "observer percentile clips the largest K, which is known to hurt: "
@@ -73,58 +80,31 @@ def _range_used(amax: Tensor, scale: Tensor, limit: float) -> float:
     return float((heads / (per_head * limit)).min().clamp(max=1.0))
 
 
-def _clipped_without_scales(scales: KVScales) -> list[str]:
-    found = []
-    for which in ("k", "v"):
-        layers = [s.layer_idx for s in scales.layers.values() if getattr(s, which).max() > 1]
-        if layers:
-            found.append(
-                f"{which.upper()} scale > 1 in {_layers(layers)}: "
-                "unscaled FP8 would clip there, so never serve without these scales"
-            )
-    return found
-
-
-def _outlier_heads(stats: KVStats, scales: KVScales) -> list[str]:
-    if scales.strategy != "tensor":
-        return []
-    found = []
-    for which in ("k", "v"):
-        layers = [
-            layer.layer_idx
-            for layer in stats.layers.values()
-            if _head_ratio(getattr(layer, which).amax) >= OUTLIER_HEAD
-        ]
-        if layers:
-            found.append(
-                f"{which.upper()}: one head is {OUTLIER_HEAD}x the others in {_layers(layers)}; "
-                "use --strategy attn_head where the engine reads it"
-            )
-    return found
+def _checks(strategy: Strategy) -> list[tuple[Callable[[Tensor, Tensor], bool], str]]:
+    """Conditions on a layer's amax and scale of K or V, each with its warning."""
+    clipped = "unscaled FP8 would clip there, so never serve without these scales"
+    checks: list[tuple[Callable[[Tensor, Tensor], bool], str]] = [
+        (lambda _, scale: bool(scale.max() > 1), f"{{}} scale > 1 in {{}}: {clipped}")
+    ]
+    if strategy != "tensor":
+        dead = "{}: a head or channel held only zeros in {}; it takes the layer's largest scale"
+        return [*checks, (lambda amax, _: dead_groups(amax, strategy) > 0, dead)]
+    outlier = (
+        f"{{}}: one head is {OUTLIER_HEAD}x the others in {{}}; "
+        "use --strategy attn_head where the engine reads it"
+    )
+    dead = "{}: a head held only zeros in {}; the layer's one scale is for it too"
+    return [
+        *checks,
+        (lambda amax, _: _head_ratio(amax) >= OUTLIER_HEAD, outlier),
+        (lambda amax, _: dead_groups(amax, "attn_head") > 0, dead),
+    ]
 
 
 def _head_ratio(amax: Tensor) -> float:
     heads = amax.amax(-1).sort().values
     heads = heads[heads > 0]  # a dead head says nothing of what is usual
     return float(heads[-1] / heads[:-1].median()) if len(heads) > 1 else 1.0
-
-
-def _dead(stats: KVStats, scales: KVScales) -> list[str]:
-    found = []
-    whole = scales.strategy == "tensor"
-    kind = "a head held" if whole else "a head or channel held"
-    covered = (
-        "the layer's one scale is for it too" if whole else "it takes the layer's largest scale"
-    )
-    for which in ("k", "v"):
-        layers = [
-            layer.layer_idx
-            for layer in stats.layers.values()
-            if dead_groups(getattr(layer, which).amax, "attn_head" if whole else scales.strategy)
-        ]
-        if layers:
-            found.append(f"{which.upper()}: {kind} only zeros in {_layers(layers)}; {covered}")
-    return found
 
 
 def _layers(indices: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""What is timed: a launcher and a shape, random inputs of it, and the call."""
+"""Benchmark cases: a launcher, a shape, random inputs of that shape, and the call."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -8,11 +8,21 @@ from torch import Tensor
 
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.fp8 import fp8_max
+from fp8kv_runtime.kernels import append_kv, decode, extend
 from fp8kv_runtime.options import AttentionOptions
 from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks
 
 # by name: append_kv, decode_attention, extend_attention
 Launchers = Mapping[str, Callable[..., Tensor | None]]
+
+
+def load_launchers() -> Launchers:
+    """The kernels' launchers, with the names of their references."""
+    return {
+        "append_kv": append_kv.append_kv,
+        "decode_attention": decode.decode_attention,
+        "extend_attention": extend.extend_attention,
+    }
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ class Case:
 
     @property
     def num_flops(self) -> int:
-        """Of both matrix products, over what a causal mask leaves; 0 for append."""
+        """Operations of both matrix products under a causal mask; 0 for append."""
         if self.kernel == "append_kv":
             return 0
         visible = sum(self.new * n - self.new * (self.new - 1) // 2 for n in self.lengths)
@@ -87,9 +97,9 @@ def tiny(cases: tuple[Case, ...]) -> tuple[Case, ...]:
     return tuple(shrunk.values())
 
 
-def in_float16(case: Case) -> Case | None:
-    """The same on a cache of float16, where its kernel has one."""
-    return None if case.q_fp8 else replace(case, format="float16")
+def in_float16(case: Case) -> Case:
+    """The same on a cache of float16, which takes no FP8 queries."""
+    return replace(case, format="float16")
 
 
 def build(case: Case, device: torch.device) -> Inputs:
@@ -181,7 +191,7 @@ def _blocks(case: Case, num_blocks: int, random: torch.Generator) -> KVBlocks:
 
 
 def _with_extremes(x: Tensor) -> Tensor:
-    """Plant, far apart, what append counts and what it must not count."""
+    """Plant extreme values, far apart: some that append counts, some that it must not count."""
     extremes = torch.tensor([torch.inf, -torch.inf, torch.nan, 6e4, -6e4, 1e-6, -1e-6, 0.0])
     x.view(-1)[:: x.numel() // len(extremes)][: len(extremes)] = extremes.to(x)
     return x

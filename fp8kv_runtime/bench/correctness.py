@@ -17,7 +17,7 @@ _ROWS = 128  # query rows at a time: the reference holds a score for each, head 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the gate found."""
+    """Result of comparing a launcher with its reference."""
 
     passed: bool
     found: str
@@ -40,7 +40,7 @@ def check(case: Case, launchers: Launchers, device: torch.device) -> Verdict:
 def checked(
     case: Case, launchers: Launchers, device: torch.device, say: Callable[..., None]
 ) -> bool:
-    """The same in a line, for print-like `say`: named before it runs, because it may crash."""
+    """Check a case and `say` the result on a line, named first because the kernel may crash."""
     say(f"{case.kernel:17} {case.name:35} {case.format:7} ", end="", flush=True)
     verdict = check(case, launchers, device)
     say(f"{'ok   ' if verdict.passed else 'WRONG'} {verdict.found}", flush=True)

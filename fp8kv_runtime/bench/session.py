@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from fp8kv_runtime.bench import correctness as gate
-from fp8kv_runtime.bench.cases import Case, build, call, in_float16, tiny
-from fp8kv_runtime.bench.launchers import load_launchers
+from fp8kv_runtime.bench.cases import Case, build, call, in_float16, load_launchers, tiny
 from fp8kv_runtime.bench.timing import GpuTimer, Work
 from fp8kv_runtime.bench.tune import KERNELS, Tuner, merged
 from fp8kv_runtime.kernels.table import read_table, tuned_path, write_table
@@ -56,7 +55,7 @@ class Bench:
         """Names of the cases that a kernel gets wrong, on FP8 and on float16."""
         found = []
         for each in self.cases:
-            for case in filter(None, (each, in_float16(each))):
+            for case in (each, in_float16(each)):
                 if not gate.checked(case, self._launchers, self.device, say):
                     found.append(f"{case.kernel} {case.name} {case.format}".strip())
         return found
@@ -68,8 +67,8 @@ class Bench:
         tuner = Tuner(names, self.device, self._launchers, self._measure, say)
         found = {
             kernel: [
-                tuner.tune(kernel, tuple(map(form, self._of(launcher))))
-                for form in (lambda case: case, _float16)
+                tuner.tune(kernel, tuple(form(c) for c in self.cases if c.kernel == launcher))
+                for form in (lambda case: case, in_float16)
             ]
             for kernel, launcher in KERNELS.items()
         }
@@ -83,9 +82,9 @@ class Bench:
         """TB/s of a copy within the GPU's memory, and a row for each case."""
         rows = []
         for case in self.cases:
-            work = {
+            work: dict[str, Work] = {
                 name: call(form, build(form, self.device), self._launchers)
-                for name, form in (("fp8", case), ("float16", _float16(case)))
+                for name, form in (("fp8", case), ("float16", in_float16(case)))
             }
             times = self._measure(work)
             rows.append(
@@ -107,15 +106,5 @@ class Bench:
     def _launchers(self) -> dict[str, Any]:
         return dict(load_launchers())
 
-    def _measure(self, work: dict[str, Any]) -> dict[str, float]:
-        plain: dict[str, Work] = dict(work)
-        return {name: timing.us for name, timing in self._timer.measure(plain).items()}
-
-    def _of(self, launcher: str) -> tuple[Case, ...]:
-        return tuple(case for case in self.cases if case.kernel == launcher)
-
-
-def _float16(case: Case) -> Case:
-    form = in_float16(case)
-    assert form is not None  # no case here has FP8 queries
-    return form
+    def _measure(self, work: dict[str, Work]) -> dict[str, float]:
+        return {name: timing.us for name, timing in self._timer.measure(work).items()}

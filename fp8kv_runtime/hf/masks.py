@@ -1,4 +1,4 @@
-"""transformers' masks against what the kernels apply themselves: order, window, left padding."""
+"""Check transformers' masks against the kernels' own: causal, window, left padding."""
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ def left_padding(mask: Tensor) -> Tensor | None:
 
 
 def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None) -> None:
-    """Check that the mask that a model made is the one that the kernels apply.
+    """Check that a model's mask is the one the kernels apply.
 
     Args:
         mask: [B, T] bool, or [B, 1, T, N] bool or additive, for T new of N tokens.
@@ -27,7 +27,7 @@ def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int
         window: sliding window in tokens.
 
     Raises:
-        AttentionError: it is another one, as for packed sequences, images or right padding.
+        AttentionError: it differs, as for packed sequences, images or right padding.
     """
     length = mask.shape[-1]
     columns = torch.arange(length, device=mask.device)

@@ -64,7 +64,7 @@ def append_launcher(blocks: BlocksLayout, target: Target) -> tuple[Config, Launc
         "HAS_CENTER": blocks.has_center,
         "COUNT": blocks.counts,
         "FORMAT": blocks.format,
-        "HARDWARE": target.encodes(blocks.format),
+        "HARDWARE": blocks.format in target.encoded,
         # the interpreter multiplies and adds with two roundings
         "FUSED": target.backend != "interpreter",
     }

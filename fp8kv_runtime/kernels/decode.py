@@ -108,7 +108,7 @@ def reduce_constants(layer: Layer, splits: int, parts: int, target: Target) -> d
         "BLOCK_D": triton.next_power_of_2(blocks.head_dim),
         "V_SCALES": blocks.v_scales,
         "FORMAT": blocks.format,
-        "HARDWARE": target.decodes(blocks.format),
+        "HARDWARE": blocks.format in target.decoded,
     }
 
 

@@ -33,7 +33,7 @@ class Layer(NamedTuple):
     def of(
         cls, query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions
     ) -> "Layer":
-        """The layer that these are of."""
+        """Collect what the constants depend on."""
         return cls(
             query.shape[1],
             query.dtype,
@@ -68,10 +68,10 @@ def layer_constants(layer: Layer, target: Target) -> dict[str, Any]:
         "Q_REST": blocks.k_scales == 2 or layer.dtype == torch.float32,
         "P_REST": layer.dtype == torch.float32,
         "FORMAT": blocks.format,
-        "HARDWARE": target.decodes(blocks.format),
+        "HARDWARE": blocks.format in target.decoded,
         "PTX": target.backend == "cuda",
-        "ENCODES": target.encodes(blocks.format),
-        "MULTIPLIES": target.multiplies(blocks.format),
+        "ENCODES": blocks.format in target.encoded,
+        "MULTIPLIES": blocks.format in target.multiplied,
     }
 
 

@@ -1,4 +1,4 @@
-"""What each GPU can do with FP8, and what it refuses."""
+"""GPU architectures and their FP8 instructions."""
 
 import functools
 import os
@@ -19,27 +19,13 @@ class Target:
     arch: int | str  # 90, or "gfx942"
     shared_memory: int = 0  # bytes that one program may use
     decoded: tuple[str, ...] = ()  # formats that an instruction turns into float16
-    encoded: tuple[
-        str, ...
-    ] = ()  # formats that an instruction rounds to with the bits of `quantize`
+    encoded: tuple[str, ...] = ()  # formats that an instruction rounds to as `quantize` does
     multiplied: tuple[str, ...] = ()  # formats that matrix instructions take as they are
 
     @property
     def overlaps(self) -> bool:
         """Whether a kernel may start before the one that it waits for has ended."""
         return self.backend == "cuda" and int(self.arch) >= 90
-
-    def decodes(self, format: str) -> bool:
-        """Whether the hardware converts this FP8 format to float16."""
-        return format in self.decoded
-
-    def encodes(self, format: str) -> bool:
-        """Whether the hardware converts float32 to this format, rounded once."""
-        return format in self.encoded
-
-    def multiplies(self, format: str) -> bool:
-        """Whether Q and K of this format go to a matrix instruction unconverted."""
-        return format in self.multiplied
 
 
 _OCP = ("e4m3fn", "e5m2")
@@ -80,7 +66,7 @@ def _target_on(active: Any, device: Any) -> Target:
 
 @functools.cache
 def find_target(backend: str, arch: int | str) -> Target:
-    """The listed target that does what this architecture does."""
+    """The listed target with the same instructions as this architecture."""
     if backend == "hip":
         return TARGETS.get(str(arch), Target(str(arch), "hip", arch))
     older = [t for t in TARGETS.values() if t.backend == "cuda" and int(t.arch) <= int(arch)]

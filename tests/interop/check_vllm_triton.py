@@ -22,8 +22,7 @@ from outputs import report
 from triton.backends import backends
 
 from fp8kv_runtime.bench import correctness as gate
-from fp8kv_runtime.bench.cases import build, call, tiny
-from fp8kv_runtime.bench.launchers import load_launchers
+from fp8kv_runtime.bench.cases import build, call, load_launchers, tiny
 
 PEERS = {"vLLM Triton": paged_peers, "vLLM Triton, FP8": fp8_peers}
 

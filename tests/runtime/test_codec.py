@@ -106,7 +106,7 @@ def test_decode_of_every_pair_of_codes(format, device):
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("format", FORMATS)
 def test_hardware_encodes_as_quantize(format, kind, device):
-    if not current_target().encodes(format):
+    if format not in current_target().encoded:
         pytest.skip(f"{current_target().name} does not encode {format}")
     x = inputs(kind)
     want = quantize(x, ONE, FP8_DTYPES[format]).view(torch.uint8)
@@ -117,7 +117,7 @@ def test_hardware_encodes_as_quantize(format, kind, device):
 @pytest.mark.skipif(not ON_GPU, reason="no GPU")
 @pytest.mark.parametrize("format", FORMATS)
 def test_hardware_decodes_exactly(format, device):
-    if not current_target().decodes(format):
+    if format not in current_target().decoded:
         pytest.skip(f"{current_target().name} does not decode {format}")
     out = torch.zeros(256, device=device)
     decode_kernel[(1,)](all_codes(format).view(torch.uint8).to(device), out, format, True)
@@ -126,9 +126,9 @@ def test_hardware_decodes_exactly(format, device):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_interpreter_has_no_fp8_hardware(format):
-    assert not INTERPRETER.encodes(format)
-    assert not INTERPRETER.decodes(format)
-    assert not INTERPRETER.multiplies(format)
+    assert format not in INTERPRETER.encoded
+    assert format not in INTERPRETER.decoded
+    assert format not in INTERPRETER.multiplied
 
 
 # a scale with 24 bits in use: that the product is rounded once shows in the last of them
