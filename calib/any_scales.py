@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from calib.errors import InputError
-from calib.scalefiles.file_names import CALIBRATION_FILE
+from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, STATS_FILE
 from calib.scalefiles.fp8_type import fp8_type
 from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
 from calib.scales.derive import check_fits, load_scales
@@ -41,8 +41,11 @@ def open_any_scales(directory: Path) -> Opened:
         InputError: there are none, or they are damaged; from the call, they are of another model.
     """
     if (directory / CALIBRATION_FILE).exists():
-        return partial(_of_calibration, directory, load_scales(directory))
-    found = read_scales(directory)
+        measured = load_scales(directory)
+        files = {file.name for file in directory.glob("*.safetensors")} - {STATS_FILE}
+        if not (files or (directory / JSON_FILE).exists()):  # format fp8kv
+            return partial(_of_calibration, directory, measured)
+    found = read_scales(directory)  # what is served, which somebody may have changed
     fp8_type(found.directory)  # what is not known is refused before a model is loaded
     return partial(_of_files, found)
 

@@ -12,7 +12,7 @@ from calib.export import FORMATS, export
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.output.card import rewritten_card
 from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
-from calib.rewrite.plain import SCALE_DOCUMENTS, config_without_scales, write_plain
+from calib.rewrite.plain import config_without_scales, remove_documents, write_plain
 from calib.scalefiles.file_names import CARD_FILE
 from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
 from calib.scales.observers import AbsMax
@@ -169,9 +169,8 @@ def _write(
     with atomic_directory(output, overwrite=overwrite) as scratch:
         if FORMATS[to].with_weights:
             write_checkpoint(made, plain, scratch, weights="link", readme=card)
-            for name in set(SCALE_DOCUMENTS) - made.documents.keys():
-                (scratch / name).unlink(missing_ok=True)
+            remove_documents(plain, scratch)
         else:
-            write_documents(made, scratch)
             (scratch / CARD_FILE).write_text(card)
+        write_documents(made, scratch)
         plain.check_unchanged()

@@ -37,12 +37,25 @@ def write_plain(checkpoint: Checkpoint, out: Path) -> None:
     """
     source = source_files(checkpoint.path)
     copy_small_files(checkpoint, out)
-    for name in (*SCALE_DOCUMENTS, CARD_FILE):
-        (out / name).unlink(missing_ok=True)
+    (out / CARD_FILE).unlink(missing_ok=True)
+    remove_documents(checkpoint, out)
     if source is not None and (source / CARD_FILE).exists():
         shutil.copyfile(source / CARD_FILE, out / CARD_FILE)
     _write_config(checkpoint, source, out)
     _write_weights(checkpoint, source, out)
+
+
+def remove_documents(checkpoint: Checkpoint, out: Path) -> None:
+    """Remove documents that hold scales; ModelOpt's keeps what it says of weights."""
+    for name in SCALE_DOCUMENTS:
+        (out / name).unlink(missing_ok=True)
+    source = checkpoint.path / MODELOPT_FILE
+    document = read_object(source) if source.exists() else {}
+    says = document.get("quantization")
+    if isinstance(says, dict):
+        says.pop("kv_cache_quant_algo", None)
+        if not leaves_weights({"quant_method": "modelopt", **says}):
+            write_json(out / MODELOPT_FILE, document)
 
 
 def _write_config(checkpoint: Checkpoint, source: Path | None, out: Path) -> None:
@@ -63,7 +76,8 @@ def _write_weights(checkpoint: Checkpoint, source: Path | None, out: Path) -> No
     if source is not None and SINGLE_FILE in files and RENAMED_SINGLE not in files:
         names |= {RENAMED_SINGLE: SINGLE_FILE}
     weight_map = place_weights(checkpoint, out, names, "link")
-    if original is not None and original == weight_map:
+    # a tensor that the source's index left out is in its file all the same
+    if original is not None and original.items() <= weight_map.items():
         shutil.copyfile(index, out / INDEX_FILE)
     elif original is not None or {*weight_map.values()} != {SINGLE_FILE}:
         write_index(checkpoint, out, weight_map, {})

@@ -1,7 +1,6 @@
 """The scales of a directory by layer, one record for all commands, and what is wrong with them."""
 
 import math
-from array import array
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -69,7 +68,11 @@ class FoundScales:
     @property
     def problems(self) -> list[str]:
         """What is wrong for any engine, one line each."""
-        return _value_problems(self.layers) + _file_problems(self.directory)
+        return (
+            _value_problems(self.layers)
+            + _contradictions(self.layers)
+            + _file_problems(self.directory)
+        )
 
     def by_module(self) -> dict[str, FoundLayer]:
         """Layers by their attention module's name in the checkpoint, also those without a scale.
@@ -137,8 +140,8 @@ def read_scales(path: Path) -> FoundScales:
 
 
 def is_usable(values: Sequence[float] | None) -> bool:
-    """Whether scales are there, and each is finite and positive in float32, which engines hold."""
-    return bool(values) and all(0 < value < math.inf for value in array("f", values or ()))
+    """Whether scales are there, and each is a number that a measurement can give."""
+    return bool(values) and all(_UNINITIALISED <= value <= _HUGE for value in values or ())
 
 
 def quantization(directory: ScaleDirectory) -> str:
@@ -174,6 +177,29 @@ def _value_problems(layers: list[FoundLayer]) -> list[str]:
         if count:
             problems.append(f"{count} layers have a {has} scale and no {lacks} scale")
     return problems
+
+
+def _contradictions(layers: list[FoundLayer]) -> list[str]:
+    problems = []
+    for letter in "kvq":
+        of_letter = {
+            layer.layer: [t.values for t in layer.tensors if t.parsed.letters == letter]
+            for layer in layers
+        }
+        differ = [layer for layer, each in of_letter.items() if not _same(each)]
+        if differ:
+            problems.append(f"several {letter.upper()} scales that differ in {_these(differ)}")
+    return problems
+
+
+def _same(scales: list[Values]) -> bool:
+    """Whether scales of one tensor agree, as far as bfloat16 tells."""
+    lengths = {len(values) for values in scales}
+    return len(lengths) < 2 and all(
+        math.isclose(a, b, rel_tol=2**-7)
+        for values in scales[1:]
+        for a, b in zip(scales[0], values, strict=True)
+    )
 
 
 def _these(indices: list[int]) -> str:

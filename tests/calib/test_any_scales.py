@@ -244,3 +244,16 @@ def test_a_scale_beyond_float32_is_none(value, model, tmp_path):
     write(tmp_path, ["kv_scale"], value=torch.tensor(value, dtype=torch.float64))
     with pytest.raises(InputError, match="a scale is finite and positive"):
         load_any_scales(tmp_path, model)
+
+
+def test_what_is_served_is_taken_and_not_what_was_measured(directory, model, tmp_path):
+    out = tmp_path / "out"
+    assert calibrate(directory, "-o", out).exit_code == 0
+    path = out / "model-fp8kv-scales.safetensors"
+    served = {name: torch.full_like(scale, 100.0) for name, scale in load_file(path).items()}
+    save_file(served, path, {"format": "pt"})
+    layers = load_any_scales(out, model).layers.values()
+    assert {layer.k.item() for layer in layers} == {layer.v.item() for layer in layers} == {100.0}
+    save_file({n: torch.zeros_like(scale) for n, scale in served.items()}, path, {"format": "pt"})
+    with pytest.raises(InputError, match="finite and positive"):
+        load_any_scales(out, model)

@@ -332,3 +332,27 @@ def test_compare_shows_ratios(tensor, attn_head, tmp_path):
 def test_only_known_formats_are_tested():
     assert set(SCALAR) | {"json", "fp8kv"} == set(FORMATS)
     assert {n for n, f in FORMATS.items() if "attn_head" in f.strategies} == {*PER_HEAD, "fp8kv"}
+
+
+@pytest.mark.parametrize("value", [1e30, 1e-43])
+def test_what_verify_calls_garbage_is_repaired_and_not_converted(value, tensor, tmp_path):
+    name = "model.layers.0.self_attn.k_scale"
+    broken = damage(tensor, tmp_path / "broken", {name: value})
+    assert "nobody wrote" in fp8kv("verify", broken).stdout
+    one_line_error(fp8kv("convert", broken, "--to", "tgi", "-o", tmp_path / "x"), "fp8kv repair")
+    done = fp8kv("repair", broken, "--stats", tensor, "-o", tmp_path / "repaired")
+    assert "replaced: model.layers.0.self_attn k" in done.stdout
+    assert scales(tmp_path / "repaired") == scales(tensor)
+
+
+def test_scales_that_contradict_each_other_are_a_problem(tensor, tmp_path):
+    both = damage(tensor, tmp_path / "both", {})
+    path = both / "model-fp8kv-scales.safetensors"
+    name = "model.layers.0.self_attn.k_proj.k_scale"
+    save_file({**load_file(path), name: torch.tensor([0.5])}, path, {"format": "pt"})
+    index = json.loads((both / "model.safetensors.index.json").read_text())
+    index["weight_map"][name] = path.name
+    (both / "model.safetensors.index.json").write_text(json.dumps(index))
+    done = fp8kv("verify", both, "--engine", "vllm")
+    assert done.exit_code == 1
+    assert "several K scales that differ" in done.stdout

@@ -181,3 +181,24 @@ def test_an_output_of_an_older_version_keeps_no_false_card(source, calibrated, t
     card = (ran("convert", old, "--to", "vllm", "-o", tmp_path / "new") / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n---\n")
     assert "Format `tgi`" not in card
+
+
+def test_what_says_that_weights_are_quantised_stays(tmp_path):
+    golden = GOLDEN / "nvidia-modelopt-0.47.0" / "fp8-kv"
+    assert fp8kv("strip", golden, "-o", tmp_path / "out").exit_code == 0
+    was, now = (
+        json.loads((d / "hf_quant_config.json").read_text())["quantization"]
+        for d in (golden, tmp_path / "out")
+    )
+    assert was.pop("kv_cache_quant_algo") == "FP8"
+    assert now == was
+
+
+def test_an_index_that_names_not_every_tensor_comes_back(tmp_path):
+    source = make_source("several", tmp_path / "source")
+    index = json.loads((source / INDEX).read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (source / INDEX).write_text(json.dumps(index))
+    assert calibrate(source, "-o", tmp_path / "out").exit_code == 0
+    assert fp8kv("strip", tmp_path / "out", "-o", tmp_path / "back").exit_code == 0
+    assert (tmp_path / "back" / INDEX).read_bytes() == (source / INDEX).read_bytes()
