@@ -13,14 +13,11 @@ def statistics_file(path: Path) -> Path:
     Raises:
         InputError: it is a directory without one.
     """
-    if not path.is_dir():
-        return path
-    if not (path / STATS_FILE).exists():
-        raise absent(
-            path,
-            f"cannot read statistics: '{path}' has no {STATS_FILE}; give a calibration's output",
-        )
-    return path / STATS_FILE
+    file = path / STATS_FILE if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        problem = f"cannot read statistics: '{path}' has no {STATS_FILE}"
+        raise absent(path, f"{problem}; give a calibration's output")
+    return file
 
 
 def no_model(path: Path, problem: str) -> InputError:

@@ -118,12 +118,9 @@ def _check_groups(groups: dict[str, Any]) -> None:
 
 def _is_static_tensor(scheme: Any) -> bool:
     wanted = {"type": "float", "num_bits": 8, "strategy": "tensor"}
-    return (
-        isinstance(scheme, dict)
-        and all(scheme.get(key) == value for key, value in wanted.items())
-        and bool(scheme.get("symmetric", True))
-        and not scheme.get("dynamic", False)
-    )
+    if not isinstance(scheme, dict) or scheme.get("dynamic"):
+        return False
+    return wanted.items() <= scheme.items() and bool(scheme.get("symmetric", True))
 
 
 def _check_scheme(scheme: Any, rule: str) -> None:
