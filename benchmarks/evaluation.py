@@ -24,7 +24,7 @@ from calib.data import load_data
 from calib.eval.calibration import calibrate_on, calibrate_on_random_tokens, evaluation_recipe
 from calib.eval.suites import SUITES
 from calib.eval.variants import Variant, build_variants
-from calib.model.builtin import builtin_model
+from calib.model.find import builtin_model
 from calib.recipe import load_recipe
 from calib.scales.scales import LayerScales
 from calib.scales.stats import KVStats

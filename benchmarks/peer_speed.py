@@ -17,7 +17,7 @@ from rich.table import Table
 from workload import DATASET, DTYPE, MODEL, load_documents, make_recipe
 
 from calib.model.checkpoint import read_json
-from calib.model.load import find_checkpoint
+from calib.model.find import find_checkpoint
 
 HERE = Path(__file__).parent
 OURS = "fp8kv"

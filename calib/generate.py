@@ -14,13 +14,8 @@ from calib.errors import InputError
 from calib.measure.attention import map_attention
 from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids, input_device
-from calib.model.load import (
-    check_positions,
-    find_checkpoint,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from calib.model.find import find_checkpoint
+from calib.model.load import check_positions, load_config, load_model, load_tokenizer
 from calib.recipe import load_recipe
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError

@@ -8,7 +8,7 @@ from typing import Any
 
 from calib.errors import InputError
 from calib.model.checkpoint import fingerprint, read_json
-from calib.model.load import find_checkpoint
+from calib.model.find import find_checkpoint
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Result, finish
 from calib.output.writing import Destination

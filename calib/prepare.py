@@ -12,7 +12,8 @@ from calib.export import check_format
 from calib.measure.attention import AttentionMap, map_attention
 from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids, input_device
-from calib.model.load import find_checkpoint, fit_seq_len, load_config, load_model, load_tokenizer
+from calib.model.find import find_checkpoint
+from calib.model.load import fit_seq_len, load_config, load_model, load_tokenizer
 from calib.offload.choice import resolve_offload
 from calib.offload.entry import open_layers
 from calib.offload.layerwise import LayerwiseModel

@@ -18,7 +18,6 @@ from transformers import (
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.model.checkpoint import Checkpoint
-from calib.scalefiles.header import read_header
 
 # far beyond every model there is, and near enough to build one in no time
 _MOST_LAYERS = 1_000
@@ -97,15 +96,14 @@ def check_against_weights(
         return  # packed weights have other shapes
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
     wanted = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    for shard in checkpoint.shards:
-        for name, entry in read_header(checkpoint.path / shard).items():
-            expected = wanted.get(name, entry.shape)
-            # experts are fused, and matrices of some models transposed, while they are loaded
-            if len(entry.shape) < 3 and sorted(expected) != sorted(entry.shape):
-                raise InputError(
-                    f"'{name}' is {list(entry.shape)} in the weights of '{checkpoint.path}', and "
-                    f"its config.json wants {list(expected)}; download the model again"
-                )
+    for name, entry in checkpoint.entries.items():
+        expected = wanted.get(name, entry.shape)
+        # experts are fused, and matrices of some models transposed, while they are loaded
+        if len(entry.shape) < 3 and sorted(expected) != sorted(entry.shape):
+            raise InputError(
+                f"'{name}' is {list(entry.shape)} in the weights of '{checkpoint.path}', and "
+                f"its config.json wants {list(expected)}; download the model again"
+            )
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

@@ -24,7 +24,6 @@ from calib.scalefiles.file_names import (
     SOURCE_DIRECTORY,
     STRESS_FILE,
 )
-from calib.scalefiles.header import read_header
 from calib.scalefiles.names import is_of_cache
 
 # transformers ignores the index, and so our shard, where a file of the usual single name exists
@@ -152,8 +151,7 @@ def write_index(
     source_index = checkpoint.path / INDEX_FILE
     metadata = read_json(source_index).get("metadata") if source_index.exists() else None
     metadata = metadata if isinstance(metadata, dict) else {}
-    headers = (read_header(checkpoint.path / shard) for shard in checkpoint.shards)
-    sizes = {name: e.end - e.begin for header in headers for name, e in header.items()}
+    sizes = {name: entry.end - entry.begin for name, entry in checkpoint.entries.items()}
     size = metadata.get("total_size")
     size = size if isinstance(size, int) else sum(sizes.values())
     size -= sum(sizes[name] for name in sizes if is_of_cache(name))

@@ -9,10 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.errors import UnsupportedModelError
-from calib.model.builtin import builtin_model
 from calib.model.checkpoint import read_json
 from calib.model.config import build_on_meta, making_sense, read_config
-from calib.model.hub import download_config
+from calib.model.find import builtin_model, download_config
 from calib.model.load import check_cacheable
 from calib.offload.budget import activation_bytes
 

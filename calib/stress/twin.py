@@ -20,7 +20,8 @@ from calib.errors import InputError, UnsupportedModelError
 from calib.export.compressed_tensors import find_quantization_config
 from calib.measure.attention import observe_qkv
 from calib.model.checkpoint import Checkpoint, open_checkpoint
-from calib.model.load import find_checkpoint, load_config, load_model
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config, load_model
 from calib.output.checkpoint_directory import check_output, copy_small_files, write_json
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe, load_recipe

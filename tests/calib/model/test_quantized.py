@@ -19,7 +19,8 @@ from quantized_models import (
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
-from calib.model.load import find_checkpoint, load_config, load_model
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config, load_model
 from calib.offload.skeleton import load_skeleton
 from calib.recipe import load_recipe
 from calib.scales.stats_file import load_stats

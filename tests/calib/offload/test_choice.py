@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from calib.errors import InputError
-from calib.model.load import find_checkpoint, load_config
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config
 from calib.offload import choice, memory
 from calib.offload.entry import scratch_directory
 from calib.offload.memory import available_bytes, resident_bytes

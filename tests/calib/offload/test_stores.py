@@ -8,7 +8,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from calib.errors import InputError
-from calib.model.load import find_checkpoint
+from calib.model.checkpoint import open_checkpoint
+from calib.model.find import find_checkpoint
 from calib.offload.hidden import form_of, hidden_states, nbytes
 from calib.offload.shards import stored_tensors
 
@@ -68,7 +69,7 @@ def test_an_unusual_dtype_is_an_error_of_one_line(checkpoint):
     changed = json.dumps(header).encode()
     path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
     with pytest.raises(InputError, match=r"holds 'f' as F8_E8M0.*--offload none"):
-        stored_tensors(checkpoint)
+        stored_tensors(open_checkpoint(checkpoint.path))
 
 
 @pytest.mark.parametrize("room", [0, 100, 10_000])
