@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -21,7 +22,6 @@ from calib.errors import InputError
 # what this process has written so far, so that a run that is stopped can say it
 WRITTEN: list[Path] = []
 
-_RELATIVE_TO_WORKING_DIRECTORY = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
 # file systems without locks; there the last rename finds what another run wrote
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -157,7 +157,7 @@ def _overwrite(scratch: Path, claim: Claim) -> bool:
 def _exchange(first: Path, second: Path) -> bool:
     """Swap the names of two directories in one step; False where the system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    here = _RELATIVE_TO_WORKING_DIRECTORY
+    here = -100  # AT_FDCWD: relative to the working directory
     return bool(rename and rename(here, bytes(first), here, bytes(second), _EXCHANGE) == 0)
 
 
@@ -166,18 +166,8 @@ def _remove_abandoned(out: Path) -> None:
     name = re.escape(f".{out.name}.{socket.gethostname()}-") + r"(\d+)\.(?:partial|old)"
     for path in out.parent.iterdir():
         match = re.fullmatch(name, path.name)
-        if match and not _is_running(int(match[1])):
+        if match and not psutil.pid_exists(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:

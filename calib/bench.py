@@ -18,7 +18,7 @@ HEADINGS = ("kernel", "sequences", "FP8, µs", "TB/s", "of a copy", "float16, µ
 
 @dataclass(frozen=True)
 class Row:
-    """One case: microseconds on the GPU, cold L2, on FP8 and on a cache of float16."""
+    """One case, timed on the GPU with a cold L2, on a cache of FP8 and on one of float16."""
 
     kernel: str
     case: str
@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """What was found; no rows without a GPU."""
+    """Times of the kernels; no rows without a GPU."""
 
     gpu: str
     heads: Heads
@@ -38,12 +38,12 @@ class Result:
     rows: list[Row]
 
     def to_json(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """The object that `--json` prints."""
         return asdict(self)
 
     @property
     def title(self) -> str:
-        """Of the table."""
+        """Heading of the table."""
         return f"{self.gpu}: {'/'.join(map(str, self.heads))} query heads / KV heads / head_dim"
 
     def cells(self, row: Row) -> tuple[str, ...]:
@@ -100,7 +100,12 @@ def run_bench(
         raise InputError("--tune times kernels on a GPU, and torch finds none here")
     if not gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported, now or by others
-    shape = _heads_of(model, trust_remote_code) if model else parse_heads(heads)
+    if model:
+        from calib.plan.shape import attention_heads
+
+        shape = attention_heads(model, trust_remote_code=trust_remote_code)
+    else:
+        shape = parse_heads(heads)
     try:
         from fp8kv_runtime.bench.session import Bench
     except ImportError as missing:
@@ -124,9 +129,3 @@ def _run(bench: "Bench", heads: Heads, *, tune: bool, say: Callable[..., None]) 
         return Result("no GPU", heads, None, tuned, [])
     copy, rows = bench.measure()
     return Result(bench.gpu, heads, copy, tuned, [Row(**row) for row in rows])
-
-
-def _heads_of(model: str, trust_remote_code: bool) -> Heads:
-    from calib.plan.shape import attention_heads
-
-    return attention_heads(model, trust_remote_code=trust_remote_code)

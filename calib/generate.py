@@ -63,12 +63,12 @@ class Generated:
 
     @property
     def bytes_per_token_16bit(self) -> int:
-        """The same in float16 or bfloat16."""
+        """Bytes of a token's K and V in float16 or bfloat16."""
         return 2 * self.bytes_per_token
 
     @property
     def cache_bytes_16bit(self) -> int:
-        """Of the same tokens in 16 bits, not rounded up to blocks."""
+        """Bytes of the same tokens in 16 bits, not rounded up to blocks."""
         return self.bytes_per_token_16bit * self.cached_tokens
 
     @property
@@ -172,9 +172,8 @@ def _run(
         raise InputError(str(error)) from error
     plain = _generate(model, tokenizer, inputs, options, None)[0] if options.compare else None
     blocks, tokens = paged_cache(cache), inputs["input_ids"].shape[0] * cache.get_seq_length()
-    return Generated(
-        fp8, plain, tokens, blocks.block_size, blocks.bytes_per_token, blocks.num_bytes_used
-    )
+    block_size, bytes_per_token = blocks.block_size, blocks.bytes_per_token
+    return Generated(fp8, plain, tokens, block_size, bytes_per_token, blocks.num_bytes_used)
 
 
 def _generate(

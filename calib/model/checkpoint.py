@@ -110,17 +110,6 @@ def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(place, says) for place, says in found.items() if says is not None]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of a model directory.
-
-    Raises:
-        InputError: the file is missing, or not what `read_object` takes.
-    """
-    if not path.exists():
-        raise InputError(f"'{path.parent}' has no {path.name}: it is not a model directory")
-    return read_object(path)
-
-
 def _weights(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
     listed = _read_index(path) if (path / INDEX_FILE).exists() else {}
     shards = sorted(set(listed.values())) or [SINGLE_FILE]
@@ -154,7 +143,7 @@ def _weights(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    weight_map = read_object(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
     for shard in sorted(set(map(str, weight_map.values()))):

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from calib.errors import InputError
-from calib.model.checkpoint import Checkpoint, quantization_configs, read_json
+from calib.model.checkpoint import Checkpoint, quantization_configs
 from calib.scalefiles.file_names import MODELOPT_FILE
+from calib.scalefiles.json import read_object
 from calib.scalefiles.names import is_of_cache
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _configs(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
         yield place, {**implied, **says}
     file = checkpoint.path / MODELOPT_FILE
     if file.exists():
-        yield MODELOPT_FILE, {"quant_method": "modelopt", **read_json(file)}
+        yield MODELOPT_FILE, {"quant_method": "modelopt", **read_object(file)}
 
 
 def _is_known(says: dict[str, Any]) -> bool:

@@ -13,8 +13,7 @@ from calib.model.checkpoint import Checkpoint
 from calib.offload.choice import memory_limit
 from calib.offload.layerwise import LayerwiseModel, Step, calibrate_layerwise
 from calib.offload.memory import resident_bytes
-from calib.offload.probe import probe_layers
-from calib.offload.random_weights import random_bytes
+from calib.offload.probe import probe_layers, random_bytes
 from calib.offload.shards import stored_tensors
 from calib.offload.skeleton import execution_device
 from calib.offload.stages import plan_stages

@@ -20,7 +20,7 @@ from calib.measure.loop import (
     to_device,
 )
 from calib.offload.budget import MemoryPlan, plan_memory, statistics_bytes
-from calib.offload.hidden import HiddenStates, Key, form_of, hidden_states
+from calib.offload.hidden import HiddenStates, Key, form_of
 from calib.offload.memory import give_back_free, resident_bytes
 from calib.offload.probe import Layout
 from calib.offload.replay import Output, Replay, replaying
@@ -59,6 +59,10 @@ class LayerwiseModel:
     loader: WeightLoader
 
 
+# the first batch that is not finite somewhere, and the first place where it is not
+_NonFinite = tuple[int, str]
+
+
 @torch.inference_mode()
 def calibrate_layerwise(
     source: LayerwiseModel,
@@ -69,18 +73,11 @@ def calibrate_layerwise(
     directory: Path,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> KVStats:
-    """Run `batches` through one layer after the other and return what `calibrate` would return.
+    """Run `batches` through one layer after the other; return the statistics of `calibrate`.
 
-    Each weight is read once. What lies between two layers is held in memory, and under `directory`
-    where there is more of it than fits.
-
-    Args:
-        source: the model.
-        batches: token ids with their attention masks.
-        recipe: says which statistics the observer needs.
-        limit: bytes of resident memory that the process may take.
-        directory: where to put files, none of which is left behind.
-        on_step: called after each batch of each layer.
+    Each weight is read once. The process may take `limit` bytes of resident memory; hidden states
+    that do not fit lie under `directory` meanwhile. `on_step` is called after each batch of each
+    layer.
 
     Raises:
         CalibrationError: K, V or Q held NaN or Inf; names layer, tensor and sample.
@@ -90,32 +87,16 @@ def calibrate_layerwise(
     attention = source.layout.attention
     layers = running_layers(attention, recipe)
     if batches:
-        plan = plan_memory(
-            source.model,
-            source.stages,
-            batches,
-            statistics=statistics_bytes(attention, recipe),
-            in_use=resident_bytes(),
-            limit=limit,
-        )
+        always = resident_bytes() + statistics_bytes(attention, recipe)
+        plan = plan_memory(source.model, source.stages, batches, always, limit)
         with library_bars_hidden():
             found = _pass(source, plan, directory, batches, layers, on_step)
             if found:
-                alone = singles(batches[found.batch])
-                again = running_layers(attention, recipe)
+                whole = batches[found[0]]
+                alone, again = singles(whole), running_layers(attention, recipe)
                 first = _pass(source, plan, directory, alone, again, on_step)
-                if first:
-                    raise blame(first.where, alone[first.batch])
-                raise blame(None, batches[found.batch])
+                raise blame(first[1], alone[first[0]]) if first else blame(None, whole)
     return results(layers, attention)
-
-
-@dataclass(frozen=True)
-class _NonFinite:
-    """The first batch that is not finite somewhere, and the first place where it is not."""
-
-    batch: int
-    where: str
 
 
 def _pass(
@@ -131,7 +112,7 @@ def _pass(
     forms: list[Output] = []
     with ExitStack() as stack:
         replay = stack.enter_context(replaying(source.model.get_decoder(), source.layout.layers))
-        hidden = stack.enter_context(hidden_states(directory, plan.hidden_bytes))
+        hidden = stack.enter_context(HiddenStates(directory, plan.hidden_bytes))
         stack.enter_context(source.loader.held(stages.resident))
         with source.loader.held(stages.embeddings):
             for i, batch in enumerate(batches):
@@ -139,13 +120,13 @@ def _pass(
                 hidden.put(("embedded", i), embedded)
                 forms.append(form_of(embedded))
         weights = LayerWeights(source.loader, stages.layers, ahead=plan.reads_ahead)
-        stack.enter_context(weights.open())
+        stack.callback(weights.close)
         for index in range(len(stages.layers)):
             layer = _Layer(source, plan, index, replay, hidden, forms)
             with weights.loaded(index):
                 # an earlier batch may yet turn out not to be finite in a later layer
                 found = layer.run(batches, layers, on_step) or found
-            batches = batches[: found.batch] if found else batches
+            batches = batches[: found[0]] if found else batches
             if not batches:
                 break
     return found
@@ -175,7 +156,7 @@ class _Layer:
             self._compute(i, to_device(batch, self.source.device), own, last=list(layers)[-1])
             where = first_non_finite(own)
             if where:
-                return _NonFinite(i, where)
+                return i, where
             on_step(Step(self.index, len(self.source.stages.layers), i, len(batches), batch))
         return None
 

@@ -3,8 +3,7 @@
 import filecmp
 import os
 import shutil
-from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from calib.errors import InputError
@@ -55,7 +54,9 @@ def back_up(model: Path, scratch: Path) -> Path | None:
     changed = [file for file in _files(model) if not _same(file, scratch / file.relative_to(model))]
     if not changed:
         return None
-    backup = next(path for path in _backup_names(model) if not path.exists())
+    name = f"{model.name}.before-fp8kv"
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    backup = next(path for path in map(model.with_name, names) if not path.exists())
     partial = backup.with_name(f".{backup.name}.{os.getpid()}.partial")
     try:
         for file in changed:
@@ -68,13 +69,6 @@ def back_up(model: Path, scratch: Path) -> Path | None:
     return backup
 
 
-def _backup_names(model: Path) -> Iterator[Path]:
-    first = model.with_name(f"{model.name}.before-fp8kv")
-    yield first
-    for number in count(2):
-        yield first.with_name(f"{first.name}-{number}")
-
-
 def _files(directory: Path) -> list[Path]:
     return [path for path in sorted(directory.rglob("*")) if path.is_symlink() or path.is_file()]
 
@@ -85,6 +79,4 @@ def _link(file: Path, target: Path) -> None:
 
 
 def _same(old: Path, new: Path) -> bool:
-    if not new.exists():
-        return False
-    return old.samefile(new) or filecmp.cmp(old, new, shallow=False)
+    return new.exists() and (old.samefile(new) or filecmp.cmp(old, new, shallow=False))

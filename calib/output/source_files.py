@@ -30,11 +30,9 @@ def source_files(path: Path) -> Path | None:
 
 def keep_source_files(path: Path, out: Path) -> None:
     """Copy into `out` what it replaces of the source `path`, or what `path` has kept itself."""
-    source = source_files(path)
-    if source is None:
-        return
-    kept = out / SOURCE_DIRECTORY
-    kept.mkdir()
-    for name in _REPLACED:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, kept / name)
+    if source := source_files(path):
+        kept = out / SOURCE_DIRECTORY
+        kept.mkdir()
+        for name in _REPLACED:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, kept / name)

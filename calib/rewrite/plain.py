@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.export.compressed_tensors import find_quantization_config
-from calib.model.checkpoint import Checkpoint, read_json
+from calib.model.checkpoint import Checkpoint
 from calib.output.checkpoint_directory import (
     RENAMED_SINGLE,
     copy_small_files,
@@ -22,6 +22,7 @@ from calib.scalefiles.file_names import (
     INDEX_FILE,
     SINGLE_FILE,
 )
+from calib.scalefiles.json import read_object
 
 # documents that hold scales, or say that there are some
 SCALE_DOCUMENTS = ("hf_quant_config.json", "kv_cache_scales.json")
@@ -45,7 +46,7 @@ def write_plain(checkpoint: Checkpoint, out: Path) -> None:
 def _write_config(checkpoint: Checkpoint, source: Path | None, out: Path) -> None:
     plain = config_without_scales(checkpoint.config)
     if source is not None:
-        original = read_json(source / CONFIG_FILE)
+        original = read_object(source / CONFIG_FILE)
         if not _announces_scales(original) and config_without_scales(original) == plain:
             shutil.copyfile(source / CONFIG_FILE, out / CONFIG_FILE)
             return
@@ -54,7 +55,7 @@ def _write_config(checkpoint: Checkpoint, source: Path | None, out: Path) -> Non
 
 def _write_weights(checkpoint: Checkpoint, source: Path | None, out: Path) -> None:
     index = (source or checkpoint.path) / INDEX_FILE
-    original = read_json(index).get("weight_map") if index.exists() else None
+    original = read_object(index).get("weight_map") if index.exists() else None
     files = {*original.values()} if isinstance(original, dict) else {SINGLE_FILE}
     names = {shard: shard for shard in checkpoint.shards}
     if source is not None and SINGLE_FILE in files and RENAMED_SINGLE not in files:

@@ -26,7 +26,7 @@ from calib.recipe import load_recipe
 from calib.scales.stats_file import load_stats
 
 RECIPE = load_recipe(None, {"device": "cpu"})
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 def load(directory, loader=load_model):

@@ -1,6 +1,7 @@
 """When layers come one at a time, and which memory a size names."""
 
 import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,11 +137,10 @@ def test_a_containers_limit_counts_on_every_level(tmp_path, monkeypatch):
     (inner / "memory.stat").write_text("anon 0\nfile 9\n")
     (inner.parent / "memory.max").write_text("5000\n")
     (inner.parent / "memory.stat").write_text("anon 2000\nfile 2500\n")
-    proc = tmp_path / "proc"
-    (proc / "self").mkdir(parents=True)
-    (proc / "self" / "cgroup").write_text("0::/job/step\n")
-    (proc / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable: 8 kB\n")
-    monkeypatch.setattr(memory, "_PROC", proc)
+    (tmp_path / "self").write_text("0::/job/step\n")
+    free = SimpleNamespace(available=8192)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(memory, "_GROUP", tmp_path / "self")
     monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
     assert available_bytes() == 3000
     (inner.parent / "memory.max").write_text("50000\n")
