@@ -19,7 +19,7 @@ from torch import Tensor
 
 from calib.errors import InputError
 
-# what this process has written so far, so that a run that is stopped can say it
+# outputs of this process so far, so that a run that is stopped can name them
 WRITTEN: list[Path] = []
 
 _EXCHANGE = 2  # RENAME_EXCHANGE
@@ -37,12 +37,10 @@ class Claim:
 
 @contextmanager
 def claimed(out: Path, *, overwrite: bool = False, wait: bool = False) -> Iterator[Claim]:
-    """Keep other runs from writing `out` while the block runs.
+    """Keep other runs from writing the directory `out` while the block runs.
 
-    Args:
-        out: a directory, or where one will be.
-        overwrite: whether the directory that is there now may be replaced.
-        wait: for another run that writes it, instead of an error.
+    With `overwrite` the directory that is there now may be replaced; with `wait` another run that
+    writes it is waited for, and is no error.
 
     Raises:
         InputError: another run writes it, or nothing can be written there.
@@ -101,12 +99,8 @@ def atomic_directory(
 ) -> Iterator[Path]:
     """Give a scratch directory that becomes `out` when the block ends well, and is gone otherwise.
 
-    What a killed process left behind goes with the next one that writes `out`.
-
-    Args:
-        out: the directory; absent, or empty, or one to overwrite.
-        overwrite: replace the directory that is there now.
-        claim: of a run that has claimed `out` before; it says what may be replaced.
+    `out` is absent, or empty, or replaced with `overwrite`; a `claim` on it, made before, says what
+    may be replaced. Leftovers of a killed process go with the next one that writes `out`.
 
     Raises:
         InputError: the file system refuses to write, as on a full disk, another run writes `out`,

@@ -47,11 +47,10 @@ class Result:
         return f"{self.gpu}: {'/'.join(map(str, self.heads))} query heads / KV heads / head_dim"
 
     def cells(self, row: Row) -> tuple[str, ...]:
-        """A row as text."""
+        """Texts of a row of the table."""
         share = row.tb_per_s / self.copy_tb_per_s if self.copy_tb_per_s else 0.0
-        ratio = row.float16_us / row.us
         times = (f"{row.us:.1f}", f"{row.tb_per_s:.2f}", f"{share:.0%}", f"{row.float16_us:.1f}")
-        return (row.kernel, row.case, *times, f"{ratio:.2f}x")
+        return (row.kernel, row.case, *times, f"{row.float16_us / row.us:.2f}x")
 
 
 def parse_heads(text: str) -> Heads:
@@ -82,14 +81,8 @@ def run_bench(
     """Check the kernels, with `tune` find their fastest configs first, and time them.
 
     Without a GPU they are checked at small shapes, in Triton's interpreter, and nothing is timed.
-
-    Args:
-        model: whose heads; without it, `heads`.
-        heads: query heads, KV heads and head_dim, `32/8/128`.
-        block_size: tokens per block.
-        tune: keep the fastest configs of this GPU for all later launches.
-        trust_remote_code: run the model's own code to read its config.
-        say: like print; told what is done.
+    The heads are those of `model`, or `heads` where it is None; a block has `block_size` tokens.
+    `say` is called like print.
 
     Raises:
         InputError: `tune` without a GPU, no Triton, or a shape that kernels do not handle.

@@ -17,7 +17,7 @@ from calib.measure.distributed import World, joined_world
 from calib.measure.loop import calibrate
 from calib.measure.resume import SavedProgress, progress_file
 from calib.model.checkpoint import Checkpoint, fingerprint
-from calib.offload.entry import measure_layers
+from calib.offload.layerwise import measure_layers
 from calib.output.card import dataset_facts
 from calib.output.finish import Destination, Result, finish
 from calib.output.in_place import check_in_place
@@ -80,9 +80,7 @@ class _Run:
     def load(self, recipe: Recipe, held: ExitStack) -> tuple[Checkpoint, Prepared]:
         self.progress.stage("load")
         to = self.destination
-        checkpoint = check_before_loading(
-            self.model_name, recipe, to.path, in_place=to.in_place, overwrite=to.overwrite
-        )
+        checkpoint = check_before_loading(self.model_name, recipe, to)
         if self.world.is_first:
             claim = held.enter_context(claimed(to.path, overwrite=to.overwrite or to.in_place))
             self.destination = replace(to, claim=claim)

@@ -23,13 +23,9 @@ from calib.scales.stats_file import load_stats
 def merge(
     directories: Sequence[Path], output: Path, *, model: str | None = None, overwrite: bool = False
 ) -> Result:
-    """Merge finished calibrations; scales are derived and written as the first one's recipe says.
+    """Merge two or more outputs of `fp8kv calibrate` as the first one's recipe says.
 
-    Args:
-        directories: outputs of `fp8kv calibrate`, two or more.
-        output: directory to write.
-        model: where the model is now; default: where the first calibration found it.
-        overwrite: replace an earlier output.
+    `model` is where the model is now, by default where the first calibration found it.
 
     Raises:
         InputError: one is no calibration, or they are of different models, revisions or capture

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -15,12 +14,11 @@ from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids, input_device
 from calib.model.find import find_checkpoint
 from calib.model.load import fit_seq_len, load_config, load_model, load_tokenizer
-from calib.offload.choice import resolve_offload
-from calib.offload.entry import open_layers
-from calib.offload.layerwise import LayerwiseModel
+from calib.offload.layerwise import LayerwiseModel, open_layers
+from calib.offload.memory import resolve_offload
 from calib.offload.skeleton import load_skeleton
 from calib.output.checkpoint_directory import check_output
-from calib.output.finish import make_exports
+from calib.output.finish import Destination, make_exports
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales, LayerScales
 
@@ -36,9 +34,7 @@ class Prepared:
     recipe: Recipe  # as resolved
 
 
-def check_before_loading(
-    model_name: str, recipe: Recipe, output: Path, *, in_place: bool, overwrite: bool
-) -> Checkpoint:
+def check_before_loading(model_name: str, recipe: Recipe, destination: Destination) -> Checkpoint:
     """Find the checkpoint, and refuse what cannot be written before any weight is read.
 
     Raises:
@@ -55,8 +51,8 @@ def check_before_loading(
             center_keys=recipe.center_keys,
         )
     checkpoint = find_checkpoint(model_name)
-    if not in_place:
-        check_output(output, checkpoint.path, overwrite=overwrite)
+    if not destination.in_place:
+        check_output(destination.path, checkpoint.path, overwrite=destination.overwrite)
     return checkpoint
 
 

@@ -16,9 +16,10 @@ from rich.console import Console
 
 from calib import choices
 from calib.atomic import atomic_directory
+from calib.commands.progress_bar import progress_bar
 from calib.commands.running import run
 from calib.commands.tables import table_text
-from calib.progress import Progress, progress_bar
+from calib.progress import Progress
 from calib.stress.rescaling import Factors
 from calib.stress.twin import Stressed, _card
 

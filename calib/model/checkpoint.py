@@ -115,7 +115,13 @@ def _weights(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
     shards = sorted(set(listed.values())) or [SINGLE_FILE]
     is_single = (path / SINGLE_FILE).exists()
     if not (listed or is_single):
-        raise InputError(_no_weights(path))
+        pickles = sorted(f.name for f in path.iterdir() if f.suffix in _PICKLES)
+        raise InputError(
+            f"'{path}' holds pickled weights ({pickles[0]}), which can run code when opened; "
+            "convert them to safetensors first"
+            if pickles
+            else f"'{path}' holds no {SINGLE_FILE} and no {INDEX_FILE}"
+        )
     if is_single and shards != [SINGLE_FILE]:
         # transformers reads the one, engines the others
         raise InputError(
@@ -159,13 +165,3 @@ def _read_index(path: Path) -> dict[str, str]:
 def _state(file: Path) -> FileState:
     found = file.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _no_weights(path: Path) -> str:
-    pickles = sorted(f.name for f in path.iterdir() if f.suffix in _PICKLES)
-    if pickles:
-        return (
-            f"'{path}' holds pickled weights ({pickles[0]}), which can run code when opened; "
-            "convert them to safetensors first"
-        )
-    return f"'{path}' holds no {SINGLE_FILE} and no {INDEX_FILE}"

@@ -40,7 +40,7 @@ def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
 
 
 def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
-    """Refuse a model that keeps no K and V per head; `document` is its config.json.
+    """Refuse a model that caches no K and V per head; `document` is its config.json.
 
     Raises:
         UnsupportedModelError: it is no decoder-only language model, or caches latents.
@@ -79,12 +79,9 @@ def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
 
 
 def fit_seq_len(config: PreTrainedConfig, tokens: int, *, given: bool) -> tuple[int, list[str]]:
-    """Tokens per sample that the model has positions for, and a note where a default was cut.
+    """Fit `tokens` per sample into the model's positions; add a note where a default was cut.
 
-    Args:
-        config: the model's.
-        tokens: per sample.
-        given: whether the user asked for `tokens`, which are then kept as they are, or refused.
+    A number that the user has given is kept as it is, or refused.
 
     Raises:
         InputError: the user asked for more than the model has positions.
@@ -108,12 +105,17 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
     Raises:
         InputError: weights are missing or have other shapes than the config says.
     """
+    device_map: str | dict[str, int] = "cpu"
+    if uses_gpu(recipe):
+        # one of several processes has a GPU of its own; one alone has them all
+        alone = not torch.distributed.is_initialized()
+        device_map = "auto" if alone else {"": torch.cuda.current_device()}
     with loading(f"'{checkpoint.path}'"):
         model, info = auto_class(config).from_pretrained(
             checkpoint.path,
             config=config,
             dtype=requested_dtype(recipe),
-            device_map=_device_map(recipe),
+            device_map=device_map,
             trust_remote_code=recipe.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
@@ -151,14 +153,6 @@ def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
 def requested_dtype(recipe: Recipe) -> str | torch.dtype:
     """What transformers takes as `dtype`."""
     return recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
-
-
-def _device_map(recipe: Recipe) -> str | dict[str, int]:
-    if not uses_gpu(recipe):
-        return "cpu"
-    # one of several processes has a GPU of its own; one alone has them all
-    alone = not torch.distributed.is_initialized()
-    return "auto" if alone else {"": torch.cuda.current_device()}
 
 
 def uses_gpu(recipe: Recipe) -> bool:

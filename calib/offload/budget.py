@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from calib.data import Batch
 from calib.errors import InputError
 from calib.measure.attention import AttentionMap
-from calib.offload.stages import Stage, Stages
+from calib.offload.stages import Stages
 from calib.recipe import Recipe
 from calib.scales.derive import recipe_observer
 from calib.scales.histogram import NUM_BINS
@@ -23,7 +23,7 @@ _RESIDUALS = 4  # and of the hidden state and its norms
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How the memory that is left is used."""
+    """Use of the memory that is left."""
 
     reads_ahead: bool  # whether the next layer is read while one computes
     hidden_bytes: int  # for what lies between two layers; more of it goes to disk
@@ -41,9 +41,9 @@ def plan_memory(
     layers = [stage.tensors for stage in stages.layers]
     shapes = {batch.input_ids.shape for batch in batches}
     working = max(activation_bytes(model.config, model.dtype, layers, *shape) for shape in shapes)
-    layer = max(_held(stage) for stage in stages.layers)
+    layer = max(stage.held_bytes for stage in stages.layers)
     converting = max(stage.converted_bytes for stage in stages.layers)
-    embeddings = _held(stages.embeddings)
+    embeddings = stages.embeddings.held_bytes
     always += stages.resident.nbytes
 
     def needed(layers: int) -> int:
@@ -69,11 +69,6 @@ def statistics_bytes(attention: AttentionMap, recipe: Recipe) -> int:
     modules = attention.cached.values()
     heads = sum(2 * m.num_kv_heads + m.num_heads * (recipe.targets == "qkv") for m in modules)
     return heads * NUM_BINS * torch.int64.itemsize
-
-
-def _held(stage: Stage) -> int:
-    # alignment makes a slab a little larger than its weights
-    return max(stage.nbytes, stage.slab_bytes)
 
 
 def activation_bytes(

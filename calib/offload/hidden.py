@@ -54,6 +54,12 @@ class HiddenStates:
         output = self._memory[key] if key in self._memory else self._read(key)
         return _each(output, lambda tensor: tensor.to(device))
 
+    def take(self, key: Key, device: torch.device) -> Output:
+        """Return what is stored under `key`, on `device`, and forget it."""
+        output = self.get(key, device)
+        self.drop(key)
+        return output
+
     def drop(self, key: Key) -> None:
         """Forget what is stored under `key`."""
         if key in self._memory:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
-from calib.scalefiles.header import Entry
 
 _ALIGNMENT = 64
 _DTYPES = {
@@ -72,17 +71,16 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     Raises:
         InputError: a tensor has a dtype that plain weights never have.
     """
-    files = ((name, checkpoint.path / file) for name, file in checkpoint.weight_map.items())
-    return {name: _stored(path, name, checkpoint.entries[name]) for name, path in files}
-
-
-def _stored(path: Path, name: str, entry: Entry) -> StoredTensor:
-    if entry.dtype not in _DTYPES:
-        raise InputError(
-            f"'{path}' holds '{name}' as {entry.dtype}, which cannot be read layer by layer; "
-            "use --offload none"
-        )
-    return StoredTensor(path, _DTYPES[entry.dtype], entry.shape, entry.begin)
+    found = {}
+    for name, entry in checkpoint.entries.items():
+        path = checkpoint.path / checkpoint.weight_map[name]
+        if entry.dtype not in _DTYPES:
+            raise InputError(
+                f"'{path}' holds '{name}' as {entry.dtype}, which cannot be read layer by layer; "
+                "use --offload none"
+            )
+        found[name] = StoredTensor(path, _DTYPES[entry.dtype], entry.shape, entry.begin)
+    return found
 
 
 def _read_into(memory: memoryview, path: Path, offset: int) -> None:

@@ -29,7 +29,7 @@ def calibration_report(
     warnings: list[str],
     threads: int | None,
 ) -> dict[str, Any]:
-    """The document saved with every result; its recipe, run again, gives the same scales."""
+    """Build the document that is saved with every result, whose recipe gives the same scales."""
     return {
         "fp8kv_calibration": 1,
         "model": model,

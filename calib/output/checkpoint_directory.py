@@ -14,7 +14,6 @@ from calib.errors import InputError
 from calib.export.base import Export
 from calib.model.checkpoint import Checkpoint
 from calib.output.placing import OnCopied, Placing, place_shard
-from calib.output.source_files import keep_source_files, source_files
 from calib.scalefiles.file_names import (
     CALIBRATION_FILE,
     CARD_FILE,
@@ -30,6 +29,8 @@ from calib.scalefiles.names import is_of_cache
 
 # transformers ignores the index, and so our shard, where a file of the usual single name exists
 RENAMED_SINGLE = "model-00001-of-00001.safetensors"
+# files of the source that an output replaces; it keeps them in a directory where no engine looks
+_REPLACED = (CARD_FILE, CONFIG_FILE, INDEX_FILE)
 _FORMATS = "bin ckpt gguf h5 msgpack onnx pt pth safetensors"
 _WEIGHT_SUFFIXES = tuple(f".{name}" for name in _FORMATS.split())
 
@@ -81,6 +82,27 @@ def write_checkpoint(
         save_tensors(export.tensors, out / SCALES_SHARD, {"format": "pt"})
     weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
     write_index(checkpoint, out, weight_map, export.tensors)
+
+
+def source_files(path: Path) -> Path | None:
+    """The directory with the files as they were before fp8kv: `path`, or what it keeps.
+
+    None: `path` is an output of ours that has kept nothing, as older versions made.
+    """
+    kept = path / SOURCE_DIRECTORY
+    if kept.is_dir():
+        return kept
+    return None if (path / SCALES_SHARD).exists() else path
+
+
+def keep_source_files(path: Path, out: Path) -> None:
+    """Copy into `out` what it replaces of the source `path`, or what `path` has kept itself."""
+    if source := source_files(path):
+        kept = out / SOURCE_DIRECTORY
+        kept.mkdir()
+        for name in _REPLACED:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, kept / name)
 
 
 def place_weights(

@@ -11,10 +11,10 @@ from calib.output.checkpoint_directory import (
     RENAMED_SINGLE,
     copy_small_files,
     place_weights,
+    source_files,
     write_index,
     write_json,
 )
-from calib.output.source_files import source_files
 from calib.rewrite.existing import config_without_scales
 from calib.scalefiles.file_names import (
     CARD_FILE,

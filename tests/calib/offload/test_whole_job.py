@@ -88,7 +88,7 @@ from calib.model.find import find_checkpoint
 from calib.model.load import load_config
 from calib.offload.layerwise import calibrate_layerwise
 from calib.offload.memory import resident_bytes
-from calib.offload.entry import open_layers
+from calib.offload.layerwise import open_layers
 from calib.offload.skeleton import load_skeleton
 from calib.recipe import load_recipe
 
