@@ -82,10 +82,9 @@ def _decoder_layers(
 ) -> tuple[list[nn.Module], list[str], list[nn.Module]]:
     for name, module in model.named_modules():
         prefix = f"{name}."
-        if isinstance(module, nn.ModuleList) and all(
-            n.startswith(prefix) for n in attention.cached
-        ):
-            indices = [int(n.removeprefix(prefix).partition(".")[0]) for n in attention.cached]
+        cached = [n.removeprefix(prefix) for n in attention.cached if n.startswith(prefix)]
+        if isinstance(module, nn.ModuleList) and len(cached) == len(attention.cached):
+            indices = [int(n.partition(".")[0]) for n in cached]
             layers, count = list(module), max(indices) + 1
             return layers[:count], [f"{prefix}{i}" for i in range(count)], layers[count:]
     raise UnsupportedModelError(
