@@ -60,6 +60,7 @@ def claimed(out: Path, *, overwrite: bool = False, wait: bool = False) -> Iterat
     except OSError as error:
         raise InputError(f"cannot write '{out}': {error.strerror}; choose another output") from None
     try:
+        _remove_abandoned(path)
         yield Claim(path, _identity(path) if overwrite else None)
     finally:
         with suppress(OSError):
@@ -111,7 +112,6 @@ def atomic_directory(
         scratch = mine.path.with_name(f".{mine.path.name}.{process}.partial")
         try:
             scratch.mkdir()
-            _remove_abandoned(mine.path)
             yield scratch
             _put(scratch, mine, out)
         except (OSError, SafetensorError) as error:
@@ -122,7 +122,9 @@ def atomic_directory(
 
 
 def _put(scratch: Path, claim: Claim, out: Path) -> None:
-    changed = InputError(f"'{out}' was written by another meanwhile, and is left as it is")
+    changed = InputError(
+        f"'{out}' was written by another program while this ran; nothing was replaced"
+    )
     if claim.replaces is not None and claim.path.exists():
         if not _overwrite(scratch, claim):
             raise changed
@@ -143,7 +145,11 @@ def _overwrite(scratch: Path, claim: Claim) -> bool:
         return known or not _exchange(scratch, path)
     path.rename(old)
     known = _identity(old) == claim.replaces
-    (scratch if known else old).rename(path)
+    try:
+        (scratch if known else old).rename(path)
+    except OSError:
+        old.rename(path)
+        raise
     shutil.rmtree(old, ignore_errors=True)
     return known
 
@@ -161,6 +167,8 @@ def _remove_abandoned(out: Path) -> None:
     for path in out.parent.iterdir():
         match = re.fullmatch(name, path.name)
         if match and not psutil.pid_exists(int(match[1])):
+            if path.suffix == ".old" and not out.exists():
+                path.rename(out)  # its process ended between two renames
             shutil.rmtree(path, ignore_errors=True)
 
 

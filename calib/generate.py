@@ -179,7 +179,8 @@ def _generate(
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda text, stream_end=False: on_text(text)
     torch.manual_seed(options.seed)
-    sampling = {"temperature": options.temperature} if options.temperature > 0 else {}
+    # below, float32 holds no probability but 0 and 1
+    sampling = {"temperature": options.temperature} if options.temperature > 1e-4 else {}
     start = time.perf_counter()
     output = model.generate(
         **inputs,

@@ -130,7 +130,8 @@ class _Run:
             "recipe": prepared.recipe.model_dump(mode="json", exclude=kept),
             "dataset": prepared.data.fingerprint,
             "number of processes": [self.world.rank, self.world.size],
-            "number of threads": torch.get_num_threads(),
+            # which a GPU's results do not depend on
+            "number of threads": prepared.recipe.device == "cpu" and torch.get_num_threads(),
         }
         path = progress_file(self.destination.path, self.world.rank)
         return SavedProgress(path, same, 60 * prepared.recipe.save_minutes)

@@ -3,6 +3,7 @@
 import hashlib
 from collections.abc import Sequence
 from functools import reduce
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ def merge(
     if len(directories) < 2:
         raise InputError("merge takes two or more calibrations; give their directories")
     runs = [_Run(path) for path in directories]
-    for other in runs[1:]:
-        _check_same(runs[0], other)
+    for pair in combinations(runs, 2):
+        _check_same(*pair)
     reports = [run.report for run in runs]
     name = model or reports[0]["model"]
     checkpoint = find_checkpoint(name)
@@ -95,8 +96,13 @@ def _check_same(first: _Run, other: _Run) -> None:
                 f"{both} were captured with different {name} ({value}, {wanted[name]}); calibrate "
                 "both with the same"
             )
-    if mine["dataset"]["fingerprint"] == theirs["dataset"]["fingerprint"]:
+    if {*_parts(mine["dataset"])} & {*_parts(theirs["dataset"])}:
         raise InputError(f"{both} have read the same data; merging them adds nothing")
+
+
+def _parts(dataset: dict[str, Any]) -> list[str]:
+    """Fingerprints of the data that were merged into `dataset`, or its own."""
+    return dataset.get("parts") or [dataset["fingerprint"]]
 
 
 def _capture(recipe: Recipe) -> dict[str, Any]:
@@ -110,10 +116,11 @@ def _capture(recipe: Recipe) -> dict[str, Any]:
 
 
 def _merged_data(datasets: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    prints = "".join(sorted(dataset["fingerprint"] for dataset in datasets))
+    parts = sorted(part for dataset in datasets for part in _parts(dataset))
     return {
         "source": " + ".join(dict.fromkeys(dataset["source"] for dataset in datasets)),
-        "fingerprint": hashlib.sha256(prints.encode()).hexdigest(),
+        "fingerprint": hashlib.sha256("".join(parts).encode()).hexdigest(),
+        "parts": parts,
         "samples": sum(dataset["samples"] for dataset in datasets),
         "tokens": sum(dataset["tokens"] for dataset in datasets),
     }

@@ -11,6 +11,7 @@ from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.export import check_format
 from calib.measure.attention import AttentionMap, map_attention
 from calib.model.checkpoint import Checkpoint
+from calib.model.config import making_sense
 from calib.model.devices import check_token_ids, input_device
 from calib.model.find import find_checkpoint
 from calib.model.load import fit_seq_len, load_config, load_model, load_tokenizer
@@ -79,7 +80,8 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     data = load_data(recipe.data, tokenizer, model)
     data = replace(data, warnings=(*notes, *data.warnings))
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
-    layers = open_layers(model(), checkpoint, recipe) if by_layer else None
+    with making_sense(f"this {config.model_type} cannot run as its config says"):
+        layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.layout.attention if layers else map_attention(model())
     _rehearse(attention, checkpoint, recipe)
     device = (layers.device if layers else input_device(model())).type

@@ -52,7 +52,7 @@ class DataRecipe(_Strict):
     samples: int = Field(512, ge=1)
     seq_len: int = Field(2048, ge=2, description="tokens a sample is truncated to")
     batch_size: int | str = Field("auto", description="samples per forward pass, or 'auto'")
-    seed: int = Field(42, ge=0)
+    seed: int = Field(42, ge=0, lt=2**63)
 
     @model_validator(mode="after")
     def _batch_size_is_auto_or_positive(self) -> "DataRecipe":
@@ -108,7 +108,7 @@ class Recipe(_Strict):
     observer: ObserverRecipe = ObserverRecipe()
     targets: Targets = "kv"
     fp8_dtype: FP8Name = "e4m3fn"
-    headroom: float = Field(1.0, gt=0, le=16, description="amax is multiplied by this")
+    headroom: float = Field(1.0, ge=1 / 16, le=16, description="amax is multiplied by this")
     means: bool = Field(False, description="also collect per-channel means of K and V")
     center_keys: bool = Field(False, description="subtract K's mean; implies means")
     device: Device = "auto"

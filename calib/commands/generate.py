@@ -22,7 +22,7 @@ def generate(
     ] = None,
     max_new_tokens: Annotated[int, Flag(min=1, help="Tokens to generate at most.")] = 64,
     temperature: Annotated[float, Flag(min=0.0, help="0: the likeliest token every time.")] = 0.0,
-    seed: Annotated[int, Flag(help="Of the sampling.")] = 42,
+    seed: Annotated[int, Flag(min=0, max=2**63 - 1, help="Of the sampling.")] = 42,
     chat: Annotated[bool, Flag("--chat", help="Apply the model's chat template.")] = False,
     compare: Annotated[
         bool, Flag("--compare", help="Generate with transformers' 16-bit cache too.")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from calib.errors import UnsupportedModelError
+from calib.model.config import making_sense
 from calib.model.devices import input_device
 from calib.scales.scales import SharedAttention
 from fp8kv_runtime.hf import swap_attention
@@ -75,7 +76,10 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
             f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported"
         )
     seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-    with observe_qkv(model, lambda name, q, k, v: seen.__setitem__(name, (q, k, v))):
+    with (
+        making_sense(f"this {model.config.model_type} cannot run as its config says"),
+        observe_qkv(model, lambda name, q, k, v: seen.__setitem__(name, (q, k, v))),
+    ):
         tokens = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
         cache = model.get_decoder()(input_ids=tokens, use_cache=True).get("past_key_values")
     if cache is None:

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from calib.errors import InputError, UnsupportedModelError
+from calib.errors import Fp8kvError, InputError, UnsupportedModelError
 from calib.model.checkpoint import Checkpoint
 
 # far beyond every model there is, and near enough to build one in no time
@@ -33,7 +33,7 @@ _LIMITS = {
 # what transformers raises where a value makes no sense to it
 _NONSENSE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
-    StrictDataclassError,
+    *(AssertionError, ImportError, StrictDataclassError),
 )
 
 
@@ -124,6 +124,8 @@ def making_sense(message: str) -> Iterator[None]:
     """Turn what transformers raises over values that make no sense to it into one line."""
     try:
         yield
+    except Fp8kvError:
+        raise  # it says what is wrong
     except _NONSENSE as error:
         reason = " ".join(str(error).split())[:1000]
         raise InputError(f"{message}: {reason or type(error).__name__}") from error

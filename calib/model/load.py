@@ -14,7 +14,7 @@ from transformers import (
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.model.checkpoint import Checkpoint
-from calib.model.config import auto_class, check_against_weights, read_config
+from calib.model.config import auto_class, check_against_weights, making_sense, read_config
 from calib.model.quantized import check_left_over, check_readable, forget_cache_quantization
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
@@ -127,12 +127,8 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
 @contextmanager
 def loading(what: str) -> Iterator[None]:
     """Hide the libraries' progress bars, and turn their refusal to load `what` into one line."""
-    try:
-        with library_bars_hidden():
-            yield
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"cannot load {what}: {reason}") from None
+    with making_sense(f"cannot load {what}"), library_bars_hidden():
+        yield
 
 
 def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:

@@ -74,16 +74,24 @@ def check_readable(checkpoint: Checkpoint) -> None:
 
 
 def check_left_over(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Check that no tensor that the loader had no use for says what the weights are.
+    """Check that no tensor which the loader had no use for changes a weight that it loaded.
 
     Raises:
-        InputError: one is named like a scale or a code.
+        InputError: one is named like a scale or a code, or belongs to a matrix, as a bias does.
     """
-    for name in sorted(names):
-        if _SCALE_OR_CODE.search(name) and not is_of_cache(name):
+    left = {*names}
+    for name in sorted(name for name in left if not is_of_cache(name)):
+        if _SCALE_OR_CODE.search(name):
             raise InputError(
                 f"'{checkpoint.path}' holds quantised weights: the loader has no use for "
                 f"'{name}', {_ADVICE}"
+            )
+        parts = name.split(".")
+        owners = {".".join([*parts[:n], "weight"]) for n in range(1, len(parts))} - {name}
+        if owners & (checkpoint.weight_map.keys() - left):
+            raise InputError(
+                f"'{checkpoint.path}' holds '{name}', of which its config.json makes no use: K and "
+                "V would not be the model's; mend the config, or merge adapters into the weights"
             )
 
 

@@ -136,6 +136,8 @@ def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) ->
         amax = found["amax"]
         if amax is None or amax.dim() != 2 or not amax.numel():
             raise _damaged(where, f"{name}.{which}.amax must be there, [heads, channels]")
+        if (amax < 0).any():
+            raise _damaged(where, f"{name}.{which}.amax is below zero")
         for field, tensor in found.items():
             shape = (len(amax), NUM_BINS) if field == "histogram" else amax.shape
             if tensor is not None and (tensor.dtype, tensor.shape) != (_FIELDS[field], shape):

@@ -207,8 +207,9 @@ def start_softmax(sinks_ptr, heads, inside, has_sink, HAS_SINKS: tl.constexpr):
     """Origin of the weights (base 2) and their sum before the first tile."""
     if HAS_SINKS and has_sink:
         sink = tl.load(sinks_ptr + heads, mask=inside, other=0.0).to(tl.float32)
-        origin = origin_of(sink * LOG2_E)
-        return origin, tl.exp2(sink * LOG2_E - origin)
+        sink = tl.maximum(sink, -1e30) * LOG2_E  # of -inf, -inf minus -inf would be NaN
+        origin = origin_of(sink)
+        return origin, tl.exp2(sink - origin)
     return tl.full(inside.shape, float("-inf"), tl.float32), tl.zeros(inside.shape, tl.float32)
 
 

@@ -5,13 +5,12 @@ import json
 import pytest
 from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from generating import PROMPT, as_json, continuation, generate
+from transformers import AutoTokenizer
 
 from calib.generate import Generated, Generation
 from calib.scales.derive import load_scales
-from fp8kv_runtime.hf import fp8_attention
 
-PROMPT = "w5 w81 w7 w44 w9 w3"
 BYTES_PER_TOKEN = 3 * 2 * 2 * 16  # layers, K and V, KV heads, head_dim
 
 
@@ -20,28 +19,6 @@ def calibrated(tiny_directory, tmp_path):
     out = tmp_path / "out"
     assert calibrate(tiny_directory, "-o", out, "--strategy", "attn_head").exit_code == 0
     return out
-
-
-def generate(*arguments):
-    return fp8kv("generate", *arguments, "--device", "cpu", "--max-new-tokens", "9")
-
-
-def as_json(*arguments):
-    done = generate(*arguments, "--json")
-    assert done.exit_code == 0, done.stderr
-    return json.loads(done.stdout)
-
-
-def continuation(directory, scales=None):
-    """Token ids as transformers' own generate gives them."""
-    model = AutoModelForCausalLM.from_pretrained(directory).eval()
-    inputs = AutoTokenizer.from_pretrained(directory)(PROMPT, return_tensors="pt")
-    if scales is None:
-        output = model.generate(**inputs, max_new_tokens=9, do_sample=False)
-    else:
-        with fp8_attention(model, scales):
-            output = model.generate(**inputs, max_new_tokens=9, do_sample=False)
-    return output[0, inputs["input_ids"].shape[1] :].tolist()
 
 
 def test_text_speed_and_bytes(calibrated, tiny_directory):
@@ -167,3 +144,8 @@ def test_scales_of_another_model(calibrated, tmp_path):
 def test_kernels_without_a_gpu(calibrated, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     one_line_error(generate(calibrated, PROMPT, "--backend", "triton"), "need a GPU")
+
+
+def test_a_temperature_next_to_zero_is_greedy(calibrated):
+    cold, greedy = (as_json(calibrated, PROMPT, "--temperature", t)["fp8"] for t in ("1e-300", "0"))
+    assert cold["token_ids"] == greedy["token_ids"]

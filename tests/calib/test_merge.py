@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 import torch
-from command_line import fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 from safetensors.torch import load_file
 
@@ -107,3 +107,11 @@ def test_another_number_of_threads_is_named(halves, tmp_path):
         assert report["threads"] == kept
         if warned:
             assert f"'{one}' was measured with 1 threads and '{other}' with 2" in warnings[0]
+
+
+def test_data_that_a_merge_has_read_already_is_not_counted_twice(tiny_directory, tmp_path):
+    for seed in "12":
+        calibrate(tiny_directory, "-o", tmp_path / seed, "--seed", seed)
+    assert fp8kv("merge", tmp_path / "1", tmp_path / "2", "-o", tmp_path / "12").exit_code == 0
+    done = fp8kv("merge", tmp_path / "12", tmp_path / "2", "-o", tmp_path / "122")
+    one_line_error(done, "have read the same data")

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Triton is for L
 
 def compile_kernels(root, *arguments):
     """Run the script on the kernels under `root`."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "compile_kernels.py"), *arguments]
+    command = [sys.executable, str(root / "benchmarks" / "compile_kernels.py"), *arguments]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
 
@@ -27,9 +27,10 @@ def mutated(tmp_path):
     """Compile kernels of which some have a piece of their text replaced."""
 
     def compile_mutated(replacements, *arguments):
-        shutil.copytree(ROOT / "fp8kv_runtime", tmp_path / "fp8kv_runtime")
+        for package in ("fp8kv_runtime", "benchmarks"):
+            shutil.copytree(ROOT / package, tmp_path / package)
         for file, old, new in replacements:
-            path = tmp_path / "fp8kv_runtime" / "kernels" / file
+            (path,) = tmp_path.glob(f"*/kernels/{file}")
             text = path.read_text()
             assert re.search(old, text), (file, old)
             path.write_text(re.sub(old, new, text))

@@ -1,6 +1,7 @@
 """A second launch does not go through Triton; the driver gets what Triton would give it."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 
 from fp8kv_runtime.storage import KVBlocks
 
+ROOT = Path(__file__).parents[2]
 VARIANTS = ("plain-64", "channels-128", "float16-64")
 KERNELS = ["decode_kernel", "reduce_kernel", "extend_kernel", "append_kv_kernel"]
 
@@ -37,9 +39,12 @@ def launched_on_devices():
 
 
 def output_of(name, *arguments):
-    script = Path(__file__).with_name(name)
-    command = [sys.executable, str(script), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=script.parents[2])
+    command = [sys.executable, str(ROOT / "tests" / "support" / name), *arguments]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")]),
+    }
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 

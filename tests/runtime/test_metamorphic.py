@@ -214,3 +214,14 @@ def test_sequences_without_tokens(query_lens, sinks, implementation, device):
     out = batch.attend(implementation)
     assert out.shape == batch.query.shape
     assert (out == 0).all()
+
+
+@BATCHES
+@EITHER
+@pytest.mark.parametrize("weightless", [float("-inf"), -3e38])
+def test_a_sink_without_weight_is_no_sink(case, weightless, implementation, device):
+    batch = build(case, device)
+    sinks = torch.full_like(batch.options.sinks, weightless)
+    without = replace(batch, options=replace(batch.options, sinks=None))
+    batch = replace(batch, options=replace(batch.options, sinks=sinks))
+    assert torch.equal(batch.attend(implementation), without.attend(implementation))

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import calibrate, one_line_error
 from families import MLA, save_model, tiny_model, tiny_vision_language_model
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
@@ -192,3 +193,47 @@ def test_a_model_on_the_hub_is_downloaded_without_pickles(monkeypatch, tiny_dire
     assert asked["repo"] == "org/name"
     assert "*.safetensors" in asked["patterns"]
     assert not any(pattern.endswith((".bin", ".pt")) for pattern in asked["patterns"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[]"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"tokenizer_class": 3}'),
+        ("generation_config.json", "[]"),
+    ],
+)
+def test_files_beside_the_weights_that_make_no_sense_are_one_line(
+    name, text, tiny_directory, tmp_path
+):
+    (tiny_directory / name).write_text(text)
+    one_line_error(
+        calibrate(tiny_directory, "-o", tmp_path / "out"), "cannot load", str(tiny_directory)
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("pad_token_id", 10**6), ("attn_implementation", "flash_attention_2")]
+)
+def test_a_config_that_cannot_be_built_is_one_line(key, value, tiny_directory, tmp_path):
+    path = tiny_directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    one_line_error(calibrate(tiny_directory, "-o", tmp_path / "out"), "no model")
+
+
+def test_a_weight_that_the_config_makes_no_use_of_is_refused(tiny_directory, tmp_path):
+    weights = load_file(tiny_directory / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.bias"
+    bias = torch.ones(len(weights[name.replace("bias", "weight")]))
+    save_file({**weights, name: bias}, tiny_directory / "model.safetensors", {"format": "pt"})
+    one_line_error(calibrate(tiny_directory, "-o", tmp_path / "out"), name, "config.json")
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_model_that_cannot_run_is_one_line(value, tmp_path):
+    directory = save_model(tiny_model("mistral"), tmp_path / "model")
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sliding_window": value}))
+    one_line_error(calibrate(directory, "-o", tmp_path / "out"), "cannot run")

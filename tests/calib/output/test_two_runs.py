@@ -2,6 +2,8 @@
 
 import errno
 import json
+import socket
+from pathlib import Path
 
 import pytest
 from command_line import fp8kv, one_line_error
@@ -84,7 +86,7 @@ def test_what_appears_meanwhile_is_left_as_it_is(locks, tiny_directory, tmp_path
         out.mkdir()
         (out / "thesis.txt").write_text("x")
 
-    with pytest.raises(InputError, match=f"'{out}' was written by another meanwhile"):
+    with pytest.raises(InputError, match=f"'{out}' was written by another program"):
         calibrate(tiny_directory, out, at="write", then=another)
     assert names(out) == ["thesis.txt"]
     assert names(tmp_path) == ["out", "tiny-llama"]
@@ -103,10 +105,39 @@ def test_overwriting_replaces_what_it_was_asked_to_and_nothing_newer(
     def second():
         calibrate(tiny_directory, out, seed=2, overwrite=True)
 
-    with pytest.raises(InputError, match="was written by another meanwhile"):
+    with pytest.raises(InputError, match="was written by another program"):
         calibrate(tiny_directory, out, at="calibrate", then=second, overwrite=True)
     assert seed_of(out) == 2
     assert names(tmp_path) == ["out", "tiny-llama"]
+
+
+def test_a_run_killed_between_two_renames_loses_nothing(tmp_path, monkeypatch):
+    out, gone = tmp_path / "out", 2**22 + 1  # no process has that number
+    old = tmp_path / f".out.{socket.gethostname()}-{gone}.old"
+    old.mkdir()
+    (old / "kept").touch()
+    with claimed(out, overwrite=True):
+        assert names(out) == ["kept"]
+
+
+def test_a_rename_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    out, rename = tmp_path / "out", Path.rename
+    out.mkdir()
+    (out / "kept").touch()
+
+    def failing(self, target):
+        if self.name.endswith(".partial"):
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with (
+        pytest.raises(InputError, match="Input/output error"),
+        atomic_directory(out, overwrite=True),
+    ):
+        pass
+    assert names(out) == ["kept"]
 
 
 def without_locks(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
-from test_generate import as_json, continuation
+from generating import as_json, continuation
 
 from calib.errors import InputError
 from calib.eval.run import evaluate

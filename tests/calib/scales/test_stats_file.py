@@ -2,6 +2,7 @@
 
 import json
 import string
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from safetensors.torch import save_file
 from calib.errors import InputError
 from calib.scalefiles.file_names import STATS_FILE
 from calib.scales.histogram import NUM_BINS
-from calib.scales.stats_file import load_progress, load_stats
+from calib.scales.stats import KVStats, LayerStats, TensorStats
+from calib.scales.stats_file import load_progress, load_stats, save_stats
 
 MODULE = {"layer_idx": 0, "tokens": 10}
 FACTS = {"version": 1, "modules": {"a": MODULE}, "shared": {}, "progress": None}
@@ -135,3 +137,11 @@ def test_any_metadata_is_statistics_or_one_clear_error(tmp_path_factory, facts):
         refusal = str(error)
     assert "\n" not in (refusal or "")
     assert refusal or type(stats.layers["a"].layer_idx) is int
+
+
+def test_an_amax_below_zero_is_refused(tmp_path):
+    negative = TensorStats(torch.full((2, 2), -1.0))
+    layer = LayerStats(0, 1, *(replace(negative) for _ in "kvq"))
+    save_stats(KVStats({"model.layers.0.self_attn": layer}), tmp_path / STATS_FILE)
+    with pytest.raises(InputError, match="below zero"):
+        load_stats(tmp_path)

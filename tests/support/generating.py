@@ -1,0 +1,32 @@
+"""`fp8kv generate`, and the same by transformers alone."""
+
+import json
+
+from command_line import fp8kv
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fp8kv_runtime.hf import fp8_attention
+
+PROMPT = "w5 w81 w7 w44 w9 w3"
+
+
+def generate(*arguments):
+    return fp8kv("generate", *arguments, "--device", "cpu", "--max-new-tokens", "9")
+
+
+def as_json(*arguments):
+    done = generate(*arguments, "--json")
+    assert done.exit_code == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def continuation(directory, scales=None):
+    """Token ids as transformers' own generate gives them."""
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    inputs = AutoTokenizer.from_pretrained(directory)(PROMPT, return_tensors="pt")
+    if scales is None:
+        output = model.generate(**inputs, max_new_tokens=9, do_sample=False)
+    else:
+        with fp8_attention(model, scales):
+            output = model.generate(**inputs, max_new_tokens=9, do_sample=False)
+    return output[0, inputs["input_ids"].shape[1] :].tolist()
