@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test fuzz check fix compile-kernels interop bench bench-generate bench-eval bench-scale bench-peers bench-kernels bench-generate-gpu bench-launch golden clean
+.PHONY: help demo test test-fast fuzz check fix compile-kernels interop bench bench-generate bench-eval bench-scale bench-peers bench-kernels bench-generate-gpu bench-launch golden clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -15,6 +15,10 @@ demo: $(VENV)/.installed ## calibrate a real model on real text and write a chec
 
 test: $(VENV)/.installed ## all tests; no GPU, no network
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+
+test-fast: $(VENV)/.installed ## what one wants between two edits: no browser, kernels or whole jobs
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal \
+		-m "not (browser or real_model or mutation or interpreter or whole_job)"
 
 fuzz: $(VENV)/.installed ## five million damaged files
 	$(BIN)/pip install -q atheris==3.0.0

@@ -3,6 +3,8 @@
 Nothing heavy is imported before a command runs, so `--help` answers at once.
 """
 
+from collections.abc import Callable
+
 import typer
 
 from calib.commands.bench import bench
@@ -23,36 +25,23 @@ app = typer.Typer(
     name="fp8kv",
     help="FP8 KV-cache scales for large language models: measure, export, check.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(calibrate)
 app.command("eval")(evaluate)
 listed = (inspect, verify, convert, strip, repair, compare, plan, merge, generate, stress)
-for command in (*listed, bench, recipes, doctor):
-    app.command()(command)
-
-calibrate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-calibrate_app.command()(calibrate)
-
-eval_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-eval_app.command()(evaluate)
+for each in (*listed, bench, recipes, doctor):
+    app.command()(each)
 
 
-def main() -> None:
-    """Entry point of `fp8kv`."""
-    app()
+def _alone(command: Callable[..., None]) -> typer.Typer:
+    alone = typer.Typer(pretty_exceptions_enable=False)
+    alone.command()(command)
+    return alone
 
 
-def calibrate_main() -> None:
-    """Entry point of `fp8kv-calibrate`."""
-    calibrate_app()
-
-
-def eval_main() -> None:
-    """Entry point of `fp8kv-eval`."""
-    eval_app()
-
+# the entry points
+main, calibrate_main, eval_main = app, _alone(calibrate), _alone(evaluate)
 
 if __name__ == "__main__":
     main()

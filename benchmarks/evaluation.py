@@ -21,9 +21,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from calib.data import load_data
-from calib.eval.calibration import calibrate_on, calibrate_on_random_tokens, evaluation_recipe
-from calib.eval.suites import SUITES
-from calib.eval.variants import Variant, build_variants
+from calib.eval.inputs import (
+    SUITES,
+    calibrate_on,
+    calibrate_on_random_tokens,
+    evaluation_recipe,
+)
+from calib.eval.variants import Setup, Variant, build_variants
 from calib.model.find import builtin_model
 from calib.recipe import load_recipe
 from calib.scales.scales import LayerScales
@@ -124,7 +128,7 @@ def prepared(name: str) -> tuple[PreTrainedModel, list[Variant], list[Tensor], K
     recipe = evaluation_recipe(load_recipe(None, {"data.dataset": "builtin:python-docs"}), suite)
     samples = load_data(recipe.data, tokenizer, lambda: model).samples
     stats = calibrate_on(model, samples[: suite.calibration_samples], recipe)
-    random = calibrate_on_random_tokens(model, tokenizer, recipe)
+    random = calibrate_on_random_tokens(Setup(model, tokenizer), recipe)
     held_out = [torch.tensor(sample) for sample in samples[suite.calibration_samples :]]
     return model, build_variants(stats, random), held_out, stats
 

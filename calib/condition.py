@@ -1,4 +1,4 @@
-"""A condition on an evaluation, such as `kl>0.02`: what `--fail-if` and a recipe hold."""
+"""Conditions on an evaluation, such as `kl>0.02`, for `--fail-if` and for recipes."""
 
 import math
 import operator

@@ -4,31 +4,26 @@ import difflib
 import reprlib
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-
-from calib.choices import (
-    Backend,
-    Device,
-    DType,
-    FormatName,
-    FP8Name,
-    ObserverName,
-    Offload,
-    Reduce,
-    Strategy,
-    SuiteName,
-    Targets,
-    VariantName,
-    Weights,
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    ValidationError,
+    field_validator,
+    model_validator,
 )
+
+from calib import choices
 from calib.condition import parse_condition
 from calib.errors import InputError
 from calib.sizes import parse_size
 from calib.text import read_yaml
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
+_INTEGER = ".constrained-int"  # pydantic's name for PositiveInt
 
 
 class _Strict(BaseModel):
@@ -38,7 +33,7 @@ class _Strict(BaseModel):
 class ObserverRecipe(_Strict):
     """How an amax is derived from what was measured."""
 
-    name: ObserverName = "absmax"
+    name: choices.ObserverName = "absmax"
     percentile: float = Field(99.99, gt=50, le=100, description="used by `percentile` only")
 
 
@@ -51,36 +46,30 @@ class DataRecipe(_Strict):
     column: str | None = Field(None, description="text or chat column; found when not given")
     samples: int = Field(512, ge=1)
     seq_len: int = Field(2048, ge=2, description="tokens a sample is truncated to")
-    batch_size: int | str = Field("auto", description="samples per forward pass, or 'auto'")
+    batch_size: PositiveInt | Literal["auto"] = Field(
+        "auto", description="samples per forward pass"
+    )
     seed: int = Field(42, ge=0, lt=2**63)
-
-    @model_validator(mode="after")
-    def _batch_size_is_auto_or_positive(self) -> "DataRecipe":
-        if self.batch_size == "auto" or (isinstance(self.batch_size, int) and self.batch_size > 0):
-            return self
-        raise ValueError(
-            f"batch_size must be 'auto' or a positive integer, got {self.batch_size!r}"
-        )
 
 
 class ExportRecipe(_Strict):
     """What is written for the engines."""
 
-    formats: tuple[FormatName, ...] = Field(("vllm",), min_length=1)
-    reduce: Reduce = "none"
+    formats: tuple[choices.FormatName, ...] = Field(("vllm",), min_length=1)
+    reduce: choices.Reduce = "none"
     tp_size: int = Field(1, ge=1, description="ranks in kv_cache_scales.json")
-    weights: Weights = "link"
+    weights: choices.Weights = "link"
 
 
 class EvaluationRecipe(_Strict):
     """What `--evaluate` and `fp8kv-eval` measure; see docs/evaluation.md."""
 
-    suite: SuiteName = "quick"
+    suite: choices.SuiteName = "quick"
     dataset: str | None = Field(None, description="default: the calibration's")
     samples: int | None = Field(None, ge=2, description="held-out documents; default: the suite's")
     seq_len: int | None = Field(None, ge=8, description="tokens of each; default: the suite's")
-    variants: tuple[VariantName, ...] | None = Field(None, description="default: all")
-    backend: Backend = "auto"
+    variants: tuple[choices.VariantName, ...] | None = Field(None, description="default: all")
+    backend: choices.Backend = "auto"
     kl_budget: float | None = Field(
         None,
         ge=0,
@@ -104,16 +93,18 @@ class Recipe(_Strict):
 
     version: int = Field(1, ge=1, le=1)
     description: str = ""
-    strategy: Strategy = "tensor"
+    strategy: choices.Strategy = "tensor"
     observer: ObserverRecipe = ObserverRecipe()
-    targets: Targets = "kv"
-    fp8_dtype: FP8Name = "e4m3fn"
+    targets: choices.Targets = "kv"
+    fp8_dtype: choices.FP8Name = "e4m3fn"
     headroom: float = Field(1.0, ge=1 / 16, le=16, description="amax is multiplied by this")
     means: bool = Field(False, description="also collect per-channel means of K and V")
     center_keys: bool = Field(False, description="subtract K's mean; implies means")
-    device: Device = "auto"
-    dtype: DType = "auto"
-    offload: Offload = Field("auto", description="layerwise: weights pass through memory once")
+    device: choices.Device = "auto"
+    dtype: choices.DType = "auto"
+    offload: choices.Offload = Field(
+        "auto", description="layerwise: weights pass through memory once"
+    )
     max_memory: str | None = Field(None, description="resident memory in all, as 8GiB")
     save_minutes: float = Field(5.0, ge=0, description="how often progress is saved, for --resume")
     trust_remote_code: bool = False
@@ -214,8 +205,8 @@ def _set(document: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _explain(source: str | None, error: ValidationError) -> str:
-    first = error.errors()[0]
-    dotted = ".".join(str(part) for part in first["loc"]) or "recipe"
+    first, *others = error.errors()
+    dotted = ".".join(map(str, first["loc"])) or "recipe"
     where = f"recipe '{source}'" if source else "recipe"
     if first["type"] == "extra_forbidden":
         parent, leaf = first["loc"][:-1], str(first["loc"][-1])
@@ -225,8 +216,10 @@ def _explain(source: str | None, error: ValidationError) -> str:
             f"legal keys here: {', '.join(legal)}"
         )
     message = first["msg"].removeprefix("Value error, ")
+    if dotted.endswith(_INTEGER):  # one member of a union; the next error is of the other
+        message += f", or {others[0]['msg'].removeprefix('Input should be ')}"
     given = "" if first["type"] == "value_error" else f", got {_shown(first['input'])}"
-    return f"{where}: {dotted}: {message}{given}"
+    return f"{where}: {dotted.removesuffix(_INTEGER)}: {message}{given}"
 
 
 def _shown(value: object) -> str:

@@ -1,6 +1,7 @@
 """Fixtures shared by all tests."""
 
 import os
+from pathlib import Path
 
 # no test may reach the network: set before anything of Hugging Face is imported
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "COLUMNS": "200"}
@@ -17,6 +18,36 @@ from families import save_model, tiny_model
 pytest_plugins = ["engine_fixtures"]
 
 torch.manual_seed(0)
+
+# kinds of slow tests, which `make test-fast` leaves out: where they are, or a fixture they use
+KINDS = {
+    "browser": ["calib/eval/test_html_browser.py"],
+    "real_model": ["smollm2_directory", "calib/eval/test_smollm2.py", "test_demo.py"],
+    "mutation": ["runtime/test_mutations.py"],
+    "interpreter": ["runtime/", "calib/test_bench.py", "test_bench_", "calib/test_generate.py"],
+    "whole_job": [
+        *("calib/eval/", "calib/offload/", "calib/scales/test_center_keys.py", "calib/test_"),
+        *(
+            "calib/model/test_quantized.py",
+            "calib/stress/",
+            "calib/rewrite/",
+            "calib/output/test_two",
+        ),
+        *("calib/measure/test_distributed.py", "calib/measure/test_resume.py", "test_streams.py"),
+    ],
+}
+# of those places, what takes no time
+FAST = ("runtime/test_blocks.py", "runtime/test_fp8.py", "runtime/test_cache", "runtime/test_bound")
+
+
+def pytest_collection_modifyitems(items):
+    root = Path(__file__).parent
+    for item in items:
+        place = item.path.relative_to(root).as_posix()
+        for kind, places in KINDS.items():
+            found = place.startswith(tuple(places)) and not place.startswith(FAST)
+            if found or not set(item.fixturenames).isdisjoint(places):
+                item.add_marker(kind)
 
 
 def pytest_addoption(parser):

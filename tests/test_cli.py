@@ -6,6 +6,7 @@ import pty
 import resource
 import signal
 import subprocess
+import sys
 from contextlib import suppress
 
 import pytest
@@ -78,7 +79,10 @@ def test_a_recipe_with_flags_and_set_on_top(tiny_directory, tmp_path):
         (["--set", "datta.seed=1"], ["unknown key 'datta' (did you mean 'data'?)"]),
         (["--set", "seed"], ["--set takes KEY=VALUE"]),
         (["--targets", "qkv", "--format", "json"], ["holds no query scales"]),
-        (["--batch-size", "many"], ["batch_size must be 'auto' or a positive integer"]),
+        (
+            ["--batch-size", "many"],
+            ["data.batch_size: ", "integer", "or 'auto', got 'many'"],
+        ),
     ],
 )
 def test_bad_flags_are_one_line_and_leave_nothing(flags, phrases, tiny_directory, tmp_path):
@@ -198,3 +202,27 @@ def test_help_lists_every_flag_of_the_design():
         *("--json", "--debug", "--trust-remote-code"),
     ):
         assert flag in shown
+
+
+def test_help_shows_what_matters_before_the_panels():
+    shown = fp8kv("calibrate", "--help").stdout
+    places = [
+        shown.index(each)
+        for each in (
+            *("Options", "--output", "--recipe", "--strategy", "--format", "--dataset"),
+            *("--samples", "--seq-len", "--device", "--evaluate", "--set"),
+            *("Data", "--seed", "Scales", "--observer", "Output", "--overwrite"),
+            *("Resources", "--max-memory"),
+        )
+    ]
+    assert places == sorted(places)
+
+
+def test_completion_for_bash():
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -m cli --show-completion; exit $?"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "complete -o default -F" in done.stdout

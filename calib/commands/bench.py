@@ -8,9 +8,10 @@ from typing import Annotated
 import typer
 
 from calib.commands.flags import AsJson, Debug, Flag, TrustRemoteCode
-from calib.commands.running import print_table, run
+from calib.commands.running import command, print_table
 
 
+@command
 def bench(
     model: Annotated[
         str | None,
@@ -28,21 +29,17 @@ def bench(
     debug: Debug = False,
 ) -> None:
     """Check the kernels against their references, then time them on this GPU at a model's shape."""
+    from calib.bench import HEADINGS, run_bench
 
-    def work() -> None:
-        from calib.bench import HEADINGS, run_bench
-
-        result = run_bench(
-            model,
-            heads,
-            block_size,
-            tune=tune,
-            trust_remote_code=trust_remote_code,
-            say=partial(print, file=sys.stderr),
-        )
-        if as_json:
-            print(json.dumps(result.to_json()))
-        elif result.rows:
-            print_table(result.title, HEADINGS, [*map(result.cells, result.rows)])
-
-    run(work, debug=debug)
+    result = run_bench(
+        model,
+        heads,
+        block_size,
+        tune=tune,
+        trust_remote_code=trust_remote_code,
+        say=partial(print, file=sys.stderr),
+    )
+    if as_json:
+        print(json.dumps(result.to_json()))
+    elif result.rows:
+        print_table(result.title, HEADINGS, [*map(result.cells, result.rows)])

@@ -8,14 +8,32 @@ import typer
 
 from calib import choices
 from calib.commands.evaluate import fail_on, print_report
-from calib.commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemoteCode
-from calib.commands.running import print_table, run
+from calib.commands.flags import (
+    AsJson,
+    DataFlag,
+    Debug,
+    Device,
+    DType,
+    Flag,
+    Model,
+    OutputFlag,
+    Overwrite,
+    Quiet,
+    ResourcesFlag,
+    ScalesFlag,
+    TrustRemoteCode,
+)
+from calib.commands.running import command, print_table
 
 if TYPE_CHECKING:
     from calib.output.finish import Result
     from calib.recipe import Recipe
+    from calib.scales.summary import LayerSummary
+
+_HEADINGS = ("layer", "K amax", "V amax", "K scale", "V scale", "K range used", "V range used")
 
 
+@command
 def calibrate(
     context: typer.Context,
     model: Model,
@@ -27,8 +45,6 @@ def calibrate(
         Flag(help="Bundled name (see `fp8kv recipes`), YAML file, or a saved calibration."),
     ] = None,
     strategy: Annotated[choices.Strategy | None, Flag(help="Which values share a scale.")] = None,
-    observer: Annotated[choices.ObserverName | None, Flag(help="How an amax is chosen.")] = None,
-    targets: Annotated[choices.Targets | None, Flag(help="qkv adds query scales.")] = None,
     format: Annotated[
         list[str] | None,
         Flag(
@@ -36,10 +52,6 @@ def calibrate(
             help="Repeatable; several fill DIR/<format>/ each. Default: vllm.",
         ),
     ] = None,
-    reduce: Annotated[
-        choices.Reduce | None, Flag(help="max: one scale per layer for engines that take no more.")
-    ] = None,
-    tp_size: Annotated[int | None, Flag(help="Ranks in kv_cache_scales.json.")] = None,
     dataset: Annotated[
         str | None,
         Flag(
@@ -48,84 +60,97 @@ def calibrate(
     ] = None,
     samples: Annotated[int | None, Flag(help="Default: 512.")] = None,
     seq_len: Annotated[int | None, Flag(help="Tokens per sample at most. Default: 2048.")] = None,
-    batch_size: Annotated[str | None, Flag(help="Samples per forward pass, or auto.")] = None,
-    seed: Annotated[int | None, Flag(help="Default: 42.")] = None,
     device: Device = None,
-    dtype: DType = None,
-    fp8_dtype: Annotated[choices.FP8Name | None, Flag(help="Default: e4m3fn (max 448).")] = None,
-    headroom: Annotated[float | None, Flag(help="Multiplies every amax. Default: 1.0.")] = None,
-    center_keys: Annotated[
-        bool,
-        Flag("--center-keys", help="Subtract K's mean per channel; for --format fp8kv."),
-    ] = False,
-    weights: Annotated[
-        choices.Weights | None,
-        Flag(help="link: hard-link the source's weights; none: scales and configs only."),
-    ] = None,
-    offload: Annotated[
-        choices.Offload | None,
-        Flag(help="layerwise: one layer in memory at a time. auto: where the weights do not fit."),
-    ] = None,
-    max_memory: Annotated[
-        str | None, Flag(metavar="SIZE", help="Resident memory in all, as 8GiB.")
-    ] = None,
-    trust_remote_code: TrustRemoteCode = False,
-    set_: Annotated[
-        list[str] | None,
-        Flag("--set", metavar="KEY=VALUE", help="Any recipe key, as data.column=text."),
-    ] = None,
     evaluate: Annotated[
         bool,
         Flag("--evaluate", help="Then measure the scales as the recipe's `evaluation` says."),
     ] = False,
-    resume: Annotated[
-        bool, Flag("--resume", help="Go on where the same command was stopped.")
+    set_: Annotated[
+        list[str] | None,
+        Flag("--set", metavar="KEY=VALUE", help="Any recipe key, as data.column=text."),
+    ] = None,
+    batch_size: Annotated[str | None, DataFlag(help="Samples per forward pass, or auto.")] = None,
+    seed: Annotated[int | None, DataFlag(help="Default: 42.")] = None,
+    observer: Annotated[
+        choices.ObserverName | None, ScalesFlag(help="How an amax is chosen.")
+    ] = None,
+    targets: Annotated[choices.Targets | None, ScalesFlag(help="qkv adds query scales.")] = None,
+    reduce: Annotated[
+        choices.Reduce | None,
+        ScalesFlag(help="max: one scale per layer for engines that take no more."),
+    ] = None,
+    fp8_dtype: Annotated[
+        choices.FP8Name | None, ScalesFlag(help="Default: e4m3fn (max 448).")
+    ] = None,
+    headroom: Annotated[
+        float | None, ScalesFlag(help="Multiplies every amax. Default: 1.0.")
+    ] = None,
+    center_keys: Annotated[
+        bool,
+        ScalesFlag("--center-keys", help="Subtract K's mean per channel; for --format fp8kv."),
     ] = False,
+    tp_size: Annotated[int | None, OutputFlag(help="Ranks in kv_cache_scales.json.")] = None,
+    weights: Annotated[
+        choices.Weights | None,
+        OutputFlag(help="link: hard-link the source's weights; none: scales and configs only."),
+    ] = None,
     in_place: Annotated[
         bool,
-        Flag("--in-place", help="Add to the model's directory; what is replaced is kept beside."),
+        OutputFlag(
+            "--in-place", help="Add to the model's directory; what is replaced is kept beside."
+        ),
     ] = False,
-    overwrite: Annotated[bool, Flag("--overwrite", help="Replace an earlier output.")] = False,
-    quiet: Annotated[bool, Flag("--quiet", help="Print nothing but errors.")] = False,
+    overwrite: Overwrite = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
+    dtype: DType = None,
+    offload: Annotated[
+        choices.Offload | None,
+        ResourcesFlag(
+            help="layerwise: one layer in memory at a time. auto: where the weights do not fit."
+        ),
+    ] = None,
+    max_memory: Annotated[
+        str | None, ResourcesFlag(metavar="SIZE", help="Resident memory in all, as 8GiB.")
+    ] = None,
+    resume: Annotated[
+        bool, ResourcesFlag("--resume", help="Go on where the same command was stopped.")
+    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Calibrate a model's FP8 KV-cache scales and write a checkpoint that engines load."""
+    from calib.commands.overrides import assignments, overrides
+    from calib.commands.progress_bar import progress_bar
+    from calib.job import run as run_job
+    from calib.measure.distributed import is_first_process
+    from calib.recipe import load_recipe
 
-    def work() -> None:
-        from calib.commands.overrides import assignments, overrides
-        from calib.commands.progress_bar import progress_bar
-        from calib.job import run as run_job
-        from calib.measure.distributed import is_first_process
-        from calib.recipe import load_recipe
-
-        resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
-        if evaluate:
-            _check_evaluation(model, resolved, output, in_place=in_place)
-        with progress_bar(show=not (quiet or as_json) and is_first_process()) as progress:
-            result = run_job(
-                model,
-                resolved,
-                output,
-                in_place=in_place,
-                overwrite=overwrite,
-                resume=resume,
-                progress=progress,
-            )
-        if result is None:  # the first process says what was done
-            return
-        if not (quiet or as_json):
-            print_result(result)
-        printed = result.to_json()
-        failed: list[str] = []
-        if evaluate:
-            silent = quiet or as_json
-            printed["evaluation"], failed = _evaluate(model, resolved, result, quiet=silent)
-        if as_json:
-            print(json.dumps(printed))
-        fail_on(failed)
-
-    run(work, debug=debug)
+    resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
+    if evaluate:
+        _check_evaluation(model, resolved, output, in_place=in_place)
+    with progress_bar(show=not (quiet or as_json) and is_first_process()) as progress:
+        result = run_job(
+            model,
+            resolved,
+            output,
+            in_place=in_place,
+            overwrite=overwrite,
+            resume=resume,
+            progress=progress,
+        )
+    if result is None:  # the first process says what was done
+        return
+    if not (quiet or as_json):
+        print_result(result)
+    printed = result.to_json()
+    failed: list[str] = []
+    if evaluate:
+        silent = quiet or as_json
+        printed["evaluation"], failed = _evaluate(model, resolved, result, quiet=silent)
+    if as_json:
+        print(json.dumps(printed))
+    fail_on(failed)
 
 
 def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_place: bool) -> None:
@@ -159,11 +184,21 @@ def _evaluate(
 
 def print_result(result: "Result") -> None:
     """Print a row per layer, warnings, and how to serve what was written."""
-    from calib.scales.summary import HEADINGS, table_rows
-
     title = f"FP8 KV-cache scales, strategy {result.recipe.strategy}"
-    print_table(title, HEADINGS, table_rows(result.layers))
+    print_table(title, _HEADINGS, table_rows(result.layers))
     print("\n".join(closing_lines(result)))
+
+
+def table_rows(layers: "list[LayerSummary]") -> list[tuple[str, ...]]:
+    """One row per layer."""
+    return [
+        (
+            str(row.layer_idx),
+            *(f"{x:.4g}" for x in (row.k_amax, row.v_amax, row.k_scale, row.v_scale)),
+            *(f"{share:.0%}" for share in (row.k_range_used, row.v_range_used)),
+        )
+        for row in layers
+    ]
 
 
 def closing_lines(result: "Result") -> list[str]:

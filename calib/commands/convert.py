@@ -6,14 +6,13 @@ from typing import Annotated
 import typer
 
 from calib import choices
-from calib.commands.flags import Debug, Flag
-from calib.commands.running import print_lines, run
+from calib.commands.flags import Debug, Flag, Output, Overwrite
+from calib.commands.running import command, print_lines
 
 Source = Annotated[Path, typer.Argument(help="A checkpoint, with scales of any tool.")]
-Output = Annotated[Path, Flag("-o", "--output", help="Directory to write.")]
-Overwrite = Annotated[bool, Flag("--overwrite", help="Replace an earlier output.")]
 
 
+@command
 def convert(
     directory: Source,
     to: Annotated[choices.FormatName, Flag(help="Format to write.")],
@@ -27,38 +26,32 @@ def convert(
     debug: Debug = False,
 ) -> None:
     """Write a checkpoint's scales in another engine's format; bit for bit, or not at all."""
+    from calib.rewrite.convert import convert as convert_scales
 
-    def work() -> None:
-        from calib.rewrite.convert import convert as convert_scales
-
-        scales = convert_scales(
-            directory,
-            to,
-            output,
-            reduce=reduce,
-            without_q=without_q,
-            tp_size=tp_size,
-            overwrite=overwrite,
-        )
-        print_lines([f"{len(scales.layers)} layers written to {output}, format {to}"])
-
-    run(work, debug=debug)
+    scales = convert_scales(
+        directory,
+        to,
+        output,
+        reduce=reduce,
+        without_q=without_q,
+        tp_size=tp_size,
+        overwrite=overwrite,
+    )
+    print_lines([f"{len(scales.layers)} layers written to {output}, format {to}"])
 
 
+@command
 def strip(
     directory: Source, output: Output, overwrite: Overwrite = False, debug: Debug = False
 ) -> None:
     """Write a checkpoint without its KV-cache scales and without the config that announces them."""
+    from calib.rewrite.convert import strip as strip_scales
 
-    def work() -> None:
-        from calib.rewrite.convert import strip as strip_scales
-
-        strip_scales(directory, output, overwrite=overwrite)
-        print_lines([f"written to {output}, without KV-cache scales"])
-
-    run(work, debug=debug)
+    strip_scales(directory, output, overwrite=overwrite)
+    print_lines([f"written to {output}, without KV-cache scales"])
 
 
+@command
 def repair(
     directory: Source,
     stats: Annotated[Path, Flag(help="Statistics, or a calibration's output.")],
@@ -68,12 +61,8 @@ def repair(
     debug: Debug = False,
 ) -> None:
     """Derive scales that are missing, zero, negative, NaN or garbage from measured absmax."""
+    from calib.rewrite.convert import repair as repair_scales
 
-    def work() -> None:
-        from calib.rewrite.convert import repair as repair_scales
-
-        done = repair_scales(directory, stats, to, output, overwrite=overwrite)
-        replaced = ", ".join(done.replaced) or "nothing"
-        print_lines([f"replaced: {replaced}", f"written to {output}"])
-
-    run(work, debug=debug)
+    done = repair_scales(directory, stats, to, output, overwrite=overwrite)
+    replaced = ", ".join(done.replaced) or "nothing"
+    print_lines([f"replaced: {replaced}", f"written to {output}"])

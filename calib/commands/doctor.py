@@ -3,19 +3,16 @@
 import json
 
 from calib.commands.flags import AsJson
-from calib.commands.running import print_table, run
+from calib.commands.running import command, print_table
 
 
+@command
 def doctor(as_json: AsJson = False) -> None:
     """Say what this machine can run: GPU, FP8 support, Triton, versions."""
+    from calib.doctor import examine
 
-    def work() -> None:
-        from calib.doctor import examine
-
-        found = examine()
-        if as_json:
-            print(json.dumps(dict(found)))
-        else:
-            print_table("This machine", ("what", "found"), found)
-
-    run(work)
+    found = examine()
+    if as_json:
+        print(json.dumps(dict(found)))
+    else:
+        print_table("This machine", ("what", "found"), found)

@@ -7,8 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from calib import choices
-from calib.commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemoteCode
-from calib.commands.running import print_table, run
+from calib.commands.flags import (
+    AsJson,
+    DataFlag,
+    Debug,
+    Device,
+    DType,
+    Flag,
+    Model,
+    Quiet,
+    ResourcesFlag,
+    TrustRemoteCode,
+)
+from calib.commands.running import command, print_table
 
 if TYPE_CHECKING:
     from calib.eval.schema import Report
@@ -16,6 +27,7 @@ if TYPE_CHECKING:
 DATASET = "builtin:python-docs"
 
 
+@command
 def evaluate(
     context: typer.Context,
     model: Model,
@@ -32,16 +44,12 @@ def evaluate(
     suite: Annotated[
         choices.SuiteName | None, Flag(help="How much is measured. Default: quick.")
     ] = None,
-    backend: Annotated[
-        choices.Backend | None, Flag(help="auto: Triton kernels on a GPU, torch elsewhere.")
-    ] = None,
     output: Annotated[
         Path | None, Flag("-o", "--output", help="Directory for report.html, .json and .md.")
     ] = None,
     tasks: Annotated[
         str | None, Flag(metavar="LIST", help="Of lm-eval: comma-separated names or YAML paths.")
     ] = None,
-    task_limit: Annotated[int | None, Flag(help="Documents of each task. Default: all.")] = None,
     fail_if: Annotated[
         list[str] | None,
         Flag(metavar="CONDITION", help="Exit 1 if it holds, as 'kl>0.02' or 'tensor:top1<0.9'."),
@@ -53,53 +61,53 @@ def evaluate(
     dataset: Annotated[
         str | None, Flag(help=f"As for calibrate. Default: the recipe's, or {DATASET}.")
     ] = None,
-    samples: Annotated[int | None, Flag(help="Held-out documents. Default: the suite's.")] = None,
-    seq_len: Annotated[int | None, Flag(help="Tokens of each. Default: the suite's.")] = None,
-    seed: Annotated[int | None, Flag(help="Default: 42.")] = None,
     device: Device = None,
+    samples: Annotated[
+        int | None, DataFlag(help="Held-out documents. Default: the suite's.")
+    ] = None,
+    seq_len: Annotated[int | None, DataFlag(help="Tokens of each. Default: the suite's.")] = None,
+    seed: Annotated[int | None, DataFlag(help="Default: 42.")] = None,
+    task_limit: Annotated[
+        int | None, DataFlag(help="Documents of each task. Default: all.")
+    ] = None,
+    backend: Annotated[
+        choices.Backend | None,
+        ResourcesFlag(help="auto: Triton kernels on a GPU, torch elsewhere."),
+    ] = None,
     dtype: DType = None,
     trust_remote_code: TrustRemoteCode = False,
-    quiet: Annotated[bool, Flag("--quiet", help="Print nothing but errors.")] = False,
+    quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Measure what an FP8 KV cache changes, with which scales, on text that no scale has seen."""
+    """Measure how an FP8 KV cache changes a model's output, on text that no scale has seen."""
+    from calib.commands.overrides import overrides
+    from calib.commands.progress_bar import progress_bar
+    from calib.eval.run import run_evaluation
+    from calib.recipe import load_recipe
 
-    def work() -> None:
-        from calib.commands.overrides import evaluation_overrides
-        from calib.commands.progress_bar import progress_bar
-        from calib.eval.run import run_evaluation
-        from calib.recipe import load_recipe
-
-        defaults = {} if recipe else {"data.dataset": DATASET}
-        resolved = load_recipe(recipe, {**defaults, **evaluation_overrides(context.params)})
-        with progress_bar(show=not (quiet or as_json)) as progress:
-            report, failed = run_evaluation(
-                model, resolved, scales=scales or [], output=output, progress=progress.stage
-            )
-        print_report(report, as_json=as_json, quiet=quiet)
-        fail_on(failed)
-
-    run(work, debug=debug)
+    defaults = {} if recipe else {"data.dataset": DATASET}
+    resolved = load_recipe(
+        recipe, {**defaults, **overrides(context.params, ("data", "evaluation"))}
+    )
+    with progress_bar(show=not (quiet or as_json)) as progress:
+        report, failed = run_evaluation(
+            model, resolved, scales=scales or [], output=output, progress=progress.stage
+        )
+    print_report(report, as_json=as_json, quiet=quiet)
+    fail_on(failed)
 
 
 def print_report(report: "Report", *, as_json: bool, quiet: bool) -> None:
     """Print the table and what follows from it, or one JSON object."""
-    from calib.eval.page.markdown import (
-        HEADINGS,
-        closing_lines,
-        table_rows,
-        task_headings,
-        task_rows,
-        task_title,
-    )
+    from calib.eval.page.markdown import HEADINGS, closing_lines, table_rows, task_table
 
     if as_json:
         print(json.dumps(report.to_json()))
     elif not quiet:
         print_table(f"FP8 KV cache of {report.model}", HEADINGS, table_rows(report))
         if report.tasks:
-            print_table(task_title(report), task_headings(report), task_rows(report))
+            print_table(*task_table(report))
         print("\n".join(closing_lines(report)))
 
 

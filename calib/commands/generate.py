@@ -7,12 +7,13 @@ import typer
 
 from calib import choices
 from calib.commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemoteCode
-from calib.commands.running import run
+from calib.commands.running import command
 
 if TYPE_CHECKING:
     from calib.generate import Generated
 
 
+@command
 def generate(
     context: typer.Context,
     model: Model,
@@ -37,23 +38,19 @@ def generate(
     debug: Debug = False,
 ) -> None:
     """Continue a prompt with the model's KV cache in FP8."""
+    from calib.commands.overrides import overrides
+    from calib.generate import GenerationOptions, generate_text
 
-    def work() -> None:
-        from calib.commands.overrides import overrides
-        from calib.generate import GenerationOptions, generate_text
-
-        options = GenerationOptions(max_new_tokens, temperature, seed, chat, compare, backend)
-        result = generate_text(
-            model,
-            prompt,
-            scales=scales,
-            options=options,
-            overrides=overrides(context.params),
-            on_text=None if as_json else lambda text: print(text, end="", flush=True),
-        )
-        print(json.dumps(result.to_json()) if as_json else "\n".join(generation_lines(result)))
-
-    run(work, debug=debug)
+    options = GenerationOptions(max_new_tokens, temperature, seed, chat, compare, backend)
+    result = generate_text(
+        model,
+        prompt,
+        scales=scales,
+        options=options,
+        overrides=overrides(context.params),
+        on_text=None if as_json else lambda text: print(text, end="", flush=True),
+    )
+    print(json.dumps(result.to_json()) if as_json else "\n".join(generation_lines(result)))
 
 
 def generation_lines(result: "Generated") -> list[str]:

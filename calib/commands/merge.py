@@ -7,28 +7,25 @@ from typing import Annotated
 import typer
 
 from calib.commands.calibrate import print_result
-from calib.commands.flags import AsJson, Debug, Flag
-from calib.commands.running import run
+from calib.commands.flags import AsJson, Debug, Flag, Output, Overwrite
+from calib.commands.running import command
 
 
+@command
 def merge(
     directories: Annotated[
         list[Path], typer.Argument(help="Outputs of calibrate, two or more, of one model.")
     ],
-    output: Annotated[Path, Flag("-o", "--output", help="Directory to write.")],
+    output: Output,
     model: Annotated[
         str | None, Flag(help="Where the model is now. Default: where the first run found it.")
     ] = None,
-    overwrite: Annotated[bool, Flag("--overwrite", help="Replace an earlier output.")] = False,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Merge the statistics of separate calibrations, as if one run had read all their data."""
+    from calib.merge import merge as merge_runs
 
-    def work() -> None:
-        from calib.merge import merge as merge_runs
-
-        result = merge_runs(directories, output, model=model, overwrite=overwrite)
-        print(json.dumps(result.to_json())) if as_json else print_result(result)
-
-    run(work, debug=debug)
+    result = merge_runs(directories, output, model=model, overwrite=overwrite)
+    print(json.dumps(result.to_json())) if as_json else print_result(result)

@@ -1,14 +1,20 @@
 """`fp8kv plan`."""
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calib.commands.flags import AsJson, Debug, Flag, TrustRemoteCode
-from calib.commands.running import print_lines, print_table, run
+from calib.commands.flags import AsJson, DataFlag, Debug, Flag, ResourcesFlag, TrustRemoteCode
+from calib.commands.running import command, print_lines, print_table
+
+if TYPE_CHECKING:
+    from calib.plan.ways import Plan, Way
+
+_HEADINGS = ("way", "processes", "each GPU", "read per node", "hidden states", "time")
 
 
+@command
 def plan(
     model: Annotated[
         str, typer.Argument(help="A config.json, a model directory, a Hub id, builtin:smollm2.")
@@ -16,47 +22,103 @@ def plan(
     gpu: Annotated[str, Flag(help="h100, h200, b200, mi300x, ...")] = "h100",
     gpus: Annotated[int, Flag(min=1, help="GPUs per node.")] = 8,
     nodes: Annotated[int, Flag(min=1)] = 1,
-    samples: Annotated[int, Flag(min=1)] = 512,
+    samples: Annotated[int, DataFlag(min=1)] = 512,
     seq_len: Annotated[
-        int | None, Flag(min=2, help="Tokens per sample. Default: as calibrate takes.")
+        int | None, DataFlag(min=2, help="Tokens per sample. Default: as calibrate takes.")
     ] = None,
     batch_size: Annotated[
-        int | None, Flag(min=1, help="Samples per forward pass. Default: as calibrate takes.")
+        int | None, DataFlag(min=1, help="Samples per forward pass. Default: as calibrate takes.")
     ] = None,
-    disk: Annotated[str, Flag(metavar="SIZE", help="What a node reads per second.")] = "2GB",
+    disk: Annotated[str, ResourcesFlag(metavar="SIZE", help="What a node reads per second.")] = (
+        "2GB"
+    ),
     efficiency: Annotated[
-        float, Flag(min=0.01, max=1, help="Share of the GPU's data-sheet speed that is reached.")
+        float,
+        ResourcesFlag(min=0.01, max=1, help="Share of the GPU's data-sheet speed that is reached."),
     ] = 0.4,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Say what calibrating a model takes: memory, reading, FLOPs, estimated time. Runs nothing."""
+    from calib.data import resolve_batch_size
+    from calib.model.load import fit_seq_len
+    from calib.plan.shape import model_shape
+    from calib.plan.ways import Machines, Plan, Workload, find_gpu, ways
+    from calib.recipe import DataRecipe
+    from calib.sizes import parse_size
 
-    def work() -> None:
-        from calib.data import resolve_batch_size
-        from calib.model.load import fit_seq_len
-        from calib.plan.gpus import find_gpu
-        from calib.plan.report import HEADINGS, closing_lines, make_plan, opening_lines, rows
-        from calib.plan.shape import model_shape
-        from calib.plan.ways import Machines, Workload
-        from calib.recipe import DataRecipe
-        from calib.sizes import parse_size
+    machines = Machines(find_gpu(gpu), gpus, nodes, parse_size(disk), efficiency)
+    shape = model_shape(model, trust_remote_code=trust_remote_code)
+    asked = seq_len or DataRecipe().seq_len
+    tokens, notes = fit_seq_len(shape.config, asked, given=seq_len is not None)
+    data = DataRecipe(samples=samples, batch_size=batch_size or "auto")
+    data = data.model_copy(update={"seq_len": tokens})
+    work = Workload(samples, tokens, resolve_batch_size(data, "cuda"))
+    made = Plan(model, shape, work, machines, ways(shape, work, machines))
+    if as_json:
+        print(json.dumps(made.to_json()))
+        return
+    print_lines([*_opening_lines(made), *(f"note: {note}" for note in notes)])
+    print_table(f"{model} on {nodes} x {gpus} {gpu}", _HEADINGS, [_row(way) for way in made.ways])
+    print_lines(_closing_lines(made))
 
-        machines = Machines(find_gpu(gpu), gpus, nodes, parse_size(disk), efficiency)
-        shape = model_shape(model, trust_remote_code=trust_remote_code)
-        asked = seq_len or DataRecipe().seq_len
-        tokens, notes = fit_seq_len(shape.config, asked, given=seq_len is not None)
-        data = DataRecipe(samples=samples, batch_size=batch_size or "auto")
-        data = data.model_copy(update={"seq_len": tokens})
-        workload = Workload(samples, tokens, resolve_batch_size(data, "cuda"))
-        made = make_plan(model, shape, workload, machines)
-        if as_json:
-            print(json.dumps(made.to_json()))
-            return
-        print_lines([*opening_lines(made), *(f"note: {note}" for note in notes)])
-        title = f"{model} on {nodes} x {gpus} {gpu}"
-        print_table(title, HEADINGS, rows(made))
-        print_lines(closing_lines(made))
 
-    run(work, debug=debug)
+def _row(way: "Way") -> tuple[str, ...]:
+    from calib.sizes import show_size
+
+    return (
+        way.name,
+        f"{way.nodes} x {way.processes}",
+        show_size(way.gpu_bytes),
+        show_size(way.disk_read),
+        show_size(way.hidden_bytes) if way.hidden_bytes else "-",
+        _duration(way.seconds) if way.fits else "does not fit",
+    )
+
+
+def _opening_lines(plan: "Plan") -> list[str]:
+    """Size of the model, and cost of one pass."""
+    from calib.sizes import show_size
+
+    shape, work = plan.shape, plan.work
+    tokens = work.samples * work.seq_len
+    flops = shape.flops(work.samples, work.seq_len)
+    return [
+        f"{shape.parameters / 1e9:.2f} billion parameters, {show_size(shape.weight_bytes)} as "
+        f"{str(shape.dtype).removeprefix('torch.')}; {len(shape.layers)} layers, the largest "
+        f"{show_size(shape.layer_bytes)}",
+        f"KV cache: {2 * shape.cached_values:,} bytes per token in 16 bits, "
+        f"{shape.cached_values:,} in FP8",
+        f"{work.samples} samples of {work.seq_len} tokens: {tokens:,} tokens, {flops:.3g} FLOPs",
+    ]
+
+
+def _closing_lines(plan: "Plan") -> list[str]:
+    """The command to type, and the assumptions."""
+    machines, best = plan.machines, plan.ways[0]
+    assumed = (
+        f"Times assume {machines.efficiency:.0%} of the GPU's data-sheet speed and "
+        f"{machines.disk / 1e9:g} GB/s of disk per node; they are estimates, nothing was run."
+    )
+    if not best.fits:
+        return ["No way fits: give GPUs with more memory, or a smaller --batch-size.", assumed]
+    return [_command_line(plan, best), assumed]
+
+
+def _command_line(plan: "Plan", way: "Way") -> str:
+    work = plan.work
+    flags = f"--samples {work.samples} --seq-len {work.seq_len} --batch-size {work.batch_size}"
+    model = "MODEL" if plan.model.endswith(".json") else plan.model
+    job = f"calibrate {model} {flags} --offload {way.offload}"
+    if way.nodes * way.processes == 1:
+        return f"fp8kv {job}"
+    nodes = f" --nnodes {way.nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
+    nodes = nodes if way.nodes > 1 else ""
+    return f"torchrun{nodes} --nproc-per-node {way.processes} -m cli {job}"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

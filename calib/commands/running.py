@@ -5,9 +5,12 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout, suppress
-from typing import Any, TextIO, cast
+from functools import partial, wraps
+from typing import Any, ParamSpec, TextIO, cast
 
 import typer
+
+P = ParamSpec("P")
 
 
 class _Terminated(BaseException):
@@ -15,7 +18,7 @@ class _Terminated(BaseException):
 
 
 class _Output:
-    """Standard output. What it refuses is dropped, and the work goes on to its own exit status."""
+    """Standard output that keeps its first failure, so that the work ends with its own status."""
 
     def __init__(self, stream: TextIO | None) -> None:
         # a closed one must not become the first file that is opened, and may have nothing to print
@@ -42,6 +45,16 @@ class _Output:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def command(work: Callable[P, None]) -> Callable[P, None]:
+    """Wrap a command so that it runs through `run`, with its own flag `debug`."""
+
+    @wraps(work)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> None:
+        run(partial(work, *args, **kwargs), debug=bool(kwargs.get("debug")))
+
+    return wrapped
 
 
 def run(work: Callable[[], None], *, debug: bool = False) -> None:
@@ -72,7 +85,7 @@ def run(work: Callable[[], None], *, debug: bool = False) -> None:
 
 
 def _print_all(work: Callable[[], None]) -> None:
-    """Do `work`, and say what was written where its words cannot be printed."""
+    """Do `work`; if its text cannot be printed, fail with the names of the files written."""
     output, ended = _Output(sys.stdout), None
     try:
         with redirect_stdout(cast("TextIO", output)):

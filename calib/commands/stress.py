@@ -1,49 +1,43 @@
 """`fp8kv stress`."""
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib import choices
-from calib.commands.flags import AsJson, Debug, Flag, Model, TrustRemoteCode
-from calib.commands.running import run
+from calib.commands.flags import AsJson, Debug, Flag, Model, Output, Overwrite, TrustRemoteCode
+from calib.commands.running import command
 
 if TYPE_CHECKING:
     from calib.stress.twin import Stressed
 
 
+@command
 def stress(
     context: typer.Context,
     model: Model,
-    output: Annotated[Path, Flag("-o", "--output", help="Directory to write.")],
+    output: Output,
     k_factor: Annotated[str, Flag(help="Power of two that K is multiplied by.")] = "256",
     v_factor: Annotated[str, Flag(help="Power of two that V is multiplied by.")] = "1/1024",
     dtype: Annotated[
         choices.DType | None, Flag(help="auto: as the checkpoint says; or float32.")
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
-    overwrite: Annotated[bool, Flag("--overwrite", help="Replace an earlier output.")] = False,
+    overwrite: Overwrite = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Write a model with the same outputs that needs its scales: does your engine use them?"""
+    from calib.commands.overrides import overrides
+    from calib.stress.rescaling import Factors
+    from calib.stress.twin import parse_factor
+    from calib.stress.twin import stress as write_twin
 
-    def work() -> None:
-        from calib.commands.overrides import overrides
-        from calib.stress.rescaling import Factors
-        from calib.stress.twin import parse_factor
-        from calib.stress.twin import stress as write_twin
-
-        factors = Factors(
-            parse_factor(k_factor, "--k-factor"), parse_factor(v_factor, "--v-factor")
-        )
-        given = overrides(context.params)
-        done = write_twin(model, output, factors, overrides=given, overwrite=overwrite)
-        print(json.dumps(done.to_json())) if as_json else _print_result(done)
-
-    run(work, debug=debug)
+    factors = Factors(parse_factor(k_factor, "--k-factor"), parse_factor(v_factor, "--v-factor"))
+    given = overrides(context.params)
+    done = write_twin(model, output, factors, overrides=given, overwrite=overwrite)
+    print(json.dumps(done.to_json())) if as_json else _print_result(done)
 
 
 def _print_result(done: "Stressed") -> None:

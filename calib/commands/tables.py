@@ -53,17 +53,15 @@ def _widths(cells: Sequence[Sequence[str]], room: int) -> list[int]:
     """Of the columns, so that they fit in `room` and no word is broken; none where they cannot."""
     from rich.cells import cell_len
 
-    columns = [[cell_len(cell) for cell in column] for column in zip(*cells, strict=True)]
-    words = [
-        [cell_len(word) for cell in c for word in cell.split()] for c in zip(*cells, strict=True)
-    ]
+    columns = list(zip(*cells, strict=True))
+    words = ([cell_len(word) for cell in column for word in cell.split()] for column in columns)
     least = [max(lengths, default=0) for lengths in words]
     spare = room - sum(least) - _border(least)
     if spare < 0:
         return []
     widths = []
-    for low, lengths in zip(least, columns, strict=True):
-        widths.append(min(max(lengths), low + spare))
+    for low, column in zip(least, columns, strict=True):
+        widths.append(min(max(map(cell_len, column)), low + spare))
         spare -= widths[-1] - low
     return widths
 

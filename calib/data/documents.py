@@ -1,4 +1,4 @@
-"""What a dataset row says: the text or the chat in it. Knows no files and no tokenizers."""
+"""Find the text or the chat in a row of a dataset; knows no files and no tokenizers."""
 
 from collections.abc import Mapping
 from typing import Any

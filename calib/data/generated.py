@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,7 +50,9 @@ def sample_from_model(
     ends = _end_ids(tokenizer, model)
     samples: list[list[int]] = []
     barren = 0
-    with _seeded(recipe.seed):
+    # a model may be spread over several devices, and any of them may draw
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        torch.manual_seed(recipe.seed)
         while len(samples) < recipe.samples:
             starts = _start_ids(min(batch_size, recipe.samples - len(samples)), tokenizer, model)
             rows = _generate(starts, recipe.seq_len, ends, model)
@@ -76,14 +76,6 @@ def sample_at_random(
     ids = torch.randint(_num_ids(tokenizer, model), shape, generator=generator)
     samples: list[list[int]] = ids.tolist()
     return samples
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    # a model may be spread over several devices, and any of them may draw
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-        torch.manual_seed(seed)
-        yield
 
 
 def _generate(
@@ -133,21 +125,14 @@ def _num_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:
     return min(len(tokenizer), int(model.config.get_text_config().vocab_size))
 
 
-@dataclass(frozen=True)
-class Generated:
-    """How to make samples, and what is wrong with them."""
-
-    sample: Callable[..., list[list[int]]]  # (recipe, tokenizer, model)
-    warning: str
-
-
-GENERATED: dict[str, Generated] = {
-    "self": Generated(
+# how to make samples from (recipe, tokenizer, model), and what is wrong with them
+GENERATED: dict[str, tuple[Callable[..., list[list[int]]], str]] = {
+    "self": (
         sample_from_model,
         "dataset 'self' is text that the model made up: it lacks what real prompts contain; "
         "it is there to be compared with real data",
     ),
-    "random": Generated(
+    "random": (
         sample_at_random,
         "dataset 'random' is uniform random token ids, what vLLM's removed on-the-fly "
         "calibration used: they under-represent real text, so scales may come out wrong",

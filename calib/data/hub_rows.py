@@ -66,14 +66,25 @@ def _errors_explained(dataset: str) -> Iterator[None]:
 
 
 def _explain(dataset: str, error: Exception) -> str:
+    from datasets.exceptions import DatasetNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+    )
+
     message = " ".join(str(error).split())[:MAX_QUOTED]
-    if _is_gated(error, message):
+    # datasets turns a GatedRepoError into a DatasetNotFoundError that says so in its text only
+    if _has_cause(error, GatedRepoError) or "is a gated dataset" in message:
         return (
             f"dataset '{dataset}' is gated: accept its terms on "
             f"https://huggingface.co/datasets/{dataset} and run `hf auth login`, "
             f"or use an open dataset"
         )
-    if _is_absent(error, message):
+    # said of a name that has too many slashes for a dataset, and is no path either
+    no_file = message.startswith("Couldn't find any data file") and QUOTED_FAILURE not in message
+    absent = DatasetNotFoundError, RepositoryNotFoundError, HFValidationError
+    if no_file or _has_cause(error, *absent):
         return (
             f"no dataset '{dataset}' on the Hugging Face Hub, or it is private: check the name, "
             f"give the path of a local file, or use `--dataset builtin:python-docs`"
@@ -87,23 +98,6 @@ def _explain(dataset: str, error: Exception) -> str:
         message = message.split(" Example of usage")[0]
         return f"dataset '{dataset}': {message}; choose one with `--set data.config=NAME`"
     return f"dataset '{dataset}' cannot be read: {message}; use another dataset or a local file"
-
-
-def _is_gated(error: Exception, message: str) -> bool:
-    from huggingface_hub.errors import GatedRepoError
-
-    # datasets turns a GatedRepoError into a DatasetNotFoundError that says so in its text only
-    return _has_cause(error, GatedRepoError) or "is a gated dataset" in message
-
-
-def _is_absent(error: Exception, message: str) -> bool:
-    from datasets.exceptions import DatasetNotFoundError
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-    # said of a name that has too many slashes for a dataset, and is no path either
-    if message.startswith("Couldn't find any data file") and QUOTED_FAILURE not in message:
-        return True
-    return _has_cause(error, DatasetNotFoundError, RepositoryNotFoundError, HFValidationError)
 
 
 def is_unreachable(error: Exception, message: str) -> bool:

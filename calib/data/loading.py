@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from calib.data.documents import LocatedRow
 from calib.data.generated import GENERATED
-from calib.data.sources import ignored, open_source
+from calib.data.hub_rows import find_split, stream_rows
+from calib.data.local_rows import READERS, Rows, looks_local, open_rows, unread_files
 from calib.data.tokens import tokenize_rows
+from calib.errors import InputError
 from calib.recipe import DataRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+BUILTIN_PREFIX = "builtin:"
+PYTHON_DOCS = "builtin:python-docs"
+# the Python documentation has about 4; a third more so that nearly every piece fills a sample
+CHARACTERS_PER_TOKEN = 6
+_NAMED = 6  # files in a warning
 
 
 @dataclass(frozen=True)
@@ -46,9 +56,9 @@ def load_data(
         InputError: the dataset cannot be found, read or tokenised.
     """
     if recipe.dataset in GENERATED:
-        generated = GENERATED[recipe.dataset]
-        samples = generated.sample(recipe, tokenizer, load_model())
-        warnings = (generated.warning, *ignored(recipe, "config", "split", "column"))
+        sample, warning = GENERATED[recipe.dataset]
+        samples = sample(recipe, tokenizer, load_model())
+        warnings = (warning, *_ignored(recipe, "config", "split", "column"))
         return CalibrationData(samples, recipe.dataset, fingerprint(samples), warnings)
     source = open_source(recipe)
     samples, warnings = tokenize_rows(source.rows, tokenizer, recipe)
@@ -62,3 +72,78 @@ def fingerprint(samples: Sequence[Sequence[int]]) -> str:
     for sample in samples:
         digest.update(struct.pack(f"<{len(sample) + 1}q", len(sample), *sample))
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Source:
+    """Rows in the order in which they are to be used."""
+
+    name: str
+    rows: Iterable[LocatedRow]
+    warnings: tuple[str, ...] = ()
+
+
+def open_source(recipe: DataRecipe) -> Source:
+    """Find out what `recipe.dataset` names and open it; rows are read as they are used.
+
+    Raises:
+        InputError: it names nothing that can be read.
+    """
+    if recipe.dataset.startswith(BUILTIN_PREFIX):
+        if recipe.dataset != PYTHON_DOCS:
+            raise InputError(f"no built-in dataset '{recipe.dataset}'; built in: {PYTHON_DOCS}")
+        rows = _shuffled(_python_docs(recipe.seq_len * CHARACTERS_PER_TOKEN), recipe.seed)
+        return Source(recipe.dataset, rows, _ignored(recipe, "config", "split", "column"))
+    if looks_local(recipe.dataset):
+        rows = _shuffled(open_rows(recipe.dataset), recipe.seed)
+        warnings = *_ignored(recipe, "config", "split"), *_unread(recipe.dataset)
+        return Source(recipe.dataset, rows, warnings)
+    split = find_split(recipe)
+    config = f" ({recipe.config})" if recipe.config else ""
+    streamed = enumerate(stream_rows(recipe, split), 1)
+    rows = ((f"row {number} as shuffled", row) for number, row in streamed)
+    return Source(f"{recipe.dataset}{config} [{split}]", rows)
+
+
+def _ignored(recipe: DataRecipe, *names: str) -> tuple[str, ...]:
+    """Return a warning for each of the settings that was given but means nothing here."""
+    given = {name: getattr(recipe, name) for name in names}
+    return tuple(
+        f"data.{name} '{value}' is ignored: dataset '{recipe.dataset}' has none"
+        for name, value in given.items()
+        if value is not None
+    )
+
+
+def _unread(dataset: str) -> tuple[str, ...]:
+    names = unread_files(dataset)
+    if not names:
+        return ()
+    shown = ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
+    return (
+        f"dataset '{dataset}': not read are {shown} ({len(names)} in all); supported: "
+        f"{', '.join(READERS)}, directly in it",
+    )
+
+
+def _shuffled(rows: Rows, seed: int) -> Iterator[LocatedRow]:
+    order = list(range(len(rows)))
+    random.Random(seed).shuffle(order)
+    return (rows[i] for i in order)
+
+
+def _python_docs(min_characters: int) -> list[LocatedRow]:
+    from pydoc_data.topics import topics
+
+    pieces: list[str] = []
+    current: list[str] = []
+    length = 0
+    for paragraph in "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"):
+        current.append(paragraph)
+        length += len(paragraph) + len("\n\n")
+        if length >= min_characters:
+            pieces.append("\n\n".join(current))
+            current, length = [], 0
+    # what is left is too short for a sample, unless it is all there is
+    pieces = pieces or ["\n\n".join(current)]
+    return [(f"piece {number}", piece) for number, piece in enumerate(pieces, 1)]

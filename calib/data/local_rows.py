@@ -3,12 +3,14 @@
 import json
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
+
+from torch.utils.data import ConcatDataset
 
 from calib.data.documents import LocatedRow, Row
 from calib.errors import InputError
@@ -50,7 +52,8 @@ def open_rows(dataset: str) -> Rows:
     readable = [file for file in files if _is_readable(file)]
     if not readable:
         raise InputError(f"directory '{dataset}' has no {known} file directly in it")
-    return _Concatenated([_open(file) for file in readable])
+    parts: list[Any] = [_open(file) for file in readable]
+    return ConcatDataset(parts)
 
 
 def unread_files(dataset: str) -> list[str]:
@@ -62,20 +65,6 @@ def unread_files(dataset: str) -> list[str]:
 
 def _is_readable(file: Path) -> bool:
     return file.is_file() and file.suffix.lower() in READERS
-
-
-class _Concatenated:
-    def __init__(self, parts: Sequence[Rows]) -> None:
-        self._parts = parts
-        self._ends = list(accumulate(len(part) for part in parts))
-
-    def __len__(self) -> int:
-        return self._ends[-1]
-
-    def __getitem__(self, index: int, /) -> LocatedRow:
-        part = bisect_right(self._ends, index)
-        start = self._ends[part - 1] if part else 0
-        return self._parts[part][index - start]
 
 
 class _JsonLines:
@@ -172,10 +161,6 @@ def _row(value: Any, where: str) -> Row:
     raise InputError(f"{where}: expected an object or a string, got {type(value).__name__}")
 
 
-def _read_text(path: Path) -> Rows:
-    return [(str(path), path.read_text(encoding="utf-8-sig"))]
-
-
 def _open(path: Path) -> Rows:
     try:
         return READERS[path.suffix.lower()](path)
@@ -189,5 +174,5 @@ READERS: dict[str, Callable[[Path], Rows]] = {
     ".jsonl": _JsonLines,
     ".json": _read_json,
     ".parquet": _Parquet,
-    ".txt": _read_text,
+    ".txt": lambda path: [(str(path), path.read_text(encoding="utf-8-sig"))],
 }

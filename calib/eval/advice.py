@@ -1,4 +1,4 @@
-"""What the figures say: a verdict in one sentence, and what to serve."""
+"""Verdict in one sentence, and advice on what to serve, from the figures."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def advised(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
 def subject(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
     """The variant that the verdict is about: what the user gave, or what is advised."""
     given = [name for name, row in rows.items() if row.kind == GIVEN]
-    whole = [n for n, m in measured.items() if m.variant is not None and m.variant.generates]
+    whole = [name for name, m in measured.items() if m.variant.generates]
     return next(iter([*given, *filter(None, [advised(measured, rows)]), *whole]), None)
 
 

@@ -1,6 +1,7 @@
 """`--fail-if 'kl>0.02'`: a condition on a report, for continuous integration."""
 
 import math
+from collections.abc import Iterable
 
 from calib.choices import REFERENCE
 from calib.condition import Condition
@@ -8,26 +9,35 @@ from calib.errors import InputError
 from calib.eval.schema import Figure, Report
 
 
-def failures(condition: Condition, report: Report, subjects: list[str]) -> list[str]:
-    """One line for each variant that meets the condition; `subjects` are meant where it names none.
+def check_variant(condition: Condition, measured: Iterable[str]) -> None:
+    """Check that a condition names a variant that is `measured`, or none.
 
-    What is not a number meets every condition: nobody has seen that it is good.
+    Raises:
+        InputError: it names another one.
+    """
+    known = [name for name in dict.fromkeys(measured) if name != REFERENCE]
+    if condition.variant not in (None, *known):
+        raise InputError(
+            f"--fail-if '{condition.text}': no variant '{condition.variant}'; there are "
+            f"{', '.join(known)}"
+        )
+
+
+def failures(condition: Condition, report: Report, subjects: list[str]) -> list[str]:
+    """Name each variant that meets the condition, one line each.
+
+    A condition without a variant is about `subjects`. NaN meets every condition.
 
     Raises:
         InputError: the report has no such variant, or did not measure the metric.
     """
+    check_variant(condition, report.variants)
     names = subjects if condition.variant is None else [condition.variant]
     if not names:
         raise InputError(f"--fail-if '{condition.text}' names no variant, and none was measured")
     found = []
     for name in names:
-        row = report.variants.get(name)
-        if row is None or name == REFERENCE:
-            known = ", ".join(n for n in report.variants if n != REFERENCE)
-            raise InputError(
-                f"--fail-if '{condition.text}': no variant '{name}'; there are {known}"
-            )
-        figure: Figure | None = getattr(row, condition.metric)
+        figure: Figure | None = getattr(report.variants[name], condition.metric)
         if figure is None:
             raise InputError(
                 f"--fail-if '{condition.text}': {condition.metric} was not measured for '{name}'"

@@ -1,4 +1,4 @@
-"""Per layer and head: what rounding does to K, V and the attention output, on held-out text."""
+"""Errors of K, V and the attention output per layer and head, on held-out text."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from calib.eval.schema import Extremes, Figure, Layer, LayerRow, Magnitudes
 from calib.eval.statistics import ratio
-from calib.eval.variants import Rounding, Variant, broadcast_scale, fp8_rounding
+from calib.eval.variants import Variant, broadcast_scale, fp8_rounding
 from calib.measure.attention import map_attention
-from calib.scales.scales import KVScales, LayerScales
+from calib.scales.scales import LayerScales
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
 from fp8kv_runtime.hf import swap_attention
 
@@ -62,16 +62,6 @@ class LayerValues:
         )
 
 
-@dataclass(frozen=True)
-class _Probe:
-    """What is done to K and V of each layer, to see what it changes."""
-
-    name: str
-    rounding: Rounding
-    scales: dict[int, LayerScales]
-    dtype: torch.dtype
-
-
 @torch.inference_mode()
 def layer_errors(
     model: PreTrainedModel, documents: Iterable[Tensor], variants: Sequence[Variant]
@@ -81,8 +71,8 @@ def layer_errors(
     Layers that read another layer's cache are left out.
     """
     repeats = {m.layer_idx: m.kv_repeat for m in map_attention(model).cached.values()}
-    probes = [_probe(v.name, v.scales, v.tensors) for v in variants if v.scales is not None]
-    found: dict[str, dict[int, LayerError]] = {probe.name: {} for probe in probes}
+    probes = [(v, v.scales, fp8_rounding(v.scales, v.tensors)) for v in variants if v.scales]
+    found: dict[str, dict[int, LayerError]] = {variant.name: {} for variant, *_ in probes}
     values: dict[int, LayerValues] = {}
 
     def attend(
@@ -101,12 +91,14 @@ def layer_errors(
         stored = (key[:, :: repeats[layer_idx]], value[:, :: repeats[layer_idx]])
         held = layer_values(*stored)
         values[layer_idx] = values[layer_idx].merge(held) if layer_idx in values else held
-        for probe in (each for each in probes if layer_idx in each.scales):
-            rounded = probe.rounding(layer_idx, query, key, value)
-            other = original(module, *rounded, *args, **kwargs)
+        for variant, scales, rounding in probes:
+            if layer_idx not in variant.layers:
+                continue
+            other = original(module, *rounding(layer_idx, query, key, value), *args, **kwargs)
             outputs = _tokens_last(out), _tokens_last(other)
-            error = _layer_error(*outputs, *stored, probe.scales[layer_idx], probe.dtype)
-            layers = found[probe.name]
+            dtype = FP8_DTYPES[scales.fp8_dtype]
+            error = _layer_error(*outputs, *stored, variant.layers[layer_idx], dtype)
+            layers = found[variant.name]
             layers[layer_idx] = layers[layer_idx].merge(error) if layer_idx in layers else error
         return out
 
@@ -114,11 +106,6 @@ def layer_errors(
         for token_ids in documents:
             model.get_decoder()(input_ids=token_ids[None].to(model.device), use_cache=False)
     return found, values
-
-
-def _probe(name: str, scales: KVScales, tensors: str) -> _Probe:
-    by_layer = {layer.layer_idx: layer for layer in scales.layers.values()}
-    return _Probe(name, fp8_rounding(scales, tensors), by_layer, FP8_DTYPES[scales.fp8_dtype])
 
 
 def _tokens_last(out: Any) -> Tensor:
@@ -130,7 +117,7 @@ def _tokens_last(out: Any) -> Tensor:
 def _layer_error(
     out: Tensor, other: Tensor, key: Tensor, value: Tensor, scales: LayerScales, dtype: torch.dtype
 ) -> LayerError:
-    """What one document shows: `out` with the values as they are, `other` with rounded ones."""
+    """Compare the attention output of one document with `other`, for which K and V were rounded."""
     counted = []
     for x, scale, centre in ((key, scales.k, scales.k_center), (value, scales.v, None)):
         scale = broadcast_scale(scale, x)
@@ -161,10 +148,9 @@ def _histogram(x: Tensor) -> Tensor:
     return torch.bincount(bins - FIRST_BIN, minlength=NUM_BINS)
 
 
-def layer_rows(layers: dict[int, LayerError], scales: KVScales) -> list[LayerRow]:
+def layer_rows(layers: dict[int, LayerError], scales: dict[int, LayerScales]) -> list[LayerRow]:
     """One row per layer: errors, shares of values, and the scales."""
-    by_layer = {layer.layer_idx: layer for layer in scales.layers.values()}
-    return [_row(idx, layer, by_layer[idx]) for idx, layer in sorted(layers.items())]
+    return [_row(idx, layer, scales[idx]) for idx, layer in sorted(layers.items())]
 
 
 def _row(layer_idx: int, layer: LayerError, scales: LayerScales) -> LayerRow:

@@ -1,7 +1,8 @@
-"""What is read, and what is written after it: held-out documents, greedy text, passkeys."""
+"""Text of an evaluation: held-out documents, greedy continuations, passkeys."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.errors import InputError
 from calib.eval.schema import Continuation, Suite
+from calib.eval.variants import Setup
 
 _FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -20,15 +22,13 @@ _ASK = "\nWhat is the pass key? The pass key is"
 class Passkey:
     """A prompt with a number hidden in it."""
 
-    tokens: int  # length of the prompt
-    depth: float  # 0: at the start, 1: at the end
     key: str
     prompt: Tensor  # [T]
 
 
 @dataclass(frozen=True)
 class Material:
-    """What is read: held-out documents, prompts to continue, passkeys to find."""
+    """Held-out documents, prompts to continue, passkeys to find."""
 
     documents: Sequence[Tensor]  # [T] each
     prompts: Sequence[Tensor]  # [T] each, all of one length
@@ -53,12 +53,8 @@ def make_material(
 ) -> Material:
     """Cut what `suite` reads out of `samples`; those it calibrates on come first.
 
-    Args:
-        tokenizer: the model's.
-        samples: token ids.
-        suite: how much is read.
-        seen: samples that some of the scales were calibrated on, counted from the first.
-        positions: of the model: no document is longer; None: no limit.
+    Some scales were calibrated on the first `seen` of them. No document is longer than the model's
+    `positions`; None: no limit.
 
     Raises:
         InputError: there are too few samples.
@@ -132,30 +128,26 @@ def make_passkeys(
     """Prompts of about `lengths` tokens with a five-digit key at each of `depths`."""
     generator = torch.Generator().manual_seed(0)
     found = []
-    for length in lengths:
-        for depth in depths:
-            key = str(int(torch.randint(10_000, 99_999, (1,), generator=generator)))
-            needle = f"The pass key is {key}. Remember it. {key} is the pass key. "
-            room = length - len(_ids(tokenizer, needle + _ASK))
-            repeats = max(1, room // len(_ids(tokenizer, _FILLER)))
-            before = round(repeats * depth)
-            text = _FILLER * before + needle + _FILLER * (repeats - before) + _ASK
-            ids = torch.tensor(_ids(tokenizer, text))
-            found.append(Passkey(len(ids), depth, key, ids))
+    for length, depth in product(lengths, depths):
+        key = str(int(torch.randint(10_000, 99_999, (1,), generator=generator)))
+        needle = f"The pass key is {key}. Remember it. {key} is the pass key. "
+        room = length - len(_ids(tokenizer, needle + _ASK))
+        repeats = max(1, room // len(_ids(tokenizer, _FILLER)))
+        before = round(repeats * depth)
+        text = _FILLER * before + needle + _FILLER * (repeats - before) + _ASK
+        found.append(Passkey(key, torch.tensor(_ids(tokenizer, text))))
     return found
 
 
-def retrieve(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, passkeys: Sequence[Passkey]
-) -> list[bool]:
+def retrieve(setup: Setup, passkeys: Sequence[Passkey]) -> list[bool]:
     """Whether the model's continuation of each prompt starts with its key."""
     found: dict[int, bool] = {}
-    for length in {passkey.tokens for passkey in passkeys}:
-        together = [i for i, passkey in enumerate(passkeys) if passkey.tokens == length]
-        new = max(len(_ids(tokenizer, passkeys[i].key)) for i in together) + 2
-        texts = continue_greedily(model, [passkeys[i].prompt for i in together], new)
+    for length in {len(passkey.prompt) for passkey in passkeys}:
+        together = [i for i, passkey in enumerate(passkeys) if len(passkey.prompt) == length]
+        new = max(len(_ids(setup.tokenizer, passkeys[i].key)) for i in together) + 2
+        texts = continue_greedily(setup.model, [passkeys[i].prompt for i in together], new)
         for i, tokens in zip(together, texts, strict=True):
-            found[i] = tokenizer.decode(tokens).strip().startswith(passkeys[i].key)
+            found[i] = setup.tokenizer.decode(tokens).strip().startswith(passkeys[i].key)
     return [found[i] for i in range(len(passkeys))]
 
 

@@ -1,18 +1,16 @@
 """The measurement: every variant beside the reference, on the same tokens, in one run."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, DynamicCache, PreTrainedModel
 
 from calib.eval.layer_errors import LayerError, LayerValues, layer_errors
 from calib.eval.material import Material, continue_greedily, retrieve, same_tokens
 from calib.eval.statistics import Divergence, chunks, compare, join
-from calib.eval.variants import REFERENCE, Variant
-from fp8kv_runtime.hf import Backend
+from calib.eval.variants import REFERENCE, UNCHANGED, Setup, Variant
 
 # tokens at a time: the logits of a long document would not fit into memory
 _CHUNK = 512
@@ -22,7 +20,7 @@ _CHUNK = 512
 class Measured:
     """What was measured of one variant."""
 
-    variant: Variant | None  # None: the reference itself
+    variant: Variant
     documents: list[Divergence] = field(default_factory=list)
     long_documents: list[Divergence] = field(default_factory=list)
     same_tokens: list[int] = field(default_factory=list)
@@ -33,62 +31,44 @@ class Measured:
 
 
 @torch.inference_mode()
-def measure(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    variants: Sequence[Variant],
-    material: Material,
-    backend: Backend,
-    progress: Callable[[str], None] = lambda stage: None,
-) -> dict[str, Measured]:
+def measure(setup: Setup, variants: Sequence[Variant], material: Material) -> dict[str, Measured]:
     """Measure all variants; the reference is the first entry."""
-    found = {REFERENCE: Measured(None), **{v.name: Measured(v) for v in variants}}
+    found = {variant.name: Measured(variant) for variant in (UNCHANGED, *variants)}
     for number, token_ids in enumerate(material.documents):
-        progress(f"document {number + 1} of {len(material.documents)}")
-        for name, divergence in read(model, token_ids, variants, backend).items():
+        setup.progress(f"document {number + 1} of {len(material.documents)}")
+        for name, divergence in read(setup, token_ids, variants).items():
             found[name].documents.append(divergence)
+    served = [variant for variant in variants if variant.served]
     for token_ids in material.long_documents:
-        progress(f"{len(token_ids):,} tokens at once")
-        served = [variant for variant in variants if variant.served]
-        for name, divergence in read(model, token_ids, served, backend).items():
+        setup.progress(f"{len(token_ids):,} tokens at once")
+        for name, divergence in read(setup, token_ids, served).items():
             found[name].long_documents.append(divergence)
-    progress("per-layer errors")
+    setup.progress("per-layer errors")
     errors, found[REFERENCE].values = layer_errors(
-        model, material.documents[: material.layer_documents], variants
+        setup.model, material.documents[: material.layer_documents], variants
     )
     for name, layers in errors.items():
         found[name].layers = layers
-    _continue(model, tokenizer, found, material, backend, progress)
+    for measured in found.values():
+        if measured.variant is UNCHANGED or measured.variant.generates:
+            _continue(setup, measured, found[REFERENCE], material)
     return found
 
 
-def _continue(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    found: dict[str, Measured],
-    material: Material,
-    backend: Backend,
-    progress: Callable[[str], None],
-) -> None:
-    """Greedy text and passkeys, for what can generate: the reference and whole FP8 caches."""
-    reference = found[REFERENCE]
-    for name, measured in found.items():
-        variant = measured.variant
-        if variant is not None and not variant.generates:
-            continue
-        progress(f"text: {name}")
-        with variant.applied(model, backend) if variant else nullcontext():
-            if material.prompts:
-                measured.texts = continue_greedily(model, material.prompts, material.new_tokens)
-            measured.found_passkeys = retrieve(model, tokenizer, material.passkeys)
-        pairs = zip(reference.texts, measured.texts, strict=True)
-        measured.same_tokens = [same_tokens(a, b) for a, b in pairs]
+def _continue(setup: Setup, measured: Measured, reference: Measured, material: Material) -> None:
+    """Write greedy text and look for passkeys."""
+    setup.progress(f"text: {measured.variant.name}")
+    with measured.variant.applied(setup):
+        if material.prompts:
+            measured.texts = continue_greedily(setup.model, material.prompts, material.new_tokens)
+        measured.found_passkeys = retrieve(setup, material.passkeys)
+    pairs = zip(reference.texts, measured.texts, strict=True)
+    measured.same_tokens = [same_tokens(a, b) for a, b in pairs]
 
 
-def read(
-    model: PreTrainedModel, token_ids: Tensor, variants: Sequence[Variant], backend: Backend
-) -> dict[str, Divergence]:
-    """What each variant's logits are worth on `token_ids` [T], and the reference's own."""
+def read(setup: Setup, token_ids: Tensor, variants: Sequence[Variant]) -> dict[str, Divergence]:
+    """Compare each variant's logits on `token_ids` [T] with the reference's, itself among them."""
+    model = setup.model
     names = [REFERENCE, *(variant.name for variant in variants)]
     caches = {name: DynamicCache(config=model.config) for name in names}
     parts: dict[str, list[Divergence]] = {name: [] for name in caches}
@@ -97,7 +77,7 @@ def read(
         reference = _logits(model, chunk, caches[REFERENCE])
         parts[REFERENCE].append(compare(reference, reference, following))
         for variant in variants:
-            with variant.applied(model, backend):
+            with variant.applied(setup):
                 logits = _logits(model, chunk, caches[variant.name])
             parts[variant.name].append(compare(reference, logits, following))
     return {name: join(each) for name, each in parts.items()}

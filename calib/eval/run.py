@@ -6,39 +6,37 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
 from calib.atomic import claimed
 from calib.choices import CONTROLS, VARIANTS
 from calib.condition import parse_condition
 from calib.errors import InputError
-from calib.eval.calibration import (
+from calib.eval.gate import check_variant, failures
+from calib.eval.inputs import (
     calibrate_on,
     calibrate_on_random_tokens,
     describe,
     evaluation_recipe,
+    fitting_suite,
+    given_names,
+    given_variants,
     load_material,
     machine,
 )
-from calib.eval.gate import failures
-from calib.eval.given import given_names, given_variants
 from calib.eval.material import Material, split_texts
 from calib.eval.page.files import check_report_directory, write_report
 from calib.eval.reader import Measured, measure
 from calib.eval.schema import SCHEMA, Conditions, Report, Search, Suite, Texts
 from calib.eval.search import search
-from calib.eval.suites import fitting_suite
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
-from calib.eval.variants import Variant, build_variants
+from calib.eval.variants import Setup, Variant, build_variants
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, load_tokenizer
 from calib.output.card import versions
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.stats import KVStats
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.hf import Backend
 
 
 def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> None:
@@ -50,11 +48,7 @@ def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> None:
     wanted = recipe.evaluation
     measured = [*(wanted.variants or VARIANTS), *CONTROLS, *given_names(scales)]
     for condition in map(parse_condition, wanted.fail_if):
-        if condition.variant not in (None, *measured):
-            known = ", ".join(dict.fromkeys(measured))
-            raise InputError(
-                f"--fail-if '{condition.text}': no variant '{condition.variant}'; there are {known}"
-            )
+        check_variant(condition, measured)
     if wanted.tasks:
         name_tasks(wanted.tasks)
 
@@ -99,17 +93,9 @@ def evaluate(
     suite: Suite | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Evaluation:
-    """Compare FP8 caches of `model_name` with its own, on documents that no scale has seen.
+    """Compare FP8 caches of a model with its own, on documents that no scale has seen.
 
-    Args:
-        model_name: local directory, Hub id or `builtin:` name.
-        recipe: what is measured, on which data, and how the model is loaded.
-        scales: calibrations to compare, besides the scales that are derived here.
-        suite: how much is measured; default: as the recipe says.
-        progress: called with what is being done.
-
-    Raises:
-        Fp8kvError: anything that a user can put right.
+    Takes and raises what `run_evaluation` does; `suite` replaces the one that the recipe names.
     """
     wanted = recipe.evaluation
     checkpoint = find_checkpoint(model_name)
@@ -119,12 +105,12 @@ def evaluate(
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
     progress("load")
     tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
+    setup = Setup(model, tokenizer, wanted.backend, progress)
     given = given_variants(scales, model)
-    data, material, warnings = load_material(recipe, suite, scales, tokenizer, model)
+    data, material, warnings = load_material(setup, recipe, suite, scales)
     progress("calibrate")
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
-    built_in = build_variants(stats, calibrate_on_random_tokens(model, tokenizer, recipe))
-    chosen = _chosen(built_in, wanted.variants) + given
+    variants = build_variants(stats, calibrate_on_random_tokens(setup, recipe))
     conditions = Conditions(
         version=SCHEMA,
         versions=versions(),
@@ -132,79 +118,62 @@ def evaluate(
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         model=model_name,
         suite=suite,
-        backend=_backend(model, wanted.backend),
+        backend=setup.resolved_backend,
         dtype=str(model.dtype).removeprefix("torch."),
         data=describe(data, material, stats.tokens),
         bytes_per_token=_bytes_per_token(stats),
     )
-    results = _results(model, tokenizer, chosen, material, tasks, wanted, progress)
+    results = _results(setup, _chosen(variants, wanted) + given, material, tasks, wanted)
     return Evaluation(conditions, warnings=(*notes, *data.warnings, *warnings), **results)
 
 
 def _results(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
+    setup: Setup,
     variants: Sequence[Variant],
     material: Material,
     tasks: Tasks,
     wanted: EvaluationRecipe,
-    progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """What is measured, by its name in `Evaluation`."""
+    """The measurements, by their names in `Evaluation`."""
     try:
-        measured = measure(model, tokenizer, variants, material, wanted.backend, progress)
-        caches = task_variants(variants, wanted.variants)
+        measured = measure(setup, variants, material)
         return {
             "measured": measured,
-            "texts": _texts(tokenizer, material, measured),
-            "search": _search(model, variants, material, wanted, progress),
-            "tasks": run_tasks(model, tokenizer, tasks, caches, wanted.backend, progress),
+            "texts": _texts(setup, material, measured),
+            "search": _search(setup, variants, material, wanted.kl_budget),
+            "tasks": run_tasks(setup, tasks, task_variants(variants, wanted.variants)),
         }
     except AttentionError as error:
         raise InputError(str(error)) from error
 
 
+def _chosen(variants: list[Variant], wanted: EvaluationRecipe) -> list[Variant]:
+    kept = (*CONTROLS, *(VARIANTS if wanted.variants is None else wanted.variants))
+    return [variant for variant in variants if variant.name in kept]
+
+
 def _search(
-    model: PreTrainedModel,
-    variants: Sequence[Variant],
-    material: Material,
-    wanted: EvaluationRecipe,
-    progress: Callable[[str], None],
+    setup: Setup, variants: Sequence[Variant], material: Material, budget: float | None
 ) -> Search | None:
     """Among the layers of the first scales that were given, else of scales per head, else any."""
-    if wanted.kl_budget is None:
+    if budget is None:
         return None
     ranks = {"given": 0, "attn_head": 1}
     served = [variant for variant in variants if variant.served]
     if not served:
         raise InputError("a search needs scales that engines load: give --scales or keep attn_head")
     subject = min(served, key=lambda v: min(ranks.get(v.kind, 2), ranks.get(v.name, 2)))
-    documents = material.documents[: material.layer_documents]
-    return search(model, subject, documents, wanted.kl_budget, wanted.backend, progress)
+    return search(setup, subject, material.documents[: material.layer_documents], budget)
 
 
-def _texts(
-    tokenizer: PreTrainedTokenizerBase, material: Material, measured: dict[str, Measured]
-) -> Texts:
+def _texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> Texts:
     continuations = {
-        name: split_texts(tokenizer, found.texts, found.same_tokens)
+        name: split_texts(setup.tokenizer, found.texts, found.same_tokens)
         for name, found in measured.items()
         if found.texts
     }
-    prompts = [tokenizer.decode(prompt) for prompt in material.prompts]
+    prompts = [setup.tokenizer.decode(prompt) for prompt in material.prompts]
     return Texts(prompts=prompts, continuations=continuations)
-
-
-def _chosen(variants: list[Variant], names: Sequence[str] | None) -> list[Variant]:
-    if names is None:
-        return variants
-    return [v for v in variants if v.name in names or v.kind == "control"]
-
-
-def _backend(model: PreTrainedModel, backend: Backend) -> str:
-    if backend != "auto":
-        return backend
-    return "triton" if model.device.type == "cuda" else "torch"
 
 
 def _bytes_per_token(stats: KVStats) -> dict[str, int]:

@@ -1,47 +1,36 @@
 """`--search KL`: the fewest layers to leave in 16 bits so that the divergence stays in a budget."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from calib.eval.reader import read
 from calib.eval.schema import Search
 from calib.eval.statistics import chunks
-from calib.eval.variants import Variant
-from fp8kv_runtime.hf import Backend
+from calib.eval.variants import Setup, Variant
 
 _AT_ONCE = 8  # variants, each with a cache of its own
 
 
 @torch.inference_mode()
-def search(
-    model: PreTrainedModel,
-    variant: Variant,
-    documents: Sequence[Tensor],
-    budget: float,
-    backend: Backend,
-    progress: Callable[[str], None] = lambda stage: None,
-) -> Search:
+def search(setup: Setup, variant: Variant, documents: Sequence[Tensor], budget: float) -> Search:
     """Leave the layers that diverge most alone in 16 bits, as few as the budget allows.
 
     Layers are ranked by the KL that each causes when it alone is in FP8, and the KL of any number
     of them is measured, not added up: `kl` is what the whole model does with `skipped`.
     """
-    assert variant.scales is not None
-    layers = [layer.layer_idx for layer in variant.scales.layers.values()]
+    layers = list(variant.layers)
     ranking = [_only(variant, {layer}) for layer in layers]
 
     def kl(skipped: Iterable[int]) -> float:
         kept = set(layers) - set(skipped)
-        progress(f"search: {len(kept)} of {len(layers)} layers in FP8")
-        (mean,) = _mean_kl(model, [_only(variant, kept)], documents, backend) if kept else (0.0,)
-        return mean
+        setup.progress(f"search: {len(kept)} of {len(layers)} layers in FP8")
+        return _mean_kl(setup, [_only(variant, kept)], documents)[0] if kept else 0.0
 
-    progress("search: each layer alone")
-    alone = dict(zip(layers, _mean_kl(model, ranking, documents, backend), strict=True))
+    setup.progress("search: each layer alone")
+    alone = dict(zip(layers, _mean_kl(setup, ranking, documents), strict=True))
     worst_first = sorted(layers, key=lambda layer: -alone[layer])
     measured = {0: kl([]), len(layers): 0.0}
     few, enough = (0, 0) if measured[0] <= budget else (0, len(layers))
@@ -72,16 +61,11 @@ def _only(variant: Variant, kept: set[int]) -> Variant:
     return replace(variant, name=name, scales=replace(variant.scales, layers=layers))
 
 
-def _mean_kl(
-    model: PreTrainedModel,
-    variants: Sequence[Variant],
-    documents: Sequence[Tensor],
-    backend: Backend,
-) -> list[float]:
+def _mean_kl(setup: Setup, variants: Sequence[Variant], documents: Sequence[Tensor]) -> list[float]:
     total = {variant.name: 0.0 for variant in variants}
     for token_ids in documents:
         for few in chunks(len(variants), _AT_ONCE):
-            found = read(model, token_ids, variants[few], backend)
+            found = read(setup, token_ids, variants[few])
             for variant in variants[few]:
                 total[variant.name] += float(found[variant.name].kl.double().sum())
     tokens = sum(map(len, documents))

@@ -1,7 +1,7 @@
 """From logits to figures: divergence of each token, and intervals over documents."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,7 @@ _FIRST_BIN = 16  # positions; each bin after it ends at twice the position
 _RESAMPLES = 1000
 
 
-@dataclass(frozen=True)
-class Divergence:
+class Divergence(NamedTuple):
     """One document, one variant. Positions are those of the tokens read."""
 
     kl: Tensor  # [T] float32, KL(reference || variant) in nats
@@ -28,24 +27,20 @@ class Divergence:
 
 def compare(reference: Tensor, variant: Tensor, following: Tensor) -> Divergence:
     """Compare logits [T, vocabulary]; `following` [T or T - 1] are the tokens that came next."""
-    kl, agrees, nll = [], [], []
+    parts = []
     for rows in chunks(len(reference), _POSITIONS):
         expected, found = reference[rows].float(), variant[rows].float()
-        kl.append(divergence(expected, found))
-        agrees.append(expected.argmax(-1) == found.argmax(-1))
+        agrees = expected.argmax(-1) == found.argmax(-1)
         came = following[rows].to(found.device)
         chosen = found[: len(came)].gather(1, came[:, None]).squeeze(1)
-        nll.append(found[: len(came)].logsumexp(-1) - chosen)
-    return Divergence(torch.cat(kl).cpu(), torch.cat(agrees).cpu(), torch.cat(nll).cpu())
+        nll = found[: len(came)].logsumexp(-1) - chosen
+        parts.append(Divergence(divergence(expected, found), agrees, nll))
+    return Divergence(*(x.cpu() for x in join(parts)))
 
 
 def join(parts: Sequence[Divergence]) -> Divergence:
     """Consecutive parts of one document as one."""
-    return Divergence(
-        torch.cat([part.kl for part in parts]),
-        torch.cat([part.agrees for part in parts]),
-        torch.cat([part.nll for part in parts]),
-    )
+    return Divergence(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def divergence(expected: Tensor, found: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""From what was measured to figures with intervals, and to advice."""
+"""Turn measurements into figures with intervals, and into advice."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from calib.eval.variants import REFERENCE, Variant
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was measured, before figures are made of it."""
+    """Measurements, before figures are made of them."""
 
     conditions: Conditions
     measured: dict[str, Measured]
@@ -31,7 +31,7 @@ def summarize(evaluation: Evaluation) -> Report:
     """Make the report: figures with their intervals, verdict and advice."""
     measured = evaluation.measured
     kl = {name: estimate(_per_document(m, lambda d: d.kl)) for name, m in measured.items()}
-    controls = [n for n, m in measured.items() if m.variant and m.variant.kind == "control"]
+    controls = [name for name, m in measured.items() if m.variant.kind == "control"]
     # what the controls reach is no difference
     floor = max((kl[name].high for name in controls), default=0.0)
     rows = {
@@ -77,9 +77,7 @@ def _row(measured: Measured, reference: Measured, kl: Figure, measurable: bool) 
     )
 
 
-def _described(variant: Variant | None) -> dict[str, Any]:
-    if variant is None:
-        return {"what": "the model's own cache", "kind": REFERENCE}
+def _described(variant: Variant) -> dict[str, Any]:
     described = {"what": variant.what, "kind": variant.kind}
     if variant.scales is None:
         return described
@@ -92,7 +90,7 @@ def _described(variant: Variant | None) -> dict[str, Any]:
 
 
 def _generated(measured: Measured) -> dict[str, Any]:
-    """What not every variant has: greedy text, passkeys, layers."""
+    """Figures that not every variant has: greedy text, passkeys, layers."""
     numbers: dict[str, Sequence[float]] = {
         "same_tokens": measured.same_tokens,
         "passkey": measured.found_passkeys,
@@ -102,8 +100,8 @@ def _generated(measured: Measured) -> dict[str, Any]:
         for name, values in numbers.items()
         if values
     }
-    if measured.layers and measured.variant is not None and measured.variant.scales is not None:
-        found["layers"] = layer_rows(measured.layers, measured.variant.scales)
+    if measured.layers:
+        found["layers"] = layer_rows(measured.layers, measured.variant.layers)
     return found
 
 

@@ -3,35 +3,32 @@
 import copy
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from numbers import Real
 from typing import Any
+from unittest.mock import patch
 
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import set_seed
 
 from calib.errors import InputError
 from calib.eval.task_files import SEED, Tasks, lm_eval_quiet
-from calib.eval.variants import REFERENCE, Variant
+from calib.eval.variants import UNCHANGED, Setup, Variant
 from calib.model.devices import check_token_ids
-from fp8kv_runtime.hf import Backend
 
 _BATCH_SIZE = 8
 # enough for two digits; only metrics without a formula for their standard error are resampled
 _RESAMPLES = 1000
-_NO_MULTIPROCESSING = "DISABLE_MULTIPROC"
 _DEFAULT_VARIANTS = ("none", "attn_head")
 
 
 def task_variants(variants: Sequence[Variant], chosen: Sequence[str] | None) -> list[Variant]:
-    """Those of `variants` that tasks are run with, besides the reference.
+    """Choose the variants that tasks are run with, besides the reference.
 
-    Args:
-        variants: all that are measured.
-        chosen: names that the user asked for: then all of them that are whole FP8 caches. By
-            default the user's own scales, or else `attn_head` and `none`.
+    They are all whole FP8 caches where the user has `chosen` variants by name, otherwise the user's
+    own scales, or else `attn_head` and `none`.
     """
     whole = [variant for variant in variants if variant.generates]
     if chosen is not None:
@@ -40,23 +37,8 @@ def task_variants(variants: Sequence[Variant], chosen: Sequence[str] | None) -> 
     return given or [variant for variant in whole if variant.name in _DEFAULT_VARIANTS]
 
 
-def run_tasks(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    tasks: Tasks,
-    variants: Sequence[Variant],
-    backend: Backend = "auto",
-    progress: Callable[[str], None] = lambda stage: None,
-) -> dict[str, Any]:
+def run_tasks(setup: Setup, tasks: Tasks, variants: Sequence[Variant]) -> dict[str, Any]:
     """Run tasks with the model's own cache and with every variant's, on the same prompts.
-
-    Args:
-        model: a decoder.
-        tokenizer: the model's.
-        tasks: see `find_tasks`.
-        variants: caches besides the reference.
-        backend: where FP8 caches run.
-        progress: called with what is being done.
 
     Returns:
         `tasks`: task -> variant -> metric -> `{value, stderr}`, None where lm-eval has no number;
@@ -68,48 +50,35 @@ def run_tasks(
     if not tasks.loaded["tasks"]:
         return {}
     found: dict[str, dict[str, Any]] = {}
-    with _alone(), _checking_ids(model, tokenizer):
-        lm = _language_model(model, tokenizer)
-        for variant in (None, *variants):
-            name = REFERENCE if variant is None else variant.name
-            progress(f"tasks: {name}")
-            with variant.applied(model, backend) if variant else nullcontext():
-                results = _evaluate(lm, tasks, name)
+    # a process that may hold a GPU must not be forked
+    alone = patch.dict(os.environ, DISABLE_MULTIPROC="1")
+    with alone, lm_eval_quiet(), _checking_ids(setup):
+        lm = _language_model(setup)
+        for variant in (UNCHANGED, *variants):
+            setup.progress(f"tasks: {variant.name}")
+            with variant.applied(setup):
+                results = _evaluate(lm, tasks, variant.name)
             for task, figures in results.items():
-                found.setdefault(task, {})[name] = figures
+                found.setdefault(task, {})[variant.name] = figures
     harness = {"name": "lm-eval", "version": version("lm-eval"), "limit": tasks.limit}
     return {"tasks": found, "harness": harness}
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Inside the block lm-eval shows nothing, and forks no process of one that may hold a GPU."""
-    before = os.environ.get(_NO_MULTIPROCESSING)
-    os.environ[_NO_MULTIPROCESSING] = "1"
-    try:
-        with lm_eval_quiet():
-            yield
-    finally:
-        del os.environ[_NO_MULTIPROCESSING]
-        if before is not None:
-            os.environ[_NO_MULTIPROCESSING] = before
-
-
-@contextmanager
-def _checking_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Check inside the block what lm-eval reads: its texts are nobody's before it runs."""
+def _checking_ids(setup: Setup) -> Iterator[None]:
+    """Inside the block check the token ids that lm-eval reads; they are not known before."""
 
     def check(module: Any, given: tuple[Tensor]) -> None:
-        check_token_ids([int(given[0].max())], tokenizer, model)
+        check_token_ids([int(given[0].max())], setup.tokenizer, setup.model)
 
-    hook = model.get_input_embeddings().register_forward_pre_hook(check)
+    hook = setup.model.get_input_embeddings().register_forward_pre_hook(check)
     try:
         yield
     finally:
         hook.remove()
 
 
-def _language_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+def _language_model(setup: Setup) -> Any:
     """Lm-eval's own wrapper, which meets the FP8 cache as it is.
 
     Choices are scored in one pass over rows padded on the right and without a mask: attention is
@@ -118,16 +87,12 @@ def _language_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     from lm_eval.models.huggingface import HFLM
 
     # it may give the tokenizer a padding token
-    own = copy.deepcopy(tokenizer)
-    return HFLM(pretrained=model, tokenizer=own, backend="causal", batch_size=_BATCH_SIZE)
+    own = copy.deepcopy(setup.tokenizer)
+    return HFLM(pretrained=setup.model, tokenizer=own, backend="causal", batch_size=_BATCH_SIZE)
 
 
 def _evaluate(lm: Any, tasks: Tasks, name: str) -> dict[str, Any]:
-    """Results of one cache.
-
-    This is what `simple_evaluate` comes to without its report of the machine, which asks git and
-    pip about things that ours does not show.
-    """
+    """Do as `simple_evaluate`, but without its report of the machine, which asks git and pip."""
     import lm_eval
 
     set_seed(SEED)

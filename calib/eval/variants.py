@@ -1,16 +1,17 @@
-"""What is compared with the reference: scales, single tensors in FP8, and controls."""
+"""Variants to compare with the reference: scales, single tensors in FP8, and controls."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.choices import REFERENCE as REFERENCE
-from calib.choices import VARIANTS, FP8Name, Strategy
+from calib.choices import VARIANTS
 from calib.scales.observers import AbsMax, Mse
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats
@@ -18,10 +19,25 @@ from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
 
 BUILT_IN = (REFERENCE, *VARIANTS)
-STRATEGIES: tuple[Strategy, ...] = ("tensor", "attn_head", "channel")
-Kind = Literal["fp8", "control", "given"]
+Kind = Literal["reference", "control", "fp8", "given"]
 # (layer_idx, query, key, value) -> what attention is given
 Rounding = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A loaded model, where its FP8 caches run, and who is told what is being done."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    backend: Backend = "auto"
+    progress: Callable[[str], None] = lambda stage: None
+
+    @property
+    def resolved_backend(self) -> str:
+        """The backend that `auto` stands for on the model's device."""
+        automatic = "triton" if self.model.device.type == "cuda" else "torch"
+        return automatic if self.backend == "auto" else self.backend
 
 
 @dataclass(frozen=True)
@@ -31,9 +47,14 @@ class Variant:
     name: str
     what: str  # for the report
     kind: Kind
-    scales: KVScales | None = None  # None: a control
+    scales: KVScales | None = None  # None: the reference, or a control
     tensors: str = "kv"  # which of q, k and v are rounded to FP8
     eager: bool = False  # control: the reference through another attention kernel
+
+    @property
+    def layers(self) -> dict[int, LayerScales]:
+        """The scales by layer_idx."""
+        return {} if self.scales is None else scales_by_layer(self.scales)
 
     @property
     def generates(self) -> bool:
@@ -48,16 +69,21 @@ class Variant:
             return False
         return scales.strategy != "channel" and not scales.has_center
 
-    def applied(self, model: PreTrainedModel, backend: Backend) -> AbstractContextManager[None]:
-        """Inside the block `model` holds K and V this way."""
+    def applied(self, setup: Setup) -> AbstractContextManager[None]:
+        """Inside the block the model holds K and V this way."""
+        model, query = setup.model, "q" in self.tensors
+        if self.kind == REFERENCE:
+            return nullcontext()
         if self.eager:
             return _eager(model)
         if self.scales is None:
             return _rounded(model, _to_bfloat16)
-        if "k" in self.tensors and "v" in self.tensors:
-            query = "q" in self.tensors
-            return fp8_attention(model, self.scales, backend=backend, quantize_query=query)
+        if self.generates:
+            return fp8_attention(model, self.scales, backend=setup.backend, quantize_query=query)
         return _rounded(model, fp8_rounding(self.scales, self.tensors))
+
+
+UNCHANGED = Variant(REFERENCE, "the model's own cache", "reference")
 
 
 def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
@@ -67,16 +93,19 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
         stats: with means, and with the histograms that observer mse needs.
         random_stats: the same of random token ids.
     """
-    tensor, head, channel = (_absmax(stats, strategy) for strategy in STRATEGIES)
-    e5m2, centred = _absmax(stats, "tensor", "e5m2"), _absmax(stats, "channel", center_keys=True)
-    random = _absmax(random_stats, "tensor")
+    absmax = partial(stats.scales, observer=AbsMax(), targets="qkv")
+    tensor, head = absmax(strategy="tensor"), absmax(strategy="attn_head")
+    e5m2 = absmax(strategy="tensor", fp8_dtype="e5m2")
+    mse = stats.scales(strategy="tensor", observer=Mse(FP8_DTYPES["e4m3fn"]))
+    channel, centred = (absmax(strategy="channel", center_keys=centre) for centre in (False, True))
+    random = random_stats.scales(strategy="tensor", observer=AbsMax())
     return [
         Variant("bf16", "K and V rounded to bfloat16", "control"),
         Variant("eager", "the reference through another attention kernel", "control", eager=True),
         Variant("none", "scale 1.0, what engines use without scales", "fp8", _ones(tensor)),
         Variant("e5m2", "one scale per layer, e5m2", "fp8", e5m2),
         Variant("tensor", "one scale per layer", "fp8", tensor),
-        Variant("mse", "one scale per layer, observer mse", "fp8", _mse(stats)),
+        Variant("mse", "one scale per layer, observer mse", "fp8", mse),
         Variant("attn_head", "one scale per KV head", "fp8", head),
         Variant("channel", "one scale per channel", "fp8", channel),
         Variant("k only", "K alone in FP8, one scale per KV head", "fp8", head, "k"),
@@ -88,25 +117,14 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
     ]
 
 
-def _absmax(
-    stats: KVStats, strategy: Strategy, fp8_dtype: FP8Name = "e4m3fn", *, center_keys: bool = False
-) -> KVScales:
-    return stats.scales(
-        strategy=strategy,
-        observer=AbsMax(),
-        fp8_dtype=fp8_dtype,
-        targets="qkv",
-        center_keys=center_keys,
-    )
-
-
-def _mse(stats: KVStats) -> KVScales:
-    return stats.scales(strategy="tensor", observer=Mse(FP8_DTYPES["e4m3fn"]))
+def scales_by_layer(scales: KVScales) -> dict[int, LayerScales]:
+    """The scales of each attention module by its layer_idx."""
+    return {layer.layer_idx: layer for layer in scales.layers.values()}
 
 
 def fp8_rounding(scales: KVScales, tensors: str) -> Rounding:
     """Round those of q, k and v that `tensors` names to FP8 and back."""
-    layers = {layer.layer_idx: layer for layer in scales.layers.values()}
+    layers = scales_by_layer(scales)
     dtype = FP8_DTYPES[scales.fp8_dtype]
 
     def rounded(

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from calib.measure.attention import CachedAttention
-from calib.scales.histogram import add_magnitudes
-from calib.scales.stats import LayerStats, TensorStats
+from calib.scales.histogram import magnitude_histogram
+from calib.scales.stats import STATISTICS, LayerStats, TensorStats
 
 _GRID = 2.0**20
 
@@ -14,37 +14,33 @@ class RunningTensor:
     """Statistics so far of one of K, V or Q in one attention module."""
 
     def __init__(self, *, histogram: bool, means: bool) -> None:
-        self.amax: Tensor | None = None  # [H * D] in the model's dtype
-        self._histogram: Tensor | None = None
-        self._total: Tensor | None = None
-        self._low: Tensor | None = None  # [H, D], as `amax`
-        self._high: Tensor | None = None
-        self._wants = (histogram, means)
+        self._histogram, self._means = histogram, means
+        self._found: dict[str, Tensor] = {}  # by field of `TensorStats`; in the model's dtype
+
+    @property
+    def amax(self) -> Tensor | None:
+        """The largest magnitudes so far, [H, D]; None before the first batch."""
+        return self._found.get("amax")
 
     def update(self, x: Tensor) -> None:
         """Add the tokens of `x` [N, H, D]."""
         # reducing over the leading dimension is what a CPU does at full width
-        batch = x.flatten(1).abs().amax(0)
-        self.amax = batch if self.amax is None else torch.maximum(self.amax, batch, out=self.amax)
-        self._heads = x.shape[1]
-        wants_histogram, wants_means = self._wants
-        if wants_histogram:
-            self._histogram = add_magnitudes(x, self._histogram)
-        if wants_means:
-            self._total = _add(self._total, _on_grid(x.sum(0, dtype=torch.float64)))
-            low, high = x.aminmax(dim=0)
-            self._low = low if self._low is None else torch.minimum(self._low, low)
-            self._high = high if self._high is None else torch.maximum(self._high, high)
+        batch = {"amax": x.flatten(1).abs().amax(0).view(x.shape[1:])}
+        if self._histogram:
+            batch["histogram"] = magnitude_histogram(x)
+        if self._means:
+            batch["total"] = _on_grid(x.sum(0, dtype=torch.float64))
+            batch["low"], batch["high"] = x.aminmax(dim=0)
+        for field, new in batch.items():
+            held = self._found.setdefault(field, new)
+            if held is not new:
+                STATISTICS[field].combine(held, new, out=held)
 
     def result(self) -> TensorStats:
         """The statistics, on the CPU."""
-        assert self.amax is not None, "nothing was seen"
+        assert self._found, "nothing was seen"
         return TensorStats(
-            self.amax.float().cpu().view(self._heads, -1),
-            None if self._histogram is None else self._histogram.cpu(),
-            None if self._total is None else self._total.cpu(),
-            None if self._low is None else self._low.float().cpu(),
-            None if self._high is None else self._high.float().cpu(),
+            **{field: x.to("cpu", STATISTICS[field].dtype) for field, x in self._found.items()}
         )
 
 
@@ -85,7 +81,3 @@ def _on_grid(total: Tensor) -> Tensor:
     # multiples of 2**-20 add up exactly in float64, below 2**33: batches in any order and on any
     # number of processes add up to the same bits
     return total.mul_(_GRID).round_().div_(_GRID)
-
-
-def _add(total: Tensor | None, batch: Tensor) -> Tensor:
-    return batch if total is None else total.add_(batch)

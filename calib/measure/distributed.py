@@ -19,19 +19,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from calib.errors import Fp8kvError, InputError
-from calib.scales.stats import KVStats, LayerStats, TensorStats
+from calib.scales.stats import STATISTICS, KVStats
 
 Item = TypeVar("Item")
 
 # loading a large model and one rank's share of the data both lie between two collectives
 _TIMEOUT = timedelta(hours=6)
-# field of TensorStats -> how it is reduced
-_REDUCTIONS: dict[str, dist.ReduceOp.RedOpType] = {
-    "amax": dist.ReduceOp.MAX,
-    "high": dist.ReduceOp.MAX,
-    "low": dist.ReduceOp.MIN,
-    "histogram": dist.ReduceOp.SUM,
-    "total": dist.ReduceOp.SUM,
+_REDUCTIONS: dict[Callable[..., Tensor], dist.ReduceOp.RedOpType] = {
+    torch.maximum: dist.ReduceOp.MAX,
+    torch.minimum: dist.ReduceOp.MIN,
+    torch.add: dist.ReduceOp.SUM,
 }
 
 
@@ -140,25 +137,14 @@ def _environment(name: str, default: int) -> int:
 
 
 def _reduced(stats: KVStats) -> KVStats:
-    found: dict[tuple[str, str], dict[str, Tensor | None]] = {
-        (name, which): dict.fromkeys(_REDUCTIONS) for name in stats.layers for which in "kvq"
-    }
-    for field, operation in _REDUCTIONS.items():
-        held = {
-            (name, which): tensor
-            for name, which in found
-            if (tensor := getattr(getattr(stats.layers[name], which), field)) is not None
-        }
-        for place, tensor in zip(held, _all_reduced([*held.values()], operation), strict=True):
-            found[place][field] = tensor
-    counts = [torch.tensor(layer.tokens) for layer in stats.layers.values()]
-    tokens = dict(zip(stats.layers, _all_reduced(counts, dist.ReduceOp.SUM), strict=True))
-
-    def layer(name: str) -> LayerStats:
-        k, v, q = (TensorStats(**found[name, which]) for which in "kvq")  # type: ignore[arg-type]
-        return LayerStats(stats.layers[name].layer_idx, int(tokens[name]), k, v, q)
-
-    return KVStats({name: layer(name) for name in stats.layers}, stats.shared)
+    tensors = stats.tensors()
+    for field, statistic in STATISTICS.items():
+        held = {place: x for place, x in tensors.items() if place[2] == field}
+        reduced = _all_reduced([*held.values()], _REDUCTIONS[statistic.combine])
+        tensors.update(zip(held, reduced, strict=True))
+    counts = torch.tensor([layer.tokens for layer in stats.layers.values()])
+    (tokens,) = _all_reduced([counts], dist.ReduceOp.SUM)
+    return stats.with_tensors(tensors, tokens.tolist())
 
 
 def _all_reduced(tensors: list[Tensor], operation: dist.ReduceOp.RedOpType) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""What a calibration takes, worked out from a config, before anything is downloaded or rented."""
+"""Estimate the cost of a calibration from a config, before anything is downloaded or rented."""

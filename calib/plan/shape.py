@@ -1,4 +1,4 @@
-"""What a model's config says about its cost: built on the meta device, where nothing has a size."""
+"""Cost of a model, from its config: it is built on the meta device, which takes no memory."""
 
 from dataclasses import dataclass
 from pathlib import Path

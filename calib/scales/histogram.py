@@ -16,19 +16,13 @@ _FIRST_CODE = (127 - 24) << MANTISSA_BITS
 
 def magnitude_histogram(x: Tensor) -> Tensor:
     """Count the magnitudes of `x` [N, H, D] per head: [H, NUM_BINS] int64."""
-    return add_magnitudes(x, None)
-
-
-def add_magnitudes(x: Tensor, counts: Tensor | None) -> Tensor:
-    """Add the magnitudes of `x` [N, H, D] to `counts` [H, NUM_BINS] in place, and return it."""
-    if counts is None:
-        counts = torch.zeros(x.shape[1], NUM_BINS, dtype=torch.int64, device=x.device)
+    counts = []
     # head by head: bincount wants int64, and eight times the input would leave the CPU's cache
-    for head, total in zip(x.unbind(1), counts, strict=True):
+    for head in x.unbind(1):
         codes = head.to(torch.bfloat16).contiguous().view(torch.int16) & 0x7FFF
         bins = codes.sub_(_FIRST_CODE).clamp_(0, NUM_BINS - 1)
-        total += torch.bincount(bins.long().flatten(), minlength=NUM_BINS)
-    return counts
+        counts.append(torch.bincount(bins.long().flatten(), minlength=NUM_BINS))
+    return torch.stack(counts)
 
 
 def bin_values() -> Tensor:

@@ -3,8 +3,9 @@
 Every entry merges by max or by sum, so batches, processes and runs combine in any order.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,22 @@ from calib.errors import CalibrationError, InputError
 from calib.scales.observers import Observer, group_amax
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
 from fp8kv_runtime.fp8 import FP8_DTYPES, scale_from_amax
+
+
+class Merge(NamedTuple):
+    """How one field of `TensorStats` is stored, and combined with the same field of other data."""
+
+    dtype: torch.dtype
+    combine: Callable[..., Tensor]
+
+
+STATISTICS = {
+    "amax": Merge(torch.float32, torch.maximum),
+    "histogram": Merge(torch.int64, torch.add),
+    "total": Merge(torch.float64, torch.add),
+    "low": Merge(torch.float32, torch.minimum),
+    "high": Merge(torch.float32, torch.maximum),
+}
 
 
 @dataclass(frozen=True)
@@ -26,16 +43,6 @@ class TensorStats:
     low: Tensor | None = None  # [H, D] float32, the smallest signed value; with `total`
     high: Tensor | None = None  # [H, D] float32, the largest
 
-    def merge(self, other: "TensorStats") -> "TensorStats":
-        """Combine with statistics of the same tensor from other data."""
-        return TensorStats(
-            amax=torch.maximum(self.amax, other.amax),
-            histogram=_both(torch.add, self.histogram, other.histogram),
-            total=_both(torch.add, self.total, other.total),
-            low=_both(torch.minimum, self.low, other.low),
-            high=_both(torch.maximum, self.high, other.high),
-        )
-
 
 @dataclass(frozen=True)
 class LayerStats:
@@ -46,16 +53,6 @@ class LayerStats:
     k: TensorStats  # H = num_kv_heads
     v: TensorStats  # H = num_kv_heads
     q: TensorStats  # H = num_heads
-
-    def merge(self, other: "LayerStats") -> "LayerStats":
-        """Combine with statistics of the same module from other data."""
-        return LayerStats(
-            self.layer_idx,
-            self.tokens + other.tokens,
-            self.k.merge(other.k),
-            self.v.merge(other.v),
-            self.q.merge(other.q),
-        )
 
 
 @dataclass(frozen=True)
@@ -70,19 +67,44 @@ class KVStats:
         """Tokens seen by each layer, padding excluded."""
         return max((layer.tokens for layer in self.layers.values()), default=0)
 
+    def tensors(self) -> dict[tuple[str, str, str], Tensor]:
+        """Every tensor by (module name, "k", "v" or "q", field of `TensorStats`)."""
+        return {
+            (name, which, field): tensor
+            for name, layer in self.layers.items()
+            for which in "kvq"
+            for field in STATISTICS
+            if (tensor := getattr(getattr(layer, which), field)) is not None
+        }
+
+    def with_tensors(
+        self, tensors: Mapping[tuple[str, str, str], Tensor], tokens: Iterable[int]
+    ) -> "KVStats":
+        """The same modules with other `tensors` and one count of `tokens` each."""
+        layers = {}
+        for (name, layer), count in zip(self.layers.items(), tokens, strict=True):
+            k, v, q = (
+                TensorStats(**{at[2]: x for at, x in tensors.items() if at[:2] == (name, which)})
+                for which in "kvq"
+            )
+            layers[name] = LayerStats(layer.layer_idx, count, k, v, q)
+        return KVStats(layers, self.shared)
+
     def merge(self, other: "KVStats") -> "KVStats":
         """Combine with statistics of the same model from other data.
 
         Raises:
-            InputError: the two hold different modules or shapes.
+            InputError: the two hold different modules, statistics or shapes.
         """
-        if _shapes(self) != _shapes(other):
+        mine, others = self.tensors(), other.tensors()
+        if {at: x.shape for at, x in mine.items()} != {at: x.shape for at, x in others.items()}:
             raise InputError(
-                "these statistics are of different models: modules or head shapes differ; "
-                "merge only runs of one model"
+                "these statistics are of different models or observers: modules, head shapes or "
+                "what was collected differ; merge only runs of one model with the same options"
             )
-        merged = {name: self.layers[name].merge(other.layers[name]) for name in self.layers}
-        return KVStats(merged, self.shared)
+        merged = {at: STATISTICS[at[2]].combine(x, others[at]) for at, x in mine.items()}
+        tokens = (self.layers[name].tokens + other.layers[name].tokens for name in self.layers)
+        return self.with_tensors(merged, tokens)
 
     def scales(
         self,
@@ -164,16 +186,3 @@ def _cover_dead(amax: Tensor, strategy: Strategy) -> Tensor:
     # a head or channel that is always zero may hold anything tomorrow: it takes the largest scale
     # of its layer, and the summary warns about it
     return torch.where(amax > 0, amax, amax.amax()) if strategy != "tensor" else amax
-
-
-def _both(
-    combine: Callable[[Tensor, Tensor], Tensor], mine: Tensor | None, other: Tensor | None
-) -> Tensor | None:
-    return None if mine is None or other is None else combine(mine, other)
-
-
-def _shapes(stats: KVStats) -> dict[str, tuple[torch.Size, ...]]:
-    return {
-        name: (layer.k.amax.shape, layer.v.amax.shape, layer.q.amax.shape)
-        for name, layer in stats.layers.items()
-    }

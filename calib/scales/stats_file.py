@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -21,27 +20,14 @@ from calib.scalefiles.file_names import STATS_FILE
 from calib.scalefiles.json import parse_object
 from calib.scales.histogram import NUM_BINS
 from calib.scales.scales import SharedAttention
-from calib.scales.stats import KVStats, LayerStats, TensorStats
+from calib.scales.stats import STATISTICS, KVStats, LayerStats, TensorStats
 
 _KEY = "fp8kv_stats"
-_FIELDS = {
-    "amax": torch.float32,
-    "histogram": torch.int64,
-    "total": torch.float64,
-    "low": torch.float32,
-    "high": torch.float32,
-}
 
 
 def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = None) -> None:
     """Write `stats` to the file `path`; `progress` says how far a run has come that goes on."""
-    tensors = {
-        f"{name}.{which}.{field}": tensor
-        for name, layer in stats.layers.items()
-        for which in "kvq"
-        for field in _FIELDS
-        if (tensor := getattr(getattr(layer, which), field)) is not None
-    }
+    tensors = {".".join(place): tensor for place, tensor in stats.tensors().items()}
     modules = {
         name: {"layer_idx": layer.layer_idx, "tokens": layer.tokens}
         for name, layer in stats.layers.items()
@@ -132,7 +118,7 @@ def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) ->
     """Take the tensors of one module out of `tensors`."""
 
     def read(which: str) -> TensorStats:
-        found = {field: tensors.pop(f"{name}.{which}.{field}", None) for field in _FIELDS}
+        found = {field: tensors.pop(f"{name}.{which}.{field}", None) for field in STATISTICS}
         amax = found["amax"]
         if amax is None or amax.dim() != 2 or not amax.numel():
             raise _damaged(where, f"{name}.{which}.amax must be there, [heads, channels]")
@@ -140,12 +126,11 @@ def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) ->
             raise _damaged(where, f"{name}.{which}.amax is below zero")
         for field, tensor in found.items():
             shape = (len(amax), NUM_BINS) if field == "histogram" else amax.shape
-            if tensor is not None and (tensor.dtype, tensor.shape) != (_FIELDS[field], shape):
-                raise _damaged(
-                    where,
-                    f"{name}.{which}.{field} is {tensor.dtype} {[*tensor.shape]}, not "
-                    f"{_FIELDS[field]} {[*shape]}",
-                )
+            dtype = STATISTICS[field].dtype
+            if tensor is not None and (tensor.dtype, tensor.shape) != (dtype, shape):
+                got = f"{tensor.dtype} {[*tensor.shape]}"
+                wanted = f"{dtype} {[*shape]}"
+                raise _damaged(where, f"{name}.{which}.{field} is {got}, not {wanted}")
         if len({found[field] is None for field in ("total", "low", "high")}) > 1:
             raise _damaged(where, f"{name}.{which} needs total, low and high, or none of them")
         return TensorStats(**found)  # type: ignore[arg-type]

@@ -28,21 +28,6 @@ class LayerSummary:
     v_range_used: float
 
 
-HEADINGS = ("layer", "K amax", "V amax", "K scale", "V scale", "K range used", "V range used")
-
-
-def table_rows(layers: list[LayerSummary]) -> list[tuple[str, ...]]:
-    """The layers as text, one row per layer under `HEADINGS`."""
-    return [
-        (
-            str(row.layer_idx),
-            *(f"{x:.4g}" for x in (row.k_amax, row.v_amax, row.k_scale, row.v_scale)),
-            *(f"{share:.0%}" for share in (row.k_range_used, row.v_range_used)),
-        )
-        for row in layers
-    ]
-
-
 def summarize(stats: KVStats, scales: KVScales) -> list[LayerSummary]:
     """Return one row per layer, in layer order."""
     limit = fp8_max(FP8_DTYPES[scales.fp8_dtype])

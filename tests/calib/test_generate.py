@@ -5,7 +5,7 @@ import json
 import pytest
 from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
-from generating import PROMPT, as_json, continuation, generate
+from generation import PROMPT, as_json, continuation, generate
 from transformers import AutoTokenizer
 
 from calib.generate import Generated, Generation

@@ -8,7 +8,7 @@ import torch
 from cache_model import run_history
 from checks import INTERPRETED, assert_attention, assert_rounded, assert_stored
 from mutants import mutant
-from paged import RUNTIME, Case
+from paged import Case
 
 pytestmark = [
     pytest.mark.skipif(
@@ -58,12 +58,15 @@ ATTEND, DECODE, EXTEND_PY = (f"kernels/{name}.py" for name in ("attend", "decode
 APPEND, CODEC, LAUNCH = (f"kernels/{name}.py" for name in ("append_kv", "codec", "launch"))
 SPLIT = "kernels/split.py"
 REFERENCE, CACHE, BLOCKS, STORAGE = "reference.py", "cache.py", "blocks.py", "storage.py"
-NO_Q_ROUNDING = """        q = decode(codes, FORMAT, HARDWARE).to(tl.float32)
-        q *= (q_scale * decode_unit(FORMAT, HARDWARE))[:, None]
-"""
+NO_Q_ROUNDING = (
+    ("q = decode(codes, FORMAT, HARDWARE).to(tl.float32)", "pass"),
+    ("q *= (q_scale * decode_unit(FORMAT, HARDWARE))[:, None]", "pass"),
+)
+STORED_OUTPUT = "tl.store(out_ptr + out_at + channels, out.to(out_ptr.dtype.element_ty), mask={})"
 LOADED_SLOTS = "tl.load(slot_mapping_ptr + tokens, mask=tokens < num_tokens, other=-1)"
 
-# what is wrong: who sees it, and the file with what is replaced by what
+# what is wrong: who sees it, and the file with expressions or statements and what replaces each,
+# as syntax trees; a third name says in which function
 MUTATIONS = {
     # scales
     "drops K's scale": ("decode plain kernel", ATTEND,
@@ -77,9 +80,9 @@ MUTATIONS = {
     "drops V's scale in extend": ("extend channel kernel", EXTEND_PY,
         ("(scale * decode_unit(FORMAT, HARDWARE))", "(scale * 0 + decode_unit(FORMAT, HARDWARE))")),
     "V's scale of another head": ("decode plain kernel", DECODE,
-        ("head // GROUP, channels", "head % (NUM_HEADS // GROUP), channels")),
+        ("head // GROUP", "head % (NUM_HEADS // GROUP)")),
     "V has K's scale": ("decode plain kernel", DECODE,
-        ("softmax, blocks.v_scale", "softmax, blocks.k_scale")),
+        ("blocks.v_scale", "blocks.k_scale")),
     "one query scale for all heads": ("decode fp8 kernel", ATTEND,
         ("q_scale_ptr + heads * Q_SCALES", "q_scale_ptr + heads * 0")),
     "forgets the decode unit of Q Kᵀ": ("decode plain kernel", ATTEND,
@@ -88,16 +91,15 @@ MUTATIONS = {
     "forgets the decode unit of V": ("extend plain kernel", EXTEND_PY,
         ("(scale * decode_unit(FORMAT, HARDWARE))", "(scale * 1.0)")),
     "swaps K and V": ("decode plain kernel", STORAGE,
-        ("self.codes.view(torch.int16)\n        return codes[0], codes[1]",
-         "self.codes.view(torch.int16)\n        return codes[1], codes[0]")),
+        ("codes[0], codes[1]", "codes[1], codes[0]", "loaded")),
     "reference: V has K's scale": ("decode plain reference", STORAGE,
-        ("key.expand(shape), value.expand(shape)", "key.expand(shape), key.expand(shape)")),
+        ("value.expand(shape)", "key.expand(shape)")),
     # what is visible
     "window one too long": ("extend all kernel", ATTEND,
         ("positions[None, :] > rows_at[:, None] - WINDOW",
          "positions[None, :] >= rows_at[:, None] - WINDOW")),
     "window one too short": ("decode all kernel", DECODE,
-        ("seq_len - WINDOW)", "seq_len - WINDOW + 1)")),
+        ("seq_len - WINDOW", "seq_len - WINDOW + 1")),
     "causal mask one too early": ("decode plain kernel", ATTEND,
         ("(positions[None, :] <= rows_at[:, None])", "(positions[None, :] < rows_at[:, None])")),
     "causal mask one too late": ("extend plain kernel", ATTEND,
@@ -106,19 +108,20 @@ MUTATIONS = {
     "queries at the beginning": ("extend plain kernel", EXTEND_PY,
         ("rows_at = seq_len - query_len + tokens", "rows_at = tokens")),
     "skips the last partial block": ("decode plain kernel", DECODE,
-        ("end = tl.minimum(seq_len,", "end = tl.minimum(seq_len // BLOCK_SIZE * BLOCK_SIZE,")),
+        ("tl.minimum(seq_len, origin + (split + 1) * part)",
+         "tl.minimum(seq_len // BLOCK_SIZE * BLOCK_SIZE, origin + (split + 1) * part)")),
     "ignores left padding in decode": ("decode all kernel", DECODE,
         ("first = tl.load(seq_starts_ptr + seq)", "first = 0")),
     "ignores left padding in extend": ("extend all kernel", EXTEND_PY,
         ("first = tl.load(seq_starts_ptr + seq)", "first = 0")),
     "reads slots of no one": ("decode all kernel", ATTEND,
-        ("valid = inside[:, None] & (columns < HEAD_DIM // 2)",
-         "valid = (inside | True)[:, None] & (columns < HEAD_DIM // 2)")),
+        ("inside[:, None] & (columns < HEAD_DIM // 2)[None, :]",
+         "(inside | True)[:, None] & (columns < HEAD_DIM // 2)[None, :]")),
     "reads slots of no one, in float16": ("decode float16 kernel", ATTEND,
-        ("valid = inside[:, None] & (columns < HEAD_DIM)",
-         "valid = (inside | True)[:, None] & (columns < HEAD_DIM)")),
+        ("inside[:, None] & (columns < HEAD_DIM)[None, :]",
+         "(inside | True)[:, None] & (columns < HEAD_DIM)[None, :]")),
     "float16: the lower channels twice": ("extend float16 kernel", ATTEND,
-        ("tl.load(ptr + at + BLOCK_D // 2,", "tl.load(ptr + at,")),
+        ("ptr + at + BLOCK_D // 2", "ptr + at")),
     "float16: channels past the head": ("decode float16 kernel", ATTEND,
         ("columns < HEAD_DIM - BLOCK_D // 2", "columns < HEAD_DIM")),
     "float16: halves in the wrong place": ("extend float16 kernel", ATTEND,
@@ -127,7 +130,7 @@ MUTATIONS = {
     "reference: window one too long": ("decode all reference", REFERENCE,
         ("columns > rows - window", "columns >= rows - window")),
     "reference: ignores left padding": ("extend all reference", REFERENCE,
-        (" & (columns >= first)", "")),
+        ("(columns <= rows) & (columns >= first)", "columns <= rows")),
     # which block, which head
     "the block before": ("decode plain kernel", ATTEND,
         ("block_table_ptr + positions // BLOCK_SIZE",
@@ -135,7 +138,7 @@ MUTATIONS = {
     "always the first block": ("decode all kernel", ATTEND,
         ("tl.load(block_table_ptr + start // BLOCK_SIZE)", "tl.load(block_table_ptr)")),
     "the first sequence's blocks": ("extend plain kernel", EXTEND_PY,
-        ("block_tables_ptr + seq * stride_block_tables, kv_head", "block_tables_ptr, kv_head")),
+        ("block_tables_ptr + seq * stride_block_tables", "block_tables_ptr")),
     "forgets the head group": ("decode plain kernel", DECODE,
         ("heads = kv_head * GROUP + rows", "heads = kv_head + rows * NUM_KV_HEADS")),
     "forgets the head group in extend": ("extend plain kernel", EXTEND_PY,
@@ -147,12 +150,12 @@ MUTATIONS = {
     "drops the softcap": ("decode all kernel", ATTEND,
         ("scores = softcapped(scores, softcap)", "scores = scores")),
     "drops the sink": ("decode all kernel", DECODE,
-        ("inside, split == 0, HAS", "inside, split < 0, HAS")),
+        ("split == 0", "split < 0")),
     "counts the sink in every part": ("decode all kernel", DECODE,
-        ("inside, split == 0, HAS", "inside, split >= 0, HAS")),
+        ("split == 0", "split >= 0")),
     "ignores the centre": ("decode all kernel", ATTEND,
         ("scores += shift[:, None]", "scores += 0.0")),
-    "the centre's score of the unrounded query": ("decode fp8 kernel", ATTEND, (NO_Q_ROUNDING, "")),
+    "the centre's score of the unrounded query": ("decode fp8 kernel", ATTEND, *NO_Q_ROUNDING),
     "the sink's weight beside others' 2^14": ("decode all kernel", ATTEND,
         ("tl.exp2(sink - origin)", "tl.full(inside.shape, 1.0, tl.float32)")),
     "forgets to correct the sum": ("decode plain kernel", ATTEND,
@@ -171,10 +174,10 @@ MUTATIONS = {
         ("tl.where(seqs < seq, parts, 0)", "tl.where(seqs <= seq, parts, 0)")),
     "rounds an fp32 query": ("decode fp32 kernel", LAUNCH,
         ("blocks.k_scales == 2 or layer.dtype == torch.float32", "False")),
-    "rounds the weights of an fp32 query": ("extend fp32 kernel", LAUNCH,
-        ('"P_REST": layer.dtype == torch.float32', '"P_REST": False')),
+    "rounds the weights of an fp32 query": ("extend fp32 kernel", EXTEND_PY,
+        ("P_REST", "False")),
     "leaves a channel unwritten": ("decode plain kernel", DECODE,
-        ("element_ty), mask=in_head)", "element_ty), mask=in_head & (channels != 7))")),
+        (STORED_OUTPUT.format("in_head"), STORED_OUTPUT.format("in_head & (channels != 7)"))),
     "reference: drops the softcap": ("decode all reference", REFERENCE,
         ("torch.tanh(scores / options.softcap)",
         "(scores / options.softcap)")),
@@ -188,39 +191,46 @@ MUTATIONS = {
         ("x[0] -= blocks.k_center", "x[0] -= 0")),
     "counts what is just representable as saturated": ("rounded", APPEND,
         ("tl.abs(scaled) <= largest(FORMAT)", "tl.abs(scaled) < largest(FORMAT)")),
-    "counts zeros as underflowed": ("stored", APPEND, (" & (x != 0)", "")),
+    "counts zeros as underflowed": ("stored", APPEND,
+        ("(tl.abs(scaled) <= half_smallest(FORMAT)) & (x != 0)",
+         "tl.abs(scaled) <= half_smallest(FORMAT)")),
     "counts what is just lost as kept": ("rounded", APPEND,
-        ("tl.abs(scaled) <= half_smallest", "tl.abs(scaled) < half_smallest")),
+        ("tl.abs(scaled) <= half_smallest(FORMAT)", "tl.abs(scaled) < half_smallest(FORMAT)")),
     "counts what is not finite as saturated": ("stored", APPEND,
         ("(both & 0xFFFF) - not_finite", "(both & 0xFFFF)")),
     "rounds halves away from zero": ("rounded", CODEC,
-        ("((1 << (SHIFT - 1)) - 1) + ((a_bits >> SHIFT) & 1)", "(1 << (SHIFT - 1))")),
+        ("a_bits + ((1 << (SHIFT - 1)) - 1) + ((a_bits >> SHIFT) & 1)",
+         "a_bits + (1 << (SHIFT - 1))")),
     "does not saturate": ("rounded", CODEC,
         ("tl.minimum(magnitude.to(tl.float32, bitcast=True), MAX)",
          "magnitude.to(tl.float32, bitcast=True)"),
         ("tl.minimum(tl.where(a < 2.0 ** (1 - BIAS), subnormal, normal), MAX_CODE)",
          "tl.where(a < 2.0 ** (1 - BIAS), subnormal, normal)")),
     "no subnormals": ("rounded", CODEC,
-        ("a < 2.0 ** (1 - BIAS), subnormal", "a < 2.0 ** (1 - BIAS), 0")),
+        ("tl.where(a < 2.0 ** (1 - BIAS), subnormal, normal)",
+         "tl.where(a < 2.0 ** (1 - BIAS), 0, normal)")),
     "NaN becomes 0": ("rounded", CODEC,
         ("code = tl.where(is_nan, 0x7F, code) | sign", "code = code | sign")),
     "negative zero where there is none": ("rounded fnuz", CODEC,
         ("tl.where(code == 0, 0, code | sign)", "code | sign")),
     # the cache
     "writes into a shared block": ("history", CACHE,
-        ("references(sequence.block_ids[-1]) > 1", "references(sequence.block_ids[-1]) > 2")),
+        ("self._pool.references(sequence.block_ids[-1]) > 1",
+         "self._pool.references(sequence.block_ids[-1]) > 2")),
     "copies K only": ("history", STORAGE,
         ("codes[:, target] = codes[:, source]", "codes[0, target] = codes[0, source]")),
     "a changed block is still found": ("history", CACHE, ("self._pool.forget(shared)", "pass")),
     "a block taken again is still found": ("history", BLOCKS,
-        ("            self.forget(block_id)\n", "")),
-    "hashes ignore the past": ("history", BLOCKS, ("sha256(digest + block)", "sha256(block)")),
+        ("self.forget(block_id)", "pass")),
+    "hashes ignore the past": ("history", BLOCKS, ("digest + block", "block")),
     "keeps hashes of what it forgot": ("history", CACHE,
         ("del sequence.digests[length // self.block_size :]", "pass")),
     "a fork's hashes are its parent's": ("history", CACHE,
         ("list(sequence.digests)", "sequence.digests")),
     "leaves no token to run": ("history", CACHE, ("(token_ids or [])[:-1]", "(token_ids or [])")),
-    "offers tokens after a gap": ("history", CACHE, (" and len(known) == start", "")),
+    "offers tokens after a gap": ("history", CACHE,
+        ("known is not None and token_ids is not None and len(known) == start",
+         "known is not None and token_ids is not None")),
     "runs out half-way": ("history", CACHE, ("sum(needed) + self._copies_to_make(sequences)", "0")),
     "loses V when it grows": ("growing history", STORAGE,
         ("new[:, : self.num_blocks] = old", "new[0, : self.num_blocks] = old[0]")),
@@ -228,8 +238,9 @@ MUTATIONS = {
 
 
 @pytest.mark.parametrize("name", sorted({mutation[0] for mutation in MUTATIONS.values()}))
-def test_the_check_passes_on_the_runtime(name):
-    CHECKS[name](runtime=RUNTIME)
+def test_the_check_passes_on_a_copy_without_a_mutation(name, tmp_path):
+    with mutant(tmp_path) as runtime:
+        CHECKS[name](runtime=runtime)
 
 
 @pytest.mark.parametrize("name", MUTATIONS)

@@ -1,5 +1,6 @@
 """Copies of the runtime with one thing wrong."""
 
+import ast
 import shutil
 import sys
 from contextlib import contextmanager
@@ -14,22 +15,46 @@ SOURCE = Path(fp8kv_runtime.__file__).parent
 _numbers = count()
 
 
-@contextmanager
-def mutant(directory, file, *replacements):
-    """The runtime's modules, `file` changed, under a name of their own; gone afterwards.
+class _Replaced(ast.NodeTransformer):
+    """Nodes of the syntax tree `old` become `new`; `count` says how many there were."""
 
-    Each replacement (old, new) must match exactly once, so that none of them goes stale unseen.
+    def __init__(self, old, new):
+        self._old, self._new, self.count = ast.dump(old), new, 0
+
+    def visit(self, node):
+        if ast.dump(node) == self._old:
+            self.count += 1
+            return self._new
+        return self.generic_visit(node)
+
+
+def mutate(tree, old, new, function=None):
+    """Put the expression or statement `new` in place of `old`, in the function of that name if any.
+
+    Syntax trees are compared, so layout and comments do not matter. Exactly one node must match,
+    so that no mutation goes stale unseen.
     """
+    (before,), (after,) = ast.parse(old).body, ast.parse(new).body
+    if isinstance(before, ast.Expr) and isinstance(after, ast.Expr):
+        before, after = before.value, after.value
+    named = [n for n in ast.walk(tree) if getattr(n, "name", None) == function]
+    replaced = _Replaced(before, after)
+    for place in named if function else [tree]:
+        replaced.visit(place)
+    assert replaced.count == 1, f"{replaced.count} of {old!r} in {function or 'the file'}"
+
+
+@contextmanager
+def mutant(directory, file="", *replacements):
+    """The runtime's modules, `file` changed, under a name of their own; gone afterwards."""
     name = f"fp8kv_mutant_{next(_numbers)}"
     package = directory / name
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("hf", "__pycache__"))
-    text = (package / file).read_text()
-    for old, new in replacements:
-        assert text.count(old) == 1, f"{file} has {text.count(old)} of {old!r}"
-        text = text.replace(old, new)
-    (package / file).write_text(text)
     for source in package.rglob("*.py"):
-        source.write_text(source.read_text().replace("fp8kv_runtime", name))
+        tree = ast.parse(source.read_text())
+        for replacement in replacements if source == package / file else ():
+            mutate(tree, *replacement)
+        source.write_text(ast.unparse(tree).replace("fp8kv_runtime", name))
     sys.path.insert(0, str(directory))
     try:
         yield load_runtime(name)

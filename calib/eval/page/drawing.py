@@ -1,4 +1,4 @@
-"""What every chart shares: pictures for light and dark, the looks of variants, numbers on axes."""
+"""Shared by all charts: pictures for light and dark, looks of variants, numbers on axes."""
 
 import base64
 import io
@@ -71,11 +71,6 @@ class Series:
     dashes: tuple[int, ...]  # empty: solid
     marker: str  # matplotlib's word
     row: Row
-
-    @property
-    def linestyle(self) -> str | tuple[int, tuple[int, ...]]:
-        """Matplotlib's word for the dashes."""
-        return (0, self.dashes) if self.dashes else "solid"
 
 
 def select(report: Report, names: Sequence[str], needs: str) -> list[Series]:

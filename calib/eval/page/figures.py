@@ -40,7 +40,6 @@ def charts(report: Report) -> dict[str, Any]:
 
 
 def _position_chart(report: Report) -> Chart | None:
-    """KL against position."""
     series = select(report, _BY_POSITION, "kl_by_position")
     if not series:
         return None
@@ -55,7 +54,6 @@ def _position_chart(report: Report) -> Chart | None:
 
 
 def _layer_chart(report: Report) -> Chart | None:
-    """Error of each layer."""
     series = select(report, _BY_LAYER, "layers")
     if not series:
         return None
@@ -76,7 +74,6 @@ def _layer_chart(report: Report) -> Chart | None:
 
 
 def _search_chart(report: Report) -> Chart | None:
-    """KL of each layer alone."""
     found = report.search
     if found is None:
         return None
@@ -91,7 +88,6 @@ def _search_chart(report: Report) -> Chart | None:
 
 
 def _head_chart(report: Report) -> Chart | None:
-    """K amax, V amax and the subject's error by layer and head."""
     values, errors = report.layers, _subject_layers(report)
     if not values:
         return None

@@ -1,4 +1,4 @@
-"""Where a report goes: a directory, whole or absent."""
+"""Write a report into a directory, whole or not at all."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Magnitudes of K and V of one layer beside what FP8 can hold: shapes that the page draws."""
+"""Histograms of K and V of one layer beside the range of FP8, as shapes that the page draws."""
 
 import math
 from dataclasses import dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from calib.eval.advice import GIVEN, SERVED
 from calib.eval.page.histograms import Axis
-from calib.eval.page.markdown import figures, task_headings, task_rows, task_title
+from calib.eval.page.markdown import figures, task_table
 from calib.eval.schema import Continuation, Report, Row
 from calib.eval.variants import REFERENCE
 
@@ -34,20 +34,19 @@ def html(report: Report) -> str:
 
 
 def _visible(value: Any) -> Any:
-    """Replace what cannot be shown in whatever the page prints; what a macro made is left."""
+    """Replace invisible characters in text that the page prints; markup of a macro is left."""
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return _INVISIBLE.sub("\ufffd", value) if is_text else value
 
 
 def _page(report: Report) -> dict[str, Any]:
-    tasks = (task_title(report), task_headings(report), task_rows(report))
     return {
         "report": report,
         "table": _table(report),
         "tiles": _tiles(report, report.judged) if report.judged else [],
         **_charts(report),
         "texts": _texts(report),
-        "tasks": dict(zip(("title", "headings", "rows"), tasks, strict=True)),
+        "tasks": task_table(report),
     }
 
 

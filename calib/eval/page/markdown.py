@@ -1,5 +1,7 @@
 """The report as tables and lines of text: for the terminal, for `report.md`, and for the page."""
 
+from typing import NamedTuple
+
 from calib.eval.schema import Figure, Report, Row, TaskFigure
 from calib.eval.variants import REFERENCE
 from calib.text import plain
@@ -55,27 +57,25 @@ def closing_lines(report: Report) -> list[str]:
     ]
 
 
-def task_title(report: Report) -> str:
-    """Name and version of what ran the tasks, and the limit that it was given."""
+class TaskTable(NamedTuple):
+    """Task, metric, and each cache's figure with its standard error."""
+
+    title: str  # name and version of the harness, and the limit that it was given
+    headings: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def task_table(report: Report) -> TaskTable:
+    """One row per task and metric; none where no tasks were run."""
     harness = report.harness
-    if harness is None:
-        return ""
-    limit = f", --task-limit {harness.limit}" if harness.limit else ""
-    return f"{harness.name} {harness.version}{limit}"
-
-
-def task_headings(report: Report) -> tuple[str, ...]:
-    """Task, metric, and the caches that tasks were run with."""
-    return ("task", "metric", *next(iter(report.tasks.values()), {}))
-
-
-def task_rows(report: Report) -> list[tuple[str, ...]]:
-    """One row per task and metric: each cache's figure with its standard error."""
-    return [
+    limit = f", --task-limit {harness.limit}" if harness and harness.limit else ""
+    title = f"{harness.name} {harness.version}{limit}" if harness else ""
+    rows = [
         (task, metric, *(_cell(figures[metric]) for figures in caches.values()))
         for task, caches in report.tasks.items()
         for metric in next(iter(caches.values()))
     ]
+    return TaskTable(title, ("task", "metric", *next(iter(report.tasks.values()), {})), rows)
 
 
 def _cell(figure: TaskFigure) -> str:
@@ -102,19 +102,13 @@ def markdown(report: Report) -> str:
 
 
 def _tasks(report: Report) -> str:
-    if not report.tasks:
-        return ""
-    table = _table(task_headings(report), task_rows(report))
-    return f"\n## {_escape(task_title(report))}\n\n{table}\n"
+    title, headings, rows = task_table(report)
+    return f"\n## {_escape(title)}\n\n{_table(headings, rows)}\n" if report.tasks else ""
 
 
 def _table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    lines = [_escaped(headings), ("---",) * len(headings), *map(_escaped, rows)]
+    lines = [map(_escape, headings), ("---",) * len(headings), *(map(_escape, r) for r in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _escaped(row: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(map(_escape, row))
 
 
 def _escape(text: str) -> str:

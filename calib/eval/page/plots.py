@@ -96,14 +96,8 @@ def _tokens(count: int) -> str:
 
 
 def _line(axes: Axes, series: Series, xs: Any, ys: Any, size: float) -> None:
-    axes.plot(
-        xs,
-        ys,
-        color=f"C{series.color}",
-        linestyle=series.linestyle,
-        marker=series.marker,
-        markersize=size,
-    )
+    color, dashes = f"C{series.color}", (0, series.dashes) if series.dashes else "solid"
+    axes.plot(xs, ys, color=color, linestyle=dashes, marker=series.marker, markersize=size)
 
 
 def _log_axis(axes: Axes, title: str, form: Any) -> None:

@@ -6,7 +6,7 @@ from pydoc_data.topics import topics
 import datasets
 import pytest
 
-from calib.data.sources import open_source
+from calib.data.loading import open_source
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 

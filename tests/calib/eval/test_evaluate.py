@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from calib.data import load_data
 from calib.errors import InputError
-from calib.eval import suites
+from calib.eval import inputs
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
@@ -128,7 +128,7 @@ def test_variants_can_be_chosen(directory):
 
 @pytest.fixture
 def small_suite(monkeypatch):
-    monkeypatch.setitem(suites.SUITES, "quick", SMALL)
+    monkeypatch.setitem(inputs.SUITES, "quick", SMALL)
 
 
 def eval_(*arguments):
@@ -257,7 +257,7 @@ def test_the_suites_length_is_cut_to_the_models_positions_and_a_given_one_is_ref
     short = save_model(tiny_model("llama", max_position_embeddings=64), tmp_path / "short")
     choices = {**CHOICES, "evaluation.variants": ["tensor"]}
     done = evaluate(str(short), load_recipe(None, choices))
-    assert done.suite.seq_len == 64
+    assert done.conditions.suite.seq_len == 64
     assert "cut to the model's 64 positions; the default is 256 tokens" in done.warnings[0]
     typed = load_recipe(None, {**choices, "evaluation.seq_len": 65})
     with pytest.raises(InputError, match="--seq-len 65 is longer than the model's 64 positions"):

@@ -7,7 +7,7 @@ from families import FAMILIES, tiny_model
 from calib.data import make_batches
 from calib.eval import reader
 from calib.eval.reader import read
-from calib.eval.variants import REFERENCE, build_variants
+from calib.eval.variants import REFERENCE, Setup, build_variants
 from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
 
@@ -21,9 +21,9 @@ def test_chunks_give_what_one_pass_gives(family, monkeypatch):
     stats = calibrate(model, make_batches([DOCUMENT.tolist()], 1, pad_id=0), recipe)
     variants = build_variants(stats, stats)
     with torch.inference_mode():
-        whole = read(model, DOCUMENT, variants, "torch")
+        whole = read(Setup(model, None, "torch"), DOCUMENT, variants)
         monkeypatch.setattr(reader, "_CHUNK", 10)
-        chunked = read(model, DOCUMENT, variants, "torch")
+        chunked = read(Setup(model, None, "torch"), DOCUMENT, variants)
     assert list(whole) == [REFERENCE, *(variant.name for variant in variants)]
     for name, divergence in whole.items():
         assert divergence.kl.shape == (37,)

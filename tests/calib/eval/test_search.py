@@ -9,7 +9,7 @@ from families import tiny_model
 from calib.data import make_batches
 from calib.eval.reader import read
 from calib.eval.search import _only, search, skip_argument
-from calib.eval.variants import build_variants
+from calib.eval.variants import Setup, build_variants
 from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
 
@@ -40,7 +40,7 @@ def kl_of(model, variant):
         if not kept:
             return 0.0
         only = _only(variant, kept)
-        kl = [read(model, d, [only], "torch")[only.name].kl for d in DOCUMENTS]
+        kl = [read(Setup(model, None, "torch"), d, [only])[only.name].kl for d in DOCUMENTS]
         return torch.cat(kl).double().mean().item()
 
     every = set(range(4))
@@ -50,7 +50,7 @@ def kl_of(model, variant):
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 0.9, 1.5])
 def test_no_other_choice_of_layers_is_smaller(share, model, variant, kl_of):
     budget = share * kl_of[()]
-    found = search(model, variant, DOCUMENTS, budget, "torch")
+    found = search(Setup(model, None, "torch"), variant, DOCUMENTS, budget)
     fewest = min(len(skipped) for skipped, kl in kl_of.items() if kl <= budget)
     assert len(found.skipped) == fewest
     assert found.kl == pytest.approx(kl_of[found.skipped], rel=1e-6)

@@ -23,12 +23,12 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calib.errors import InputError
-from calib.eval import calibration, suites
-from calib.eval.page.markdown import task_rows
+from calib.eval import inputs, run
+from calib.eval.page.markdown import task_table
 from calib.eval.schema import Report, Suite, TaskFigure
 from calib.eval.task_files import find_tasks
 from calib.eval.tasks import run_tasks, task_variants
-from calib.eval.variants import Variant
+from calib.eval.variants import Setup, Variant
 
 DOCUMENTS = 8
 
@@ -147,7 +147,7 @@ def in_harness_words(tasks, variant):
 @pytest.fixture(scope="module")
 def tasks(model, tokenizer, task_files, scales):
     found = find_tasks([str(task_files)])
-    return run_tasks(model, tokenizer, found, [Variant("mine", "", "fp8", scales)])["tasks"]
+    return run_tasks(Setup(model, tokenizer), found, [Variant("mine", "", "fp8", scales)])["tasks"]
 
 
 def assert_same(found, expected):
@@ -182,7 +182,7 @@ def test_the_kernels_give_the_same_figures(model, tokenizer, task_files, scales)
     found = find_tasks([str(task_files / f"{name}.yaml") for name in ("likelihood", "text")], 2)
     mine = [Variant("mine", "", "fp8", scales)]
     made = [
-        run_tasks(model, tokenizer, found, mine, backend)["tasks"]
+        run_tasks(Setup(model, tokenizer, backend), found, mine)["tasks"]
         for backend in ("torch", "triton")
     ]
     plain, kernels = (in_harness_words(tasks, "mine") for tasks in made)
@@ -191,7 +191,7 @@ def test_the_kernels_give_the_same_figures(model, tokenizer, task_files, scales)
 
 def test_the_limit_and_the_version_are_kept(model, tokenizer, task_files):
     found = find_tasks([str(task_files / "text.yaml")], limit=2)
-    made = run_tasks(model, tokenizer, found, [])
+    made = run_tasks(Setup(model, tokenizer), found, [])
     assert made["harness"] == {"name": "lm-eval", "version": lm_eval.__version__, "limit": 2}
     assert [task.instances[-1].doc_id for task in found.loaded["tasks"].values()] == [1]
 
@@ -220,7 +220,7 @@ def test_the_tokenizer_the_model_and_the_environment_stay_as_they_are(
     bare = copy.deepcopy(tokenizer)
     bare.pad_token = None
     config = copy.deepcopy(model.config)
-    run_tasks(model, bare, find_tasks([str(task_files / "text.yaml")], limit=1), [])
+    run_tasks(Setup(model, bare), find_tasks([str(task_files / "text.yaml")], limit=1), [])
     assert bare.pad_token is None
     assert model.config == config
     assert "DISABLE_MULTIPROC" not in os.environ
@@ -282,7 +282,7 @@ def test_a_task_that_writes_more_than_the_model_has_positions(
     (tmp_path / "long.yaml").write_text(text.replace("max_gen_toks: 5", "max_gen_toks: 256"))
     found = find_tasks([str(tmp_path / "long.yaml")])
     with pytest.raises(InputError, match="cache 'reference': .* maximum sequence length"):
-        run_tasks(model, tokenizer, found, [])
+        run_tasks(Setup(model, tokenizer), found, [])
 
 
 def test_names_are_those_of_lm_eval():
@@ -298,7 +298,7 @@ def test_without_lm_eval(monkeypatch):
 
 @pytest.fixture
 def small_suite(monkeypatch):
-    monkeypatch.setitem(suites.SUITES, "quick", Suite(2, 2, 16, 1, 2, (), (), 1))
+    monkeypatch.setitem(inputs.SUITES, "quick", Suite(2, 2, 16, 1, 2, (), (), 1))
 
 
 def eval_(*arguments):
@@ -334,12 +334,12 @@ def test_the_command_shows_the_tasks(directory, task_files):
 
 def test_a_figure_without_a_number():
     none = TaskFigure(value=None, stderr=None)
-    rows = task_rows(Report.model_construct(tasks={"t": {"reference": {"m": none}}}))
+    rows = task_table(Report.model_construct(tasks={"t": {"reference": {"m": none}}})).rows
     assert rows == [("t", "m", "n/a")]
 
 
 def test_mistakes_are_told_before_the_model_is_loaded(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(calibration, "load_model", None)
+    monkeypatch.setattr(run, "load_model", None)
     (tmp_path / "none.yaml").write_text("hello: 1")
     one_line_error(eval_(directory, "--tasks", tmp_path / "none.yaml"), "is no task of lm-eval")
     one_line_error(
@@ -367,7 +367,7 @@ def test_the_example_of_the_documentation(model, tokenizer, tmp_path, monkeypatc
     Path("capitals.yaml").write_text(example)
     Path("capitals.jsonl").write_text(row)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    made = run_tasks(model, tokenizer, find_tasks(["./capitals.yaml"]), [])
+    made = run_tasks(Setup(model, tokenizer), find_tasks(["./capitals.yaml"]), [])
     assert set(made["tasks"]["capitals"]["reference"]) == {"acc", "acc_norm"}
 
 
@@ -375,9 +375,10 @@ def test_a_token_that_the_embedding_has_no_row_for(model, tokenizer, task_files,
     own = copy.deepcopy(tokenizer)
     own.add_tokens(["w128"])
     config = yaml.safe_load((task_files / "likelihood.yaml").read_text())
-    assert "tasks" in run_tasks(model, own, find_tasks([str(task_files / "likelihood.yaml")]), [])
+    setup = Setup(model, own)
+    assert "tasks" in run_tasks(setup, find_tasks([str(task_files / "likelihood.yaml")]), [])
     config["doc_to_text"] = "{{q}} w128"
     (tmp_path / "unknown.yaml").write_text(yaml.safe_dump(config))
     with pytest.raises(InputError, match="has 129 tokens and the model's embedding 128 rows"):
-        run_tasks(model, own, find_tasks([str(tmp_path / "unknown.yaml")]), [])
+        run_tasks(setup, find_tasks([str(tmp_path / "unknown.yaml")]), [])
     assert not model.get_input_embeddings()._forward_pre_hooks

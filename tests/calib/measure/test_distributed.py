@@ -102,9 +102,9 @@ def test_ranks_with_different_recipes_stop(model, tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, sys\n"
-        "from cli import calibrate_app\n"
+        "from cli import calibrate_main\n"
         "sys.argv += ['--seed', os.environ['RANK']]\n"
-        "calibrate_app()\n"
+        "calibrate_main()\n"
     )
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
     command = [sys.executable, "-m", *launcher, model, "-o", tmp_path / "out", *DATA]

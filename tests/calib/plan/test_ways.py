@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from calib.errors import InputError
-from calib.plan.gpus import Gpu, find_gpu
-from calib.plan.ways import Machines, Workload, ways
+from calib.plan.ways import Gpu, Machines, Workload, find_gpu, ways
 
 WHOLE, SPREAD, LAYERS = (
     "whole model per GPU",

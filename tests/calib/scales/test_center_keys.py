@@ -6,7 +6,7 @@ import pytest
 import torch
 from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
-from generating import as_json, continuation
+from generation import PROMPT, as_json, continuation
 
 from calib.errors import InputError
 from calib.eval.run import evaluate
@@ -17,7 +17,6 @@ from calib.scales.stats_file import load_stats
 from calib.scales.summary import summarize
 
 SUITE = Suite(3, 4, 24, 2, 5, (), (), 2)
-PROMPT = "w5 w81 w7 w44 w9 w3"
 
 
 @pytest.fixture(scope="module")

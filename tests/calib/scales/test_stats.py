@@ -1,5 +1,7 @@
 """Merging, saving, and deriving scales from hand-made statistics."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -55,6 +57,15 @@ def test_merge_keeps_nan():
 def test_statistics_of_different_models_do_not_merge():
     with pytest.raises(InputError, match="of different models"):
         stats().merge(KVStats({"b.self_attn": layer([[1.0, 8.0], [4.0, 2.0]])}))
+
+
+def test_what_only_one_side_collected_is_refused_not_dropped():
+    k = torch.tensor([[1.0, 8.0], [4.0, 2.0]])
+    found = stats().layers["a.self_attn"]
+    without = KVStats({"a.self_attn": replace(found, k=TensorStats(k))})
+    for one, other in ((stats(), without), (without, stats())):
+        with pytest.raises(InputError, match="what was collected differ"):
+            one.merge(other)
 
 
 @pytest.mark.parametrize(

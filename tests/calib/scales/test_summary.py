@@ -3,11 +3,12 @@
 import pytest
 import torch
 
+from calib.commands.calibrate import table_rows
 from calib.recipe import load_recipe
 from calib.scales.observers import AbsMax
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import KVStats, LayerStats, TensorStats
-from calib.scales.summary import summarize, table_rows, warnings_for
+from calib.scales.summary import summarize, warnings_for
 
 RECIPE = load_recipe(None)
 

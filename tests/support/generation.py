@@ -1,4 +1,4 @@
-"""`fp8kv generate`, and the same by transformers alone."""
+"""`fp8kv generate` beside transformers' own generation."""
 
 import json
 

@@ -1,0 +1,169 @@
+"""Inputs of an evaluation: how much is measured, samples, statistics, and scales given."""
+
+import platform
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from calib.any_scales import load_any_scales
+from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
+from calib.errors import InputError
+from calib.eval.material import Material, make_material
+from calib.eval.schema import Data, Suite
+from calib.eval.variants import BUILT_IN, Setup, Variant
+from calib.measure.loop import calibrate
+from calib.model.devices import check_token_ids
+from calib.model.load import fit_seq_len, model_positions
+from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe, load_recipe
+from calib.scalefiles.file_names import CALIBRATION_FILE
+from calib.scales.stats import KVStats
+
+SUITES = {
+    "quick": Suite(12, 8, 256, 4, 24, (256,), (0.0, 0.5, 1.0), 2),
+    "full": Suite(24, 12, 1024, 8, 48, (256, 1024), (0.0, 0.5, 1.0), 4, 8192),
+}
+_RANDOM_SAMPLES = 4
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def fitting_suite(
+    config: PreTrainedConfig, recipe: EvaluationRecipe, given: Suite | None
+) -> tuple[Suite, list[str]]:
+    """The suite `given`, or else the one that `recipe` names, with the documents it asks for.
+
+    Documents are no longer than the model has positions; the second result notes where a length
+    that nobody asked for was cut.
+
+    Raises:
+        InputError: a length that was asked for is more than the model has positions.
+    """
+    suite = given or SUITES[recipe.suite]
+    asked = recipe.seq_len if given is None else given.seq_len
+    seq_len, notes = fit_seq_len(config, asked or suite.seq_len, given=asked is not None)
+    documents = suite.documents if given else recipe.samples or suite.documents
+    return replace(suite, documents=documents, seq_len=seq_len), notes
+
+
+def evaluation_recipe(recipe: Recipe, suite: Suite) -> Recipe:
+    """Complete `recipe`: the suite's lengths, and all statistics that a variant may need."""
+    data, other = recipe.data, recipe.evaluation.dataset
+    if other is not None and other != data.dataset:
+        data = DataRecipe(dataset=other, seed=data.seed)
+    samples = suite.calibration_samples + suite.documents
+    data = data.model_copy(update={"samples": samples, "seq_len": suite.seq_len})
+    observer = ObserverRecipe(name="mse")  # its histogram is for a variant
+    changes = {"data": data, "means": True, "targets": "qkv", "observer": observer}
+    on_cpu = recipe.device == "cpu" or not torch.cuda.is_available()
+    if recipe.dtype == "auto" and on_cpu:
+        # rounding activations to bfloat16 would hide most of what the cache changes
+        changes["dtype"] = "float32"
+    return recipe.model_copy(update=changes)
+
+
+def given_names(directories: Sequence[Path]) -> list[str]:
+    """Name the scales in each directory after it, or after its path where its name is taken."""
+    short = [path.resolve().name for path in directories]
+    return [
+        name if short.count(name) == 1 and name not in BUILT_IN else str(path)
+        for name, path in zip(short, directories, strict=True)
+    ]
+
+
+def given_variants(directories: Sequence[Path], model: PreTrainedModel) -> list[Variant]:
+    """The scales in each directory, as `given_names` calls them.
+
+    Raises:
+        InputError: a directory holds no scales, those of another model, or is given twice.
+    """
+    twice = next((path for path in directories if directories.count(path) > 1), None)
+    if twice is not None:
+        raise InputError(f"--scales '{twice}' is given twice; give every directory once")
+    return [
+        Variant(name, "given with --scales", "given", load_any_scales(path, model))
+        for name, path in zip(given_names(directories), directories, strict=True)
+    ]
+
+
+def load_material(
+    setup: Setup, recipe: Recipe, suite: Suite, scales: Sequence[Path]
+) -> tuple[CalibrationData, Material, list[str]]:
+    """Load samples to calibrate on, and documents that no scale in `scales` has seen."""
+    seen, warnings = _samples_seen(scales, recipe.data)
+    samples = max(seen, suite.calibration_samples) + suite.documents
+    wanted = recipe.data.model_copy(update={"samples": samples})
+    data = load_data(wanted, setup.tokenizer, lambda: setup.model)
+    positions = model_positions(setup.model.config)
+    material = make_material(setup.tokenizer, data.samples, suite, seen=seen, positions=positions)
+    check_token_ids(chain(*data.samples, material.passkey_ids), setup.tokenizer, setup.model)
+    return data, material, warnings
+
+
+def _samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, list[str]]:
+    """Samples of `data`, from the first, that the calibrations in `directories` have read.
+
+    The second result warns of calibrations on the same dataset in another order or cut otherwise:
+    nobody can tell which of its samples they have read.
+    """
+    seen, warnings = 0, []
+    for directory in directories:
+        if not (directory / CALIBRATION_FILE).exists():
+            continue
+        read = load_recipe(str(directory / CALIBRATION_FILE)).data
+        if _order(read) == _order(data):
+            seen = max(seen, read.samples)
+        elif read.dataset == data.dataset:
+            warnings.append(
+                f"'{directory}' was calibrated on {data.dataset} too, with other lengths or "
+                "another seed: some of the held-out text may not be new to it"
+            )
+    return seen, warnings
+
+
+def _order(data: DataRecipe) -> dict[str, object]:
+    # built-in text is cut into samples by their length; other datasets have rows
+    lengths = set() if data.dataset.startswith("builtin:") else {"seq_len"}
+    return data.model_dump(exclude={"samples", "batch_size", *lengths})
+
+
+def calibrate_on(
+    model: PreTrainedModel, samples: Sequence[Sequence[int]], recipe: Recipe
+) -> KVStats:
+    """Statistics of `samples`."""
+    batch_size = resolve_batch_size(recipe.data, model.device.type)
+    return calibrate(model, make_batches(samples, batch_size, pad_id=0), recipe)
+
+
+def calibrate_on_random_tokens(setup: Setup, recipe: Recipe) -> KVStats:
+    """Statistics of random token ids."""
+    data = recipe.data.model_copy(update={"dataset": "random", "samples": _RANDOM_SAMPLES})
+    samples = load_data(data, setup.tokenizer, lambda: setup.model).samples
+    return calibrate_on(setup.model, samples, recipe)
+
+
+def describe(data: CalibrationData, material: Material, calibration_tokens: int) -> Data:
+    """The text that is measured on, for the report."""
+    documents = material.documents
+    return Data(
+        source=data.source,
+        fingerprint=data.fingerprint,
+        calibration_tokens=calibration_tokens,
+        documents=len(documents),
+        tokens=sum(map(len, documents)),
+        layer_documents=min(material.layer_documents, len(documents)),
+        new_tokens=material.new_tokens,
+    )
+
+
+def machine(device: str) -> str:
+    """Name of the GPU or CPU behind torch's `device`."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    # Linux alone leaves `platform.processor()` empty, or says no more than x86_64
+    text = _CPU_INFO.read_text(errors="replace") if _CPU_INFO.exists() else ""
+    named = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return named[1] if named else platform.processor() or platform.machine()

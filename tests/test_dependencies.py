@@ -1,0 +1,47 @@
+"""Packages that the shipped code imports are declared, each by itself."""
+
+import ast
+import re
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SHIPPED = ("calib", "fp8kv_runtime", "recipes")
+
+
+def imported():
+    """Third-party packages, by the names of their distributions."""
+    files = [ROOT / "cli.py", *(f for name in SHIPPED for f in (ROOT / name).rglob("*.py"))]
+    names = set()
+    for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add((node.module or "").split(".")[0])
+    found = packages_distributions()
+    others = names - set(sys.stdlib_module_names) - {*SHIPPED, "cli"}
+    return {found[name][0].lower().replace("_", "-") for name in others}
+
+
+def declared(text):
+    """Dependencies, and those of the extra `eval`."""
+    return {name.lower().replace("_", "-") for name in re.findall(r'"([\w-]+)>=', text)}
+
+
+@pytest.fixture(scope="module")
+def shipped_dependencies():
+    text = (ROOT / "pyproject.toml").read_text()
+    return text[text.index("dependencies = [") : text.index("\ndev = ")]
+
+
+def test_what_is_imported_is_declared(shipped_dependencies):
+    assert imported() <= declared(shipped_dependencies)
+
+
+@pytest.mark.parametrize("name", ["numpy", "pyarrow", "lm-eval", "PyYAML"])
+def test_a_dependency_that_is_not_declared_is_noticed(name, shipped_dependencies):
+    without = re.sub(rf'"{name}>=', '"', shipped_dependencies, flags=re.IGNORECASE)
+    assert imported() - declared(without) == {name.lower()}
