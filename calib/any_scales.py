@@ -1,25 +1,28 @@
-"""Scales from a directory that this tool or another wrote, checked against a model in memory."""
+"""Scales in a directory of any tool as `KVScales`, checked against the model they are for."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from calib.choices import FP8Name
 from calib.errors import InputError
-from calib.measure.attention import CachedAttention, map_attention
 from calib.scalefiles.file_names import CALIBRATION_FILE
-from calib.scalefiles.folder import open_scales
 from calib.scalefiles.fp8_type import fp8_type
-from calib.scalefiles.reading import LayerScalesFound, layers_of
+from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
 from calib.scales.derive import check_fits, load_scales
 from calib.scales.scales import KVScales, LayerScales
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from calib.measure.attention import AttentionMap, CachedAttention
+
 # what a directory holds, still to be checked against a model
-Opened = Callable[[PreTrainedModel], KVScales]
+Opened = Callable[["PreTrainedModel"], KVScales]
 
 
 def load_any_scales(directory: Path, model: PreTrainedModel) -> KVScales:
@@ -39,36 +42,64 @@ def open_any_scales(directory: Path) -> Opened:
     """
     if (directory / CALIBRATION_FILE).exists():
         return partial(_of_calibration, directory, load_scales(directory))
-    opened = open_scales(directory)
-    return partial(_of_files, directory, layers_of(opened), fp8_type(opened))
+    found = read_scales(directory)
+    fp8_type(found.directory)  # what is not known is refused before a model is loaded
+    return partial(_of_files, found)
+
+
+def to_scales(found: FoundScales, layers: Mapping[str, FoundLayer]) -> KVScales:
+    """The scales of `layers`, by module, as tensors in layer order.
+
+    Raises:
+        InputError: a layer lacks K or V, or a scale is not finite and positive.
+    """
+    made = {}
+    for module, layer in sorted(layers.items(), key=lambda item: item[1].layer):
+        for letter in "kvq":
+            values = getattr(layer, letter)
+            if not is_usable(values) and not (letter == "q" and values is None):
+                problem = "missing" if not values else f"{[*values][:8]}"
+                raise InputError(
+                    f"'{found.directory.path}': the {letter}_scale of layer {layer.layer} is "
+                    f"{problem}; a scale is finite and positive: mend it with fp8kv repair, or "
+                    "calibrate the model again"
+                )
+        k, v = torch.tensor(layer.k), torch.tensor(layer.v)
+        q = None if layer.q is None else torch.tensor(layer.q)
+        made[module] = LayerScales(layer.layer, k, v, q)
+    several = any(scale.numel() > 1 for layer in made.values() for _, scale in layer.items())
+    return KVScales("attn_head" if several else "tensor", found.fp8_dtype, made)
 
 
 def _of_calibration(directory: Path, scales: KVScales, model: PreTrainedModel) -> KVScales:
-    attention = map_attention(model)
-    _check_layers(directory, {s.layer_idx for s in scales.layers.values()}, attention.cached)
+    from calib.measure.attention import map_attention
+
+    found = {layer.layer_idx for layer in scales.layers.values()}
+    _check_layers(directory, found, map_attention(model))
     return check_fits(model, scales)
 
 
-def _of_files(
-    directory: Path, found: list[LayerScalesFound], fp8_dtype: FP8Name, model: PreTrainedModel
-) -> KVScales:
-    attention = map_attention(model)
-    by_layer = {layer.layer: layer for layer in found}
-    _check_layers(directory, {*by_layer}, attention.cached)
-    layers = {
-        name: _layer(directory, by_layer[module.layer_idx], module)
-        for name, module in attention.cached.items()
-    }
-    per_head = any(layer.k.numel() > 1 or layer.v.numel() > 1 for layer in layers.values())
-    return KVScales("attn_head" if per_head else "tensor", fp8_dtype, layers, attention.shared)
+def _of_files(found: FoundScales, model: PreTrainedModel) -> KVScales:
+    from calib.measure.attention import map_attention
+
+    attention, path = map_attention(model), found.directory.path
+    by_layer = {layer.layer: layer for layer in found.layers}
+    _check_layers(path, {*by_layer}, attention)
+    layers = {name: by_layer[module.layer_idx] for name, module in attention.cached.items()}
+    scales = to_scales(found, layers)
+    for name, module in attention.cached.items():
+        _check_heads(path, scales.layers[name], module)
+    return KVScales(scales.strategy, scales.fp8_dtype, scales.layers, attention.shared)
 
 
-def _check_layers(directory: Path, found: set[int], cached: dict[str, CachedAttention]) -> None:
-    expected = {module.layer_idx for module in cached.values()}
-    if found - expected:
+def _check_layers(directory: Path, found: set[int], attention: AttentionMap) -> None:
+    expected = {module.layer_idx for module in attention.cached.values()}
+    # engines want scales for these as well; their owners' serve
+    unknown = found - expected - {module.layer_idx for module in attention.shared.values()}
+    if unknown:
         raise InputError(
-            f"'{directory}': the scales are of another model: they name layer "
-            f"{min(found - expected)}, the model caches K and V in {len(expected)} layers"
+            f"'{directory}': the scales are of another model: they name layer {min(unknown)}, "
+            f"the model caches K and V in {len(expected)} layers"
         )
     if expected - found:
         missing = ", ".join(map(str, sorted(expected - found)))
@@ -77,22 +108,11 @@ def _check_layers(directory: Path, found: set[int], cached: dict[str, CachedAtte
         )
 
 
-def _layer(directory: Path, found: LayerScalesFound, module: CachedAttention) -> LayerScales:
-    def scale(which: str, heads: int) -> Tensor:
-        where = f"'{directory}': the {which}_scale of layer {module.layer_idx}"
-        values = getattr(found, which)
-        if values is None:
-            raise InputError(f"{where} is missing; calibrate the model again")
-        value = torch.tensor(values)
-        if len(value) not in (1, heads):
-            raise InputError(f"{where} has {len(value)} values; the model has {heads} such heads")
-        if not (torch.isfinite(value) & (value > 0)).all():
-            raise InputError(f"{where} is {value.tolist()}; a scale is finite and positive")
-        return value
-
-    return LayerScales(
-        module.layer_idx,
-        k=scale("k", module.num_kv_heads),
-        v=scale("v", module.num_kv_heads),
-        q=scale("q", module.num_heads) if found.q is not None else None,
-    )
+def _check_heads(directory: Path, layer: LayerScales, module: CachedAttention) -> None:
+    for letter, scale in layer.items():
+        heads = module.num_heads if letter == "q" else module.num_kv_heads
+        if len(scale) not in (1, heads):
+            raise InputError(
+                f"'{directory}': the {letter}_scale of layer {module.layer_idx} has {len(scale)} "
+                f"values; the model has {heads} such heads"
+            )

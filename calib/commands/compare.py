@@ -7,16 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from calib.commands.flags import AsJson, Debug
+from calib.commands.inspect import show_scale
 from calib.commands.running import print_lines, print_table, run
 
 if TYPE_CHECKING:
     from calib.eval.compare import Comparison, Pair
     from calib.eval.schema import Figure
+    from calib.scalefiles.reading import Values
 
 _HEADINGS = (
     *("cache", "KL A", "KL B", "B / A"),
     *("perplexity A, B", "top-1 A, B", "same text A, B", "passkeys A, B"),
 )
+_SCALE_HEADINGS = ("layer", "K, A", "K, B", "B / A", "V, A", "V, B", "B / A")
 
 Report = Annotated[
     Path, typer.Argument(help="report.json or the directory that holds it, or one with scales.")
@@ -47,13 +50,24 @@ def _is_report(path: Path) -> bool:
 
 
 def _compare_scales(a: Path, b: Path, *, as_json: bool) -> None:
-    from calib.scalefiles.ratios import HEADINGS, compare_scales, table_rows
+    from calib.scalefiles.ratios import compare_scales, ratios_json
 
-    ratios = compare_scales(a, b)
+    pairs = compare_scales(a, b)
     if as_json:
-        print(json.dumps(ratios.to_json()))
+        print(json.dumps(ratios_json(pairs)))
     else:
-        print_table(f"A: {a}, B: {b}", HEADINGS, table_rows(ratios))
+        rows = [(str(a.layer), *_scale_cells(a.k, b.k), *_scale_cells(a.v, b.v)) for a, b in pairs]
+        print_table(f"A: {a}, B: {b}", _SCALE_HEADINGS, rows)
+
+
+def _scale_cells(a: "Values | None", b: "Values | None") -> tuple[str, str, str]:
+    from calib.scalefiles.ratios import ratio
+
+    low, high = ratio(a, b) or (None, None)
+    shown = "-" if low is None else f"{low:.4g}"
+    if low != high:
+        shown = f"{low:.4g} to {high:.4g}"
+    return show_scale(a), show_scale(b), shown
 
 
 def _closing_lines(comparison: "Comparison") -> list[str]:

@@ -2,12 +2,17 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib.commands.flags import AsJson, Debug, Flag
 from calib.commands.running import print_lines, print_table, run
+
+if TYPE_CHECKING:
+    from calib.scalefiles.reading import FoundLayer, FoundScales, Values
+
+_HEADINGS = ("layer", "K scale", "V scale", "Q scale", "type", "shape")
 
 
 def inspect(
@@ -21,9 +26,9 @@ def inspect(
     """Show the FP8 KV-cache scales of a directory, whatever tool wrote them; reads no weights."""
 
     def work() -> None:
-        from calib.scalefiles import inspection
+        from calib.scalefiles.reading import read_scales
 
-        found = inspection.inspect_directory(directory)
+        found = read_scales(directory)
         if plot:
             from calib.scalefiles.plot import plot_scales
 
@@ -31,8 +36,37 @@ def inspect(
         if as_json:
             print(json.dumps(found.to_json()))
             return
-        print_lines(inspection.opening_lines(found))
-        print_table(str(directory), inspection.HEADINGS, inspection.table_rows(found))
+        print_lines(_opening_lines(found))
+        print_table(str(directory), _HEADINGS, [_row(layer) for layer in found.layers])
         print_lines([f"problem: {problem}" for problem in found.problems])
 
     run(work, debug=debug)
+
+
+def _opening_lines(found: "FoundScales") -> list[str]:
+    from calib.scalefiles.reading import quantization
+
+    directory, files = found.directory, len(found.directory.files)
+    index = "no index" if directory.index is None else "an index"
+    return [
+        f"{len(found.layers)} layers, {found.strategy}; names of {', '.join(found.formats)}",
+        f"{files} safetensors file{'s' * (files != 1)}, {index}; {quantization(directory)}",
+    ]
+
+
+def _row(layer: "FoundLayer") -> tuple[str, ...]:
+    return (
+        str(layer.layer),
+        *map(show_scale, (layer.k, layer.v, layer.q)),
+        ", ".join(sorted({t.dtype for t in layer.tensors})) or "JSON",
+        ", ".join(sorted({str([*t.shape]) for t in layer.tensors})) or "-",
+    )
+
+
+def show_scale(values: "Values | None") -> str:
+    """One scale, or the least and the largest of several."""
+    if not values:
+        return "-"
+    if len(values) == 1:
+        return f"{values[0]:.4g}"
+    return f"{min(values):.4g} to {max(values):.4g} ({len(values)})"

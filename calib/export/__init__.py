@@ -1,51 +1,60 @@
 """Every format engines load, in one table; to add one: an entry here and a golden file."""
 
+from typing import Any
+
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.errors import UnsupportedExportError
-from calib.export.base import Export, Format
+from calib.export.base import Build, Export, Format
 from calib.export.compressed_tensors import compressed_tensors, sglang
 from calib.export.modelopt import modelopt, trtllm
 from calib.export.scales_json import scales_json
 from calib.export.tgi import tgi
 from calib.model.checkpoint import Checkpoint
+from calib.scalefiles.file_names import JSON_FILE
 from calib.scales.scales import KVScales
-from calib.verify.rules import all_rules
+from calib.verify.rules import Rules, all_rules
 
 __all__ = ["FORMATS", "Export", "Format", "check_format", "export"]
 
 
 def check_format(
-    name: FormatName, *, strategy: Strategy, fp8_dtype: FP8Name, with_q: bool, reduce: Reduce,
-    center_keys: bool = False,
+    name: FormatName, *, strategy: Strategy, fp8_dtype: FP8Name, with_q: bool,
+    reduce: Reduce | None, center_keys: bool = False, measured: bool = True,
 ) -> None:  # fmt: skip
     """Refuse what the format cannot express, before anything is measured.
 
+    The message names the way out, by flags of the command: `reduce` is None where it has none, and
+    of scales that were not `measured` by it, it can change no more than the format.
+
     Raises:
         UnsupportedExportError: the format cannot express the strategy, FP8 type, query scales or
-            centred keys; the message names the way out.
+            centred keys.
     """
-    target = FORMATS[name]
+    target, flag = FORMATS[name], f"--format {name}"
     if fp8_dtype not in target.fp8_dtypes:
+        formats = _formats_with("fp8_dtypes", fp8_dtype, measured)
+        way_out = _use(measured and f"--fp8-dtype {target.fp8_dtypes[0]}", formats)
         raise UnsupportedExportError(
-            f"--format {name} holds {' or '.join(target.fp8_dtypes)} scales; these are for "
-            f"{fp8_dtype}. Use --fp8-dtype {target.fp8_dtypes[0]}, or "
-            f"--format {_formats_with('fp8_dtypes', fp8_dtype)}"
+            f"{flag} holds {' or '.join(target.fp8_dtypes)} scales; these are for {fp8_dtype}. "
+            + way_out
         )
     if with_q and not target.reads_q:
         raise UnsupportedExportError(
-            f"--format {name} holds no query scales. Use --targets kv, or --format vllm"
+            f"{flag} holds no query scales. {_use(measured and '--targets kv', '--format vllm')}"
         )
     if center_keys and not target.reads_center:
         raise UnsupportedExportError(
-            f"--format {name}: {target.engine} subtracts nothing from K. "
+            f"{flag}: {target.engine} subtracts nothing from K. "
             "Use --format fp8kv, or leave --center-keys away"
         )
     if strategy not in target.strategies and reduce != "max":
+        own = measured and f"--strategy {target.strategies[0]}"
+        reducing = reduce is not None and "add --reduce max"
+        formats = _formats_with("strategies", strategy, measured)
         raise UnsupportedExportError(
-            f"--format {name}: {target.engine} reads "
-            f"{' or '.join(target.strategies)} scales; this calibration has strategy '{strategy}'. "
-            f"Use --strategy {target.strategies[0]}, add --reduce max, or "
-            f"--format {_formats_with('strategies', strategy)}"
+            f"{flag}: {target.engine} reads {' or '.join(target.strategies)} scales; these have "
+            f"strategy '{strategy}'. "
+            + (_use(own, reducing, formats) if measured else _use(formats, reducing))
         )
 
 
@@ -54,13 +63,15 @@ def export(
     checkpoint: Checkpoint,
     name: FormatName,
     *,
-    reduce: Reduce = "none",
+    reduce: Reduce | None = "none",
     tp_size: int = 1,
+    measured: bool = True,
 ) -> Export:
     """Express `scales` in the format called `name`, for the model in `checkpoint`.
 
     Raises:
-        UnsupportedExportError: the format, or the engine behind it, cannot hold them.
+        UnsupportedExportError: the format, or the engine behind it, cannot hold them; see
+            `check_format` for `reduce` and `measured`.
     """
     check_format(
         name,
@@ -69,14 +80,25 @@ def export(
         with_q=scales.has_q,
         reduce=reduce,
         center_keys=scales.has_center,
+        measured=measured,
     )
     target = FORMATS[name]
     held = scales if scales.strategy in target.strategies else scales.reduce_max()
     return target.build(held, checkpoint, tp_size)
 
 
-def _formats_with(field: str, wanted: str) -> str:
-    return " or ".join(name for name, target in FORMATS.items() if wanted in getattr(target, field))
+def _formats_with(field: str, wanted: str, measured: bool) -> str | None:
+    # scales that lie in files cannot become our runtime's statistics
+    held = {name: f for name, f in FORMATS.items() if measured or f.build is not _nothing}
+    names = [name for name, target in held.items() if wanted in getattr(target, field)]
+    return f"--format {' or '.join(names)}" if names else None
+
+
+def _use(*ways: str | bool | None) -> str:
+    given = [str(way) for way in ways if way]
+    if not given:
+        return "Calibrate the model again"
+    return "Use " + ", or ".join(filter(None, [", ".join(given[:-1]), given[-1]]))
 
 
 def _nothing(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
@@ -84,75 +106,47 @@ def _nothing(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
     return Export()
 
 
-_VLLM_NOTE = (
-    "on AMD MI300 (fnuz) vLLM does not convert compressed-tensors KV scales, so use --format "
-    "modelopt there; per-head scales need FlashAttention 3 (Hopper) or 4 (Blackwell, sm_100)"
-)
+def _of(name: FormatName, build: Build, rules: Rules, **fields: Any) -> Format:
+    """A format whose facts of the engine are those of `rules`, unless `fields` say otherwise."""
+    facts = {"since": rules.since, "architectures": " and ".join(rules.architectures)}
+    fields.setdefault("engine", rules.engine)
+    fields.setdefault("serve", f"{rules.serve} {rules.flag}")
+    note = rules.formats.get(name, "").format(note=rules.note, **facts)
+    return Format(build=build, note=note, **fields)
 
-_SGLANG = all_rules()["sglang"]
-_SGLANG_NOTE = (
-    f"needs SGLang {_SGLANG.since} or newer, and is known to be loaded by its "
-    f"{' and '.join(_SGLANG.architectures)} alone: other classes may drop the scales without a "
-    "word, or not start (see `fp8kv verify`); for older ones use --format modelopt"
-)
+
+_BOTH: tuple[Strategy, ...] = ("tensor", "attn_head")
+_RULES = all_rules()
+_VLLM, _VLLM_04, _OLD_SGLANG = (_RULES[name] for name in ("vllm", "vllm-0.4", "sglang-2026-07"))
 
 FORMATS: dict[FormatName, Format] = {
-    "vllm": Format(
-        engine="vLLM",
-        build=compressed_tensors,
-        serve="vllm serve {path} --kv-cache-dtype fp8",
-        strategies=("tensor", "attn_head"),
+    "vllm": _of(
+        *("vllm", compressed_tensors, _VLLM),
+        strategies=_BOTH,
         reads_q=True,
-        per_head_flags=" --attention-backend FLASH_ATTN",
-        note=_VLLM_NOTE,
+        per_head_flags=f" {_VLLM.per_head_flag}",
     ),
-    "aphrodite": Format(
-        engine="Aphrodite",
-        build=compressed_tensors,
-        serve="aphrodite run {path} --kv-cache-dtype fp8",
-        strategies=("tensor", "attn_head"),
-        reads_q=True,
+    "aphrodite": _of(
+        "aphrodite", compressed_tensors, _RULES["aphrodite"], strategies=_BOTH, reads_q=True
     ),
-    "sglang": Format(
-        engine="SGLang",
-        build=sglang,
-        serve="python -m sglang.launch_server --model-path {path} --kv-cache-dtype fp8_e4m3",
-        note=_SGLANG_NOTE,
-    ),
-    "tgi": Format(
-        engine="TGI",
-        build=tgi,
-        serve="text-generation-launcher --model-id {path} --kv-cache-dtype fp8_e4m3fn",
-        fp8_dtypes=("e4m3fn", "e4m3fnuz"),
-        note="TGI uses the scales with paged attention or flashinfer only, and says so in its log",
-    ),
-    "json": Format(
-        engine="vLLM <= 0.6 on ROCm, Aphrodite <= 0.6",
-        build=scales_json,
-        serve="<engine> --model MODEL --kv-cache-dtype fp8 "
-        "--quantization-param-path {path}/kv_cache_scales.json",
+    "sglang": _of("sglang", sglang, _RULES["sglang"]),
+    "tgi": _of("tgi", tgi, _RULES["tgi"], fp8_dtypes=("e4m3fn", "e4m3fnuz")),
+    "json": _of(
+        *("json", scales_json, _VLLM_04),
+        engine=f"{_VLLM_04.engine} {_VLLM_04.versions}",
+        serve=f"{_VLLM_04.serve} {_VLLM_04.flag}".replace(JSON_FILE, f"{{path}}/{JSON_FILE}"),
         with_weights=False,
-        note="vLLM 0.4.3 to 0.6.6, Aphrodite <= 0.6.5 and SGLang accept this file but misapply it; "
-        "vLLM >= 0.7 has dropped it: prefer --format vllm or sglang",
     ),
-    "modelopt": Format(
-        engine=f"vLLM on MI300, SGLang before {_SGLANG.since}",
-        build=modelopt,
-        serve="vllm serve {path} --kv-cache-dtype fp8",
-        note="vLLM passes these scales through bfloat16 (0.02 becomes 0.02001953)",
+    "modelopt": _of(
+        *("modelopt", modelopt, _VLLM),
+        engine=f"vLLM on MI300, {_OLD_SGLANG.engine} {_OLD_SGLANG.versions}",
     ),
-    "trtllm": Format(
-        engine="TensorRT-LLM",
-        build=trtllm,
-        serve="trtllm-serve {path} --kv_cache_dtype fp8",
-        note="TensorRT-LLM's PyTorch backend ignores FP8 KV scales and uses 1.0; vLLM and SGLang "
-        "refuse this file: use --format modelopt for them",
-    ),
+    "trtllm": _of("trtllm", trtllm, _RULES["tensorrt-llm"]),
     "fp8kv": Format(
         engine="the bundled runtime",
         build=_nothing,
         serve="",
-        strategies=("tensor", "attn_head", "channel"),
+        strategies=(*_BOTH, "channel"),
         fp8_dtypes=("e4m3fn", "e4m3fnuz", "e5m2"),
         reads_q=True,
         reads_center=True,

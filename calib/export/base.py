@@ -1,4 +1,4 @@
-"""What an exporter is: a function from scales to the tensors, config and documents of a format."""
+"""Exporters: functions from scales to the tensors, config and documents of a format."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from calib.scales.scales import KVScales
 
 @dataclass(frozen=True)
 class Export:
-    """What goes into an output directory besides the source's own files."""
+    """Additions to the source's own files in an output directory."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)  # the extra shard
     config: dict[str, Any] | None = None  # the new config.json; None leaves the source's
@@ -21,12 +21,15 @@ class Export:
     notes: tuple[str, ...] = ()  # what the user must know about this very export
 
 
+Build = Callable[[KVScales, Checkpoint, int], Export]  # (scales, source, tp_size)
+
+
 @dataclass(frozen=True)
 class Format:
     """One value of `--format`."""
 
     engine: str
-    build: Callable[[KVScales, Checkpoint, int], Export]  # (scales, source, tp_size)
+    build: Build
     serve: str  # the launch command; {path} stands for the output directory
     strategies: tuple[Strategy, ...] = ("tensor",)
     fp8_dtypes: tuple[FP8Name, ...] = ("e4m3fn",)

@@ -12,10 +12,11 @@ from torch import Tensor
 from calib.errors import UnsupportedExportError
 from calib.export import scales_json
 from calib.export.base import Export
-from calib.export.prefixes import checkpoint_prefix
-from calib.model.checkpoint import Checkpoint
+from calib.export.prefixes import by_prefix
+from calib.model.checkpoint import Checkpoint, quantization_configs
 from calib.scales.scales import KVScales
 
+FP8_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
 # quant_methods whose engines read `<attn>.k_scale` beside them without any scheme in the config
 _SCALES_WITHOUT_SCHEME = {"fp8", "quark", "modelopt"}
 
@@ -30,10 +31,18 @@ def compressed_tensors(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -
     quantization = find_quantization_config(config)
     method = quantization.get("quant_method") if quantization else None
     notes: tuple[str, ...] = ()
+    scheme = FP8_SCHEME | {"strategy": scales.strategy, "symmetric": True}
     if quantization is None:
-        config["quantization_config"] = _kv_only(scales)
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "format": "dense",
+            "quantization_status": "compressed",
+            "config_groups": {},  # must be present, though empty: vLLM counts heads only then
+            "ignore": [],
+            "kv_cache_scheme": scheme,
+        }
     elif method == "compressed-tensors":
-        quantization["kv_cache_scheme"] = _scheme(scales)
+        quantization["kv_cache_scheme"] = scheme
         quantization.setdefault("config_groups", {})
     elif method in _SCALES_WITHOUT_SCHEME:
         notes = (_beside_quantized(str(method), scales, quantization),)
@@ -56,41 +65,17 @@ def scale_tensors(scales: KVScales, checkpoint: Checkpoint) -> dict[str, Tensor]
     """Name and shape scales as engines load them: `[1]`, or `[heads, 1, 1]` for attn_head."""
     shape = (1,) if scales.strategy == "tensor" else (-1, 1, 1)
     return {
-        f"{checkpoint_prefix(module, checkpoint)}.{which}_scale": scale.view(shape)
-        for module, layer in scales.with_shared().items()
+        f"{prefix}.{which}_scale": scale.view(shape)
+        for prefix, layer in by_prefix(scales, checkpoint).items()
         for which, scale in layer.items()
     }
 
 
 def find_quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
     """The quantization_config of a checkpoint, where engines look for it, or None."""
-    for holder in (config, config.get("text_config")):
-        found = holder.get("quantization_config") if isinstance(holder, dict) else None
-        if isinstance(found, dict):
-            return found
-    return None
-
-
-def _kv_only(scales: KVScales) -> dict[str, Any]:
-    # `config_groups` must be present, though empty: vLLM counts heads only then
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "dense",
-        "quantization_status": "compressed",
-        "config_groups": {},
-        "ignore": [],
-        "kv_cache_scheme": _scheme(scales),
-    }
-
-
-def _scheme(scales: KVScales) -> dict[str, Any]:
-    return {
-        "num_bits": 8,
-        "type": "float",
-        "strategy": scales.strategy,
-        "symmetric": True,
-        "dynamic": False,
-    }
+    places = dict(quantization_configs(config))
+    found = (places.get(f"{part}quantization_config") for part in ("", "text_config."))
+    return next((each for each in found if isinstance(each, dict)), None)
 
 
 def _beside_quantized(method: str, scales: KVScales, quantization: dict[str, Any]) -> str:
@@ -100,6 +85,6 @@ def _beside_quantized(method: str, scales: KVScales, quantization: dict[str, Any
             f"'{scales.strategy}'. Use --strategy tensor, or add --reduce max"
         )
     if method == "modelopt":
-        quantization["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+        quantization["kv_cache_scheme"] = dict(FP8_SCHEME)
         return "modelopt weights: hf_quant_config.json, if any, is left as it is"
     return f"'{method}' weights: the engine reads the scales only with --kv-cache-dtype fp8"

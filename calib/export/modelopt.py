@@ -4,14 +4,15 @@
 `quant_algo`, so `modelopt` says FP8 and then ignores every weight, which both accept.
 """
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export
-from calib.export.compressed_tensors import find_quantization_config
-from calib.export.prefixes import checkpoint_prefix
+from calib.export.compressed_tensors import FP8_SCHEME, find_quantization_config
+from calib.export.prefixes import by_prefix
 from calib.model.checkpoint import Checkpoint
 from calib.scalefiles.file_names import MODELOPT_FILE
 from calib.scales.scales import KVScales
@@ -20,18 +21,8 @@ _PRODUCER = {"name": "fp8kv"}
 _READ_UNDER = ("self_attn", "mixer")
 
 
-def modelopt(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
-    """Export the variant that vLLM and SGLang accept, for MI300 and older SGLang."""
-    return _export(scales, checkpoint, quant_algo="FP8", ignore=["*"])
-
-
-def trtllm(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
-    """Export ModelOpt's own KV-only form, for TensorRT-LLM."""
-    return _export(scales, checkpoint, quant_algo=None, ignore=["lm_head"])
-
-
 def _export(
-    scales: KVScales, checkpoint: Checkpoint, *, quant_algo: str | None, ignore: list[str]
+    scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, quant_algo: str | None, ignore: str
 ) -> Export:
     if find_quantization_config(checkpoint.config) is not None:
         raise UnsupportedExportError(
@@ -40,8 +31,8 @@ def _export(
         )
     quantization: dict[str, Any] = {
         "quant_method": "modelopt",
-        "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
-        "ignore": ignore,
+        "kv_cache_scheme": dict(FP8_SCHEME),
+        "ignore": [ignore],
         "producer": _PRODUCER,
     }
     if quant_algo is not None:
@@ -51,7 +42,7 @@ def _export(
         "quantization": {
             "quant_algo": quant_algo,
             "kv_cache_quant_algo": "FP8",
-            "exclude_modules": ignore,
+            "exclude_modules": [ignore],
         },
     }
     config = {**checkpoint.config, "quantization_config": quantization}
@@ -60,8 +51,7 @@ def _export(
 
 def _tensors(scales: KVScales, checkpoint: Checkpoint) -> dict[str, Tensor]:
     tensors = {}
-    for module, layer in scales.with_shared().items():
-        prefix = checkpoint_prefix(module, checkpoint)
+    for prefix, layer in by_prefix(scales, checkpoint).items():
         if not prefix.endswith(_READ_UNDER):
             raise UnsupportedExportError(
                 f"engines read k_proj.k_scale only under {' or '.join(_READ_UNDER)}; this model "
@@ -70,3 +60,7 @@ def _tensors(scales: KVScales, checkpoint: Checkpoint) -> dict[str, Tensor]:
         tensors[f"{prefix}.k_proj.k_scale"] = layer.k
         tensors[f"{prefix}.v_proj.v_scale"] = layer.v
     return tensors
+
+
+modelopt = partial(_export, quant_algo="FP8", ignore="*")
+trtllm = partial(_export, quant_algo=None, ignore="lm_head")

@@ -2,6 +2,17 @@
 
 from calib.errors import UnsupportedExportError
 from calib.model.checkpoint import Checkpoint
+from calib.scales.scales import KVScales, LayerScales
+
+
+def by_prefix(scales: KVScales, checkpoint: Checkpoint) -> dict[str, LayerScales]:
+    """The scales of all modules that engines ask about, by prefix of their names on disk.
+
+    Raises:
+        UnsupportedExportError: see `checkpoint_prefix`.
+    """
+    layers = scales.with_shared().items()
+    return {checkpoint_prefix(module, checkpoint): layer for module, layer in layers}
 
 
 def checkpoint_prefix(module: str, checkpoint: Checkpoint) -> str:

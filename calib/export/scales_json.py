@@ -3,9 +3,8 @@
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export
 from calib.model.checkpoint import Checkpoint
+from calib.scalefiles.file_names import JSON_FILE
 from calib.scales.scales import KVScales
-
-SCALES_FILE = "kv_cache_scales.json"
 
 
 def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
@@ -20,7 +19,7 @@ def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Expor
     model_type, num_layers = config.get("model_type"), config.get("num_hidden_layers")
     if not isinstance(model_type, str) or not isinstance(num_layers, int):
         raise UnsupportedExportError(
-            f"{SCALES_FILE} needs model_type and num_hidden_layers, which the config of "
+            f"{JSON_FILE} needs model_type and num_hidden_layers, which the config of "
             f"'{checkpoint.path}' lacks; use --format vllm or tgi"
         )
     largest = {
@@ -34,10 +33,10 @@ def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Expor
             "scaling_factor": {str(rank): factors for rank in range(tp_size)},
         },
     }
-    return Export(documents={SCALES_FILE: document}, notes=_notes(num_layers - len(largest)))
+    return Export(documents={JSON_FILE: document}, notes=_notes(num_layers - len(largest)))
 
 
 def _notes(missing: int) -> tuple[str, ...]:
     if not missing:
         return ()
-    return (f"{SCALES_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused",)
+    return (f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused",)

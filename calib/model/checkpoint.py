@@ -8,7 +8,13 @@ from typing import Any
 
 from calib.errors import InputError
 from calib.scalefiles.calibrations import no_model
-from calib.scalefiles.file_names import CONFIG_FILE, INDEX_FILE, SINGLE_FILE
+from calib.scalefiles.file_names import (
+    CALIBRATION_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    SCALES_SHARD,
+    SINGLE_FILE,
+)
 from calib.scalefiles.header import Entry, read_header
 from calib.scalefiles.json import read_object
 
@@ -122,7 +128,7 @@ def _weights(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
             if pickles
             else f"'{path}' holds no {SINGLE_FILE} and no {INDEX_FILE}"
         )
-    if is_single and shards != [SINGLE_FILE]:
+    if is_single and {*shards} - {SCALES_SHARD} != {SINGLE_FILE}:
         # transformers reads the one, engines the others
         raise InputError(
             f"'{path}' holds {SINGLE_FILE} and {INDEX_FILE}, which names other files; "
@@ -156,9 +162,13 @@ def _read_index(path: Path) -> dict[str, str]:
         if Path(shard).name != shard or shard in {"", ".", ".."}:
             raise InputError(f"'{path / INDEX_FILE}' names '{shard}', a file outside the directory")
         if not (path / shard).exists():
-            raise InputError(
-                f"'{path / INDEX_FILE}' names '{shard}', which is missing; download it again"
-            )
+            advice = "download it again"
+            if (path / CALIBRATION_FILE).exists():
+                advice = (
+                    "put the source's weight files beside these, as --weights none has left them "
+                    "out, or give the source"
+                )
+            raise InputError(f"'{path / INDEX_FILE}' names '{shard}', which is missing; {advice}")
     return {name: str(shard) for name, shard in weight_map.items()}
 
 

@@ -1,37 +1,28 @@
 """`fp8kv convert`, `strip` and `repair`: a checkpoint written again with other scales, or none."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
+from calib.any_scales import to_scales
 from calib.atomic import atomic_directory
-from calib.choices import FormatName, FP8Name, Reduce, Strategy
+from calib.choices import FormatName, Reduce
 from calib.errors import InputError, UnsupportedExportError
 from calib.export import FORMATS, export
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.output.card import rewritten_card
 from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
-from calib.rewrite.existing import (
-    as_scales,
-    collect,
-    config_without_scales,
-    existing_layers,
-    existing_scales,
-    is_usable,
-)
-from calib.rewrite.plain import SCALE_DOCUMENTS, write_plain
+from calib.rewrite.plain import SCALE_DOCUMENTS, config_without_scales, write_plain
 from calib.scalefiles.file_names import CARD_FILE
-from calib.scalefiles.folder import open_scales
-from calib.scalefiles.fp8_type import fp8_type
-from calib.scalefiles.reading import LayerScalesFound
+from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
 from calib.scales.observers import AbsMax
-from calib.scales.scales import KVScales, LayerScales
+from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
 
 
-@dataclass(frozen=True)
-class Repaired:
-    """Which scales were replaced."""
+class Repaired(NamedTuple):
+    """A checkpoint whose scales were repaired."""
 
     output: Path
     replaced: list[str]  # such as "model.layers.3.self_attn k"
@@ -94,47 +85,60 @@ def repair(
     """
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
-    opened, stats = open_scales(directory), load_stats(statistics)
-    found = existing_layers(opened)
-    derived = _derive(found, stats, directory, statistics, fp8_type(opened))
-    replaced: list[str] = []
-    repaired: dict[str, LayerScales] = {}
-    for module, layer in found.items():
+    found = read_scales(directory)
+    layers, stats = _by_module(found), load_stats(statistics)
+    derived = _derive(found, layers, stats, statistics).layers
+    replaced = []
+    for module, layer in layers.items():
         for letter in "kv":
             if not is_usable(getattr(layer, letter)):
                 replaced.append(f"{module} {letter}")
-                setattr(layer, letter, tuple(getattr(derived.layers[module], letter).tolist()))
-        repaired[module] = as_scales(layer, q=layer.q if is_usable(layer.q) else None)
-    scales = collect(repaired, derived.fp8_dtype)
-    _write(scales, checkpoint, to, output, overwrite, reduce="none", tp_size=1)
+                setattr(layer, letter, tuple(getattr(derived[module], letter).tolist()))
+    scales = to_scales(found, layers)
+    _write(scales, checkpoint, to, output, overwrite, reduce=None, tp_size=1)
     return Repaired(output, replaced)
 
 
+def existing_scales(directory: Path) -> KVScales:
+    """The scales of a checkpoint, complete and usable.
+
+    Raises:
+        InputError: a layer lacks K or V, a scale is not finite and positive, or they are not FP8's.
+    """
+    found = read_scales(directory)
+    return to_scales(found, _by_module(found))
+
+
+def _by_module(found: FoundScales) -> dict[str, FoundLayer]:
+    layers = found.by_module()
+    for layer in layers.values():
+        # a query scale is optional, and nobody can use one that is none
+        layer.q = layer.q if is_usable(layer.q) else None
+    return layers
+
+
 def _derive(
-    found: dict[str, LayerScalesFound],
-    stats: KVStats,
-    directory: Path,
-    statistics: Path,
-    fp8_dtype: FP8Name,
+    found: FoundScales, layers: dict[str, FoundLayer], stats: KVStats, statistics: Path
 ) -> KVScales:
     """Scales of the modules that lack a usable one, in the granularity of the others."""
     measured = {layer.layer_idx: layer for layer in stats.layers.values()}
     measured |= {s.layer_idx: stats.layers[s.owner] for s in stats.shared.values()}
-    sizes = {len(x) for layer in found.values() for x in (layer.k, layer.v) if x} - {1}
+    sizes = {len(x) for layer in layers.values() for x in (layer.k, layer.v) if x} - {1}
     heads = {layer.k.amax.shape[0] for layer in measured.values()}
-    if measured.keys() != {layer.layer for layer in found.values()} or not sizes <= heads:
+    if measured.keys() != {layer.layer for layer in layers.values()} or not sizes <= heads:
         raise InputError(
             f"'{statistics}' is of another model: it has {len(measured)} layers of "
-            f"{_listed(heads)} KV heads, '{directory}' has {len(found)} layers with "
+            f"{_listed(heads)} KV heads, '{found.directory.path}' has {len(layers)} layers with "
             f"{_listed(sizes or {1})} scales each"
         )
     broken = {
         module: measured[layer.layer]
-        for module, layer in found.items()
+        for module, layer in layers.items()
         if not (is_usable(layer.k) and is_usable(layer.v))
     }
-    strategy: Strategy = "attn_head" if sizes else "tensor"
-    return KVStats(broken).scales(strategy=strategy, observer=AbsMax(), fp8_dtype=fp8_dtype)
+    return KVStats(broken).scales(
+        strategy="attn_head" if sizes else "tensor", observer=AbsMax(), fp8_dtype=found.fp8_dtype
+    )
 
 
 def _listed(numbers: set[int]) -> str:
@@ -148,11 +152,14 @@ def _write(
     output: Path,
     overwrite: bool,
     *,
-    reduce: Reduce,
+    reduce: Reduce | None,
     tp_size: int,
 ) -> None:
     plain = replace(checkpoint, config=config_without_scales(checkpoint.config))
-    made = export(scales, plain, to, reduce=reduce, tp_size=tp_size)
+    try:
+        made = export(scales, plain, to, reduce=reduce, tp_size=tp_size, measured=False)
+    except UnsupportedExportError as error:
+        raise UnsupportedExportError(str(error).replace("--format", "--to")) from None
     if not (made.tensors or made.documents):
         raise UnsupportedExportError(
             f"--to {to} holds the statistics of a calibration, which scales alone do not tell; "

@@ -7,6 +7,7 @@ from typing import Any
 
 from calib.export.compressed_tensors import find_quantization_config
 from calib.model.checkpoint import Checkpoint
+from calib.model.quantized import is_of_attention, leaves_weights
 from calib.output.checkpoint_directory import (
     RENAMED_SINGLE,
     copy_small_files,
@@ -15,17 +16,18 @@ from calib.output.checkpoint_directory import (
     write_index,
     write_json,
 )
-from calib.rewrite.existing import config_without_scales
 from calib.scalefiles.file_names import (
     CARD_FILE,
     CONFIG_FILE,
     INDEX_FILE,
+    JSON_FILE,
+    MODELOPT_FILE,
     SINGLE_FILE,
 )
 from calib.scalefiles.json import read_object
 
 # documents that hold scales, or say that there are some
-SCALE_DOCUMENTS = ("hf_quant_config.json", "kv_cache_scales.json")
+SCALE_DOCUMENTS = (MODELOPT_FILE, JSON_FILE)
 
 
 def write_plain(checkpoint: Checkpoint, out: Path) -> None:
@@ -65,6 +67,23 @@ def _write_weights(checkpoint: Checkpoint, source: Path | None, out: Path) -> No
         shutil.copyfile(index, out / INDEX_FILE)
     elif original is not None or {*weight_map.values()} != {SINGLE_FILE}:
         write_index(checkpoint, out, weight_map, {})
+
+
+def config_without_scales(config: dict[str, Any]) -> dict[str, Any]:
+    """A config that says nothing of KV scales, and otherwise the same."""
+    config = copy.deepcopy(config)
+    config.pop("kv_cache_torch_dtype", None)
+    quantization = find_quantization_config(config)
+    if quantization is not None:
+        quantization.pop("kv_cache_scheme", None)
+        groups = quantization.get("config_groups")
+        if isinstance(groups, dict):
+            kept = {name: group for name, group in groups.items() if not is_of_attention(group)}
+            quantization["config_groups"] = kept
+        for holder in (config, config.get("text_config")):
+            if isinstance(holder, dict) and leaves_weights(holder.get("quantization_config") or {}):
+                del holder["quantization_config"]
+    return config
 
 
 def _announces_scales(config: dict[str, Any]) -> bool:

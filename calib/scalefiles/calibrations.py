@@ -1,4 +1,4 @@
-"""Where a calibration lies: the names of its files, and what to say where they are not."""
+"""The files of a calibration in a directory, and errors for directories without them."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, STATS_FILE
 
 
 def statistics_file(path: Path) -> Path:
-    """The statistics file that `path` is, or that lies in it.
+    """The statistics file `path`, or the one in the directory `path`.
 
     Raises:
         InputError: it is a directory without one.
@@ -24,7 +24,7 @@ def statistics_file(path: Path) -> Path:
 
 
 def no_model(path: Path, problem: str) -> InputError:
-    """What to say of a directory without a model: `problem`, or what it holds instead."""
+    """An error for a directory without a model: `problem`, or what it holds instead."""
     saved = path / CALIBRATION_FILE
     if saved.is_file():
         problem = (
@@ -40,7 +40,7 @@ def no_model(path: Path, problem: str) -> InputError:
 
 
 def absent(path: Path, problem: str) -> InputError:
-    """What to say of a directory that lacks what is needed: `problem`, or where to look in it."""
+    """An error for a directory that lacks a file: `problem`, or directories in it that have it."""
     inside = [path / name for name in FORMATS if (path / name / CALIBRATION_FILE).is_file()]
     if inside:
         each = ", ".join(f"'{directory}'" for directory in inside)

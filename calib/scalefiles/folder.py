@@ -1,4 +1,4 @@
-"""A directory with scales, as any tool may have left it: what is there, and nothing judged."""
+"""A directory with scales, as any tool may have left it: everything is read, nothing judged."""
 
 import re
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ class ScaleTensor:
 
 @dataclass(frozen=True)
 class ScaleDirectory:
-    """What a directory says about KV-cache scales."""
+    """The scales of a directory, and all that its other files say about them."""
 
     path: Path
     config: dict[str, Any] | None
@@ -59,14 +59,31 @@ class ScaleDirectory:
     modules: set[str]  # attention modules with a cache, by the names of their weights
 
     @property
+    def missing(self) -> list[str]:
+        """Files that the index names and that are not there."""
+        return sorted({*(self.index or {}).values()} - {*self.files})
+
+    @property
+    def text_config(self) -> dict[str, Any]:
+        """The language model's part of config.json: all of it, unless the model is multimodal."""
+        config = self.config or {}
+        nested = config.get("text_config")
+        return nested if isinstance(nested, dict) else config
+
+    @property
     def quantization(self) -> dict[str, Any] | None:
         """The quantization config, from where engines look for it, in their order."""
         config = self.config or {}
-        text = config.get("text_config")
-        places = (config, text if isinstance(text, dict) else {})
-        found = [place.get("quantization_config") for place in places]
+        found = [place.get("quantization_config") for place in (config, self.text_config)]
         found += [config.get("compression_config"), self.modelopt]
         return next((each for each in found if isinstance(each, dict)), None)
+
+    @property
+    def algorithms(self) -> dict[str, Any]:
+        """The part of the quantization config with ModelOpt's words, nested or not."""
+        config = self.quantization or {}
+        nested = config.get("quantization")
+        return nested if isinstance(nested, dict) else config
 
 
 def open_scales(path: Path) -> ScaleDirectory:

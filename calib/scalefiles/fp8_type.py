@@ -45,8 +45,7 @@ def _said(directory: ScaleDirectory) -> Iterator[tuple[str, str]]:
     if directory.json and directory.json.dtype is not None:
         yield f"dtype of {JSON_FILE}", directory.json.dtype
     config = directory.quantization or {}
-    nested = config.get("quantization")
-    algorithm = (nested if isinstance(nested, dict) else config).get("kv_cache_quant_algo")
+    algorithm = directory.algorithms.get("kv_cache_quant_algo")
     if algorithm is not None:
         yield "kv_cache_quant_algo", str(algorithm)
     scheme = config.get("kv_cache_scheme")

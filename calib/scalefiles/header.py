@@ -18,13 +18,15 @@ from calib.scalefiles.json import check_regular, parse_object
 MAX_HEADER_BYTES = 100_000_000
 # no scale per head, nor per channel, has more values
 MAX_VALUES = 1 << 16
-_ITEM_BYTES = {
-    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
-    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
-    **dict.fromkeys(("U32", "I32", "F32"), 4),
-    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+_BITS = {
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-_SUB_BYTE_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,18 +99,11 @@ def _entry(fields: dict[str, Any], data: int) -> Entry:
     if len(shape) > 32:
         raise ValueError(f"a tensor of {len(shape)} dimensions")
     entry = Entry(str(dtype), tuple(shape), data + begin, data + end)
-    bits = entry.size * _bits(entry.dtype)
-    if 8 * (end - begin) != bits:
+    if entry.dtype not in _BITS:
+        raise ValueError(f"unknown type '{entry.dtype[:40]}'")
+    if 8 * (end - begin) != entry.size * _BITS[entry.dtype]:
         raise ValueError(f"{end - begin} bytes are not {dtype} {shape}")
     return entry
-
-
-def _bits(dtype: str) -> int:
-    if dtype in _SUB_BYTE_BITS:
-        return _SUB_BYTE_BITS[dtype]
-    if dtype not in _ITEM_BYTES:
-        raise ValueError(f"unknown type '{dtype[:40]}'")
-    return 8 * _ITEM_BYTES[dtype]
 
 
 def _check_layout(entries: Iterable[Entry], data: int, size: int) -> None:

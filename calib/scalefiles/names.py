@@ -1,4 +1,4 @@
-"""What the names of scale tensors say: whose scales they are, of which layer, and who writes so."""
+"""Names of scale tensors, taken apart: module, layer, K, V or Q, and the tools that write so."""
 
 import re
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ _ENDINGS: list[tuple[str, Dialect]] = [
 ]
 _PATTERNS = [(re.compile(f"(?P<module>.+?){ending}"), dialect) for ending, dialect in _ENDINGS]
 _ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")
-_LAYER = re.compile(r"\.(\d{1,6})\.")
+_LAYER = re.compile(r"\.(\d{1,6})(?:\.|$)")
 
 
 def is_of_cache(name: str) -> bool:
@@ -39,11 +39,17 @@ def is_of_cache(name: str) -> bool:
     return name.endswith(_ZERO_POINTS) or parse_scale_name(name) is not None
 
 
+def layer_of(name: str) -> int | None:
+    """The layer in the name of a tensor or module: the first number between its dots."""
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None
+
+
 def parse_scale_name(name: str) -> ScaleName | None:
     """Take apart the name of a tensor; None if it is no scale of K, V or Q."""
     if not name.endswith(("_scale", ".scale", "_scaling_factor")):
         return None
-    layer = _LAYER.search(name)
+    layer = layer_of(name)
     if layer is None:
         return None
     for pattern, dialect in _PATTERNS:
@@ -51,5 +57,5 @@ def parse_scale_name(name: str) -> ScaleName | None:
         if match:
             found = match.groupdict()
             letters = str(found["which"] or found.get("other"))
-            return ScaleName(found["module"], int(layer[1]), letters, dialect)
+            return ScaleName(found["module"], layer, letters, dialect)
     return None

@@ -4,12 +4,12 @@ from pathlib import Path
 
 from calib.atomic import WRITTEN
 from calib.errors import InputError
-from calib.scalefiles.inspection import Inspection
+from calib.scalefiles.reading import FoundScales
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
-def plot_scales(found: Inspection, path: Path) -> None:
+def plot_scales(found: FoundScales, path: Path) -> None:
     """Draw K, V and Q scales over the layers; with several per layer, their range.
 
     Raises:
@@ -22,11 +22,12 @@ def plot_scales(found: Inspection, path: Path) -> None:
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     for letter, marker in zip("kvq", "osD", strict=True):
-        drawn = [(layer.layer, _positive(getattr(layer, letter))) for layer in found.layers]
-        drawn = [(index, values) for index, values in drawn if values]
+        scales = {layer.layer: getattr(layer, letter) or () for layer in found.layers}
+        # what a logarithmic axis can show; the problems are in words
+        scales = {i: [x for x in values if 0 < x < float("inf")] for i, values in scales.items()}
+        drawn = {index: values for index, values in scales.items() if values}
         if drawn:
-            indices = [index for index, _ in drawn]
-            low, high = [min(v) for _, v in drawn], [max(v) for _, v in drawn]
+            indices, low, high = [*drawn], [*map(min, drawn.values())], [*map(max, drawn.values())]
             line = axes.plot(indices, high, marker=marker, markersize=4, label=letter.upper())
             axes.fill_between(indices, low, high, alpha=0.2, color=line[0].get_color())
     axes.set_yscale("log")
@@ -39,8 +40,3 @@ def plot_scales(found: Inspection, path: Path) -> None:
     except OSError as error:
         raise InputError(f"cannot write '{path}': {error}") from None
     WRITTEN.append(path)
-
-
-def _positive(values: tuple[float, ...] | None) -> list[float]:
-    # what a logarithmic axis can show; the problems are in words
-    return [value for value in values or () if 0 < value < float("inf")]

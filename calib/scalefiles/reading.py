@@ -1,23 +1,37 @@
-"""The scales of a directory by layer, and what is wrong with them whatever the engine."""
+"""The scales of a directory by layer, one record for all commands, and what is wrong with them."""
 
 import math
+from array import array
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from calib.choices import FP8Name, Strategy
 from calib.errors import InputError
-from calib.scalefiles.file_names import JSON_FILE
-from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
+from calib.scalefiles.file_names import JSON_FILE, MODELOPT_FILE
+from calib.scalefiles.folder import ScaleDirectory, ScaleTensor, open_scales
+from calib.scalefiles.fp8_type import fp8_type
+from calib.scalefiles.names import layer_of
 
 Values = tuple[float, ...]
 # no |K| or |V| that a model computes comes from so small a scale: memory that nobody filled
 _UNINITIALISED = 1e-20
 # nor from so large a one
 _HUGE = 1e6
+# kinds of scales that no engine can do anything sensible with; the first that fits is told
+_WRONG: dict[str, Callable[[float], bool]] = {
+    "are NaN": math.isnan,
+    "are infinite": math.isinf,
+    "are negative": lambda scale: scale < 0,
+    "are zero": lambda scale: scale == 0,
+    "look like memory that nobody wrote": lambda scale: not _UNINITIALISED <= scale <= _HUGE,
+}
 
 
 @dataclass
-class LayerScalesFound:
+class FoundLayer:
     """The scales of one layer, as one engine or another would read them."""
 
     layer: int
@@ -27,77 +41,157 @@ class LayerScalesFound:
     tensors: list[ScaleTensor] = field(default_factory=list)
 
 
-def layers_of(directory: ScaleDirectory) -> list[LayerScalesFound]:
-    """The scales by layer; of several tensors that say the same the more specific is taken.
+@dataclass(frozen=True)
+class FoundScales:
+    """The scales of a directory, whatever tool has written them and whatever they are worth."""
+
+    directory: ScaleDirectory
+    layers: list[FoundLayer]
+
+    @property
+    def fp8_dtype(self) -> FP8Name:
+        """The FP8 type they are for; an InputError where the files name another, or several."""
+        return fp8_type(self.directory)
+
+    @property
+    def strategy(self) -> Strategy:
+        """One scale per layer, or per head."""
+        several = any(len(getattr(layer, x) or ()) > 1 for layer in self.layers for x in "kvq")
+        return "attn_head" if several else "tensor"
+
+    @property
+    def formats(self) -> list[str]:
+        """Whose names the scales have, most frequent first."""
+        counts = Counter(t.parsed.dialect for layer in self.layers for t in layer.tensors)
+        names: list[str] = [dialect for dialect, _ in counts.most_common()]
+        return names + [JSON_FILE] * (self.directory.json is not None)
+
+    @property
+    def problems(self) -> list[str]:
+        """What is wrong for any engine, one line each."""
+        return _value_problems(self.layers) + _file_problems(self.directory)
+
+    def by_module(self) -> dict[str, FoundLayer]:
+        """Layers by their attention module's name in the checkpoint, also those without a scale.
+
+        Raises:
+            InputError: no file names the module of a layer.
+        """
+        modules = {layer_of(module): module for module in self.directory.modules}
+        modules.pop(None, None)
+        layers = {layer: FoundLayer(layer) for layer in modules if layer is not None}
+        layers |= {layer.layer: layer for layer in self.layers}
+        named = {}
+        for index, layer in sorted(layers.items()):
+            said = sorted(tensor.parsed.module.removesuffix(".attn") for tensor in layer.tensors)
+            if index not in modules and not said:
+                raise InputError(
+                    f"'{self.directory.path}' has scales for layer {index} and no attention module "
+                    "to hold them; put the file beside the model's weights"
+                )
+            named[modules.get(index) or said[0]] = layer
+        return named
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `fp8kv inspect --json` prints."""
+        return {
+            "directory": str(self.directory.path),
+            "formats": self.formats,
+            "strategy": self.strategy,
+            "quantization": quantization(self.directory),
+            "layers": [
+                {"layer": layer.layer, "k": layer.k, "v": layer.v, "q": layer.q}
+                | {"tensors": {t.name: [t.file, t.dtype, t.shape] for t in layer.tensors}}
+                for layer in self.layers
+            ],
+            "problems": self.problems,
+        }
+
+
+def read_scales(path: Path) -> FoundScales:
+    """Read the scales of a directory; of several tensors for one the more specific is taken.
 
     Raises:
-        InputError: the directory holds no scales.
+        InputError: the directory holds no scales, or a file is damaged.
     """
-    found: dict[int, LayerScalesFound] = defaultdict(lambda: LayerScalesFound(-1))
+    directory = open_scales(path)
+    found: dict[int, FoundLayer] = {}
     # a scale of both K and V first, so that one of K alone replaces it
     for tensor in sorted(directory.tensors, key=lambda t: (-len(t.parsed.letters), t.name)):
-        layer = found[tensor.parsed.layer]
+        layer = found.setdefault(tensor.parsed.layer, FoundLayer(tensor.parsed.layer))
         layer.tensors.append(tensor)
         for letter in tensor.parsed.letters:
             setattr(layer, letter, tensor.values)
     if not found and directory.json:
-        for layers in directory.json.ranks.values():
-            for index, scale in layers.items():
+        for ranks in directory.json.ranks.values():
+            for index, scale in ranks.items():
+                layer = found.setdefault(index, FoundLayer(index))
                 # ranks hold different heads: one scale for all of them is the largest
-                largest = max(scale, *(found[index].k or (scale,)))
-                found[index].k = found[index].v = (largest,)
+                layer.k = layer.v = (max(scale, *(layer.k or (scale,))),)
     if not found:
-        raise no_scales(directory.path)
-    for index, layer in found.items():
-        layer.layer = index
-    return [found[index] for index in sorted(found)]
+        raise InputError(
+            f"'{path}' holds no KV-cache scales: no tensor such as "
+            f"'model.layers.0.self_attn.k_scale', no {JSON_FILE}; give the output of a calibration"
+        )
+    return FoundScales(directory, [found[index] for index in sorted(found)])
 
 
-def no_scales(path: Path) -> InputError:
-    """What to say of a directory without scales."""
-    return InputError(
-        f"'{path}' holds no KV-cache scales: no tensor such as "
-        f"'model.layers.0.self_attn.k_scale', no {JSON_FILE}; give the output of a calibration"
-    )
+def is_usable(values: Sequence[float] | None) -> bool:
+    """Whether scales are there, and each is finite and positive in float32, which engines hold."""
+    return bool(values) and all(0 < value < math.inf for value in array("f", values or ()))
 
 
-def value_problems(layers: list[LayerScalesFound]) -> list[str]:
-    """What no engine can do anything sensible with, one line each."""
+def quantization(directory: ScaleDirectory) -> str:
+    """The method and KV scheme that a directory's config announces, in a few words."""
+    found = directory.quantization
+    if found is None:
+        return "no quantization_config"
+    where = MODELOPT_FILE if found is directory.modelopt else "quantization_config"
+    method = found.get("quant_method") or directory.algorithms.get("quant_algo")
+    scheme = found.get("kv_cache_scheme") or directory.algorithms.get("kv_cache_quant_algo")
+    if isinstance(scheme, dict):
+        said = [key for key in ("type", "num_bits", "strategy") if key in scheme]
+        scheme = ", ".join(f"{key} {scheme[key]}" for key in said)
+    return f"{where}: {method}, KV cache: {scheme or 'not mentioned'}"
+
+
+def _value_problems(layers: list[FoundLayer]) -> list[str]:
     problems = []
     for letter in "kvq":
         wrong: dict[str, list[int]] = defaultdict(list)
         for layer in layers:
             values = getattr(layer, letter)
-            if values and (kind := _kind(values)):
+            kinds = (kind for kind, holds in _WRONG.items() if any(map(holds, values or ())))
+            if kind := next(kinds, None):
                 wrong[kind].append(layer.layer)
         name = letter.upper()
         problems += [f"{name} scales {kind} in {_these(each)}" for kind, each in wrong.items()]
         every = [value for layer in layers for value in getattr(layer, letter) or ()]
         if len(layers) > 1 and every and set(every) == {1.0}:
             problems.append(f"{name} scales are all 1.0: nothing was measured")
-    counts = Counter(bool(layer.k) + 2 * bool(layer.v) for layer in layers)
-    if counts[1]:
-        problems.append(f"{counts[1]} layers have a K scale and no V scale")
-    if counts[2]:
-        problems.append(f"{counts[2]} layers have a V scale and no K scale")
+    counts = Counter((bool(layer.k), bool(layer.v)) for layer in layers)
+    for has, lacks, count in (("K", "V", counts[True, False]), ("V", "K", counts[False, True])):
+        if count:
+            problems.append(f"{count} layers have a {has} scale and no {lacks} scale")
     return problems
-
-
-def _kind(values: Values) -> str | None:
-    if any(math.isnan(value) for value in values):
-        return "are NaN"
-    if any(math.isinf(value) for value in values):
-        return "are infinite"
-    if any(value < 0 for value in values):
-        return "are negative"
-    if any(value == 0 for value in values):
-        return "are zero"
-    if any(value < _UNINITIALISED or value > _HUGE for value in values):
-        return "look like memory that nobody wrote"
-    return None
 
 
 def _these(indices: list[int]) -> str:
     shown = ", ".join(map(str, indices[:8]))
     more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
     return f"layer{'s' if len(indices) > 1 else ''} {shown}{more}"
+
+
+def _file_problems(directory: ScaleDirectory) -> list[str]:
+    unlisted = Counter(tensor.file for tensor in directory.tensors if not tensor.indexed)
+    names = Counter(tensor.name for tensor in directory.tensors)
+    twice = [name for name, count in names.items() if count > 1]
+    problems = [
+        f"{file} holds {count} scales and is not in the index: engines that read the index skip it"
+        for file, count in unlisted.items()
+    ]
+    if twice:
+        problems.append(f"{len(twice)} scales are there twice, such as '{twice[0]}'")
+    if directory.missing:
+        problems.append(f"the index names {directory.missing[0]}, which is not there")
+    return problems

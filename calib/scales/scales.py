@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from calib.choices import FP8Name, Strategy
+from calib.scalefiles.reading import is_usable
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class LayerScales:
 
     def __post_init__(self) -> None:
         for name, scale in self.items():
-            if scale.dtype != torch.float32 or not (torch.isfinite(scale) & (scale > 0)).all():
+            if scale.dtype != torch.float32 or not is_usable(scale.flatten().tolist()):
                 raise ValueError(f"{name} scale must be finite, positive float32, got {scale}")
 
     def items(self) -> list[tuple[str, Tensor]]:

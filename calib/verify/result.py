@@ -1,4 +1,4 @@
-"""What becomes of the scales of a directory in one engine."""
+"""Results of loading a directory in one engine, and the GPUs it runs on."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -6,6 +6,26 @@ from typing import Literal
 from calib.verify.rules import Rules
 
 Values = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Some GPUs."""
+
+    ranks: int = 1  # that the heads are split over: tensor parallelism
+    fnuz: bool = False  # their FP8 type ends at 240, as that of MI300 (gfx942) does
+
+    def __str__(self) -> str:
+        kind = "MI300" if self.fnuz else "GPU"
+        return f"one {kind}" if self.ranks == 1 else f"{self.ranks} {kind}s, tensor parallel"
+
+    def of_rank(self, rank: int, kv_heads: int) -> slice:
+        """Which of all KV heads `rank` holds; several ranks hold one where heads are fewer."""
+        if kv_heads >= self.ranks:
+            held = kv_heads // self.ranks
+            return slice(rank * held, (rank + 1) * held)
+        head = rank // (self.ranks // kv_heads)
+        return slice(head, head + 1)
 
 
 class Refused(Exception):
@@ -25,7 +45,7 @@ class Outcome:
 
 @dataclass
 class Simulation:
-    """What becomes of every scale; where the engine refuses, of none."""
+    """The outcome for every scale; none where the engine refuses the directory."""
 
     rules: Rules
     outcomes: list[Outcome] = field(default_factory=list)

@@ -2,7 +2,7 @@
 
 import re
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from typing import Literal
 
 import yaml
@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from calib.errors import InputError
 
-# what happens to a scale that the loader has no place for
+# what happens to a scale without a place in the model
 Fate = Literal["refused", "ignored"]
 
 
@@ -63,8 +63,12 @@ class Rules(_Strict):
     architectures: tuple[str, ...] = ()
     remap: tuple[Remap, ...] = ()
     first_remap: bool = False  # only the first pattern that fits is applied, not one after another
+    serve: str = ""  # the command that serves {path}, without the flag
     flag: str  # what turns an FP8 cache on
+    per_head_flag: str = ""  # and what a scale per head needs besides
     note: str = ""
+    # format -> what may surprise its user; {note}, {since} and {architectures} stand for the above
+    formats: dict[str, str] = {}
 
     def target(self, name: str, method: Method | None) -> str:
         """The name that the engine looks for, for the tensor called `name` on disk."""
@@ -78,12 +82,8 @@ class Rules(_Strict):
 @cache
 def all_rules() -> dict[str, Rules]:
     """Every engine's rules, by file name."""
-    files = resources.files("calib.verify").iterdir()
-    texts = {file.name.removesuffix(".yaml"): file for file in files if file.suffix == ".yaml"}  # type: ignore[attr-defined]
-    return {
-        name: Rules.model_validate(yaml.safe_load(texts[name].read_text()))
-        for name in sorted(texts)
-    }
+    files = sorted(Path(__file__).parent.glob("*.yaml"), key=lambda file: file.stem)
+    return {file.stem: Rules.model_validate(yaml.safe_load(file.read_text())) for file in files}
 
 
 def choose_rules(engine: str | None, version: str | None) -> list[Rules]:

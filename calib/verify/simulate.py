@@ -3,11 +3,10 @@
 from typing import Any
 
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
-from calib.verify.legacy_json import simulate_json
-from calib.verify.place import Place
-from calib.verify.result import Outcome, Refused, Simulation, default
+from calib.scalefiles.names import layer_of
+from calib.verify.result import Outcome, Place, Refused, Simulation, default
 from calib.verify.rules import Method, Rules
-from calib.verify.values import heads_of, one_or_per_head, pair, scalar
+from calib.verify.values import heads_of, one_or_per_head, pair, scalar, simulate_json
 
 Params = dict[tuple[str, str], ScaleTensor]  # (attention module, letter) -> what reaches it
 
@@ -35,12 +34,13 @@ def _load(directory: ScaleDirectory, rules: Rules, place: Place, found: Simulati
     if rules.reads == "json":
         simulate_json(directory, place, found)
         return
-    missing = sorted({*(directory.index or {}).values()} - {*directory.files})
-    if missing and rules.reads == "index":
-        raise Refused(f"the index names {missing[0]}, which is not there; write the index again")
+    if directory.missing and rules.reads == "index":
+        raise Refused(
+            f"the index names {directory.missing[0]}, which is not there; write the index again"
+        )
     method = _method(directory, rules)
     found.flag = None if method and method.turns_fp8_on else rules.flag
-    modules = sorted(directory.modules, key=by_number)
+    modules = sorted(directory.modules, key=_by_layer)
     if why := _not_known(directory, rules, method):
         found.outcomes += [
             Outcome(module, x, "unknown", (), why) for module in modules for x in "kv"
@@ -58,7 +58,9 @@ def _load(directory: ScaleDirectory, rules: Rules, place: Place, found: Simulati
 
 def _check_split(directory: ScaleDirectory, place: Place) -> None:
     heads, kv_heads = heads_of(directory)
-    if not place.can_split(heads, kv_heads):
+    larger, smaller = max(kv_heads, place.ranks), min(kv_heads, place.ranks)
+    # each rank gets as much as the others
+    if heads % place.ranks or larger % smaller:
         raise Refused(
             f"the model's {heads} query heads and {kv_heads} KV heads cannot be split evenly "
             f"over {place.ranks} GPUs"
@@ -69,13 +71,11 @@ def _method(directory: ScaleDirectory, rules: Rules) -> Method | None:
     config = directory.quantization
     if config is None:
         return rules.without_method
-    nested = config.get("quantization")
-    inner = nested if isinstance(nested, dict) else config
     name = config.get("quant_method") or ("modelopt" if config is directory.modelopt else None)
     method = rules.methods.get(str(name), rules.methods.get("*"))
     if method is None:
         raise Refused(f"quant_method {str(name)[:40]!r} is not one that it reads KV scales under")
-    if method.needs_algo and not inner.get("quant_algo"):
+    if method.needs_algo and not directory.algorithms.get("quant_algo"):
         raise Refused(
             "quant_algo is missing or null, as ModelOpt writes it where only the KV cache is "
             "quantised; export the scales in another format"
@@ -93,9 +93,8 @@ def _method(directory: ScaleDirectory, rules: Rules) -> Method | None:
 
 def _not_known(directory: ScaleDirectory, rules: Rules, method: Method | None) -> str | None:
     """Why nobody can say what the model's class does with scales that reach its loader."""
-    if method is None or method.kind == "none" or not rules.architectures:
-        return None
-    if not any(tensor.indexed for tensor in directory.tensors):
+    reads = method is not None and method.kind != "none"
+    if not (reads and rules.architectures and any(t.indexed for t in directory.tensors)):
         return None
     named = (directory.config or {}).get("architectures")
     names = [str(name)[:80] for name in named] if isinstance(named, list) else []
@@ -150,44 +149,30 @@ def _params(
 ) -> Params:
     params: Params = {}
     for tensor in directory.tensors:
-        key = _target(directory, rules, method, tensor)
+        module, _, parameter = rules.target(tensor.name, method).rpartition(".attn.")
         if rules.reads == "index" and not tensor.indexed:
             why = f"{tensor.file} is not in the index, so it is not read"
         elif method is None:
-            why = _without_config(rules, tensor)
+            why = "there is no quantization_config, so no layer has a place for it"
+            if rules.without_config == "refused":
+                raise Refused(
+                    f"there is no quantization_config, so '{tensor.name}' is a name the model does "
+                    "not have; export the scales in a format with a config"
+                )
         elif method.kind == "none":
             why = method.why
-        elif key is not None:
-            params[key] = tensor
+        elif module in directory.modules and parameter.endswith("_scale"):
+            params[module, parameter.removesuffix("_scale")] = tensor
             continue
         elif rules.unknown == "refused":
             raise Refused(
                 f"'{tensor.name}' is a name that the model does not have; its attention modules "
-                f"are called '{min(directory.modules, key=by_number, default='?')}' and so on"
+                f"are called '{min(directory.modules, key=_by_layer, default='?')}' and so on"
             )
         else:
             why = "it is not a name that the engine looks for"
         found.ignored.append((tensor.name, why))
     return params
-
-
-def _without_config(rules: Rules, tensor: ScaleTensor) -> str:
-    if rules.without_config == "refused":
-        raise Refused(
-            f"there is no quantization_config, so '{tensor.name}' is a name the model does not "
-            "have; export the scales in a format with a config"
-        )
-    return "there is no quantization_config, so no layer has a place for it"
-
-
-def _target(
-    directory: ScaleDirectory, rules: Rules, method: Method | None, tensor: ScaleTensor
-) -> tuple[str, str] | None:
-    module, _, parameter = rules.target(tensor.name, method).rpartition(".attn.")
-    letter = parameter.removesuffix("_scale")
-    return (
-        (module, letter) if module in directory.modules and parameter.endswith("_scale") else None
-    )
 
 
 def _outcomes(
@@ -207,7 +192,5 @@ def _outcomes(
     return one_or_per_head(directory, module, tensors, place if per_head else None)
 
 
-def by_number(module: str) -> list[tuple[int, int, str]]:
-    """A key that puts layer 2 before layer 10."""
-    parts = module.split(".")
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+def _by_layer(module: str) -> tuple[int, str]:
+    return layer_of(module) or 0, module

@@ -2,11 +2,14 @@
 
 import math
 import struct
+from array import array
 from collections.abc import Mapping
+from itertools import product
 
+from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
-from calib.verify.place import Place
-from calib.verify.result import Outcome, Refused, Values, default
+from calib.scalefiles.scales_json import ScalesJson
+from calib.verify.result import Outcome, Place, Refused, Simulation, Values, default
 from calib.verify.rules import Method
 
 Tensors = Mapping[str, ScaleTensor | None]  # k, v, q
@@ -15,9 +18,9 @@ Tensors = Mapping[str, ScaleTensor | None]  # k, v, q
 def one_or_per_head(
     directory: ScaleDirectory, module: str, tensors: Tensors, place: Place | None
 ) -> list[Outcome]:
-    """What vLLM's `CompressedTensorsKVCacheMethod` makes of them: ones, overwritten, unchecked.
+    """Load as vLLM's `CompressedTensorsKVCacheMethod`: ones, overwritten without a check.
 
-    `place` where there is a scale per head, None where there is one per layer.
+    `place` is None where there is one scale per layer, not one per head.
     """
     outcomes = []
     for letter, tensor in tensors.items():
@@ -30,7 +33,7 @@ def one_or_per_head(
 
 
 def scalar(module: str, tensors: Tensors, method: Method, factor: float) -> list[Outcome]:
-    """What vLLM's and SGLang's `BaseKVCacheMethod` make of them: -1 where there is none.
+    """Load as vLLM's and SGLang's `BaseKVCacheMethod`: a scale that is absent is -1.
 
     `factor` is 2 where FP8 ends at 240, as files hold scales for 448.
     """
@@ -45,15 +48,17 @@ def scalar(module: str, tensors: Tensors, method: Method, factor: float) -> list
         return [default(module, "k"), default(module, "v"), query]
     if not k > 0:
         raise Refused(f"{module} has a K scale of {k:g} beside a V scale of {v:g}; repair it")
-    both = factor * (k if math.isnan(v) else max(k, v))
-    reason = "there is no V scale: V takes K's"
-    reason = f"a V scale of {v:g} is replaced by K's" if tensors["v"] else reason
-    outcomes = [Outcome(module, "k", "loaded", (both,)), Outcome(module, "v", "loaded", (both,))]
-    return [outcomes[0], Outcome(module, "v", "loaded", (both,), reason), query]
+    both = (factor * (k if math.isnan(v) else max(k, v)),)
+    why = (
+        f"a V scale of {v:g} is replaced by K's"
+        if tensors["v"]
+        else "there is no V scale: V takes K's"
+    )
+    return [Outcome(module, "k", "loaded", both), Outcome(module, "v", "loaded", both, why), query]
 
 
 def pair(module: str, tensors: Tensors, shared: ScaleTensor | None) -> list[Outcome]:
-    """What TGI's `get_kv_scales` makes of them: both K and V, else the shared one, else 1.0."""
+    """Load as TGI's `get_kv_scales`: both K and V, else the scale that they share, else 1.0."""
     k, v = tensors["k"], tensors["v"]
     if k and v:
         return [Outcome(module, x, "loaded", _one(t)) for x, t in (("k", k), ("v", v))]
@@ -61,6 +66,45 @@ def pair(module: str, tensors: Tensors, shared: ScaleTensor | None) -> list[Outc
         value = (_bfloat16(_one(shared)[0]),)
         return [Outcome(module, x, "loaded", value) for x in "kv"]
     return [default(module, x) for x in "kv"]
+
+
+def simulate_json(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
+    """Load `kv_cache_scales.json` as vLLM 0.4: after one mistake every scale is 1.0."""
+    found.flag = found.rules.flag
+    config, json = directory.config or {}, directory.json
+    layers = config.get("num_hidden_layers")
+    count = layers if isinstance(layers, int) and 0 < layers < 100_000 else 0
+    count = count or len(next(iter(json.ranks.values()), {}) if json else {})
+    found.ignored += [(tensor.name, f"only {JSON_FILE} is read") for tensor in directory.tensors]
+    wrong = json and _mistake(json, config, count, place.ranks)
+    found.ignored += [(JSON_FILE, wrong)] if isinstance(wrong, str) else []
+    for index, letter in product(range(count), "kv"):
+        module = f"layer {index}"
+        values = (
+            () if wrong or not json else tuple(json.ranks[r][index] for r in range(place.ranks))
+        )
+        found.outcomes.append(
+            Outcome(module, letter, "loaded", values) if values else default(module, letter)
+        )
+
+
+def _mistake(json: ScalesJson, config: dict[str, object], layers: int, ranks: int) -> str | None:
+    """Why the loader throws the file away: it then logs, and serves on with 1.0."""
+    wanted = config.get("model_type")
+    if "model_type" not in json.model_fields_set:
+        return "it has no model_type, so all of it is thrown away"
+    if wanted is not None and json.model_type != wanted:
+        return (
+            f"its model_type is {str(json.model_type)[:80]!r}, the model's {wanted!r}: thrown away"
+        )
+    if json.dtype != "float8_e4m3fn":
+        return f"its dtype is {json.dtype!r}; only 'float8_e4m3fn' is read"
+    if set(json.ranks) != {*range(ranks)}:
+        return f"it is for {len(json.ranks)} ranks, not for {ranks}: thrown away"
+    missing = {layer for rank in json.ranks.values() for layer in set(range(layers)) ^ set(rank)}
+    if missing:
+        return f"layer {min(missing)} is missing or too many; every layer must be listed"
+    return None
 
 
 def _one(tensor: ScaleTensor) -> Values:
@@ -101,11 +145,9 @@ def heads_of(directory: ScaleDirectory) -> tuple[int, int]:
     Raises:
         Refused: it does not.
     """
-    config = directory.config or {}
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else config
-    heads = text.get("num_attention_heads")
-    kv_heads = text.get("num_key_value_heads") or heads
+    config = directory.text_config
+    heads = config.get("num_attention_heads")
+    kv_heads = config.get("num_key_value_heads") or heads
     if not (isinstance(heads, int) and isinstance(kv_heads, int) and 0 < kv_heads <= heads):
         raise Refused("config.json does not say how many attention heads there are")
     return heads, kv_heads
@@ -117,11 +159,7 @@ def _max(values: Values) -> float:
 
 
 def _float32(value: float) -> float:
-    try:
-        rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
-    except OverflowError:
-        return math.copysign(math.inf, value)
-    return rounded
+    return array("f", [value])[0]
 
 
 def _bfloat16(value: float) -> float:

@@ -1,27 +1,41 @@
-"""What `fp8kv verify` says: which engine loads which scale, and what is wrong with them."""
+"""A directory checked for `fp8kv verify`: which engine loads which scale, and all problems."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from calib.scalefiles.fp8_type import FP8_MAX, fp8_type
-from calib.scalefiles.inspection import Inspection, inspect_directory
-from calib.scalefiles.measured import read_amax
-from calib.verify.against import Fit, compare_with, fit_problems
-from calib.verify.place import Place
-from calib.verify.result import Simulation
+from calib.scalefiles.fp8_type import FP8_MAX
+from calib.scalefiles.measured import Amax, read_amax
+from calib.scalefiles.reading import FoundLayer, FoundScales, read_scales
+from calib.verify.result import Place, Simulation
 from calib.verify.rules import Rules
 from calib.verify.simulate import ONE_GPU, simulate
 
-HEADINGS = ("engine", "K scales", "V scales", "Q scales", "FP8 cache")
+# rounding to bfloat16 takes 0.4 %
+_CLIPS = 1.005
+_NEAR = 0.02
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One layer: the share of the FP8 range that the measured absmax takes, at the worst head."""
+
+    layer: int
+    used: dict[str, float]  # k, v -> amax / (the FP8 maximum * scale); above 1 it clips
+
+    @property
+    def clipped(self) -> list[str]:
+        """Which of K and V are cut off."""
+        return [letter for letter, used in self.used.items() if used > _CLIPS]
 
 
 @dataclass(frozen=True)
 class Verification:
     """A directory beside the rules of engines."""
 
-    inspection: Inspection
+    scales: FoundScales
     simulations: list[Simulation]
     fits: list[Fit]  # beside measured absmax, where that was given
     problems: list[str]
@@ -34,14 +48,12 @@ class Verification:
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
         return {
-            "directory": str(self.inspection.directory.path),
+            "directory": str(self.scales.directory.path),
             "good": self.is_good,
             "problems": self.problems,
             "engines": [
-                {
-                    "engine": each.rules.engine,
-                    "versions": each.rules.versions,
-                    "ran": each.rules.ran,
+                each.rules.model_dump(include={"engine", "versions", "ran"})
+                | {
                     "refused": each.refused,
                     "problem": each.problem,
                     "flag": each.flag,
@@ -59,78 +71,73 @@ def verify_directory(
 ) -> Verification:
     """Simulate loading `path` by each of `rules`.
 
-    Args:
-        path: a checkpoint with scales.
-        rules: of the engines.
-        place: what they run on.
-        against: statistics of a calibration, to compare the scales with.
+    With statistics to set them `against`, their scales are compared with what was measured.
 
     Raises:
         InputError: there are no scales, or a file is damaged.
     """
-    found = inspect_directory(path)
+    found = read_scales(path)
     problems, fits = [*found.problems], []
     if against:
-        amax = read_amax(against)
-        fp8_max = FP8_MAX[fp8_type(found.directory)]
-        fits = compare_with(found.layers, amax, fp8_max)
-        problems += fit_problems(found.layers, fits, amax, fp8_max)
+        amax, fp8_max = read_amax(against), FP8_MAX[found.fp8_dtype]
+        fits = _compare_with(found.layers, amax, fp8_max)
+        problems += _fit_problems(found.layers, fits, amax, fp8_max)
     return Verification(found, [simulate(found.directory, r, place) for r in rules], fits, problems)
 
 
-def table_rows(found: Verification) -> list[tuple[str, ...]]:
-    """A row per engine."""
-    return [
-        (
-            f"{each.rules.engine} {each.rules.versions}",
-            *(_count(each, letter) for letter in "kvq"),
-            "-" if each.refused else each.flag or "by itself",
+def _compare_with(layers: Sequence[FoundLayer], amax: Amax, fp8_max: float) -> list[Fit]:
+    """How each layer's scales fit what was measured; `fp8_max` is the FP8 type's largest value."""
+    fits = []
+    for layer in layers:
+        used = {}
+        for letter in "kv":
+            scales, heads = getattr(layer, letter), amax.get((layer.layer, letter))
+            if scales and heads and len(scales) in (1, len(heads)):
+                each = scales * len(heads) if len(scales) == 1 else scales
+                pairs = zip(heads, each, strict=True)
+                used[letter] = max(h / (fp8_max * s) if s > 0 else float("inf") for h, s in pairs)
+        fits.append(Fit(layer.layer, used))
+    return fits
+
+
+def _fit_problems(
+    layers: Sequence[FoundLayer], fits: Sequence[Fit], amax: Amax, fp8_max: float
+) -> list[str]:
+    """Problems that the comparison shows, one line each."""
+    problems = []
+    clipped = [fit for fit in fits if fit.clipped]
+    if _looks_swapped(layers, amax, fp8_max):
+        problems.append("K scales fit V's measured absmax and V scales K's: they are swapped")
+    elif clipped:
+        worst = max(clipped, key=lambda fit: max(fit.used.values()))
+        problems.append(
+            f"{len(clipped)} layers clip what was measured, layer {worst.layer} the most: its "
+            f"absmax is {max(worst.used.values()):.2f} times what its scale can hold"
         )
-        for each in found.simulations
-    ]
+    used = [value for fit in fits for value in fit.used.values()]
+    for factor, what in ((2.0, "half"), (0.5, "twice")):
+        if used and all(abs(value / factor - 1) < _NEAR for value in used):
+            problems.append(
+                f"every scale is {what} of absmax / {fp8_max:g}, as if made for another FP8 type: "
+                "files hold scales for e4m3fn (448) unless they name another"
+            )
+    absent = {fit.layer for fit in fits} ^ {layer for layer, _ in amax}
+    if absent:
+        problems.append(f"layer {min(absent)} is only in the scales, or only in the statistics")
+    return problems
 
 
-def closing_lines(found: Verification) -> list[str]:
-    """Why scales do not arrive, problems of the scales, and how sure this is."""
-    lines = []
-    for each in found.simulations:
-        reasons = (
-            [each.refused] if each.refused else list(dict.fromkeys(r for _, r in each.ignored))
-        )
-        reasons += list(
-            dict.fromkeys(o.reason for o in each.outcomes if o.status != "default" and o.reason)
-        )
-        reasons += [each.problem] if each.problem else []
-        lines += [f"{each.rules.engine} {each.rules.versions}: {reason}" for reason in reasons[:4]]
-    rounded = {t.dtype for layer in found.inspection.layers for t in layer.tensors} & {
-        "BF16",
-        "F16",
-    }
-    lines += [f"problem: {problem}" for problem in found.problems]
-    lines += [f"note: scales are stored as {dtype}, rounded" for dtype in sorted(rounded)]
-    read = sorted({each.rules.engine for each in found.simulations if not each.rules.ran})
-    if read:
-        lines.append(f"rules of {', '.join(read)} were read in the source, not run")
-    return lines
+def _looks_swapped(layers: Sequence[FoundLayer], amax: Amax, fp8_max: float) -> bool:
+    def mismatch(letter: str, other: str) -> float:
+        ratios = [
+            max(amax[layer.layer, other]) / (fp8_max * max(scales))
+            for layer in layers
+            if (scales := getattr(layer, letter))
+            and (layer.layer, other) in amax
+            and max(scales) > 0
+        ]
+        return median(max(r, 1 / r) if r > 0 else float("inf") for r in ratios) if ratios else 0.0
 
-
-def against_rows(found: Verification) -> list[tuple[str, ...]]:
-    """A row per layer, beside measured absmax."""
-    return [
-        (
-            str(fit.layer),
-            *(f"{fit.used[x]:.0%}" if x in fit.used else "-" for x in "kv"),
-            " and ".join(x.upper() for x in fit.clipped) or "-",
-        )
-        for fit in found.fits
-    ]
-
-
-def _count(simulation: Simulation, letter: str) -> str:
-    if simulation.refused:
-        return "refused"
-    outcomes = [outcome for outcome in simulation.outcomes if outcome.letter == letter]
-    if any(outcome.status == "unknown" for outcome in outcomes):
-        return "not known"
-    loaded = sum(outcome.status == "loaded" for outcome in outcomes)
-    return f"{loaded} of {len(outcomes)}" if loaded else "1.0"
+    straight = max(mismatch("k", "k"), mismatch("v", "v"))
+    crossed = max(mismatch("k", "v"), mismatch("v", "k"))
+    return straight > 2 and 0 < crossed < 1 + _NEAR

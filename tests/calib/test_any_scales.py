@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from command_line import calibrate
-from families import save_model, tiny_model
-from safetensors.torch import save_file
+from families import SHARED_KV, save_model, tiny_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from calib.any_scales import load_any_scales
@@ -217,3 +217,30 @@ def test_fnuz_scales_of_a_tgi_checkpoint_are_the_calibrations(directory, model, 
 
 def test_the_largest_values_are_those_of_the_runtime():
     assert {name: fp8_max(dtype) for name, dtype in FP8_DTYPES.items()} == FP8_MAX
+
+
+@pytest.mark.parametrize("kept", [{0, 1, 2}, {0, 1}], ids=["all layers", "owners alone"])
+def test_layers_that_share_a_cache_take_their_owners_scales(kept, tmp_path):
+    model = tiny_model("gemma3n_text", **SHARED_KV)
+    out = tmp_path / "out"
+    done = calibrate(save_model(model, tmp_path / "model"), "-o", out)
+    assert done.exit_code == 0, done.stderr
+    expected = load_scales(out)
+    scales = load_file(out / "model-fp8kv-scales.safetensors")
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    named = {name: t for name, t in scales.items() if int(name.split(".")[2]) in kept}
+    save_file(named, alone / "model.safetensors")
+    found = load_any_scales(alone, model)
+    assert list(found.layers) == list(expected.layers)
+    assert found.shared == expected.shared
+    assert len(found.shared) == 1
+    for name, layer in expected.layers.items():
+        assert torch.equal(found.layers[name].k, layer.k)
+
+
+@pytest.mark.parametrize("value", [1e-50, 1e39])
+def test_a_scale_beyond_float32_is_none(value, model, tmp_path):
+    write(tmp_path, ["kv_scale"], value=torch.tensor(value, dtype=torch.float64))
+    with pytest.raises(InputError, match="a scale is finite and positive"):
+        load_any_scales(tmp_path, model)

@@ -19,11 +19,11 @@ with atheris.instrument_imports(include=["calib"]):
     from calib.recipe import load_recipe
     from calib.scalefiles.folder import open_scales
     from calib.scalefiles.header import read_header, read_values
-    from calib.scalefiles.inspection import inspect_directory, table_rows
     from calib.scalefiles.json import parse_object
     from calib.scalefiles.names import parse_scale_name
+    from calib.scalefiles.reading import read_scales
     from calib.scalefiles.scales_json import read_scales_json
-    from calib.verify.place import Place
+    from calib.verify.result import Place
     from calib.verify.rules import choose_rules
     from calib.verify.simulate import simulate
 
@@ -71,7 +71,7 @@ def directory(data: bytes) -> None:
     text = rest[:-8]
     file = len(text).to_bytes(8, "little") + text + rest[-8:]
     (model / "model.safetensors").write_bytes(file)
-    table_rows(inspect_directory(model))
+    read_scales(model).to_json()
     found = open_scales(model)
     for rules in ENGINES:
         for place in PLACES:

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -11,8 +13,7 @@ from families import save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.export import FORMATS
-from calib.scalefiles.folder import open_scales
-from calib.scalefiles.reading import layers_of
+from calib.scalefiles.reading import read_scales
 from calib.scales.observers import AbsMax
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats, save_stats
@@ -43,7 +44,7 @@ def attn_head(model, tmp_path_factory):
 
 
 def scales(directory):
-    return [(layer.layer, layer.k, layer.v, layer.q) for layer in layers_of(open_scales(directory))]
+    return [(layer.layer, layer.k, layer.v, layer.q) for layer in read_scales(directory).layers]
 
 
 def convert(source, to, out, *flags):
@@ -109,8 +110,6 @@ def test_strip_leaves_the_model_as_it_was(to, model, tensor, tmp_path):
 
 def damage(directory, out, changes):
     """A copy whose scales are changed; None takes one away."""
-    import shutil
-
     shutil.copytree(directory, out)
     path = out / "model-fp8kv-scales.safetensors"
     tensors = load_file(path)
@@ -233,6 +232,69 @@ def test_statistics_of_other_heads_repair_nothing(attn_head, tmp_path):
     one_line_error(done, "is of another model: it has 3 layers of 4 KV heads")
 
 
+@pytest.mark.parametrize(
+    ("command", "to", "fp8_dtype", "ways_out"),
+    [
+        (
+            "convert {} --without-q",
+            "tgi",
+            "e4m3fn",
+            "Use --to vllm or aphrodite, or add --reduce max",
+        ),
+        ("repair {} --stats {}", "tgi", "e4m3fn", "holds no query scales. Use --to vllm"),
+        ("repair {} --stats {}", "vllm", "e4m3fnuz", "Use --to tgi"),
+        ("convert {} --without-q", "vllm", "e4m3fnuz", "Use --to tgi"),
+        ("convert {} --without-q", "tgi", "e5m2", "Calibrate the model again"),
+    ],
+)
+def test_a_refusal_names_flags_that_the_command_has(
+    command, to, fp8_dtype, ways_out, attn_head, tmp_path
+):
+    source = tmp_path / "source"
+    shutil.copytree(attn_head, source)
+    config = json.loads((source / "config.json").read_text())
+    if fp8_dtype != "e4m3fn":
+        config |= {"kv_cache_torch_dtype": f"float8_{fp8_dtype}"}
+        config["quantization_config"].pop("kv_cache_scheme")
+        (source / "config.json").write_text(json.dumps(config))
+    words = command.replace("{}", str(source)).split()
+    done = fp8kv(*words, "--to", to, "-o", tmp_path / "out")
+    one_line_error(done, f"--to {to}", ways_out)
+    named = set(re.findall(r"--[a-z][a-z0-9-]*", done.stderr))
+    assert named <= set(re.findall(r"--[a-z][a-z0-9-]*", fp8kv(words[0], "--help").stdout))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("value", [1e-50, 1e39])
+def test_a_scale_beyond_float32_is_of_no_use(value, tensor, tmp_path):
+    broken = damage(tensor, tmp_path / "broken", {})
+    path = broken / "model-fp8kv-scales.safetensors"
+    wide = {n: torch.full_like(t, value, dtype=torch.float64) for n, t in load_file(path).items()}
+    save_file(wide, path)
+    done = fp8kv("convert", broken, "--to", "tgi", "-o", tmp_path / "out")
+    one_line_error(done, "a scale is finite and positive")
+    done = fp8kv("repair", broken, "--stats", tensor, "-o", tmp_path / "repaired")
+    assert done.exit_code == 0, done.stderr
+    assert scales(tmp_path / "repaired") == scales(tensor)
+
+
+@pytest.mark.parametrize("command", ["convert {} --to tgi", "strip {}", "repair {} --stats {}"])
+def test_an_output_without_weights_is_told_where_they_are(command, model, tensor, tmp_path):
+    bare = calibrated(model, tmp_path / "bare", "--weights", "none")
+    words = command.replace("{}", str(bare)).split()
+    done = fp8kv(*words, "-o", tmp_path / "out")
+    one_line_error(done, "--weights none", "put the source's weight files beside", "give the sourc")
+    assert "download" not in done.stderr
+    # and so it is
+    shutil.copy(model / "model.safetensors", bare)
+    done = fp8kv(*words, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    weights = load_file(next((tmp_path / "out").glob("model[.-]*safetensors")))
+    assert weights["model.norm.weight"].shape == (64,)
+    if command != "strip {}":
+        assert scales(tmp_path / "out") == scales(tensor)
+
+
 @pytest.mark.parametrize("command", ["convert", "repair"])
 def test_scales_alone_make_no_fp8kv_output(command, tensor, tmp_path):
     flags = ("--stats", tensor) if command == "repair" else ()
@@ -245,7 +307,7 @@ def test_a_layer_without_scales_is_not_left_out(tensor, tmp_path):
     gone = {f"model.layers.2.self_attn.{x}_scale": None for x in "kv"}
     broken = damage(tensor, tmp_path / "broken", gone)
     done = fp8kv("convert", broken, "--to", "tgi", "-o", tmp_path / "out")
-    one_line_error(done, "the K scale of model.layers.2.self_attn is missing")
+    one_line_error(done, "the k_scale of layer 2 is missing")
     assert not (tmp_path / "out").exists()
 
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from calib.rewrite.convert import convert
-from calib.scalefiles.folder import open_scales
-from calib.scalefiles.reading import layers_of
+from calib.scalefiles.reading import read_scales
 
 # no deadline: a machine that is busy would fail it; a fixture of the module may be shared
 QUICK = settings(
@@ -59,7 +58,7 @@ def pairs(values, dtype):
 
 
 def scales(directory):
-    return [(layer.layer, [*layer.k], [*layer.v]) for layer in layers_of(open_scales(directory))]
+    return [(layer.layer, [*layer.k], [*layer.v]) for layer in read_scales(directory).layers]
 
 
 def layers_of_model(model):

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from calib.errors import InputError
 from calib.scalefiles.folder import open_scales
-from calib.scalefiles.inspection import inspect_directory
+from calib.scalefiles.reading import read_scales
 
 LAYER = "model.layers.{}.self_attn"
 HUGE = 10**400
@@ -34,11 +34,11 @@ def layers(k=0.02, v=0.01, count=2, **more):
 
 
 def problems(directory):
-    return inspect_directory(directory).problems
+    return read_scales(directory).problems
 
 
 def test_scales_are_found_by_layer(tmp_path):
-    found = inspect_directory(write(tmp_path, layers([0.5, 0.25], 0.125)))
+    found = read_scales(write(tmp_path, layers([0.5, 0.25], 0.125)))
     assert [(layer.layer, layer.k, layer.v, layer.q) for layer in found.layers] == [
         (0, (0.5, 0.25), (0.125,), None),
         (1, (0.5, 0.25), (0.125,), None),
@@ -58,7 +58,7 @@ def test_what_sees_has_no_cache(tmp_path):
 
 def test_a_scale_of_one_alone_replaces_that_of_both(tmp_path):
     tensors = {f"{LAYER.format(0)}.kv_scale": torch.tensor(2.0), **layers(count=1, k=0.5)}
-    (layer,) = inspect_directory(write(tmp_path, tensors)).layers
+    (layer,) = read_scales(write(tmp_path, tensors)).layers
     assert layer.k == (0.5,)
     assert layer.v == (pytest.approx(0.01),)
 

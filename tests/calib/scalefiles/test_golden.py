@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from scale_directories import lines_of
 
 from calib.scalefiles.folder import open_scales
-from calib.scalefiles.inspection import inspect_directory
+from calib.scalefiles.reading import read_scales
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = sorted(path.parent for path in GOLDEN.glob("*/*/expected.json"))
@@ -48,7 +48,7 @@ def test_every_scale_is_found_and_exact(case):
 @pytest.mark.parametrize("case", RUNNING_MAX, ids=named)
 def test_k_and_v_are_what_was_measured(case):
     amax = expected(case)["amax"]
-    for layer in inspect_directory(case).layers:
+    for layer in read_scales(case).layers:
         measured = amax[f"model.layers.{layer.layer}.self_attn"]
         for letter in "kv":
             scales, heads = getattr(layer, letter), measured[letter]

@@ -7,8 +7,7 @@ import pytest
 from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 
-from calib.scalefiles.folder import open_scales
-from calib.scalefiles.reading import layers_of
+from calib.scalefiles.reading import read_scales
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +87,7 @@ def test_a_json_file_alone_is_converted_beside_a_model(model, several, tmp_path)
     shutil.copy(alone / "kv_cache_scales.json", tmp_path / "both")
     done = fp8kv("convert", tmp_path / "both", "--to", "tgi", "-o", tmp_path / "out")
     assert done.exit_code == 0, done.stderr
-    found = layers_of(open_scales(tmp_path / "out"))
+    found = read_scales(tmp_path / "out").layers
     factors = json.loads((alone / "kv_cache_scales.json").read_text())["kv_cache"]
     assert [layer.k[0] for layer in found] == [
         pytest.approx(scale) for scale in factors["scaling_factor"]["0"].values()

@@ -5,7 +5,7 @@ from command_line import fp8kv
 from scale_directories import COMPRESSED, GOOD, lines_of, model
 
 from calib.scalefiles.folder import open_scales
-from calib.verify.place import Place
+from calib.verify.result import Place
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
 

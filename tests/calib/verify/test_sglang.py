@@ -129,7 +129,7 @@ def test_its_first_version_with_these_scales_has_one_home():
     root = Path(__file__).parents[3]
     texts = [root / "README.md", *(root / "docs").glob("*.md")]
     texts += [file for name in ("calib", "commands") for file in (root / name).rglob("*.py")]
-    texts += (root / "calib" / "engines").glob("sglang*.yaml")
+    texts += (root / "calib" / "verify").glob("sglang*.yaml")
     version = rf"{MONTH}|\d+\.\d+\.\d+"
     said = re.compile(rf"SGLang[^|.;`()]{{0,40}}?({version})|(?:since|until): ({version})")
     found = {(file.name, a or b) for file in texts for a, b in said.findall(file.read_text())}
