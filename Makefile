@@ -47,7 +47,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 OUT := build/interop
 CALIBRATE := $(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs \
 	--samples 4 --seq-len 128 --overwrite --quiet
-SMOLLM2_DIRECTORY = $(BIN)/python -c 'from calib.model.builtin import builtin_model as b; print(b("builtin:smollm2"))'
+SMOLLM2_DIRECTORY = $(BIN)/python -c 'from calib.model.find import builtin_model as b; print(b("builtin:smollm2"))'
 LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn_head-qkv \
 	tgi-to-vllm heads-to-modelopt
 

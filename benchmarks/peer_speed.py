@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from workload import DATASET, DTYPE, MODEL, load_documents, make_recipe
 
-from calib.model.checkpoint import read_json
-from calib.model.load import find_checkpoint
+from calib.model.find import find_checkpoint
+from calib.scalefiles.json import read_object
 
 HERE = Path(__file__).parent
 OURS = "fp8kv"
@@ -97,7 +97,7 @@ def _run(
         subprocess.run(
             [str(part) for part in command], stdout=file, stderr=subprocess.STDOUT, check=True
         )
-    run = read_json(output)
+    run = read_object(output)
     return run | {"tokens_per_second": run["tokens"] / run["seconds"]["calibrate"]}
 
 

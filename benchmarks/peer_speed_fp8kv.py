@@ -13,9 +13,10 @@ from calib.data import make_batches, resolve_batch_size
 from calib.export import export
 from calib.measure.attention import map_attention
 from calib.measure.loop import calibrate
-from calib.model.checkpoint import Checkpoint, open_checkpoint, read_json
+from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.model.load import load_config, load_model
 from calib.output.checkpoint_directory import write_checkpoint
+from calib.scalefiles.json import read_object
 from calib.scales.derive import derive_scales
 from calib.scales.scales import KVScales
 
@@ -24,7 +25,7 @@ def main() -> None:
     """Run one calibration as told and write what it took."""
     args = _arguments()
     torch.set_num_threads(args.threads)
-    samples = read_json(args.documents)["samples"]
+    samples = read_object(args.documents)["samples"]
     recipe = make_recipe(len(samples), args.seq_len)
     checkpoint = open_checkpoint(args.model)
     clock = [time.perf_counter()]

@@ -17,7 +17,7 @@ from scale_child import calibrate_in_child
 from torch import Tensor
 from transformers import LlamaConfig
 
-from calib.model.builtin import builtin_model
+from calib.model.find import builtin_model
 from calib.sizes import parse_size
 
 TOKENIZER = "builtin:smollm2"

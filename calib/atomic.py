@@ -12,16 +12,16 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from calib.errors import InputError
 
-# what this process has written so far, so that a run that is stopped can say it
+# outputs of this process so far, so that a run that is stopped can name them
 WRITTEN: list[Path] = []
 
-_RELATIVE_TO_WORKING_DIRECTORY = -100  # AT_FDCWD
 _EXCHANGE = 2  # RENAME_EXCHANGE
 # file systems without locks; there the last rename finds what another run wrote
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -37,12 +37,10 @@ class Claim:
 
 @contextmanager
 def claimed(out: Path, *, overwrite: bool = False, wait: bool = False) -> Iterator[Claim]:
-    """Keep other runs from writing `out` while the block runs.
+    """Keep other runs from writing the directory `out` while the block runs.
 
-    Args:
-        out: a directory, or where one will be.
-        overwrite: whether the directory that is there now may be replaced.
-        wait: for another run that writes it, instead of an error.
+    With `overwrite` the directory that is there now may be replaced; with `wait` another run that
+    writes it is waited for, and is no error.
 
     Raises:
         InputError: another run writes it, or nothing can be written there.
@@ -102,12 +100,8 @@ def atomic_directory(
 ) -> Iterator[Path]:
     """Give a scratch directory that becomes `out` when the block ends well, and is gone otherwise.
 
-    What a killed process left behind goes with the next one that writes `out`.
-
-    Args:
-        out: the directory; absent, or empty, or one to overwrite.
-        overwrite: replace the directory that is there now.
-        claim: of a run that has claimed `out` before; it says what may be replaced.
+    `out` is absent, or empty, or replaced with `overwrite`; a `claim` on it, made before, says what
+    may be replaced. Leftovers of a killed process go with the next one that writes `out`.
 
     Raises:
         InputError: the file system refuses to write, as on a full disk, another run writes `out`,
@@ -163,7 +157,7 @@ def _overwrite(scratch: Path, claim: Claim) -> bool:
 def _exchange(first: Path, second: Path) -> bool:
     """Swap the names of two directories in one step; False where the system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    here = _RELATIVE_TO_WORKING_DIRECTORY
+    here = -100  # AT_FDCWD: relative to the working directory
     return bool(rename and rename(here, bytes(first), here, bytes(second), _EXCHANGE) == 0)
 
 
@@ -172,20 +166,10 @@ def _remove_abandoned(out: Path) -> None:
     name = re.escape(f".{out.name}.{socket.gethostname()}-") + r"(\d+)\.(?:partial|old)"
     for path in out.parent.iterdir():
         match = re.fullmatch(name, path.name)
-        if match and not _is_running(int(match[1])):
+        if match and not psutil.pid_exists(int(match[1])):
             if path.suffix == ".old" and not out.exists():
                 path.rename(out)  # its process ended between two renames
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ HEADINGS = ("kernel", "sequences", "FP8, µs", "TB/s", "of a copy", "float16, µ
 
 @dataclass(frozen=True)
 class Row:
-    """One case: microseconds on the GPU, cold L2, on FP8 and on a cache of float16."""
+    """One case, timed on the GPU with a cold L2, on a cache of FP8 and on one of float16."""
 
     kernel: str
     case: str
@@ -29,7 +29,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Result:
-    """What was found; no rows without a GPU."""
+    """Times of the kernels; no rows without a GPU."""
 
     gpu: str
     heads: Heads
@@ -38,20 +38,19 @@ class Result:
     rows: list[Row]
 
     def to_json(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """The object that `--json` prints."""
         return asdict(self)
 
     @property
     def title(self) -> str:
-        """Of the table."""
+        """Heading of the table."""
         return f"{self.gpu}: {'/'.join(map(str, self.heads))} query heads / KV heads / head_dim"
 
     def cells(self, row: Row) -> tuple[str, ...]:
-        """A row as text."""
+        """Texts of a row of the table."""
         share = row.tb_per_s / self.copy_tb_per_s if self.copy_tb_per_s else 0.0
-        ratio = row.float16_us / row.us
         times = (f"{row.us:.1f}", f"{row.tb_per_s:.2f}", f"{share:.0%}", f"{row.float16_us:.1f}")
-        return (row.kernel, row.case, *times, f"{ratio:.2f}x")
+        return (row.kernel, row.case, *times, f"{row.float16_us / row.us:.2f}x")
 
 
 def parse_heads(text: str) -> Heads:
@@ -82,14 +81,8 @@ def run_bench(
     """Check the kernels, with `tune` find their fastest configs first, and time them.
 
     Without a GPU they are checked at small shapes, in Triton's interpreter, and nothing is timed.
-
-    Args:
-        model: whose heads; without it, `heads`.
-        heads: query heads, KV heads and head_dim, `32/8/128`.
-        block_size: tokens per block.
-        tune: keep the fastest configs of this GPU for all later launches.
-        trust_remote_code: run the model's own code to read its config.
-        say: like print; told what is done.
+    The heads are those of `model`, or `heads` where it is None; a block has `block_size` tokens.
+    `say` is called like print.
 
     Raises:
         InputError: `tune` without a GPU, no Triton, or a shape that kernels do not handle.
@@ -100,7 +93,12 @@ def run_bench(
         raise InputError("--tune times kernels on a GPU, and torch finds none here")
     if not gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported, now or by others
-    shape = _heads_of(model, trust_remote_code) if model else parse_heads(heads)
+    if model:
+        from calib.plan.shape import attention_heads
+
+        shape = attention_heads(model, trust_remote_code=trust_remote_code)
+    else:
+        shape = parse_heads(heads)
     try:
         from fp8kv_runtime.bench.session import Bench
     except ImportError as missing:
@@ -124,9 +122,3 @@ def _run(bench: "Bench", heads: Heads, *, tune: bool, say: Callable[..., None]) 
         return Result("no GPU", heads, None, tuned, [])
     copy, rows = bench.measure()
     return Result(bench.gpu, heads, copy, tuned, [Row(**row) for row in rows])
-
-
-def _heads_of(model: str, trust_remote_code: bool) -> Heads:
-    from calib.plan.shape import attention_heads
-
-    return attention_heads(model, trust_remote_code=trust_remote_code)

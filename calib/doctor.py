@@ -1,4 +1,4 @@
-"""What this machine can run, as rows of (what, found)."""
+"""Facts about this machine and what it can run, as rows of (subject, finding)."""
 
 import importlib.util
 import os
@@ -22,7 +22,8 @@ def examine() -> list[tuple[str, str]]:
         *((name, _version(name)) for name in _PACKAGES),
         ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"),
         ("bfloat16 on this CPU", _bfloat16()),
-        *_gpus(),
+        *((f"GPU {i}", _gpu(i)) for i in range(torch.cuda.device_count())),
+        *([] if torch.cuda.is_available() else [("GPU", "none that torch can use")]),
         ("kernel configs", _configs()),
         ("calibration", "runs here (CPU and GPU)"),
         ("builtin:smollm2", _builtin()),
@@ -40,12 +41,6 @@ def _bfloat16() -> str:
     if torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return "multiplied as such"
     return "emulated, several times slower than float32: calibrate with --dtype float32"
-
-
-def _gpus() -> list[tuple[str, str]]:
-    if not torch.cuda.is_available():
-        return [("GPU", "none that torch can use")]
-    return [(f"GPU {i}", _gpu(i)) for i in range(torch.cuda.device_count())]
 
 
 def _gpu(index: int) -> str:

@@ -14,13 +14,8 @@ from calib.errors import InputError
 from calib.measure.attention import map_attention
 from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids, input_device
-from calib.model.load import (
-    check_positions,
-    find_checkpoint,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from calib.model.find import find_checkpoint
+from calib.model.load import check_positions, load_config, load_model, load_tokenizer
 from calib.recipe import load_recipe
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError
@@ -31,7 +26,7 @@ UNIT_SCALES = "none"  # what --scales takes for scale 1.0 everywhere
 
 @dataclass(frozen=True)
 class GenerationOptions:
-    """How text is generated."""
+    """Settings of a generation."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0  # 0: greedy
@@ -68,12 +63,12 @@ class Generated:
 
     @property
     def bytes_per_token_16bit(self) -> int:
-        """The same in float16 or bfloat16."""
+        """Bytes of a token's K and V in float16 or bfloat16."""
         return 2 * self.bytes_per_token
 
     @property
     def cache_bytes_16bit(self) -> int:
-        """Of the same tokens in 16 bits, not rounded up to blocks."""
+        """Bytes of the same tokens in 16 bits, not rounded up to blocks."""
         return self.bytes_per_token_16bit * self.cached_tokens
 
     @property
@@ -109,7 +104,7 @@ def generate_text(
         model_name: local directory, Hub id or `builtin:` name.
         prompt: text to continue.
         scales: a directory with scales of any tool, or `none` for scale 1.0; default: the model's.
-        options: see `GenerationOptions`.
+        options: of the generation.
         overrides: recipe keys that say how the model is loaded: device, dtype, trust_remote_code.
         on_text: called with each piece of text as it comes.
 
@@ -129,7 +124,15 @@ def generate_text(
     model = load_model(checkpoint, config, recipe)
     check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
     inputs = inputs.to(input_device(model))
-    return _run(model, tokenizer, inputs, opened(model), options, on_text)
+    try:
+        with fp8_attention(model, opened(model), backend=options.backend):
+            fp8, cache = _generate(model, tokenizer, inputs, options, on_text)
+    except AttentionError as error:
+        raise InputError(str(error)) from error
+    plain = _generate(model, tokenizer, inputs, options, None)[0] if options.compare else None
+    blocks, tokens = paged_cache(cache), inputs["input_ids"].shape[0] * cache.get_seq_length()
+    block_size, bytes_per_token = blocks.block_size, blocks.bytes_per_token
+    return Generated(fp8, plain, tokens, block_size, bytes_per_token, blocks.num_bytes_used)
 
 
 def unit_scales(model: PreTrainedModel) -> KVScales:
@@ -162,26 +165,6 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, prompt: str, *, chat: bool) ->
     )
 
 
-def _run(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    inputs: Any,
-    scales: KVScales,
-    options: GenerationOptions,
-    on_text: Callable[[str], None] | None,
-) -> Generated:
-    try:
-        with fp8_attention(model, scales, backend=options.backend):
-            fp8, cache = _generate(model, tokenizer, inputs, options, on_text)
-    except AttentionError as error:
-        raise InputError(str(error)) from error
-    plain = _generate(model, tokenizer, inputs, options, None)[0] if options.compare else None
-    blocks, tokens = paged_cache(cache), inputs["input_ids"].shape[0] * cache.get_seq_length()
-    return Generated(
-        fp8, plain, tokens, blocks.block_size, blocks.bytes_per_token, blocks.num_bytes_used
-    )
-
-
 def _generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -191,6 +174,10 @@ def _generate(
 ) -> tuple[Generation, Cache]:
     if options.compare:  # the first pass after loading is slow, and would count against one of two
         model.generate(**inputs, max_new_tokens=2, do_sample=False)
+    streamer = None
+    if on_text is not None:
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer.on_finalized_text = lambda text, stream_end=False: on_text(text)
     torch.manual_seed(options.seed)
     # below, float32 holds no probability but 0 and 1
     sampling = {"temperature": options.temperature} if options.temperature > 1e-4 else {}
@@ -200,21 +187,10 @@ def _generate(
         max_new_tokens=options.max_new_tokens,
         do_sample=bool(sampling),
         **sampling,
-        streamer=None if on_text is None else _Streamer(tokenizer, on_text),
+        streamer=streamer,
         return_dict_in_generate=True,
     )
     seconds = time.perf_counter() - start
     token_ids = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
     text = tokenizer.decode(token_ids, skip_special_tokens=True)
     return Generation(text, token_ids, seconds), output.past_key_values
-
-
-class _Streamer(TextStreamer):  # type: ignore[misc]
-    """Hands finished pieces of text to a function."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._on_text = on_text
-
-    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._on_text(text)

@@ -17,11 +17,10 @@ from calib.measure.distributed import World, joined_world
 from calib.measure.loop import calibrate
 from calib.measure.resume import SavedProgress, progress_file
 from calib.model.checkpoint import Checkpoint, fingerprint
-from calib.offload.entry import measure_layers
+from calib.offload.layerwise import measure_layers
 from calib.output.card import dataset_facts
-from calib.output.finish import Result, finish
+from calib.output.finish import Destination, Result, finish
 from calib.output.in_place import check_in_place
-from calib.output.writing import Destination
 from calib.prepare import Prepared, check_before_loading, prepare
 from calib.progress import Progress
 from calib.recipe import Recipe
@@ -80,14 +79,11 @@ class _Run:
 
     def load(self, recipe: Recipe, held: ExitStack) -> tuple[Checkpoint, Prepared]:
         self.progress.stage("load")
-        output, in_place = self.destination.path, self.destination.in_place
-        overwrite = self.destination.overwrite
-        checkpoint = check_before_loading(
-            self.model_name, recipe, output, in_place=in_place, overwrite=overwrite
-        )
+        to = self.destination
+        checkpoint = check_before_loading(self.model_name, recipe, to)
         if self.world.is_first:
-            claim = held.enter_context(claimed(output, overwrite=overwrite or in_place))
-            self.destination = replace(self.destination, claim=claim)
+            claim = held.enter_context(claimed(to.path, overwrite=to.overwrite or to.in_place))
+            self.destination = replace(to, claim=claim)
         prepared = prepare(checkpoint, recipe, self.world.size)
         self._lap("load")
         return checkpoint, prepared
@@ -107,14 +103,10 @@ class _Run:
             output = self.destination.path
             stats = measure_layers(prepared.layers, mine, recipe, output, self.progress)
         else:
+            model, attention = prepared.model, prepared.attention
+            saved, advance = self._saved(checkpoint, prepared), self.progress.advance
             stats = calibrate_share(
-                prepared.model,
-                mine,
-                recipe,
-                prepared.attention,
-                self._saved(checkpoint, prepared),
-                resume=self.resume,
-                advance=self.progress.advance,
+                model, mine, recipe, attention, saved, resume=self.resume, advance=advance
             )
         self._lap("calibrate")
         return stats
@@ -123,17 +115,9 @@ class _Run:
         self.progress.stage("write")
         result = None
         if self.world.is_first:
+            what = (self.model_name, checkpoint, prepared.recipe, stats, self.destination)
             facts, warnings = dataset_facts(prepared.data), prepared.data.warnings
-            result = finish(
-                self.model_name,
-                checkpoint,
-                prepared.recipe,
-                stats,
-                self.destination,
-                facts,
-                warnings,
-                threads=torch.get_num_threads(),
-            )
+            result = finish(*what, facts, warnings, threads=torch.get_num_threads())
             self._lap("write")
             result = replace(result, seconds=self.seconds)
         progress_file(self.destination.path, self.world.rank).unlink(missing_ok=True)
@@ -173,16 +157,10 @@ def calibrate_share(
     resume: bool,
     advance: Callable[[int], None] = lambda tokens: None,
 ) -> KVStats:
-    """Calibrate on `batches`, saving now and then; with `resume`, only on those not yet done.
+    """Calibrate on this process's `batches`, keeping progress in `saved` now and then.
 
-    Args:
-        model: the model.
-        batches: this process's.
-        recipe: says what is collected.
-        attention: the model's cached attention modules.
-        saved: where progress is kept.
-        resume: go on where an earlier run of the same kind was stopped.
-        advance: called with the tokens of each batch.
+    With `resume` it goes on where an earlier run of the same kind was stopped. `advance` is called
+    with the tokens of each batch.
 
     Raises:
         InputError: the saved progress is damaged or of another run, or cannot be written.
@@ -198,18 +176,17 @@ def calibrate_share(
         )
     for batch in batches[:done]:
         advance(batch.num_tokens)
+    if before is not None and done == len(batches):
+        return before
+
+    def merged(new: KVStats) -> KVStats:
+        return new if before is None else before.merge(new)
 
     def on_batch(batch: Batch, so_far: Callable[[], KVStats]) -> None:
         nonlocal done
         done += 1
         advance(batch.num_tokens)
-        saved.save_sometimes(lambda: _merged(before, so_far()), done)
+        saved.save_sometimes(lambda: merged(so_far()), done)
 
-    if before is not None and done == len(batches):
-        return before
     rest = batches[done:]
-    return _merged(before, calibrate(model, rest, recipe, attention=attention, on_batch=on_batch))
-
-
-def _merged(before: KVStats | None, new: KVStats) -> KVStats:
-    return new if before is None else before.merge(new)
+    return merged(calibrate(model, rest, recipe, attention=attention, on_batch=on_batch))

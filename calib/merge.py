@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
-from calib.model.checkpoint import fingerprint, read_json
-from calib.model.load import find_checkpoint
+from calib.model.checkpoint import fingerprint
+from calib.model.find import find_checkpoint
 from calib.output.checkpoint_directory import check_output
-from calib.output.finish import Result, finish
-from calib.output.writing import Destination
+from calib.output.finish import Destination, Result, finish
 from calib.recipe import Recipe, load_recipe
 from calib.scalefiles.calibrations import absent
 from calib.scalefiles.file_names import CALIBRATION_FILE
+from calib.scalefiles.json import read_object
 from calib.scales.derive import recipe_observer
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
@@ -24,13 +24,9 @@ from calib.scales.stats_file import load_stats
 def merge(
     directories: Sequence[Path], output: Path, *, model: str | None = None, overwrite: bool = False
 ) -> Result:
-    """Merge finished calibrations; scales are derived and written as the first one's recipe says.
+    """Merge two or more outputs of `fp8kv calibrate` as the first one's recipe says.
 
-    Args:
-        directories: outputs of `fp8kv calibrate`, two or more.
-        output: directory to write.
-        model: where the model is now; default: where the first calibration found it.
-        overwrite: replace an earlier output.
+    `model` is where the model is now, by default where the first calibration found it.
 
     Raises:
         InputError: one is no calibration, or they are of different models, revisions or capture
@@ -39,10 +35,10 @@ def merge(
     """
     if len(directories) < 2:
         raise InputError("merge takes two or more calibrations; give their directories")
-    reports = [_report(directory) for directory in directories]
-    recipes = [load_recipe(str(directory / CALIBRATION_FILE)) for directory in directories]
-    for runs in combinations(zip(directories, reports, recipes, strict=True), 2):
-        _check_same(*runs)
+    runs = [_Run(path) for path in directories]
+    for pair in combinations(runs, 2):
+        _check_same(*pair)
+    reports = [run.report for run in runs]
     name = model or reports[0]["model"]
     checkpoint = find_checkpoint(name)
     if fingerprint(checkpoint) != reports[0]["checkpoint"]:
@@ -54,65 +50,54 @@ def merge(
     stats = reduce(KVStats.merge, map(load_stats, directories))
     dataset = _merged_data([report["dataset"] for report in reports])
     warnings = dict.fromkeys(line for report in reports for line in report["warnings"])
-    return finish(
-        name,
-        checkpoint,
-        recipes[0],
-        stats,
-        Destination(output, overwrite=overwrite),
-        dataset,
-        [*warnings, *_other_threads(directories, reports)],
-        threads=_threads(reports)[0] if len({*_threads(reports)}) == 1 else None,
-    )
+    what = (name, checkpoint, runs[0].recipe, stats, Destination(output, overwrite=overwrite))
+    counts = {run.threads for run in runs}
+    threads = counts.pop() if len(counts) == 1 else None
+    return finish(*what, dataset, [*warnings, *_other_threads(runs)], threads=threads)
 
 
-def _threads(reports: Sequence[dict[str, Any]]) -> list[int | None]:
-    counts = [report.get("threads") for report in reports]
-    return [count if isinstance(count, int) else None for count in counts]  # old runs have none
+class _Run:
+    """A finished calibration, as it says of itself."""
+
+    def __init__(self, path: Path) -> None:
+        file = path / CALIBRATION_FILE
+        if not file.exists():
+            raise absent(path, f"'{path}' has no {CALIBRATION_FILE}: it is no calibration")
+        self.path, self.report = path, read_object(file)
+        if not {"model", "checkpoint", "dataset", "warnings"} <= self.report.keys():
+            raise InputError(f"'{file}' does not say what was calibrated; calibrate again")
+        self.recipe = load_recipe(str(file))
+        threads = self.report.get("threads")  # old runs have none
+        self.threads = threads if isinstance(threads, int) else None
 
 
-def _other_threads(directories: Sequence[Path], reports: Sequence[dict[str, Any]]) -> list[str]:
-    of = {n: path for path, n in zip(directories, _threads(reports), strict=True) if n is not None}
-    first = next(iter(of), None)
+def _other_threads(runs: Sequence[_Run]) -> list[str]:
+    paths = {run.threads: run.path for run in runs if run.threads is not None}
+    first = next(iter(paths), None)
     return [
-        f"'{of[first]}' was measured with {first} threads and '{of[count]}' with {count}: on a CPU "
+        f"'{paths[first]}' was measured with {first} threads and '{path}' with {count}: on a CPU "
         "a model's last bits can depend on that, so these may differ from one run over all the data"
-        for count in of
+        for count, path in paths.items()
         if first is not None and count != first
     ]
 
 
-def _report(directory: Path) -> dict[str, Any]:
-    if not (directory / CALIBRATION_FILE).exists():
-        raise absent(directory, f"'{directory}' has no {CALIBRATION_FILE}: it is no calibration")
-    report = read_json(directory / CALIBRATION_FILE)
-    if not {"model", "checkpoint", "dataset", "warnings"} <= report.keys():
-        raise InputError(
-            f"'{directory / CALIBRATION_FILE}' does not say what was calibrated; calibrate again"
-        )
-    return report
-
-
-def _check_same(
-    a: tuple[Path, dict[str, Any], Recipe], b: tuple[Path, dict[str, Any], Recipe]
-) -> None:
-    (first, mine, recipe), (other, theirs, other_recipe) = a, b
+def _check_same(first: _Run, other: _Run) -> None:
+    both, mine, theirs = f"'{first.path}' and '{other.path}'", first.report, other.report
     if mine["checkpoint"] != theirs["checkpoint"]:
         raise InputError(
-            f"'{first}' and '{other}' are of different models or revisions ({mine['model']}, "
-            f"{theirs['model']}); merge only runs of one"
+            f"{both} are of different models or revisions ({mine['model']}, {theirs['model']}); "
+            "merge only runs of one"
         )
-    captured = [_capture(each) for each in (recipe, other_recipe)]
-    for name, value in captured[0].items():
-        if value != captured[1][name]:
+    wanted = _capture(other.recipe)
+    for name, value in _capture(first.recipe).items():
+        if value != wanted[name]:
             raise InputError(
-                f"'{first}' and '{other}' were captured with different {name} ({value}, "
-                f"{captured[1][name]}); calibrate both with the same"
+                f"{both} were captured with different {name} ({value}, {wanted[name]}); calibrate "
+                "both with the same"
             )
     if {*_parts(mine["dataset"])} & {*_parts(theirs["dataset"])}:
-        raise InputError(
-            f"'{first}' and '{other}' have read the same data; merging them adds nothing"
-        )
+        raise InputError(f"{both} have read the same data; merging them adds nothing")
 
 
 def _parts(dataset: dict[str, Any]) -> list[str]:

@@ -1,11 +1,11 @@
 """Everything a calibration needs before its first forward pass, checked."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
-from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.export import check_format
@@ -13,13 +13,13 @@ from calib.measure.attention import AttentionMap, map_attention
 from calib.model.checkpoint import Checkpoint
 from calib.model.config import making_sense
 from calib.model.devices import check_token_ids, input_device
-from calib.model.load import find_checkpoint, fit_seq_len, load_config, load_model, load_tokenizer
-from calib.offload.choice import resolve_offload
-from calib.offload.entry import open_layers
-from calib.offload.layerwise import LayerwiseModel
+from calib.model.find import find_checkpoint
+from calib.model.load import fit_seq_len, load_config, load_model, load_tokenizer
+from calib.offload.layerwise import LayerwiseModel, open_layers
+from calib.offload.memory import resolve_offload
 from calib.offload.skeleton import load_skeleton
 from calib.output.checkpoint_directory import check_output
-from calib.output.writing import make_exports
+from calib.output.finish import Destination, make_exports
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales, LayerScales
 
@@ -35,9 +35,7 @@ class Prepared:
     recipe: Recipe  # as resolved
 
 
-def check_before_loading(
-    model_name: str, recipe: Recipe, output: Path, *, in_place: bool, overwrite: bool
-) -> Checkpoint:
+def check_before_loading(model_name: str, recipe: Recipe, destination: Destination) -> Checkpoint:
     """Find the checkpoint, and refuse what cannot be written before any weight is read.
 
     Raises:
@@ -54,8 +52,8 @@ def check_before_loading(
             center_keys=recipe.center_keys,
         )
     checkpoint = find_checkpoint(model_name)
-    if not in_place:
-        check_output(output, checkpoint.path, overwrite=overwrite)
+    if not destination.in_place:
+        check_output(destination.path, checkpoint.path, overwrite=destination.overwrite)
     return checkpoint
 
 
@@ -68,16 +66,15 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
         Fp8kvError: anything that a user can put right.
     """
     config = load_config(checkpoint, recipe)
-    recipe, notes = _fit_positions(config, recipe)
+    given = "seq_len" in recipe.data.model_fields_set
+    seq_len, notes = fit_seq_len(config, recipe.data.seq_len, given=given)
+    recipe = _with_data(recipe, seq_len=seq_len) if notes else recipe
     recipe = resolve_offload(checkpoint, config, recipe)
     by_layer = recipe.offload == "layerwise"
-    loaded: list[PreTrainedModel] = []
 
+    @cache
     def model() -> PreTrainedModel:
-        if not loaded:
-            load = load_skeleton if by_layer else load_model
-            loaded.append(load(checkpoint, config, recipe))
-        return loaded[0]
+        return (load_skeleton if by_layer else load_model)(checkpoint, config, recipe)
 
     tokenizer = load_tokenizer(checkpoint, recipe)
     data = load_data(recipe.data, tokenizer, model)
@@ -87,35 +84,21 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.layout.attention if layers else map_attention(model())
     _rehearse(attention, checkpoint, recipe)
-    device = layers.device if layers else input_device(model())
-    size = shared_batch_size(recipe.data, device.type, data.samples, processes)
-    return Prepared(model(), layers, data, attention, _resolve(recipe, model(), device, size))
+    device = (layers.device if layers else input_device(model())).type
+    size = shared_batch_size(recipe.data, device, data.samples, processes)
+    dtype = str(model().dtype).removeprefix("torch.")
+    recipe = _with_data(recipe, batch_size=size)
+    recipe = recipe.model_copy(update={"device": device, "dtype": dtype})
+    return Prepared(model(), layers, data, attention, recipe)
 
 
-def _fit_positions(config: PreTrainedConfig, recipe: Recipe) -> tuple[Recipe, list[str]]:
-    data = recipe.data
-    seq_len, notes = fit_seq_len(config, data.seq_len, given="seq_len" in data.model_fields_set)
-    if notes:
-        recipe = recipe.model_copy(update={"data": data.model_copy(update={"seq_len": seq_len})})
-    return recipe, notes
+def _with_data(recipe: Recipe, **changes: int) -> Recipe:
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
 
 
 def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -> None:
     # an export that must fail should do so before hours of calibration
     one = torch.ones(1)
     layers = {name: LayerScales(m.layer_idx, one, one) for name, m in attention.cached.items()}
-    make_exports(
-        KVScales(recipe.strategy, recipe.fp8_dtype, layers, attention.shared), checkpoint, recipe
-    )
-
-
-def _resolve(
-    recipe: Recipe, model: PreTrainedModel, device: torch.device, batch_size: int
-) -> Recipe:
-    return recipe.model_copy(
-        update={
-            "device": device.type,
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "data": recipe.data.model_copy(update={"batch_size": batch_size}),
-        }
-    )
+    scales = KVScales(recipe.strategy, recipe.fp8_dtype, layers, attention.shared)
+    make_exports(scales, checkpoint, recipe)

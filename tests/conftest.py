@@ -67,7 +67,7 @@ def tiny_llama():
 @pytest.fixture(scope="session")
 def smollm2_directory():
     """The real model, from the package that `make` installs."""
-    from calib.model.builtin import builtin_model
+    from calib.model.find import builtin_model
 
     return builtin_model("builtin:smollm2")
 

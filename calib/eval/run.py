@@ -31,7 +31,8 @@ from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Setup, Variant, build_variants
-from calib.model.load import find_checkpoint, load_config, load_model, load_tokenizer
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config, load_model, load_tokenizer
 from calib.output.card import versions
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.stats import KVStats

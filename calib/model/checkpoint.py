@@ -6,22 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from calib.errors import InputError
 from calib.scalefiles.calibrations import no_model
 from calib.scalefiles.file_names import (
     CALIBRATION_FILE,
+    CONFIG_FILE,
     INDEX_FILE,
     SCALES_SHARD,
     SINGLE_FILE,
 )
+from calib.scalefiles.header import Entry, read_header
 from calib.scalefiles.json import read_object
 
 _SAMPLED_BLOCKS = 16
 _BLOCK_BYTES = 4096
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
-
 
 FileState = tuple[int, int, int]  # inode, bytes, nanoseconds of the last change
 
@@ -33,6 +32,7 @@ class Checkpoint:
     path: Path
     config: dict[str, Any]
     weight_map: dict[str, str]  # tensor name -> file name
+    entries: dict[str, Entry]  # tensor name -> what its file's header says of it
     states: dict[str, FileState]  # file name -> what it was when it was opened
 
     @property
@@ -90,49 +90,44 @@ def open_checkpoint(path: Path) -> Checkpoint:
         InputError: a file is missing, unreadable, truncated, outside the directory, or a pickle,
             or it holds two models, or a tensor twice.
     """
-    if not (path / "config.json").exists():
-        raise no_model(path, f"'{path}' has no config.json: it is not a model directory")
-    config = read_json(path / "config.json")
+    file = path / CONFIG_FILE
+    if not file.exists():
+        raise no_model(path, f"'{path}' has no {CONFIG_FILE}: it is not a model directory")
+    config = read_object(file)
     for place, says in quantization_configs(config):
         if not isinstance(says, dict):
             raise InputError(
-                f"'{path / 'config.json'}' must hold a JSON object as {place}, "
-                f"got {type(says).__name__}"
+                f"'{file}' must hold a JSON object as {place}, got {type(says).__name__}"
             )
-    weight_map = _weight_map(path)
+    weight_map, entries = _weights(path)
     states = {shard: _state(path / shard) for shard in sorted(set(weight_map.values()))}
-    return Checkpoint(path, config, weight_map, states)
+    return Checkpoint(path, config, weight_map, entries, states)
 
 
 def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Where a config.json says how the model is quantised, and what it says there."""
+    """The quantization configs of a config.json, each with the key that it is under."""
     text = config.get("text_config")
-    nested = text.get("quantization_config") if isinstance(text, dict) else None
+    text = text if isinstance(text, dict) else {}
     found = {
         "quantization_config": config.get("quantization_config"),
-        "text_config.quantization_config": nested,
+        "text_config.quantization_config": text.get("quantization_config"),
         "compression_config": config.get("compression_config"),
     }
     return [(place, says) for place, says in found.items() if says is not None]
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object of a model directory.
-
-    Raises:
-        InputError: the file is missing, or not what `read_object` takes.
-    """
-    if not path.exists():
-        raise InputError(f"'{path.parent}' has no {path.name}: it is not a model directory")
-    return read_object(path)
-
-
-def _weight_map(path: Path) -> dict[str, str]:
+def _weights(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
     listed = _read_index(path) if (path / INDEX_FILE).exists() else {}
     shards = sorted(set(listed.values())) or [SINGLE_FILE]
     is_single = (path / SINGLE_FILE).exists()
     if not (listed or is_single):
-        raise InputError(_no_weights(path))
+        pickles = sorted(f.name for f in path.iterdir() if f.suffix in _PICKLES)
+        raise InputError(
+            f"'{path}' holds pickled weights ({pickles[0]}), which can run code when opened; "
+            "convert them to safetensors first"
+            if pickles
+            else f"'{path}' holds no {SINGLE_FILE} and no {INDEX_FILE}"
+        )
     if is_single and {*shards} - {SCALES_SHARD} != {SINGLE_FILE}:
         # transformers reads the one, engines the others
         raise InputError(
@@ -140,8 +135,11 @@ def _weight_map(path: Path) -> dict[str, str]:
             "take away whichever is not the model"
         )
     found: dict[str, str] = {}
+    entries: dict[str, Entry] = {}
     for shard in shards:
-        for name in sorted(_tensor_names(path / shard)):
+        header = read_header(path / shard)
+        entries |= header
+        for name in sorted(header):
             if found.setdefault(name, shard) != shard:
                 raise InputError(
                     f"'{path}' holds '{name}' in {found[name]} and in {shard}; "
@@ -153,53 +151,27 @@ def _weight_map(path: Path) -> dict[str, str]:
                 f"{path / INDEX_FILE} says '{name}' is in '{shard}', but it is not; "
                 "download the model again"
             )
-    return found
+    return found, entries
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    weight_map = read_json(path / INDEX_FILE).get("weight_map")
+    weight_map = read_object(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
     for shard in sorted(set(map(str, weight_map.values()))):
-        _check_shard(path, shard)
+        if Path(shard).name != shard or shard in {"", ".", ".."}:
+            raise InputError(f"'{path / INDEX_FILE}' names '{shard}', a file outside the directory")
+        if not (path / shard).exists():
+            advice = "download it again"
+            if (path / CALIBRATION_FILE).exists():
+                advice = (
+                    "put the source's weight files beside these, as --weights none has left them "
+                    "out, or give the source"
+                )
+            raise InputError(f"'{path / INDEX_FILE}' names '{shard}', which is missing; {advice}")
     return {name: str(shard) for name, shard in weight_map.items()}
 
 
 def _state(file: Path) -> FileState:
     found = file.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _check_shard(path: Path, shard: str) -> None:
-    if Path(shard).name != shard or shard in {"", ".", ".."}:
-        raise InputError(f"'{path / INDEX_FILE}' names '{shard}', a file outside the directory")
-    if not (path / shard).exists():
-        advice = "download it again"
-        if (path / CALIBRATION_FILE).exists():
-            advice = (
-                "put the source's weight files beside these, as --weights none has left them out, "
-                "or give the source"
-            )
-        raise InputError(f"'{path / INDEX_FILE}' names '{shard}', which is missing; {advice}")
-
-
-def _tensor_names(shard: Path) -> set[str]:
-    try:
-        with safe_open(
-            shard, framework="pt"
-        ) as file:  # checks offsets and length against the header
-            return set(file.keys())
-    except (OSError, SafetensorError) as error:
-        raise InputError(
-            f"'{shard}' is not a whole safetensors file ({error}); download it again"
-        ) from None
-
-
-def _no_weights(path: Path) -> str:
-    pickles = sorted(f.name for f in path.iterdir() if f.suffix in _PICKLES)
-    if pickles:
-        return (
-            f"'{path}' holds pickled weights ({pickles[0]}), which can run code when opened; "
-            "convert them to safetensors first"
-        )
-    return f"'{path}' holds no {SINGLE_FILE} and no {INDEX_FILE}"

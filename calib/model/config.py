@@ -18,7 +18,6 @@ from transformers import (
 
 from calib.errors import Fp8kvError, InputError, UnsupportedModelError
 from calib.model.checkpoint import Checkpoint
-from calib.scalefiles.header import read_header
 
 # far beyond every model there is, and near enough to build one in no time
 _MOST_LAYERS = 1_000
@@ -50,9 +49,8 @@ def read_config(
     with making_sense(f"cannot read the config of '{path}'"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         text = config.get_text_config(decoder=True)
-        heads, kv_heads = (
-            getattr(text, f"num_{name}_heads", None) for name in ("attention", "key_value")
-        )
+        heads = getattr(text, "num_attention_heads", None)
+        kv_heads = getattr(text, "num_key_value_heads", None)
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise InputError(
             f"the config of '{path}' has {heads} attention heads, which {kv_heads} key-value heads "
@@ -84,8 +82,8 @@ def check_against_weights(
     Raises:
         InputError: they do not.
     """
-    parts = (part for name in checkpoint.weight_map for part in name.split("."))
-    numbered = max((int(part) + 1 for part in parts if part.isdecimal()), default=_MOST_LAYERS)
+    parts = {part for name in checkpoint.entries for part in name.split(".") if part.isdecimal()}
+    numbered = max(map(int, parts), default=_MOST_LAYERS - 1) + 1
     for key in _LAYERS:
         layers = checkpoint.text_config.get(key)
         if isinstance(layers, int) and layers > numbered:
@@ -97,15 +95,14 @@ def check_against_weights(
         return  # packed weights have other shapes
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
     wanted = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    for shard in checkpoint.shards:
-        for name, entry in read_header(checkpoint.path / shard).items():
-            expected = wanted.get(name, entry.shape)
-            # experts are fused, and matrices of some models transposed, while they are loaded
-            if len(entry.shape) < 3 and sorted(expected) != sorted(entry.shape):
-                raise InputError(
-                    f"'{name}' is {list(entry.shape)} in the weights of '{checkpoint.path}', and "
-                    f"its config.json wants {list(expected)}; download the model again"
-                )
+    for name, entry in checkpoint.entries.items():
+        expected = wanted.get(name, entry.shape)
+        # experts are fused, and matrices of some models transposed, while they are loaded
+        if len(entry.shape) < 3 and sorted(expected) != sorted(entry.shape):
+            raise InputError(
+                f"'{name}' is {list(entry.shape)} in the weights of '{checkpoint.path}', and "
+                f"its config.json wants {list(expected)}; download the model again"
+            )
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

@@ -1,8 +1,7 @@
-"""From what the user typed to a checked checkpoint, and from there to a model in memory."""
+"""From a checkpoint to its config, checked, its tokenizer, and the model in memory."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,36 +13,13 @@ from transformers import (
 )
 
 from calib.errors import InputError, UnsupportedModelError
-from calib.model.builtin import BUILTIN_MODELS, builtin_model
-from calib.model.checkpoint import Checkpoint, open_checkpoint
+from calib.model.checkpoint import Checkpoint
 from calib.model.config import auto_class, check_against_weights, making_sense, read_config
-from calib.model.hub import download_model
 from calib.model.quantized import check_left_over, check_readable, forget_cache_quantization
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
 
-
-def find_checkpoint(model: str) -> Checkpoint:
-    """Resolve a local directory, Hub id or `builtin:` name, and check what is there.
-
-    Raises:
-        InputError: there is no such model, it cannot be reached, or its files are damaged.
-    """
-    if model.startswith("builtin:"):
-        return open_checkpoint(builtin_model(model))
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return open_checkpoint(path)
-    if path.exists():
-        raise InputError(
-            f"model '{model}' is a file; give the directory that holds its config.json"
-        )
-    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
-        raise InputError(
-            f"model '{model}' does not exist; give a local directory, a Hub id such as "
-            f"Qwen/Qwen2.5-7B-Instruct, or {BUILTIN_MODELS[0]}"
-        )
-    return open_checkpoint(download_model(model))
+_CAUSAL = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
 
 
 def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
@@ -64,12 +40,23 @@ def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
 
 
 def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
-    """Refuse a model that keeps no K and V per head; `document` is its config.json.
+    """Refuse a model that caches no K and V per head; `document` is its config.json.
 
     Raises:
         UnsupportedModelError: it is no decoder-only language model, or caches latents.
     """
-    _check_is_decoder(config, document)
+    named = document.get("architectures")
+    named = named if isinstance(named, list) else [named]
+    names = [name for name in named if isinstance(name, str)] or [config.model_type]
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{names[0]} is an encoder-decoder; only decoder-only language models keep the "
+            "KV cache that engines hold in FP8"
+        )
+    if not any(kind in name for name in names for kind in _CAUSAL):
+        raise UnsupportedModelError(
+            f"{names[0]} is not a causal language model; give a ...ForCausalLM checkpoint"
+        )
     if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None):
         raise UnsupportedModelError(
             f"{config.model_type} uses multi-head latent attention (MLA): it caches one compressed "
@@ -92,12 +79,9 @@ def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
 
 
 def fit_seq_len(config: PreTrainedConfig, tokens: int, *, given: bool) -> tuple[int, list[str]]:
-    """Tokens per sample that the model has positions for, and a note where a default was cut.
+    """Fit `tokens` per sample into the model's positions; add a note where a default was cut.
 
-    Args:
-        config: the model's.
-        tokens: per sample.
-        given: whether the user asked for `tokens`, which are then kept as they are, or refused.
+    A number that the user has given is kept as it is, or refused.
 
     Raises:
         InputError: the user asked for more than the model has positions.
@@ -121,12 +105,17 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
     Raises:
         InputError: weights are missing or have other shapes than the config says.
     """
-    with loading(checkpoint):
+    device_map: str | dict[str, int] = "cpu"
+    if uses_gpu(recipe):
+        # one of several processes has a GPU of its own; one alone has them all
+        alone = not torch.distributed.is_initialized()
+        device_map = "auto" if alone else {"": torch.cuda.current_device()}
+    with loading(f"'{checkpoint.path}'"):
         model, info = auto_class(config).from_pretrained(
             checkpoint.path,
             config=config,
             dtype=requested_dtype(recipe),
-            device_map=_device_map(recipe),
+            device_map=device_map,
             trust_remote_code=recipe.trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
@@ -136,9 +125,9 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
 
 
 @contextmanager
-def loading(checkpoint: Checkpoint) -> Iterator[None]:
-    """Hide the libraries' progress bars, and turn what stops them from loading into one line."""
-    with making_sense(f"cannot load '{checkpoint.path}'"), library_bars_hidden():
+def loading(what: str) -> Iterator[None]:
+    """Hide the libraries' progress bars, and turn their refusal to load `what` into one line."""
+    with making_sense(f"cannot load {what}"), library_bars_hidden():
         yield
 
 
@@ -162,14 +151,6 @@ def requested_dtype(recipe: Recipe) -> str | torch.dtype:
     return recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
 
 
-def _device_map(recipe: Recipe) -> str | dict[str, int]:
-    if not uses_gpu(recipe):
-        return "cpu"
-    # one of several processes has a GPU of its own; one alone has them all
-    alone = not torch.distributed.is_initialized()
-    return "auto" if alone else {"": torch.cuda.current_device()}
-
-
 def uses_gpu(recipe: Recipe) -> bool:
     """Whether the model runs on a GPU.
 
@@ -189,25 +170,7 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenize
     Raises:
         InputError: the directory holds none.
     """
-    with making_sense(f"cannot load the tokenizer of '{checkpoint.path}'"):
+    with loading(f"the tokenizer of '{checkpoint.path}'"):
         return AutoTokenizer.from_pretrained(
             checkpoint.path, trust_remote_code=recipe.trust_remote_code
-        )
-
-
-def _check_is_decoder(config: PreTrainedConfig, document: dict[str, Any]) -> None:
-    named = document.get("architectures")
-    named = named if isinstance(named, list) else [named]
-    architectures = [name for name in named if isinstance(name, str)] or [config.model_type]
-    if config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{architectures[0]} is an encoder-decoder; only decoder-only language models keep the "
-            "KV cache that engines hold in FP8"
-        )
-    if not any(
-        "ForCausalLM" in a or "LMHead" in a or "ForConditionalGeneration" in a
-        for a in architectures
-    ):
-        raise UnsupportedModelError(
-            f"{architectures[0]} is not a causal language model; give a ...ForCausalLM checkpoint"
         )

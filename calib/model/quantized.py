@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from calib.errors import InputError
-from calib.model.checkpoint import Checkpoint, quantization_configs, read_json
+from calib.model.checkpoint import Checkpoint, quantization_configs
 from calib.scalefiles.file_names import MODELOPT_FILE
-from calib.scalefiles.header import read_header
+from calib.scalefiles.json import read_object
 from calib.scalefiles.names import is_of_cache
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def check_left_over(checkpoint: Checkpoint, names: Iterable[str]) -> None:
 
 def forget_cache_quantization(config: PreTrainedConfig) -> None:
     """Drop quantization configs that quantise no weights, such as those of our own outputs."""
-    for part in _parts(config):
+    for part in (config, config.get_text_config(decoder=True)):
         says = getattr(part, "quantization_config", None)
         if isinstance(says, dict) and leaves_weights(says):
             del part.quantization_config
@@ -105,11 +105,8 @@ def forget_cache_quantization(config: PreTrainedConfig) -> None:
 
 def is_quantized(config: PreTrainedConfig) -> bool:
     """Whether transformers will decode weights."""
-    return any(getattr(part, "quantization_config", None) is not None for part in _parts(config))
-
-
-def _parts(config: PreTrainedConfig) -> tuple[PreTrainedConfig, PreTrainedConfig]:
-    return config, config.get_text_config(decoder=True)
+    parts = (config, config.get_text_config(decoder=True))
+    return any(getattr(part, "quantization_config", None) is not None for part in parts)
 
 
 def _configs(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -118,7 +115,7 @@ def _configs(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
         yield place, {**implied, **says}
     file = checkpoint.path / MODELOPT_FILE
     if file.exists():
-        yield MODELOPT_FILE, {"quant_method": "modelopt", **read_json(file)}
+        yield MODELOPT_FILE, {"quant_method": "modelopt", **read_object(file)}
 
 
 def _is_known(says: dict[str, Any]) -> bool:
@@ -130,12 +127,11 @@ def _is_known(says: dict[str, Any]) -> bool:
 
 
 def _check_numbers(checkpoint: Checkpoint) -> None:
-    for shard in checkpoint.shards:
-        for name, entry in read_header(checkpoint.path / shard).items():
-            integer = entry.dtype == "BOOL" or entry.dtype.startswith(("I", "U"))
-            harmless = is_of_cache(name) or (integer and not _WEIGHT.search(name))
-            if entry.dtype not in _FLOATS and not harmless:
-                raise InputError(
-                    f"'{checkpoint.path / shard}' holds '{name}' as {entry.dtype}, quantised by "
-                    f"what no config says, {_ADVICE}"
-                )
+    for name, entry in checkpoint.entries.items():
+        integer = entry.dtype == "BOOL" or entry.dtype.startswith(("I", "U"))
+        harmless = is_of_cache(name) or (integer and not _WEIGHT.search(name))
+        if entry.dtype not in _FLOATS and not harmless:
+            raise InputError(
+                f"'{checkpoint.path / checkpoint.weight_map[name]}' holds '{name}' as "
+                f"{entry.dtype}, quantised by what no config says, {_ADVICE}"
+            )

@@ -1,4 +1,4 @@
-"""What a pass over the layers may hold in memory: weights, activations, hidden states."""
+"""Memory of a pass over the layers: weights, activations, hidden states."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from calib.data import Batch
 from calib.errors import InputError
 from calib.measure.attention import AttentionMap
-from calib.offload.stages import Stage, Stages
+from calib.offload.stages import Stages
 from calib.recipe import Recipe
 from calib.scales.derive import recipe_observer
 from calib.scales.histogram import NUM_BINS
@@ -23,7 +23,7 @@ _RESIDUALS = 4  # and of the hidden state and its norms
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How the memory that is left is used."""
+    """Use of the memory that is left."""
 
     reads_ahead: bool  # whether the next layer is read while one computes
     hidden_bytes: int  # for what lies between two layers; more of it goes to disk
@@ -31,32 +31,20 @@ class MemoryPlan:
 
 
 def plan_memory(
-    model: PreTrainedModel,
-    stages: Stages,
-    batches: Sequence[Batch],
-    *,
-    statistics: int,
-    in_use: int,
-    limit: int,
+    model: PreTrainedModel, stages: Stages, batches: Sequence[Batch], always: int, limit: int
 ) -> MemoryPlan:
-    """Divide what the process may take yet.
-
-    Args:
-        model: with the configuration of its attention and experts.
-        stages: the weights.
-        batches: all of them.
-        statistics: bytes that they will take.
-        in_use: bytes of resident memory before.
-        limit: bytes of resident memory in all.
+    """Divide `limit` bytes of resident memory, of which `always` are taken by other things.
 
     Raises:
         InputError: there is not even room for one layer.
     """
-    working = max(_working_bytes(model, stages, batch) for batch in batches)
-    layer = max(_held(stage) for stage in stages.layers)
+    layers = [stage.tensors for stage in stages.layers]
+    shapes = {batch.input_ids.shape for batch in batches}
+    working = max(activation_bytes(model.config, model.dtype, layers, *shape) for shape in shapes)
+    layer = max(stage.held_bytes for stage in stages.layers)
     converting = max(stage.converted_bytes for stage in stages.layers)
-    embeddings = _held(stages.embeddings)
-    always = in_use + statistics + stages.resident.nbytes
+    embeddings = stages.embeddings.held_bytes
+    always += stages.resident.nbytes
 
     def needed(layers: int) -> int:
         return always + max(embeddings, layers * layer + converting + working)
@@ -75,17 +63,12 @@ def plan_memory(
 
 
 def statistics_bytes(attention: AttentionMap, recipe: Recipe) -> int:
-    """Bytes of all histograms, beside which other statistics are small."""
+    """Bytes of all histograms; other statistics are small beside them."""
     if not recipe_observer(recipe).needs_histogram:
         return 0
     modules = attention.cached.values()
     heads = sum(2 * m.num_kv_heads + m.num_heads * (recipe.targets == "qkv") for m in modules)
     return heads * NUM_BINS * torch.int64.itemsize
-
-
-def _held(stage: Stage) -> int:
-    # alignment makes a slab a little larger than its weights
-    return max(stage.nbytes, stage.slab_bytes)
 
 
 def activation_bytes(
@@ -95,12 +78,12 @@ def activation_bytes(
     rows: int,
     columns: int,
 ) -> int:
-    """Bytes of activations while a layer computes a batch: an estimate on the safe side.
+    """Estimate, on the safe side, the bytes of activations while the widest layer computes.
 
     Args:
         config: the model's.
         dtype: of the activations.
-        layers: each layer's weights by name; of the widest one the bytes are given.
+        layers: each layer's weights by name.
         rows: samples of the batch.
         columns: tokens of each.
     """
@@ -112,11 +95,6 @@ def activation_bytes(
     # a mask per row; eager attention has its scores as float32 and as probabilities, per head
     heads = int(text.num_attention_heads) if text._attn_implementation == "eager" else 1
     return int(activations + rows * columns**2 * heads * (4 + 2 * dtype.itemsize))
-
-
-def _working_bytes(model: PreTrainedModel, stages: Stages, batch: Batch) -> int:
-    layers = (stage.tensors for stage in stages.layers)
-    return activation_bytes(model.config, model.dtype, layers, *batch.input_ids.shape)
 
 
 def _width(name: str, weight: Tensor, experts: int) -> int:

@@ -1,8 +1,6 @@
 """What lies between two layers, for every batch: in memory as far as it fits, then on disk."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,26 +15,25 @@ from calib.sizes import show_size
 Key = tuple[str, int]
 
 
-@contextmanager
-def hidden_states(directory: Path, memory_bytes: int) -> Iterator["HiddenStates"]:
-    """A store that holds up to `memory_bytes` in memory and the rest under `directory`.
+class HiddenStates:
+    """Outputs by key: up to `memory_bytes` of them in memory, and the rest under `directory`.
 
     Nothing is left in `directory` when the block ends, however it ends.
     """
-    with ExitStack() as stack:
-        yield HiddenStates(directory, memory_bytes, stack)
 
-
-class HiddenStates:
-    """Outputs by key; see `hidden_states`."""
-
-    def __init__(self, directory: Path, memory_bytes: int, stack: ExitStack) -> None:
+    def __init__(self, directory: Path, memory_bytes: int) -> None:
         self._directory = directory
-        self._stack = stack
-        self._scratch: Path | None = None
+        self._scratch: TemporaryDirectory[str] | None = None
         self._room = memory_bytes
         self._memory: dict[Key, Output] = {}
-        self._files: dict[Key, _OutputFile] = {}
+        self._forms: dict[Key, Output] = {}  # meta tensors, of what is on disk
+
+    def __enter__(self) -> "HiddenStates":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._scratch:
+            self._scratch.cleanup()
 
     def put(self, key: Key, output: Output) -> None:
         """Store `output`, which must not be changed any more.
@@ -49,37 +46,53 @@ class HiddenStates:
             self._room -= size
             self._memory[key] = _each(output, Tensor.cpu)
         else:
-            self._files[key] = self._write(key, output)
+            self._write(key, output)
+            self._forms[key] = form_of(output)
 
     def get(self, key: Key, device: torch.device) -> Output:
-        """What is stored under `key`, on `device`."""
-        output = self._memory[key] if key in self._memory else self._files[key].read()
+        """Return what is stored under `key`, on `device`."""
+        output = self._memory[key] if key in self._memory else self._read(key)
         return _each(output, lambda tensor: tensor.to(device))
+
+    def take(self, key: Key, device: torch.device) -> Output:
+        """Return what is stored under `key`, on `device`, and forget it."""
+        output = self.get(key, device)
+        self.drop(key)
+        return output
 
     def drop(self, key: Key) -> None:
         """Forget what is stored under `key`."""
         if key in self._memory:
             self._room += nbytes(self._memory.pop(key))
         else:
-            self._files.pop(key).path.unlink()
+            del self._forms[key]
+            self._path(key).unlink()
 
-    def _write(self, key: Key, output: Output) -> "_OutputFile":
+    def _path(self, key: Key) -> Path:
+        if self._scratch is None:
+            self._scratch = TemporaryDirectory(prefix=".fp8kv-hidden-", dir=self._directory)
+        return Path(self._scratch.name, f"{key[0]}-{key[1]}")
+
+    def _write(self, key: Key, output: Output) -> None:
         try:
-            path = self._scratch_directory() / f"{key[0]}-{key[1]}"
-            return _write_output(output, path)
+            _write_output(output, self._path(key))
         except OSError as error:
-            held = show_size(sum(nbytes(file.form) for file in self._files.values()))
+            held = show_size(sum(map(nbytes, self._forms.values())))
             raise InputError(
                 f"cannot keep more hidden states than {held} in '{self._directory}': "
                 f"{error.strerror}; set TMPDIR to a larger disk, raise --max-memory or lower "
                 "--samples"
             ) from None
 
-    def _scratch_directory(self) -> Path:
-        if self._scratch is None:
-            made = TemporaryDirectory(prefix=".fp8kv-hidden-", dir=self._directory)
-            self._scratch = Path(self._stack.enter_context(made))
-        return self._scratch
+    def _read(self, key: Key) -> Output:
+        with self._path(key).open("rb") as file:
+
+            def fill(form: Tensor) -> Tensor:
+                tensor = torch.empty_like(form, device="cpu")
+                file.readinto(_bytes(tensor))
+                return tensor
+
+            return _each(self._forms[key], fill)
 
 
 def form_of(output: Output) -> Output:
@@ -92,29 +105,10 @@ def nbytes(output: Output) -> int:
     return sum(tensor.nbytes for tensor in _tensors(output))
 
 
-@dataclass(frozen=True)
-class _OutputFile:
-    """The bytes of an output's tensors, one after the other."""
-
-    path: Path
-    form: Output  # meta tensors
-
-    def read(self) -> Output:
-        with self.path.open("rb") as file:
-
-            def fill(form: Tensor) -> Tensor:
-                tensor = torch.empty_like(form, device="cpu")
-                file.readinto(_bytes(tensor))
-                return tensor
-
-            return _each(self.form, fill)
-
-
-def _write_output(output: Output, path: Path) -> _OutputFile:
+def _write_output(output: Output, path: Path) -> None:
     with path.open("wb") as file:
         for tensor in _tensors(output):
             file.write(_bytes(tensor.cpu()))
-    return _OutputFile(path, form_of(output))
 
 
 def _bytes(tensor: Tensor) -> memoryview:

@@ -1,14 +1,17 @@
 """`calib.measure.loop`, one layer at a time: the same statistics, bit for bit."""
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from calib.data import Batch
+from calib.errors import InputError
 from calib.measure.accumulate import RunningLayer
 from calib.measure.loop import (
     blame,
@@ -19,21 +22,25 @@ from calib.measure.loop import (
     singles,
     to_device,
 )
+from calib.model.checkpoint import Checkpoint
 from calib.offload.budget import MemoryPlan, plan_memory, statistics_bytes
-from calib.offload.hidden import HiddenStates, Key, form_of, hidden_states
-from calib.offload.memory import give_back_free, resident_bytes
-from calib.offload.probe import Layout
+from calib.offload.hidden import HiddenStates, form_of
+from calib.offload.memory import give_back_free, memory_limit, resident_bytes
+from calib.offload.probe import Layout, probe_layers, random_bytes
 from calib.offload.replay import Output, Replay, replaying
-from calib.offload.stages import Stages
+from calib.offload.shards import stored_tensors
+from calib.offload.skeleton import execution_device
+from calib.offload.stages import Stages, plan_stages
 from calib.offload.weights import LayerWeights, WeightLoader
-from calib.progress import library_bars_hidden
+from calib.progress import Progress, library_bars_hidden
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats
+from calib.sizes import show_size
 
 
 @dataclass(frozen=True)
 class Step:
-    """What has just been computed, counted from 0."""
+    """One batch that one layer has computed; both are counted from 0."""
 
     layer: int
     num_layers: int
@@ -50,13 +57,66 @@ class Step:
 
 @dataclass(frozen=True)
 class LayerwiseModel:
-    """A model whose weights stay in its checkpoint; see `calib.offload.entry`."""
+    """A model whose weights stay in its checkpoint; see `open_layers`."""
 
     model: PreTrainedModel  # on the meta device
     device: torch.device  # where layers compute
     layout: Layout
     stages: Stages
     loader: WeightLoader
+
+
+def open_layers(model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe) -> LayerwiseModel:
+    """Prove that `model`, made by `load_skeleton`, can run layer by layer, and find its weights.
+
+    Raises:
+        InputError: the memory is too small for a single layer.
+        UnsupportedModelError: it cannot.
+    """
+    device, limit = execution_device(recipe), memory_limit(recipe)
+    in_use, layer = resident_bytes(), random_bytes(model.get_decoder())
+    if in_use + layer > limit:
+        raise InputError(
+            f"{show_size(limit)} of memory is too little: {show_size(in_use)} are in use and one "
+            f"layer takes {show_size(layer)}, to which activations are added; use --max-memory "
+            f"{show_size((in_use + layer) * 5 // 4)} or more"
+        )
+    layout = probe_layers(model, device)
+    mapping = get_model_conversion_mapping(model)
+    stored = stored_tensors(checkpoint)
+    stages = plan_stages(model, layout.layers, layout.unused, stored, mapping)
+    return LayerwiseModel(model, device, layout, stages, WeightLoader(model, mapping, device))
+
+
+def measure_layers(
+    source: LayerwiseModel,
+    batches: Sequence[Batch],
+    recipe: Recipe,
+    output: Path,
+    progress: Progress,
+) -> KVStats:
+    """Calibrate layer by layer within the limits of `recipe`; see `calibrate_layerwise`."""
+
+    def step(done: Step) -> None:
+        progress.stage(done.label)
+        progress.advance(done.batch.num_tokens / done.num_layers)
+
+    limit, directory = memory_limit(recipe), scratch_directory(output)
+    return calibrate_layerwise(
+        source, batches, recipe, limit=limit, directory=directory, on_step=step
+    )
+
+
+def scratch_directory(output: Path) -> Path:
+    """Directory for hidden states that do not fit in memory: TMPDIR, else beside `output`."""
+    # the usual default, /tmp, is memory on many machines
+    if os.environ.get("TMPDIR"):
+        return Path(os.environ["TMPDIR"])
+    return next(parent for parent in output.absolute().parents if parent.is_dir())
+
+
+# the first batch that is not finite somewhere, and the first place where it is not
+_NonFinite = tuple[int, str]
 
 
 @torch.inference_mode()
@@ -69,18 +129,11 @@ def calibrate_layerwise(
     directory: Path,
     on_step: Callable[[Step], None] = lambda step: None,
 ) -> KVStats:
-    """Run `batches` through one layer after the other and return what `calibrate` would return.
+    """Run `batches` through one layer after the other; return the statistics of `calibrate`.
 
-    Each weight is read once. What lies between two layers is held in memory, and under `directory`
-    where there is more of it than fits.
-
-    Args:
-        source: the model.
-        batches: token ids with their attention masks.
-        recipe: says which statistics the observer needs.
-        limit: bytes of resident memory that the process may take.
-        directory: where to put files, none of which is left behind.
-        on_step: called after each batch of each layer.
+    Each weight is read once. The process may take `limit` bytes of resident memory; hidden states
+    that do not fit lie under `directory` meanwhile. `on_step` is called after each batch of each
+    layer.
 
     Raises:
         CalibrationError: K, V or Q held NaN or Inf; names layer, tensor and sample.
@@ -90,32 +143,15 @@ def calibrate_layerwise(
     attention = source.layout.attention
     layers = running_layers(attention, recipe)
     if batches:
-        plan = plan_memory(
-            source.model,
-            source.stages,
-            batches,
-            statistics=statistics_bytes(attention, recipe),
-            in_use=resident_bytes(),
-            limit=limit,
-        )
+        always = resident_bytes() + statistics_bytes(attention, recipe)
+        plan = plan_memory(source.model, source.stages, batches, always, limit)
         with library_bars_hidden():
-            found = _pass(source, plan, directory, batches, layers, on_step)
-            if found:
-                alone = singles(batches[found.batch])
-                again = running_layers(attention, recipe)
+            if found := _pass(source, plan, directory, batches, layers, on_step):
+                whole = batches[found[0]]
+                alone, again = singles(whole), running_layers(attention, recipe)
                 first = _pass(source, plan, directory, alone, again, on_step)
-                if first:
-                    raise blame(first.where, alone[first.batch])
-                raise blame(None, batches[found.batch])
+                raise blame(first[1], alone[first[0]]) if first else blame(None, whole)
     return results(layers, attention)
-
-
-@dataclass(frozen=True)
-class _NonFinite:
-    """The first batch that is not finite somewhere, and the first place where it is not."""
-
-    batch: int
-    where: str
 
 
 def _pass(
@@ -131,7 +167,7 @@ def _pass(
     forms: list[Output] = []
     with ExitStack() as stack:
         replay = stack.enter_context(replaying(source.model.get_decoder(), source.layout.layers))
-        hidden = stack.enter_context(hidden_states(directory, plan.hidden_bytes))
+        hidden = stack.enter_context(HiddenStates(directory, plan.hidden_bytes))
         stack.enter_context(source.loader.held(stages.resident))
         with source.loader.held(stages.embeddings):
             for i, batch in enumerate(batches):
@@ -139,13 +175,13 @@ def _pass(
                 hidden.put(("embedded", i), embedded)
                 forms.append(form_of(embedded))
         weights = LayerWeights(source.loader, stages.layers, ahead=plan.reads_ahead)
-        stack.enter_context(weights.open())
+        stack.callback(weights.close)
         for index in range(len(stages.layers)):
             layer = _Layer(source, plan, index, replay, hidden, forms)
             with weights.loaded(index):
                 # an earlier batch may yet turn out not to be finite in a later layer
                 found = layer.run(batches, layers, on_step) or found
-            batches = batches[: found.batch] if found else batches
+            batches = batches[: found[0]] if found else batches
             if not batches:
                 break
     return found
@@ -173,27 +209,20 @@ class _Layer:
         own = {name: layer for name, layer in layers.items() if name.startswith(prefix)}
         for i, batch in enumerate(batches):
             self._compute(i, to_device(batch, self.source.device), own, last=list(layers)[-1])
-            where = first_non_finite(own)
-            if where:
-                return _NonFinite(i, where)
+            if where := first_non_finite(own):
+                return i, where
             on_step(Step(self.index, len(self.source.stages.layers), i, len(batches), batch))
         return None
 
     def _compute(self, i: int, batch: Batch, own: dict[str, RunningLayer], *, last: str) -> None:
         if resident_bytes() > self.plan.ceiling:
             give_back_free()
-        previous = self._take(("hidden", i)) if self.index else None
-        embedded = self._embedded(i)
+        hidden, device = self.hidden, self.source.device
+        previous = hidden.take(("hidden", i), device) if self.index else None
+        if self.source.layout.keeps_embeddings:
+            embedded = hidden.get(("embedded", i), device)
+        else:
+            embedded = self.forms[i] if self.index else hidden.take(("embedded", i), device)
         with observing(self.source.model, batch, own, last=last):
             output = self.replay.run_layer(self.index, batch, previous, embedded)
-            self.hidden.put(("hidden", i), output)
-
-    def _embedded(self, i: int) -> Output:
-        if self.source.layout.keeps_embeddings:
-            return self.hidden.get(("embedded", i), self.source.device)
-        return self.forms[i] if self.index else self._take(("embedded", i))
-
-    def _take(self, key: Key) -> Output:
-        output = self.hidden.get(key, self.source.device)
-        self.hidden.drop(key)
-        return output
+            hidden.put(("hidden", i), output)

@@ -4,11 +4,14 @@ So what stops a pass over all layers is found at once: attention that cannot be 
 that exchange more than what they return.
 """
 
+import re
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from math import sqrt
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +22,8 @@ from calib.errors import UnsupportedModelError
 from calib.measure.attention import AttentionMap, map_attention, observe_qkv
 from calib.measure.loop import to_device
 from calib.offload.hidden import form_of
-from calib.offload.random_weights import random_weights
 from calib.offload.replay import Output, replaying
+from calib.offload.stages import named_tensors, replace_tensor
 
 # one has rows of unequal length, so that the padding mask takes part
 _PROBES = (
@@ -28,13 +31,17 @@ _PROBES = (
     Batch(torch.tensor([[9, 2, 6, 5]]), torch.tensor([[1, 1, 1, 1]]), (2,)),
 )
 
-# what each attention module got, call by call
-Seen = dict[str, list[tuple[Tensor, Tensor, Tensor]]]
+# token ids and positions of the probes are below that, so an embedding needs no more rows
+_ROWS = 64
+_SEED = 0
+
+# Q, K and V of each attention module, call by call
+Seen = dict[str, list[Tensor]]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model is run layer by layer."""
+    """The parts of a model that is run layer by layer."""
 
     attention: AttentionMap
     layers: list[nn.Module]  # of the decoder, up to the last that caches K and V
@@ -75,10 +82,9 @@ def _decoder_layers(
 ) -> tuple[list[nn.Module], list[str], list[nn.Module]]:
     for name, module in model.named_modules():
         prefix = f"{name}."
-        if isinstance(module, nn.ModuleList) and all(
-            n.startswith(prefix) for n in attention.cached
-        ):
-            indices = [int(n.removeprefix(prefix).partition(".")[0]) for n in attention.cached]
+        cached = [n.removeprefix(prefix) for n in attention.cached if n.startswith(prefix)]
+        if isinstance(module, nn.ModuleList) and len(cached) == len(attention.cached):
+            indices = [int(n.partition(".")[0]) for n in cached]
             layers, count = list(module), max(indices) + 1
             return layers[:count], [f"{prefix}{i}" for i in range(count)], layers[count:]
     raise UnsupportedModelError(
@@ -90,8 +96,8 @@ def _decoder_layers(
 def _seen(model: PreTrainedModel, run: Callable[[], None]) -> Seen:
     seen: Seen = defaultdict(list)
 
-    def sink(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
-        seen[name].append((query.clone(), key.clone(), value.clone()))
+    def sink(name: str, *qkv: Tensor) -> None:
+        seen[name] += [tensor.nan_to_num() for tensor in qkv]
 
     with observe_qkv(model, sink):
         run()
@@ -124,11 +130,64 @@ def _run_by_layer(
 
 def _agree(found: Seen, expected: Seen) -> bool:
     return all(
-        len(calls) == len(expected[name]) and all(map(_same, calls, expected[name]))
-        for name, calls in found.items()
+        len(tensors) == len(expected[name]) and all(map(torch.equal, tensors, expected[name]))
+        for name, tensors in found.items()
     )
 
 
-def _same(call: tuple[Tensor, ...], other: tuple[Tensor, ...]) -> bool:
-    pairs = zip(call, other, strict=True)
-    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in pairs)
+def random_bytes(decoder: nn.Module) -> int:
+    """Bytes of memory that `random_weights` takes, but for a few rows of each embedding."""
+    kinds = {_kind(n, t): t.nbytes for n, t in _meta(decoder).items() if not _rows(decoder, n)}
+    return sum(kinds.values())
+
+
+@contextmanager
+def random_weights(decoder: nn.Module, device: torch.device) -> Iterator[None]:
+    """Give what is on the meta device random values inside the block; embeddings in some rows.
+
+    They are the same in every layer, to take little memory; every layer gets another input, so a
+    forward pass still tells layers apart.
+    """
+    meta = _meta(decoder)
+    generator = torch.Generator().manual_seed(_SEED)
+    made: dict[tuple[str, torch.Size], Tensor] = {}
+    try:
+        for name, tensor in meta.items():
+            kind = _kind(name, tensor)
+            if kind not in made:
+                made[kind] = _random(tensor, generator, _rows(decoder, name)).to(device)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            values = nn.Parameter(made[kind], requires_grad=False) if is_parameter else made[kind]
+            replace_tensor(decoder, name, values)
+        yield
+    finally:
+        for name, tensor in meta.items():
+            replace_tensor(decoder, name, tensor)
+
+
+def _meta(decoder: nn.Module) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in named_tensors(decoder) if tensor.is_meta}
+
+
+def _kind(name: str, tensor: Tensor) -> tuple[str, torch.Size]:
+    # layer 3's and layer 4's are one
+    return re.sub(r"\d+", "N", name), tensor.shape
+
+
+def _rows(decoder: nn.Module, name: str) -> int | None:
+    module = decoder.get_submodule(name.rpartition(".")[0])
+    return _ROWS if isinstance(module, nn.Embedding) else None
+
+
+def _random(like: Tensor, generator: torch.Generator, rows: int | None) -> Tensor:
+    made = torch.empty_like(like, device="cpu")
+    if not made.is_floating_point():
+        return made.zero_()
+    # memory that is not written takes no room, and an embedding can be half of a model
+    part = made[:rows] if rows else made
+    if part.dim() < 2:  # norms multiply, so they must not be near zero
+        part.uniform_(0.5, 1.5, generator=generator)
+    else:
+        bound = sqrt(3 / part.shape[-1])
+        part.uniform_(-bound, bound, generator=generator)
+    return made

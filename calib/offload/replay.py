@@ -9,6 +9,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +36,10 @@ def replaying(decoder: nn.Module, layers: Sequence[nn.Module]) -> Iterator["Repl
     replay = Replay(decoder)
     embeddings = embeddings_of(decoder, layers)
     for index, layer in enumerate(layers):
-        layer.forward = replay.layer(index, layer.forward)
+        layer.forward = partial(replay.layer, index, layer.forward)
     for embedding in embeddings:
-        embedding.forward = replay.embedding(embedding.forward)  # type: ignore[method-assign]
+        stand_in = partial(replay.embedding, embedding.forward)
+        embedding.forward = stand_in  # type: ignore[method-assign]
     try:
         yield replay
     finally:
@@ -67,20 +70,12 @@ class Replay:
         return tuple(step.embedded)
 
     def run_layer(
-        self,
-        index: int,
-        batch: Batch,
-        previous: Output | None,
-        embedded: Output,
+        self, index: int, batch: Batch, previous: Output | None, embedded: Output
     ) -> Output:
-        """Run layer `index` on what the layer before it returned, and return its output.
+        """Run layer `index` on the output `previous` of the layer before it; return its output.
 
-        Args:
-            index: of the layer.
-            batch: the token ids and mask, on the device of the layer.
-            previous: what the layer before it returned; None for the first.
-            embedded: what `run_embeddings` returned; zeros stand in for meta tensors, for a layer
-                that depends on the layer before it alone.
+        `embedded` is what `run_embeddings` returned; zeros stand in for meta tensors, for a layer
+        that depends on the layer before it alone.
         """
         device = batch.input_ids.device
         known = [part for part in embedded if part is not None]
@@ -104,29 +99,23 @@ class Replay:
             "use --offload none"
         )
 
-    def layer(self, index: int, forward: Callable[..., Output]) -> Callable[..., Output]:
-        """What stands in for the `forward` of layer `index`."""
+    def layer(
+        self, index: int, forward: Callable[..., Output], *args: Any, **kwargs: Any
+    ) -> Output:
+        """Stand in for the `forward` of layer `index`."""
+        step = self._step
+        if index < step.index:
+            assert step.previous is not None
+            return step.previous
+        raise _LayerDone(() if step.index == _EMBEDDINGS_ONLY else forward(*args, **kwargs))
 
-        def stand_in(*args: object, **kwargs: object) -> Output:
-            step = self._step
-            if index < step.index:
-                assert step.previous is not None
-                return step.previous
-            raise _LayerDone(() if step.index == _EMBEDDINGS_ONLY else forward(*args, **kwargs))
-
-        return stand_in
-
-    def embedding(self, forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """What stands in for the `forward` of an embedding."""
-
-        def stand_in(*args: object, **kwargs: object) -> Tensor:
-            step = self._step
-            if step.index == _EMBEDDINGS_ONLY:
-                step.embedded.append(forward(*args, **kwargs))
-                return step.embedded[-1]
-            return step.embedded.pop(0)
-
-        return stand_in
+    def embedding(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Stand in for the `forward` of an embedding."""
+        step = self._step
+        if step.index == _EMBEDDINGS_ONLY:
+            step.embedded.append(forward(*args, **kwargs))
+            return step.embedded[-1]
+        return step.embedded.pop(0)
 
 
 class _LayerDone(Exception):

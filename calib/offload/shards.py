@@ -3,12 +3,10 @@
 A mapped file's pages count as resident memory for as long as it stays open, so none is mapped here.
 """
 
-import json
 import os
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,29 +71,16 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     Raises:
         InputError: a tensor has a dtype that plain weights never have.
     """
-    shards = checkpoint.shards
-    return {k: v for shard in shards for k, v in _read_header(checkpoint.path / shard).items()}
-
-
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    # 8 bytes of header length, the header as JSON, the data
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return {name: _stored(path, name, entry, 8 + length) for name, entry in header.items()}
-
-
-def _stored(path: Path, name: str, entry: dict[str, Any], data: int) -> StoredTensor:
-    dtype = entry["dtype"]
-    if dtype not in _DTYPES:
-        raise InputError(
-            f"'{path}' holds '{name}' as {dtype}, which cannot be read layer by layer; "
-            "use --offload none"
-        )
-    return StoredTensor(
-        path, _DTYPES[dtype], tuple(entry["shape"]), data + entry["data_offsets"][0]
-    )
+    found = {}
+    for name, entry in checkpoint.entries.items():
+        path = checkpoint.path / checkpoint.weight_map[name]
+        if entry.dtype not in _DTYPES:
+            raise InputError(
+                f"'{path}' holds '{name}' as {entry.dtype}, which cannot be read layer by layer; "
+                "use --offload none"
+            )
+        found[name] = StoredTensor(path, _DTYPES[entry.dtype], entry.shape, entry.begin)
+    return found
 
 
 def _read_into(memory: memoryview, path: Path, offset: int) -> None:

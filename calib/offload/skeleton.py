@@ -11,12 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
 from calib.model.config import build_on_meta
-from calib.model.load import (
-    check_complete,
-    loading,
-    requested_dtype,
-    uses_gpu,
-)
+from calib.model.load import check_complete, loading, requested_dtype, uses_gpu
 from calib.model.quantized import is_quantized
 from calib.offload.shards import StoredTensor, stored_tensors
 from calib.recipe import Recipe
@@ -38,8 +33,8 @@ def load_skeleton(
             "layer by layer; use --offload none, or calibrate the model it was made from"
         )
     promises = {name: _Promise(tensor) for name, tensor in stored_tensors(checkpoint).items()}
-    with loading(checkpoint):
-        model_class = _model_class(config, recipe)
+    with loading(f"'{checkpoint.path}'"):
+        model_class = type(build_on_meta(config, trust_remote_code=recipe.trust_remote_code))
         if not isinstance(config, model_class.config_class):
             config = config.get_text_config(decoder=True)
         model, info = model_class.from_pretrained(
@@ -58,10 +53,6 @@ def execution_device(recipe: Recipe) -> torch.device:
     """Where layers compute."""
     gpu = uses_gpu(recipe)
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
-
-
-def _model_class(config: PreTrainedConfig, recipe: Recipe) -> type[PreTrainedModel]:
-    return type(build_on_meta(config, trust_remote_code=recipe.trust_remote_code))
 
 
 class _Promise:

@@ -1,4 +1,4 @@
-"""Which stored tensors become which weights, and which weights are in memory together."""
+"""Stages of a pass: the stored tensors of each, and the weights that they become."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -29,8 +29,7 @@ class Stage:
     @property
     def nbytes(self) -> int:
         """Bytes of its weights in memory."""
-        distinct = {id(tensor): tensor.nbytes for tensor in self.tensors.values()}
-        return sum(distinct.values())
+        return sum({id(tensor): tensor.nbytes for tensor in self.tensors.values()}.values())
 
     @property
     def slab_bytes(self) -> int:
@@ -38,14 +37,19 @@ class Stage:
         return sum(self.sources[name].room for name in self.unchanged)
 
     @property
+    def held_bytes(self) -> int:
+        """Bytes of its weights, or of their slab, which alignment makes a little larger."""
+        return max(self.nbytes, self.slab_bytes)
+
+    @property
     def converted_bytes(self) -> int:
-        """Bytes of the sources that transformers makes new tensors of."""
+        """Bytes of the sources that transformers converts to new tensors."""
         return sum(s.nbytes for name, s in self.sources.items() if name not in self.unchanged)
 
 
 @dataclass(frozen=True)
 class Stages:
-    """All that a decoder needs: first the embeddings, then one layer at a time, some of it always.
+    """The weights that a decoder needs always, first, and then one layer at a time.
 
     The LM head, a vision tower and layers behind the last that caches K and V are in none.
     """
@@ -81,20 +85,20 @@ def plan_stages(
     stored: Mapping[str, StoredTensor],
     mapping: list[Any],
 ) -> Stages:
-    """Assign every tensor that `layers` of the decoder need to a stage.
+    """Assign every tensor that `layers` of the decoder need to a stage; `unused` ones are not run.
 
-    Args:
-        model: with its weights on the meta device.
-        layers: the decoder layers that are run.
-        unused: the decoder layers that are not.
-        stored: what the checkpoint holds.
-        mapping: transformers' weight conversions of this model.
+    `stored` holds the tensors of the checkpoint, `mapping` transformers' conversions of them.
 
     Raises:
         UnsupportedModelError: two stages share a weight.
     """
     stages = Stages(Stage(), Stage(), [Stage() for _ in layers])
-    owners = _owners(model, layers, unused, stages)
+    names = {module: name for name, module in model.named_modules()}
+    decoder = model.get_decoder()
+    owners: dict[str, Stage | None] = {names[decoder]: stages.resident}
+    owners |= {names[module]: stages.embeddings for module in embeddings_of(decoder, layers)}
+    owners |= {names[layer]: stage for layer, stage in zip(layers, stages.layers, strict=True)}
+    owners |= {names[layer]: None for layer in unused}
     weights = {name: tensor for name, tensor in named_tensors(model) if tensor.is_meta}
     by_identity: dict[int, Stage] = {}
     for name, tensor in weights.items():
@@ -114,20 +118,6 @@ def plan_stages(
             if not is_converted and stored[source].dtype == weights[target].dtype:
                 stage.unchanged.add(source)
     return stages
-
-
-def _owners(
-    model: PreTrainedModel,
-    layers: list[nn.Module],
-    unused: Iterable[nn.Module],
-    stages: Stages,
-) -> dict[str, Stage | None]:
-    names = {module: name for name, module in model.named_modules()}
-    decoder = model.get_decoder()
-    owners: dict[str, Stage | None] = {names[decoder]: stages.resident}
-    owners |= {names[module]: stages.embeddings for module in embeddings_of(decoder, layers)}
-    owners |= {names[layer]: stage for layer, stage in zip(layers, stages.layers, strict=True)}
-    return owners | {names[layer]: None for layer in unused}
 
 
 def _owner(name: str, owners: Mapping[str, Stage | None]) -> Stage | None:

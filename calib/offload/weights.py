@@ -26,7 +26,7 @@ class WeightLoader:
         )
 
     def load(self, stage: Stage, slab: Tensor | None = None) -> None:
-        """Read `stage`; those of its weights that are as they are stored into `slab`, where given.
+        """Read `stage`; weights that stay as they are stored go into `slab`, where given.
 
         Raises:
             InputError: a file ends early.
@@ -34,7 +34,10 @@ class WeightLoader:
         """
         pending = {name: _Pending(source) for name, source in stage.sources.items()}
         if slab is not None:
-            _divide(slab, stage, pending)
+            start = 0
+            for name in stage.unchanged:
+                end = start + stage.sources[name].room
+                pending[name].memory, start = slab[start:end], end
         convert_and_load_state_dict_in_model(self._model, pending, self._config)
         self._share(stage)
 
@@ -55,9 +58,7 @@ class WeightLoader:
     def _share(self, stage: Stage) -> None:
         # a tensor that has several names was loaded under the one that it is stored by
         now = {name: get_tensor(self._model, name) for name in stage.tensors}
-        loaded = {
-            id(stage.tensors[name]): tensor for name, tensor in now.items() if not tensor.is_meta
-        }
+        loaded = {id(stage.tensors[n]): tensor for n, tensor in now.items() if not tensor.is_meta}
         for name, meta in stage.tensors.items():
             if id(meta) not in loaded:
                 raise UnsupportedModelError(
@@ -78,14 +79,6 @@ class _Pending:
         return self._source.read(self.memory)
 
 
-def _divide(slab: Tensor, stage: Stage, pending: dict[str, _Pending]) -> None:
-    start = 0
-    for name in stage.unchanged:
-        end = start + stage.sources[name].room
-        pending[name].memory = slab[start:end]
-        start = end
-
-
 class LayerWeights:
     """The weights of one layer at a time, the next read meanwhile where memory allows."""
 
@@ -99,15 +92,11 @@ class LayerWeights:
         self._reading: dict[int, Future[None]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="fp8kv-weights")
 
-    @contextmanager
-    def open(self) -> Iterator["LayerWeights"]:
-        """Stop reading when the block ends, and leave no weights behind."""
-        try:
-            yield self
-        finally:
-            self._reader.shutdown(cancel_futures=True)
-            for index in self._reading:
-                self._loader.unload(self._stages[index])
+    def close(self) -> None:
+        """Stop reading, and leave no weights behind."""
+        self._reader.shutdown(cancel_futures=True)
+        for index in self._reading:
+            self._loader.unload(self._stages[index])
 
     @contextmanager
     def loaded(self, index: int) -> Iterator[None]:

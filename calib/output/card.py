@@ -15,6 +15,7 @@ from calib.recipe import Recipe
 from calib.scales.summary import LayerSummary
 
 NO_WEIGHTS = "No weights are here: put the source's weight files beside these before serving."
+_SAME_WEIGHTS = "The weights are those of the source, bit for bit."
 
 _VERSIONS = ("fp8kv", "torch", "transformers", "datasets", "safetensors")
 
@@ -28,7 +29,7 @@ def calibration_report(
     warnings: list[str],
     threads: int | None,
 ) -> dict[str, Any]:
-    """The document saved with every result; its recipe, run again, gives the same scales."""
+    """Build the document that is saved with every result, whose recipe gives the same scales."""
     return {
         "fp8kv_calibration": 1,
         "model": model,
@@ -43,7 +44,7 @@ def calibration_report(
 
 
 def dataset_facts(data: CalibrationData) -> dict[str, Any]:
-    """What the report says of the data."""
+    """The report's facts about the data."""
     return {
         "source": data.source,
         "fingerprint": data.fingerprint,
@@ -53,7 +54,7 @@ def dataset_facts(data: CalibrationData) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that a result depends on."""
+    """Versions of Python and of the packages that a result depends on."""
     return {"python": platform.python_version(), **{n: version(n) for n in _VERSIONS}}
 
 
@@ -65,8 +66,8 @@ def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:
         f"{recipe['fp8_dtype']}; {dataset['tokens']} tokens of {dataset['source']} in "
         f"{dataset['samples']} samples. Made by fp8kv {report['versions']['fp8kv']}."
     )
-    without = recipe["export"]["weights"] == "none"
-    lines = _card(report["model"], name, path, recipe["strategy"], about, without_weights=without)
+    weights = NO_WEIGHTS if recipe["export"]["weights"] == "none" else _SAME_WEIGHTS
+    lines = _card(report["model"], name, path, recipe["strategy"], about, weights)
     return "\n".join([*lines, *(f"- {warning}" for warning in report["warnings"])]) + "\n"
 
 
@@ -74,41 +75,30 @@ def rewritten_card(source: Path, name: FormatName, strategy: Strategy, path: Pat
     """The README section of scales that were converted or repaired."""
     model = source.resolve().name
     about = f"strategy `{strategy}`. Written by fp8kv {version('fp8kv')} from the scales there."
-    return "\n".join(_card(model, name, path, strategy, about)) + "\n"
+    return "\n".join(_card(model, name, path, strategy, about, _SAME_WEIGHTS)) + "\n"
 
 
 def _card(
-    model: str,
-    name: FormatName,
-    path: Path,
-    strategy: Strategy,
-    about: str,
-    *,
-    without_weights: bool = False,
+    model: str, name: FormatName, path: Path, strategy: Strategy, about: str, weights: str
 ) -> list[str]:
     target = FORMATS[name]
     command = serve_command(name, path, per_head=holds_per_head(name, strategy))
-    weights = "The weights are those of the source, bit for bit."
-    if without_weights:
-        weights = NO_WEIGHTS
-    if not target.with_weights:
-        weights = "No weights are here."
+    weights = weights if target.with_weights else "No weights are here."
     return [
         f"# FP8 KV-cache scales for {model}",
         "",
         f"Format `{name}` for {target.engine}; {about} {weights}",
         "",
         *(["```bash", command, "```", ""] if command else []),
-        *([] if not target.note else [f"Note: {target.note}.", ""]),
+        *([f"Note: {target.note}.", ""] if target.note else []),
     ]
 
 
 def serve_command(name: FormatName, path: Path, *, per_head: bool) -> str:
     """The exact command that serves an output directory, or "" where no engine does."""
     target = FORMATS[name]
-    return target.serve.format(path=shlex.quote(str(path))) + (
-        target.per_head_flags if per_head else ""
-    )
+    flags = target.per_head_flags if per_head else ""
+    return target.serve.format(path=shlex.quote(str(path))) + flags
 
 
 def holds_per_head(name: FormatName, strategy: Strategy) -> bool:

@@ -12,34 +12,27 @@ from torch import Tensor
 from calib.atomic import save_tensors
 from calib.errors import InputError
 from calib.export.base import Export
-from calib.model.checkpoint import Checkpoint, read_json
+from calib.model.checkpoint import Checkpoint
 from calib.output.placing import OnCopied, Placing, place_shard
-from calib.output.source_files import keep_source_files, source_files
 from calib.scalefiles.file_names import (
     CALIBRATION_FILE,
     CARD_FILE,
+    CONFIG_FILE,
     INDEX_FILE,
     SCALES_SHARD,
     SINGLE_FILE,
     SOURCE_DIRECTORY,
     STRESS_FILE,
 )
-from calib.scalefiles.header import read_header
+from calib.scalefiles.json import read_object
 from calib.scalefiles.names import is_of_cache
 
 # transformers ignores the index, and so our shard, where a file of the usual single name exists
 RENAMED_SINGLE = "model-00001-of-00001.safetensors"
-_WEIGHT_SUFFIXES = {
-    ".safetensors",
-    ".bin",
-    ".pt",
-    ".pth",
-    ".ckpt",
-    ".gguf",
-    ".h5",
-    ".msgpack",
-    ".onnx",
-}
+# files of the source that an output replaces; it keeps them in a directory where no engine looks
+_REPLACED = (CARD_FILE, CONFIG_FILE, INDEX_FILE)
+_FORMATS = "bin ckpt gguf h5 msgpack onnx pt pth safetensors"
+_WEIGHT_SUFFIXES = tuple(f".{name}" for name in _FORMATS.split())
 
 
 def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
@@ -56,15 +49,13 @@ def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
         )
     ours = (CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE, SOURCE_DIRECTORY)
     try:
-        is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+        is_taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
         is_ours = any(any(out.glob(pattern)) for pattern in ours)
     except OSError as error:
         raise InputError(f"cannot write '{out}': {error.strerror}; choose another -o") from None
-    if is_free:
-        return
-    if not overwrite:
+    if is_taken and not overwrite:
         raise InputError(f"output '{out}' exists; add --overwrite, or choose another -o")
-    if not is_ours:
+    if is_taken and not is_ours:
         raise InputError(f"output '{out}' was not written by fp8kv, so --overwrite leaves it alone")
 
 
@@ -82,13 +73,36 @@ def write_checkpoint(
     keep_source_files(checkpoint.path, out)
     write_documents(export, out)
     _write_readme(source_files(checkpoint.path), readme, out / CARD_FILE)
-    write_json(out / "config.json", export.config or checkpoint.config)
-    names = _output_names(checkpoint, weights)
+    write_json(out / CONFIG_FILE, export.config or checkpoint.config)
+    names = {shard: shard for shard in checkpoint.shards}
+    if SINGLE_FILE in names and weights != "none":
+        names[SINGLE_FILE] = RENAMED_SINGLE
     weight_map = place_weights(checkpoint, out, names, weights, on_copied)
     if export.tensors:
         save_tensors(export.tensors, out / SCALES_SHARD, {"format": "pt"})
     weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
     write_index(checkpoint, out, weight_map, export.tensors)
+
+
+def source_files(path: Path) -> Path | None:
+    """The directory with the files as they were before fp8kv: `path`, or what it keeps.
+
+    None: `path` is an output of ours that has kept nothing, as older versions made.
+    """
+    kept = path / SOURCE_DIRECTORY
+    if kept.is_dir():
+        return kept
+    return None if (path / SCALES_SHARD).exists() else path
+
+
+def keep_source_files(path: Path, out: Path) -> None:
+    """Copy into `out` what it replaces of the source `path`, or what `path` has kept itself."""
+    if source := source_files(path):
+        kept = out / SOURCE_DIRECTORY
+        kept.mkdir()
+        for name in _REPLACED:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, kept / name)
 
 
 def place_weights(
@@ -104,14 +118,11 @@ def place_weights(
         The file of each tensor, by its name.
     """
     stale = {name for name in checkpoint.weight_map if is_of_cache(name)}
-    if weights != "none":
-        for shard in checkpoint.shards:
-            held = {name for name, file in checkpoint.weight_map.items() if file == shard}
-            drop = stale & held
-            if drop == held:
-                continue  # nothing but scales
+    for shard in checkpoint.shards if weights != "none" else ():
+        held = {name for name, file in checkpoint.weight_map.items() if file == shard}
+        if held - stale:  # more than scales
             target = out / names[shard]
-            place_shard(checkpoint.path / shard, target, drop, weights, on_copied)
+            place_shard(checkpoint.path / shard, target, held & stale, weights, on_copied)
     return {n: names[s] for n, s in checkpoint.weight_map.items() if n not in stale}
 
 
@@ -138,29 +149,20 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def _output_names(checkpoint: Checkpoint, weights: Placing) -> dict[str, str]:
-    names = {shard: shard for shard in checkpoint.shards}
-    if SINGLE_FILE in names and weights != "none":
-        names[SINGLE_FILE] = RENAMED_SINGLE
-    return names
-
-
 def write_index(
     checkpoint: Checkpoint, out: Path, weight_map: dict[str, str], added: dict[str, Tensor]
 ) -> None:
     """Write the index of an output that has the tensors of `weight_map`, `added` among them."""
-    source_index = checkpoint.path / INDEX_FILE
-    metadata = read_json(source_index).get("metadata") if source_index.exists() else None
+    index = checkpoint.path / INDEX_FILE
+    metadata = read_object(index).get("metadata") if index.exists() else None
     metadata = metadata if isinstance(metadata, dict) else {}
-    headers = (read_header(checkpoint.path / shard) for shard in checkpoint.shards)
-    sizes = {name: e.end - e.begin for header in headers for name, e in header.items()}
+    sizes = {name: entry.end - entry.begin for name, entry in checkpoint.entries.items()}
     size = metadata.get("total_size")
     size = size if isinstance(size, int) else sum(sizes.values())
     size -= sum(sizes[name] for name in sizes if is_of_cache(name))
     metadata["total_size"] = size + sum(tensor.nbytes for tensor in added.values())
-    write_json(
-        out / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-    )
+    written = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+    write_json(out / INDEX_FILE, written)
 
 
 def _write_readme(source: Path | None, ours: str, readme: Path) -> None:

@@ -1,19 +1,36 @@
-"""From statistics to a finished output: derive, warn, report, write."""
+"""From statistics to an output: scales, each format's directory, the report; all or nothing."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from calib.atomic import Claim, atomic_directory
 from calib.choices import FormatName
-from calib.export import FORMATS
+from calib.export import FORMATS, Export, export
 from calib.model.checkpoint import Checkpoint
-from calib.output.card import calibration_report
-from calib.output.writing import Destination, make_exports, write_output
+from calib.output.card import calibration_report, output_card
+from calib.output.checkpoint_directory import write_checkpoint, write_documents, write_json
+from calib.output.in_place import back_up, complete
+from calib.output.placing import OnCopied
 from calib.recipe import Recipe
+from calib.scalefiles.file_names import CALIBRATION_FILE, CARD_FILE, STATS_FILE
 from calib.scales.derive import derive_scales
+from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
+from calib.scales.stats_file import save_stats
 from calib.scales.summary import LayerSummary, summarize, warnings_for
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where an output goes."""
+
+    path: Path
+    in_place: bool = False  # it is the model's own directory
+    overwrite: bool = False  # an earlier output there goes
+    on_copied: OnCopied = lambda name, copied, size: None
+    claim: Claim | None = None  # where it was claimed when the run began
 
 
 @dataclass(frozen=True)
@@ -50,6 +67,21 @@ class Result:
         }
 
 
+def make_exports(
+    scales: KVScales, checkpoint: Checkpoint, recipe: Recipe
+) -> dict[FormatName, Export]:
+    """Each of the recipe's formats, with all that it adds to the checkpoint.
+
+    Raises:
+        UnsupportedExportError: a format cannot hold the scales.
+    """
+    options = recipe.export
+    return {
+        name: export(scales, checkpoint, name, reduce=options.reduce, tp_size=options.tp_size)
+        for name in options.formats
+    }
+
+
 def finish(
     model_name: str,
     checkpoint: Checkpoint,
@@ -67,7 +99,8 @@ def finish(
 
     Raises:
         CalibrationError: a layer saw nothing, only zeros, or NaN/Inf.
-        InputError: the output cannot be written.
+        InputError: the output cannot be written, or the weights have changed since they were
+            opened.
     """
     scales = derive_scales(stats, recipe)
     exports = make_exports(scales, checkpoint, recipe)
@@ -75,6 +108,39 @@ def finish(
     warned = [*dict.fromkeys([*warnings, *warnings_for(stats, scales, recipe), *notes])]
     layers = summarize(stats, scales)
     report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned, threads)
-    written = write_output(destination, exports, checkpoint, recipe, stats, report)
-    output, directories = destination.path, written.directories
-    return Result(output, directories, recipe, stats.tokens, layers, warned, written.backup)
+    output, backup = destination.path, None
+    parts = {name: name if len(exports) > 1 else "" for name in exports}
+    with atomic_directory(
+        output, overwrite=destination.overwrite, claim=destination.claim
+    ) as scratch:
+        for name, made in exports.items():
+            directory = scratch / parts[name]
+            directory.mkdir(exist_ok=True)
+            card = output_card(report, name, output / parts[name])
+            _write_format(name, made, checkpoint, recipe, directory, card, destination)
+            save_stats(stats, directory / STATS_FILE)
+            write_json(directory / CALIBRATION_FILE, report)
+        checkpoint.check_unchanged()
+        if destination.in_place:
+            complete(scratch, output)
+            backup = back_up(output, scratch)
+    directories = {name: output / part for name, part in parts.items()}
+    return Result(output, directories, recipe, stats.tokens, layers, warned, backup)
+
+
+def _write_format(
+    name: FormatName,
+    made: Export,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    directory: Path,
+    card: str,
+    destination: Destination,
+) -> None:
+    if not FORMATS[name].with_weights:
+        write_documents(made, directory)
+        (directory / CARD_FILE).write_text(card)
+        return
+    weights = "keep" if destination.in_place else recipe.export.weights
+    on_copied = destination.on_copied
+    write_checkpoint(made, checkpoint, directory, weights=weights, readme=card, on_copied=on_copied)

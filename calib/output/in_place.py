@@ -3,8 +3,7 @@
 import filecmp
 import os
 import shutil
-from collections.abc import Iterator
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from calib.errors import InputError
@@ -14,25 +13,20 @@ from calib.scalefiles.file_names import SINGLE_FILE
 
 
 def check_in_place(model_name: str, recipe: Recipe) -> Path:
-    """The directory that `model_name` is.
+    """Return the directory that `model_name` is.
 
     Raises:
         InputError: it is no local directory, or more than one checkpoint would be written to it.
     """
-    path = Path(model_name).expanduser()
+    path, formats, refusal = Path(model_name).expanduser(), recipe.export.formats, ""
     if not path.is_dir():
-        raise InputError(
-            f"--in-place adds scales to a local directory, which '{model_name}' is not; use -o"
-        )
-    formats = recipe.export.formats
-    if len(formats) > 1 or not FORMATS[formats[0]].with_weights:
-        raise InputError(
-            f"--in-place writes one format that is a checkpoint, not {', '.join(formats)}; use -o"
-        )
-    if recipe.export.weights != "link":
-        raise InputError(
-            f"--in-place leaves the weights where they are; '{recipe.export.weights}' needs -o"
-        )
+        refusal = f"adds scales to a local directory, which '{model_name}' is not; use -o"
+    elif len(formats) > 1 or not FORMATS[formats[0]].with_weights:
+        refusal = f"writes one format that is a checkpoint, not {', '.join(formats)}; use -o"
+    elif recipe.export.weights != "link":
+        refusal = f"leaves the weights where they are; '{recipe.export.weights}' needs -o"
+    if refusal:
+        raise InputError(f"--in-place {refusal}")
     return path.resolve()
 
 
@@ -42,7 +36,6 @@ def complete(scratch: Path, model: Path) -> None:
         target = scratch / file.relative_to(model)
         renamed = file.name == SINGLE_FILE and file.parent == model
         if not (target.exists() or target.is_symlink() or renamed):
-            target.parent.mkdir(parents=True, exist_ok=True)
             _link(file, target)
 
 
@@ -55,24 +48,17 @@ def back_up(model: Path, scratch: Path) -> Path | None:
     changed = [file for file in _files(model) if not _same(file, scratch / file.relative_to(model))]
     if not changed:
         return None
-    backup = next(path for path in _backup_names(model) if not path.exists())
+    name = f"{model.name}.before-fp8kv"
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    backup = next(path for path in map(model.with_name, names) if not path.exists())
     partial = backup.with_name(f".{backup.name}.{os.getpid()}.partial")
     try:
         for file in changed:
-            target = partial / file.relative_to(model)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            _link(file, target)
+            _link(file, partial / file.relative_to(model))
         partial.rename(backup)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return backup
-
-
-def _backup_names(model: Path) -> Iterator[Path]:
-    first = model.with_name(f"{model.name}.before-fp8kv")
-    yield first
-    for number in count(2):
-        yield first.with_name(f"{first.name}-{number}")
 
 
 def _files(directory: Path) -> list[Path]:
@@ -80,11 +66,10 @@ def _files(directory: Path) -> list[Path]:
 
 
 def _link(file: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
     # a symbolic link stays one; both directories lie side by side, so a relative one still leads
     os.link(file, target, follow_symlinks=False)
 
 
 def _same(old: Path, new: Path) -> bool:
-    if not new.exists():
-        return False
-    return old.samefile(new) or filecmp.cmp(old, new, shallow=False)
+    return new.exists() and (old.samefile(new) or filecmp.cmp(old, new, shallow=False))

@@ -1,4 +1,4 @@
-"""How a source's weight file gets into an output: linked where possible, or cloned, or copied."""
+"""Weight files of the source in an output: linked where possible, or cloned, or copied."""
 
 import errno
 import fcntl
@@ -27,28 +27,20 @@ def place_shard(
 ) -> None:
     """Put the weight file `source` at `target`, without the tensors `drop`.
 
-    Args:
-        source: a safetensors file, or a link to one.
-        target: where nothing is yet.
-        drop: names of tensors to leave out; a file that holds none of them is not read.
-        weights: `link` shares the file where the file system can; `copy` makes it independent;
-            `keep` links it as it is, a symbolic link too.
-        on_copied: called with each part that had to be copied.
+    `link` shares the file where the file system can; `copy` makes it independent; `keep` links it
+    as it is, a symbolic link too. `on_copied` is called with each part that had to be copied.
     """
     if drop:
-        _rewrite(source, target, drop)
+        # scales of an earlier calibration: an engine would find two values for one name
+        with safe_open(source, framework="pt") as file:
+            names = sorted(set(file.keys()) - drop)
+            kept = {name: file.get_tensor(name) for name in names}
+            metadata = file.metadata()
+        save_tensors(kept, target, metadata or {})
     elif weights == "keep":
         os.link(source, target, follow_symlinks=False)
     elif not (weights == "link" and _link(source, target)) and not _clone(source, target):
         _copy(source, target, on_copied)
-
-
-def _rewrite(source: Path, target: Path, drop: set[str]) -> None:
-    # scales of an earlier calibration: left in place, an engine would find two values for one name
-    with safe_open(source, framework="pt") as file:
-        kept = {name: file.get_tensor(name) for name in file.keys() if name not in drop}  # noqa: SIM118
-        metadata = file.metadata()
-    save_tensors(kept, target, metadata or {})
 
 
 def _link(source: Path, target: Path) -> bool:

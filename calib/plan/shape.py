@@ -9,12 +9,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.errors import UnsupportedModelError
-from calib.model.builtin import builtin_model
-from calib.model.checkpoint import read_json
 from calib.model.config import build_on_meta, making_sense, read_config
-from calib.model.hub import download_config
+from calib.model.find import builtin_model, download_config
 from calib.model.load import check_cacheable
 from calib.offload.budget import activation_bytes
+from calib.scalefiles.json import read_object
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def attention_heads(model: str, *, trust_remote_code: bool = False) -> tuple[int
 
 def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     path = _config_file(model)
-    document = read_json(path)
+    document = read_object(path)
     config = read_config(path, document, trust_remote_code=trust_remote_code)
     check_cacheable(config, document)
     return config

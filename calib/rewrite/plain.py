@@ -12,10 +12,10 @@ from calib.output.checkpoint_directory import (
     RENAMED_SINGLE,
     copy_small_files,
     place_weights,
+    source_files,
     write_index,
     write_json,
 )
-from calib.output.source_files import source_files
 from calib.scalefiles.file_names import (
     CARD_FILE,
     CONFIG_FILE,

@@ -1,7 +1,7 @@
 """Which weights to multiply so that K and V grow or shrink and a model's outputs stay the same.
 
-Projections are met by their usual names; norms behind them by what they compute. What is written
-here is a guess until `stress.py` has proved it on the model.
+Projections are found by their usual names, norms behind them by how they compute. All of it is a
+guess until `twin.py` has proved it on the model.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,8 +20,8 @@ _STACKED = "qkv_proj"  # rows of all queries, then of all keys, then of all valu
 _GROUPED = "query_key_value"  # rows of one KV head after the other: its queries, its key, its value
 _OUT = ("o_proj", "dense", "out_proj")
 _NORMS = {
-    "q": ("q_norm", "q_layernorm", "query_layernorm"),
-    "k": ("k_norm", "k_layernorm", "key_layernorm"),
+    **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "q"),
+    **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "k"),
 }
 
 
@@ -83,22 +83,15 @@ def _find(model: PreTrainedModel, factors: Factors) -> Iterator[_Rescaled]:
                 f"{cached.name} normalises V, which undoes a factor in front of it"
             )
         rows = {"q": 1 / factors.k, "k": factors.k, "v": factors.v}
-        for which, norm in _norms(module):
-            yield from _of_norm(f"{cached.name}.{norm}", module.get_submodule(norm), rows[which])
-            rows[which] = 1.0  # the norm undoes what is in front of it
+        for norm, child in module.named_children():
+            if which := _NORMS.get(norm):
+                yield from _of_norm(f"{cached.name}.{norm}", child, rows[which])
+                rows[which] = 1.0  # the norm undoes what is in front of it
         yield from _of_projections(module, cached, rows)
         out, linear = _child(module, cached.name, _OUT)
         if factors.v != 1:
-            yield _Rescaled(
-                f"{cached.name}.{out}.weight", linear.weight, torch.tensor(1 / factors.v)
-            )
-
-
-def _norms(module: nn.Module) -> Iterator[tuple[str, str]]:
-    for which, names in _NORMS.items():
-        for norm in names:
-            if isinstance(getattr(module, norm, None), nn.Module):
-                yield which, norm
+            name = f"{cached.name}.{out}.weight"
+            yield _Rescaled(name, linear.weight, torch.tensor(1 / factors.v))
 
 
 def _of_norm(name: str, norm: nn.Module, factor: float) -> Iterator[_Rescaled]:
@@ -134,20 +127,18 @@ def _of_projections(
             _, linear = _child(module, cached.name, (child,))
             yield from _of_linear(f"{cached.name}.{child}", linear, torch.tensor([rows[which]]))
         return
-    queries = cached.num_heads // cached.num_kv_heads
-    heads = cached.num_heads + 2 * cached.num_kv_heads
+    heads, kv_heads, (q, k, v) = cached.num_heads, cached.num_kv_heads, rows.values()
     if first == _STACKED:
-        counts = (cached.num_heads, cached.num_kv_heads, cached.num_kv_heads)
-        of_heads = [rows[w] for w, count in zip("qkv", counts, strict=True) for _ in range(count)]
+        of_heads = [q] * heads + [k] * kv_heads + [v] * kv_heads
     else:
-        of_heads = [*[rows["q"]] * queries, rows["k"], rows["v"]] * cached.num_kv_heads
-    num_rows = linear.weight.shape[0]
-    if num_rows % heads:
+        of_heads = [*[q] * (heads // kv_heads), k, v] * kv_heads
+    num_rows, count = linear.weight.shape[0], len(of_heads)
+    if num_rows % count:
         raise UnsupportedModelError(
-            f"{cached.name}.{first} has {num_rows} rows, which {heads} heads of Q, K and V do not "
+            f"{cached.name}.{first} has {num_rows} rows, which {count} heads of Q, K and V do not "
             "divide"
         )
-    factor = torch.tensor(of_heads).repeat_interleave(num_rows // heads)
+    factor = torch.tensor(of_heads).repeat_interleave(num_rows // count)
     yield from _of_linear(f"{cached.name}.{first}", linear, factor)
 
 
@@ -183,15 +174,11 @@ def _product(each: _Rescaled) -> Tensor:
         product = weight * factor
         is_exact = torch.equal(product / factor, weight)
     if not (is_exact and product.isfinite().all()):
-        raise InputError(_inexact(each))
+        given = "its factor" if each.factor.numel() > 1 else f"{each.factor.item():g}"
+        what = f"1 + '{each.name}'" if each.adds_one else f"'{each.name}'"
+        wider = "" if dtype == torch.float32 else "add --dtype float32, or "
+        raise InputError(
+            f"{what} times {given} is not exact in {str(dtype).removeprefix('torch.')}; "
+            f"{wider}use a --k-factor and --v-factor nearer to 1"
+        )
     return product
-
-
-def _inexact(each: _Rescaled) -> str:
-    given = "its factor" if each.factor.numel() > 1 else f"{each.factor.item():g}"
-    what = f"1 + '{each.name}'" if each.adds_one else f"'{each.name}'"
-    wider = "" if each.parameter.dtype == torch.float32 else "add --dtype float32, or "
-    return (
-        f"{what} times {given} is not exact in {str(each.parameter.dtype).removeprefix('torch.')}; "
-        f"{wider}use a --k-factor and --v-factor nearer to 1"
-    )

@@ -20,7 +20,8 @@ from calib.errors import InputError, UnsupportedModelError
 from calib.export.compressed_tensors import find_quantization_config
 from calib.measure.attention import observe_qkv
 from calib.model.checkpoint import Checkpoint, open_checkpoint
-from calib.model.load import find_checkpoint, load_config, load_model
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config, load_model
 from calib.output.checkpoint_directory import check_output, copy_small_files, write_json
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe, load_recipe
@@ -37,7 +38,7 @@ _FP8 = torch.finfo(FP8_DTYPES["e4m3fn"])
 
 @dataclass(frozen=True)
 class Stressed:
-    """What was written, and what was seen when it was proved; amax over all layers."""
+    """A twin that was written, and its proof; amax over all layers."""
 
     model: str
     output: Path
@@ -63,7 +64,7 @@ class Stressed:
 
     @property
     def warnings(self) -> list[str]:
-        """Why the twin may not show what it is for."""
+        """Reasons why the twin may not tell stacks apart."""
         k, v, found = self.k_amax[1], self.v_amax[1], []
         if k <= _FP8.max:
             found.append(f"K reaches {k:g} and fits FP8 ({_FP8.max:g}): use a larger --k-factor")
@@ -82,12 +83,7 @@ def stress(
 ) -> Stressed:
     """Write the twin of `model_name` to `output`, once it is proved to be one.
 
-    Args:
-        model_name: local directory, Hub id or `builtin:` name.
-        output: directory to write.
-        factors: what K and V are multiplied by; see `parse_factor`.
-        overrides: recipe keys that say how the model is loaded: dtype, trust_remote_code.
-        overwrite: replace an earlier output.
+    `overrides` are recipe keys for loading the model: dtype, trust_remote_code.
 
     Raises:
         Fp8kvError: anything that a user can put right, and every model that cannot be proved.
@@ -100,7 +96,11 @@ def stress(
         )
     checkpoint = find_checkpoint(model_name)
     check_output(output, checkpoint.path, overwrite=overwrite)
-    _check_is_plain(checkpoint)
+    if find_quantization_config(checkpoint.config) is not None:
+        raise InputError(
+            f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
+            "quantised weights cannot be multiplied exactly"
+        )
     with atomic_directory(output, overwrite=overwrite) as scratch:
         before = _observe(checkpoint, recipe)
         model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
@@ -108,11 +108,11 @@ def stress(
         _save(model, checkpoint, scratch)
         dtype = str(model.dtype).removeprefix("torch.")
         del model  # one copy in memory is enough
-        # what is compared is what lies on disk
+        # what is compared lies on disk
         after = _observe(open_checkpoint(scratch), recipe)
         _prove(checkpoint, before, after, factors)
         checkpoint.check_unchanged()
-        k_amax, v_amax = ((_amax(before, w), _amax(after, w)) for w in "kv")
+        k_amax, v_amax = ((before.amax(w), after.amax(w)) for w in "kv")
         done = Stressed(model_name, output, factors, dtype, changed, k_amax, v_amax)
         write_json(scratch / STRESS_FILE, done.to_json())
         (scratch / "README.md").write_text(_card(done))
@@ -146,13 +146,8 @@ class _Observed:
     logits: Tensor  # [1, T, vocabulary]
     kv: dict[str, tuple[Tensor, Tensor]]  # attention module -> K, V [1, K, T, D]
 
-
-def _check_is_plain(checkpoint: Checkpoint) -> None:
-    if find_quantization_config(checkpoint.config) is not None:
-        raise InputError(
-            f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
-            "quantised weights cannot be multiplied exactly"
-        )
+    def amax(self, which: str) -> float:
+        return max(pair["kv".index(which)].abs().amax().item() for pair in self.kv.values())
 
 
 @torch.inference_mode()
@@ -175,10 +170,12 @@ def _observe(checkpoint: Checkpoint, recipe: Recipe) -> _Observed:
 def _prove(checkpoint: Checkpoint, before: _Observed, after: _Observed, factors: Factors) -> None:
     problems = []
     for name, pair in before.kv.items():
-        wanted = (("K", pair[0] * factors.k), ("V", pair[1] * factors.v))
-        for (which, expected), found in zip(wanted, after.kv[name], strict=True):
-            if not torch.equal(expected, found):
-                problems.append(f"{which} of {name} is not the source's times its factor")
+        pairs = zip("KV", (factors.k, factors.v), pair, after.kv[name], strict=True)
+        problems += [
+            f"{which} of {name} is not the source's times its factor"
+            for which, factor, old, new in pairs
+            if not torch.equal(old * factor, new)
+        ]
     if not torch.equal(before.logits, after.logits):
         problems.append("its logits are not the source's")
     if problems:
@@ -187,10 +184,6 @@ def _prove(checkpoint: Checkpoint, before: _Observed, after: _Observed, factors:
             f"no twin of {architecture}: {problems[0]}; something in it does not follow a factor "
             "in front of it, or its config's dtype rounds its weights. Nothing was written"
         )
-
-
-def _amax(observed: _Observed, which: str) -> float:
-    return max(pair["kv".index(which)].abs().amax().item() for pair in observed.kv.values())
 
 
 def _save(model: PreTrainedModel, checkpoint: Checkpoint, out: Path) -> None:

@@ -16,7 +16,8 @@ from calib.eval import inputs
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
-from calib.model.load import find_checkpoint, load_tokenizer
+from calib.model.find import find_checkpoint
+from calib.model.load import load_tokenizer
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention
 

@@ -22,7 +22,8 @@ from calib.eval.schema import Figure, Report, Row
 from calib.eval.statistics import Divergence, kl_by_position, ratio
 from calib.eval.variants import Variant
 from calib.measure.attention import observe_qkv
-from calib.model.load import find_checkpoint, load_tokenizer
+from calib.model.find import find_checkpoint
+from calib.model.load import load_tokenizer
 
 
 def test_kl_by_position_adds_up_to_kl(small_evaluation, small_report):

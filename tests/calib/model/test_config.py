@@ -8,7 +8,8 @@ from families import save_model, tiny_model
 
 from calib.errors import InputError
 from calib.model.config import build_on_meta
-from calib.model.load import find_checkpoint, load_config
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config
 from calib.plan.shape import model_shape
 from calib.recipe import load_recipe
 

@@ -13,14 +13,9 @@ from safetensors.torch import load_file, save_file
 from calib.errors import InputError, UnsupportedModelError
 from calib.export.prefixes import checkpoint_prefix
 from calib.measure.attention import map_attention
-from calib.model import hub
-from calib.model.load import (
-    check_positions,
-    find_checkpoint,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from calib.model import find
+from calib.model.find import find_checkpoint
+from calib.model.load import check_positions, load_config, load_model, load_tokenizer
 from calib.recipe import load_recipe
 
 
@@ -180,7 +175,7 @@ def test_what_the_hub_says_in_words(kind, message, monkeypatch):
     def refuse_download(*_, **__):
         raise hub_error(kind)
 
-    monkeypatch.setattr(hub, "snapshot_download", refuse_download)
+    monkeypatch.setattr(find, "snapshot_download", refuse_download)
     with pytest.raises(InputError, match=message) as caught:
         find_checkpoint("org/name")
     assert "\n" not in str(caught.value)
@@ -193,7 +188,7 @@ def test_a_model_on_the_hub_is_downloaded_without_pickles(monkeypatch, tiny_dire
         asked.update(repo=repo, patterns=allow_patterns)
         return str(tiny_directory)
 
-    monkeypatch.setattr(hub, "snapshot_download", download)
+    monkeypatch.setattr(find, "snapshot_download", download)
     assert find_checkpoint("org/name").path == tiny_directory
     assert asked["repo"] == "org/name"
     assert "*.safetensors" in asked["patterns"]

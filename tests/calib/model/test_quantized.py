@@ -19,13 +19,14 @@ from quantized_models import (
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
-from calib.model.load import find_checkpoint, load_config, load_model
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config, load_model
 from calib.offload.skeleton import load_skeleton
 from calib.recipe import load_recipe
 from calib.scales.stats_file import load_stats
 
 RECIPE = load_recipe(None, {"device": "cpu"})
-GOLDEN = Path(__file__).parents[1] / "golden"
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 def load(directory, loader=load_model):

@@ -9,9 +9,9 @@ from families import FAMILIES, HYBRIDS, SHARED_KV, tiny_model, tiny_vision_langu
 
 from calib.data import make_batches
 from calib.measure.loop import calibrate
-from calib.model.load import find_checkpoint, load_config, load_model
-from calib.offload.entry import open_layers
-from calib.offload.layerwise import calibrate_layerwise
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config, load_model
+from calib.offload.layerwise import calibrate_layerwise, open_layers
 from calib.offload.skeleton import load_skeleton
 from calib.recipe import load_recipe
 

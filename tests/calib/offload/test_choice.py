@@ -1,14 +1,16 @@
 """When layers come one at a time, and which memory a size names."""
 
 import mmap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from calib.errors import InputError
-from calib.model.load import find_checkpoint, load_config
-from calib.offload import choice, memory
-from calib.offload.entry import scratch_directory
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config
+from calib.offload import memory
+from calib.offload.layerwise import scratch_directory
 from calib.offload.memory import available_bytes, resident_bytes
 from calib.recipe import load_recipe
 from calib.sizes import parse_size, show_size
@@ -19,15 +21,15 @@ GIB = 1 << 30
 @pytest.fixture
 def resolve(tiny_directory, monkeypatch):
     """What becomes of `offload` in a process of 1 GiB, on a machine that has 10 GiB left."""
-    monkeypatch.setattr(choice, "resident_bytes", lambda: GIB)
-    monkeypatch.setattr(choice, "available_bytes", lambda: 10 * GIB)
+    monkeypatch.setattr(memory, "resident_bytes", lambda: GIB)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10 * GIB)
 
     def resolve(weights, config=None, **changes):
-        monkeypatch.setattr(choice, "_weight_bytes", lambda *_: weights)
+        monkeypatch.setattr(memory, "_weight_bytes", lambda *_: weights)
         recipe = load_recipe(None, {"device": "cpu", **changes})
         checkpoint = find_checkpoint(str(tiny_directory))
         config = config or load_config(checkpoint, recipe)
-        return choice.resolve_offload(checkpoint, config, recipe).offload
+        return memory.resolve_offload(checkpoint, config, recipe).offload
 
     return resolve
 
@@ -74,7 +76,7 @@ def test_quantised_weights_stay_in_memory_unless_told_otherwise(resolve, tiny_di
     ],
 )
 def test_on_gpus_their_free_memory_counts(weights, changes, expected, resolve, monkeypatch):
-    monkeypatch.setattr(choice, "uses_gpu", lambda recipe: True)
+    monkeypatch.setattr(memory, "uses_gpu", lambda recipe: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda i: (8 * GIB, 80 * GIB))
     assert resolve(weights, **changes) == expected
@@ -86,7 +88,7 @@ def test_converting_weights_needs_both(tiny_directory):
 
     def needed(dtype):
         recipe = load_recipe(None, {"dtype": dtype})
-        return choice._weight_bytes(checkpoint, load_config(checkpoint, recipe), recipe)
+        return memory._weight_bytes(checkpoint, load_config(checkpoint, recipe), recipe)
 
     assert needed("auto") == needed("float32") == stored
     assert needed("bfloat16") == stored + stored // 2
@@ -135,11 +137,10 @@ def test_a_containers_limit_counts_on_every_level(tmp_path, monkeypatch):
     (inner / "memory.stat").write_text("anon 0\nfile 9\n")
     (inner.parent / "memory.max").write_text("5000\n")
     (inner.parent / "memory.stat").write_text("anon 2000\nfile 2500\n")
-    proc = tmp_path / "proc"
-    (proc / "self").mkdir(parents=True)
-    (proc / "self" / "cgroup").write_text("0::/job/step\n")
-    (proc / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable: 8 kB\n")
-    monkeypatch.setattr(memory, "_PROC", proc)
+    (tmp_path / "self").write_text("0::/job/step\n")
+    free = SimpleNamespace(available=8192)
+    monkeypatch.setattr(memory.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(memory, "_GROUP", tmp_path / "self")
     monkeypatch.setattr(memory, "_CGROUPS", tmp_path / "cgroup")
     assert available_bytes() == 3000
     (inner.parent / "memory.max").write_text("50000\n")

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from calib.errors import InputError, UnsupportedModelError
 from calib.measure.attention import AttentionMap
 from calib.offload import probe, shards
-from calib.offload.random_weights import random_bytes, random_weights
+from calib.offload.probe import random_bytes, random_weights
 from calib.offload.replay import replaying
 from calib.offload.stages import plan_stages
 

@@ -8,8 +8,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from calib.errors import InputError
-from calib.model.load import find_checkpoint
-from calib.offload.hidden import form_of, hidden_states, nbytes
+from calib.model.checkpoint import open_checkpoint
+from calib.model.find import find_checkpoint
+from calib.offload.hidden import HiddenStates, form_of, nbytes
 from calib.offload.shards import stored_tensors
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def test_an_unusual_dtype_is_an_error_of_one_line(checkpoint):
     changed = json.dumps(header).encode()
     path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
     with pytest.raises(InputError, match=r"holds 'f' as F8_E8M0.*--offload none"):
-        stored_tensors(checkpoint)
+        stored_tensors(open_checkpoint(checkpoint.path))
 
 
 @pytest.mark.parametrize("room", [0, 100, 10_000])
@@ -79,7 +80,7 @@ def test_outputs_come_back_as_they_were(room, tmp_path):
         ("hidden", 2): (torch.randn(4, 5)[:, 1:3], torch.ones(3).expand(2, 3)),
         ("embedded", 0): (torch.tensor(1.5),),
     }
-    with hidden_states(tmp_path, room) as store:
+    with HiddenStates(tmp_path, room) as store:
         for key, output in outputs.items():
             store.put(key, output)
         for key, output in outputs.items():
@@ -104,7 +105,7 @@ def assert_equal(one, other):
 
 def test_room_in_memory_is_used_again(tmp_path):
     kilobyte = torch.zeros(1024, dtype=torch.uint8)
-    with hidden_states(tmp_path, 1500) as store:
+    with HiddenStates(tmp_path, 1500) as store:
         store.put(("hidden", 0), kilobyte)
         store.put(("hidden", 1), kilobyte)
         assert len(list(tmp_path.rglob("hidden-*"))) == 1

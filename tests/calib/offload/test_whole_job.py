@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 
 import cli
 from calib.data import load_data
-from calib.model.load import find_checkpoint, load_tokenizer
+from calib.model.find import find_checkpoint
+from calib.model.load import load_tokenizer
 from calib.offload.memory import resident_bytes
 from calib.scalefiles.file_names import STATS_FILE
 
@@ -83,10 +84,11 @@ MEASURE = """
 import sys
 from pathlib import Path
 from calib.data import make_batches
-from calib.model.load import find_checkpoint, load_config
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config
 from calib.offload.layerwise import calibrate_layerwise
 from calib.offload.memory import resident_bytes
-from calib.offload.entry import open_layers
+from calib.offload.layerwise import open_layers
 from calib.offload.skeleton import load_skeleton
 from calib.recipe import load_recipe
 

@@ -6,7 +6,7 @@ import pytest
 
 from calib.errors import InputError
 from calib.job import run
-from calib.output import writing
+from calib.output import finish
 from calib.recipe import load_recipe
 from calib.scalefiles.file_names import SCALES_SHARD, STATS_FILE
 
@@ -82,7 +82,7 @@ def test_a_failure_changes_nothing(model, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing, "back_up", full)
+    monkeypatch.setattr(finish, "back_up", full)
     with pytest.raises(InputError, match="No space left on device; nothing was left behind"):
         calibrate_in_place(model)
     assert contents(model.parent) == before

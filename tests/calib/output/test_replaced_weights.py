@@ -7,7 +7,7 @@ import pytest
 from command_line import calibrate, fp8kv, one_line_error
 
 from calib import job, merge
-from calib.output import finish, writing
+from calib.output import finish
 from calib.rewrite import convert as rewrite
 from calib.stress import twin as stress
 
@@ -76,14 +76,14 @@ def test_calibrate_layer_by_layer(after, tiny_directory, tmp_path):
     refuse(done, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("module", "name"), [(finish, "summarize"), (writing, "save_stats")])
+@pytest.mark.parametrize(("module", "name"), [(finish, "summarize"), (finish, "save_stats")])
 def test_calibrate_at_the_last_moment(after, module, name, tiny_directory, tmp_path):
     after(module, name, tiny_directory)
     refuse(calibrate(tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
 
 
 @pytest.mark.parametrize(
-    ("module", "name"), [(job, "calibrate_share"), (writing, "write_checkpoint")]
+    ("module", "name"), [(job, "calibrate_share"), (finish, "write_checkpoint")]
 )
 def test_calibrate_in_place(after, module, name, tiny_directory, tmp_path):
     after(module, name, tiny_directory)
