@@ -138,7 +138,7 @@ def _put(scratch: Path, claim: Claim, out: Path) -> None:
 
 
 def _overwrite(scratch: Path, claim: Claim) -> bool:
-    """Replace the directory that was claimed; False, and as it was, where it is another by now."""
+    """Replace the claimed directory; False, changing nothing, if another one is there by now."""
     path, old = claim.path, scratch.with_suffix(".old")
     if _exchange(scratch, path):
         known = _identity(scratch) == claim.replaces

@@ -23,7 +23,7 @@ _CONDITION = re.compile(
 
 @dataclass(frozen=True)
 class Condition:
-    """`[variant:]metric<limit`; without a variant it is about what the user asked for."""
+    """`[variant:]metric<limit`; without a variant it applies to the user's scales."""
 
     text: str
     variant: str | None

@@ -115,7 +115,7 @@ class Sequence:
 def content_hashes(
     token_ids: SequenceOf[int], block_size: int, known: SequenceOf[bytes] = ()
 ) -> list[bytes]:
-    """One digest per full block, of its tokens and of all before it; `known`: of the first ones.
+    """Hash each full block with all tokens before it; `known` are the first digests, not returned.
 
     Those are not made again and not among the result.
     """

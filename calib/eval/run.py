@@ -155,7 +155,7 @@ def _chosen(variants: list[Variant], wanted: EvaluationRecipe) -> list[Variant]:
 def _search(
     setup: Setup, variants: Sequence[Variant], material: Material, budget: float | None
 ) -> Search | None:
-    """Among the layers of the first scales that were given, else of scales per head, else any."""
+    """Search with the first of --scales, or else `attn_head`, or else any variant engines load."""
     if budget is None:
         return None
     ranks = {"given": 0, "attn_head": 1}

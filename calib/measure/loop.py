@@ -152,7 +152,7 @@ def singles(batch: Batch) -> list[Batch]:
 
 
 def blame(found: str | None, batch: Batch) -> CalibrationError:
-    """The error of NaN or Inf `found` in a batch of one sample, or in a batch but no sample of it.
+    """Make the error for NaN or Inf; names the sample, or the batch if no sample alone shows it.
 
     `found` is what `first_non_finite` returned.
     """

@@ -121,7 +121,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 @contextmanager
 def making_sense(message: str) -> Iterator[None]:
-    """Turn what transformers raises over values that make no sense to it into one line."""
+    """Turn transformers' errors about impossible config values into one line."""
     try:
         yield
     except Fp8kvError:

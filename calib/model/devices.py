@@ -21,7 +21,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def check_token_ids(
     ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> None:
-    """Check that the embedding has a row for every id; a tokenizer may know more that never occur.
+    """Check that the embedding has a row for every id of the text; the tokenizer may know more.
 
     Raises:
         InputError: one has none.

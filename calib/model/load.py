@@ -100,7 +100,7 @@ def model_positions(config: PreTrainedConfig) -> int | None:
 
 
 def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
-    """Load the weights, every one of them from the checkpoint.
+    """Load the model; refuse it if a weight is not in the checkpoint.
 
     Raises:
         InputError: weights are missing or have other shapes than the config says.
@@ -132,7 +132,7 @@ def loading(what: str) -> Iterator[None]:
 
 
 def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
-    """Check that transformers, whose loading info this is, made up no weight and left no scale.
+    """Check transformers' loading info: no weight was initialised at random, no scale left over.
 
     Raises:
         InputError: weights are missing, or were loaded without their scales.

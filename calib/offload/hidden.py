@@ -1,4 +1,4 @@
-"""What lies between two layers, for every batch: in memory as far as it fits, then on disk."""
+"""Hidden states between two layers, for every batch: in memory while they fit, then on disk."""
 
 from collections.abc import Callable
 from pathlib import Path

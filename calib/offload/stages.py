@@ -33,7 +33,7 @@ class Stage:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of the sources that are read to where they stay."""
+        """Bytes of the stored tensors that become weights without conversion."""
         return sum(self.sources[name].room for name in self.unchanged)
 
     @property

@@ -85,7 +85,7 @@ def write_checkpoint(
 
 
 def source_files(path: Path) -> Path | None:
-    """The directory with the files as they were before fp8kv: `path`, or what it keeps.
+    """The directory of the source's own files: `path`, or its `fp8kv_source/`.
 
     None: `path` is an output of ours that has kept nothing, as older versions made.
     """
@@ -96,7 +96,7 @@ def source_files(path: Path) -> Path | None:
 
 
 def keep_source_files(path: Path, out: Path) -> None:
-    """Copy into `out` what it replaces of the source `path`, or what `path` has kept itself."""
+    """Keep in `out` the source's files that it replaces, or the ones `path` has kept already."""
     if source := source_files(path):
         kept = out / SOURCE_DIRECTORY
         kept.mkdir()
@@ -127,7 +127,7 @@ def place_weights(
 
 
 def copy_small_files(checkpoint: Checkpoint, out: Path) -> None:
-    """Copy what is neither a weight, nor an index of weights, nor of an earlier run of ours."""
+    """Copy all files except weights, their index, and files of an earlier run of ours."""
     for file in sorted(checkpoint.path.rglob("*")):
         relative = file.relative_to(checkpoint.path)
         hidden = any(part.startswith((".", "fp8kv_")) for part in relative.parts)

@@ -31,7 +31,7 @@ def check_in_place(model_name: str, recipe: Recipe) -> Path:
 
 
 def complete(scratch: Path, model: Path) -> None:
-    """Link into `scratch`, which will replace `model`, whatever else `model` holds."""
+    """Link all other files of `model` into `scratch`, which will replace it."""
     for file in _files(model):
         target = scratch / file.relative_to(model)
         renamed = file.name == SINGLE_FILE and file.parent == model
@@ -40,7 +40,7 @@ def complete(scratch: Path, model: Path) -> None:
 
 
 def back_up(model: Path, scratch: Path) -> Path | None:
-    """Link the files of `model` that `scratch` has otherwise, or not at all, beside `model`.
+    """Back up the files of `model` that `scratch` changes or drops, as links beside `model`.
 
     Returns:
         `<model>.before-fp8kv`, numbered where there is one; None if nothing changes.

@@ -87,7 +87,7 @@ class ScaleDirectory:
 
 
 def open_scales(path: Path) -> ScaleDirectory:
-    """Read the scales of a directory; of weights not a byte.
+    """Read the scales of a directory; never read weights.
 
     Raises:
         InputError: it is no directory, holds nothing of the kind, or a file in it is damaged, or

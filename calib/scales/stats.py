@@ -151,7 +151,7 @@ class KVStats:
 
 
 def centered(layer: LayerStats) -> tuple[Tensor, Tensor]:
-    """K's mean per channel and the largest magnitude of what is left without it, [K, D] each.
+    """K's mean per channel, and the amax of K without that mean: [K, D] each.
 
     Softmax does not see what is subtracted from every key. What is left has to be exact: the first
     token's key, far from the mean, is often that extreme, is seen by every query, and at exactly

@@ -56,7 +56,7 @@ class Simulation:
 
     @property
     def is_good(self) -> bool:
-        """Every K and V scale arrives, and means there what it means in the file."""
+        """Whether the engine uses every K and V scale with the value in the file."""
         arrived = [o.status == "loaded" for o in self.outcomes if o.letter != "q"]
         return not (self.refused or self.problem) and bool(arrived) and all(arrived)
 

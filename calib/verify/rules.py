@@ -19,7 +19,7 @@ class _Strict(BaseModel):
 
 
 class Remap(_Strict):
-    """A name on disk becomes a name in the engine."""
+    """A renaming: a pattern of names on disk, and the engine's name for them."""
 
     pattern: str
     to: str

@@ -92,7 +92,7 @@ def _method(directory: ScaleDirectory, rules: Rules) -> Method | None:
 
 
 def _not_known(directory: ScaleDirectory, rules: Rules, method: Method | None) -> str | None:
-    """Why nobody can say what the model's class does with scales that reach its loader."""
+    """Say why nobody knows which scales the model's class loads; None where the rules cover it."""
     reads = method is not None and method.kind != "none"
     if not (reads and rules.architectures and any(t.indexed for t in directory.tensors)):
         return None

@@ -42,7 +42,7 @@ class Verification:
 
     @property
     def is_good(self) -> bool:
-        """Nothing is wrong, and some engine of those asked for loads every scale."""
+        """Whether the scales have no problem and at least one of the engines loads all of them."""
         return not self.problems and any(each.is_good for each in self.simulations)
 
     def to_json(self) -> dict[str, Any]:

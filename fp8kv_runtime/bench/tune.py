@@ -91,7 +91,7 @@ class Tuner:
 
 
 def merged(table: Table, found: dict[str, list[Row]]) -> Table:
-    """The table with rows found anew before, and in place of, those of the same place."""
+    """Merge new rows into the table: first, and instead of rows for the same place."""
     result = {kernel: tuple(rows) for kernel, rows in found.items()}
     for kernel, rows in table.items():
         new = result.get(kernel, ())

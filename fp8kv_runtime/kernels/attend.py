@@ -152,7 +152,7 @@ def decode_tile(
 
 @triton.jit
 def halves(x, FORMAT: tl.constexpr):
-    """Its columns in two halves, as `decode_tile` has them: even and odd, or lower and upper."""
+    """Split columns in two halves as `decode_tile` does: even and odd, or lower and upper."""
     if FORMAT == "float16":
         return tl.split(tl.permute(tl.reshape(x, [x.shape[0], 2, x.shape[1] // 2]), [0, 2, 1]))
     else:
@@ -198,7 +198,7 @@ def scores_of(q, q_rest, codes, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PT
 
 @triton.constexpr_function
 def score_unit(FORMAT, HARDWARE, MULTIPLIES):
-    """What decoding Q and K leaves out of their product."""
+    """Power of two that decoded Q and K lack, to multiply their product with."""
     return 1.0 if MULTIPLIES else decode_unit(FORMAT, HARDWARE) ** 2
 
 

@@ -92,7 +92,7 @@ class Launcher:
         self, target: Target, grid: tuple[int, int, int], blocks: KVBlocks, given: Sequence[Any],
         arguments: Sequence[Any],
     ) -> None:  # fmt: skip
-        """Launch with `arguments`: all that are no constants, in the kernel's order.
+        """Launch with `arguments`: every non-constant argument, in the kernel's order.
 
         Of them, `given` are what a caller hands in; the others are of `blocks`, or allocated here.
         """

@@ -20,7 +20,7 @@ def let_next_start(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def wait_for_previous(OVERLAPS: tl.constexpr):
-    """Until the kernel before has ended and what it wrote is seen."""
+    """Wait until the previous kernel has ended and its writes are visible."""
     if OVERLAPS:
         _wait_for_previous()
 

@@ -13,7 +13,7 @@ def parts_of(
     seq_lens_ptr, seq_starts_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
     WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Of every sequence its number, tiles, and parts, of which it has one at least: 3 x [BLOCK_S].
+    """Number, tiles and parts (at least one) of every sequence: 3 x [BLOCK_S].
 
     A part has at most a `num_splits`th of all tiles, rounded up, or `least`: so a sequence has at
     most `num_splits` parts, and all together have at most `num_splits` + `num_seqs`.

@@ -74,7 +74,7 @@ class Series:
 
 
 def select(report: Report, names: Sequence[str], needs: str) -> list[Series]:
-    """Choose what the user gave, then those of `names` that were measured and have `needs`."""
+    """Choose the user's scales first, then the measured variants in `names` that have `needs`."""
     rows = report.variants
     given = [name for name, row in rows.items() if row.kind == GIVEN][:_MOST_GIVEN]
     mine = [Series(n, 0, d, "X", rows[n]) for n, d in zip(given, _GIVEN_DASHES, strict=False)]

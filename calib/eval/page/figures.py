@@ -17,7 +17,7 @@ _LAYERS_SHOWN = 6  # the others are folded
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture and what is said about it in words that the page escapes."""
+    """A picture with its caption and legend, which the page escapes."""
 
     picture: Picture | Histogram
     label: str  # for who cannot see it

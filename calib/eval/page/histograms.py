@@ -108,7 +108,7 @@ def _ends(fp8_dtype: str) -> tuple[float, float, float]:
 
 
 def _shades(axis: Axis, scales: list[float], fp8_dtype: str) -> list[tuple[float, float, float]]:
-    """What the smallest and the largest scale hold, paler where numbers are subnormal."""
+    """Ranges that FP8 holds with the smallest and the largest scale; subnormal parts are paler."""
     smallest, normal, largest = _ends(fp8_dtype)
     extremes = sorted({min(scales), max(scales)})
     spans = [

@@ -64,7 +64,7 @@ def _charts(report: Report) -> dict[str, Any]:
 
 
 def _tiles(report: Report, row: Row) -> list[tuple[str, str, str]]:
-    """Heading, figure and what is below it, of the subject."""
+    """Tiles of the subject: heading, figure, and a line below."""
     kl, _, ppl, top1, same, passkey = figures(row)
     reference = figures(report.variants[REFERENCE])
     size = report.bytes_per_token

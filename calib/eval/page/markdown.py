@@ -44,7 +44,7 @@ def _figure(figure: Figure | None, form: str, unit: str = "") -> tuple[str, str]
 
 
 def closing_lines(report: Report) -> list[str]:
-    """Verdict, advice, and what the figures are of."""
+    """Verdict, advice, and the conditions of the measurement."""
     data, size = report.data, report.bytes_per_token
     return [
         report.verdict,
