@@ -143,7 +143,7 @@ def _weights(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
             if found.setdefault(name, shard) != shard:
                 raise InputError(
                     f"'{path}' holds '{name}' in {found[name]} and in {shard}; "
-                    "download the model again"
+                    "remove the one that is not the model's"
                 )
     for name, shard in listed.items():
         if found.get(name) != shard:

@@ -64,10 +64,9 @@ def check_readable(checkpoint: Checkpoint) -> None:
         if leaves_weights(says):
             continue
         if place not in _READ or not _is_known(says):
-            raise InputError(
-                f"the weights of '{checkpoint.path}' are quantised by "
-                f"'{says.get('quant_method')}' ({place}), {_ADVICE}"
-            )
+            method = says.get("quant_method")
+            how = f"quantised by '{method}'" if method else "quantised, without a quant_method"
+            raise InputError(f"the weights of '{checkpoint.path}' are {how} ({place}), {_ADVICE}")
         decoded = True
     if not decoded:
         _check_numbers(checkpoint)
@@ -133,5 +132,5 @@ def _check_numbers(checkpoint: Checkpoint) -> None:
         if entry.dtype not in _FLOATS and not harmless:
             raise InputError(
                 f"'{checkpoint.path / checkpoint.weight_map[name]}' holds '{name}' as "
-                f"{entry.dtype}, quantised by what no config says, {_ADVICE}"
+                f"{entry.dtype}, and no config says how to decode it, {_ADVICE}"
             )
