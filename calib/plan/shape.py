@@ -111,17 +111,23 @@ def _attending(model: PreTrainedModel, layers: list[nn.Module], text: Any) -> li
     """The attention modules of the layers that cache K and V; others keep a state."""
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
     found = [
-        next((m for m in layer.modules() if type(m).__name__.endswith("Attention")), None)
+        next((m for m in layer.modules() if _is_attention(m)), None)
         for layer, kind in zip(layers, kinds, strict=True)
         if kind == "hybrid" or ("attention" in kind and "linear" not in kind)
     ]
-    attending = [module for module in found if module and hasattr(module, "layer_idx")]
+    attending = [module for module in found if module]
     if not attending or not getattr(text, "num_attention_heads", None):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no attention layer that caches K and V per head, which "
             "a scale could describe: it is a state-space or recurrent model"
         )
     return attending
+
+
+def _is_attention(module: nn.Module) -> bool:
+    # a wrapper around it has neither
+    is_it = hasattr(module, "layer_idx") or hasattr(module, "k_proj")
+    return "Attention" in type(module).__name__ and is_it
 
 
 def _decoder_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:

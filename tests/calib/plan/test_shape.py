@@ -136,6 +136,20 @@ def test_the_cache_is_what_the_model_itself_keeps(family, options, tmp_path):
     assert shape_of(model, tmp_path).cached_values == values_cached(model)
 
 
+def test_attention_behind_a_wrapper_is_found(tmp_path):
+    document = {
+        "model_type": "gpt_neo",
+        "architectures": ["GPTNeoForCausalLM"],
+        "num_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "num_heads": 4,
+        "hidden_size": 64,
+        "vocab_size": 128,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(document))
+    assert model_shape(str(tmp_path)).cached_values == 2 * 2 * 64
+
+
 @pytest.mark.parametrize("family", ["mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"])
 def test_a_model_without_k_and_v_is_refused(family, tmp_path):
     document = {"model_type": family, "architectures": ["XForCausalLM"], "num_hidden_layers": 2}
