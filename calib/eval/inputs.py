@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from calib.any_scales import load_any_scales
+from calib.any_scales import Opened, open_any_scales
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.errors import InputError
 from calib.eval.material import Material, make_material
 from calib.eval.schema import Data, Suite
-from calib.eval.variants import BUILT_IN, Setup, Variant
+from calib.eval.variants import BUILT_IN, Setup
 from calib.measure.loop import calibrate
 from calib.model.devices import check_token_ids
 from calib.model.load import fit_seq_len, model_positions
@@ -74,19 +74,16 @@ def given_names(directories: Sequence[Path]) -> list[str]:
     ]
 
 
-def given_variants(directories: Sequence[Path], model: PreTrainedModel) -> list[Variant]:
-    """The scales in each directory, as `given_names` calls them.
+def open_given(directories: Sequence[Path]) -> dict[str, Opened]:
+    """Read the scales in each directory, by the names of `given_names`.
 
     Raises:
-        InputError: a directory holds no scales, those of another model, or is given twice.
+        InputError: a directory holds no scales, or is given twice.
     """
     twice = next((path for path in directories if directories.count(path) > 1), None)
     if twice is not None:
         raise InputError(f"--scales '{twice}' is given twice; give every directory once")
-    return [
-        Variant(name, "given with --scales", "given", load_any_scales(path, model))
-        for name, path in zip(given_names(directories), directories, strict=True)
-    ]
+    return dict(zip(given_names(directories), map(open_any_scales, directories), strict=True))
 
 
 def load_material(

@@ -18,9 +18,9 @@ from calib.eval.inputs import (
     evaluation_recipe,
     fitting_suite,
     given_names,
-    given_variants,
     load_material,
     machine,
+    open_given,
 )
 from calib.eval.material import Material, split_texts
 from calib.eval.page.files import check_report_directory, write_report
@@ -103,10 +103,14 @@ def evaluate(
     suite, notes = fitting_suite(config, wanted, suite)
     recipe = evaluation_recipe(recipe, suite)
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
+    opened = open_given(scales)
     progress("load")
     tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
     setup = Setup(model, tokenizer, wanted.backend, progress)
-    given = given_variants(scales, model)
+    given = [
+        Variant(name, "given with --scales", "given", checked(model))
+        for name, checked in opened.items()
+    ]
     data, material, warnings = load_material(setup, recipe, suite, scales)
     progress("calibrate")
     stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)

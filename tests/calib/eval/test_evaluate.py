@@ -228,6 +228,13 @@ def test_what_the_evaluation_must_refuse_is_refused_before_the_calibration(
     assert not (tmp_path / "mine").exists()
 
 
+def test_scales_that_are_none_are_found_before_the_model_is_loaded(
+    directory, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("calib.eval.run.load_model", lambda *_: pytest.fail("loaded"))
+    one_line_error(fp8kv("eval", directory, "--scales", tmp_path / "none"), "none' is not a dir")
+
+
 @pytest.mark.usefixtures("small_suite")
 def test_held_out_text_is_new_to_the_scales_that_were_given(directory, tmp_path):
     words = (" ".join(f"w{3 + (7 * i + j) % 97}" for j in range(40)) for i in range(9))
