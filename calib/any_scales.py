@@ -40,14 +40,15 @@ def open_any_scales(directory: Path) -> Opened:
     Raises:
         InputError: there are none, or they are damaged; from the call, they are of another model.
     """
+    measured = None
     if (directory / CALIBRATION_FILE).exists():
         measured = load_scales(directory)
         files = {file.name for file in directory.glob("*.safetensors")} - {STATS_FILE}
         if not (files or (directory / JSON_FILE).exists()):  # format fp8kv
             return partial(_of_calibration, directory, measured)
-    found = read_scales(directory)  # what is served, which somebody may have changed
+    found = read_scales(directory)
     fp8_type(found.directory)  # what is not known is refused before a model is loaded
-    return partial(_of_files, found)
+    return partial(_of_files, found, measured)
 
 
 def to_scales(found: FoundScales, layers: Mapping[str, FoundLayer]) -> KVScales:
@@ -82,9 +83,12 @@ def _of_calibration(directory: Path, scales: KVScales, model: PreTrainedModel) -
     return check_fits(model, scales)
 
 
-def _of_files(found: FoundScales, model: PreTrainedModel) -> KVScales:
+def _of_files(found: FoundScales, measured: KVScales | None, model: PreTrainedModel) -> KVScales:
+    """What is served, which somebody may have changed since it was `measured`."""
     from calib.measure.attention import map_attention
 
+    if measured:
+        check_fits(model, measured)
     attention, path = map_attention(model), found.directory.path
     by_layer = {layer.layer: layer for layer in found.layers}
     _check_layers(path, {*by_layer}, attention)
