@@ -9,10 +9,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from scale_cases import CASES, LAYERS, write_case
 
 from calib.rewrite.convert import convert, repair
+from calib.scalefiles.file_names import STATS_FILE
+from calib.scales.stats import KVStats, LayerStats, TensorStats
+from calib.scales.stats_file import save_stats
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = [
@@ -54,9 +56,12 @@ def main() -> None:
 
 def _statistics(directory: Path) -> Path:
     directory.mkdir()
-    amax = torch.tensor([[8.0], [6.0]])
-    names = [f"model.layers.{i}.self_attn.{x}.amax" for i in range(LAYERS) for x in "kv"]
-    save_file({name: amax.clone() for name in names}, directory / "fp8kv_stats.safetensors")
+    heads = TensorStats(torch.tensor([[8.0], [6.0]]))
+    layers = {
+        f"model.layers.{i}.self_attn": LayerStats(i, 1, k=heads, v=heads, q=heads)
+        for i in range(LAYERS)
+    }
+    save_stats(KVStats(layers), directory / STATS_FILE)
     return directory
 
 
