@@ -7,6 +7,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from calib.atomic import claimed
 from calib.errors import InputError
 from calib.model.checkpoint import fingerprint
 from calib.model.find import find_checkpoint
@@ -47,13 +48,15 @@ def merge(
             "--model"
         )
     check_output(output, checkpoint.path, overwrite=overwrite)
-    stats = reduce(KVStats.merge, map(load_stats, directories))
-    dataset = _merged_data([report["dataset"] for report in reports])
-    warnings = dict.fromkeys(line for report in reports for line in report["warnings"])
-    what = (name, checkpoint, runs[0].recipe, stats, Destination(output, overwrite=overwrite))
     counts = {run.threads for run in runs}
     threads = counts.pop() if len(counts) == 1 else None
-    return finish(*what, dataset, [*warnings, *_other_threads(runs)], threads=threads)
+    with claimed(output, overwrite=overwrite) as claim:
+        stats = reduce(KVStats.merge, map(load_stats, directories))
+        dataset = _merged_data([report["dataset"] for report in reports])
+        warnings = dict.fromkeys(line for report in reports for line in report["warnings"])
+        destination = Destination(output, overwrite=overwrite, claim=claim)
+        what = (name, checkpoint, runs[0].recipe, stats, destination, dataset)
+        return finish(*what, [*warnings, *_other_threads(runs)], threads=threads)
 
 
 class _Run:

@@ -115,3 +115,15 @@ def test_data_that_a_merge_has_read_already_is_not_counted_twice(tiny_directory,
     assert fp8kv("merge", tmp_path / "1", tmp_path / "2", "-o", tmp_path / "12").exit_code == 0
     done = fp8kv("merge", tmp_path / "12", tmp_path / "2", "-o", tmp_path / "122")
     one_line_error(done, "have read the same data")
+
+
+@pytest.mark.parametrize("place", ["file/out", "dangling"])
+def test_where_nothing_can_be_written_is_known_before_statistics_are_read(
+    place, halves, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("calib.merge.load_stats", lambda _: pytest.fail("statistics were read"))
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to("gone")
+    done = fp8kv("merge", *halves, "-o", tmp_path / place)
+    one_line_error(done, f"cannot write '{tmp_path / place}'", "choose another output")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file"]

@@ -126,6 +126,7 @@ def test_a_template_that_takes_parts_alone_gets_parts(byte_tokenizer):
     ("content", "reason"),
     [
         ([{"type": "image_url", "image_url": {}}, *text_parts("q")], "a part of type 'image_url'"),
+        ([{"type": "image", "text": "a cat"}], "a part of type 'image'"),
         ([{"type": "text", "text": None}], "a part of type 'text' without text"),
         (["q"], "neither text nor parts"),
         ({"text": "q"}, "neither text nor parts"),

@@ -174,3 +174,11 @@ def test_the_picture_is_drawn(suffix, tmp_path):
 def test_a_picture_needs_a_known_suffix(tmp_path):
     directory = write(tmp_path / "model", layers())
     one_line_error(fp8kv("inspect", directory, "--plot", tmp_path / "x.txt"), "ends with .png")
+
+
+def test_a_picture_below_a_file_is_one_line(tmp_path):
+    directory = write(tmp_path / "model", layers())
+    (tmp_path / "file").write_text("x")
+    done = fp8kv("inspect", directory, "--plot", tmp_path / "file" / "x.png")
+    one_line_error(done, f"cannot write '{tmp_path}/file/x.png'", "Not a directory")
+    assert (tmp_path / "file").read_text() == "x"
