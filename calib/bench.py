@@ -10,21 +10,10 @@ import torch
 from calib.errors import Fp8kvError, InputError
 
 if TYPE_CHECKING:
-    from fp8kv_runtime.bench.session import Bench
+    from fp8kv_runtime.bench.session import Bench, Row
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
 HEADINGS = ("kernel", "sequences", "FP8, µs", "TB/s", "of a copy", "float16, µs", "float16 / FP8")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case, timed on the GPU with a cold L2, on a cache of FP8 and on one of float16."""
-
-    kernel: str
-    case: str
-    us: float
-    tb_per_s: float  # of K and V in FP8
-    float16_us: float
 
 
 @dataclass(frozen=True)
@@ -35,7 +24,7 @@ class Result:
     heads: Heads
     copy_tb_per_s: float | None
     tuned: str | None  # the file that --tune wrote
-    rows: list[Row]
+    rows: list["Row"]
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
@@ -46,7 +35,7 @@ class Result:
         """Heading of the table."""
         return f"{self.gpu}: {'/'.join(map(str, self.heads))} query heads / KV heads / head_dim"
 
-    def cells(self, row: Row) -> tuple[str, ...]:
+    def cells(self, row: "Row") -> tuple[str, ...]:
         """Texts of a row of the table."""
         share = row.tb_per_s / self.copy_tb_per_s if self.copy_tb_per_s else 0.0
         times = (f"{row.us:.1f}", f"{row.tb_per_s:.2f}", f"{share:.0%}", f"{row.float16_us:.1f}")
@@ -121,4 +110,4 @@ def _run(bench: "Bench", heads: Heads, *, tune: bool, say: Callable[..., None]) 
         say("no GPU that torch can use: checked at small shapes, nothing was timed")
         return Result("no GPU", heads, None, tuned, [])
     copy, rows = bench.measure()
-    return Result(bench.gpu, heads, copy, tuned, [Row(**row) for row in rows])
+    return Result(bench.gpu, heads, copy, tuned, rows)

@@ -29,6 +29,17 @@ _DECODED = {
 
 
 @dataclass(frozen=True)
+class Row:
+    """One case, timed on the GPU with a cold L2, on a cache of FP8 and on one of float16."""
+
+    kernel: str
+    case: str
+    us: float
+    tb_per_s: float  # of K and V in FP8
+    float16_us: float
+
+
+@dataclass(frozen=True)
 class Bench:
     """A shape's cases and the device they run on."""
 
@@ -78,24 +89,16 @@ class Bench:
         say(f"written: {path}")
         return path
 
-    def measure(self) -> tuple[float, list[dict[str, Any]]]:
+    def measure(self) -> tuple[float, list[Row]]:
         """TB/s of a copy within the GPU's memory, and a row for each case."""
         rows = []
         for case in self.cases:
-            work: dict[str, Work] = {
-                name: call(form, build(form, self.device), self._launchers)
-                for name, form in (("fp8", case), ("float16", in_float16(case)))
-            }
-            times = self._measure(work)
-            rows.append(
-                {
-                    "kernel": case.kernel,
-                    "case": case.name,
-                    "us": times["fp8"],
-                    "tb_per_s": case.num_bytes / times["fp8"] / 1e6,
-                    "float16_us": times["float16"],
-                }
+            forms = {"fp8": case, "float16": in_float16(case)}
+            times = self._measure(
+                {n: call(c, build(c, self.device), self._launchers) for n, c in forms.items()}
             )
+            us, speed = times["fp8"], case.num_bytes / times["fp8"] / 1e6
+            rows.append(Row(case.kernel, case.name, us, speed, times["float16"]))
         return self._timer.copy_bandwidth() / 1e12, rows
 
     @cached_property

@@ -73,34 +73,18 @@ def append_launcher(blocks: BlocksLayout, target: Target) -> tuple[Config, Launc
 
 @triton.jit
 def append_kv_kernel(
-    key_ptr,
-    value_ptr,
-    key_blocks_ptr,
-    value_blocks_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    k_center_ptr,
-    counts_ptr,
-    slot_mapping_ptr,
-    num_tokens,
-    stride_key_token,
-    stride_key_head,
-    stride_value_token,
+    key_ptr, value_ptr, key_blocks_ptr, value_blocks_ptr, k_scale_ptr, v_scale_ptr, k_center_ptr,
+    counts_ptr, slot_mapping_ptr, num_tokens, stride_key_token, stride_key_head, stride_value_token,
     stride_value_head,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE: tl.constexpr,
-    K_SCALES: tl.constexpr,  # 0: one per tensor, 1: per head, 2: per channel
-    V_SCALES: tl.constexpr,
-    HAS_CENTER: tl.constexpr,
-    COUNT: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, K_SCALES: tl.constexpr, V_SCALES: tl.constexpr,
+    HAS_CENTER: tl.constexpr, COUNT: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr,
     FUSED: tl.constexpr,
-):
-    """One program stores K (third program id 0) or V (1) of TILE tokens of one head."""
+):  # fmt: skip
+    """One program stores K (third program id 0) or V (1) of TILE tokens of one head.
+
+    K_SCALES and V_SCALES are 0 for one scale per tensor, 1 per head, 2 per channel.
+    """
     tokens = tl.program_id(0) * TILE + tl.arange(0, TILE)
     head = tl.program_id(1).to(tl.int64)  # its stride may have 31 bits
     channels = tl.arange(0, BLOCK_D)

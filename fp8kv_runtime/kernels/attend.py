@@ -26,31 +26,17 @@ WEIGHT_EXPONENT: tl.constexpr = tl.constexpr(14.0)
 
 @triton.jit
 def prepare_query(
-    query_ptr,
-    tokens_at,  # [BLOCK_M] or one, where each row's token begins
-    stride_head,
-    heads,  # [BLOCK_M]
-    inside,  # [BLOCK_M]
-    kv_head,
-    k_scale_ptr,
-    q_scale_ptr,
-    k_center_ptr,
-    softmax_scale,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    Q_SCALES: tl.constexpr,
-    HAS_CENTER: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    ENCODES: tl.constexpr,
-    Q_FP8: tl.constexpr,
-    MULTIPLIES: tl.constexpr,
-):
+    query_ptr, tokens_at, stride_head, heads, inside, kv_head, k_scale_ptr, q_scale_ptr,
+    k_center_ptr, softmax_scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, K_SCALES: tl.constexpr, Q_SCALES: tl.constexpr,
+    HAS_CENTER: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr, ENCODES: tl.constexpr,
+    Q_FP8: tl.constexpr, MULTIPLIES: tl.constexpr,
+):  # fmt: skip
     """Query rows for `attend`, what rounding took from them, factor and shift of their scores.
 
-    The rows are FP8 bits, or float16 brought into range by a power of two per row, exactly; K's
-    scale goes into the factor, or into the rows where every channel has its own.
+    `tokens_at`, [BLOCK_M] or one, is where each row's token begins; `heads` and `inside` are
+    [BLOCK_M]. The rows are FP8 bits, or float16 brought into range by a power of two per row,
+    exactly; K's scale goes into the factor, or into the rows where every channel has its own.
     """
     channels = tl.arange(0, BLOCK_D)
     in_head = channels < HEAD_DIM

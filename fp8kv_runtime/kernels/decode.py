@@ -1,4 +1,8 @@
-"""Decode attention: one query token per sequence, all KV split into parts, then a reduce."""
+"""Decode attention: one query token per sequence, all KV split into parts, then a reduce.
+
+On NVIDIA since Hopper the reduce starts while decode still runs: programmatic dependent launch
+(PTX ISA, `griddepcontrol`).
+"""
 
 import functools
 from typing import Any
@@ -13,15 +17,10 @@ from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
 from fp8kv_runtime.kernels.launch import Launcher, Layer, layer_constants
-from fp8kv_runtime.kernels.overlap import let_next_start, overlapping, wait_for_previous
 from fp8kv_runtime.kernels.split import find_part, parts_of
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
-from fp8kv_runtime.kernels.tuning import (
-    choose_splits,
-    decode_config,
-    reduce_config,
-)
+from fp8kv_runtime.kernels.tuning import choose_splits, decode_config, reduce_config
 from fp8kv_runtime.options import AttentionOptions, check_attention
 from fp8kv_runtime.storage import KVBlocks
 
@@ -89,7 +88,7 @@ def decode_launchers(
     joining = reduce_config(splits)
     reduce = Launcher(
         reduce_kernel, common | reduce_constants(layer, splits, joining.tile, target),
-        num_warps=joining.num_warps, **overlapping(target),
+        num_warps=joining.num_warps, **({"launch_pdl": True} if target.overlaps else {}),
     )  # fmt: skip
     return decode, reduce
 
@@ -114,52 +113,22 @@ def reduce_constants(layer: Layer, splits: int, parts: int, target: Target) -> d
 
 @triton.jit(do_not_specialize=("num_seqs", "num_splits", "least"))
 def decode_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    k_scale_ptr,
-    q_scale_ptr,
-    k_center_ptr,
-    sinks_ptr,
-    block_tables_ptr,
-    seq_lens_ptr,
-    seq_starts_ptr,
-    partial_ptr,  # [parts, H, D] float32, unnormalised
-    softmax_ptr,  # [parts, H, 2] float32
-    softmax_scale,
-    softcap,
-    stride_query_token,
-    stride_query_head,
-    stride_block_tables,
-    num_seqs,
-    num_splits,
+    query_ptr, key_ptr, value_ptr, k_scale_ptr, q_scale_ptr, k_center_ptr, sinks_ptr,
+    block_tables_ptr, seq_lens_ptr, seq_starts_ptr, partial_ptr, softmax_ptr, softmax_scale,
+    softcap, stride_query_token, stride_query_head, stride_block_tables, num_seqs, num_splits,
     least,
-    TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    Q_SCALES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_CENTER: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    Q_FP8: tl.constexpr,
-    Q_REST: tl.constexpr,
-    P_REST: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    PTX: tl.constexpr,
-    ENCODES: tl.constexpr,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK_S: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, K_SCALES: tl.constexpr, Q_SCALES: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_STARTS: tl.constexpr, Q_FP8: tl.constexpr, Q_REST: tl.constexpr, P_REST: tl.constexpr,
+    FORMAT: tl.constexpr, HARDWARE: tl.constexpr, PTX: tl.constexpr, ENCODES: tl.constexpr,
     MULTIPLIES: tl.constexpr,
-):
-    """One program attends from all query heads of one KV head to one part of one sequence."""
+):  # fmt: skip
+    """One program attends from all query heads of one KV head to one part of one sequence.
+
+    It leaves `partial` [parts, H, D], unnormalised, and `softmax` [parts, H, 2], both float32.
+    """
     let_next_start(OVERLAPS)
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
@@ -209,31 +178,14 @@ def decode_kernel(
 
 @triton.jit(do_not_specialize=("num_seqs", "num_splits", "least"))
 def reduce_kernel(
-    partial_ptr,
-    softmax_ptr,
-    v_scale_ptr,
-    out_ptr,  # [S, H, D]
-    seq_lens_ptr,
-    seq_starts_ptr,
-    num_seqs,
-    num_splits,
-    least,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    TILE: tl.constexpr,
-    PARTS: tl.constexpr,  # at a time
-    OVERLAPS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V_SCALES: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HARDWARE: tl.constexpr,
-):
-    """One program joins the parts of one sequence and head, and applies V's scale."""
+    partial_ptr, softmax_ptr, v_scale_ptr, out_ptr, seq_lens_ptr, seq_starts_ptr, num_seqs,
+    num_splits, least,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
+    TILE: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr, WINDOW: tl.constexpr,
+    HAS_STARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_SCALES: tl.constexpr,
+    FORMAT: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One program joins the parts of one sequence and head, PARTS at a time; applies V's scale."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
     seqs, _, parts = parts_of(
@@ -269,3 +221,22 @@ def reduce_kernel(
     out = joined / tl.where(total == 0.0, 1.0, total) * (scale * decode_unit(FORMAT, HARDWARE))
     out_at = (seq.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
     tl.store(out_ptr + out_at + channels, out.to(out_ptr.dtype.element_ty), mask=in_head)
+
+
+@triton.jit
+def let_next_start(OVERLAPS: tl.constexpr):
+    """From here on the next kernel may start, as far as there is room."""
+    if OVERLAPS:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.launch_dependents; // dummy $0", "=r", [], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
+def wait_for_previous(OVERLAPS: tl.constexpr):
+    """Wait until the previous kernel has ended and its writes are visible."""
+    if OVERLAPS:
+        tl.inline_asm_elementwise(
+            "griddepcontrol.wait; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )

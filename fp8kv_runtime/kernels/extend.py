@@ -74,49 +74,20 @@ def extend_launcher(layer: Layer, target: Target, config: Config) -> Launcher:
 
 @triton.jit
 def extend_kernel(
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    k_scale_ptr,
-    v_scale_ptr,
-    q_scale_ptr,
-    k_center_ptr,
-    sinks_ptr,
-    block_tables_ptr,
-    seq_lens_ptr,
-    seq_starts_ptr,
-    cu_seqlens_ptr,
-    out_ptr,  # [T, H, D]
-    softmax_scale,
-    softcap,
-    stride_query_token,
-    stride_query_head,
-    stride_block_tables,
-    TILE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    V_SCALES: tl.constexpr,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    K_SCALES: tl.constexpr,
-    Q_SCALES: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    HAS_CENTER: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_STARTS: tl.constexpr,
-    Q_FP8: tl.constexpr,
-    Q_REST: tl.constexpr,
-    P_REST: tl.constexpr,
-    FORMAT: tl.constexpr,
-    HARDWARE: tl.constexpr,
-    PTX: tl.constexpr,
-    ENCODES: tl.constexpr,
-    MULTIPLIES: tl.constexpr,
-):
-    """One program attends from BLOCK_M (token, query head) pairs of one KV head and sequence."""
+    query_ptr, key_ptr, value_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr, k_center_ptr, sinks_ptr,
+    block_tables_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, out_ptr, softmax_scale, softcap,
+    stride_query_token, stride_query_head, stride_block_tables,
+    TILE: tl.constexpr, BLOCK_M: tl.constexpr, V_SCALES: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    K_SCALES: tl.constexpr, Q_SCALES: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    HAS_CENTER: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_STARTS: tl.constexpr,
+    Q_FP8: tl.constexpr, Q_REST: tl.constexpr, P_REST: tl.constexpr, FORMAT: tl.constexpr,
+    HARDWARE: tl.constexpr, PTX: tl.constexpr, ENCODES: tl.constexpr, MULTIPLIES: tl.constexpr,
+):  # fmt: skip
+    """One program attends from BLOCK_M (token, query head) pairs of a KV head and a sequence.
+
+    It writes `out` [T, H, D].
+    """
     kv_head = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
     query_start = tl.load(cu_seqlens_ptr + seq)
@@ -157,8 +128,5 @@ def extend_kernel(
     out = acc / total[:, None] * (scale * decode_unit(FORMAT, HARDWARE))[None, :]
     out_at = (at * NUM_KV_HEADS * GROUP + heads) * HEAD_DIM
     valid = inside[:, None] & (channels < HEAD_DIM)[None, :]
-    tl.store(
-        out_ptr + out_at[:, None] + channels[None, :],
-        out.to(out_ptr.dtype.element_ty),
-        mask=valid,
-    )
+    out_at = out_ptr + out_at[:, None] + channels[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=valid)

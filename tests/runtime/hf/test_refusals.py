@@ -9,7 +9,7 @@ from transformers import DynamicCache, StaticCache
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention, paged_cache
-from fp8kv_runtime.hf.masks import check_mask, left_padding
+from fp8kv_runtime.hf.batch import check_mask, left_padding
 
 IDS = torch.arange(3, 11)[None]
 
