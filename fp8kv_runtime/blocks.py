@@ -85,7 +85,7 @@ class BlockPool:
             self._free[block_id] = None
 
     def publish(self, block_id: int, content: bytes) -> None:
-        """Let other sequences find the full block; the first with this content is the one found."""
+        """Let other sequences find the full block; of equal blocks the first is found."""
         if content not in self._by_content and block_id not in self._content:
             self._by_content[content] = block_id
             self._content[block_id] = content
@@ -115,10 +115,7 @@ class Sequence:
 def content_hashes(
     token_ids: SequenceOf[int], block_size: int, known: SequenceOf[bytes] = ()
 ) -> list[bytes]:
-    """Hash each full block with all tokens before it; `known` are the first digests, not returned.
-
-    Those are not made again and not among the result.
-    """
+    """Hash each full block with all tokens before it, past those whose digests are `known`."""
     digests: list[bytes] = []
     digest = known[-1] if known else b""
     for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):

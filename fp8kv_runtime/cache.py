@@ -157,7 +157,7 @@ class PagedKVCache:
             sequence.length += num_tokens
 
     def commit(self, sequence: Sequence) -> None:
-        """K and V of all appended tokens are written: let new sequences share the full blocks.
+        """Let new sequences share the full blocks, once K and V of all their tokens are written.
 
         Nothing happens for a sequence whose token ids are unknown.
         """

@@ -55,7 +55,7 @@ class Tuner:
     def _fastest(
         self, kernel: str, known: Config, candidates: Iterable[Config], cases: tuple[Case, ...]
     ) -> Config:
-        """The fastest of what is known to work and of the candidates."""
+        """Return the fastest config: one of the candidates, or the one known to work."""
         before, best, shortest = self._times(kernel, known, cases), known, 1.0
         for config in dict.fromkeys(candidates):
             if config == known:

@@ -20,7 +20,7 @@ Backend = Literal["auto", "triton", "torch"]
 
 
 class Scales(Protocol):
-    """Scales of a model, as `calib.KVScales`: those of each attention module, by its name."""
+    """Scales of a model by the names of its attention modules, as `calib.KVScales`."""
 
     @property
     def layers(self) -> Mapping[str, Any]: ...  # noqa: D102

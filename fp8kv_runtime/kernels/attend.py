@@ -201,7 +201,7 @@ def start_softmax(sinks_ptr, heads, inside, has_sink, HAS_SINKS: tl.constexpr):
 
 @triton.jit
 def origin_of(largest):
-    """The logit, in base 2, whose weight is 1 where the largest has 2 ** WEIGHT_EXPONENT."""
+    """Base-2 logit of weight 1, given that the largest logit has weight 2 ** WEIGHT_EXPONENT."""
     # beyond, the difference would be rounded, at last to 16, which float16 cannot hold
     return tl.where(tl.abs(largest) < 2.0**24, largest - WEIGHT_EXPONENT, largest)
 

@@ -1,5 +1,7 @@
 """`make compile-kernels`: it passes what is good and refuses each kind of bad kernel."""
 
+import ast
+import json
 import os
 import re
 import shutil
@@ -8,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mutants import mutate
 
 ROOT = Path(__file__).parent.parent.parent
 TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "gfx942", "gfx950")
@@ -24,19 +27,33 @@ def compile_kernels(root, *arguments):
 
 @pytest.fixture
 def mutated(tmp_path):
-    """Compile kernels of which some have a piece of their text replaced."""
+    """Compile kernels of which some have nodes of their syntax trees replaced, or tuned numbers."""
 
     def compile_mutated(replacements, *arguments):
         for package in ("fp8kv_runtime", "benchmarks"):
             shutil.copytree(ROOT / package, tmp_path / package)
-        for file, old, new in replacements:
+        for file, *replacement in replacements:
             (path,) = tmp_path.glob(f"*/kernels/{file}")
-            text = path.read_text()
-            assert re.search(old, text), (file, old)
-            path.write_text(re.sub(old, new, text))
+            change = _retuned if path.suffix == ".json" else _rewritten
+            path.write_text(change(path.read_text(), *replacement))
         return compile_kernels(tmp_path, *arguments)
 
     return compile_mutated
+
+
+def _rewritten(source, *replacement):
+    tree = ast.parse(source)
+    mutate(tree, *replacement)
+    return ast.unparse(tree)
+
+
+def _retuned(source, name, old, new):
+    table = json.loads(source)
+    rows = [row for rows in table.values() for row in rows if row.get(name) in old]
+    assert rows, (name, old)
+    for row in rows:
+        row[name] = new
+    return json.dumps(table)
 
 
 def test_kernels_pass_on_every_target():
@@ -52,8 +69,7 @@ def test_kernels_pass_on_every_target():
         assert [row.split()[-1] for row in rows] == ["ok"] * len(TARGETS), kernel
 
 
-LOOP_DECODE = r"even, odd = decode_tile\(value, FORMAT, HARDWARE, PTX\)"
-MULTIPLIED = "even, odd = decode_tile(value, FORMAT, HARDWARE, PTX)\n        even = even * 2.0"
+WAIT, MAXIMUM = "wait_for_previous(OVERLAPS)", "overall = tl.max(maxima, 0)"
 
 
 @pytest.mark.parametrize(
@@ -61,9 +77,13 @@ MULTIPLIED = "even, odd = decode_tile(value, FORMAT, HARDWARE, PTX)\n        eve
     [
         (
             [
-                ("attend.py", LOOP_DECODE, MULTIPLIED),
+                (
+                    "attend.py",
+                    "rounded = weights.to(tl.float16)",
+                    "rounded = weights.to(tl.float16)\neven = even * 2.0",
+                ),
                 # more tiles in flight than an L4 has room for
-                ("tuning.json", '"num_stages": 5', '"num_stages": 17'),
+                ("tuning.json", "num_stages", [5], 17),
                 ("launch.py", "blocks.format in target.decoded", "False"),
                 # it rounds twice on this target
                 ("append_kv.py", "blocks.format in target.encoded", "True"),
@@ -79,9 +99,13 @@ MULTIPLIED = "even, odd = decode_tile(value, FORMAT, HARDWARE, PTX)\n        eve
         (
             [
                 # rows that are no multiple of 16 bytes
-                ("variants.py", r"\(64, 80, 96, 128, 256\)", "(24, 32)"),
+                ("variants.py", "(64, 80, 96, 128, 256)", "(24, 32)"),
                 # threads with less than 16 codes to store
-                ("tuning.py", "2048 //", "512 //"),
+                (
+                    "tuning.py",
+                    "2048 // triton.next_power_of_2(head_dim)",
+                    "512 // triton.next_power_of_2(head_dim)",
+                ),
             ],
             "--target sm_90 gfx950 --variant plain-24 plain-32 --kernel decode append_kv",
             [
@@ -93,7 +117,7 @@ MULTIPLIED = "even, odd = decode_tile(value, FORMAT, HARDWARE, PTX)\n        eve
         ),
         (
             # accumulators that no register file holds
-            [("tuning.json", r'"rows": (64|128)', '"rows": 512')],
+            [("tuning.json", "rows", [64, 128], 512)],
             "--target sm_80 gfx942 --variant plain-64 --kernel extend",
             [
                 r"extend_kernel plain-64 sm_80: spills \d+ accesses to the stack in a loop",
@@ -103,13 +127,13 @@ MULTIPLIED = "even, odd = decode_tile(value, FORMAT, HARDWARE, PTX)\n        eve
         (
             # the parts' maxima read too early, and nothing that lets the reduce start
             [
-                ("decode.py", r"    wait_for_previous\(OVERLAPS\)\n", ""),
+                ("decode.py", WAIT, "pass"),
                 (
                     "decode.py",
-                    r"    overall = tl.max\(maxima, 0\)\n",
-                    "    wait_for_previous(OVERLAPS)\n    overall = tl.max(maxima, 0)\n",
+                    "overall = tl.max(maxima, 0)",
+                    f"{WAIT}\noverall = tl.max(maxima, 0)",
                 ),
-                ("decode.py", r"    let_next_start\(OVERLAPS\)\n", ""),
+                ("decode.py", "let_next_start(OVERLAPS)", "pass"),
             ],
             "--target sm_90 --variant plain-64 --kernel decode reduce",
             [
@@ -118,12 +142,12 @@ MULTIPLIED = "even, odd = decode_tile(value, FORMAT, HARDWARE, PTX)\n        eve
             ],
         ),
         (
-            [("decode.py", r"    wait_for_previous\(OVERLAPS\)\n", "    # wait_for_previous(\n")],
+            [("decode.py", WAIT, "'wait_for_previous('")],
             "--target sm_100 --variant plain-64 --kernel reduce",
             ["reduce_kernel plain-64 sm_100: the reduce does not wait for decode"],
         ),
         (
-            [("attend.py", LOOP_DECODE, "even, odd = missing")],
+            [("attend.py", "rounded = weights.to(tl.float16)", "rounded = missing")],
             "--target sm_80 --variant plain-64 --kernel decode",
             ["decode_kernel plain-64 sm_80: does not compile: .*missing"],
         ),

@@ -29,14 +29,14 @@ class _Replaced(ast.NodeTransformer):
 
 
 def mutate(tree, old, new, function=None):
-    """Put the expression or statement `new` in place of `old`, in the function of that name if any.
+    """Put the expression or statements `new` in place of `old`, in the named function if any.
 
     Syntax trees are compared, so layout and comments do not matter. Exactly one node must match,
     so that no mutation goes stale unseen.
     """
-    (before,), (after,) = ast.parse(old).body, ast.parse(new).body
-    if isinstance(before, ast.Expr) and isinstance(after, ast.Expr):
-        before, after = before.value, after.value
+    (before,), after = ast.parse(old).body, ast.parse(new).body
+    if isinstance(before, ast.Expr) and isinstance(after[0], ast.Expr):
+        before, after = before.value, after[0].value
     named = [n for n in ast.walk(tree) if getattr(n, "name", None) == function]
     replaced = _Replaced(before, after)
     for place in named if function else [tree]:
