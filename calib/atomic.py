@@ -18,9 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from calib.errors import InputError
-
-# outputs of this process so far, so that a run that is stopped can name them
-WRITTEN: list[Path] = []
+from calib.progress import WRITTEN
 
 _EXCHANGE = 2  # RENAME_EXCHANGE
 # file systems without locks; there the last rename finds what another run wrote
@@ -39,11 +37,8 @@ class Claim:
 def claimed(out: Path, *, overwrite: bool = False, wait: bool = False) -> Iterator[Claim]:
     """Keep other runs from writing the directory `out` while the block runs.
 
-    With `overwrite` the directory that is there now may be replaced; with `wait` another run that
-    writes it is waited for, and is no error.
-
-    Raises:
-        InputError: another run writes it, or nothing can be written there.
+    With `overwrite` the directory that is there now may be replaced. Another run that writes it is
+    an InputError, or is waited for with `wait`.
     """
     path, missing = Path(os.path.realpath(out)), []
     lock = path.with_name(f".{path.name}.lock")
@@ -101,11 +96,7 @@ def atomic_directory(
     """Give a scratch directory that becomes `out` when the block ends well, and is gone otherwise.
 
     `out` is absent, or empty, or replaced with `overwrite`; a `claim` on it, made before, says what
-    may be replaced. Leftovers of a killed process go with the next one that writes `out`.
-
-    Raises:
-        InputError: the file system refuses to write, as on a full disk, another run writes `out`,
-            or has done so since it was claimed.
+    may be replaced. InputError if it cannot be written, or if another run has done so meanwhile.
     """
     with nullcontext(claim) if claim else claimed(out, overwrite=overwrite) as mine:
         process = f"{socket.gethostname()}-{os.getpid()}"

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,52 +13,21 @@ if TYPE_CHECKING:
     from fp8kv_runtime.bench.session import Bench
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
-HEADINGS = ("kernel", "sequences", "FP8, µs", "TB/s", "of a copy", "float16, µs", "float16 / FP8")
-
-
-@dataclass(frozen=True)
-class Row:
-    """One case, timed on the GPU with a cold L2, on a cache of FP8 and on one of float16."""
-
-    kernel: str
-    case: str
-    us: float
-    tb_per_s: float  # of K and V in FP8
-    float16_us: float
 
 
 @dataclass(frozen=True)
 class Result:
-    """Times of the kernels; no rows without a GPU."""
+    """Times of the kernels with a cold L2, on caches of FP8 and float16; no rows without a GPU."""
 
     gpu: str
     heads: Heads
     copy_tb_per_s: float | None
     tuned: str | None  # the file that --tune wrote
-    rows: list[Row]
-
-    def to_json(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
-        return asdict(self)
-
-    @property
-    def title(self) -> str:
-        """Heading of the table."""
-        return f"{self.gpu}: {'/'.join(map(str, self.heads))} query heads / KV heads / head_dim"
-
-    def cells(self, row: Row) -> tuple[str, ...]:
-        """Texts of a row of the table."""
-        share = row.tb_per_s / self.copy_tb_per_s if self.copy_tb_per_s else 0.0
-        times = (f"{row.us:.1f}", f"{row.tb_per_s:.2f}", f"{share:.0%}", f"{row.float16_us:.1f}")
-        return (row.kernel, row.case, *times, f"{row.float16_us / row.us:.2f}x")
+    rows: list[dict[str, Any]]  # kernel, case, us, tb_per_s (K and V in FP8), float16_us
 
 
 def parse_heads(text: str) -> Heads:
-    """`32/8/128` as numbers.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """`32/8/128` as numbers; anything else is an InputError."""
     parts = text.split("/")
     numbers = tuple(int(part) for part in parts if part.isdecimal())
     if len(parts) != 3 or len(numbers) != 3 or min(numbers) < 1 or numbers[0] % numbers[1]:
@@ -81,12 +50,7 @@ def run_bench(
     """Check the kernels, with `tune` find their fastest configs first, and time them.
 
     Without a GPU they are checked at small shapes, in Triton's interpreter, and nothing is timed.
-    The heads are those of `model`, or `heads` where it is None; a block has `block_size` tokens.
-    `say` is called like print.
-
-    Raises:
-        InputError: `tune` without a GPU, no Triton, or a shape that kernels do not handle.
-        Fp8kvError: a kernel is wrong.
+    Without `model` the shape is `heads`. `say` is called like print.
     """
     gpu = torch.cuda.is_available()
     if tune and not gpu:
@@ -121,4 +85,4 @@ def _run(bench: "Bench", heads: Heads, *, tune: bool, say: Callable[..., None]) 
         say("no GPU that torch can use: checked at small shapes, nothing was timed")
         return Result("no GPU", heads, None, tuned, [])
     copy, rows = bench.measure()
-    return Result(bench.gpu, heads, copy, tuned, [Row(**row) for row in rows])
+    return Result(bench.gpu, heads, copy, tuned, rows)

@@ -33,11 +33,7 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """Read a condition such as `kl>0.02` or `tensor:top1<0.95`.
-
-    Raises:
-        InputError: it is none.
-    """
+    """Read a condition such as `kl>0.02` or `tensor:top1<0.95`; InputError for any other text."""
     match = _CONDITION.fullmatch(text)
     allowed = f"write METRIC>NUMBER or VARIANT:METRIC<NUMBER, METRIC one of {', '.join(METRICS)}"
     metric = None if match is None else _ALIASES.get(match["metric"], match["metric"])

@@ -11,11 +11,7 @@ _BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as `8GiB`, `1.5 GB` or `500MB`.
-
-    Raises:
-        InputError: it is no number with a unit, or it is zero.
-    """
+    """Bytes of a size such as `8GiB`, `1.5 GB` or `500MB`; InputError for any other text, or 0."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     factor = _BY_LOWER_CASE.get(match[2].lower()) if match else None
     size = int(float(match[1]) * factor) if match and factor else 0

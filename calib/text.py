@@ -29,11 +29,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_yaml(text: str, source: str) -> Any:
-    """Read a YAML document; `source` names it in messages.
-
-    Raises:
-        InputError: it is none, gives a key twice, or is nested or repeated without measure.
-    """
+    """Read a YAML document; `source` names it in the InputError about one that is none."""
     try:
         return yaml.load(text, _Loader)
     except RecursionError:

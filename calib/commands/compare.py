@@ -1,6 +1,5 @@
 """`fp8kv compare`."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,7 +7,7 @@ import typer
 
 from calib.commands.flags import AsJson, Debug
 from calib.commands.inspect import show_scale
-from calib.commands.running import print_lines, print_table, run
+from calib.commands.running import command, print_json, print_lines, print_table
 
 if TYPE_CHECKING:
     from calib.eval.compare import Comparison, Pair
@@ -26,23 +25,20 @@ Report = Annotated[
 ]
 
 
+@command
 def compare(a: Report, b: Report, as_json: AsJson = False, debug: Debug = False) -> None:
     """Set two reports of fp8kv-eval, or the scales of two directories, side by side."""
+    if not (_is_report(a) or _is_report(b)):
+        _compare_scales(a, b, as_json=as_json)
+        return
+    from calib.eval.compare import compare_reports
 
-    def work() -> None:
-        if not (_is_report(a) or _is_report(b)):
-            _compare_scales(a, b, as_json=as_json)
-            return
-        from calib.eval.compare import compare_reports
-
-        comparison = compare_reports(a, b)
-        if as_json:
-            print(json.dumps(comparison.to_json()))
-            return
-        print_table("Two evaluations", _HEADINGS, [_row(pair) for pair in comparison.pairs])
-        print_lines(_closing_lines(comparison))
-
-    run(work, debug=debug)
+    comparison = compare_reports(a, b)
+    if as_json:
+        print_json(comparison.to_json())
+        return
+    print_table("Two evaluations", _HEADINGS, [_row(pair) for pair in comparison.pairs])
+    print_lines(_closing_lines(comparison))
 
 
 def _is_report(path: Path) -> bool:
@@ -54,7 +50,7 @@ def _compare_scales(a: Path, b: Path, *, as_json: bool) -> None:
 
     pairs = compare_scales(a, b)
     if as_json:
-        print(json.dumps(ratios_json(pairs)))
+        print_json(ratios_json(pairs))
     else:
         rows = [(str(a.layer), *_scale_cells(a.k, b.k), *_scale_cells(a.v, b.v)) for a, b in pairs]
         print_table(f"A: {a}, B: {b}", _SCALE_HEADINGS, rows)

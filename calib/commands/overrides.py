@@ -35,11 +35,7 @@ def overrides(
 
 
 def assignments(pairs: list[str]) -> dict[str, Any]:
-    """Recipe keys of `--set KEY=VALUE`, the values read as YAML.
-
-    Raises:
-        InputError: a pair has no key or no `=`, or its value is no YAML.
-    """
+    """Recipe keys of `--set KEY=VALUE`, the values read as YAML."""
     found = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")
