@@ -96,9 +96,7 @@ def _check_layers(directory: Path, found: set[int], attention: AttentionMap) -> 
         )
     if expected - found:
         missing = ", ".join(map(str, sorted(expected - found)))
-        raise InputError(
-            f"'{directory}' has no scales for layers {missing}; calibrate the model again"
-        )
+        raise InputError(f"'{directory}' has no scales for layers {missing}; calibrate again")
 
 
 def _check_heads(directory: Path, layer: LayerScales, module: CachedAttention) -> None:

@@ -113,9 +113,7 @@ def atomic_directory(
 
 
 def _put(scratch: Path, claim: Claim, out: Path) -> None:
-    changed = InputError(
-        f"'{out}' was written by another program while this ran; nothing was replaced"
-    )
+    changed = InputError(f"'{out}' was written by another program meanwhile; nothing was replaced")
     if claim.replaces is not None and claim.path.exists():
         if not _overwrite(scratch, claim):
             raise changed
@@ -166,9 +164,8 @@ def _remove_abandoned(out: Path) -> None:
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Write a safetensors file with the permissions that any new file gets.
 
-    safetensors 0.8 makes its files readable by their owner alone, so that a server running as
-    another user could not load them. Tensors are copied, because it refuses shared memory, and
-    layers that share a cache share their scales.
+    With those of safetensors 0.8 a server that runs as another user could not read it. Tensors are
+    copied: it refuses shared memory, and layers that share a cache share their scales.
     """
     copies = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     save_file(copies, path, metadata)

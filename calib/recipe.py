@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, Field, PositiveInt, ValidationError, model_validator
 
 from calib import choices
-from calib.condition import parse_condition
 from calib.errors import InputError
-from calib.sizes import parse_size
-from calib.text import read_yaml
+from calib.strict_yaml import read_yaml
+from calib.text import parse_condition, parse_size
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
 _INTEGER = ".constrained-int"  # pydantic's name for PositiveInt
@@ -170,9 +169,7 @@ def _set(document: dict[str, Any], dotted: str, value: Any) -> None:
     for parent in parents:
         child = document.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise InputError(
-                f"'{dotted}' cannot be set: '{parent}' is a single value in the recipe"
-            )
+            raise InputError(f"'{dotted}' cannot be set: '{parent}' is one value in the recipe")
         document = child
     document[leaf] = value
 

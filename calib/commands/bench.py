@@ -3,15 +3,12 @@
 import sys
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from calib.commands.flags import AsJson, Debug, Flag, TrustRemoteCode
 from calib.commands.running import command, print_json, print_table
-
-if TYPE_CHECKING:
-    from calib.bench import Result
 
 _HEADINGS = ("kernel", "sequences", "FP8, µs", "TB/s", "of a copy", "float16, µs", "float16 / FP8")
 
@@ -26,7 +23,7 @@ def bench(
         str, Flag("Without MODEL: query heads, KV heads, head_dim.", metavar="H/K/D")
     ] = "32/8/128",
     block_size: Annotated[int, Flag("Tokens per block.", min=1)] = 64,
-    tune: Annotated[bool, Flag("First find and keep the fastest configs here.", "--tune")] = False,
+    tune: Annotated[bool, Flag("First find and save the fastest configs.", "--tune")] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
     debug: Debug = False,
@@ -43,11 +40,11 @@ def bench(
     elif result.rows:
         heads = "/".join(map(str, result.heads))
         title = f"{result.gpu}: {heads} query heads / KV heads / head_dim"
-        print_table(title, _HEADINGS, [_cells(result, row) for row in result.rows])
+        print_table(title, _HEADINGS, [_cells(row, result.copy_tb_per_s) for row in result.rows])
 
 
-def _cells(result: "Result", row: dict[str, Any]) -> tuple[str, ...]:
+def _cells(row: dict[str, Any], copy: float | None) -> tuple[str, ...]:
     us, speed, float16_us = row["us"], row["tb_per_s"], row["float16_us"]
-    share = speed / result.copy_tb_per_s if result.copy_tb_per_s else 0.0
+    share = speed / copy if copy else 0.0
     times = (f"{us:.1f}", f"{speed:.2f}", f"{share:.0%}", f"{float16_us:.1f}")
     return (row["kernel"], row["case"], *times, f"{float16_us / us:.2f}x")

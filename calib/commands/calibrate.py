@@ -65,7 +65,7 @@ def calibrate(
     observer: Annotated[choices.ObserverName | None, ScalesFlag("How an amax is chosen.")] = None,
     targets: Annotated[choices.Targets | None, ScalesFlag("qkv adds query scales.")] = None,
     reduce: Annotated[
-        choices.Reduce | None, ScalesFlag("max: one scale per layer for engines that take no more.")
+        choices.Reduce | None, ScalesFlag("max: one scale per layer, for engines limited to one.")
     ] = None,
     fp8_dtype: Annotated[choices.FP8Name | None, ScalesFlag("Default: e4m3fn (max 448).")] = None,
     headroom: Annotated[float | None, ScalesFlag("Multiplies every amax. Default: 1.0.")] = None,
@@ -78,7 +78,7 @@ def calibrate(
         OutputFlag("link: hard-link the source's weights; none: scales and configs only."),
     ] = None,
     in_place: Annotated[
-        bool, OutputFlag("Add to the model's directory; keep replaced files beside.", "--in-place")
+        bool, OutputFlag("Add to the model's directory; back up what is replaced.", "--in-place")
     ] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -90,7 +90,7 @@ def calibrate(
         ResourcesFlag("layerwise: one layer in memory at a time. auto: if the weights do not fit."),
     ] = None,
     max_memory: Annotated[
-        str | None, ResourcesFlag("Largest resident memory, as 8GiB.", metavar="SIZE")
+        str | None, ResourcesFlag("Largest resident memory, such as 8GiB.", metavar="SIZE")
     ] = None,
     resume: Annotated[
         bool, ResourcesFlag("Continue where the same command was stopped.", "--resume")

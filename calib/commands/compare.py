@@ -20,9 +20,7 @@ _HEADINGS = (
 )
 _SCALE_HEADINGS = ("layer", "K, A", "K, B", "B / A", "V, A", "V, B", "B / A")
 
-Report = Annotated[
-    Path, typer.Argument(help="report.json or the directory that holds it, or one with scales.")
-]
+Report = Annotated[Path, typer.Argument(help="A report.json, its directory, or one with scales.")]
 
 
 @command

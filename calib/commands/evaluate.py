@@ -36,7 +36,7 @@ def evaluate(
         list[Path] | None, Flag("Scales of any tool to compare; repeatable.", metavar="DIR")
     ] = None,
     variants: Annotated[
-        str | None, Flag("Comma-separated names to keep, such as none,tensor. Default: all.")
+        str | None, Flag("Names to keep, such as none,tensor. Default: all.")
     ] = None,
     recipe: Annotated[
         str | None, Flag("Recipe with an `evaluation` section; flags override it.")
@@ -64,7 +64,7 @@ def evaluate(
     seed: Seed = None,
     task_limit: Annotated[int | None, DataFlag("Documents per task. Default: all.")] = None,
     backend: Annotated[
-        choices.Backend | None, ResourcesFlag("auto: Triton kernels on a GPU, torch elsewhere.")
+        choices.Backend | None, ResourcesFlag("auto: Triton on a GPU, torch elsewhere.")
     ] = None,
     dtype: DType = None,
     trust_remote_code: TrustRemoteCode = False,

@@ -17,9 +17,7 @@ _HEADINGS = ("layer", "K scale", "V scale", "Q scale", "type", "shape")
 @command
 def inspect(
     directory: Annotated[Path, typer.Argument(help="A checkpoint, or scales of any tool.")],
-    plot: Annotated[
-        Path | None, Flag("Draw the scales: .png, .svg or .pdf.", metavar="FILE")
-    ] = None,
+    plot: Annotated[Path | None, Flag("Draw scales: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:

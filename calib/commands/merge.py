@@ -13,7 +13,7 @@ from calib.commands.running import command, print_json
 @command
 def merge(
     directories: Annotated[
-        list[Path], typer.Argument(help="Outputs of calibrate, two or more, of one model.")
+        list[Path], typer.Argument(help="Two or more outputs of calibrate, of one model.")
     ],
     output: Output,
     model: Annotated[

@@ -6,7 +6,7 @@ import typer
 
 from calib.commands.flags import AsJson, DataFlag, Debug, Flag, ResourcesFlag, TrustRemoteCode
 from calib.commands.running import command, print_json, print_lines, print_table
-from calib.sizes import parse_size, show_size
+from calib.text import parse_size, show_size
 
 if TYPE_CHECKING:
     from calib.plan.ways import Plan, Way
@@ -29,7 +29,7 @@ def plan(
     batch_size: Annotated[
         int | None, DataFlag("Samples per forward pass. Default: as calibrate takes.", min=1)
     ] = None,
-    disk: Annotated[str, ResourcesFlag("What a node reads per second.", metavar="SIZE")] = "2GB",
+    disk: Annotated[str, ResourcesFlag("Bytes a node reads per second.", metavar="SIZE")] = "2GB",
     efficiency: Annotated[
         float, ResourcesFlag("Share of the GPU's data-sheet speed reached.", min=0.01, max=1)
     ] = 0.4,

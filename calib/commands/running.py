@@ -11,8 +11,10 @@ from typing import Any, ParamSpec, TextIO, cast
 
 import typer
 
+from calib.commands.tables import table_text
 from calib.errors import Fp8kvError, InputError
 from calib.progress import WRITTEN
+from calib.text import plain
 
 P = ParamSpec("P")
 
@@ -149,14 +151,10 @@ def print_json(document: Any) -> None:
 
 def print_table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Print a table."""
-    from calib.commands.tables import table_text
-
     print(table_text(title, headings, rows), end="")
 
 
 def print_lines(lines: Sequence[str]) -> None:
     """Print lines whose words may come from files that others made."""
-    from calib.text import plain
-
     for line in lines:
         print(plain(line))

@@ -1,15 +1,12 @@
 """`fp8kv stress`."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from calib import choices
 from calib.commands.flags import AsJson, Debug, Flag, Model, Output, Overwrite, TrustRemoteCode
 from calib.commands.running import command, print_json
-
-if TYPE_CHECKING:
-    from calib.stress.twin import Stressed
 
 
 @command
@@ -34,10 +31,9 @@ def stress(
     factors = Factors(parse_factor(k_factor, "--k-factor"), parse_factor(v_factor, "--v-factor"))
     given = overrides(context.params)
     done = write_twin(model, output, factors, overrides=given, overwrite=overwrite)
-    print_json(done.to_json()) if as_json else _print_result(done)
-
-
-def _print_result(done: "Stressed") -> None:
+    if as_json:
+        print_json(done.to_json())
+        return
     for warning in done.warnings:
         print(f"warning: {warning}")
     (k_before, k_after), (v_before, v_after) = done.k_amax, done.v_amax

@@ -35,16 +35,16 @@ def table_text(
     # a plain string may hold rich's own markup
     for heading, width in zip(cells[0], widths, strict=False):
         made.add_column(Text(heading), width=width, justify="right" if numbers else "left")
-    for row in cells[1:] if widths else ():
-        made.add_row(*map(Text, row))
     with console.capture() as captured:
         console.print(Text(plain(title), style="table.title"), soft_wrap=True)
+        for row in cells[1:]:
+            if widths:
+                made.add_row(*map(Text, row))
+            else:
+                lines = map(": ".join, zip(cells[0], row, strict=True))
+                console.print(Text("\n".join(("", *lines))), soft_wrap=True)
         if widths:
             console.print(made)
-        for row in () if widths else cells[1:]:
-            pairs = zip(cells[0], row, strict=True)
-            lines = "\n".join(("", *map(": ".join, pairs)))
-            console.print(Text(lines), soft_wrap=True)
     return captured.get()
 
 

@@ -27,7 +27,7 @@ def verify(
         Path | None, Flag("Statistics, or a calibration's output.", metavar="STATS")
     ] = None,
     tensor_parallel_size: Annotated[int, Flag("GPUs that the heads are split over.", min=1)] = 1,
-    fnuz: Annotated[bool, Flag("On MI300 (gfx942), whose FP8 type ends at 240.")] = False,
+    fnuz: Annotated[bool, Flag("For MI300 (gfx942), whose FP8 type ends at 240.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
