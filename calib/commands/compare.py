@@ -100,6 +100,5 @@ def _both(a: "Figure | None", b: "Figure | None", form: str) -> str:
     if a is None and b is None:
         return ""
     # adding 0.0 to what rounds to nothing takes its sign
-    return ", ".join(
-        "-" if each is None else form.format(round(each.value, 4) + 0.0) for each in (a, b)
-    )
+    both = ("-" if each is None else form.format(round(each.value, 4) + 0.0) for each in (a, b))
+    return ", ".join(both)

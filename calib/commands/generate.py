@@ -43,10 +43,7 @@ def generate(
     result = generate_text(
         model, prompt, scales=scales, options=options, overrides=given, on_text=on_text
     )
-    if as_json:
-        print_json(result.to_json())
-    else:
-        print("\n".join(generation_lines(result)))
+    print_json(result.to_json()) if as_json else print("\n".join(generation_lines(result)))
 
 
 def generation_lines(result: "Generated") -> list[str]:
