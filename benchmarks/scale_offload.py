@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from calib.model.find import builtin_model
-from calib.sizes import parse_size
+from calib.text import parse_size
 
 TOKENIZER = "builtin:smollm2"
 MAX_MEMORY = "2GiB"

@@ -25,20 +25,10 @@ if TYPE_CHECKING:
 Opened = Callable[["PreTrainedModel"], KVScales]
 
 
-def load_any_scales(directory: Path, model: PreTrainedModel) -> KVScales:
-    """The scales in `directory`, complete and of this model.
-
-    Raises:
-        InputError: there are none, they are damaged, or they are of another model.
-    """
-    return open_any_scales(directory)(model)
-
-
 def open_any_scales(directory: Path) -> Opened:
     """Read the scales in `directory`; call what is returned with the model they are for.
 
-    Raises:
-        InputError: there are none, or they are damaged; from the call, they are of another model.
+    Scales that are missing or damaged are an InputError here, those of another model in the call.
     """
     measured = None
     if (directory / CALIBRATION_FILE).exists():
@@ -52,11 +42,7 @@ def open_any_scales(directory: Path) -> Opened:
 
 
 def to_scales(found: FoundScales, layers: Mapping[str, FoundLayer]) -> KVScales:
-    """The scales of `layers`, by module, as tensors in layer order.
-
-    Raises:
-        InputError: a layer lacks K or V, or a scale is not finite and positive.
-    """
+    """Scales of `layers`, by module, as tensors in layer order; K and V finite and positive."""
     made = {}
     for module, layer in sorted(layers.items(), key=lambda item: item[1].layer):
         for letter in "kvq":
@@ -110,9 +96,7 @@ def _check_layers(directory: Path, found: set[int], attention: AttentionMap) -> 
         )
     if expected - found:
         missing = ", ".join(map(str, sorted(expected - found)))
-        raise InputError(
-            f"'{directory}' has no scales for layers {missing}; calibrate the model again"
-        )
+        raise InputError(f"'{directory}' has no scales for layers {missing}; calibrate again")
 
 
 def _check_heads(directory: Path, layer: LayerScales, module: CachedAttention) -> None:

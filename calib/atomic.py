@@ -18,9 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from calib.errors import InputError
-
-# outputs of this process so far, so that a run that is stopped can name them
-WRITTEN: list[Path] = []
+from calib.progress import WRITTEN
 
 _EXCHANGE = 2  # RENAME_EXCHANGE
 # file systems without locks; there the last rename finds what another run wrote
@@ -39,11 +37,8 @@ class Claim:
 def claimed(out: Path, *, overwrite: bool = False, wait: bool = False) -> Iterator[Claim]:
     """Keep other runs from writing the directory `out` while the block runs.
 
-    With `overwrite` the directory that is there now may be replaced; with `wait` another run that
-    writes it is waited for, and is no error.
-
-    Raises:
-        InputError: another run writes it, or nothing can be written there.
+    With `overwrite` the directory that is there now may be replaced. Another run that writes it is
+    an InputError, or is waited for with `wait`.
     """
     path, missing = Path(os.path.realpath(out)), []
     lock = path.with_name(f".{path.name}.lock")
@@ -101,11 +96,7 @@ def atomic_directory(
     """Give a scratch directory that becomes `out` when the block ends well, and is gone otherwise.
 
     `out` is absent, or empty, or replaced with `overwrite`; a `claim` on it, made before, says what
-    may be replaced. Leftovers of a killed process go with the next one that writes `out`.
-
-    Raises:
-        InputError: the file system refuses to write, as on a full disk, another run writes `out`,
-            or has done so since it was claimed.
+    may be replaced. InputError if it cannot be written, or if another run has done so meanwhile.
     """
     with nullcontext(claim) if claim else claimed(out, overwrite=overwrite) as mine:
         process = f"{socket.gethostname()}-{os.getpid()}"
@@ -122,9 +113,7 @@ def atomic_directory(
 
 
 def _put(scratch: Path, claim: Claim, out: Path) -> None:
-    changed = InputError(
-        f"'{out}' was written by another program while this ran; nothing was replaced"
-    )
+    changed = InputError(f"'{out}' was written by another program meanwhile; nothing was replaced")
     if claim.replaces is not None and claim.path.exists():
         if not _overwrite(scratch, claim):
             raise changed
@@ -175,9 +164,8 @@ def _remove_abandoned(out: Path) -> None:
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
     """Write a safetensors file with the permissions that any new file gets.
 
-    safetensors 0.8 makes its files readable by their owner alone, so that a server running as
-    another user could not load them. Tensors are copied, because it refuses shared memory, and
-    layers that share a cache share their scales.
+    With those of safetensors 0.8 a server that runs as another user could not read it. Tensors are
+    copied: it refuses shared memory, and layers that share a cache share their scales.
     """
     copies = {name: tensor.clone().contiguous() for name, tensor in tensors.items()}
     save_file(copies, path, metadata)

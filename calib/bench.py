@@ -2,23 +2,23 @@
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from calib.errors import Fp8kvError, InputError
 
 if TYPE_CHECKING:
-    from fp8kv_runtime.bench.session import Bench, Row
+    from fp8kv_runtime.bench.session import Bench
+    from fp8kv_runtime.bench.session import Row as Row
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
-HEADINGS = ("kernel", "sequences", "FP8, µs", "TB/s", "of a copy", "float16, µs", "float16 / FP8")
 
 
 @dataclass(frozen=True)
 class Result:
-    """Times of the kernels; no rows without a GPU."""
+    """Times of the kernels with a cold L2, on caches of FP8 and float16; no rows without a GPU."""
 
     gpu: str
     heads: Heads
@@ -26,28 +26,9 @@ class Result:
     tuned: str | None  # the file that --tune wrote
     rows: list["Row"]
 
-    def to_json(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
-        return asdict(self)
-
-    @property
-    def title(self) -> str:
-        """Heading of the table."""
-        return f"{self.gpu}: {'/'.join(map(str, self.heads))} query heads / KV heads / head_dim"
-
-    def cells(self, row: "Row") -> tuple[str, ...]:
-        """Texts of a row of the table."""
-        share = row.tb_per_s / self.copy_tb_per_s if self.copy_tb_per_s else 0.0
-        times = (f"{row.us:.1f}", f"{row.tb_per_s:.2f}", f"{share:.0%}", f"{row.float16_us:.1f}")
-        return (row.kernel, row.case, *times, f"{row.float16_us / row.us:.2f}x")
-
 
 def parse_heads(text: str) -> Heads:
-    """`32/8/128` as numbers.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """`32/8/128` as numbers; anything else is an InputError."""
     parts = text.split("/")
     numbers = tuple(int(part) for part in parts if part.isdecimal())
     if len(parts) != 3 or len(numbers) != 3 or min(numbers) < 1 or numbers[0] % numbers[1]:
@@ -70,12 +51,7 @@ def run_bench(
     """Check the kernels, with `tune` find their fastest configs first, and time them.
 
     Without a GPU they are checked at small shapes, in Triton's interpreter, and nothing is timed.
-    The heads are those of `model`, or `heads` where it is None; a block has `block_size` tokens.
-    `say` is called like print.
-
-    Raises:
-        InputError: `tune` without a GPU, no Triton, or a shape that kernels do not handle.
-        Fp8kvError: a kernel is wrong.
+    Without `model` the shape is `heads`. `say` is called like print.
     """
     gpu = torch.cuda.is_available()
     if tune and not gpu:

@@ -11,9 +11,6 @@ from fp8kv_runtime.kernels.table import read_table, tuned_path
 
 _PACKAGES = ("fp8kv", "torch", "transformers", "datasets", "accelerate", "safetensors", "triton")
 
-# first compute capability with hardware E4M3 conversion
-_FP8_CAPABILITY = (8, 9)
-
 
 def examine() -> list[tuple[str, str]]:
     """Look at the interpreter, the packages, the processor and the GPUs."""
@@ -49,7 +46,7 @@ def _gpu(index: int) -> str:
     if torch.version.hip:
         return f"{properties.name}, {memory}, {properties.gcnArchName}"
     capability = torch.cuda.get_device_capability(index)
-    fp8 = "hardware FP8" if capability >= _FP8_CAPABILITY else "no hardware FP8"
+    fp8 = "hardware FP8" if capability >= (8, 9) else "no hardware FP8"  # converts E4M3
     return f"{properties.name}, {memory}, sm_{capability[0]}{capability[1]}, {fp8}"
 
 

@@ -1,11 +1,4 @@
-"""What can go wrong, as types. Every message says what was given, what is allowed and what to do.
-
-Fp8kvError
-├── InputError              the user's flags, recipe, files or dataset
-├── UnsupportedModelError   the model's attention cannot be calibrated
-├── UnsupportedExportError  the format cannot express these scales
-└── CalibrationError        the numbers seen cannot become scales
-"""
+"""What can go wrong, as types. A message says what was given, what is allowed and what to do."""
 
 
 class Fp8kvError(Exception):

@@ -100,16 +100,9 @@ def generate_text(
 ) -> Generated:
     """Continue `prompt` with the model's K and V in FP8.
 
-    Args:
-        model_name: local directory, Hub id or `builtin:` name.
-        prompt: text to continue.
-        scales: a directory with scales of any tool, or `none` for scale 1.0; default: the model's.
-        options: of the generation.
-        overrides: recipe keys that say how the model is loaded: device, dtype, trust_remote_code.
-        on_text: called with each piece of text as it comes.
-
-    Raises:
-        Fp8kvError: anything that a user can put right.
+    `scales` is a directory with scales of any tool, `none` for scale 1.0, by default the model's.
+    `overrides` are recipe keys: device, dtype, trust_remote_code. `on_text` is called with each
+    piece of text as it comes. What a user can put right is an Fp8kvError.
     """
     if not prompt:
         raise InputError("the prompt is empty; give the text to continue")

@@ -41,14 +41,9 @@ def run(
 ) -> Result | None:
     """Calibrate `model_name` as `recipe` says and write `output`, all of it or nothing.
 
-    With `in_place` the output is the model's own directory, and what is replaced there is kept
-    beside it.
-
-    In one of several processes, started by torchrun or accelerate launch, it measures a share; the
-    first process writes and has a result, the others return None.
-
-    Raises:
-        Fp8kvError: anything that a user can put right; see `errors.py`.
+    With `in_place` the output is the model's own directory, and what is replaced is kept beside it.
+    One of several processes, started by torchrun or accelerate launch, measures a share; the first
+    writes and has a result, the others return None. What a user can put right is an Fp8kvError.
     """
     if in_place and (output or overwrite):
         raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
@@ -159,12 +154,8 @@ def calibrate_share(
 ) -> KVStats:
     """Calibrate on this process's `batches`, keeping progress in `saved` now and then.
 
-    With `resume` it goes on where an earlier run of the same kind was stopped. `advance` is called
-    with the tokens of each batch.
-
-    Raises:
-        InputError: the saved progress is damaged or of another run, or cannot be written.
-        CalibrationError: K, V or Q held NaN or Inf.
+    With `resume` it continues where an earlier run of the same kind was stopped. `advance` is
+    called with the tokens of each batch.
     """
     if not resume:
         saved.forget()

@@ -27,12 +27,8 @@ def merge(
 ) -> Result:
     """Merge two or more outputs of `fp8kv calibrate` as the first one's recipe says.
 
-    `model` is where the model is now, by default where the first calibration found it.
-
-    Raises:
-        InputError: one is no calibration, or they are of different models, revisions or capture
-            settings, or of the same data.
-        CalibrationError: the statistics give no scales.
+    `model` is where the model is now, by default where the first calibration found it. InputError
+    if models, revisions or capture settings differ, or if two have read the same data.
     """
     if len(directories) < 2:
         raise InputError("merge takes two or more calibrations; give their directories")

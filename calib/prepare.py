@@ -36,12 +36,7 @@ class Prepared:
 
 
 def check_before_loading(model_name: str, recipe: Recipe, destination: Destination) -> Checkpoint:
-    """Find the checkpoint, and refuse what cannot be written before any weight is read.
-
-    Raises:
-        Fp8kvError: there is no such model, the format cannot hold the scales, or the output is
-            in the way.
-    """
+    """Find the checkpoint, and refuse what cannot be written before any weight is read."""
     for name in recipe.export.formats:
         check_format(
             name,
@@ -61,9 +56,6 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     """Load the data and the model, or its skeleton, and rehearse what will be written.
 
     With batch size 'auto' each of `processes` gets a batch, if there are samples enough.
-
-    Raises:
-        Fp8kvError: anything that a user can put right.
     """
     config = load_config(checkpoint, recipe)
     given = "seq_len" in recipe.data.model_fields_set

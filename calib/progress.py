@@ -3,6 +3,10 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+
+# outputs of this process so far, so that a run that is stopped can name them
+WRITTEN: list[Path] = []
 
 
 @dataclass(frozen=True)

@@ -4,30 +4,32 @@ import difflib
 import reprlib
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    PositiveInt,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, Field, PositiveInt, ValidationError, model_validator
 
 from calib import choices
-from calib.condition import parse_condition
 from calib.errors import InputError
-from calib.sizes import parse_size
-from calib.text import read_yaml
+from calib.strict_yaml import read_yaml
+from calib.text import parse_condition, parse_size
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
 _INTEGER = ".constrained-int"  # pydantic's name for PositiveInt
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Strict(BaseModel, extra="forbid", frozen=True):
+    pass
+
+
+def _conditions(given: tuple[str, ...]) -> tuple[str, ...]:
+    for text in given:
+        parse_condition(text)
+    return given
+
+
+def _size(given: str) -> str:
+    parse_size(given)
+    return given
 
 
 class ObserverRecipe(_Strict):
@@ -46,9 +48,7 @@ class DataRecipe(_Strict):
     column: str | None = Field(None, description="text or chat column; found when not given")
     samples: int = Field(512, ge=1)
     seq_len: int = Field(2048, ge=2, description="tokens a sample is truncated to")
-    batch_size: PositiveInt | Literal["auto"] = Field(
-        "auto", description="samples per forward pass"
-    )
+    batch_size: PositiveInt | Literal["auto"] = Field("auto", description="samples in a pass")
     seed: int = Field(42, ge=0, lt=2**63)
 
 
@@ -70,22 +70,11 @@ class EvaluationRecipe(_Strict):
     seq_len: int | None = Field(None, ge=8, description="tokens of each; default: the suite's")
     variants: tuple[choices.VariantName, ...] | None = Field(None, description="default: all")
     backend: choices.Backend = "auto"
-    kl_budget: float | None = Field(
-        None,
-        ge=0,
-        allow_inf_nan=False,
-        description="nats; find the fewest layers to leave in 16 bits",
-    )
+    # nats; find the fewest layers to leave in 16 bits
+    kl_budget: float | None = Field(None, ge=0, allow_inf_nan=False)
     tasks: tuple[str, ...] = Field((), description="of lm-eval: names, or paths of YAML files")
     task_limit: int | None = Field(None, ge=1, description="documents of each; default: all")
-    fail_if: tuple[str, ...] = Field((), description="conditions, such as 'kl>0.02'")
-
-    @field_validator("fail_if")
-    @classmethod
-    def _conditions_are_some(cls, given: tuple[str, ...]) -> tuple[str, ...]:
-        for text in given:
-            parse_condition(text)
-        return given
+    fail_if: Annotated[tuple[str, ...], AfterValidator(_conditions)] = ()
 
 
 class Recipe(_Strict):
@@ -102,10 +91,8 @@ class Recipe(_Strict):
     center_keys: bool = Field(False, description="subtract K's mean; implies means")
     device: choices.Device = "auto"
     dtype: choices.DType = "auto"
-    offload: choices.Offload = Field(
-        "auto", description="layerwise: weights pass through memory once"
-    )
-    max_memory: str | None = Field(None, description="resident memory in all, as 8GiB")
+    offload: choices.Offload = Field("auto", description="layerwise: one layer in memory at a time")
+    max_memory: Annotated[str, AfterValidator(_size)] | None = None  # resident, such as 8GiB
     save_minutes: float = Field(5.0, ge=0, description="how often progress is saved, for --resume")
     trust_remote_code: bool = False
     data: DataRecipe = DataRecipe()
@@ -116,13 +103,6 @@ class Recipe(_Strict):
     def collects_means(self) -> bool:
         """Whether means and extremes of every channel of K and V are collected."""
         return self.means or self.center_keys
-
-    @field_validator("max_memory")
-    @classmethod
-    def _max_memory_is_a_size(cls, given: str | None) -> str | None:
-        if given is not None:
-            parse_size(given)
-        return given
 
     @model_validator(mode="after")
     def _some_need_absmax(self) -> "Recipe":
@@ -143,11 +123,7 @@ def recipe_names() -> list[str]:
 
 
 def recipe_text(name: str) -> str:
-    """YAML text of a bundled recipe.
-
-    Raises:
-        InputError: no bundled recipe has that name.
-    """
+    """YAML text of a bundled recipe; InputError if there is none of that name."""
     if name not in recipe_names():
         raise InputError(
             f"no recipe named '{name}'{_did_you_mean(name, recipe_names())}; "
@@ -157,14 +133,10 @@ def recipe_text(name: str) -> str:
 
 
 def load_recipe(source: str | None, overrides: dict[str, Any] | None = None) -> Recipe:
-    """Read a bundled recipe, a YAML file or a saved `fp8kv_calibration.json`, then apply overrides.
+    """Read a recipe by its bundled name or from a file, then apply `overrides`.
 
-    Args:
-        source: bundled name or path; None is the default recipe.
-        overrides: dotted key -> value, such as `{"data.samples": 64}`.
-
-    Raises:
-        InputError: the recipe does not exist, is not YAML, or holds an unknown key or bad value.
+    A file is YAML or a saved `fp8kv_calibration.json`; None is the default recipe. Overrides have
+    dotted keys, as in `{"data.samples": 64}`. An unknown key or a bad value is an InputError.
     """
     document = _read(source) if source else {}
     for key, value in (overrides or {}).items():
@@ -197,9 +169,7 @@ def _set(document: dict[str, Any], dotted: str, value: Any) -> None:
     for parent in parents:
         child = document.setdefault(parent, {})
         if not isinstance(child, dict):
-            raise InputError(
-                f"'{dotted}' cannot be set: '{parent}' is a single value in the recipe"
-            )
+            raise InputError(f"'{dotted}' cannot be set: '{parent}' is one value in the recipe")
         document = child
     document[leaf] = value
 

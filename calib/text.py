@@ -1,48 +1,70 @@
-"""Text from others: YAML read strictly, and words that cannot steer a terminal."""
+"""Text from others: sizes, conditions, and words that cannot steer a terminal."""
 
-from typing import Any
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, isfinite, nan
 
-import yaml
-
+from calib.choices import METRICS
 from calib.errors import InputError
 
-_MAX_ALIASES = 20  # each may stand for all before it, so that few lines could fill the memory
-_MAX_QUOTED = 300
-
-
-class _Loader(yaml.SafeLoader):
-    aliases = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        self.aliases += self.check_event(yaml.AliasEvent)
-        if self.aliases > _MAX_ALIASES:
-            raise yaml.YAMLError(f"more than {_MAX_ALIASES} aliases")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        names = [key.value for key in keys]
-        for number, key in enumerate(keys):
-            if key.value in names[:number]:
-                raise yaml.YAMLError(f"'{key.value}' is given twice{key.start_mark}")
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(text: str, source: str) -> Any:
-    """Read a YAML document; `source` names it in messages.
-
-    Raises:
-        InputError: it is none, gives a key twice, or is nested or repeated without measure.
-    """
-    try:
-        return yaml.load(text, _Loader)
-    except RecursionError:
-        reason = "nested too deep"
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: dates and numbers that are none
-        reason = " ".join(str(error).split())[:_MAX_QUOTED]
-    raise InputError(f"cannot read {source[:_MAX_QUOTED]}: {reason}")
+_UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
+_UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+_BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}
+_OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
+_ALIASES = {"kl_mean": "kl"}
+_CONDITION = re.compile(
+    r"\s*(?:(?P<variant>[^:]+):)?(?P<metric>\w+)\s*(?P<op>[<>]=?)\s*(?P<limit>\S+)\s*"
+)
 
 
 def plain(text: str) -> str:
     """Text that cannot steer a terminal: names may come from files that others made."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as `8GiB`, `1.5 GB` or `500MB`; InputError for any other text, or 0."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    factor = _BY_LOWER_CASE.get(match[2].lower()) if match else None
+    size = int(float(match[1]) * factor) if match and factor else 0
+    if not size:
+        raise InputError(
+            f"'{text}' is not an amount of memory; give a number and one of "
+            f"{', '.join(_UNITS)}, such as 8GiB"
+        )
+    return size
+
+
+def show_size(size: int) -> str:
+    """`size` bytes in GiB, or in MiB where that is less than one; rounded up, to be enough."""
+    in_gib = size >= 2**30
+    return f"{ceil(size * 100 / 2**30) / 100:.2f}GiB" if in_gib else f"{ceil(size / 2**20)}MiB"
+
+
+@dataclass(frozen=True)
+class Condition:
+    """`[variant:]metric<limit`; without a variant it applies to the user's scales."""
+
+    text: str
+    variant: str | None
+    metric: str
+    compare: Callable[[float, float], bool]
+    limit: float
+
+
+def parse_condition(text: str) -> Condition:
+    """Read a condition such as `kl>0.02` or `tensor:top1<0.95`; InputError for any other text."""
+    match = _CONDITION.fullmatch(text)
+    allowed = f"write METRIC>NUMBER or VARIANT:METRIC<NUMBER, METRIC one of {', '.join(METRICS)}"
+    metric = None if match is None else _ALIASES.get(match["metric"], match["metric"])
+    if match is None or metric not in METRICS:
+        raise InputError(f"--fail-if '{text}' is no condition; {allowed}")
+    try:
+        limit = float(match["limit"])
+    except ValueError:
+        limit = nan
+    if not isfinite(limit):
+        raise InputError(f"--fail-if '{text}': '{match['limit']}' is no finite number; {allowed}")
+    return Condition(text, match["variant"], metric, _OPERATORS[match["op"]], limit)

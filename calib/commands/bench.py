@@ -1,14 +1,19 @@
 """`fp8kv bench`."""
 
-import json
 import sys
+from dataclasses import asdict
 from functools import partial
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib.commands.flags import AsJson, Debug, Flag, TrustRemoteCode
-from calib.commands.running import command, print_table
+from calib.commands.running import command, print_json, print_table
+
+if TYPE_CHECKING:
+    from calib.bench import Row
+
+_HEADINGS = ("kernel", "sequences", "FP8, µs", "TB/s", "of a copy", "float16, µs", "float16 / FP8")
 
 
 @command
@@ -18,28 +23,30 @@ def bench(
         typer.Argument(help="A config.json, a model directory, a Hub id, builtin:smollm2."),
     ] = None,
     heads: Annotated[
-        str, Flag(metavar="H/K/D", help="Without MODEL: query heads, KV heads, head_dim.")
+        str, Flag("Without MODEL: query heads, KV heads, head_dim.", metavar="H/K/D")
     ] = "32/8/128",
-    block_size: Annotated[int, Flag(min=1, help="Tokens per block.")] = 64,
-    tune: Annotated[
-        bool, Flag("--tune", help="First find the fastest configs on this GPU and keep them.")
-    ] = False,
+    block_size: Annotated[int, Flag("Tokens per block.", min=1)] = 64,
+    tune: Annotated[bool, Flag("First find and save the fastest configs.", "--tune")] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Check the kernels against their references, then time them on this GPU at a model's shape."""
-    from calib.bench import HEADINGS, run_bench
+    from calib.bench import run_bench
 
+    say = partial(print, file=sys.stderr)
     result = run_bench(
-        model,
-        heads,
-        block_size,
-        tune=tune,
-        trust_remote_code=trust_remote_code,
-        say=partial(print, file=sys.stderr),
+        model, heads, block_size, tune=tune, trust_remote_code=trust_remote_code, say=say
     )
     if as_json:
-        print(json.dumps(result.to_json()))
+        print_json(asdict(result))
     elif result.rows:
-        print_table(result.title, HEADINGS, [*map(result.cells, result.rows)])
+        heads = "/".join(map(str, result.heads))
+        title = f"{result.gpu}: {heads} query heads / KV heads / head_dim"
+        print_table(title, _HEADINGS, [_cells(row, result.copy_tb_per_s) for row in result.rows])
+
+
+def _cells(row: "Row", copy: float | None) -> tuple[str, ...]:
+    share = row.tb_per_s / copy if copy else 0.0
+    times = (f"{row.us:.1f}", f"{row.tb_per_s:.2f}", f"{share:.0%}", f"{row.float16_us:.1f}")
+    return (row.kernel, row.case, *times, f"{row.float16_us / row.us:.2f}x")

@@ -1,13 +1,12 @@
 """`fp8kv calibrate`, also installed as `fp8kv-calibrate`."""
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib import choices
-from calib.commands.evaluate import fail_on, print_report
+from calib.commands.evaluate import fail_on, measure
 from calib.commands.flags import (
     AsJson,
     DataFlag,
@@ -21,15 +20,17 @@ from calib.commands.flags import (
     Quiet,
     ResourcesFlag,
     ScalesFlag,
+    Seed,
     TrustRemoteCode,
 )
-from calib.commands.running import command, print_table
+from calib.commands.running import command, print_json, print_table
 
 if TYPE_CHECKING:
     from calib.output.finish import Result
     from calib.recipe import Recipe
     from calib.scales.summary import LayerSummary
 
+_FORMATS = f"[{'|'.join(choices.FORMATS)}]"
 _HEADINGS = ("layer", "K amax", "V amax", "K scale", "V scale", "K range used", "V range used")
 
 
@@ -38,67 +39,46 @@ def calibrate(
     context: typer.Context,
     model: Model,
     output: Annotated[
-        Path | None, Flag("-o", "--output", help="Default: ./<model>-fp8kv-<strategy>.")
+        Path | None, Flag("Default: ./<model>-fp8kv-<strategy>.", "-o", "--output")
     ] = None,
     recipe: Annotated[
-        str | None,
-        Flag(help="Bundled name (see `fp8kv recipes`), YAML file, or a saved calibration."),
+        str | None, Flag("Bundled name (see `fp8kv recipes`), YAML file, or a saved calibration.")
     ] = None,
-    strategy: Annotated[choices.Strategy | None, Flag(help="Which values share a scale.")] = None,
+    strategy: Annotated[choices.Strategy | None, Flag("Which values share a scale.")] = None,
     format: Annotated[
         list[str] | None,
-        Flag(
-            metavar=f"[{'|'.join(choices.FORMATS)}]",
-            help="Repeatable; several fill DIR/<format>/ each. Default: vllm.",
-        ),
+        Flag("Repeatable; several fill DIR/<format>/ each. Default: vllm.", metavar=_FORMATS),
     ] = None,
     dataset: Annotated[
         str | None,
-        Flag(
-            help="Hub id, .jsonl/.json/.parquet/.txt/directory, builtin:python-docs, self, random."
-        ),
+        Flag("Hub id, .jsonl/.json/.parquet/.txt/directory, builtin:python-docs, self, random."),
     ] = None,
-    samples: Annotated[int | None, Flag(help="Default: 512.")] = None,
-    seq_len: Annotated[int | None, Flag(help="Tokens per sample at most. Default: 2048.")] = None,
+    samples: Annotated[int | None, Flag("Number of samples. Default: 512.")] = None,
+    seq_len: Annotated[int | None, Flag("Tokens per sample at most. Default: 2048.")] = None,
     device: Device = None,
-    evaluate: Annotated[
-        bool,
-        Flag("--evaluate", help="Then measure the scales as the recipe's `evaluation` says."),
-    ] = False,
+    evaluate: Annotated[bool, Flag("Then run the recipe's `evaluation`.", "--evaluate")] = False,
     set_: Annotated[
-        list[str] | None,
-        Flag("--set", metavar="KEY=VALUE", help="Any recipe key, as data.column=text."),
+        list[str] | None, Flag("Any recipe key, as data.column=text.", "--set", metavar="KEY=VALUE")
     ] = None,
-    batch_size: Annotated[str | None, DataFlag(help="Samples per forward pass, or auto.")] = None,
-    seed: Annotated[int | None, DataFlag(help="Default: 42.")] = None,
-    observer: Annotated[
-        choices.ObserverName | None, ScalesFlag(help="How an amax is chosen.")
-    ] = None,
-    targets: Annotated[choices.Targets | None, ScalesFlag(help="qkv adds query scales.")] = None,
+    batch_size: Annotated[str | None, DataFlag("Samples per forward pass, or auto.")] = None,
+    seed: Seed = None,
+    observer: Annotated[choices.ObserverName | None, ScalesFlag("How an amax is chosen.")] = None,
+    targets: Annotated[choices.Targets | None, ScalesFlag("qkv adds query scales.")] = None,
     reduce: Annotated[
-        choices.Reduce | None,
-        ScalesFlag(help="max: one scale per layer for engines that take no more."),
+        choices.Reduce | None, ScalesFlag("max: one scale per layer, for engines limited to one.")
     ] = None,
-    fp8_dtype: Annotated[
-        choices.FP8Name | None, ScalesFlag(help="Default: e4m3fn (max 448).")
-    ] = None,
-    headroom: Annotated[
-        float | None, ScalesFlag(help="Multiplies every amax. Default: 1.0.")
-    ] = None,
+    fp8_dtype: Annotated[choices.FP8Name | None, ScalesFlag("Default: e4m3fn (max 448).")] = None,
+    headroom: Annotated[float | None, ScalesFlag("Multiplies every amax. Default: 1.0.")] = None,
     center_keys: Annotated[
-        bool,
-        ScalesFlag("--center-keys", help="Subtract K's mean per channel; for --format fp8kv."),
+        bool, ScalesFlag("Subtract K's mean per channel; for --format fp8kv.", "--center-keys")
     ] = False,
-    tp_size: Annotated[int | None, OutputFlag(help="Ranks in kv_cache_scales.json.")] = None,
+    tp_size: Annotated[int | None, OutputFlag("Ranks in kv_cache_scales.json.")] = None,
     weights: Annotated[
         choices.Weights | None,
-        OutputFlag(help="link: hard-link the source's weights; none: scales and configs only."),
+        OutputFlag("link: hard-link the source's weights; none: scales and configs only."),
     ] = None,
     in_place: Annotated[
-        bool,
-        OutputFlag(
-            "--in-place", help="Add to the model's directory; what is replaced is kept beside."
-        ),
+        bool, OutputFlag("Add to the model's directory; back up what is replaced.", "--in-place")
     ] = False,
     overwrite: Overwrite = False,
     quiet: Quiet = False,
@@ -107,15 +87,13 @@ def calibrate(
     dtype: DType = None,
     offload: Annotated[
         choices.Offload | None,
-        ResourcesFlag(
-            help="layerwise: one layer in memory at a time. auto: where the weights do not fit."
-        ),
+        ResourcesFlag("layerwise: one layer in memory at a time. auto: if the weights do not fit."),
     ] = None,
     max_memory: Annotated[
-        str | None, ResourcesFlag(metavar="SIZE", help="Resident memory in all, as 8GiB.")
+        str | None, ResourcesFlag("Largest resident memory, such as 8GiB.", metavar="SIZE")
     ] = None,
     resume: Annotated[
-        bool, ResourcesFlag("--resume", help="Go on where the same command was stopped.")
+        bool, ResourcesFlag("Continue where the same command was stopped.", "--resume")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
@@ -127,9 +105,10 @@ def calibrate(
     from calib.recipe import load_recipe
 
     resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
+    silent = quiet or as_json
     if evaluate:
         _check_evaluation(model, resolved, output, in_place=in_place)
-    with progress_bar(show=not (quiet or as_json) and is_first_process()) as progress:
+    with progress_bar(show=not silent and is_first_process()) as progress:
         result = run_job(
             model,
             resolved,
@@ -141,15 +120,16 @@ def calibrate(
         )
     if result is None:  # the first process says what was done
         return
-    if not (quiet or as_json):
+    if not silent:
         print_result(result)
     printed = result.to_json()
     failed: list[str] = []
     if evaluate:
-        silent = quiet or as_json
-        printed["evaluation"], failed = _evaluate(model, resolved, result, quiet=silent)
+        scales, report = [next(iter(result.directories.values()))], result.output / "evaluation"
+        evaluation, failed = measure(model, resolved, scales, report, silent=silent)
+        printed["evaluation"] = evaluation.to_json()
     if as_json:
-        print(json.dumps(printed))
+        print_json(printed)
     fail_on(failed)
 
 
@@ -161,25 +141,6 @@ def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_p
     path = Path(model) if in_place else output or default_output(model, recipe)
     formats = recipe.export.formats
     check_evaluation(recipe, [path / formats[0] if len(formats) > 1 else path])
-
-
-def _evaluate(
-    model: str, recipe: "Recipe", result: "Result", *, quiet: bool
-) -> tuple[dict[str, Any], list[str]]:
-    """Measure what has just been written; the report lies beside it, in `evaluation/`."""
-    from calib.commands.progress_bar import progress_bar
-    from calib.eval.run import run_evaluation
-
-    with progress_bar(show=not quiet) as progress:
-        report, failed = run_evaluation(
-            model,
-            recipe,
-            scales=[next(iter(result.directories.values()))],
-            output=result.output / "evaluation",
-            progress=progress.stage,
-        )
-    print_report(report, as_json=False, quiet=quiet)
-    return report.to_json(), failed
 
 
 def print_result(result: "Result") -> None:
@@ -211,17 +172,14 @@ def closing_lines(result: "Result") -> list[str]:
     if result.backup:
         lines.append(f"the files that were replaced are in {result.backup}")
     for name, directory in result.directories.items():
-        per_head = holds_per_head(name, result.recipe.strategy)
-        if FORMATS[name].note:
-            lines.append(f"note ({name}): {FORMATS[name].note}")
-        if FORMATS[name].with_weights and result.recipe.export.weights == "none":
+        form, per_head = FORMATS[name], holds_per_head(name, result.recipe.strategy)
+        if form.note:
+            lines.append(f"note ({name}): {form.note}")
+        if form.with_weights and result.recipe.export.weights == "none":
             lines.append(f"note ({name}): {NO_WEIGHTS}")
-        if FORMATS[name].serve:
-            lines += [
-                "",
-                f"serve with {FORMATS[name].engine}:",
-                f"  {serve_command(name, directory, per_head=per_head)}",
-            ]
+        if form.serve:
+            command_line = serve_command(name, directory, per_head=per_head)
+            lines += ["", f"serve with {form.engine}:", f"  {command_line}"]
     return lines
 
 

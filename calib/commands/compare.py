@@ -1,6 +1,5 @@
 """`fp8kv compare`."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,7 +7,7 @@ import typer
 
 from calib.commands.flags import AsJson, Debug
 from calib.commands.inspect import show_scale
-from calib.commands.running import print_lines, print_table, run
+from calib.commands.running import command, print_json, print_lines, print_table
 
 if TYPE_CHECKING:
     from calib.eval.compare import Comparison, Pair
@@ -21,28 +20,23 @@ _HEADINGS = (
 )
 _SCALE_HEADINGS = ("layer", "K, A", "K, B", "B / A", "V, A", "V, B", "B / A")
 
-Report = Annotated[
-    Path, typer.Argument(help="report.json or the directory that holds it, or one with scales.")
-]
+Report = Annotated[Path, typer.Argument(help="A report.json, its directory, or one with scales.")]
 
 
+@command
 def compare(a: Report, b: Report, as_json: AsJson = False, debug: Debug = False) -> None:
     """Set two reports of fp8kv-eval, or the scales of two directories, side by side."""
+    if not (_is_report(a) or _is_report(b)):
+        _compare_scales(a, b, as_json=as_json)
+        return
+    from calib.eval.compare import compare_reports
 
-    def work() -> None:
-        if not (_is_report(a) or _is_report(b)):
-            _compare_scales(a, b, as_json=as_json)
-            return
-        from calib.eval.compare import compare_reports
-
-        comparison = compare_reports(a, b)
-        if as_json:
-            print(json.dumps(comparison.to_json()))
-            return
-        print_table("Two evaluations", _HEADINGS, [_row(pair) for pair in comparison.pairs])
-        print_lines(_closing_lines(comparison))
-
-    run(work, debug=debug)
+    comparison = compare_reports(a, b)
+    if as_json:
+        print_json(comparison.to_json())
+        return
+    print_table("Two evaluations", _HEADINGS, [_row(pair) for pair in comparison.pairs])
+    print_lines(_closing_lines(comparison))
 
 
 def _is_report(path: Path) -> bool:
@@ -54,7 +48,7 @@ def _compare_scales(a: Path, b: Path, *, as_json: bool) -> None:
 
     pairs = compare_scales(a, b)
     if as_json:
-        print(json.dumps(ratios_json(pairs)))
+        print_json(ratios_json(pairs))
     else:
         rows = [(str(a.layer), *_scale_cells(a.k, b.k), *_scale_cells(a.v, b.v)) for a, b in pairs]
         print_table(f"A: {a}, B: {b}", _SCALE_HEADINGS, rows)
@@ -106,6 +100,5 @@ def _both(a: "Figure | None", b: "Figure | None", form: str) -> str:
     if a is None and b is None:
         return ""
     # adding 0.0 to what rounds to nothing takes its sign
-    return ", ".join(
-        "-" if each is None else form.format(round(each.value, 4) + 0.0) for each in (a, b)
-    )
+    both = ("-" if each is None else form.format(round(each.value, 4) + 0.0) for each in (a, b))
+    return ", ".join(both)

@@ -15,13 +15,11 @@ Source = Annotated[Path, typer.Argument(help="A checkpoint, with scales of any t
 @command
 def convert(
     directory: Source,
-    to: Annotated[choices.FormatName, Flag(help="Format to write.")],
+    to: Annotated[choices.FormatName, Flag("Format to write.")],
     output: Output,
-    reduce: Annotated[
-        choices.Reduce, Flag(help="max: the largest head's scale, for engines that take one.")
-    ] = "none",
-    without_q: Annotated[bool, Flag("--without-q", help="Leave query scales out.")] = False,
-    tp_size: Annotated[int, Flag(min=1, help="Ranks in kv_cache_scales.json.")] = 1,
+    reduce: Annotated[choices.Reduce, Flag("max: the largest of a layer's scales.")] = "none",
+    without_q: Annotated[bool, Flag("Leave query scales out.", "--without-q")] = False,
+    tp_size: Annotated[int, Flag("Ranks in kv_cache_scales.json.", min=1)] = 1,
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> None:
@@ -54,9 +52,9 @@ def strip(
 @command
 def repair(
     directory: Source,
-    stats: Annotated[Path, Flag(help="Statistics, or a calibration's output.")],
+    stats: Annotated[Path, Flag("Statistics, or a calibration's output.")],
     output: Output,
-    to: Annotated[choices.FormatName, Flag(help="Format to write.")] = "vllm",
+    to: Annotated[choices.FormatName, Flag("Format to write.")] = "vllm",
     overwrite: Overwrite = False,
     debug: Debug = False,
 ) -> None:

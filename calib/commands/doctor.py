@@ -1,9 +1,7 @@
 """`fp8kv doctor`."""
 
-import json
-
 from calib.commands.flags import AsJson
-from calib.commands.running import command, print_table
+from calib.commands.running import command, print_json, print_table
 
 
 @command
@@ -13,6 +11,6 @@ def doctor(as_json: AsJson = False) -> None:
 
     found = examine()
     if as_json:
-        print(json.dumps(dict(found)))
+        print_json(dict(found))
     else:
         print_table("This machine", ("what", "found"), found)

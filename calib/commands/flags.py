@@ -2,27 +2,30 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from calib import choices
 
-# what matters first has no panel
-Flag = typer.Option
-DataFlag = partial(typer.Option, rich_help_panel="Data")
-ScalesFlag = partial(typer.Option, rich_help_panel="Scales")
-OutputFlag = partial(typer.Option, rich_help_panel="Output")
-ResourcesFlag = partial(typer.Option, rich_help_panel="Resources")
+
+def Flag(help: str, *names: str, panel: str | None = None, **settings: Any) -> Any:
+    """`typer.Option` with the text of `--help` first; what matters most has no panel."""
+    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
+
+
+DataFlag = partial(Flag, panel="Data")
+ScalesFlag = partial(Flag, panel="Scales")
+OutputFlag = partial(Flag, panel="Output")
+ResourcesFlag = partial(Flag, panel="Resources")
 
 Model = Annotated[str, typer.Argument(help="Local directory, Hub id, or builtin:smollm2.")]
-Output = Annotated[Path, Flag("-o", "--output", help="Directory to write.")]
-Overwrite = Annotated[bool, OutputFlag("--overwrite", help="Replace an earlier output.")]
-Quiet = Annotated[bool, OutputFlag("--quiet", help="Print nothing but errors.")]
-AsJson = Annotated[bool, OutputFlag("--json", help="Print one JSON object.")]
-Debug = Annotated[bool, OutputFlag("--debug", help="Show tracebacks.")]
-Device = Annotated[choices.Device | None, Flag()]
-DType = Annotated[choices.DType | None, ResourcesFlag(help="auto: as the checkpoint says.")]
-TrustRemoteCode = Annotated[
-    bool, ResourcesFlag("--trust-remote-code", help="Run the model's code.")
-]
+Output = Annotated[Path, Flag("Directory to write.", "-o", "--output")]
+Overwrite = Annotated[bool, OutputFlag("Replace an earlier output.", "--overwrite")]
+Quiet = Annotated[bool, OutputFlag("Print nothing but errors.", "--quiet")]
+AsJson = Annotated[bool, OutputFlag("Print one JSON object.", "--json")]
+Debug = Annotated[bool, OutputFlag("Show tracebacks.", "--debug")]
+Device = Annotated[choices.Device | None, Flag("Where the model runs.")]
+DType = Annotated[choices.DType | None, ResourcesFlag("auto: as the checkpoint says.")]
+Seed = Annotated[int | None, DataFlag("Default: 42.")]
+TrustRemoteCode = Annotated[bool, ResourcesFlag("Run the model's code.", "--trust-remote-code")]

@@ -1,13 +1,13 @@
 """`fp8kv generate`."""
 
-import json
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib import choices
 from calib.commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemoteCode
-from calib.commands.running import command
+from calib.commands.running import command, print_json
 
 if TYPE_CHECKING:
     from calib.generate import Generated
@@ -19,18 +19,14 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     scales: Annotated[
-        str | None, Flag(metavar="DIR", help="With scales of any tool. none: 1.0. Default: MODEL.")
+        str | None, Flag("Scales of any tool; none: scale 1.0. Default: MODEL.", metavar="DIR")
     ] = None,
-    max_new_tokens: Annotated[int, Flag(min=1, help="Tokens to generate at most.")] = 64,
-    temperature: Annotated[float, Flag(min=0.0, help="0: the likeliest token every time.")] = 0.0,
-    seed: Annotated[int, Flag(min=0, max=2**63 - 1, help="Of the sampling.")] = 42,
-    chat: Annotated[bool, Flag("--chat", help="Apply the model's chat template.")] = False,
-    compare: Annotated[
-        bool, Flag("--compare", help="Generate with transformers' 16-bit cache too.")
-    ] = False,
-    backend: Annotated[
-        choices.Backend, Flag(help="auto: Triton kernels on a GPU, torch elsewhere.")
-    ] = "auto",
+    max_new_tokens: Annotated[int, Flag("Tokens to generate at most.", min=1)] = 64,
+    temperature: Annotated[float, Flag("0: the likeliest token every time.", min=0.0)] = 0.0,
+    seed: Annotated[int, Flag("Seed of the sampling.", min=0, max=2**63 - 1)] = 42,
+    chat: Annotated[bool, Flag("Apply the model's chat template.", "--chat")] = False,
+    compare: Annotated[bool, Flag("Also generate with a 16-bit cache.", "--compare")] = False,
+    backend: Annotated[choices.Backend, Flag("auto: Triton on a GPU, torch elsewhere.")] = "auto",
     device: Device = None,
     dtype: DType = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -42,15 +38,12 @@ def generate(
     from calib.generate import GenerationOptions, generate_text
 
     options = GenerationOptions(max_new_tokens, temperature, seed, chat, compare, backend)
+    given = overrides(context.params)
+    on_text = None if as_json else partial(print, end="", flush=True)
     result = generate_text(
-        model,
-        prompt,
-        scales=scales,
-        options=options,
-        overrides=overrides(context.params),
-        on_text=None if as_json else lambda text: print(text, end="", flush=True),
+        model, prompt, scales=scales, options=options, overrides=given, on_text=on_text
     )
-    print(json.dumps(result.to_json()) if as_json else "\n".join(generation_lines(result)))
+    print_json(result.to_json()) if as_json else print("\n".join(generation_lines(result)))
 
 
 def generation_lines(result: "Generated") -> list[str]:

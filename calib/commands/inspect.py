@@ -1,13 +1,12 @@
 """`fp8kv inspect`."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib.commands.flags import AsJson, Debug, Flag
-from calib.commands.running import print_lines, print_table, run
+from calib.commands.running import command, print_json, print_lines, print_table
 
 if TYPE_CHECKING:
     from calib.scalefiles.reading import FoundLayer, FoundScales, Values
@@ -15,32 +14,27 @@ if TYPE_CHECKING:
 _HEADINGS = ("layer", "K scale", "V scale", "Q scale", "type", "shape")
 
 
+@command
 def inspect(
     directory: Annotated[Path, typer.Argument(help="A checkpoint, or scales of any tool.")],
-    plot: Annotated[
-        Path | None, Flag(metavar="FILE", help="Draw the scales: .png, .svg or .pdf.")
-    ] = None,
+    plot: Annotated[Path | None, Flag("Draw scales: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show the FP8 KV-cache scales of a directory, whatever tool wrote them; reads no weights."""
+    from calib.scalefiles.reading import read_scales
 
-    def work() -> None:
-        from calib.scalefiles.reading import read_scales
+    found = read_scales(directory)
+    if plot:
+        from calib.scalefiles.plot import plot_scales
 
-        found = read_scales(directory)
-        if plot:
-            from calib.scalefiles.plot import plot_scales
-
-            plot_scales(found, plot)
-        if as_json:
-            print(json.dumps(found.to_json()))
-            return
-        print_lines(_opening_lines(found))
-        print_table(str(directory), _HEADINGS, [_row(layer) for layer in found.layers])
-        print_lines([f"problem: {problem}" for problem in found.problems])
-
-    run(work, debug=debug)
+        plot_scales(found, plot)
+    if as_json:
+        print_json(found.to_json())
+        return
+    print_lines(_opening_lines(found))
+    print_table(str(directory), _HEADINGS, [_row(layer) for layer in found.layers])
+    print_lines([f"problem: {problem}" for problem in found.problems])
 
 
 def _opening_lines(found: "FoundScales") -> list[str]:

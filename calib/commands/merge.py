@@ -1,6 +1,5 @@
 """`fp8kv merge`."""
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -8,17 +7,17 @@ import typer
 
 from calib.commands.calibrate import print_result
 from calib.commands.flags import AsJson, Debug, Flag, Output, Overwrite
-from calib.commands.running import command
+from calib.commands.running import command, print_json
 
 
 @command
 def merge(
     directories: Annotated[
-        list[Path], typer.Argument(help="Outputs of calibrate, two or more, of one model.")
+        list[Path], typer.Argument(help="Two or more outputs of calibrate, of one model.")
     ],
     output: Output,
     model: Annotated[
-        str | None, Flag(help="Where the model is now. Default: where the first run found it.")
+        str | None, Flag("Where the model is now. Default: where the first run found it.")
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -28,4 +27,4 @@ def merge(
     from calib.merge import merge as merge_runs
 
     result = merge_runs(directories, output, model=model, overwrite=overwrite)
-    print(json.dumps(result.to_json())) if as_json else print_result(result)
+    print_json(result.to_json()) if as_json else print_result(result)

@@ -4,7 +4,7 @@ from typing import Any
 
 from calib.errors import InputError
 from calib.recipe import DataRecipe, EvaluationRecipe, ExportRecipe, Recipe
-from calib.text import read_yaml
+from calib.strict_yaml import read_yaml
 
 _FIELDS = {
     "data": DataRecipe.model_fields,
@@ -12,11 +12,7 @@ _FIELDS = {
     "evaluation": EvaluationRecipe.model_fields,
 }
 # flags that are not called what their key is
-_RENAMED = {
-    "observer": "observer.name",
-    "format": "export.formats",
-    "search": "evaluation.kl_budget",
-}
+_KEYS = {"observer": "observer.name", "format": "export.formats", "search": "evaluation.kl_budget"}
 _COMMA_SEPARATED = ("variants", "tasks")
 
 
@@ -27,7 +23,7 @@ def overrides(
     keys = {name: name for name in Recipe.model_fields}
     for section in sections:
         keys |= {name: f"{section}.{name}" for name in _FIELDS[section]}
-    keys |= _RENAMED
+    keys |= _KEYS
     # 0 is a value, and equals False
     given = {name: x for name, x in params.items() if x is not False and x not in (None, [], ())}
     given |= {name: given[name].split(",") for name in _COMMA_SEPARATED if name in given}
@@ -35,11 +31,7 @@ def overrides(
 
 
 def assignments(pairs: list[str]) -> dict[str, Any]:
-    """Recipe keys of `--set KEY=VALUE`, the values read as YAML.
-
-    Raises:
-        InputError: a pair has no key or no `=`, or its value is no YAML.
-    """
+    """Recipe keys of `--set KEY=VALUE`, the values read as YAML."""
     found = {}
     for pair in pairs:
         key, equals, value = pair.partition("=")

@@ -1,12 +1,12 @@
 """`fp8kv plan`."""
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib.commands.flags import AsJson, DataFlag, Debug, Flag, ResourcesFlag, TrustRemoteCode
-from calib.commands.running import command, print_lines, print_table
+from calib.commands.running import command, print_json, print_lines, print_table
+from calib.text import parse_size, show_size
 
 if TYPE_CHECKING:
     from calib.plan.ways import Plan, Way
@@ -19,22 +19,19 @@ def plan(
     model: Annotated[
         str, typer.Argument(help="A config.json, a model directory, a Hub id, builtin:smollm2.")
     ],
-    gpu: Annotated[str, Flag(help="h100, h200, b200, mi300x, ...")] = "h100",
-    gpus: Annotated[int, Flag(min=1, help="GPUs per node.")] = 8,
-    nodes: Annotated[int, Flag(min=1)] = 1,
-    samples: Annotated[int, DataFlag(min=1)] = 512,
+    gpu: Annotated[str, Flag("h100, h200, b200, mi300x, ...")] = "h100",
+    gpus: Annotated[int, Flag("GPUs per node.", min=1)] = 8,
+    nodes: Annotated[int, Flag("Number of nodes.", min=1)] = 1,
+    samples: Annotated[int, DataFlag("Number of samples.", min=1)] = 512,
     seq_len: Annotated[
-        int | None, DataFlag(min=2, help="Tokens per sample. Default: as calibrate takes.")
+        int | None, DataFlag("Tokens per sample. Default: as calibrate takes.", min=2)
     ] = None,
     batch_size: Annotated[
-        int | None, DataFlag(min=1, help="Samples per forward pass. Default: as calibrate takes.")
+        int | None, DataFlag("Samples per forward pass. Default: as calibrate takes.", min=1)
     ] = None,
-    disk: Annotated[str, ResourcesFlag(metavar="SIZE", help="What a node reads per second.")] = (
-        "2GB"
-    ),
+    disk: Annotated[str, ResourcesFlag("Bytes a node reads per second.", metavar="SIZE")] = "2GB",
     efficiency: Annotated[
-        float,
-        ResourcesFlag(min=0.01, max=1, help="Share of the GPU's data-sheet speed that is reached."),
+        float, ResourcesFlag("Share of the GPU's data-sheet speed reached.", min=0.01, max=1)
     ] = 0.4,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -46,7 +43,6 @@ def plan(
     from calib.plan.shape import model_shape
     from calib.plan.ways import Machines, Plan, Workload, find_gpu, ways
     from calib.recipe import DataRecipe
-    from calib.sizes import parse_size
 
     machines = Machines(find_gpu(gpu), gpus, nodes, parse_size(disk), efficiency)
     shape = model_shape(model, trust_remote_code=trust_remote_code)
@@ -57,7 +53,7 @@ def plan(
     work = Workload(samples, tokens, resolve_batch_size(data, "cuda"))
     made = Plan(model, shape, work, machines, ways(shape, work, machines))
     if as_json:
-        print(json.dumps(made.to_json()))
+        print_json(made.to_json())
         return
     print_lines([*_opening_lines(made), *(f"note: {note}" for note in notes)])
     print_table(f"{model} on {nodes} x {gpus} {gpu}", _HEADINGS, [_row(way) for way in made.ways])
@@ -65,8 +61,6 @@ def plan(
 
 
 def _row(way: "Way") -> tuple[str, ...]:
-    from calib.sizes import show_size
-
     return (
         way.name,
         f"{way.nodes} x {way.processes}",
@@ -79,8 +73,6 @@ def _row(way: "Way") -> tuple[str, ...]:
 
 def _opening_lines(plan: "Plan") -> list[str]:
     """Size of the model, and cost of one pass."""
-    from calib.sizes import show_size
-
     shape, work = plan.shape, plan.work
     tokens = work.samples * work.seq_len
     flops = shape.flops(work.samples, work.seq_len)

@@ -1,12 +1,11 @@
 """`fp8kv recipes`."""
 
-import json
 from typing import Annotated
 
 import typer
 
 from calib.commands.flags import AsJson
-from calib.commands.running import command, print_table
+from calib.commands.running import command, print_json, print_table
 
 
 @command
@@ -23,6 +22,6 @@ def recipes(
         return
     found = {each: load_recipe(each).description for each in recipe_names()}
     if as_json:
-        print(json.dumps(found))
+        print_json(found)
     else:
         print_table("Bundled recipes", ("recipe", "what it does"), [*found.items()])

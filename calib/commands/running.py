@@ -1,5 +1,6 @@
-"""How every command runs: mistakes become one line and an exit status."""
+"""How every command runs and prints: mistakes become one line and an exit status."""
 
+import json
 import os
 import signal
 import sys
@@ -9,6 +10,11 @@ from functools import partial, wraps
 from typing import Any, ParamSpec, TextIO, cast
 
 import typer
+
+from calib.commands.tables import table_text
+from calib.errors import Fp8kvError, InputError
+from calib.progress import WRITTEN
+from calib.text import plain
 
 P = ParamSpec("P")
 
@@ -65,9 +71,6 @@ def run(work: Callable[[], None], *, debug: bool = False) -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from calib.atomic import WRITTEN
-    from calib.errors import Fp8kvError
-
     WRITTEN.clear()
     try:
         _check_arguments()
@@ -101,15 +104,11 @@ def _print_all(work: Callable[[], None]) -> None:
 
 
 def _written() -> str:
-    from calib.atomic import WRITTEN
-
     written = ", ".join(f"'{path}'" for path in WRITTEN)
     return f"written: {written}" if written else "nothing was written"
 
 
 def _check_arguments() -> None:
-    from calib.errors import InputError
-
     for argument in sys.argv[1:]:
         as_bytes = os.fsencode(argument)
         try:
@@ -145,16 +144,17 @@ os.register_at_fork(
 )
 
 
+def print_json(document: Any) -> None:
+    """Print one JSON object."""
+    print(json.dumps(document))
+
+
 def print_table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
     """Print a table."""
-    from calib.commands.tables import table_text
-
     print(table_text(title, headings, rows), end="")
 
 
 def print_lines(lines: Sequence[str]) -> None:
     """Print lines whose words may come from files that others made."""
-    from calib.text import plain
-
     for line in lines:
         print(plain(line))

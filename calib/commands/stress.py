@@ -1,16 +1,12 @@
 """`fp8kv stress`."""
 
-import json
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from calib import choices
 from calib.commands.flags import AsJson, Debug, Flag, Model, Output, Overwrite, TrustRemoteCode
-from calib.commands.running import command
-
-if TYPE_CHECKING:
-    from calib.stress.twin import Stressed
+from calib.commands.running import command, print_json
 
 
 @command
@@ -18,11 +14,9 @@ def stress(
     context: typer.Context,
     model: Model,
     output: Output,
-    k_factor: Annotated[str, Flag(help="Power of two that K is multiplied by.")] = "256",
-    v_factor: Annotated[str, Flag(help="Power of two that V is multiplied by.")] = "1/1024",
-    dtype: Annotated[
-        choices.DType | None, Flag(help="auto: as the checkpoint says; or float32.")
-    ] = None,
+    k_factor: Annotated[str, Flag("Power of two that K is multiplied by.")] = "256",
+    v_factor: Annotated[str, Flag("Power of two that V is multiplied by.")] = "1/1024",
+    dtype: Annotated[choices.DType | None, Flag("auto: the checkpoint's; or float32.")] = None,
     trust_remote_code: TrustRemoteCode = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -37,15 +31,13 @@ def stress(
     factors = Factors(parse_factor(k_factor, "--k-factor"), parse_factor(v_factor, "--v-factor"))
     given = overrides(context.params)
     done = write_twin(model, output, factors, overrides=given, overwrite=overwrite)
-    print(json.dumps(done.to_json())) if as_json else _print_result(done)
-
-
-def _print_result(done: "Stressed") -> None:
+    if as_json:
+        print_json(done.to_json())
+        return
     for warning in done.warnings:
         print(f"warning: {warning}")
     (k_before, k_after), (v_before, v_after) = done.k_amax, done.v_amax
-    print(
-        f"{len(done.changed)} tensors changed; the logits in float32 are the source's, bit for bit"
-    )
+    count = len(done.changed)
+    print(f"{count} tensors changed; the logits in float32 are the source's, bit for bit")
     print(f"K amax {k_before:.4g} -> {k_after:.4g}, V amax {v_before:.4g} -> {v_after:.4g}")
     print(f"written to {done.output}; its README.md says how to use it")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from calib.text import plain
 
 if TYPE_CHECKING:
-    from rich.console import Console, JustifyMethod
+    from rich.console import Console
 
 _ENDLESS = 1_000_000
 
@@ -27,44 +27,41 @@ def table_text(
     from rich.text import Text
 
     console = console or Console()
+    if not (console.is_terminal or "COLUMNS" in os.environ):
+        console.width = _ENDLESS
     cells = [[plain(cell) for cell in row] for row in (headings, *rows)]
-    endless = not (console.is_terminal or "COLUMNS" in os.environ)
-    widths = _widths(cells, _ENDLESS if endless else console.width)
-    console.width = max(console.width, sum(widths) + _border(widths))
-    made = Table()
+    widths = _widths(cells, console)
+    made, numbers = Table(), len(headings) > 2
     # a plain string may hold rich's own markup
     for heading, width in zip(cells[0], widths, strict=False):
-        justify: JustifyMethod = "right" if len(headings) > 2 else "left"
-        made.add_column(Text(heading), justify=justify, width=width)
-    for row in cells[1:] if widths else ():
-        made.add_row(*map(Text, row))
+        made.add_column(Text(heading), width=width, justify="right" if numbers else "left")
     with console.capture() as captured:
         console.print(Text(plain(title), style="table.title"), soft_wrap=True)
+        for row in cells[1:]:
+            if widths:
+                made.add_row(*map(Text, row))
+            else:
+                lines = map(": ".join, zip(cells[0], row, strict=True))
+                console.print(Text("\n".join(("", *lines))), soft_wrap=True)
         if widths:
             console.print(made)
-        for row in () if widths else cells[1:]:
-            pairs = zip(cells[0], row, strict=True)
-            lines = "\n".join(("", *map(": ".join, pairs)))
-            console.print(Text(lines), soft_wrap=True)
     return captured.get()
 
 
-def _widths(cells: Sequence[Sequence[str]], room: int) -> list[int]:
-    """Of the columns, so that they fit in `room` and no word is broken; none where they cannot."""
-    from rich.cells import cell_len
+def _widths(cells: Sequence[Sequence[str]], console: "Console") -> list[int]:
+    """Widths of columns that fit on the screen and break no word; none if there are no such."""
+    from rich.measure import Measurement
+    from rich.text import Text
 
-    columns = list(zip(*cells, strict=True))
-    words = ([cell_len(word) for cell in column for word in cell.split()] for column in columns)
-    least = [max(lengths, default=0) for lengths in words]
-    spare = room - sum(least) - _border(least)
+    options = console.options.update(width=_ENDLESS)
+    columns = [Text("\n".join(column)) for column in zip(*cells, strict=True)]
+    measured = [Measurement.get(console, options, column) for column in columns]
+    border = 3 * len(columns) + 1
+    spare = console.width - sum(column.minimum for column in measured) - border
     if spare < 0:
         return []
     widths = []
-    for low, column in zip(least, columns, strict=True):
-        widths.append(min(max(map(cell_len, column)), low + spare))
-        spare -= widths[-1] - low
+    for least, most in measured:
+        widths.append(min(most, least + spare))
+        spare -= widths[-1] - least
     return widths
-
-
-def _border(widths: Sequence[int]) -> int:
-    return 3 * len(widths) + 1

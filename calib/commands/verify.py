@@ -1,13 +1,12 @@
 """`fp8kv verify`."""
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib.commands.flags import AsJson, Debug, Flag
-from calib.commands.running import print_lines, print_table, run
+from calib.commands.running import command, print_json, print_lines, print_table
 
 if TYPE_CHECKING:
     from calib.verify.result import Simulation
@@ -17,43 +16,38 @@ _HEADINGS = ("engine", "K scales", "V scales", "Q scales", "FP8 cache")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
 
 
+@command
 def verify(
     directory: Annotated[Path, typer.Argument(help="A checkpoint with FP8 KV-cache scales.")],
     engine: Annotated[
-        str | None, Flag(help="vllm, aphrodite, sglang, tgi, tensorrt-llm, lmdeploy. Default: all.")
+        str | None, Flag("vllm, aphrodite, sglang, tgi, tensorrt-llm, lmdeploy. Default: all.")
     ] = None,
-    version: Annotated[str | None, Flag(help="Of the engine. Default: the newest.")] = None,
+    version: Annotated[str | None, Flag("Engine version. Default: the newest.")] = None,
     against: Annotated[
-        Path | None, Flag(metavar="STATS", help="Statistics, or a calibration's output.")
+        Path | None, Flag("Statistics, or a calibration's output.", metavar="STATS")
     ] = None,
-    tensor_parallel_size: Annotated[
-        int, Flag(min=1, help="GPUs that the heads are split over.")
-    ] = 1,
-    fnuz: Annotated[bool, Flag(help="On MI300 (gfx942), whose FP8 type ends at 240.")] = False,
+    tensor_parallel_size: Annotated[int, Flag("GPUs that the heads are split over.", min=1)] = 1,
+    fnuz: Annotated[bool, Flag("For MI300 (gfx942), whose FP8 type ends at 240.")] = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Say which engine loads which scale, without the engine; exit 1 if something is wrong."""
+    from calib.verify.result import Place
+    from calib.verify.rules import choose_rules
+    from calib.verify.verification import verify_directory
 
-    def work() -> None:
-        from calib.verify.result import Place
-        from calib.verify.rules import choose_rules
-        from calib.verify.verification import verify_directory
-
-        place = Place(tensor_parallel_size, fnuz)
-        found = verify_directory(directory, choose_rules(engine, version), against, place)
-        if as_json:
-            print(json.dumps(found.to_json()))
-        else:
-            rows = [_engine_row(each) for each in found.simulations]
-            print_table(f"{directory}, on {place}", _HEADINGS, rows)
-            if found.fits:
-                print_table("Measured absmax", _FIT_HEADINGS, [_fit_row(fit) for fit in found.fits])
-            print_lines(_closing_lines(found))
-        if not found.is_good:
-            raise typer.Exit(1)
-
-    run(work, debug=debug)
+    place = Place(tensor_parallel_size, fnuz)
+    found = verify_directory(directory, choose_rules(engine, version), against, place)
+    if as_json:
+        print_json(found.to_json())
+    else:
+        rows = [_engine_row(each) for each in found.simulations]
+        print_table(f"{directory}, on {place}", _HEADINGS, rows)
+        if found.fits:
+            print_table("Measured absmax", _FIT_HEADINGS, [_fit_row(fit) for fit in found.fits])
+        print_lines(_closing_lines(found))
+    if not found.is_good:
+        raise typer.Exit(1)
 
 
 def _engine_row(found: "Simulation") -> tuple[str, ...]:

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable
 
 from calib.choices import REFERENCE
-from calib.condition import Condition
 from calib.errors import InputError
 from calib.eval.schema import Figure, Report
+from calib.text import Condition
 
 
 def check_variant(condition: Condition, measured: Iterable[str]) -> None:

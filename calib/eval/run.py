@@ -8,7 +8,6 @@ from typing import Any
 
 from calib.atomic import claimed
 from calib.choices import CONTROLS, VARIANTS
-from calib.condition import parse_condition
 from calib.errors import InputError
 from calib.eval.gate import check_variant, failures
 from calib.eval.inputs import (
@@ -36,6 +35,7 @@ from calib.model.load import load_config, load_model, load_tokenizer
 from calib.output.card import versions
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.stats import KVStats
+from calib.text import parse_condition
 from fp8kv_runtime.errors import AttentionError
 
 

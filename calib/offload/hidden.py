@@ -9,7 +9,7 @@ from torch import Tensor
 
 from calib.errors import InputError
 from calib.offload.replay import Output
-from calib.sizes import show_size
+from calib.text import show_size
 
 # what it belongs to, and the index of the batch
 Key = tuple[str, int]

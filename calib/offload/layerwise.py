@@ -35,7 +35,7 @@ from calib.offload.weights import LayerWeights, WeightLoader
 from calib.progress import Progress, library_bars_hidden
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats
-from calib.sizes import show_size
+from calib.text import show_size
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from calib.model.checkpoint import Checkpoint
 from calib.model.load import requested_dtype, uses_gpu
 from calib.model.quantized import is_quantized
 from calib.recipe import Recipe
-from calib.sizes import parse_size, show_size
+from calib.text import parse_size, show_size
 
 # the rest is for activations, statistics and whatever else runs on the machine
 _SHARE = 0.9

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from calib.atomic import WRITTEN
 from calib.errors import InputError
+from calib.progress import WRITTEN
 from calib.scalefiles.reading import FoundScales
 
 _SUFFIXES = (".png", ".svg", ".pdf")

@@ -9,11 +9,15 @@ from families import SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from calib.any_scales import load_any_scales
+from calib.any_scales import open_any_scales
 from calib.errors import InputError
 from calib.scalefiles.fp8_type import FP8_MAX
 from calib.scales.derive import load_scales
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
+
+
+def load_any_scales(directory, model):
+    return open_any_scales(directory)(model)
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from calib.atomic import WRITTEN
 from calib.errors import InputError
 from calib.eval.page.html import html
 from calib.eval.page.markdown import markdown
 from calib.eval.schema import REPORT_FILE, Report
+from calib.progress import WRITTEN
 
 
 def check_report_directory(directory: Path) -> None:

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from calib.condition import parse_condition
 from calib.errors import InputError
 from calib.eval.gate import failures
 from calib.eval.schema import Figure, Report, Row
 from calib.eval.statistics import compare, divergence, estimate, quantile
+from calib.text import parse_condition
 
 
 def test_divergence_of_two_small_distributions():

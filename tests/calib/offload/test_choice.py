@@ -13,7 +13,7 @@ from calib.offload import memory
 from calib.offload.layerwise import scratch_directory
 from calib.offload.memory import available_bytes, resident_bytes
 from calib.recipe import load_recipe
-from calib.sizes import parse_size, show_size
+from calib.text import parse_size, show_size
 
 GIB = 1 << 30
 
