@@ -36,22 +36,17 @@ class TemplateRefusal(Exception):
 def tokenize_rows(
     rows: Iterable[LocatedRow], tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe
 ) -> tuple[list[list[int]], tuple[str, ...]]:
-    """Tokenise rows until there are `recipe.samples`; return them and warnings.
-
-    Raises:
-        InputError: no row holds anything the tokenizer can use, or one is damaged; names the row.
-    """
+    """Tokenise rows until there are `recipe.samples`; return them and warnings."""
     samples: list[list[int]] = []
     refusals: list[str] = []  # by the template
     unusable: list[str] = []  # rows, and why
     for where, row in rows:
+        ids: list[int] = []
         try:
             ids = _ids(row, tokenizer, recipe)
         except TemplateRefusal as error:
-            ids = []
             refusals.append(str(error))
         except UnusableRow as error:
-            ids = []
             unusable.append(f"{where}: {error}")
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
