@@ -1,4 +1,4 @@
-"""Rows of a dataset on the Hugging Face Hub, streamed; and what its errors mean in one sentence."""
+"""Rows of a dataset on the Hugging Face Hub, streamed; its errors explained in one sentence."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

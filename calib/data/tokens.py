@@ -11,7 +11,6 @@ from calib.data.documents import (
     Document,
     LocatedRow,
     Message,
-    Row,
     UnusableRow,
     find_document,
     is_blank,
@@ -43,7 +42,8 @@ def tokenize_rows(
     for where, row in rows:
         ids: list[int] = []
         try:
-            ids = _ids(row, tokenizer, recipe)
+            document = find_document(row, recipe.column)
+            ids = [] if is_blank(document) else encode(document, tokenizer)[: recipe.seq_len]
         except TemplateRefusal as error:
             refusals.append(str(error))
         except UnusableRow as error:
@@ -58,11 +58,6 @@ def tokenize_rows(
     if not samples:
         raise InputError(_nothing_usable(recipe.dataset, refusals, unusable))
     return samples, _warnings(recipe, len(samples), refusals, unusable)
-
-
-def _ids(row: Row, tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe) -> list[int]:
-    document = find_document(row, recipe.column)
-    return [] if is_blank(document) else encode(document, tokenizer)[: recipe.seq_len]
 
 
 def encode(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:

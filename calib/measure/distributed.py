@@ -34,7 +34,7 @@ _REDUCTIONS: dict[Callable[..., Tensor], dist.ReduceOp.RedOpType] = {
 
 @dataclass(frozen=True)
 class World:
-    """Which of how many processes this is; the methods wait for all of them."""
+    """This process among those of one run; its methods wait for all of them."""
 
     rank: int = 0
     size: int = 1

@@ -40,7 +40,7 @@ _NONSENSE = (
 def read_config(
     path: Path, document: dict[str, Any], *, trust_remote_code: bool
 ) -> PreTrainedConfig:
-    """Read the config at `path`, of which `document` is the JSON; refuse impossible sizes."""
+    """Read the config at `path`, which holds `document`; refuse sizes that no model has."""
     _check_sizes(path, document)
     with making_sense(f"cannot read the config of '{path}'"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)

@@ -1,4 +1,4 @@
-"""Where a model takes its inputs, and which it can take."""
+"""The device that a model takes its inputs on, and a check of token ids."""
 
 from __future__ import annotations
 

@@ -60,10 +60,7 @@ def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
 
 
 def fit_seq_len(config: PreTrainedConfig, tokens: int, *, given: bool) -> tuple[int, list[str]]:
-    """Fit `tokens` per sample into the model's positions; add a note where a default was cut.
-
-    A number that the user has given is kept as it is, or refused.
-    """
+    """Cut `tokens` to the model's positions, with a note; refuse instead if they were `given`."""
     positions = model_positions(config)
     if given or not positions or tokens <= positions:
         check_positions(config, tokens, "--seq-len")
@@ -117,7 +114,7 @@ def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
 
 
 def requested_dtype(recipe: Recipe) -> str | torch.dtype:
-    """What transformers takes as `dtype`."""
+    """The dtype to load weights in, as transformers takes it."""
     return recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
 
 

@@ -54,7 +54,7 @@ def is_of_attention(group: Any) -> bool:
 
 
 def check_readable(checkpoint: Checkpoint) -> None:
-    """Check that the weights are numbers, or codes that a config announces and that are decoded."""
+    """Check that the weights are numbers, or announced codes that transformers decodes."""
     decoded = False
     for place, says in _configs(checkpoint):
         if leaves_weights(says):
@@ -69,9 +69,9 @@ def check_readable(checkpoint: Checkpoint) -> None:
 
 
 def check_left_over(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Check that the tensors which the loader left over do not change a weight that it loaded.
+    """Refuse tensors that the loader left over although they change a weight that it loaded.
 
-    Those named like a scale or a code do, and those that belong to a matrix, as a bias does.
+    Those are named like a scale or a code, or belong to a matrix, as a bias does.
     """
     left = {*names}
     for name in sorted(name for name in left if not is_of_cache(name)):

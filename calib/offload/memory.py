@@ -171,7 +171,7 @@ def resident_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """What this process can still take: of the machine's memory, or of its container's limit."""
+    """Bytes that this process can still take: of the machine, or of its container's limit."""
     machine: int = psutil.virtual_memory().available
     return max(0, min([machine, *_container_available()]))
 

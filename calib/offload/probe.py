@@ -138,9 +138,9 @@ def random_bytes(decoder: nn.Module) -> int:
 
 @contextmanager
 def random_weights(decoder: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give what is on the meta device random values inside the block; embeddings in some rows.
+    """Give meta tensors random values inside the block; an embedding in its first rows only.
 
-    They are the same in every layer, to take little memory; every layer gets another input, so a
+    Values are the same in every layer, to take little memory; every layer gets another input, so a
     forward pass still tells layers apart.
     """
     meta = _meta(decoder)

@@ -175,7 +175,7 @@ class WeightLoader:
 
 
 class _Pending:
-    """A stored tensor; transformers reads it by taking all of its elements."""
+    """A stored tensor that is read when transformers takes its elements."""
 
     def __init__(self, source: StoredTensor) -> None:
         self._source = source
@@ -186,7 +186,7 @@ class _Pending:
 
 
 class LayerWeights:
-    """The weights of one layer at a time, the next read meanwhile where memory allows."""
+    """Weights of one layer at a time; with `ahead` the next is read meanwhile."""
 
     def __init__(self, loader: WeightLoader, stages: list[Stage], *, ahead: bool) -> None:
         self._loader = loader
