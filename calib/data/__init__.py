@@ -1,4 +1,4 @@
-"""Which token ids the model reads during calibration, and in which batches. Knows no scales."""
+"""The token ids that the model reads during calibration, in batches. Knows no scales."""
 
 from calib.data.batches import Batch, make_batches, resolve_batch_size, shared_batch_size
 from calib.data.loading import CalibrationData, load_data

@@ -38,21 +38,17 @@ class Batch:
 def make_batches(samples: Sequence[Sequence[int]], batch_size: int, pad_id: int) -> list[Batch]:
     """Batch `samples`, longest first, so that less than 5 % of each batch is padding.
 
-    A batch closes early when one more sample would take its padding to 5 %. Padding goes to the
-    right: attention is causal, so a real token never sees what follows it, and keeps the position
-    (and therefore the rotated key) that it has alone.
+    Padding goes to the right: attention is causal, so a real token never sees what follows it, and
+    keeps the position (and therefore the rotated key) that it has alone.
     """
     return [_pad(samples, group, pad_id) for group in _groups(samples, batch_size)]
 
 
 def resolve_batch_size(recipe: DataRecipe, device_type: str) -> int:
-    """Samples per forward pass; 'auto' divides a fixed token budget by `seq_len`.
-
-    The budget depends on the device type alone, never on free memory, so that the resolved number
-    reproduces the run.
-    """
+    """Samples per forward pass; 'auto' divides a fixed token budget by `seq_len`."""
     if recipe.batch_size != "auto":
         return int(recipe.batch_size)
+    # whatever memory is free, so that the number can be reproduced
     budget = CPU_TOKENS_PER_BATCH if device_type == "cpu" else ACCELERATOR_TOKENS_PER_BATCH
     return max(1, budget // recipe.seq_len)
 

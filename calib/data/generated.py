@@ -42,9 +42,6 @@ def sample_from_model(
 
     Without a BOS token it starts from EOS, else from a random token. Samples that end at once are
     drawn again. The caller's random state is left as it was.
-
-    Raises:
-        InputError: the model ends every sample at once.
     """
     batch_size = resolve_batch_size(recipe, input_device(model).type)
     ends = _end_ids(tokenizer, model)
@@ -79,11 +76,9 @@ def sample_at_random(
 
 
 def _generate(
-    starts: Tensor,  # [B, 1]
-    seq_len: int,
-    ends: list[int],
-    model: PreTrainedModel,
+    starts: Tensor, seq_len: int, ends: list[int], model: PreTrainedModel
 ) -> list[list[int]]:
+    """Continue `starts` [B, 1]."""
     from transformers import GenerationConfig
 
     # what follows an end is cut off; the tokenizer's own padding may have no row in the embedding

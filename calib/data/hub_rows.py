@@ -1,4 +1,4 @@
-"""Rows of a dataset on the Hugging Face Hub, streamed; and what its errors mean in one sentence."""
+"""Rows of a dataset on the Hugging Face Hub, streamed; its errors explained in one sentence."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +17,7 @@ MAX_QUOTED = 300
 
 
 def find_split(recipe: DataRecipe) -> str:
-    """Return the split to read: the one asked for, else the most training-like one.
-
-    Raises:
-        InputError: the dataset, its configuration or the split is not there, or the Hub is not.
-    """
+    """Return the split to read: the one asked for, else the most training-like one."""
     import datasets
 
     with _errors_explained(recipe.dataset):
@@ -39,11 +35,7 @@ def find_split(recipe: DataRecipe) -> str:
 
 
 def stream_rows(recipe: DataRecipe, split: str) -> Iterator[Row]:
-    """Yield the rows of `split` in a shuffled order that depends on the seed alone.
-
-    Raises:
-        InputError: the Hub stops answering, or a file of the dataset cannot be read.
-    """
+    """Yield the rows of `split` in a shuffled order that depends on the seed alone."""
     import datasets
 
     with _errors_explained(recipe.dataset):
@@ -67,11 +59,7 @@ def _errors_explained(dataset: str) -> Iterator[None]:
 
 def _explain(dataset: str, error: Exception) -> str:
     from datasets.exceptions import DatasetNotFoundError
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HFValidationError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
     message = " ".join(str(error).split())[:MAX_QUOTED]
     # datasets turns a GatedRepoError into a DatasetNotFoundError that says so in its text only

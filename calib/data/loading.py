@@ -51,9 +51,6 @@ def load_data(
 
     The same recipe, tokenizer and data give the same samples. `load_model` is called for the
     datasets 'self' and 'random' only, so that a bad dataset is found before weights are read.
-
-    Raises:
-        InputError: the dataset cannot be found, read or tokenised.
     """
     if recipe.dataset in GENERATED:
         sample, warning = GENERATED[recipe.dataset]
@@ -84,11 +81,7 @@ class Source:
 
 
 def open_source(recipe: DataRecipe) -> Source:
-    """Find out what `recipe.dataset` names and open it; rows are read as they are used.
-
-    Raises:
-        InputError: it names nothing that can be read.
-    """
+    """Find out what `recipe.dataset` names and open it; rows are read as they are used."""
     if recipe.dataset.startswith(BUILTIN_PREFIX):
         if recipe.dataset != PYTHON_DOCS:
             raise InputError(f"no built-in dataset '{recipe.dataset}'; built in: {PYTHON_DOCS}")
@@ -107,11 +100,10 @@ def open_source(recipe: DataRecipe) -> Source:
 
 def _ignored(recipe: DataRecipe, *names: str) -> tuple[str, ...]:
     """Return a warning for each of the settings that was given but means nothing here."""
-    given = {name: getattr(recipe, name) for name in names}
     return tuple(
         f"data.{name} '{value}' is ignored: dataset '{recipe.dataset}' has none"
-        for name, value in given.items()
-        if value is not None
+        for name in names
+        if (value := getattr(recipe, name)) is not None
     )
 
 

@@ -8,25 +8,17 @@ from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import ConcatDataset
 
 from calib.data.documents import LocatedRow, Row
 from calib.errors import InputError
 
+Rows = ConcatDataset[LocatedRow] | list[LocatedRow]
+
 # rows are picked at random, and pandas writes a whole file as one row group
 CACHED_ROW_GROUPS = 16
-
-
-class Rows(Protocol):
-    """What a list of rows and a file have in common."""
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-
-    def __getitem__(self, index: int, /) -> LocatedRow:
-        """Return one row, from 0, and its place."""
 
 
 def looks_local(dataset: str) -> bool:
@@ -37,11 +29,7 @@ def looks_local(dataset: str) -> bool:
 
 
 def open_rows(dataset: str) -> Rows:
-    """Open a file, or every readable file of a directory in order of name.
-
-    Raises:
-        InputError: the path is missing, has an unsupported extension or cannot be read.
-    """
+    """Open a file, or every readable file of a directory in order of name."""
     path = Path(dataset).expanduser()
     known = ", ".join(READERS)
     if not path.exists():
@@ -52,8 +40,7 @@ def open_rows(dataset: str) -> Rows:
     readable = [file for file in files if _is_readable(file)]
     if not readable:
         raise InputError(f"directory '{dataset}' has no {known} file directly in it")
-    parts: list[Any] = [_open(file) for file in readable]
-    return ConcatDataset(parts)
+    return ConcatDataset([_open(file) for file in readable])
 
 
 def unread_files(dataset: str) -> list[str]:
@@ -139,7 +126,7 @@ def _parquet_errors(path: Path) -> Iterator[None]:
         raise InputError(f"{path}: not a readable Parquet file ({message})") from None
 
 
-def _read_json(path: Path) -> Rows:
+def _read_json(path: Path) -> _JsonLines | list[LocatedRow]:
     text = path.read_text(encoding="utf-8-sig")
     try:
         value = json.loads(text)
@@ -161,7 +148,7 @@ def _row(value: Any, where: str) -> Row:
     raise InputError(f"{where}: expected an object or a string, got {type(value).__name__}")
 
 
-def _open(path: Path) -> Rows:
+def _open(path: Path) -> Any:
     try:
         return READERS[path.suffix.lower()](path)
     except UnicodeDecodeError as error:
@@ -170,7 +157,8 @@ def _open(path: Path) -> Rows:
         raise InputError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
-READERS: dict[str, Callable[[Path], Rows]] = {
+# each gives a sequence of `LocatedRow`
+READERS: dict[str, Callable[[Path], Any]] = {
     ".jsonl": _JsonLines,
     ".json": _read_json,
     ".parquet": _Parquet,

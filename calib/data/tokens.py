@@ -11,7 +11,6 @@ from calib.data.documents import (
     Document,
     LocatedRow,
     Message,
-    Row,
     UnusableRow,
     find_document,
     is_blank,
@@ -36,22 +35,18 @@ class TemplateRefusal(Exception):
 def tokenize_rows(
     rows: Iterable[LocatedRow], tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe
 ) -> tuple[list[list[int]], tuple[str, ...]]:
-    """Tokenise rows until there are `recipe.samples`; return them and warnings.
-
-    Raises:
-        InputError: no row holds anything the tokenizer can use, or one is damaged; names the row.
-    """
+    """Tokenise rows until there are `recipe.samples`; return them and warnings."""
     samples: list[list[int]] = []
     refusals: list[str] = []  # by the template
     unusable: list[str] = []  # rows, and why
     for where, row in rows:
+        ids: list[int] = []
         try:
-            ids = _ids(row, tokenizer, recipe)
+            document = find_document(row, recipe.column)
+            ids = [] if is_blank(document) else encode(document, tokenizer)[: recipe.seq_len]
         except TemplateRefusal as error:
-            ids = []
             refusals.append(str(error))
         except UnusableRow as error:
-            ids = []
             unusable.append(f"{where}: {error}")
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
@@ -63,11 +58,6 @@ def tokenize_rows(
     if not samples:
         raise InputError(_nothing_usable(recipe.dataset, refusals, unusable))
     return samples, _warnings(recipe, len(samples), refusals, unusable)
-
-
-def _ids(row: Row, tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe) -> list[int]:
-    document = find_document(row, recipe.column)
-    return [] if is_blank(document) else encode(document, tokenizer)[: recipe.seq_len]
 
 
 def encode(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 
 from calib.measure.attention import CachedAttention
+from calib.recipe import Recipe
+from calib.scales.derive import recipe_observer
 from calib.scales.histogram import magnitude_histogram
 from calib.scales.stats import STATISTICS, LayerStats, TensorStats
 
@@ -47,14 +49,13 @@ class RunningTensor:
 class RunningLayer:
     """Statistics so far of one attention module."""
 
-    def __init__(
-        self, module: CachedAttention, *, targets: str, histogram: bool, means: bool
-    ) -> None:
+    def __init__(self, module: CachedAttention, recipe: Recipe) -> None:
         self.module = module
         self.tokens = 0
+        histogram, means = recipe_observer(recipe).needs_histogram, recipe.collects_means
         self.k = RunningTensor(histogram=histogram, means=means)
         self.v = RunningTensor(histogram=histogram, means=means)
-        self.q = RunningTensor(histogram=histogram and targets == "qkv", means=False)
+        self.q = RunningTensor(histogram=histogram and recipe.targets == "qkv", means=False)
 
     def update(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
         """Add query [B, H, T, D], key and value [B, K, T, D]; `valid` [N] indexes B * T."""

@@ -4,7 +4,7 @@ A short forward pass with a real cache shows what each layer stores. A module co
 attention only if the K and V handed to its attention function are bitwise what the cache holds.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from calib.scales.scales import SharedAttention
 from fp8kv_runtime.hf import swap_attention
 
 # query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm
+QKV = tuple[Tensor, Tensor, Tensor]
 QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
 
 _PROBE_TOKENS = 8
@@ -48,34 +49,21 @@ def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager
     """Call `sink(module_name, query, key, value)` for each attention call inside the block."""
     names = {module: name for name, module in model.named_modules()}
 
-    def watch(
-        original: Callable[..., Any],
-        module: nn.Module,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        sink(names[module], q, k, v)
-        return original(module, q, k, v, *args, **kwargs)
+    def watch(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        sink(names[module], *args[:3])
+        return original(module, *args, **kwargs)
 
     return swap_attention(model, watch)
 
 
 @torch.inference_mode()
 def map_attention(model: PreTrainedModel) -> AttentionMap:
-    """Find the modules whose K and V the model caches.
-
-    Raises:
-        UnsupportedModelError: the model is an encoder, caches compressed latents (MLA), or hides
-            its attention from transformers' attention interface.
-    """
+    """Find the modules whose K and V the model caches; refuse encoders and compressed latents."""
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported"
         )
-    seen: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
+    seen: dict[str, QKV] = {}
     with (
         making_sense(f"this {model.config.model_type} cannot run as its config says"),
         observe_qkv(model, lambda name, q, k, v: seen.__setitem__(name, (q, k, v))),
@@ -93,9 +81,7 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
     return AttentionMap(cached, shared)
 
 
-def _cached(
-    model: PreTrainedModel, name: str, qkv: tuple[Tensor, Tensor, Tensor], cache: Any
-) -> CachedAttention | None:
+def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAttention | None:
     query, key, value = qkv
     layer_idx = int(model.get_submodule(name).layer_idx)
     stored = _stored(cache, layer_idx)
@@ -111,13 +97,10 @@ def _cached(
 
 
 def _shared(
-    model: PreTrainedModel,
-    name: str,
-    seen: dict[str, tuple[Tensor, Tensor, Tensor]],
-    cached: dict[str, CachedAttention],
+    model: PreTrainedModel, name: str, seen: dict[str, QKV], owners: Iterable[str]
 ) -> SharedAttention:
     _, key, value = seen[name]
-    for owner in cached:
+    for owner in owners:
         if torch.equal(seen[owner][1], key) and torch.equal(seen[owner][2], value):
             return SharedAttention(int(model.get_submodule(name).layer_idx), owner)
     raise UnsupportedModelError(f"{name} attends to K and V that no layer of the cache holds")
@@ -139,13 +122,11 @@ def _stored(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor] | None:
 
 def _kv_repeat(model: PreTrainedModel, key: Tensor, value: Tensor) -> int:
     config = model.config.get_text_config(decoder=True)
-    num_kv_heads = getattr(config, "num_key_value_heads", None) or getattr(
-        config, "num_kv_heads", None
-    )
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
     heads = key.shape[1]
-    if not num_kv_heads or heads % num_kv_heads:
+    if not kv_heads or heads % kv_heads:
         return 1
-    repeat = heads // int(num_kv_heads)
+    repeat = heads // int(kv_heads)
     copies = [x.view(x.shape[0], -1, repeat, *x.shape[2:]) for x in (key, value)]
     return repeat if all(torch.equal(x, x[:, :, :1].expand_as(x)) for x in copies) else 1
 

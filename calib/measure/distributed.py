@@ -1,9 +1,9 @@
 """One calibration in many processes: ranks share out the batches and reduce their statistics.
 
 `torchrun` or `accelerate launch` starts the processes and says in the environment which is which.
-Statistics merge by max, min and exact sums, so the number of processes changes no bit of them, at
-the same batch size and number of threads each: on a CPU the model's last bits can depend on those,
-and torchrun sets OMP_NUM_THREADS=1 where a single process takes every core.
+Statistics merge by max, min and exact sums, so the number of processes changes no bit of them. On
+a CPU the model's last bits can depend on batch size and number of threads, and torchrun sets
+OMP_NUM_THREADS=1 where a single process takes every core.
 """
 
 import json
@@ -34,7 +34,7 @@ _REDUCTIONS: dict[Callable[..., Tensor], dist.ReduceOp.RedOpType] = {
 
 @dataclass(frozen=True)
 class World:
-    """Which of how many processes this is; the methods wait for all of them."""
+    """This process among those of one run; its methods wait for all of them."""
 
     rank: int = 0
     size: int = 1
@@ -45,11 +45,7 @@ class World:
         return self.rank == 0
 
     def share(self, batches: Sequence[Item]) -> Sequence[Item]:
-        """This rank's batches: every `size`-th, so that long and short ones are spread.
-
-        Raises:
-            InputError: there are fewer batches than ranks.
-        """
+        """This rank's batches: every `size`-th, so that long and short ones are spread."""
         if len(batches) < self.size:
             raise InputError(
                 f"{self.size} processes cannot share {len(batches)} batches; start fewer "
@@ -58,11 +54,7 @@ class World:
         return batches[self.rank :: self.size]
 
     def check_same(self, what: str, value: Any) -> None:
-        """Check that every rank has the same `value`, which JSON can hold.
-
-        Raises:
-            InputError: on every rank, where one differs.
-        """
+        """Check that every rank has the same `value`, which JSON can hold; else all fail."""
         mine = json.dumps(value, sort_keys=True, default=str)
         different = [rank for rank, other in enumerate(self._gather(mine)) if other != mine]
         if any(self._gather(bool(different))):
@@ -99,11 +91,7 @@ class World:
 
 @contextmanager
 def joined_world() -> Iterator[World]:
-    """Join the other processes of this run, if a launcher has started any.
-
-    Raises:
-        InputError: the launcher's environment is incomplete, or the others cannot be reached.
-    """
+    """Join the other processes of this run, if a launcher has started any."""
     size = _environment("WORLD_SIZE", 1)
     if size == 1:
         yield World()

@@ -14,7 +14,6 @@ from calib.measure.accumulate import RunningLayer
 from calib.measure.attention import AttentionMap, map_attention, observe_qkv
 from calib.model.devices import input_device
 from calib.recipe import Recipe
-from calib.scales.derive import recipe_observer
 from calib.scales.stats import KVStats
 
 OnBatch = Callable[[Batch, Callable[[], KVStats]], None]
@@ -29,17 +28,11 @@ def calibrate(
     attention: AttentionMap | None = None,
     on_batch: OnBatch = lambda batch, so_far: None,
 ) -> KVStats:
-    """Run `batches` through the decoder stack of `model` and return what its K, V and Q held.
+    """Run `batches` through the decoder of `model` and return the statistics of its K, V and Q.
 
     Padding is excluded, the LM head is not computed, and the model is left exactly as it was.
-
-    Args:
-        model: a causal language model.
-        batches: token ids with their attention masks.
-        recipe: says which statistics the observer needs.
-        attention: the model's cached attention modules, where the caller has mapped them already.
-        on_batch: called after each batch with the batch and a function that returns the
-            statistics so far.
+    `attention` is what `map_attention` found, if the caller knows; `on_batch` gets each batch and a
+    function that returns the statistics so far.
 
     Raises:
         UnsupportedModelError: the model's attention cannot be observed.
@@ -58,21 +51,11 @@ def calibrate(
 
 def running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, RunningLayer]:
     """Empty statistics of each cached attention module, by its name."""
-    histogram = recipe_observer(recipe).needs_histogram
-    return {
-        name: RunningLayer(
-            module, targets=recipe.targets, histogram=histogram, means=recipe.collects_means
-        )
-        for name, module in attention.cached.items()
-    }
+    return {name: RunningLayer(module, recipe) for name, module in attention.cached.items()}
 
 
 def results(layers: dict[str, RunningLayer], attention: AttentionMap) -> KVStats:
-    """Statistics of all batches that `layers` have seen.
-
-    Raises:
-        InputError: they have seen nothing.
-    """
+    """Statistics of all batches that `layers` have seen, at least one."""
     if not any(layer.tokens for layer in layers.values()):
         raise InputError("calibration needs at least one batch; the dataset gave none")
     return KVStats({name: layer.result() for name, layer in layers.items()}, attention.shared)
@@ -152,10 +135,7 @@ def singles(batch: Batch) -> list[Batch]:
 
 
 def blame(found: str | None, batch: Batch) -> CalibrationError:
-    """Make the error for NaN or Inf; names the sample, or the batch if no sample alone shows it.
-
-    `found` is what `first_non_finite` returned.
-    """
+    """Make the error for NaN or Inf; names the sample, or the batch if no sample alone shows it."""
     samples = list(batch.sample_ids)
     where = f"sample {samples[0]}" if found else f"samples {samples}, only when batched"
     return CalibrationError(

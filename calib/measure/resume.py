@@ -16,24 +16,14 @@ from calib.scales.stats_file import load_progress, save_stats
 
 
 class SavedProgress:
-    """Statistics of one process so far, on disk.
-
-    Args:
-        path: the file.
-        run: settings that a resumed run must share, by name, as JSON values.
-        every_seconds: seconds between two saves.
-    """
+    """Statistics of one process so far, on disk; `run` holds settings that must stay the same."""
 
     def __init__(self, path: Path, run: dict[str, Any], every_seconds: float) -> None:
         self._path, self._run, self._every = path, run, every_seconds
         self._saved_at = time.monotonic()
 
     def load(self) -> tuple[KVStats | None, int]:
-        """Statistics of an earlier run and the batches they cover; None and 0 if there was none.
-
-        Raises:
-            InputError: the file is damaged, or of a run with other settings.
-        """
+        """Statistics of an earlier run and the batches they cover; None and 0 if there was none."""
         if not self._path.exists():
             return None, 0
         stats, progress = load_progress(self._path)
@@ -54,11 +44,7 @@ class SavedProgress:
         return f"{name} ({earlier.get(name, 'not recorded')}, now {now}; see OMP_NUM_THREADS)"
 
     def save_sometimes(self, stats: Callable[[], KVStats], batches: int) -> None:
-        """Save `stats` of the first `batches`, if the last time is long enough ago.
-
-        Raises:
-            InputError: it cannot be written.
-        """
+        """Save `stats` of the first `batches`, if the last time is long enough ago."""
         if time.monotonic() - self._saved_at < self._every:
             return
         scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")

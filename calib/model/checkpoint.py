@@ -15,6 +15,7 @@ from calib.scalefiles.file_names import (
     SCALES_SHARD,
     SINGLE_FILE,
 )
+from calib.scalefiles.folder import read_index
 from calib.scalefiles.header import Entry, read_header
 from calib.scalefiles.json import read_object
 
@@ -47,11 +48,7 @@ class Checkpoint:
         return nested if isinstance(nested, dict) else self.config
 
     def check_unchanged(self) -> None:
-        """Check that the weight files are those that were opened: scales fit no others.
-
-        Raises:
-            InputError: one was replaced, changed or removed.
-        """
+        """Check that the weight files are those that were opened: scales fit no others."""
         for shard, state in self.states.items():
             if not (self.path / shard).exists() or _state(self.path / shard) != state:
                 raise InputError(
@@ -64,10 +61,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """The sha256 of the config, and of every weight file's name, size, header and a few blocks.
 
     It tells models and revisions apart without reading hundreds of gigabytes; it is no proof that
-    two checkpoints are the same.
-
-    Raises:
-        InputError: a weight file has changed since it was opened.
+    two checkpoints are the same. Files that have changed since they were opened are refused.
     """
     checkpoint.check_unchanged()
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
@@ -86,9 +80,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a model directory and check that its weight files are whole and where the index says.
 
-    Raises:
-        InputError: a file is missing, unreadable, truncated, outside the directory, or a pickle,
-            or it holds two models, or a tensor twice.
+    Refused are pickles, files outside the directory, two models in one, and a tensor twice.
     """
     file = path / CONFIG_FILE
     if not file.exists():
@@ -117,7 +109,7 @@ def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def _weights(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
-    listed = _read_index(path) if (path / INDEX_FILE).exists() else {}
+    listed = _listed(path)
     shards = sorted(set(listed.values())) or [SINGLE_FILE]
     is_single = (path / SINGLE_FILE).exists()
     if not (listed or is_single):
@@ -154,22 +146,20 @@ def _weights(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
     return found, entries
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    weight_map = read_object(path / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+def _listed(path: Path) -> dict[str, str]:
+    listed = read_index(path)
+    if listed == {}:
         raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
-    for shard in sorted(set(map(str, weight_map.values()))):
-        if Path(shard).name != shard or shard in {"", ".", ".."}:
-            raise InputError(f"'{path / INDEX_FILE}' names '{shard}', a file outside the directory")
-        if not (path / shard).exists():
-            advice = "download it again"
-            if (path / CALIBRATION_FILE).exists():
-                advice = (
-                    "put the source's weight files beside these, as --weights none has left them "
-                    "out, or give the source"
-                )
-            raise InputError(f"'{path / INDEX_FILE}' names '{shard}', which is missing; {advice}")
-    return {name: str(shard) for name, shard in weight_map.items()}
+    missing = sorted(shard for shard in {*(listed or {}).values()} if not (path / shard).exists())
+    if missing:
+        advice = "download it again"
+        if (path / CALIBRATION_FILE).exists():
+            advice = (
+                "put the source's weight files beside these, as --weights none has left them out, "
+                "or give the source"
+            )
+        raise InputError(f"'{path / INDEX_FILE}' names '{missing[0]}', which is missing; {advice}")
+    return listed or {}
 
 
 def _state(file: Path) -> FileState:

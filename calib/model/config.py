@@ -40,11 +40,7 @@ _NONSENSE = (
 def read_config(
     path: Path, document: dict[str, Any], *, trust_remote_code: bool
 ) -> PreTrainedConfig:
-    """Read a config.json, or that of the directory `path`; `document` is what it holds.
-
-    Raises:
-        InputError: it holds a size that no model has, or makes no sense to transformers.
-    """
+    """Read the config at `path`, which holds `document`; refuse sizes that no model has."""
     _check_sizes(path, document)
     with making_sense(f"cannot read the config of '{path}'"):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -60,12 +56,7 @@ def read_config(
 
 
 def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
-    """Build a model on the meta device, where nothing has a size.
-
-    Raises:
-        InputError: the config's values do not make a model.
-        UnsupportedModelError: transformers has no causal language model for it.
-    """
+    """Build a model on the meta device, where weights take no memory."""
     auto = auto_class(config)
     with (
         making_sense(f"the config of this {config.model_type} makes no model"),
@@ -77,11 +68,7 @@ def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTr
 def check_against_weights(
     config: PreTrainedConfig, checkpoint: Checkpoint, *, trust_remote_code: bool
 ) -> None:
-    """Check that the weights have the layers and the shapes that the config says.
-
-    Raises:
-        InputError: they do not.
-    """
+    """Check that the weights have the layers and the shapes that the config says."""
     parts = {part for name in checkpoint.entries for part in name.split(".") if part.isdecimal()}
     numbered = max(map(int, parts), default=_MOST_LAYERS - 1) + 1
     for key in _LAYERS:
@@ -106,11 +93,7 @@ def check_against_weights(
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The auto class of transformers that builds this model.
-
-    Raises:
-        UnsupportedModelError: none does.
-    """
+    """The auto class of transformers that builds this causal language model."""
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping or hasattr(config, "auto_map"):
             return auto

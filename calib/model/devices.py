@@ -1,4 +1,4 @@
-"""Where a model takes its inputs, and which it can take."""
+"""The device that a model takes its inputs on, and a check of token ids."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ def input_device(model: PreTrainedModel) -> torch.device:
 def check_token_ids(
     ids: Iterable[int], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
 ) -> None:
-    """Check that the embedding has a row for every id of the text; the tokenizer may know more.
-
-    Raises:
-        InputError: one has none.
-    """
+    """Check that every token id has a row in the embedding; a tokenizer may know more ids."""
     rows, largest = model.get_input_embeddings().weight.shape[0], max(ids, default=0)
     if largest >= rows:
         raise InputError(

@@ -6,15 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from huggingface_hub import errors as hub
 from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
 
 from calib.atomic import Claim, atomic_directory, claimed, share_file
 from calib.errors import InputError
@@ -30,11 +23,7 @@ _FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.m
 
 
 def find_checkpoint(model: str) -> Checkpoint:
-    """Resolve a local directory, Hub id or `builtin:` name, and check what is there.
-
-    Raises:
-        InputError: there is no such model, it cannot be reached, or its files are damaged.
-    """
+    """Resolve a local directory, Hub id or `builtin:` name, and check what is there."""
     if model.startswith("builtin:"):
         return open_checkpoint(builtin_model(model))
     path = Path(model).expanduser()
@@ -54,26 +43,22 @@ def find_checkpoint(model: str) -> Checkpoint:
 
 
 def download_config(repo: str) -> Path:
-    """Download (or find in the Hub cache) a model's config.json alone and return its path.
-
-    Raises:
-        InputError: no such model, a gated model, or no way to the Hub.
-    """
+    """Download (or find in the Hub cache) a model's config.json alone and return its path."""
     return _download(repo, lambda: hf_hub_download(repo, CONFIG_FILE))
 
 
 def _download(repo: str, download: Callable[[], str]) -> Path:
     try:
         return Path(download())
-    except GatedRepoError:
+    except hub.GatedRepoError:
         message = (
             f"is gated: accept its terms at https://huggingface.co/{repo}, then `hf auth login`"
         )
-    except (RepositoryNotFoundError, HFValidationError):
+    except (hub.RepositoryNotFoundError, hub.HFValidationError):
         message = (
             "is neither a directory nor a model on the Hub (or it is private: `hf auth login`)"
         )
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled, HfHubHTTPError, OSError) as error:
+    except (hub.HfHubHTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         message = (
             f"is not a local directory, and the Hub cannot be reached ({reason}); "
@@ -83,13 +68,7 @@ def _download(repo: str, download: Callable[[], str]) -> Path:
 
 
 def builtin_model(name: str) -> Path:
-    """Return the directory of a built-in model, making it on first use.
-
-    It lies in `$XDG_CACHE_HOME/fp8kv`, by default `~/.cache/fp8kv`.
-
-    Raises:
-        InputError: there is no such model, or its package is not installed.
-    """
+    """Directory of a built-in model, made on first use in `$XDG_CACHE_HOME` or `~/.cache`."""
     if name != _BUILTIN:
         raise InputError(f"no model '{name}'; built in: {_BUILTIN}")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -5,12 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import (
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.model.checkpoint import Checkpoint
@@ -23,13 +18,7 @@ _CAUSAL = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
 
 
 def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
-    """Read the model's config and refuse, before any weight is read, what cannot be calibrated.
-
-    Raises:
-        InputError: the config makes no sense or is not that of the weights, or these are codes that
-            nothing decodes.
-        UnsupportedModelError: not a decoder-only language model with K and V per head.
-    """
+    """Read the model's config and refuse, before any weight is read, what cannot be calibrated."""
     check_readable(checkpoint)
     trust = recipe.trust_remote_code
     config = read_config(checkpoint.path, checkpoint.config, trust_remote_code=trust)
@@ -40,11 +29,7 @@ def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
 
 
 def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
-    """Refuse a model that caches no K and V per head; `document` is its config.json.
-
-    Raises:
-        UnsupportedModelError: it is no decoder-only language model, or caches latents.
-    """
+    """Refuse a model that caches no K and V per head; `document` is its config.json."""
     named = document.get("architectures")
     named = named if isinstance(named, list) else [named]
     names = [name for name in named if isinstance(name, str)] or [config.model_type]
@@ -65,11 +50,7 @@ def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
 
 
 def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
-    """Check that the model has positions for `tokens`; `flag` is what asked for them.
-
-    Raises:
-        InputError: it has fewer.
-    """
+    """Check that the model has positions for the `tokens` that `flag` asks for."""
     positions = model_positions(config)
     if positions and tokens > positions:
         raise InputError(
@@ -79,13 +60,7 @@ def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
 
 
 def fit_seq_len(config: PreTrainedConfig, tokens: int, *, given: bool) -> tuple[int, list[str]]:
-    """Fit `tokens` per sample into the model's positions; add a note where a default was cut.
-
-    A number that the user has given is kept as it is, or refused.
-
-    Raises:
-        InputError: the user asked for more than the model has positions.
-    """
+    """Cut `tokens` to the model's positions, with a note; refuse instead if they were `given`."""
     positions = model_positions(config)
     if given or not positions or tokens <= positions:
         check_positions(config, tokens, "--seq-len")
@@ -100,11 +75,7 @@ def model_positions(config: PreTrainedConfig) -> int | None:
 
 
 def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
-    """Load the model; refuse it if a weight is not in the checkpoint.
-
-    Raises:
-        InputError: weights are missing or have other shapes than the config says.
-    """
+    """Load the model; refuse it if a weight is not in the checkpoint."""
     device_map: str | dict[str, int] = "cpu"
     if uses_gpu(recipe):
         # one of several processes has a GPU of its own; one alone has them all
@@ -132,11 +103,7 @@ def loading(what: str) -> Iterator[None]:
 
 
 def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
-    """Check transformers' loading info: no weight was initialised at random, no scale left over.
-
-    Raises:
-        InputError: weights are missing, or were loaded without their scales.
-    """
+    """Check transformers' loading info: no weight was initialised at random, no scale left over."""
     check_left_over(checkpoint, info["unexpected_keys"])
     missing = sorted(info["missing_keys"])
     if missing:
@@ -147,16 +114,12 @@ def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
 
 
 def requested_dtype(recipe: Recipe) -> str | torch.dtype:
-    """What transformers takes as `dtype`."""
+    """The dtype to load weights in, as transformers takes it."""
     return recipe.dtype if recipe.dtype == "auto" else getattr(torch, recipe.dtype)
 
 
 def uses_gpu(recipe: Recipe) -> bool:
-    """Whether the model runs on a GPU.
-
-    Raises:
-        InputError: the recipe asks for one and there is none.
-    """
+    """Whether the model runs on a GPU; refuse `cuda` where there is none."""
     if recipe.device == "cuda" and not torch.cuda.is_available():
         raise InputError(
             "--device cuda: torch sees no GPU; use --device cpu, or see `fp8kv doctor`"
@@ -165,11 +128,7 @@ def uses_gpu(recipe: Recipe) -> bool:
 
 
 def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenizerBase:
-    """Load the model's tokenizer.
-
-    Raises:
-        InputError: the directory holds none.
-    """
+    """Load the model's tokenizer."""
     with loading(f"the tokenizer of '{checkpoint.path}'"):
         return AutoTokenizer.from_pretrained(
             checkpoint.path, trust_remote_code=recipe.trust_remote_code

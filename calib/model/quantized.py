@@ -54,11 +54,7 @@ def is_of_attention(group: Any) -> bool:
 
 
 def check_readable(checkpoint: Checkpoint) -> None:
-    """Check that the weights are numbers, or codes that transformers decodes.
-
-    Raises:
-        InputError: a config announces codes that nothing decodes, or a file holds some unannounced.
-    """
+    """Check that the weights are numbers, or announced codes that transformers decodes."""
     decoded = False
     for place, says in _configs(checkpoint):
         if leaves_weights(says):
@@ -73,10 +69,9 @@ def check_readable(checkpoint: Checkpoint) -> None:
 
 
 def check_left_over(checkpoint: Checkpoint, names: Iterable[str]) -> None:
-    """Check that no tensor which the loader had no use for changes a weight that it loaded.
+    """Refuse tensors that the loader left over although they change a weight that it loaded.
 
-    Raises:
-        InputError: one is named like a scale or a code, or belongs to a matrix, as a bias does.
+    Those are named like a scale or a code, or belong to a matrix, as a bias does.
     """
     left = {*names}
     for name in sorted(name for name in left if not is_of_cache(name)):
@@ -89,8 +84,8 @@ def check_left_over(checkpoint: Checkpoint, names: Iterable[str]) -> None:
         owners = {".".join([*parts[:n], "weight"]) for n in range(1, len(parts))} - {name}
         if owners & (checkpoint.weight_map.keys() - left):
             raise InputError(
-                f"'{checkpoint.path}' holds '{name}', of which its config.json makes no use: K and "
-                "V would not be the model's; mend the config, or merge adapters into the weights"
+                f"'{checkpoint.path}' holds '{name}', which its config.json does not use: K and V "
+                "would not be the model's; mend the config, or merge adapters into the weights"
             )
 
 

@@ -36,11 +36,7 @@ class HiddenStates:
             self._scratch.cleanup()
 
     def put(self, key: Key, output: Output) -> None:
-        """Store `output`, which must not be changed any more.
-
-        Raises:
-            InputError: the disk is full.
-        """
+        """Store `output`, which must not be changed any more."""
         size = nbytes(output)
         if size <= self._room:
             self._room -= size

@@ -1,7 +1,7 @@
 """`calib.measure.loop`, one layer at a time: the same statistics, bit for bit."""
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,26 +12,23 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from calib.data import Batch
 from calib.errors import InputError
+from calib.measure import loop
 from calib.measure.accumulate import RunningLayer
-from calib.measure.loop import (
-    blame,
-    first_non_finite,
-    observing,
-    results,
-    running_layers,
-    singles,
-    to_device,
-)
 from calib.model.checkpoint import Checkpoint
-from calib.offload.budget import MemoryPlan, plan_memory, statistics_bytes
 from calib.offload.hidden import HiddenStates, form_of
-from calib.offload.memory import give_back_free, memory_limit, resident_bytes
+from calib.offload.memory import (
+    MemoryPlan,
+    give_back_free,
+    memory_limit,
+    plan_memory,
+    resident_bytes,
+    statistics_bytes,
+)
 from calib.offload.probe import Layout, probe_layers, random_bytes
 from calib.offload.replay import Output, Replay, replaying
-from calib.offload.shards import stored_tensors
 from calib.offload.skeleton import execution_device
 from calib.offload.stages import Stages, plan_stages
-from calib.offload.weights import LayerWeights, WeightLoader
+from calib.offload.weights import LayerWeights, WeightLoader, stored_tensors
 from calib.progress import Progress, library_bars_hidden
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats
@@ -67,12 +64,7 @@ class LayerwiseModel:
 
 
 def open_layers(model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe) -> LayerwiseModel:
-    """Prove that `model`, made by `load_skeleton`, can run layer by layer, and find its weights.
-
-    Raises:
-        InputError: the memory is too small for a single layer.
-        UnsupportedModelError: it cannot.
-    """
+    """Prove that `model`, made by `load_skeleton`, can run layer by layer, and find its weights."""
     device, limit = execution_device(recipe), memory_limit(recipe)
     in_use, layer = resident_bytes(), random_bytes(model.get_decoder())
     if in_use + layer > limit:
@@ -90,7 +82,7 @@ def open_layers(model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe) 
 
 def measure_layers(
     source: LayerwiseModel,
-    batches: Sequence[Batch],
+    batches: Iterable[Batch],
     recipe: Recipe,
     output: Path,
     progress: Progress,
@@ -132,26 +124,21 @@ def calibrate_layerwise(
     """Run `batches` through one layer after the other; return the statistics of `calibrate`.
 
     Each weight is read once. The process may take `limit` bytes of resident memory; hidden states
-    that do not fit lie under `directory` meanwhile. `on_step` is called after each batch of each
-    layer.
-
-    Raises:
-        CalibrationError: K, V or Q held NaN or Inf; names layer, tensor and sample.
-        InputError: the memory or the disk is too small, or a weight file is damaged.
+    that do not fit lie under `directory`. `on_step` is called after each batch of each layer.
     """
     batches = list(batches)
     attention = source.layout.attention
-    layers = running_layers(attention, recipe)
+    layers = loop.running_layers(attention, recipe)
     if batches:
         always = resident_bytes() + statistics_bytes(attention, recipe)
         plan = plan_memory(source.model, source.stages, batches, always, limit)
         with library_bars_hidden():
             if found := _pass(source, plan, directory, batches, layers, on_step):
                 whole = batches[found[0]]
-                alone, again = singles(whole), running_layers(attention, recipe)
+                alone, again = loop.singles(whole), loop.running_layers(attention, recipe)
                 first = _pass(source, plan, directory, alone, again, on_step)
-                raise blame(first[1], alone[first[0]]) if first else blame(None, whole)
-    return results(layers, attention)
+                raise loop.blame(first[1], alone[first[0]]) if first else loop.blame(None, whole)
+    return loop.results(layers, attention)
 
 
 def _pass(
@@ -171,7 +158,7 @@ def _pass(
         stack.enter_context(source.loader.held(stages.resident))
         with source.loader.held(stages.embeddings):
             for i, batch in enumerate(batches):
-                embedded = replay.run_embeddings(to_device(batch, source.device))
+                embedded = replay.run_embeddings(loop.to_device(batch, source.device))
                 hidden.put(("embedded", i), embedded)
                 forms.append(form_of(embedded))
         weights = LayerWeights(source.loader, stages.layers, ahead=plan.reads_ahead)
@@ -199,17 +186,14 @@ class _Layer:
     forms: list[Output]  # of what the embeddings returned for each batch
 
     def run(
-        self,
-        batches: list[Batch],
-        layers: dict[str, RunningLayer],
-        on_step: Callable[[Step], None],
+        self, batches: list[Batch], layers: dict[str, RunningLayer], on_step: Callable[[Step], None]
     ) -> _NonFinite | None:
         """Add `batches` to those of `layers` that are here, up to one that is not finite."""
         prefix = f"{self.source.layout.names[self.index]}."
         own = {name: layer for name, layer in layers.items() if name.startswith(prefix)}
         for i, batch in enumerate(batches):
-            self._compute(i, to_device(batch, self.source.device), own, last=list(layers)[-1])
-            if where := first_non_finite(own):
+            self._compute(i, loop.to_device(batch, self.source.device), own, last=[*layers][-1])
+            if where := loop.first_non_finite(own):
                 return i, where
             on_step(Step(self.index, len(self.source.stages.layers), i, len(batches), batch))
         return None
@@ -223,6 +207,6 @@ class _Layer:
             embedded = hidden.get(("embedded", i), device)
         else:
             embedded = self.forms[i] if self.index else hidden.take(("embedded", i), device)
-        with observing(self.source.model, batch, own, last=last):
+        with loop.observing(self.source.model, batch, own, last=last):
             output = self.replay.run_layer(self.index, batch, previous, embedded)
             hidden.put(("hidden", i), output)

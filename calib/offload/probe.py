@@ -23,7 +23,8 @@ from calib.measure.attention import AttentionMap, map_attention, observe_qkv
 from calib.measure.loop import to_device
 from calib.offload.hidden import form_of
 from calib.offload.replay import Output, replaying
-from calib.offload.stages import named_tensors, replace_tensor
+from calib.offload.stages import named_tensors
+from calib.offload.weights import replace_tensor
 
 # one has rows of unequal length, so that the padding mask takes part
 _PROBES = (
@@ -54,13 +55,7 @@ class Layout:
 def probe_layers(model: PreTrainedModel, device: torch.device) -> Layout:
     """Find the layers of `model`, and prove that it computes the same when they run one at a time.
 
-    Args:
-        model: on the meta device, where it is again afterwards.
-        device: where to compute.
-
-    Raises:
-        UnsupportedModelError: its attention cannot be observed, or its layers exchange more than
-            what they return, such as K and V.
+    The model is on the meta device, before and after; `device` is where to compute.
     """
     probes = [to_device(probe, device) for probe in _PROBES]
     with random_weights(model.get_decoder(), device):
@@ -143,9 +138,9 @@ def random_bytes(decoder: nn.Module) -> int:
 
 @contextmanager
 def random_weights(decoder: nn.Module, device: torch.device) -> Iterator[None]:
-    """Give what is on the meta device random values inside the block; embeddings in some rows.
+    """Give meta tensors random values inside the block; an embedding in its first rows only.
 
-    They are the same in every layer, to take little memory; every layer gets another input, so a
+    Values are the same in every layer, to take little memory; every layer gets another input, so a
     forward pass still tells layers apart.
     """
     meta = _meta(decoder)

@@ -91,7 +91,8 @@ class Replay:
         except _LayerDone as done:
             # its frames hold activations, and cycles would keep those through the next batch
             traceback.clear_frames(done.__traceback__)
-            return done.output
+            output: Output = done.args[0]
+            return output
         finally:
             self._step = _Step(_EMBEDDINGS_ONLY)
         raise UnsupportedModelError(
@@ -119,8 +120,4 @@ class Replay:
 
 
 class _LayerDone(Exception):
-    """The layer that was asked for has run."""
-
-    def __init__(self, output: Output) -> None:
-        super().__init__()
-        self.output = output
+    """The layer that was asked for has run; holds its output."""

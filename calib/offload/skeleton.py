@@ -13,7 +13,7 @@ from calib.model.checkpoint import Checkpoint
 from calib.model.config import build_on_meta
 from calib.model.load import check_complete, loading, requested_dtype, uses_gpu
 from calib.model.quantized import is_quantized
-from calib.offload.shards import StoredTensor, stored_tensors
+from calib.offload.weights import StoredTensor, stored_tensors
 from calib.recipe import Recipe
 
 
@@ -23,9 +23,6 @@ def load_skeleton(
     """Build the model that `load_model` would load, with every stored weight on the meta device.
 
     Buffers that are computed are where the layers will be, see `execution_device`.
-
-    Raises:
-        InputError: weights are missing, quantised, or have other shapes than the config says.
     """
     if is_quantized(config):
         raise InputError(
@@ -50,7 +47,7 @@ def load_skeleton(
 
 
 def execution_device(recipe: Recipe) -> torch.device:
-    """Where layers compute."""
+    """The device where layers compute."""
     gpu = uses_gpu(recipe)
     return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
 

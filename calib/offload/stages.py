@@ -1,7 +1,7 @@
 """Stages of a pass: the stored tensors of each, and the weights that they become."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,41 +15,12 @@ from transformers.core_model_loading import (
 
 from calib.errors import UnsupportedModelError
 from calib.offload.replay import embeddings_of
-from calib.offload.shards import StoredTensor
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Weights that come and go together."""
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)  # name in the model -> meta tensor
-    sources: dict[str, StoredTensor] = field(default_factory=dict)  # by name in the checkpoint
-    unchanged: set[str] = field(default_factory=set)  # sources that are weights as they are stored
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its weights in memory."""
-        return sum({id(tensor): tensor.nbytes for tensor in self.tensors.values()}.values())
-
-    @property
-    def slab_bytes(self) -> int:
-        """Bytes of the stored tensors that become weights without conversion."""
-        return sum(self.sources[name].room for name in self.unchanged)
-
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of its weights, or of their slab, which alignment makes a little larger."""
-        return max(self.nbytes, self.slab_bytes)
-
-    @property
-    def converted_bytes(self) -> int:
-        """Bytes of the sources that transformers converts to new tensors."""
-        return sum(s.nbytes for name, s in self.sources.items() if name not in self.unchanged)
+from calib.offload.weights import Stage, StoredTensor
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The weights that a decoder needs always, first, and then one layer at a time.
+    """Weights of a decoder by when they are needed: always, for the embeddings, for each layer.
 
     The LM head, a vision tower and layers behind the last that caches K and V are in none.
     """
@@ -65,19 +36,6 @@ def named_tensors(module: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from module.named_buffers(remove_duplicate=False)
 
 
-def get_tensor(module: nn.Module, name: str) -> Tensor:
-    """The parameter or buffer `name` of `module`."""
-    owner, _, attribute = name.rpartition(".")
-    tensor: Tensor = getattr(module.get_submodule(owner), attribute)
-    return tensor
-
-
-def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Put `tensor` in the place of the parameter or buffer `name` of `module`."""
-    owner, _, attribute = name.rpartition(".")
-    setattr(module.get_submodule(owner), attribute, tensor)
-
-
 def plan_stages(
     model: PreTrainedModel,
     layers: list[nn.Module],
@@ -88,9 +46,7 @@ def plan_stages(
     """Assign every tensor that `layers` of the decoder need to a stage; `unused` ones are not run.
 
     `stored` holds the tensors of the checkpoint, `mapping` transformers' conversions of them.
-
-    Raises:
-        UnsupportedModelError: two stages share a weight.
+    Stages must share no weight.
     """
     stages = Stages(Stage(), Stage(), [Stage() for _ in layers])
     names = {module: name for name, module in model.named_modules()}

@@ -1,19 +1,130 @@
-"""Weights that come from the checkpoint when they are needed, and go again."""
+"""Weights, read from the checkpoint when they are needed and dropped after use.
 
+Files are read, not mapped: mapped pages count as resident memory for as long as a file stays open.
+"""
+
+import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from calib.errors import UnsupportedModelError
-from calib.offload.shards import StoredTensor
-from calib.offload.stages import Stage, get_tensor, replace_tensor
+from calib.errors import InputError, UnsupportedModelError
+from calib.model.checkpoint import Checkpoint
+
+_ALIGNMENT = 64
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a safetensors file."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def room(self) -> int:
+        """Bytes that reading it needs."""
+        return self.nbytes + _ALIGNMENT
+
+    def read(self, memory: Tensor | None = None) -> Tensor:
+        """Return the tensor, in `memory` [room] uint8 where given."""
+        memory = torch.empty(self.room, dtype=torch.uint8) if memory is None else memory
+        # where it would lie in a mapped file: rounding in some CPU kernels depends on alignment
+        place = self.offset if self.offset % self.dtype.itemsize == 0 else 0
+        start = (place - memory.data_ptr()) % _ALIGNMENT
+        piece = memory[start : start + self.nbytes]
+        _read_into(piece.numpy().data, self.path, self.offset)
+        return piece.view(self.dtype).view(self.shape)
+
+
+def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+    """Every tensor of the files, by its name in the checkpoint."""
+    found = {}
+    for name, entry in checkpoint.entries.items():
+        path = checkpoint.path / checkpoint.weight_map[name]
+        if entry.dtype not in _DTYPES:
+            raise InputError(
+                f"'{path}' holds '{name}' as {entry.dtype}, which cannot be read layer by layer; "
+                "use --offload none"
+            )
+        found[name] = StoredTensor(path, _DTYPES[entry.dtype], entry.shape, entry.begin)
+    return found
+
+
+def _read_into(memory: memoryview, path: Path, offset: int) -> None:
+    with path.open("rb", buffering=0) as file:
+        while memory.nbytes:
+            # one call reads at most 2 GiB, and lets other threads run meanwhile
+            count = os.preadv(file.fileno(), [memory], offset)
+            if not count:
+                raise InputError(f"'{path}' ends early; download the model again")
+            memory, offset = memory[count:], offset + count
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Weights that come and go together."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)  # name in the model -> meta tensor
+    sources: dict[str, StoredTensor] = field(default_factory=dict)  # by name in the checkpoint
+    unchanged: set[str] = field(default_factory=set)  # sources that are weights as they are stored
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights in memory."""
+        return sum({id(tensor): tensor.nbytes for tensor in self.tensors.values()}.values())
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of the stored tensors that become weights without conversion."""
+        return sum(self.sources[name].room for name in self.unchanged)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the weights, or of their slab where alignment makes that larger."""
+        return max(self.nbytes, self.slab_bytes)
+
+    @property
+    def converted_bytes(self) -> int:
+        """Bytes of the sources that transformers converts to new tensors."""
+        return sum(s.nbytes for name, s in self.sources.items() if name not in self.unchanged)
+
+
+def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Put `tensor` in the place of the parameter or buffer `name` of `module`."""
+    owner, _, attribute = name.rpartition(".")
+    setattr(module.get_submodule(owner), attribute, tensor)
 
 
 class WeightLoader:
@@ -26,12 +137,7 @@ class WeightLoader:
         )
 
     def load(self, stage: Stage, slab: Tensor | None = None) -> None:
-        """Read `stage`; weights that stay as they are stored go into `slab`, where given.
-
-        Raises:
-            InputError: a file ends early.
-            UnsupportedModelError: transformers could not make one of the weights.
-        """
+        """Read the weights of `stage`; unconverted ones go into `slab` if given."""
         pending = {name: _Pending(source) for name, source in stage.sources.items()}
         if slab is not None:
             start = 0
@@ -57,19 +163,19 @@ class WeightLoader:
 
     def _share(self, stage: Stage) -> None:
         # a tensor that has several names was loaded under the one that it is stored by
-        now = {name: get_tensor(self._model, name) for name in stage.tensors}
+        now = {name: self._model.get_parameter_or_buffer(name) for name in stage.tensors}
         loaded = {id(stage.tensors[n]): tensor for n, tensor in now.items() if not tensor.is_meta}
         for name, meta in stage.tensors.items():
             if id(meta) not in loaded:
                 raise UnsupportedModelError(
-                    f"{type(self._model).__name__}: transformers made no '{name}' of what is "
-                    "stored; use --offload none"
+                    f"{type(self._model).__name__}: transformers could not build '{name}' from the "
+                    "stored tensors; use --offload none"
                 )
             replace_tensor(self._model, name, loaded[id(meta)])
 
 
 class _Pending:
-    """A stored tensor; transformers reads it by taking all of its elements."""
+    """A stored tensor that is read when transformers takes its elements."""
 
     def __init__(self, source: StoredTensor) -> None:
         self._source = source
@@ -80,7 +186,7 @@ class _Pending:
 
 
 class LayerWeights:
-    """The weights of one layer at a time, the next read meanwhile where memory allows."""
+    """Weights of one layer at a time; with `ahead` the next is read meanwhile."""
 
     def __init__(self, loader: WeightLoader, stages: list[Stage], *, ahead: bool) -> None:
         self._loader = loader

@@ -12,7 +12,7 @@ from calib.errors import UnsupportedModelError
 from calib.model.config import build_on_meta, making_sense, read_config
 from calib.model.find import builtin_model, download_config
 from calib.model.load import check_cacheable
-from calib.offload.budget import activation_bytes
+from calib.offload.memory import activation_bytes
 from calib.scalefiles.json import read_object
 
 

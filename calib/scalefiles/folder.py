@@ -95,7 +95,7 @@ def open_scales(path: Path) -> ScaleDirectory:
     """
     if not path.is_dir():
         raise InputError(f"'{path}' is not a directory; give one that holds a model or its scales")
-    index = _read_index(path)
+    index = read_index(path)
     files = sorted(file.name for file in path.glob("*.safetensors") if file.name != _NO_WEIGHTS)
     if len(files) > _MAX_FILES:
         raise InputError(f"'{path}' holds {len(files):,} safetensors files, more than any model")
@@ -129,7 +129,8 @@ def _attention_modules(names: Iterable[str]) -> set[str]:
     return {module for module in found if not _SENSES.search(module)}
 
 
-def _read_index(path: Path) -> dict[str, str] | None:
+def read_index(path: Path) -> dict[str, str] | None:
+    """File of each tensor, as the index of a directory says; None without an index."""
     if not (path / INDEX_FILE).exists():
         return None
     weight_map = read_object(path / INDEX_FILE).get("weight_map")

@@ -10,8 +10,8 @@ from families import FAMILIES, tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.errors import CalibrationError, InputError
-from calib.offload import hidden, layerwise, shards, weights
-from calib.offload.budget import MemoryPlan
+from calib.offload import hidden, layerwise, weights
+from calib.offload.memory import MemoryPlan
 
 EVERYTHING = {"observer.name": "mse", "means": True, "targets": "qkv"}
 PLENTY = 1 << 40
@@ -56,13 +56,13 @@ def test_a_tied_embedding_may_be_stored_under_the_name_of_the_head(save, assert_
 
 def test_each_weight_is_read_once_and_the_head_never(llama, monkeypatch):
     reads = []
-    read = shards.StoredTensor.read
+    read = weights.StoredTensor.read
 
     def counting(self, memory=None):
         reads.append((self.path, self.offset))
         return read(self, memory)
 
-    monkeypatch.setattr(shards.StoredTensor, "read", counting)
+    monkeypatch.setattr(weights.StoredTensor, "read", counting)
     llama.by_layer(llama.recipe(), llama.batches(size=1))
     assert len(reads) == len(set(reads)) == 3 * 9 + 2  # layers, norm and embedding
 
@@ -160,7 +160,7 @@ def test_nothing_more_is_read_once_the_first_sample_is_to_blame(save, monkeypatc
 
 def test_numbers_that_fail_in_a_batch_but_not_alone_are_blamed_on_the_batch(llama, monkeypatch):
     measured = iter(["model.layers.0.self_attn: K", None])
-    monkeypatch.setattr(layerwise, "first_non_finite", lambda own: next(measured, None))
+    monkeypatch.setattr(layerwise.loop, "first_non_finite", lambda own: next(measured, None))
     batches = llama.batches()
     with pytest.raises(CalibrationError, match=r"a layer holds .* in samples \[0, 1\], only when"):
         llama.by_layer(llama.recipe(), batches)

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.measure.attention import AttentionMap
-from calib.offload import probe, shards
+from calib.offload import probe, weights
 from calib.offload.probe import random_bytes, random_weights
 from calib.offload.replay import replaying
 from calib.offload.stages import plan_stages
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def _reads_nothing(monkeypatch):
-    monkeypatch.setattr(shards.StoredTensor, "read", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr(weights.StoredTensor, "read", lambda *_: pytest.fail("a weight was read"))
 
 
 def skeleton(saved):

@@ -11,7 +11,7 @@ from calib.errors import InputError
 from calib.model.checkpoint import open_checkpoint
 from calib.model.find import find_checkpoint
 from calib.offload.hidden import HiddenStates, form_of, nbytes
-from calib.offload.shards import stored_tensors
+from calib.offload.weights import stored_tensors
 
 CPU = torch.device("cpu")
 TENSORS = {
