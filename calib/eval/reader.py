@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from calib.choices import REFERENCE
 from calib.eval.layer_errors import LayerError, LayerValues, layer_errors
 from calib.eval.material import Material, continue_greedily, retrieve, same_tokens
 from calib.eval.statistics import Divergence, chunks, compare, join
-from calib.eval.variants import REFERENCE, UNCHANGED, Setup, Variant
+from calib.eval.variants import UNCHANGED, Setup, Variant
 
 # tokens at a time: the logits of a long document would not fit into memory
 _CHUNK = 512

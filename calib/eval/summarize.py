@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from calib.choices import REFERENCE
 from calib.eval.advice import advise, advised, subject, verdict
 from calib.eval.layer_errors import layer_rows, value_rows
 from calib.eval.reader import Measured
 from calib.eval.schema import Conditions, Figure, Report, Row, Search, Texts
 from calib.eval.statistics import Values, estimate, kl_by_position, quantile
-from calib.eval.variants import REFERENCE, Variant
+from calib.eval.variants import Variant
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from calib.choices import REFERENCE
 from calib.eval.advice import GIVEN, SERVED
 from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, task_table
 from calib.eval.schema import Continuation, Report, Row
-from calib.eval.variants import REFERENCE
 
 # control characters that are no white space, halves of characters, and what is no character
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -154,5 +154,5 @@ def _heading(text: Continuation) -> str:
     if not text.rest:
         return f"all {text.same_tokens} tokens are the same"
     if text.same_tokens == 0:
-        return "the first token is another"
-    return f"token {text.same_tokens + 1} is the first that is another"
+        return "the first token differs"
+    return f"token {text.same_tokens + 1} is the first that differs"

@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from calib.choices import REFERENCE
 from calib.eval.schema import Figure, Report, Row, TaskFigure
-from calib.eval.variants import REFERENCE
 from calib.text import plain
 
 HEADINGS = ("cache", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
