@@ -1,9 +1,15 @@
-"""Verdict in one sentence, and advice on what to serve, from the figures."""
+"""Verdict in one sentence, advice on what to serve, and `--fail-if`, from the figures."""
+
+import math
+from collections.abc import Iterable
 
 import numpy as np
 
+from calib.choices import REFERENCE
+from calib.condition import Condition
+from calib.errors import InputError
 from calib.eval.reader import Measured
-from calib.eval.schema import LayerRow, Row, Search
+from calib.eval.schema import Figure, LayerRow, Report, Row, Search
 from calib.eval.search import skip_argument
 from calib.eval.statistics import estimate
 
@@ -115,3 +121,35 @@ def _outliers(layers: list[LayerRow]) -> list[int]:
     errors = {layer.layer_idx: float(np.mean(layer.rel_rms)) for layer in layers}
     median = float(np.median(list(errors.values()))) if errors else 0.0
     return [idx for idx, error in errors.items() if error > _OUTLIER * median]
+
+
+def check_variant(condition: Condition, measured: Iterable[str]) -> None:
+    """Refuse a condition of `--fail-if` that names a variant that is not `measured`."""
+    known = [name for name in dict.fromkeys(measured) if name != REFERENCE]
+    if condition.variant not in (None, *known):
+        raise InputError(
+            f"--fail-if '{condition.text}': no variant '{condition.variant}'; there are "
+            f"{', '.join(known)}"
+        )
+
+
+def failures(condition: Condition, report: Report, subjects: list[str]) -> list[str]:
+    """Name each variant that meets the condition, one line each; NaN meets every condition.
+
+    A condition without a variant is about `subjects`. What was not measured is refused.
+    """
+    check_variant(condition, report.variants)
+    names = subjects if condition.variant is None else [condition.variant]
+    if not names:
+        raise InputError(f"--fail-if '{condition.text}' names no variant, and none was measured")
+    found = []
+    for name in names:
+        figure: Figure | None = getattr(report.variants[name], condition.metric)
+        if figure is None:
+            raise InputError(
+                f"--fail-if '{condition.text}': {condition.metric} was not measured for '{name}'"
+            )
+        value = figure.value
+        if math.isnan(value) or condition.compare(value, condition.limit):
+            found.append(f"{name}: {condition.metric} is {value:.4g} ({condition.text})")
+    return found

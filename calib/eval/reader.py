@@ -45,9 +45,7 @@ def measure(setup: Setup, variants: Sequence[Variant], material: Material) -> di
         for name, divergence in read(setup, token_ids, served).items():
             found[name].long_documents.append(divergence)
     setup.progress("per-layer errors")
-    errors, found[REFERENCE].values = layer_errors(
-        setup.model, material.documents[: material.layer_documents], variants
-    )
+    errors, found[REFERENCE].values = layer_errors(setup.model, material.layer_documents, variants)
     for name, layers in errors.items():
         found[name].layers = layers
     for measured in found.values():
@@ -61,7 +59,7 @@ def _continue(setup: Setup, measured: Measured, reference: Measured, material: M
     setup.progress(f"text: {measured.variant.name}")
     with measured.variant.applied(setup):
         if material.prompts:
-            measured.texts = continue_greedily(setup.model, material.prompts, material.new_tokens)
+            measured.texts = continue_greedily(setup, material.prompts, material.new_tokens)
         measured.found_passkeys = retrieve(setup, material.passkeys)
     pairs = zip(reference.texts, measured.texts, strict=True)
     measured.same_tokens = [same_tokens(a, b) for a, b in pairs]

@@ -10,20 +10,10 @@ from calib.atomic import claimed
 from calib.choices import CONTROLS, VARIANTS
 from calib.condition import parse_condition
 from calib.errors import InputError
-from calib.eval.gate import check_variant, failures
-from calib.eval.inputs import (
-    calibrate_on,
-    calibrate_on_random_tokens,
-    describe,
-    evaluation_recipe,
-    fitting_suite,
-    given_names,
-    load_material,
-    machine,
-    open_given,
-)
+from calib.eval import inputs
+from calib.eval.advice import check_variant, failures
 from calib.eval.material import Material, split_texts
-from calib.eval.page.files import check_report_directory, write_report
+from calib.eval.page.html import check_report_directory, write_report
 from calib.eval.reader import Measured, measure
 from calib.eval.schema import SCHEMA, Conditions, Report, Search, Suite, Texts
 from calib.eval.search import search
@@ -40,13 +30,9 @@ from fp8kv_runtime.errors import AttentionError
 
 
 def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> None:
-    """Refuse what cannot be measured before anything is loaded; `scales` may not be there yet.
-
-    Raises:
-        InputError: a condition names no variant that would be measured, or there is no such task.
-    """
+    """Refuse unknown variants in conditions and unknown tasks; `scales` may not be there yet."""
     wanted = recipe.evaluation
-    measured = [*(wanted.variants or VARIANTS), *CONTROLS, *given_names(scales)]
+    measured = [*(wanted.variants or VARIANTS), *CONTROLS, *inputs.given_names(scales)]
     for condition in map(parse_condition, wanted.fail_if):
         check_variant(condition, measured)
     if wanted.tasks:
@@ -63,15 +49,7 @@ def run_evaluation(
 ) -> tuple[Report, list[str]]:
     """Measure what `recipe.evaluation` says; returns the report and a line per failed condition.
 
-    Args:
-        model_name: local directory, Hub id or `builtin:` name.
-        recipe: what is measured, on which data, and the conditions.
-        scales: calibrations to compare.
-        output: directory for the report; None: it is not written.
-        progress: called with what is being done.
-
-    Raises:
-        Fp8kvError: anything that a user can put right.
+    `scales` are directories to compare; the report goes to `output`; `progress` is told each step.
     """
     check_evaluation(recipe, scales)
     conditions = [parse_condition(text) for text in recipe.evaluation.fail_if]
@@ -95,15 +73,15 @@ def evaluate(
 ) -> Evaluation:
     """Compare FP8 caches of a model with its own, on documents that no scale has seen.
 
-    Takes and raises what `run_evaluation` does; `suite` replaces the one that the recipe names.
+    `suite` replaces the one that the recipe names; the rest is as in `run_evaluation`.
     """
     wanted = recipe.evaluation
     checkpoint = find_checkpoint(model_name)
     config = load_config(checkpoint, recipe)
-    suite, notes = fitting_suite(config, wanted, suite)
-    recipe = evaluation_recipe(recipe, suite)
+    suite, notes = inputs.fitting_suite(config, wanted, suite)
+    recipe = inputs.evaluation_recipe(recipe, suite)
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
-    opened = open_given(scales)
+    opened = inputs.open_given(scales)
     progress("load")
     tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
     setup = Setup(model, tokenizer, wanted.backend, progress)
@@ -111,20 +89,20 @@ def evaluate(
         Variant(name, "given with --scales", "given", checked(model))
         for name, checked in opened.items()
     ]
-    data, material, warnings = load_material(setup, recipe, suite, scales)
+    data, material, warnings = inputs.load_material(setup, recipe, suite, scales)
     progress("calibrate")
-    stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
-    variants = build_variants(stats, calibrate_on_random_tokens(setup, recipe))
+    stats = inputs.calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
+    variants = build_variants(stats, inputs.calibrate_on_random_tokens(setup, recipe))
     conditions = Conditions(
         version=SCHEMA,
         versions=versions(),
-        machine=machine(model.device.type),
+        machine=inputs.machine(model.device.type),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         model=model_name,
         suite=suite,
         backend=setup.resolved_backend,
         dtype=str(model.dtype).removeprefix("torch."),
-        data=describe(data, material, stats.tokens),
+        data=inputs.describe(data, material, stats.tokens),
         bytes_per_token=_bytes_per_token(stats),
     )
     results = _results(setup, _chosen(variants, wanted) + given, material, tasks, wanted)
@@ -132,11 +110,7 @@ def evaluate(
 
 
 def _results(
-    setup: Setup,
-    variants: Sequence[Variant],
-    material: Material,
-    tasks: Tasks,
-    wanted: EvaluationRecipe,
+    setup: Setup, variants: list[Variant], material: Material, tasks: Tasks, asked: EvaluationRecipe
 ) -> dict[str, Any]:
     """The measurements, by their names in `Evaluation`."""
     try:
@@ -144,8 +118,8 @@ def _results(
         return {
             "measured": measured,
             "texts": _texts(setup, material, measured),
-            "search": _search(setup, variants, material, wanted.kl_budget),
-            "tasks": run_tasks(setup, tasks, task_variants(variants, wanted.variants)),
+            "search": _search(setup, variants, material, asked.kl_budget),
+            "tasks": run_tasks(setup, tasks, task_variants(variants, asked.variants)),
         }
     except AttentionError as error:
         raise InputError(str(error)) from error
@@ -167,7 +141,7 @@ def _search(
     if not served:
         raise InputError("a search needs scales that engines load: give --scales or keep attn_head")
     subject = min(served, key=lambda v: min(ranks.get(v.kind, 2), ranks.get(v.name, 2)))
-    return search(setup, subject, material.documents[: material.layer_documents], budget)
+    return search(setup, subject, material.layer_documents, budget)
 
 
 def _texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> Texts:

@@ -1,7 +1,7 @@
 """Histograms of K and V of one layer beside the range of FP8, as shapes that the page draws."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ _FLOOR = -6.0  # log10 of the smallest share that is drawn
 _TICKS = 6
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One layer."""
 
     values: Layer
@@ -25,8 +24,7 @@ class Panel:
     fp8_dtype: str
 
 
-@dataclass(frozen=True)
-class Half:
+class Half(NamedTuple):
     """One tensor: SVG paths, and what is shaded."""
 
     letter: str
@@ -37,16 +35,14 @@ class Half:
     sign: float  # 1: upwards
 
 
-@dataclass(frozen=True)
-class Histogram:
+class Histogram(NamedTuple):
     """Both tensors and the numbers below them."""
 
     halves: list[Half]
     ticks: list[tuple[float, str]]  # x and text
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """Magnitudes to units of a width, logarithmically."""
 
     low: float

@@ -1,16 +1,20 @@
-"""`report.html`: one file with everything in it, that loads nothing and runs nothing."""
+"""`report.html`, one file that loads nothing and runs nothing; all three files of a report."""
 
+import json
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
+from calib.atomic import WRITTEN
 from calib.choices import REFERENCE
+from calib.errors import InputError
 from calib.eval.advice import GIVEN, SERVED
 from calib.eval.page.histograms import Axis
-from calib.eval.page.markdown import figures, task_table
-from calib.eval.schema import Continuation, Report, Row
+from calib.eval.page.markdown import figures, markdown, task_table
+from calib.eval.schema import REPORT_FILE, Continuation, Report, Row
 
 # control characters that are no white space, halves of characters, and what is no character
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -156,3 +160,36 @@ def _heading(text: Continuation) -> str:
     if text.same_tokens == 0:
         return "the first token differs"
     return f"token {text.same_tokens + 1} is the first that differs"
+
+
+def check_report_directory(directory: Path) -> None:
+    """Refuse a file, and a directory that holds something else than a report."""
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"'{directory}' is a file; give another --output")
+    others = [p for p in directory.glob("*") if p.name.removeprefix(".") not in _FORMS]
+    if others:
+        raise InputError(
+            f"'{directory}' holds '{others[0].name}', which is no report; give another --output"
+        )
+
+
+def write_report(report: Report, directory: Path) -> None:
+    """Write `report.json`, `report.md` and `report.html`; an earlier report there is replaced."""
+    check_report_directory(directory)
+    files = {name: form(report) for name, form in _FORMS.items()}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            scratch = directory / f".{name}"
+            scratch.write_text(text, encoding="utf-8", errors="replace")
+            scratch.replace(directory / name)
+    except OSError as error:
+        raise InputError(f"cannot write '{directory}': {error.strerror or error}") from None
+    WRITTEN.append(directory)
+
+
+_FORMS: dict[str, Callable[[Report], str]] = {
+    REPORT_FILE: lambda report: json.dumps(report.to_json(), indent=2) + "\n",
+    "report.md": markdown,
+    "report.html": html,
+}

@@ -8,7 +8,7 @@ import torch
 
 from calib.condition import parse_condition
 from calib.errors import InputError
-from calib.eval.gate import failures
+from calib.eval.advice import failures
 from calib.eval.schema import Figure, Report, Row
 from calib.eval.statistics import compare, divergence, estimate, quantile
 
