@@ -10,11 +10,16 @@ from calib.condition import Condition
 from calib.errors import InputError
 from calib.eval.reader import Measured
 from calib.eval.schema import Figure, LayerRow, Report, Row, Search
-from calib.eval.search import skip_argument
 from calib.eval.statistics import estimate
 
-# what engines can load: the advice is chosen among these
-SERVED = ("none", "tensor", "mse", "attn_head")
+# what engines can load, and the advice to use it
+_ADVICE = {
+    "none": "uncalibrated (scale 1.0) is as good as any scales on this text",
+    "tensor": "use one scale per layer (--strategy tensor)",
+    "mse": "use one scale per layer, clipped where it pays (--observer mse)",
+    "attn_head": "use one scale per KV head (--strategy attn_head)",
+}
+SERVED = tuple(_ADVICE)
 GIVEN = "given"
 # a layer stands out where its error is this many times the median layer's
 _OUTLIER = 3.0
@@ -36,30 +41,26 @@ def subject(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
     return next(iter([*given, *filter(None, [advised(measured, rows)]), *whole]), None)
 
 
-def advise(
-    measured: dict[str, Measured], rows: dict[str, Row], searched: Search | None
-) -> list[str]:
+def advise(measured: dict[str, Measured], rows: dict[str, Row], found: Search | None) -> list[str]:
     """What to serve, from the figures alone."""
     simplest = advised(measured, rows)
     if simplest is None:
         return []
-    lines = [
-        {
-            "none": "uncalibrated (scale 1.0) is as good as any scales on this text",
-            "tensor": "use one scale per layer (--strategy tensor)",
-            "mse": "use one scale per layer, clipped where it pays (--observer mse)",
-            "attn_head": "use one scale per KV head (--strategy attn_head)",
-        }[simplest]
-    ]
+    lines = [_ADVICE[simplest]]
     outliers = _outliers(rows[simplest].layers)
-    if searched is not None:
-        lines.append(_found(searched))
+    if found is not None:
+        lines.append(_found(found))
     elif outliers:
         lines.append(
             f"layers {', '.join(map(str, outliers))} have more than {_OUTLIER:.0f} times the "
             f"median layer's error: vLLM keeps them in 16 bits with {skip_argument(outliers)}"
         )
     return lines
+
+
+def skip_argument(layers: Iterable[int]) -> str:
+    """What tells vLLM to keep `layers` in 16 bits."""
+    return f"--kv-cache-dtype-skip-layers {' '.join(map(str, layers))}"
 
 
 def _found(searched: Search) -> str:

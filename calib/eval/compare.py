@@ -1,10 +1,9 @@
 """Two evaluation reports side by side."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -73,8 +72,7 @@ class Report(_Part):
     variants: dict[str, Row]
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """One variant in two reports."""
 
     name: str
@@ -93,8 +91,7 @@ class Pair:
         return overlap or not (self.a.measurable or self.b.measurable)
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """What two reports say of the variants that both have."""
 
     a: Path

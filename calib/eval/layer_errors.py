@@ -52,11 +52,8 @@ def layer_errors(
     Layers that read another layer's cache are left out.
     """
     repeats = {m.layer_idx: m.kv_repeat for m in map_attention(model).cached.values()}
-    probes = [
-        (v, FP8_DTYPES[v.scales.fp8_dtype], fp8_rounding(v.scales, v.tensors))
-        for v in variants
-        if v.scales
-    ]
+    scaled = [(v, v.scales) for v in variants if v.scales]
+    probes = [(v, FP8_DTYPES[s.fp8_dtype], fp8_rounding(s, v.tensors)) for v, s in scaled]
     errors: dict[str, dict[int, list[LayerError]]] = {variant.name: {} for variant, *_ in probes}
     values: dict[int, list[LayerValues]] = {}
 

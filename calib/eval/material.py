@@ -1,8 +1,8 @@
 """Text of an evaluation: held-out documents, greedy continuations, passkeys."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +20,14 @@ _FILLER = (
 _ASK = "\nWhat is the pass key? The pass key is"
 
 
-@dataclass(frozen=True)
-class Passkey:
+class Passkey(NamedTuple):
     """A prompt with a number hidden in it."""
 
     key: str
     prompt: Tensor  # [T]
 
 
-@dataclass(frozen=True)
-class Material:
+class Material(NamedTuple):
     """Held-out documents, prompts to continue, passkeys to find."""
 
     documents: Sequence[Tensor]  # [T] each
@@ -50,7 +48,8 @@ def make_material(setup: Setup, data: CalibrationData, suite: Suite, seen: int) 
     prompts = [d[:prompt_len] for d in documents if len(d) >= prompt_len][: suite.prompts]
     passkeys = make_passkeys(setup.tokenizer, suite)
     positions = model_positions(setup.model.config) or suite.long_tokens
-    long = _long_documents(documents, min(suite.long_tokens, positions))
+    joined = torch.cat(documents)[: min(suite.long_tokens, positions)]
+    long = [joined] if len(joined) > max(map(len, documents)) else []
     of_layers = documents[: suite.layer_documents]
     return Material(documents, prompts, suite.new_tokens, passkeys, of_layers, long)
 
@@ -64,12 +63,6 @@ def _held_out(samples: Sequence[Sequence[int]], suite: Suite, seen: int) -> list
             "larger dataset, or a smaller --samples or --seq-len"
         )
     return [torch.tensor(sample) for sample in held_out]
-
-
-def _long_documents(documents: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """Held-out documents joined; none if that is no longer than one of them."""
-    joined = torch.cat([*documents])[:tokens]
-    return [joined] if len(joined) > max(map(len, documents)) else []
 
 
 def continue_greedily(setup: Setup, prompts: Sequence[Tensor], new: int) -> list[list[int]]:
@@ -87,18 +80,12 @@ def continue_greedily(setup: Setup, prompts: Sequence[Tensor], new: int) -> list
     return tokens
 
 
-def split_texts(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Sequence[int]], same: Sequence[int]
-) -> list[Continuation]:
-    """Decode `token_ids`, each cut after its first `same` tokens."""
-    found = []
-    for ids, count in zip(token_ids, same, strict=True):
-        whole, start = tokenizer.decode(ids), tokenizer.decode(ids[:count])
-        # a character of several tokens may be cut in two: it belongs to the rest
-        start = start if whole.startswith(start) else start.rstrip("\ufffd")
-        rest = whole.removeprefix(start)
-        found.append(Continuation(same_tokens=count, same=start, rest=rest))
-    return found
+def cut_text(tokenizer: PreTrainedTokenizerBase, ids: list[int], same: int) -> Continuation:
+    """Decode `ids`, cut after the first `same` tokens."""
+    whole, start = tokenizer.decode(ids), tokenizer.decode(ids[:same])
+    # a character of several tokens may be cut in two: it belongs to the rest
+    start = start if whole.startswith(start) else start.rstrip("\ufffd")
+    return Continuation(same_tokens=same, same=start, rest=whole.removeprefix(start))
 
 
 def same_tokens(first: Sequence[int], second: Sequence[int]) -> int:

@@ -8,15 +8,14 @@ from typing import Any
 
 from calib.atomic import claimed
 from calib.choices import CONTROLS, VARIANTS
-from calib.condition import parse_condition
+from calib.condition import Condition, parse_condition
 from calib.errors import InputError
 from calib.eval import inputs
 from calib.eval.advice import check_variant, failures
-from calib.eval.material import Material, split_texts
+from calib.eval.material import Material, cut_text
 from calib.eval.page.html import check_report_directory, write_report
-from calib.eval.reader import Measured, measure
+from calib.eval.reader import Measured, measure, search
 from calib.eval.schema import SCHEMA, Conditions, Report, Search, Suite, Texts
-from calib.eval.search import search
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
@@ -29,14 +28,15 @@ from calib.scales.stats import KVStats
 from fp8kv_runtime.errors import AttentionError
 
 
-def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> None:
-    """Refuse unknown variants in conditions and unknown tasks; `scales` may not be there yet."""
+def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> list[Condition]:
+    """Read the conditions; refuse unknown variants and tasks. `scales` may not be there yet."""
     wanted = recipe.evaluation
-    measured = [*(wanted.variants or VARIANTS), *CONTROLS, *inputs.given_names(scales)]
-    for condition in map(parse_condition, wanted.fail_if):
-        check_variant(condition, measured)
+    conditions = [parse_condition(text) for text in wanted.fail_if]
+    for condition in conditions:
+        check_variant(condition, [*_built_in(wanted), *inputs.given_names(scales)])
     if wanted.tasks:
         name_tasks(wanted.tasks)
+    return conditions
 
 
 def run_evaluation(
@@ -51,8 +51,7 @@ def run_evaluation(
 
     `scales` are directories to compare; the report goes to `output`; `progress` is told each step.
     """
-    check_evaluation(recipe, scales)
-    conditions = [parse_condition(text) for text in recipe.evaluation.fail_if]
+    conditions = check_evaluation(recipe, scales)
     with nullcontext() if output is None else claimed(output, overwrite=True):
         if output is not None:
             check_report_directory(output)
@@ -105,7 +104,8 @@ def evaluate(
         data=inputs.describe(data, material, stats.tokens),
         bytes_per_token=_bytes_per_token(stats),
     )
-    results = _results(setup, _chosen(variants, wanted) + given, material, tasks, wanted)
+    chosen = [variant for variant in variants if variant.name in _built_in(wanted)]
+    results = _results(setup, chosen + given, material, tasks, wanted)
     return Evaluation(conditions, warnings=(*notes, *data.warnings, *warnings), **results)
 
 
@@ -113,29 +113,25 @@ def _results(
     setup: Setup, variants: list[Variant], material: Material, tasks: Tasks, asked: EvaluationRecipe
 ) -> dict[str, Any]:
     """The measurements, by their names in `Evaluation`."""
+    budget = asked.kl_budget
     try:
         measured = measure(setup, variants, material)
         return {
             "measured": measured,
             "texts": _texts(setup, material, measured),
-            "search": _search(setup, variants, material, asked.kl_budget),
+            "search": None if budget is None else _search(setup, variants, material, budget),
             "tasks": run_tasks(setup, tasks, task_variants(variants, asked.variants)),
         }
     except AttentionError as error:
         raise InputError(str(error)) from error
 
 
-def _chosen(variants: list[Variant], wanted: EvaluationRecipe) -> list[Variant]:
-    kept = (*CONTROLS, *(VARIANTS if wanted.variants is None else wanted.variants))
-    return [variant for variant in variants if variant.name in kept]
+def _built_in(wanted: EvaluationRecipe) -> tuple[str, ...]:
+    return (*(VARIANTS if wanted.variants is None else wanted.variants), *CONTROLS)
 
 
-def _search(
-    setup: Setup, variants: Sequence[Variant], material: Material, budget: float | None
-) -> Search | None:
+def _search(setup: Setup, variants: list[Variant], material: Material, budget: float) -> Search:
     """Search with the first of --scales, or else `attn_head`, or else any variant engines load."""
-    if budget is None:
-        return None
     ranks = {"given": 0, "attn_head": 1}
     served = [variant for variant in variants if variant.served]
     if not served:
@@ -145,12 +141,13 @@ def _search(
 
 
 def _texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> Texts:
+    tokenizer = setup.tokenizer
     continuations = {
-        name: split_texts(setup.tokenizer, found.texts, found.same_tokens)
-        for name, found in measured.items()
-        if found.texts
+        name: [cut_text(tokenizer, *pair) for pair in zip(m.texts, m.same_tokens, strict=True)]
+        for name, m in measured.items()
+        if m.texts
     }
-    prompts = [setup.tokenizer.decode(prompt) for prompt in material.prompts]
+    prompts = [tokenizer.decode(prompt) for prompt in material.prompts]
     return Texts(prompts=prompts, continuations=continuations)
 
 

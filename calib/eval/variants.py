@@ -18,7 +18,6 @@ from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
 
 BUILT_IN = (REFERENCE, *VARIANTS)
-Kind = Literal["reference", "control", "fp8", "given"]
 QKV = tuple[Tensor, Tensor, Tensor]
 # (layer_idx, query, key, value) -> what attention is given
 Rounding = Callable[[int, Tensor, Tensor, Tensor], QKV]
@@ -46,7 +45,7 @@ class Variant:
 
     name: str
     what: str  # for the report
-    kind: Kind
+    kind: Literal["reference", "control", "fp8", "given"]
     scales: KVScales | None = None  # None: the reference, or a control
     tensors: str = "kv"  # which of q, k and v are rounded to FP8
     eager: bool = False  # control: the reference through another attention kernel

@@ -14,7 +14,6 @@ from calib.eval.schema import LayerRow, Report, Tensors
 _BY_POSITION = ("none", "tensor", "attn_head", "channel", "e5m2", "random")
 _BY_LAYER = ("none", "tensor", "attn_head", "k only", "v only", "e5m2")
 _LAYERS_SHOWN = 6  # the others are folded
-_MOST_GIVEN = 3
 # colour, dashes and marker; the ink is for what the user gave
 _LOOKS: dict[str, tuple[int, tuple[int, ...], str]] = {
     "tensor": (1, (), "o"),
@@ -27,7 +26,7 @@ _LOOKS: dict[str, tuple[int, tuple[int, ...], str]] = {
     "k only": (6, (4, 2), "<"),
     "v only": (7, (4, 2), ">"),
 }
-_GIVEN_DASHES: tuple[tuple[int, ...], ...] = ((), (5, 2), (1, 2))
+_GIVEN_DASHES: tuple[tuple[int, ...], ...] = ((), (5, 2), (1, 2))  # no more are drawn
 
 
 class Chart(NamedTuple):
@@ -127,10 +126,9 @@ def _histogram_charts(report: Report) -> tuple[list[Chart], list[Chart]]:
         return [], []
     panels = [Panel(values[row.layer_idx], row, report.judged.fp8_dtype) for row in rows]
     axis = shared_axis(panels)
-    charts = [_histogram(panel, axis) for panel in panels]
-    folded = zip(rows[_LAYERS_SHOWN:], charts[_LAYERS_SHOWN:], strict=True)
-    in_order = sorted(folded, key=lambda pair: pair[0].layer_idx)
-    return charts[:_LAYERS_SHOWN], [chart for _, chart in in_order]
+    folded = sorted(panels[_LAYERS_SHOWN:], key=lambda panel: panel.row.layer_idx)
+    shown = [_histogram(panel, axis) for panel in panels[:_LAYERS_SHOWN]]
+    return shown, [_histogram(panel, axis) for panel in folded]
 
 
 def _histogram(panel: Panel, axis: Axis) -> Chart:
@@ -142,9 +140,8 @@ def _histogram(panel: Panel, axis: Axis) -> Chart:
 
 
 def _tensor_line(letter: Tensors, panel: Panel) -> str:
-    zero, saturated = (
-        float(np.mean(share[letter])) for share in (panel.row.underflowed, panel.row.saturated)
-    )
+    row = panel.row
+    zero, saturated = (float(np.mean(x[letter])) for x in (row.underflowed, row.saturated))
     largest = max(panel.values.tensors[letter].amax)
     line = f"{letter.upper()}: amax {largest:.3g}, {zero:.2%} become 0"
     return line + (f", {saturated:.2g} of all saturate" if saturated else "")
@@ -153,7 +150,7 @@ def _tensor_line(letter: Tensors, panel: Panel) -> str:
 def _select(report: Report, names: Sequence[str], needs: str) -> list[Series]:
     """Choose the user's scales first, then the measured variants in `names` that have `needs`."""
     rows = report.variants
-    given = [name for name, row in rows.items() if row.kind == GIVEN][:_MOST_GIVEN]
+    given = [name for name, row in rows.items() if row.kind == GIVEN]
     mine = [Series(n, 0, d, "X", rows[n]) for n, d in zip(given, _GIVEN_DASHES, strict=False)]
     known = [Series(n, *_LOOKS[n], rows[n]) for n in names if n in rows and n not in given]
     return [each for each in mine + known if getattr(each.row, needs)]

@@ -106,13 +106,12 @@ def _ends(fp8_dtype: str) -> tuple[float, float, float]:
 def _shades(axis: Axis, scales: list[float], fp8_dtype: str) -> list[tuple[float, float, float]]:
     """Ranges that FP8 holds with the smallest and the largest scale; subnormal parts are paler."""
     smallest, normal, largest = _ends(fp8_dtype)
-    extremes = sorted({min(scales), max(scales)})
-    spans = [
-        (axis.place(start * scale), axis.place(largest * scale), strength / len(extremes))
-        for scale in extremes
-        for start, strength in ((smallest, 0.12), (normal, 0.16))
-    ]
-    return [(start, round(end - start, 1), opacity) for start, end, opacity in spans]
+    shades, extremes = [], sorted({min(scales), max(scales)})
+    for scale in extremes:
+        for start, strength in ((smallest, 0.12), (normal, 0.16)):
+            x, end = axis.place(start * scale), axis.place(largest * scale)
+            shades.append((x, round(end - x, 1), strength / len(extremes)))
+    return shades
 
 
 def _lines(axis: Axis, magnitudes: list[float], sign: float) -> str:
@@ -126,8 +125,6 @@ def _bars(axis: Axis, values: Magnitudes, sign: float) -> str:
     shares = counts / max(1.0, counts.sum() + values.zeros)
     heights = 1 - np.log10(np.maximum(shares, 10.0**_FLOOR)) / _FLOOR
     edges = [axis.place(2.0 ** (values.log2_first + i / 2)) for i in range(len(counts) + 1)]
-    steps = (
-        f"V{_MIDDLE - sign * _HALF * height:.1f}H{edge}"
-        for height, edge in zip(heights, edges[1:], strict=True)
-    )
+    tops = _MIDDLE - sign * _HALF * heights
+    steps = (f"V{top:.1f}H{edge}" for top, edge in zip(tops, edges[1:], strict=True))
     return f"M{edges[0]} {_MIDDLE}{''.join(steps)}V{_MIDDLE}"

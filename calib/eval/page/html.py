@@ -34,24 +34,20 @@ def html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html").render(_page(report))
+    return environment.get_template("report.html").render(
+        report=report,
+        table=_table(report),
+        tiles=_tiles(report, report.judged) if report.judged else [],
+        **_charts(report),
+        texts=_texts(report),
+        tasks=task_table(report),
+    )
 
 
 def _visible(value: Any) -> Any:
     """Replace invisible characters in text that the page prints; markup of a macro is left."""
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return _INVISIBLE.sub("\ufffd", value) if is_text else value
-
-
-def _page(report: Report) -> dict[str, Any]:
-    return {
-        "report": report,
-        "table": _table(report),
-        "tiles": _tiles(report, report.judged) if report.judged else [],
-        **_charts(report),
-        "texts": _texts(report),
-        "tasks": task_table(report),
-    }
 
 
 def _charts(report: Report) -> dict[str, Any]:
@@ -110,23 +106,16 @@ def _group(name: str, row: Row) -> str:
     return "engines can load" if name in SERVED else "for comparison"
 
 
-def _round_numbers(near: float) -> list[float]:
-    decade = math.floor(math.log10(near))
-    exponents = range(decade - 1, decade + 2)  # a logarithm may be rounded across its decade
-    return [digit * 10.0**exponent for exponent in exponents for digit in (1, 2, 5)]
-
-
 def _axis(rows: Iterable[Row], floor: float) -> Axis:
     """A percentage of the width for each magnitude, between round numbers."""
     # controls, and a floor far below, would leave no room to tell the others apart
     kl = [row.kl for row in rows if row.kind not in ("control", REFERENCE)]
     shown = [x for figure in kl for _, x in figure if 0 < x < math.inf] or [floor or 1.0]
     low, high = min(shown), max(shown)
-    return Axis(
-        max(n for n in _round_numbers(low) if n <= low),
-        min(n for n in _round_numbers(high) if n > high),
-        width=100.0,
-    )
+    # one decade more at each end: a logarithm may be rounded across its own
+    decades = range(math.floor(math.log10(low)) - 1, math.floor(math.log10(high)) + 2)
+    numbers = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+    return Axis(max(n for n in numbers if n <= low), min(n for n in numbers if n > high), 100.0)
 
 
 def _texts(report: Report) -> list[dict[str, Any]]:

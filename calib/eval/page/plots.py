@@ -187,7 +187,8 @@ def _paint(figure: Figure, axes: Axes, panel: HeatMap) -> None:
     axes.set(title=panel.title, ylabel=panel.heads)
     axes.yaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
     axes.xaxis.set_major_locator(ticker.MaxNLocator(16, integer=True))
-    axes.xaxis.set_major_formatter(lambda i, _: _layer(panel.layers, i))
+    labels = dict(enumerate(map(str, panel.layers)))
+    axes.xaxis.set_major_formatter(lambda i, _: labels.get(round(i), ""))
     bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=8, fraction=0.05)
     assert bar.solids is not None
     bar.solids.set_rasterized(True)
@@ -205,11 +206,6 @@ def _norm(cells: NDArray[Any], is_share: bool) -> Normalize:
         return Normalize(0, high)
     # one value alone is no range
     return LogNorm(low, high if high > low else 2 * low)
-
-
-def _layer(layers: list[int], position: float) -> str:
-    index = round(position)
-    return str(layers[index]) if 0 <= index < len(layers) else ""
 
 
 def _plain(value: float, _: Any) -> str:
