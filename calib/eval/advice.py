@@ -20,7 +20,6 @@ _ADVICE = {
     "attn_head": "use one scale per KV head (--strategy attn_head)",
 }
 SERVED = tuple(_ADVICE)
-GIVEN = "given"
 # a layer stands out where its error is this many times the median layer's
 _OUTLIER = 3.0
 
@@ -36,7 +35,7 @@ def advised(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
 
 def subject(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
     """The variant that the verdict is about: what the user gave, or what is advised."""
-    given = [name for name, row in rows.items() if row.kind == GIVEN]
+    given = [name for name, row in rows.items() if row.kind == "given"]
     whole = [name for name, m in measured.items() if m.variant.generates]
     return next(iter([*given, *filter(None, [advised(measured, rows)]), *whole]), None)
 
@@ -79,7 +78,7 @@ def verdict(measured: dict[str, Measured], rows: dict[str, Row], floor: float) -
     name = subject(measured, rows)
     if name is None:
         return "No FP8 KV cache was measured."
-    label = f"scales of '{name}'" if rows[name].kind == GIVEN else rows[name].what
+    label = f"scales of '{name}'" if rows[name].kind == "given" else rows[name].what
     return f"FP8 KV cache, {label}: {_figures(rows[name], floor)}{_beside(name, measured, rows)}."
 
 
@@ -135,10 +134,7 @@ def check_variant(condition: Condition, measured: Iterable[str]) -> None:
 
 
 def failures(condition: Condition, report: Report, subjects: list[str]) -> list[str]:
-    """Name each variant that meets the condition, one line each; NaN meets every condition.
-
-    A condition without a variant is about `subjects`. What was not measured is refused.
-    """
+    """One line for each variant that meets the condition; it names one, or is about `subjects`."""
     check_variant(condition, report.variants)
     names = subjects if condition.variant is None else [condition.variant]
     if not names:
@@ -151,6 +147,7 @@ def failures(condition: Condition, report: Report, subjects: list[str]) -> list[
                 f"--fail-if '{condition.text}': {condition.metric} was not measured for '{name}'"
             )
         value = figure.value
+        # what is no number meets every condition
         if math.isnan(value) or condition.compare(value, condition.limit):
             found.append(f"{name}: {condition.metric} is {value:.4g} ({condition.text})")
     return found

@@ -34,10 +34,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 def fitting_suite(
     config: PreTrainedConfig, recipe: EvaluationRecipe, given: Suite | None
 ) -> tuple[Suite, list[str]]:
-    """The suite `given`, or else the one that `recipe` names, with the documents it asks for.
-
-    A length that nobody asked for is cut to the model's positions; a note says so.
-    """
+    """Choose `given` or the recipe's suite; notes say if the model's positions cut its length."""
     suite = given or SUITES[recipe.suite]
     asked = recipe.seq_len if given is None else given.seq_len
     seq_len, notes = fit_seq_len(config, asked or suite.seq_len, given=asked is not None)
@@ -93,10 +90,7 @@ def load_material(
 
 
 def _samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, list[str]]:
-    """Count the samples of `data`, from the first, that the calibrations have read; and warnings.
-
-    Nobody can tell which samples were read in another order or cut otherwise.
-    """
+    """Count the samples of `data`, from the first, that calibrations have read; and warnings."""
     seen, warnings = 0, []
     for directory in directories:
         if not (directory / CALIBRATION_FILE).exists():
@@ -105,6 +99,7 @@ def _samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, l
         if _order(read) == _order(data):
             seen = max(seen, read.samples)
         elif read.dataset == data.dataset:
+            # in another order, or cut otherwise, nobody can tell which samples were read
             warnings.append(
                 f"'{directory}' was calibrated on {data.dataset} too, with other lengths or "
                 "another seed: some of the held-out text may not be new to it"

@@ -22,10 +22,7 @@ NUM_BINS = 2 * 128 - FIRST_BIN
 
 
 class LayerError(NamedTuple):
-    """Sums over the tokens of each document, of one layer and variant.
-
-    K counts KV heads, H query heads; [2] is K and V.
-    """
+    """Sums over the tokens of each document; K counts KV heads, H query heads; 2 is K and V."""
 
     error: Tensor  # [documents, H] squared error of the attention output
     power: Tensor  # [documents, H] squared attention output
@@ -130,12 +127,8 @@ def _histogram(x: Tensor) -> Tensor:
     return torch.bincount(bins - FIRST_BIN, minlength=NUM_BINS)
 
 
-def layer_rows(layers: dict[int, LayerError], scales: dict[int, LayerScales]) -> list[LayerRow]:
-    """One row per layer: errors, shares of values, and the scales."""
-    return [_row(idx, layer, scales[idx]) for idx, layer in sorted(layers.items())]
-
-
-def _row(layer_idx: int, layer: LayerError, scales: LayerScales) -> LayerRow:
+def layer_row(layer_idx: int, layer: LayerError, scales: LayerScales) -> LayerRow:
+    """Errors of one layer, shares of its values, and its scales."""
     heads = (layer.error.sum(0) / layer.power.sum(0).clamp(min=1e-30)).sqrt()
     values = layer.values.sum()
     return LayerRow(

@@ -70,10 +70,7 @@ def evaluate(
     suite: Suite | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Evaluation:
-    """Compare FP8 caches of a model with its own, on documents that no scale has seen.
-
-    `suite` replaces the one that the recipe names; the rest is as in `run_evaluation`.
-    """
+    """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's."""
     wanted = recipe.evaluation
     checkpoint = find_checkpoint(model_name)
     config = load_config(checkpoint, recipe)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calib.choices import REFERENCE
 from calib.eval.advice import advise, advised, subject, verdict
-from calib.eval.layer_errors import layer_rows, value_rows
+from calib.eval.layer_errors import layer_row, value_rows
 from calib.eval.reader import Measured
 from calib.eval.schema import Conditions, Figure, Report, Row, Search, Texts
 from calib.eval.statistics import Values, estimate, kl_by_position, quantile
@@ -88,7 +88,8 @@ def _present(measured: Measured) -> dict[str, Any]:
         if values:
             found[name] = estimate([np.array([float(each)]) for each in values])
     if measured.layers:
-        found["layers"] = layer_rows(measured.layers, variant.layers)
+        layers = sorted(measured.layers.items())
+        found["layers"] = [layer_row(idx, each, variant.layers[idx]) for idx, each in layers]
     return found
 
 

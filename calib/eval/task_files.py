@@ -68,10 +68,8 @@ def name_tasks(specs: Sequence[str]) -> tuple[Any, list[str]]:
 
 @contextmanager
 def lm_eval_quiet() -> Iterator[None]:
-    """Inside the block what lm-eval prints and logs, and its bars, are not shown.
-
-    There is no other way to silence all of them; our own bar keeps the stream that it was given.
-    """
+    """Hide what lm-eval prints and logs inside the block, and its bars: no option silences all."""
+    # our own bar keeps the stream that it was given
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         yield
 

@@ -21,19 +21,15 @@ from calib.model.devices import check_token_ids
 _BATCH_SIZE = 8
 # enough for two digits; only metrics without a formula for their standard error are resampled
 _RESAMPLES = 1000
-_DEFAULT_VARIANTS = ("none", "attn_head")
 
 
 def task_variants(variants: Sequence[Variant], chosen: Sequence[str] | None) -> list[Variant]:
-    """Choose the variants that tasks are run with: all whole FP8 caches that the user has `chosen`.
-
-    Without a choice these are the user's own scales, or else `attn_head` and `none`.
-    """
+    """All FP8 caches where the user has `chosen` some by name; else those given, or else two."""
     whole = [variant for variant in variants if variant.generates]
     if chosen is not None:
         return whole
     given = [variant for variant in whole if variant.kind == "given"]
-    return given or [variant for variant in whole if variant.name in _DEFAULT_VARIANTS]
+    return given or [variant for variant in whole if variant.name in ("none", "attn_head")]
 
 
 def run_tasks(setup: Setup, tasks: Tasks, variants: Sequence[Variant]) -> dict[str, Any]:

@@ -86,10 +86,7 @@ UNCHANGED = Variant(REFERENCE, "the model's own cache", "reference")
 
 
 def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
-    """Make every variant that is compared unasked, controls first.
-
-    `stats` have means and histograms, for observer mse; `random_stats` are of random token ids.
-    """
+    """Make all variants, controls first, from statistics with means and histograms."""
     absmax = partial(stats.scales, observer=AbsMax(), targets="qkv")
     tensor, head = absmax(strategy="tensor"), absmax(strategy="attn_head")
     e5m2 = absmax(strategy="tensor", fp8_dtype="e5m2")

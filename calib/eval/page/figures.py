@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from calib.eval.advice import GIVEN
 from calib.eval.page import plots
 from calib.eval.page.histograms import Axis, Histogram, Panel, histogram, shared_axis
 from calib.eval.page.plots import HeatMap, Picture, Series
@@ -150,7 +149,7 @@ def _tensor_line(letter: Tensors, panel: Panel) -> str:
 def _select(report: Report, names: Sequence[str], needs: str) -> list[Series]:
     """Choose the user's scales first, then the measured variants in `names` that have `needs`."""
     rows = report.variants
-    given = [name for name, row in rows.items() if row.kind == GIVEN]
+    given = [name for name, row in rows.items() if row.kind == "given"]
     mine = [Series(n, 0, d, "X", rows[n]) for n, d in zip(given, _GIVEN_DASHES, strict=False)]
     known = [Series(n, *_LOOKS[n], rows[n]) for n in names if n in rows and n not in given]
     return [each for each in mine + known if getattr(each.row, needs)]

@@ -11,7 +11,7 @@ from typing import Any
 from calib.atomic import WRITTEN
 from calib.choices import REFERENCE
 from calib.errors import InputError
-from calib.eval.advice import GIVEN, SERVED
+from calib.eval.advice import SERVED
 from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, markdown, task_table
 from calib.eval.schema import REPORT_FILE, Continuation, Report, Row
@@ -99,7 +99,7 @@ def _table(report: Report) -> dict[str, Any]:
 
 
 def _group(name: str, row: Row) -> str:
-    if row.kind == GIVEN:
+    if row.kind == "given":
         return "given"
     if row.kind in ("control", REFERENCE):
         return "reference and controls"

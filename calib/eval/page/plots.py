@@ -32,10 +32,7 @@ class Picture(NamedTuple):
 
 
 def draw(size: tuple[float, float], paint: Callable[[Figure], None]) -> Picture:
-    """Draw a chart of `size` in inches, 96 CSS pixels each, in the page's colours, light and dark.
-
-    `paint` draws on an empty figure; C0 is the ink, C1 to C8 are the page's colours.
-    """
+    """Draw `size` inches, of 96 CSS pixels each; C0 is the page's ink, C1 to C8 its colours."""
     return Picture(_drawn("light", size, paint), _drawn("dark", size, paint))
 
 
