@@ -1,15 +1,25 @@
-"""Verdict in one sentence, and advice on what to serve, from the figures."""
+"""Verdict in one sentence, advice on what to serve, and `--fail-if`, from the figures."""
+
+import math
+from collections.abc import Iterable
 
 import numpy as np
 
+from calib.choices import REFERENCE
+from calib.errors import InputError
 from calib.eval.reader import Measured
-from calib.eval.schema import LayerRow, Row, Search
-from calib.eval.search import skip_argument
+from calib.eval.schema import Figure, LayerRow, Report, Row, Search
 from calib.eval.statistics import estimate
+from calib.text import Condition
 
-# what engines can load: the advice is chosen among these
-SERVED = ("none", "tensor", "mse", "attn_head")
-GIVEN = "given"
+# what engines can load, and the advice to use it
+_ADVICE = {
+    "none": "uncalibrated (scale 1.0) is as good as any scales on this text",
+    "tensor": "use one scale per layer (--strategy tensor)",
+    "mse": "use one scale per layer, clipped where it pays (--observer mse)",
+    "attn_head": "use one scale per KV head (--strategy attn_head)",
+}
+SERVED = tuple(_ADVICE)
 # a layer stands out where its error is this many times the median layer's
 _OUTLIER = 3.0
 
@@ -25,35 +35,31 @@ def advised(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
 
 def subject(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
     """The variant that the verdict is about: what the user gave, or what is advised."""
-    given = [name for name, row in rows.items() if row.kind == GIVEN]
+    given = [name for name, row in rows.items() if row.kind == "given"]
     whole = [name for name, m in measured.items() if m.variant.generates]
     return next(iter([*given, *filter(None, [advised(measured, rows)]), *whole]), None)
 
 
-def advise(
-    measured: dict[str, Measured], rows: dict[str, Row], searched: Search | None
-) -> list[str]:
+def advise(measured: dict[str, Measured], rows: dict[str, Row], found: Search | None) -> list[str]:
     """What to serve, from the figures alone."""
     simplest = advised(measured, rows)
     if simplest is None:
         return []
-    lines = [
-        {
-            "none": "uncalibrated (scale 1.0) is as good as any scales on this text",
-            "tensor": "use one scale per layer (--strategy tensor)",
-            "mse": "use one scale per layer, clipped where it pays (--observer mse)",
-            "attn_head": "use one scale per KV head (--strategy attn_head)",
-        }[simplest]
-    ]
+    lines = [_ADVICE[simplest]]
     outliers = _outliers(rows[simplest].layers)
-    if searched is not None:
-        lines.append(_found(searched))
+    if found is not None:
+        lines.append(_found(found))
     elif outliers:
         lines.append(
             f"layers {', '.join(map(str, outliers))} have more than {_OUTLIER:.0f} times the "
             f"median layer's error: vLLM keeps them in 16 bits with {skip_argument(outliers)}"
         )
     return lines
+
+
+def skip_argument(layers: Iterable[int]) -> str:
+    """What tells vLLM to keep `layers` in 16 bits."""
+    return f"--kv-cache-dtype-skip-layers {' '.join(map(str, layers))}"
 
 
 def _found(searched: Search) -> str:
@@ -72,7 +78,7 @@ def verdict(measured: dict[str, Measured], rows: dict[str, Row], floor: float) -
     name = subject(measured, rows)
     if name is None:
         return "No FP8 KV cache was measured."
-    label = f"scales of '{name}'" if rows[name].kind == GIVEN else rows[name].what
+    label = f"scales of '{name}'" if rows[name].kind == "given" else rows[name].what
     return f"FP8 KV cache, {label}: {_figures(rows[name], floor)}{_beside(name, measured, rows)}."
 
 
@@ -115,3 +121,33 @@ def _outliers(layers: list[LayerRow]) -> list[int]:
     errors = {layer.layer_idx: float(np.mean(layer.rel_rms)) for layer in layers}
     median = float(np.median(list(errors.values()))) if errors else 0.0
     return [idx for idx, error in errors.items() if error > _OUTLIER * median]
+
+
+def check_variant(condition: Condition, measured: Iterable[str]) -> None:
+    """Refuse a condition of `--fail-if` that names a variant that is not `measured`."""
+    known = [name for name in dict.fromkeys(measured) if name != REFERENCE]
+    if condition.variant not in (None, *known):
+        raise InputError(
+            f"--fail-if '{condition.text}': no variant '{condition.variant}'; there are "
+            f"{', '.join(known)}"
+        )
+
+
+def failures(condition: Condition, report: Report, subjects: list[str]) -> list[str]:
+    """One line for each variant that meets the condition; it names one, or is about `subjects`."""
+    check_variant(condition, report.variants)
+    names = subjects if condition.variant is None else [condition.variant]
+    if not names:
+        raise InputError(f"--fail-if '{condition.text}' names no variant, and none was measured")
+    found = []
+    for name in names:
+        figure: Figure | None = getattr(report.variants[name], condition.metric)
+        if figure is None:
+            raise InputError(
+                f"--fail-if '{condition.text}': {condition.metric} was not measured for '{name}'"
+            )
+        value = figure.value
+        # what is no number meets every condition
+        if math.isnan(value) or condition.compare(value, condition.limit):
+            found.append(f"{name}: {condition.metric} is {value:.4g} ({condition.text})")
+    return found

@@ -1,20 +1,33 @@
 """Two evaluation reports side by side."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from calib.choices import REFERENCE
 from calib.errors import InputError
 from calib.eval.schema import REPORT_FILE, SCHEMA, Figure
-from calib.eval.variants import REFERENCE
 
 _DOCUMENT = TypeAdapter(dict[str, Any])
 _HOW_MADE = f"give what `fp8kv-eval -o DIR` writes: the directory, or its {REPORT_FILE}"
 _NOT_COMPARABLE = "the figures are not comparable"
-_NOISE = "small differences may come of that"
+_NOISE = "small differences may come from that"
+_OTHER_SUITE = "so does what was measured"
+# what, where it is in a report, and what follows if it differs
+_CONDITIONS = (
+    ("the model", "model", _NOT_COMPARABLE),
+    ("the data", "data.source", _NOT_COMPARABLE),
+    ("the text's fingerprint", "data.fingerprint", _NOT_COMPARABLE),
+    ("the number of held-out documents", "data.documents", _NOT_COMPARABLE),
+    ("the number of held-out tokens", "data.tokens", _NOT_COMPARABLE),
+    ("the number of calibration tokens", "data.calibration_tokens",
+     "so do the scales that were derived from them"),
+    ("the dtype", "dtype", _NOISE),
+    ("the backend", "backend", _NOISE),
+)  # fmt: skip
 
 
 class _Part(BaseModel):
@@ -24,11 +37,7 @@ class _Part(BaseModel):
 class FiniteFigure(Figure):
     """A figure that can be compared."""
 
-    model_config = ConfigDict(strict=True)
-
-    value: FiniteFloat
-    low: FiniteFloat
-    high: FiniteFloat
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class Row(_Part):
@@ -63,8 +72,7 @@ class Report(_Part):
     variants: dict[str, Row]
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """One variant in two reports."""
 
     name: str
@@ -83,8 +91,7 @@ class Pair:
         return overlap or not (self.a.measurable or self.b.measurable)
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """What two reports say of the variants that both have."""
 
     a: Path
@@ -115,11 +122,7 @@ class Comparison:
 
 
 def compare_reports(a: Path, b: Path) -> Comparison:
-    """Compare two reports, each given as a file or as the directory that holds it.
-
-    Raises:
-        InputError: one of them is no report that this version reads.
-    """
+    """Compare two reports, each given as a file or as the directory that holds it."""
     first, second = load_report(a), load_report(b)
     names = [name for name in first.variants if name != REFERENCE]
     others = [name for name in second.variants if name != REFERENCE]
@@ -134,11 +137,7 @@ def compare_reports(a: Path, b: Path) -> Comparison:
 
 
 def load_report(path: Path) -> Report:
-    """Read a report.
-
-    Raises:
-        InputError: it is absent, unreadable, damaged, of another schema or no report at all.
-    """
+    """Read a report; refuse one that is damaged or of another schema."""
     file = path / REPORT_FILE if path.is_dir() else path
     if path.is_dir() and not file.exists():
         raise InputError(f"'{path}' holds no {REPORT_FILE}; {_HOW_MADE}")
@@ -169,20 +168,9 @@ def _explain(error: ValidationError) -> str:
 
 def _differences(a: Report, b: Report) -> Iterator[str]:
     """One line for each condition that differs."""
-    conditions = [
-        ("the model", a.model, b.model, _NOT_COMPARABLE),
-        ("the data", a.data.source, b.data.source, _NOT_COMPARABLE),
-        ("the text's fingerprint", a.data.fingerprint, b.data.fingerprint, _NOT_COMPARABLE),
-        ("the number of held-out documents", a.data.documents, b.data.documents,
-         _NOT_COMPARABLE),
-        ("the number of held-out tokens", a.data.tokens, b.data.tokens, _NOT_COMPARABLE),
-        ("the number of calibration tokens", a.data.calibration_tokens, b.data.calibration_tokens,
-         "so do the scales that were derived from them"),
-        ("the dtype", a.dtype, b.dtype, _NOISE),
-        ("the backend", a.backend, b.backend, _NOISE),
-        *((f"the suite's {key}", a.suite.get(key), b.suite.get(key), "so does what was measured")
-          for key in sorted(a.suite.keys() | b.suite.keys())),
-    ]  # fmt: skip
+    conditions = [(what, attrgetter(at)(a), attrgetter(at)(b), so) for what, at, so in _CONDITIONS]
+    for key in sorted(a.suite.keys() | b.suite.keys()):
+        conditions.append((f"the suite's {key}", a.suite.get(key), b.suite.get(key), _OTHER_SUITE))
     for what, one, other, consequence in conditions:
         if one != other:
             yield f"{what} differs: {one} in A, {other} in B; {consequence}"

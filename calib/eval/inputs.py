@@ -18,7 +18,7 @@ from calib.eval.schema import Data, Suite
 from calib.eval.variants import BUILT_IN, Setup
 from calib.measure.loop import calibrate
 from calib.model.devices import check_token_ids
-from calib.model.load import fit_seq_len, model_positions
+from calib.model.load import fit_seq_len
 from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe, load_recipe
 from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scales.stats import KVStats
@@ -34,14 +34,7 @@ _CPU_INFO = Path("/proc/cpuinfo")
 def fitting_suite(
     config: PreTrainedConfig, recipe: EvaluationRecipe, given: Suite | None
 ) -> tuple[Suite, list[str]]:
-    """The suite `given`, or else the one that `recipe` names, with the documents it asks for.
-
-    Documents are no longer than the model has positions; the second result notes where a length
-    that nobody asked for was cut.
-
-    Raises:
-        InputError: a length that was asked for is more than the model has positions.
-    """
+    """Choose `given` or the recipe's suite; notes say if the model's positions cut its length."""
     suite = given or SUITES[recipe.suite]
     asked = recipe.seq_len if given is None else given.seq_len
     seq_len, notes = fit_seq_len(config, asked or suite.seq_len, given=asked is not None)
@@ -75,11 +68,7 @@ def given_names(directories: Sequence[Path]) -> list[str]:
 
 
 def open_given(directories: Sequence[Path]) -> dict[str, Opened]:
-    """Read the scales in each directory, by the names of `given_names`.
-
-    Raises:
-        InputError: a directory holds no scales, or is given twice.
-    """
+    """Read the scales in each directory, by the names of `given_names`."""
     twice = next((path for path in directories if directories.count(path) > 1), None)
     if twice is not None:
         raise InputError(f"--scales '{twice}' is given twice; give every directory once")
@@ -94,18 +83,14 @@ def load_material(
     samples = max(seen, suite.calibration_samples) + suite.documents
     wanted = recipe.data.model_copy(update={"samples": samples})
     data = load_data(wanted, setup.tokenizer, lambda: setup.model)
-    positions = model_positions(setup.model.config)
-    material = make_material(setup.tokenizer, data.samples, suite, seen=seen, positions=positions)
-    check_token_ids(chain(*data.samples, material.passkey_ids), setup.tokenizer, setup.model)
+    material = make_material(setup, data, suite, seen)
+    passkeys = (passkey.prompt.tolist() for passkey in material.passkeys)
+    check_token_ids(chain(*data.samples, *passkeys), setup.tokenizer, setup.model)
     return data, material, warnings
 
 
 def _samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, list[str]]:
-    """Samples of `data`, from the first, that the calibrations in `directories` have read.
-
-    The second result warns of calibrations on the same dataset in another order or cut otherwise:
-    nobody can tell which of its samples they have read.
-    """
+    """Count the samples of `data`, from the first, that calibrations have read; and warnings."""
     seen, warnings = 0, []
     for directory in directories:
         if not (directory / CALIBRATION_FILE).exists():
@@ -114,6 +99,7 @@ def _samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, l
         if _order(read) == _order(data):
             seen = max(seen, read.samples)
         elif read.dataset == data.dataset:
+            # in another order, or cut otherwise, nobody can tell which samples were read
             warnings.append(
                 f"'{directory}' was calibrated on {data.dataset} too, with other lengths or "
                 "another seed: some of the held-out text may not be new to it"
@@ -127,9 +113,7 @@ def _order(data: DataRecipe) -> dict[str, object]:
     return data.model_dump(exclude={"samples", "batch_size", *lengths})
 
 
-def calibrate_on(
-    model: PreTrainedModel, samples: Sequence[Sequence[int]], recipe: Recipe
-) -> KVStats:
+def calibrate_on(model: PreTrainedModel, samples: list[list[int]], recipe: Recipe) -> KVStats:
     """Statistics of `samples`."""
     batch_size = resolve_batch_size(recipe.data, model.device.type)
     return calibrate(model, make_batches(samples, batch_size, pad_id=0), recipe)
@@ -151,7 +135,7 @@ def describe(data: CalibrationData, material: Material, calibration_tokens: int)
         calibration_tokens=calibration_tokens,
         documents=len(documents),
         tokens=sum(map(len, documents)),
-        layer_documents=min(material.layer_documents, len(documents)),
+        layer_documents=len(material.layer_documents),
         new_tokens=material.new_tokens,
     )
 

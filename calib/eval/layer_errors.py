@@ -1,15 +1,14 @@
 """Errors of K, V and the attention output per layer and head, on held-out text."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from calib.eval.schema import Extremes, Figure, Layer, LayerRow, Magnitudes
+from calib.eval.schema import Extremes, Figure, Layer, LayerRow, Magnitudes, Tensors
 from calib.eval.statistics import ratio
 from calib.eval.variants import Variant, broadcast_scale, fp8_rounding
 from calib.measure.attention import map_attention
@@ -22,44 +21,23 @@ FIRST_BIN = 2 * -149  # the smallest float32
 NUM_BINS = 2 * 128 - FIRST_BIN
 
 
-@dataclass(frozen=True)
-class LayerError:
-    """Sums over tokens, of one layer and variant; K counts KV heads, H query heads."""
+class LayerError(NamedTuple):
+    """Sums over the tokens of each document; K counts KV heads, H query heads; 2 is K and V."""
 
     error: Tensor  # [documents, H] squared error of the attention output
     power: Tensor  # [documents, H] squared attention output
-    saturated: Tensor  # [2, K] values of K and V beyond the format's largest
-    underflowed: Tensor  # [2, K] values that became 0
-    values: int  # per head, of each of K and V
-    amax: Tensor  # [2, K] largest |x| / scale
-
-    def merge(self, other: "LayerError") -> "LayerError":
-        """Combine with the same layer on other documents."""
-        return LayerError(
-            torch.cat([self.error, other.error]),
-            torch.cat([self.power, other.power]),
-            self.saturated + other.saturated,
-            self.underflowed + other.underflowed,
-            self.values + other.values,
-            torch.maximum(self.amax, other.amax),
-        )
+    saturated: Tensor  # [documents, 2, K] values beyond the format's largest
+    underflowed: Tensor  # [documents, 2, K] values that became 0
+    values: Tensor  # [documents] per head, of each of K and V
+    amax: Tensor  # [documents, 2, K] largest |x| / scale
 
 
-@dataclass(frozen=True)
-class LayerValues:
+class LayerValues(NamedTuple):
     """K and V of one layer as the reference holds them."""
 
     amax: Tensor  # [2, K] of K and V, float32
     histogram: Tensor  # [2, NUM_BINS] int64, zeros left out
     zeros: Tensor  # [2] int64
-
-    def merge(self, other: "LayerValues") -> "LayerValues":
-        """Combine with the same layer on other text."""
-        return LayerValues(
-            torch.maximum(self.amax, other.amax),
-            self.histogram + other.histogram,
-            self.zeros + other.zeros,
-        )
 
 
 @torch.inference_mode()
@@ -71,41 +49,42 @@ def layer_errors(
     Layers that read another layer's cache are left out.
     """
     repeats = {m.layer_idx: m.kv_repeat for m in map_attention(model).cached.values()}
-    probes = [(v, v.scales, fp8_rounding(v.scales, v.tensors)) for v in variants if v.scales]
-    found: dict[str, dict[int, LayerError]] = {variant.name: {} for variant, *_ in probes}
-    values: dict[int, LayerValues] = {}
+    scaled = [(v, v.scales) for v in variants if v.scales]
+    probes = [(v, FP8_DTYPES[s.fp8_dtype], fp8_rounding(s, v.tensors)) for v, s in scaled]
+    errors: dict[str, dict[int, list[LayerError]]] = {variant.name: {} for variant, *_ in probes}
+    values: dict[int, list[LayerValues]] = {}
 
     def attend(
-        original: Callable[..., Any],
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
     ) -> Any:
-        out = original(module, query, key, value, *args, **kwargs)
-        layer_idx: Any = module.layer_idx
-        if layer_idx not in repeats:
+        out = original(module, query, key, value, *args, **kw)
+        idx = module.layer_idx
+        if idx not in repeats:
             return out
-        stored = (key[:, :: repeats[layer_idx]], value[:, :: repeats[layer_idx]])
-        held = layer_values(*stored)
-        values[layer_idx] = values[layer_idx].merge(held) if layer_idx in values else held
-        for variant, scales, rounding in probes:
-            if layer_idx not in variant.layers:
-                continue
-            other = original(module, *rounding(layer_idx, query, key, value), *args, **kwargs)
-            outputs = _tokens_last(out), _tokens_last(other)
-            dtype = FP8_DTYPES[scales.fp8_dtype]
-            error = _layer_error(*outputs, *stored, variant.layers[layer_idx], dtype)
-            layers = found[variant.name]
-            layers[layer_idx] = layers[layer_idx].merge(error) if layer_idx in layers else error
+        stored = (key[:, :: repeats[idx]], value[:, :: repeats[idx]])
+        values.setdefault(idx, []).append(layer_values(*stored))
+        for variant, dtype, rounding in probes:
+            if idx in variant.layers:
+                other = original(module, *rounding(idx, query, key, value), *args, **kw)
+                outputs = _tokens_last(out), _tokens_last(other)
+                error = _layer_error(*outputs, *stored, variant.layers[idx], dtype)
+                errors[variant.name].setdefault(idx, []).append(error)
         return out
 
     with swap_attention(model, attend):
         for token_ids in documents:
             model.get_decoder()(input_ids=token_ids[None].to(model.device), use_cache=False)
-    return found, values
+    joined = {name: {i: _joined(e) for i, e in layers.items()} for name, layers in errors.items()}
+    return joined, {idx: _added(each) for idx, each in values.items()}
+
+
+def _joined(documents: Sequence[LayerError]) -> LayerError:
+    return LayerError(*map(torch.cat, zip(*documents, strict=True)))
+
+
+def _added(documents: Sequence[LayerValues]) -> LayerValues:
+    amax, histogram, zeros = map(torch.stack, zip(*documents, strict=True))
+    return LayerValues(amax.amax(0), histogram.sum(0), zeros.sum(0))
 
 
 def _tokens_last(out: Any) -> Tensor:
@@ -118,18 +97,18 @@ def _layer_error(
     out: Tensor, other: Tensor, key: Tensor, value: Tensor, scales: LayerScales, dtype: torch.dtype
 ) -> LayerError:
     """Compare the attention output of one document with `other`, for which K and V were rounded."""
-    counted = []
+    counted, largest = [], fp8_max(dtype)
     for x, scale, centre in ((key, scales.k, scales.k_center), (value, scales.v, None)):
         scale = broadcast_scale(scale, x)
         x = x if centre is None else x - broadcast_scale(centre, x)
         scaled = (x[0].float() / scale).abs()
         zero = (quantize(x[0], scale, dtype).float() == 0) & (x[0] != 0)
-        largest = fp8_max(dtype)
         saturated = (scaled > largest).sum((1, 2))
         counted.append((saturated, zero.sum((1, 2)), scaled.amax((1, 2)) / largest))
-    saturated, underflowed, amax = (torch.stack(pair).cpu() for pair in zip(*counted, strict=True))
+    counts = (torch.stack(pair)[None].cpu() for pair in zip(*counted, strict=True))
+    saturated, underflowed, amax = counts
     error, power = (x.square().sum((0, 2))[None].double().cpu() for x in (other - out, out))
-    values = key.shape[2] * key.shape[3]
+    values = torch.tensor([key.shape[2] * key.shape[3]])
     return LayerError(error, power, saturated, underflowed, values, amax)
 
 
@@ -148,23 +127,23 @@ def _histogram(x: Tensor) -> Tensor:
     return torch.bincount(bins - FIRST_BIN, minlength=NUM_BINS)
 
 
-def layer_rows(layers: dict[int, LayerError], scales: dict[int, LayerScales]) -> list[LayerRow]:
-    """One row per layer: errors, shares of values, and the scales."""
-    return [_row(idx, layer, scales[idx]) for idx, layer in sorted(layers.items())]
-
-
-def _row(layer_idx: int, layer: LayerError, scales: LayerScales) -> LayerRow:
+def layer_row(layer_idx: int, layer: LayerError, scales: LayerScales) -> LayerRow:
+    """Errors of one layer, shares of its values, and its scales."""
     heads = (layer.error.sum(0) / layer.power.sum(0).clamp(min=1e-30)).sqrt()
-    saturated, underflowed = layer.saturated / layer.values, layer.underflowed / layer.values
+    values = layer.values.sum()
     return LayerRow(
         layer_idx=layer_idx,
         rel_rms_layer=_over_heads(layer),
         rel_rms=heads.tolist(),
-        saturated={"k": saturated[0].tolist(), "v": saturated[1].tolist()},
-        underflowed={"k": underflowed[0].tolist(), "v": underflowed[1].tolist()},
-        range_used={"k": layer.amax[0].tolist(), "v": layer.amax[1].tolist()},
+        saturated=_by_letter(layer.saturated.sum(0) / values),
+        underflowed=_by_letter(layer.underflowed.sum(0) / values),
+        range_used=_by_letter(layer.amax.amax(0)),
         scale={"k": _scale(scales.k), "v": _scale(scales.v)},
     )
+
+
+def _by_letter(shares: Tensor) -> dict[Tensors, list[float]]:
+    return {"k": shares[0].tolist(), "v": shares[1].tolist()}
 
 
 def _over_heads(layer: LayerError) -> Figure:

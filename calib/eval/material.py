@@ -1,16 +1,18 @@
 """Text of an evaluation: held-out documents, greedy continuations, passkeys."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
+from calib.data import CalibrationData
 from calib.errors import InputError
 from calib.eval.schema import Continuation, Suite
 from calib.eval.variants import Setup
+from calib.model.load import model_positions
 
 _FILLER = (
     "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -18,54 +20,38 @@ _FILLER = (
 _ASK = "\nWhat is the pass key? The pass key is"
 
 
-@dataclass(frozen=True)
-class Passkey:
+class Passkey(NamedTuple):
     """A prompt with a number hidden in it."""
 
     key: str
     prompt: Tensor  # [T]
 
 
-@dataclass(frozen=True)
-class Material:
+class Material(NamedTuple):
     """Held-out documents, prompts to continue, passkeys to find."""
 
     documents: Sequence[Tensor]  # [T] each
     prompts: Sequence[Tensor]  # [T] each, all of one length
     new_tokens: int
     passkeys: Sequence[Passkey]
-    layer_documents: int  # how many of the documents the per-layer errors are taken from
-    long_documents: Sequence[Tensor] = ()  # [T] each, read with what engines can load
-
-    @property
-    def passkey_ids(self) -> list[int]:
-        """The token ids of all passkeys' prompts."""
-        return [token for passkey in self.passkeys for token in passkey.prompt.tolist()]
+    layer_documents: Sequence[Tensor]  # those of the documents that per-layer errors are of
+    long_documents: Sequence[Tensor]  # [T] each, read with what engines can load
 
 
-def make_material(
-    tokenizer: PreTrainedTokenizerBase,
-    samples: Sequence[Sequence[int]],
-    suite: Suite,
-    *,
-    seen: int,
-    positions: int | None,
-) -> Material:
-    """Cut what `suite` reads out of `samples`; those it calibrates on come first.
+def make_material(setup: Setup, data: CalibrationData, suite: Suite, seen: int) -> Material:
+    """Cut what `suite` reads out of the samples of `data`; those it calibrates on come first.
 
-    Some scales were calibrated on the first `seen` of them. No document is longer than the model's
-    `positions`; None: no limit.
-
-    Raises:
-        InputError: there are too few samples.
+    Scales were calibrated on the first `seen`. Documents are no longer than the model's positions.
     """
-    documents = _held_out(samples, suite, max(seen, suite.calibration_samples))
+    documents = _held_out(data.samples, suite, max(seen, suite.calibration_samples))
     prompt_len = max(1, suite.seq_len // 8)
     prompts = [d[:prompt_len] for d in documents if len(d) >= prompt_len][: suite.prompts]
-    lengths = [n for n in suite.passkey_tokens if n <= suite.seq_len]
-    passkeys = make_passkeys(tokenizer, lengths, suite.passkey_depths)
-    long = _long_documents(documents, min(suite.long_tokens, positions or suite.long_tokens))
-    return Material(documents, prompts, suite.new_tokens, passkeys, suite.layer_documents, long)
+    passkeys = make_passkeys(setup.tokenizer, suite)
+    positions = model_positions(setup.model.config) or suite.long_tokens
+    joined = torch.cat(documents)[: min(suite.long_tokens, positions)]
+    long = [joined] if len(joined) > max(map(len, documents)) else []
+    of_layers = documents[: suite.layer_documents]
+    return Material(documents, prompts, suite.new_tokens, passkeys, of_layers, long)
 
 
 def _held_out(samples: Sequence[Sequence[int]], suite: Suite, seen: int) -> list[Tensor]:
@@ -79,22 +65,14 @@ def _held_out(samples: Sequence[Sequence[int]], suite: Suite, seen: int) -> list
     return [torch.tensor(sample) for sample in held_out]
 
 
-def _long_documents(documents: Sequence[Tensor], tokens: int) -> list[Tensor]:
-    """Held-out documents joined; none if that is no longer than one of them."""
-    joined = torch.cat([*documents])[:tokens]
-    return [joined] if len(joined) > max(map(len, documents)) else []
-
-
-def continue_greedily(
-    model: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int
-) -> list[list[int]]:
-    """`new_tokens` greedy tokens after each prompt [T]; all prompts have the same length."""
-    ids = torch.stack(list(prompts)).to(model.device)
-    output = model.generate(
+def continue_greedily(setup: Setup, prompts: Sequence[Tensor], new: int) -> list[list[int]]:
+    """Write `new` greedy tokens after each prompt [T]; all prompts have the same length."""
+    ids = torch.stack(list(prompts)).to(setup.model.device)
+    output = setup.model.generate(
         input_ids=ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        min_new_tokens=new_tokens,
+        max_new_tokens=new,
+        min_new_tokens=new,
         do_sample=False,
         use_cache=True,
     )
@@ -102,18 +80,12 @@ def continue_greedily(
     return tokens
 
 
-def split_texts(
-    tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[Sequence[int]], same: Sequence[int]
-) -> list[Continuation]:
-    """Decode `token_ids`, each cut after its first `same` tokens."""
-    found = []
-    for ids, count in zip(token_ids, same, strict=True):
-        whole, start = tokenizer.decode(ids), tokenizer.decode(ids[:count])
-        # a character of several tokens may be cut in two: it belongs to the rest
-        start = start if whole.startswith(start) else start.rstrip("\ufffd")
-        rest = whole.removeprefix(start)
-        found.append(Continuation(same_tokens=count, same=start, rest=rest))
-    return found
+def cut_text(tokenizer: PreTrainedTokenizerBase, ids: list[int], same: int) -> Continuation:
+    """Decode `ids`, cut after the first `same` tokens."""
+    whole, start = tokenizer.decode(ids), tokenizer.decode(ids[:same])
+    # a character of several tokens may be cut in two: it belongs to the rest
+    start = start if whole.startswith(start) else start.rstrip("\ufffd")
+    return Continuation(same_tokens=same, same=start, rest=whole.removeprefix(start))
 
 
 def same_tokens(first: Sequence[int], second: Sequence[int]) -> int:
@@ -122,13 +94,11 @@ def same_tokens(first: Sequence[int], second: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(first))
 
 
-def make_passkeys(
-    tokenizer: PreTrainedTokenizerBase, lengths: Sequence[int], depths: Sequence[float]
-) -> list[Passkey]:
-    """Prompts of about `lengths` tokens with a five-digit key at each of `depths`."""
+def make_passkeys(tokenizer: PreTrainedTokenizerBase, suite: Suite) -> list[Passkey]:
+    """Make prompts of about the suite's lengths with a five-digit key at each of its depths."""
     generator = torch.Generator().manual_seed(0)
-    found = []
-    for length, depth in product(lengths, depths):
+    found, lengths = [], [n for n in suite.passkey_tokens if n <= suite.seq_len]
+    for length, depth in product(lengths, suite.passkey_depths):
         key = str(int(torch.randint(10_000, 99_999, (1,), generator=generator)))
         needle = f"The pass key is {key}. Remember it. {key} is the pass key. "
         room = length - len(_ids(tokenizer, needle + _ASK))
@@ -145,7 +115,7 @@ def retrieve(setup: Setup, passkeys: Sequence[Passkey]) -> list[bool]:
     for length in {len(passkey.prompt) for passkey in passkeys}:
         together = [i for i, passkey in enumerate(passkeys) if len(passkey.prompt) == length]
         new = max(len(_ids(setup.tokenizer, passkeys[i].key)) for i in together) + 2
-        texts = continue_greedily(setup.model, [passkeys[i].prompt for i in together], new)
+        texts = continue_greedily(setup, [passkeys[i].prompt for i in together], new)
         for i, tokens in zip(together, texts, strict=True):
             found[i] = setup.tokenizer.decode(tokens).strip().startswith(passkeys[i].key)
     return [found[i] for i in range(len(passkeys))]

@@ -1,19 +1,22 @@
-"""The measurement: every variant beside the reference, on the same tokens, in one run."""
+"""The measurement: every variant beside the reference, on the same tokens; and `--search KL`."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from calib.choices import REFERENCE
 from calib.eval.layer_errors import LayerError, LayerValues, layer_errors
 from calib.eval.material import Material, continue_greedily, retrieve, same_tokens
+from calib.eval.schema import Search
 from calib.eval.statistics import Divergence, chunks, compare, join
-from calib.eval.variants import REFERENCE, UNCHANGED, Setup, Variant
+from calib.eval.variants import UNCHANGED, Setup, Variant
 
 # tokens at a time: the logits of a long document would not fit into memory
 _CHUNK = 512
+_AT_ONCE = 8  # variants of a search, each with a cache of its own
 
 
 @dataclass
@@ -44,9 +47,7 @@ def measure(setup: Setup, variants: Sequence[Variant], material: Material) -> di
         for name, divergence in read(setup, token_ids, served).items():
             found[name].long_documents.append(divergence)
     setup.progress("per-layer errors")
-    errors, found[REFERENCE].values = layer_errors(
-        setup.model, material.documents[: material.layer_documents], variants
-    )
+    errors, found[REFERENCE].values = layer_errors(setup.model, material.layer_documents, variants)
     for name, layers in errors.items():
         found[name].layers = layers
     for measured in found.values():
@@ -60,7 +61,7 @@ def _continue(setup: Setup, measured: Measured, reference: Measured, material: M
     setup.progress(f"text: {measured.variant.name}")
     with measured.variant.applied(setup):
         if material.prompts:
-            measured.texts = continue_greedily(setup.model, material.prompts, material.new_tokens)
+            measured.texts = continue_greedily(setup, material.prompts, material.new_tokens)
         measured.found_passkeys = retrieve(setup, material.passkeys)
     pairs = zip(reference.texts, measured.texts, strict=True)
     measured.same_tokens = [same_tokens(a, b) for a, b in pairs]
@@ -69,8 +70,7 @@ def _continue(setup: Setup, measured: Measured, reference: Measured, material: M
 def read(setup: Setup, token_ids: Tensor, variants: Sequence[Variant]) -> dict[str, Divergence]:
     """Compare each variant's logits on `token_ids` [T] with the reference's, itself among them."""
     model = setup.model
-    names = [REFERENCE, *(variant.name for variant in variants)]
-    caches = {name: DynamicCache(config=model.config) for name in names}
+    caches = {v.name: DynamicCache(config=model.config) for v in (UNCHANGED, *variants)}
     parts: dict[str, list[Divergence]] = {name: [] for name in caches}
     for rows in chunks(len(token_ids), _CHUNK):
         chunk, following = token_ids[rows], token_ids[rows.start + 1 : rows.stop + 1]
@@ -87,3 +87,55 @@ def _logits(model: PreTrainedModel, token_ids: Tensor, cache: Cache) -> Tensor:
     ids = token_ids[None].to(model.device)
     logits: Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
     return logits[0]
+
+
+@torch.inference_mode()
+def search(setup: Setup, variant: Variant, documents: Sequence[Tensor], budget: float) -> Search:
+    """Leave the layers that diverge most alone in 16 bits, as few as the budget allows.
+
+    Layers are ranked by the KL of each alone in FP8; that of several is measured, not added up.
+    """
+    layers = list(variant.layers)
+    ranking = [_only(variant, {layer}) for layer in layers]
+
+    def kl(skipped: Iterable[int]) -> float:
+        kept = set(layers) - set(skipped)
+        setup.progress(f"search: {len(kept)} of {len(layers)} layers in FP8")
+        return _mean_kl(setup, [_only(variant, kept)], documents)[0] if kept else 0.0
+
+    setup.progress("search: each layer alone")
+    alone = dict(zip(layers, _mean_kl(setup, ranking, documents), strict=True))
+    worst_first = sorted(layers, key=lambda layer: -alone[layer])
+    measured = {0: kl([]), len(layers): 0.0}
+    few, enough = (0, 0) if measured[0] <= budget else (0, len(layers))
+    while enough - few > 1:
+        half = (few + enough) // 2
+        measured[half] = kl(worst_first[:half])
+        few, enough = (few, half) if measured[half] <= budget else (half, enough)
+    return Search(
+        variant=variant.name,
+        budget=budget,
+        documents=len(documents),
+        kl_of_all=measured[0],
+        kl_alone=alone,
+        skipped=tuple(sorted(worst_first[:enough])),
+        kl=measured[enough],
+    )
+
+
+def _only(variant: Variant, kept: set[int]) -> Variant:
+    assert variant.scales is not None
+    layers = {n: s for n, s in variant.scales.layers.items() if s.layer_idx in kept}
+    name = f"layers {sorted(kept)}"
+    return replace(variant, name=name, scales=replace(variant.scales, layers=layers))
+
+
+def _mean_kl(setup: Setup, variants: Sequence[Variant], documents: Sequence[Tensor]) -> list[float]:
+    total = {variant.name: 0.0 for variant in variants}
+    for token_ids in documents:
+        for few in chunks(len(variants), _AT_ONCE):
+            found = read(setup, token_ids, variants[few])
+            for variant in variants[few]:
+                total[variant.name] += float(found[variant.name].kl.double().sum())
+    tokens = sum(map(len, documents))
+    return [total[variant.name] / tokens for variant in variants]

@@ -9,23 +9,12 @@ from typing import Any
 from calib.atomic import claimed
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
-from calib.eval.gate import check_variant, failures
-from calib.eval.inputs import (
-    calibrate_on,
-    calibrate_on_random_tokens,
-    describe,
-    evaluation_recipe,
-    fitting_suite,
-    given_names,
-    load_material,
-    machine,
-    open_given,
-)
-from calib.eval.material import Material, split_texts
-from calib.eval.page.files import check_report_directory, write_report
-from calib.eval.reader import Measured, measure
+from calib.eval import inputs
+from calib.eval.advice import check_variant, failures
+from calib.eval.material import Material, cut_text
+from calib.eval.page.html import check_report_directory, write_report
+from calib.eval.reader import Measured, measure, search
 from calib.eval.schema import SCHEMA, Conditions, Report, Search, Suite, Texts
-from calib.eval.search import search
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
@@ -35,22 +24,19 @@ from calib.model.load import load_config, load_model, load_tokenizer
 from calib.output.card import versions
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.stats import KVStats
-from calib.text import parse_condition
+from calib.text import Condition, parse_condition
 from fp8kv_runtime.errors import AttentionError
 
 
-def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> None:
-    """Refuse what cannot be measured before anything is loaded; `scales` may not be there yet.
-
-    Raises:
-        InputError: a condition names no variant that would be measured, or there is no such task.
-    """
+def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> list[Condition]:
+    """Read the conditions; refuse unknown variants and tasks. `scales` may not be there yet."""
     wanted = recipe.evaluation
-    measured = [*(wanted.variants or VARIANTS), *CONTROLS, *given_names(scales)]
-    for condition in map(parse_condition, wanted.fail_if):
-        check_variant(condition, measured)
+    conditions = [parse_condition(text) for text in wanted.fail_if]
+    for condition in conditions:
+        check_variant(condition, [*_built_in(wanted), *inputs.given_names(scales)])
     if wanted.tasks:
         name_tasks(wanted.tasks)
+    return conditions
 
 
 def run_evaluation(
@@ -63,18 +49,9 @@ def run_evaluation(
 ) -> tuple[Report, list[str]]:
     """Measure what `recipe.evaluation` says; returns the report and a line per failed condition.
 
-    Args:
-        model_name: local directory, Hub id or `builtin:` name.
-        recipe: what is measured, on which data, and the conditions.
-        scales: calibrations to compare.
-        output: directory for the report; None: it is not written.
-        progress: called with what is being done.
-
-    Raises:
-        Fp8kvError: anything that a user can put right.
+    `scales` are directories to compare; the report goes to `output`; `progress` is told each step.
     """
-    check_evaluation(recipe, scales)
-    conditions = [parse_condition(text) for text in recipe.evaluation.fail_if]
+    conditions = check_evaluation(recipe, scales)
     with nullcontext() if output is None else claimed(output, overwrite=True):
         if output is not None:
             check_report_directory(output)
@@ -93,17 +70,14 @@ def evaluate(
     suite: Suite | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Evaluation:
-    """Compare FP8 caches of a model with its own, on documents that no scale has seen.
-
-    Takes and raises what `run_evaluation` does; `suite` replaces the one that the recipe names.
-    """
+    """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's."""
     wanted = recipe.evaluation
     checkpoint = find_checkpoint(model_name)
     config = load_config(checkpoint, recipe)
-    suite, notes = fitting_suite(config, wanted, suite)
-    recipe = evaluation_recipe(recipe, suite)
+    suite, notes = inputs.fitting_suite(config, wanted, suite)
+    recipe = inputs.evaluation_recipe(recipe, suite)
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
-    opened = open_given(scales)
+    opened = inputs.open_given(scales)
     progress("load")
     tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
     setup = Setup(model, tokenizer, wanted.backend, progress)
@@ -111,72 +85,66 @@ def evaluate(
         Variant(name, "given with --scales", "given", checked(model))
         for name, checked in opened.items()
     ]
-    data, material, warnings = load_material(setup, recipe, suite, scales)
+    data, material, warnings = inputs.load_material(setup, recipe, suite, scales)
     progress("calibrate")
-    stats = calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
-    variants = build_variants(stats, calibrate_on_random_tokens(setup, recipe))
+    stats = inputs.calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
+    variants = build_variants(stats, inputs.calibrate_on_random_tokens(setup, recipe))
     conditions = Conditions(
         version=SCHEMA,
         versions=versions(),
-        machine=machine(model.device.type),
+        machine=inputs.machine(model.device.type),
         created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
         model=model_name,
         suite=suite,
         backend=setup.resolved_backend,
         dtype=str(model.dtype).removeprefix("torch."),
-        data=describe(data, material, stats.tokens),
+        data=inputs.describe(data, material, stats.tokens),
         bytes_per_token=_bytes_per_token(stats),
     )
-    results = _results(setup, _chosen(variants, wanted) + given, material, tasks, wanted)
+    chosen = [variant for variant in variants if variant.name in _built_in(wanted)]
+    results = _results(setup, chosen + given, material, tasks, wanted)
     return Evaluation(conditions, warnings=(*notes, *data.warnings, *warnings), **results)
 
 
 def _results(
-    setup: Setup,
-    variants: Sequence[Variant],
-    material: Material,
-    tasks: Tasks,
-    wanted: EvaluationRecipe,
+    setup: Setup, variants: list[Variant], material: Material, tasks: Tasks, asked: EvaluationRecipe
 ) -> dict[str, Any]:
     """The measurements, by their names in `Evaluation`."""
+    budget = asked.kl_budget
     try:
         measured = measure(setup, variants, material)
         return {
             "measured": measured,
             "texts": _texts(setup, material, measured),
-            "search": _search(setup, variants, material, wanted.kl_budget),
-            "tasks": run_tasks(setup, tasks, task_variants(variants, wanted.variants)),
+            "search": None if budget is None else _search(setup, variants, material, budget),
+            "tasks": run_tasks(setup, tasks, task_variants(variants, asked.variants)),
         }
     except AttentionError as error:
         raise InputError(str(error)) from error
 
 
-def _chosen(variants: list[Variant], wanted: EvaluationRecipe) -> list[Variant]:
-    kept = (*CONTROLS, *(VARIANTS if wanted.variants is None else wanted.variants))
-    return [variant for variant in variants if variant.name in kept]
+def _built_in(wanted: EvaluationRecipe) -> tuple[str, ...]:
+    return (*(VARIANTS if wanted.variants is None else wanted.variants), *CONTROLS)
 
 
-def _search(
-    setup: Setup, variants: Sequence[Variant], material: Material, budget: float | None
-) -> Search | None:
+def _search(setup: Setup, variants: list[Variant], material: Material, budget: float) -> Search:
     """Search with the first of --scales, or else `attn_head`, or else any variant engines load."""
-    if budget is None:
-        return None
     ranks = {"given": 0, "attn_head": 1}
     served = [variant for variant in variants if variant.served]
     if not served:
         raise InputError("a search needs scales that engines load: give --scales or keep attn_head")
     subject = min(served, key=lambda v: min(ranks.get(v.kind, 2), ranks.get(v.name, 2)))
-    return search(setup, subject, material.documents[: material.layer_documents], budget)
+    return search(setup, subject, material.layer_documents, budget)
 
 
 def _texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> Texts:
+    tokenizer = setup.tokenizer
     continuations = {
-        name: split_texts(setup.tokenizer, found.texts, found.same_tokens)
-        for name, found in measured.items()
-        if found.texts
+        name: [cut_text(tokenizer, *pair) for pair in zip(m.texts, m.same_tokens, strict=True)]
+        for name, m in measured.items()
+        if m.texts
     }
-    prompts = [setup.tokenizer.decode(prompt) for prompt in material.prompts]
+    prompts = [tokenizer.decode(prompt) for prompt in material.prompts]
     return Texts(prompts=prompts, continuations=continuations)
 
 

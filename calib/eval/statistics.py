@@ -1,6 +1,7 @@
 """From logits to figures: divergence of each token, and intervals over documents."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from calib.eval.schema import Figure, PositionBin
 
 Values = NDArray[np.float64]
+Statistic = Callable[[Values], float]
 
 _POSITIONS = 16  # at a time: rows of a large vocabulary stay in a processor's cache
 _FIRST_BIN = 16  # positions; each bin after it ends at twice the position
@@ -61,9 +63,7 @@ def chunks(length: int, size: int) -> Iterator[slice]:
     return (slice(i, min(i + size, length)) for i in range(0, length, size))
 
 
-def estimate(
-    documents: Sequence[Values], statistic: Callable[[Values], float] = np.mean, *, seed: int = 0
-) -> Figure:
+def estimate(documents: list[Values], statistic: Statistic = np.mean, *, seed: int = 0) -> Figure:
     """`statistic` of all values, resampled by document: tokens of one are not independent."""
     rng = np.random.default_rng(seed)
     # a quantile sorts: a million values are enough work for one figure
@@ -75,9 +75,9 @@ def estimate(
     return _figure(float(statistic(np.concatenate(documents))), draws)
 
 
-def ratio(numerators: Values, denominators: Values, *, seed: int = 0) -> Figure:
+def ratio(numerators: Values, denominators: Values) -> Figure:
     """Sum of `numerators` [documents] over that of `denominators`, resampled by document."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     chosen = rng.integers(len(numerators), size=(_RESAMPLES, len(numerators)))
     draws = numerators[chosen].sum(1) / denominators[chosen].sum(1)
     return _figure(float(numerators.sum() / denominators.sum()), draws)
@@ -88,14 +88,18 @@ def _figure(value: float, draws: Sequence[float] | Values) -> Figure:
     return Figure(value=value, low=float(low), high=float(high))
 
 
-def quantile(q: float) -> Callable[[Values], float]:
+def quantile(q: float) -> Statistic:
     """The statistic that is the `q` quantile."""
     return lambda values: float(np.quantile(values, q))
 
 
 def kl_by_position(documents: list[Values]) -> list[PositionBin]:
     """Mean KL in bins of the position: whether the error grows with the text."""
-    return [_bin(documents, start, stop) for start, stop in _edges(max(map(len, documents)))]
+    length = max(map(len, documents))
+    edges = [0, min(_FIRST_BIN, length)]
+    while edges[-1] < length:
+        edges.append(min(2 * edges[-1], length))
+    return [_bin(documents, start, stop) for start, stop in pairwise(edges)]
 
 
 def _bin(documents: list[Values], start: int, stop: int) -> PositionBin:
@@ -104,10 +108,3 @@ def _bin(documents: list[Values], start: int, stop: int) -> PositionBin:
     counts = np.array([float(len(part)) for part in parts])
     figure = ratio(sums, counts).model_dump()
     return PositionBin(start=start, to=stop, tokens=int(counts.sum()), **figure)
-
-
-def _edges(length: int) -> list[tuple[int, int]]:
-    stops = [min(_FIRST_BIN, length)]
-    while stops[-1] < length:
-        stops.append(min(2 * stops[-1], length))
-    return list(zip([0, *stops], stops, strict=False))

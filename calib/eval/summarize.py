@@ -1,22 +1,22 @@
 """Turn measurements into figures with intervals, and into advice."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from calib.choices import REFERENCE
 from calib.eval.advice import advise, advised, subject, verdict
-from calib.eval.layer_errors import layer_rows, value_rows
+from calib.eval.layer_errors import layer_row, value_rows
 from calib.eval.reader import Measured
 from calib.eval.schema import Conditions, Figure, Report, Row, Search, Texts
 from calib.eval.statistics import Values, estimate, kl_by_position, quantile
-from calib.eval.variants import REFERENCE, Variant
 
 
-@dataclass(frozen=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """Measurements, before figures are made of them."""
 
     conditions: Conditions
@@ -30,7 +30,7 @@ class Evaluation:
 def summarize(evaluation: Evaluation) -> Report:
     """Make the report: figures with their intervals, verdict and advice."""
     measured = evaluation.measured
-    kl = {name: estimate(_per_document(m, lambda d: d.kl)) for name, m in measured.items()}
+    kl = {name: estimate(_values(d.kl for d in m.documents)) for name, m in measured.items()}
     controls = [name for name, m in measured.items() if m.variant.kind == "control"]
     # what the controls reach is no difference
     floor = max((kl[name].high for name in controls), default=0.0)
@@ -55,15 +55,13 @@ def summarize(evaluation: Evaluation) -> Report:
 
 
 def _row(measured: Measured, reference: Measured, kl: Figure, measurable: bool) -> Row:
-    divergences = _per_document(measured, lambda d: d.kl)
-    long = [d.kl.double().numpy() for d in measured.long_documents]
-    agrees = _per_document(measured, lambda d: d.agrees)
-    nll = [
-        np.stack([d.nll.double().numpy(), r.nll.double().numpy()], 1)
-        for d, r in zip(measured.documents, reference.documents, strict=True)
-    ]
+    divergences = _values(d.kl for d in measured.documents)
+    agrees = _values(d.agrees for d in measured.documents)
+    pairs = zip(measured.documents, reference.documents, strict=True)
+    nll = _values(torch.stack([d.nll, r.nll], 1) for d, r in pairs)
     return Row(
-        **_described(measured.variant),
+        what=measured.variant.what,
+        kind=measured.variant.kind,
         kl=kl,
         kl_p99=estimate(divergences, quantile(0.99)),
         kl_p999=estimate(divergences, quantile(0.999)),
@@ -71,42 +69,32 @@ def _row(measured: Measured, reference: Measured, kl: Figure, measurable: bool) 
         ppl_change=estimate(nll, _ppl_change),
         top1=estimate(agrees),
         top1_count=int(sum(a.sum() for a in agrees)),
-        kl_by_position=kl_by_position(divergences + long),
-        **_generated(measured),
+        kl_by_position=kl_by_position(divergences + _values(d.kl for d in measured.long_documents)),
+        **_present(measured),
         measurable=measurable,
     )
 
 
-def _described(variant: Variant) -> dict[str, Any]:
-    described = {"what": variant.what, "kind": variant.kind}
-    if variant.scales is None:
-        return described
-    return {
-        **described,
-        "strategy": variant.scales.strategy,
-        "fp8_dtype": variant.scales.fp8_dtype,
-        "tensors": variant.tensors,
-    }
-
-
-def _generated(measured: Measured) -> dict[str, Any]:
-    """Figures that not every variant has: greedy text, passkeys, layers."""
-    numbers: dict[str, Sequence[float]] = {
-        "same_tokens": measured.same_tokens,
-        "passkey": measured.found_passkeys,
-    }
-    found: dict[str, Any] = {
-        name: estimate([np.array([float(each)]) for each in values])
-        for name, values in numbers.items()
-        if values
-    }
+def _present(measured: Measured) -> dict[str, Any]:
+    """Make the entries that not every variant has: scales, greedy text, passkeys, layers."""
+    found: dict[str, Any] = {}
+    variant, scales = measured.variant, measured.variant.scales
+    if scales is not None:
+        found = {"strategy": scales.strategy, "fp8_dtype": scales.fp8_dtype}
+        found["tensors"] = variant.tensors
+    greedy, keys = measured.same_tokens, measured.found_passkeys
+    numbers: dict[str, Sequence[float]] = {"same_tokens": greedy, "passkey": keys}
+    for name, values in numbers.items():
+        if values:
+            found[name] = estimate([np.array([float(each)]) for each in values])
     if measured.layers:
-        found["layers"] = layer_rows(measured.layers, measured.variant.layers)
+        layers = sorted(measured.layers.items())
+        found["layers"] = [layer_row(idx, each, variant.layers[idx]) for idx, each in layers]
     return found
 
 
-def _per_document(measured: Measured, pick: Callable[[Any], Any]) -> list[Values]:
-    return [pick(document).double().numpy() for document in measured.documents]
+def _values(documents: Iterable[Tensor]) -> list[Values]:
+    return [document.double().numpy() for document in documents]
 
 
 def _ppl_change(nll: Values) -> float:

@@ -5,9 +5,8 @@ import importlib.util
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from jinja2 import TemplateError
@@ -28,8 +27,7 @@ _REFUSALS = (
 _Loaded = dict[str, dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Tasks:
+class Tasks(NamedTuple):
     """Tasks of lm-eval with their data."""
 
     loaded: _Loaded
@@ -37,15 +35,9 @@ class Tasks:
 
 
 def find_tasks(specs: Sequence[str], limit: int | None = None) -> Tasks:
-    """Find tasks by name, YAML file or directory of YAML files, and read their datasets.
+    """Find tasks by lm-eval's name, YAML file or directory of them, and read their datasets.
 
-    Args:
-        specs: names as lm-eval knows them, and paths, which have a slash or end in .yaml.
-        limit: how many documents of each task will be used; default: all.
-
-    Raises:
-        InputError: lm-eval is not installed, there is no such task, a file is no task, a dataset
-            cannot be read, or a task needs more than a language model.
+    A path has a slash or ends in .yaml. `limit` documents of each task are used; None: all.
     """
     found: _Loaded = {"tasks": {}, "groups": {}, "group_map": {}}
     if specs:
@@ -58,47 +50,32 @@ def find_tasks(specs: Sequence[str], limit: int | None = None) -> Tasks:
 
 
 def name_tasks(specs: Sequence[str]) -> tuple[Any, list[str]]:
-    """Find tasks without reading their datasets: lm-eval's index, and the names it has for `specs`.
-
-    Raises:
-        InputError: lm-eval is not installed, there is no such task, or a file is no task.
-    """
+    """Find lm-eval's index, and its names for `specs`, without reading datasets."""
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError("--tasks needs lm-eval: pip install 'fp8kv[eval]'")
     specs = [*dict.fromkeys(specs)]
-    paths = {spec: Path(spec).expanduser().resolve() for spec in specs if _is_path(spec)}
+    are_paths = [spec for spec in specs if "/" in spec or spec.endswith(_SUFFIXES)]
+    paths = {spec: Path(spec).expanduser().resolve() for spec in are_paths}
     with lm_eval_quiet():
-        manager = _manager(specs, paths)
+        from lm_eval.tasks import TaskManager
+
+        directories = [path for path in paths.values() if path.is_dir()]
+        # the defaults are thousands of files, which take seconds to read
+        manager = TaskManager(include_path=directories, include_defaults=len(paths) < len(specs))
         names = [name for spec in specs for name in _names(manager, spec, paths.get(spec))]
     return manager, [*dict.fromkeys(names)]
 
 
 @contextmanager
 def lm_eval_quiet() -> Iterator[None]:
-    """Inside the block what lm-eval prints and logs, and its bars, are not shown.
-
-    There is no other way to silence all of them; our own bar keeps the stream that it was given.
-    """
+    """Hide what lm-eval prints and logs inside the block, and its bars: no option silences all."""
+    # our own bar keeps the stream that it was given
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
         yield
 
 
-def _is_path(spec: str) -> bool:
-    return "/" in spec or spec.endswith(_SUFFIXES)
-
-
-def _manager(specs: Sequence[str], paths: dict[str, Path]) -> Any:
-    from lm_eval.tasks import TaskManager
-
-    return TaskManager(
-        include_path=[path for path in paths.values() if path.is_dir()],
-        # thousands of files, which take seconds to read
-        include_defaults=len(paths) < len(specs),
-    )
-
-
 def _names(manager: Any, spec: str, path: Path | None) -> list[str]:
-    """What lm-eval is to load for `spec`: names of its index, or a file."""
+    """Names in lm-eval's index for `spec`, or the file that it is to load."""
     if path is None:
         return _known_names(manager, spec)
     if not path.is_dir():

@@ -3,14 +3,14 @@
 import copy
 import math
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from numbers import Real
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import set_seed
 
 from calib.errors import InputError
@@ -21,31 +21,21 @@ from calib.model.devices import check_token_ids
 _BATCH_SIZE = 8
 # enough for two digits; only metrics without a formula for their standard error are resampled
 _RESAMPLES = 1000
-_DEFAULT_VARIANTS = ("none", "attn_head")
 
 
 def task_variants(variants: Sequence[Variant], chosen: Sequence[str] | None) -> list[Variant]:
-    """Choose the variants that tasks are run with, besides the reference.
-
-    They are all whole FP8 caches where the user has `chosen` variants by name, otherwise the user's
-    own scales, or else `attn_head` and `none`.
-    """
+    """All FP8 caches where the user has `chosen` some by name; else those given, or else two."""
     whole = [variant for variant in variants if variant.generates]
     if chosen is not None:
         return whole
     given = [variant for variant in whole if variant.kind == "given"]
-    return given or [variant for variant in whole if variant.name in _DEFAULT_VARIANTS]
+    return given or [variant for variant in whole if variant.name in ("none", "attn_head")]
 
 
 def run_tasks(setup: Setup, tasks: Tasks, variants: Sequence[Variant]) -> dict[str, Any]:
     """Run tasks with the model's own cache and with every variant's, on the same prompts.
 
-    Returns:
-        `tasks`: task -> variant -> metric -> `{value, stderr}`, None where lm-eval has no number;
-        `harness`: `{name, version, limit}`. Nothing where there are no tasks.
-
-    Raises:
-        InputError: a task asks for more than the model or the FP8 cache can do.
+    Returns the report's `tasks` (task, variant, metric) and `harness`; nothing without tasks.
     """
     if not tasks.loaded["tasks"]:
         return {}
@@ -64,18 +54,14 @@ def run_tasks(setup: Setup, tasks: Tasks, variants: Sequence[Variant]) -> dict[s
     return {"tasks": found, "harness": harness}
 
 
-@contextmanager
-def _checking_ids(setup: Setup) -> Iterator[None]:
-    """Inside the block check the token ids that lm-eval reads; they are not known before."""
+def _checking_ids(setup: Setup) -> RemovableHandle:
+    """Check, inside a block, the token ids that lm-eval reads; they are not known before."""
 
     def check(module: Any, given: tuple[Tensor]) -> None:
         check_token_ids([int(given[0].max())], setup.tokenizer, setup.model)
 
-    hook = setup.model.get_input_embeddings().register_forward_pre_hook(check)
-    try:
-        yield
-    finally:
-        hook.remove()
+    hook: RemovableHandle = setup.model.get_input_embeddings().register_forward_pre_hook(check)
+    return hook
 
 
 def _language_model(setup: Setup) -> Any:
@@ -100,11 +86,7 @@ def _evaluate(lm: Any, tasks: Tasks, name: str) -> dict[str, Any]:
         task.set_fewshot_seed(SEED)
     try:
         done = lm_eval.evaluate(
-            lm=lm,
-            task_dict=tasks.loaded,
-            limit=tasks.limit,
-            bootstrap_iters=_RESAMPLES,
-            log_samples=False,
+            lm, tasks.loaded, limit=tasks.limit, bootstrap_iters=_RESAMPLES, log_samples=False
         )
     # AssertionError: how lm-eval checks lengths; ValueError: also our AttentionError
     except (AssertionError, ValueError) as error:

@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from calib.choices import REFERENCE as REFERENCE
-from calib.choices import VARIANTS
+from calib.choices import REFERENCE, VARIANTS
 from calib.scales.observers import AbsMax, Mse
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats
@@ -19,9 +18,9 @@ from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
 
 BUILT_IN = (REFERENCE, *VARIANTS)
-Kind = Literal["reference", "control", "fp8", "given"]
+QKV = tuple[Tensor, Tensor, Tensor]
 # (layer_idx, query, key, value) -> what attention is given
-Rounding = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+Rounding = Callable[[int, Tensor, Tensor, Tensor], QKV]
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Variant:
 
     name: str
     what: str  # for the report
-    kind: Kind
+    kind: Literal["reference", "control", "fp8", "given"]
     scales: KVScales | None = None  # None: the reference, or a control
     tensors: str = "kv"  # which of q, k and v are rounded to FP8
     eager: bool = False  # control: the reference through another attention kernel
@@ -54,7 +53,7 @@ class Variant:
     @property
     def layers(self) -> dict[int, LayerScales]:
         """The scales by layer_idx."""
-        return {} if self.scales is None else scales_by_layer(self.scales)
+        return {} if self.scales is None else _by_layer(self.scales)
 
     @property
     def generates(self) -> bool:
@@ -87,12 +86,7 @@ UNCHANGED = Variant(REFERENCE, "the model's own cache", "reference")
 
 
 def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
-    """Every variant that is compared unasked, controls first.
-
-    Args:
-        stats: with means, and with the histograms that observer mse needs.
-        random_stats: the same of random token ids.
-    """
+    """Make all variants, controls first, from statistics with means and histograms."""
     absmax = partial(stats.scales, observer=AbsMax(), targets="qkv")
     tensor, head = absmax(strategy="tensor"), absmax(strategy="attn_head")
     e5m2 = absmax(strategy="tensor", fp8_dtype="e5m2")
@@ -117,42 +111,37 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
     ]
 
 
-def scales_by_layer(scales: KVScales) -> dict[int, LayerScales]:
-    """The scales of each attention module by its layer_idx."""
+def _by_layer(scales: KVScales) -> dict[int, LayerScales]:
     return {layer.layer_idx: layer for layer in scales.layers.values()}
 
 
 def fp8_rounding(scales: KVScales, tensors: str) -> Rounding:
     """Round those of q, k and v that `tensors` names to FP8 and back."""
-    layers = scales_by_layer(scales)
-    dtype = FP8_DTYPES[scales.fp8_dtype]
+    layers, dtype = _by_layer(scales), FP8_DTYPES[scales.fp8_dtype]
 
-    def rounded(
-        layer_idx: int, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def rounded(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> QKV:
         layer = layers.get(layer_idx)
         if layer is None:
             return query, key, value
         if "q" in tensors and layer.q is not None:
-            query = round_fp8(query, layer.q, dtype)
+            query = _round_fp8(query, layer.q, dtype)
         if "k" in tensors:
             centre = 0.0 if layer.k_center is None else broadcast_scale(layer.k_center, key)
-            key = (round_fp8(key - centre, layer.k, dtype) + centre).to(key.dtype)
+            key = (_round_fp8(key - centre, layer.k, dtype) + centre).to(key.dtype)
         if "v" in tensors:
-            value = round_fp8(value, layer.v, dtype)
+            value = _round_fp8(value, layer.v, dtype)
         return query, key, value
 
     return rounded
 
 
-def round_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """[B, H, T, D] to FP8 and back, with scales [1], [H'] or [H', D] where H' divides H."""
+def _round_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     scale = broadcast_scale(scale, x)
     return dequantize(quantize(x, scale, dtype), scale).to(x.dtype)
 
 
 def broadcast_scale(scale: Tensor, x: Tensor) -> Tensor:
-    """Scales [1], [H'] or [H', D] so that they broadcast against x [B, H, T, D]."""
+    """View scales [1], [H'] or [H', D], H' a divisor of H, so that they fit `x` [B, H, T, D]."""
     scale = scale.to(x.device)
     if scale.shape[0] > 1:
         scale = scale.repeat_interleave(x.shape[1] // scale.shape[0], 0)
@@ -165,25 +154,15 @@ def _ones(scales: KVScales) -> KVScales:
     return KVScales("tensor", "e4m3fn", layers, scales.shared)
 
 
-def _to_bfloat16(
-    layer_idx: int, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _to_bfloat16(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> QKV:
     return query, key.bfloat16().to(key.dtype), value.bfloat16().to(value.dtype)
 
 
 def _rounded(model: PreTrainedModel, rounding: Rounding) -> AbstractContextManager[None]:
     def attend(
-        original: Callable[..., Any],
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *args: Any,
-        **kwargs: Any,
+        original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
     ) -> Any:
-        layer_idx: Any = module.layer_idx
-        rounded = rounding(layer_idx, query, key, value)
-        return original(module, *rounded, *args, **kwargs)
+        return original(module, *rounding(module.layer_idx, query, key, value), *args, **kw)
 
     return swap_attention(model, attend)
 

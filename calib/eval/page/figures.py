@@ -1,22 +1,34 @@
 """The report's charts with their captions and legends."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from calib.eval.page.drawing import Picture, Series, select
+from calib.eval.page import plots
 from calib.eval.page.histograms import Axis, Histogram, Panel, histogram, shared_axis
-from calib.eval.page.plots import HeatMap, heat_maps, kl_by_position, layer_error, layers_alone
+from calib.eval.page.plots import HeatMap, Picture, Series
 from calib.eval.schema import LayerRow, Report, Tensors
 
 _BY_POSITION = ("none", "tensor", "attn_head", "channel", "e5m2", "random")
 _BY_LAYER = ("none", "tensor", "attn_head", "k only", "v only", "e5m2")
 _LAYERS_SHOWN = 6  # the others are folded
+# colour, dashes and marker; the ink is for what the user gave
+_LOOKS: dict[str, tuple[int, tuple[int, ...], str]] = {
+    "tensor": (1, (), "o"),
+    "attn_head": (2, (6, 2), "s"),
+    "channel": (3, (2, 2), "^"),
+    "none": (4, (), "D"),
+    "e5m2": (5, (8, 2, 2, 2), "v"),
+    "mse": (6, (6, 2, 2, 2), "h"),
+    "random": (6, (1, 2), "P"),
+    "k only": (6, (4, 2), "<"),
+    "v only": (7, (4, 2), ">"),
+}
+_GIVEN_DASHES: tuple[tuple[int, ...], ...] = ((), (5, 2), (1, 2))  # no more are drawn
 
 
-@dataclass(frozen=True)
-class Chart:
+class Chart(NamedTuple):
     """A picture with its caption and legend, which the page escapes."""
 
     picture: Picture | Histogram
@@ -40,7 +52,7 @@ def charts(report: Report) -> dict[str, Any]:
 
 
 def _position_chart(report: Report) -> Chart | None:
-    series = select(report, _BY_POSITION, "kl_by_position")
+    series = _select(report, _BY_POSITION, "kl_by_position")
     if not series:
         return None
     label = f"Line chart: KL against position in the text, of {_names(series)}"
@@ -50,11 +62,11 @@ def _position_chart(report: Report) -> Chart | None:
     )
     if any(b.low == b.high for each in series for b in each.row.kl_by_position):
         caption += " Where there is no interval, one long document was read."
-    return Chart(kl_by_position(series), label, caption, tuple(series))
+    return Chart(plots.kl_by_position(series), label, caption, tuple(series))
 
 
 def _layer_chart(report: Report) -> Chart | None:
-    series = select(report, _BY_LAYER, "layers")
+    series = _select(report, _BY_LAYER, "layers")
     if not series:
         return None
     subject = report.subject
@@ -70,7 +82,7 @@ def _layer_chart(report: Report) -> Chart | None:
             f"Largest with '{subject}': layer {first.layer_idx}, "
             f"{first.rel_rms_layer.value:.2%}. {caption}"
         )
-    return Chart(layer_error(series, subject), label, caption, tuple(series))
+    return Chart(plots.layer_error(series, subject), label, caption, tuple(series))
 
 
 def _search_chart(report: Report) -> Chart | None:
@@ -84,7 +96,7 @@ def _search_chart(report: Report) -> Chart | None:
         f"16 bits (hollow): {found.kl:.2g}, the budget is {found.budget:.2g}."
     )
     label = f"Bar chart: KL of each layer alone in FP8. {caption}"
-    return Chart(layers_alone(found.kl_alone, set(skipped)), label, caption)
+    return Chart(plots.layers_alone(found.kl_alone, set(skipped)), label, caption)
 
 
 def _head_chart(report: Report) -> Chart | None:
@@ -98,7 +110,7 @@ def _head_chart(report: Report) -> Chart | None:
         indices, cells = [x.layer_idx for x in errors], [x.rel_rms for x in errors]
         panels.append(HeatMap("error of the attention output", "head", indices, cells, True))
     return Chart(
-        heat_maps(panels),
+        plots.heat_maps(panels),
         "Heat maps: K amax, V amax and error by layer and head",
         "Layers from left to right; the largest |x| of each KV head, and the relative RMS error "
         f"of each head's output with '{report.subject}'. Text: {_documents(report)}.",
@@ -113,10 +125,9 @@ def _histogram_charts(report: Report) -> tuple[list[Chart], list[Chart]]:
         return [], []
     panels = [Panel(values[row.layer_idx], row, report.judged.fp8_dtype) for row in rows]
     axis = shared_axis(panels)
-    charts = [_histogram(panel, axis) for panel in panels]
-    folded = zip(rows[_LAYERS_SHOWN:], charts[_LAYERS_SHOWN:], strict=True)
-    in_order = sorted(folded, key=lambda pair: pair[0].layer_idx)
-    return charts[:_LAYERS_SHOWN], [chart for _, chart in in_order]
+    folded = sorted(panels[_LAYERS_SHOWN:], key=lambda panel: panel.row.layer_idx)
+    shown = [_histogram(panel, axis) for panel in panels[:_LAYERS_SHOWN]]
+    return shown, [_histogram(panel, axis) for panel in folded]
 
 
 def _histogram(panel: Panel, axis: Axis) -> Chart:
@@ -128,12 +139,20 @@ def _histogram(panel: Panel, axis: Axis) -> Chart:
 
 
 def _tensor_line(letter: Tensors, panel: Panel) -> str:
-    zero, saturated = (
-        float(np.mean(share[letter])) for share in (panel.row.underflowed, panel.row.saturated)
-    )
+    row = panel.row
+    zero, saturated = (float(np.mean(x[letter])) for x in (row.underflowed, row.saturated))
     largest = max(panel.values.tensors[letter].amax)
     line = f"{letter.upper()}: amax {largest:.3g}, {zero:.2%} become 0"
     return line + (f", {saturated:.2g} of all saturate" if saturated else "")
+
+
+def _select(report: Report, names: Sequence[str], needs: str) -> list[Series]:
+    """Choose the user's scales first, then the measured variants in `names` that have `needs`."""
+    rows = report.variants
+    given = [name for name, row in rows.items() if row.kind == "given"]
+    mine = [Series(n, 0, d, "X", rows[n]) for n, d in zip(given, _GIVEN_DASHES, strict=False)]
+    known = [Series(n, *_LOOKS[n], rows[n]) for n in names if n in rows and n not in given]
+    return [each for each in mine + known if getattr(each.row, needs)]
 
 
 def _subject_layers(report: Report) -> list[LayerRow]:

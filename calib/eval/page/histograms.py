@@ -1,7 +1,7 @@
 """Histograms of K and V of one layer beside the range of FP8, as shapes that the page draws."""
 
 import math
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ _FLOOR = -6.0  # log10 of the smallest share that is drawn
 _TICKS = 6
 
 
-@dataclass(frozen=True)
-class Panel:
+class Panel(NamedTuple):
     """One layer."""
 
     values: Layer
@@ -25,8 +24,7 @@ class Panel:
     fp8_dtype: str
 
 
-@dataclass(frozen=True)
-class Half:
+class Half(NamedTuple):
     """One tensor: SVG paths, and what is shaded."""
 
     letter: str
@@ -37,16 +35,14 @@ class Half:
     sign: float  # 1: upwards
 
 
-@dataclass(frozen=True)
-class Histogram:
+class Histogram(NamedTuple):
     """Both tensors and the numbers below them."""
 
     halves: list[Half]
     ticks: list[tuple[float, str]]  # x and text
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """Magnitudes to units of a width, logarithmically."""
 
     low: float
@@ -110,13 +106,12 @@ def _ends(fp8_dtype: str) -> tuple[float, float, float]:
 def _shades(axis: Axis, scales: list[float], fp8_dtype: str) -> list[tuple[float, float, float]]:
     """Ranges that FP8 holds with the smallest and the largest scale; subnormal parts are paler."""
     smallest, normal, largest = _ends(fp8_dtype)
-    extremes = sorted({min(scales), max(scales)})
-    spans = [
-        (axis.place(start * scale), axis.place(largest * scale), strength / len(extremes))
-        for scale in extremes
-        for start, strength in ((smallest, 0.12), (normal, 0.16))
-    ]
-    return [(start, round(end - start, 1), opacity) for start, end, opacity in spans]
+    shades, extremes = [], sorted({min(scales), max(scales)})
+    for scale in extremes:
+        for start, strength in ((smallest, 0.12), (normal, 0.16)):
+            x, end = axis.place(start * scale), axis.place(largest * scale)
+            shades.append((x, round(end - x, 1), strength / len(extremes)))
+    return shades
 
 
 def _lines(axis: Axis, magnitudes: list[float], sign: float) -> str:
@@ -130,8 +125,6 @@ def _bars(axis: Axis, values: Magnitudes, sign: float) -> str:
     shares = counts / max(1.0, counts.sum() + values.zeros)
     heights = 1 - np.log10(np.maximum(shares, 10.0**_FLOOR)) / _FLOOR
     edges = [axis.place(2.0 ** (values.log2_first + i / 2)) for i in range(len(counts) + 1)]
-    steps = (
-        f"V{_MIDDLE - sign * _HALF * height:.1f}H{edge}"
-        for height, edge in zip(heights, edges[1:], strict=True)
-    )
+    tops = _MIDDLE - sign * _HALF * heights
+    steps = (f"V{top:.1f}H{edge}" for top, edge in zip(tops, edges[1:], strict=True))
     return f"M{edges[0]} {_MIDDLE}{''.join(steps)}V{_MIDDLE}"

@@ -1,16 +1,20 @@
-"""`report.html`: one file with everything in it, that loads nothing and runs nothing."""
+"""`report.html`, one file that loads nothing and runs nothing; all three files of a report."""
 
+import json
 import logging
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
-from calib.eval.advice import GIVEN, SERVED
+from calib.choices import REFERENCE
+from calib.errors import InputError
+from calib.eval.advice import SERVED
 from calib.eval.page.histograms import Axis
-from calib.eval.page.markdown import figures, task_table
-from calib.eval.schema import Continuation, Report, Row
-from calib.eval.variants import REFERENCE
+from calib.eval.page.markdown import figures, markdown, task_table
+from calib.eval.schema import REPORT_FILE, Continuation, Report, Row
+from calib.progress import WRITTEN
 
 # control characters that are no white space, halves of characters, and what is no character
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -30,24 +34,20 @@ def html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template("report.html").render(_page(report))
+    return environment.get_template("report.html").render(
+        report=report,
+        table=_table(report),
+        tiles=_tiles(report, report.judged) if report.judged else [],
+        **_charts(report),
+        texts=_texts(report),
+        tasks=task_table(report),
+    )
 
 
 def _visible(value: Any) -> Any:
     """Replace invisible characters in text that the page prints; markup of a macro is left."""
     is_text = isinstance(value, str) and not hasattr(value, "__html__")
     return _INVISIBLE.sub("\ufffd", value) if is_text else value
-
-
-def _page(report: Report) -> dict[str, Any]:
-    return {
-        "report": report,
-        "table": _table(report),
-        "tiles": _tiles(report, report.judged) if report.judged else [],
-        **_charts(report),
-        "texts": _texts(report),
-        "tasks": task_table(report),
-    }
 
 
 def _charts(report: Report) -> dict[str, Any]:
@@ -99,17 +99,11 @@ def _table(report: Report) -> dict[str, Any]:
 
 
 def _group(name: str, row: Row) -> str:
-    if row.kind == GIVEN:
+    if row.kind == "given":
         return "given"
     if row.kind in ("control", REFERENCE):
         return "reference and controls"
     return "engines can load" if name in SERVED else "for comparison"
-
-
-def _round_numbers(near: float) -> list[float]:
-    decade = math.floor(math.log10(near))
-    exponents = range(decade - 1, decade + 2)  # a logarithm may be rounded across its decade
-    return [digit * 10.0**exponent for exponent in exponents for digit in (1, 2, 5)]
 
 
 def _axis(rows: Iterable[Row], floor: float) -> Axis:
@@ -118,11 +112,10 @@ def _axis(rows: Iterable[Row], floor: float) -> Axis:
     kl = [row.kl for row in rows if row.kind not in ("control", REFERENCE)]
     shown = [x for figure in kl for _, x in figure if 0 < x < math.inf] or [floor or 1.0]
     low, high = min(shown), max(shown)
-    return Axis(
-        max(n for n in _round_numbers(low) if n <= low),
-        min(n for n in _round_numbers(high) if n > high),
-        width=100.0,
-    )
+    # one decade more at each end: a logarithm may be rounded across its own
+    decades = range(math.floor(math.log10(low)) - 1, math.floor(math.log10(high)) + 2)
+    numbers = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+    return Axis(max(n for n in numbers if n <= low), min(n for n in numbers if n > high), 100.0)
 
 
 def _texts(report: Report) -> list[dict[str, Any]]:
@@ -154,5 +147,38 @@ def _heading(text: Continuation) -> str:
     if not text.rest:
         return f"all {text.same_tokens} tokens are the same"
     if text.same_tokens == 0:
-        return "the first token is another"
-    return f"token {text.same_tokens + 1} is the first that is another"
+        return "the first token differs"
+    return f"token {text.same_tokens + 1} is the first that differs"
+
+
+def check_report_directory(directory: Path) -> None:
+    """Refuse a file, and a directory that holds something else than a report."""
+    if directory.exists() and not directory.is_dir():
+        raise InputError(f"'{directory}' is a file; give another --output")
+    others = [p for p in directory.glob("*") if p.name.removeprefix(".") not in _FORMS]
+    if others:
+        raise InputError(
+            f"'{directory}' holds '{others[0].name}', which is no report; give another --output"
+        )
+
+
+def write_report(report: Report, directory: Path) -> None:
+    """Write `report.json`, `report.md` and `report.html`; an earlier report there is replaced."""
+    check_report_directory(directory)
+    files = {name: form(report) for name, form in _FORMS.items()}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in files.items():
+            scratch = directory / f".{name}"
+            scratch.write_text(text, encoding="utf-8", errors="replace")
+            scratch.replace(directory / name)
+    except OSError as error:
+        raise InputError(f"cannot write '{directory}': {error.strerror or error}") from None
+    WRITTEN.append(directory)
+
+
+_FORMS: dict[str, Callable[[Report], str]] = {
+    REPORT_FILE: lambda report: json.dumps(report.to_json(), indent=2) + "\n",
+    "report.md": markdown,
+    "report.html": html,
+}

@@ -2,12 +2,11 @@
 
 from typing import NamedTuple
 
+from calib.choices import REFERENCE
 from calib.eval.schema import Figure, Report, Row, TaskFigure
-from calib.eval.variants import REFERENCE
 from calib.text import plain
 
 HEADINGS = ("cache", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
-NO_DIFFERENCE = "no measurable difference"
 
 
 def table_rows(report: Report) -> list[tuple[str, ...]]:
@@ -23,7 +22,7 @@ def _row(name: str, row: Row) -> tuple[str, ...]:
 
 def figures(row: Row) -> list[tuple[str, str]]:
     """Value and interval of each figure of a variant, as text, in the order of `HEADINGS`."""
-    kl = _figure(row.kl, "{:.2g}") if row.measurable else (NO_DIFFERENCE, "")
+    kl = _figure(row.kl, "{:.2g}") if row.measurable else ("no measurable difference", "")
     return [
         kl,
         _figure(row.kl_p99, "{:.2g}"),

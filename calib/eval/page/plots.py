@@ -1,22 +1,60 @@
 """Lines, bars and heat maps: KL against position, error by layer and head."""
 
+import base64
+import io
 import math
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
+from matplotlib import style, ticker
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter, NullLocator
 from numpy.typing import NDArray
 
-from calib.eval.page.drawing import Picture, Series, draw, log_ticks, percent, plain
+from calib.eval.schema import Row
 
+_STYLES = Path(__file__).parent
+_NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
 _SIZE = (6.0, 3.8)  # inches
 _WIDTH = 11.0  # inches
 _HEAD = 0.17  # inches for each head, within bounds
 _LEAST, _MOST = 0.8, 3.2
+
+
+class Picture(NamedTuple):
+    """One chart as data URIs of SVG, without any text that others chose."""
+
+    light: str
+    dark: str
+
+
+def draw(size: tuple[float, float], paint: Callable[[Figure], None]) -> Picture:
+    """Draw `size` inches, of 96 CSS pixels each; C0 is the page's ink, C1 to C8 its colours."""
+    return Picture(_drawn("light", size, paint), _drawn("dark", size, paint))
+
+
+def _drawn(scheme: str, size: tuple[float, float], paint: Callable[[Figure], None]) -> str:
+    # "default" first: a user's own matplotlibrc is not for this page
+    own = (_STYLES / f"{name}.mplstyle" for name in ("chart", scheme))
+    with style.context(["default", *own]):
+        figure = Figure(figsize=size, layout="constrained")
+        paint(figure)
+        written = io.BytesIO()
+        figure.savefig(written, format="svg", metadata=_NO_METADATA)
+    return f"data:image/svg+xml;base64,{base64.b64encode(written.getvalue()).decode()}"
+
+
+class Series(NamedTuple):
+    """One variant as a line."""
+
+    name: str
+    color: int  # `--cN` of the page; 0 is the ink
+    dashes: tuple[int, ...]  # empty: solid
+    marker: str  # matplotlib's word
+    row: Row
 
 
 def kl_by_position(series: list[Series]) -> Picture:
@@ -34,7 +72,7 @@ def kl_by_position(series: list[Series]) -> Picture:
         ends = [0, *(each.to for each in bins)]
         axes.set_xticks([i - 0.5 for i in range(len(ends))], list(map(_tokens, ends)))
         axes.set_xlabel("position in the text, tokens")
-        _log_axis(axes, "KL, nats per token", plain)
+        _log_axis(axes, "KL, nats per token", _plain)
 
     return draw(_SIZE, paint)
 
@@ -54,10 +92,10 @@ def layer_error(series: list[Series], subject: str | None) -> Picture:
             if each.name == subject:
                 low, high = [x.low for x in errors], [x.high for x in errors]
                 axes.fill_between(xs, low, high, color=f"C{each.color}", alpha=0.2, linewidth=0)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axes.margins(x=0.02)
         axes.set_xlabel("layer")
-        _log_axis(axes, "relative RMS error of attention output", percent)
+        _log_axis(axes, "relative RMS error of attention output", _percent)
 
     return draw(_SIZE, paint)
 
@@ -72,12 +110,11 @@ def layers_alone(kl: dict[int, float], skipped: set[int]) -> Picture:
             color = "C2" if layer in skipped else "C1"
             fill = "none" if layer in skipped else color
             axes.bar(layer, value, 0.7, facecolor=fill, edgecolor=color)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.yaxis.set_major_formatter(FuncFormatter(plain))
+        axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
+        axes.yaxis.set_major_formatter(_plain)
         axes.grid(visible=False, axis="x")
         axes.margins(x=0.02)
-        axes.set_xlabel("layer")
-        axes.set_ylabel("KL, nats per token")
+        axes.set(xlabel="layer", ylabel="KL, nats per token")
 
     return draw(_SIZE, paint)
 
@@ -102,15 +139,14 @@ def _line(axes: Axes, series: Series, xs: Any, ys: Any, size: float) -> None:
 
 def _log_axis(axes: Axes, title: str, form: Any) -> None:
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(log_ticks(*axes.get_ylim(), 12))
-    axes.yaxis.set_major_formatter(FuncFormatter(form))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(_log_ticks(*axes.get_ylim(), 12))
+    axes.yaxis.set_major_formatter(form)
+    axes.yaxis.set_minor_formatter(ticker.NullFormatter())
     axes.set_ylabel(title)
     axes.tick_params(which="minor", length=0)
 
 
-@dataclass(frozen=True)
-class HeatMap:
+class HeatMap(NamedTuple):
     """One panel."""
 
     title: str
@@ -145,19 +181,19 @@ def _paint(figure: Figure, axes: Axes, panel: HeatMap) -> None:
         extent=(-0.5, cells.shape[1] - 0.5, cells.shape[0] - 0.5, -0.5),
     )
     axes.grid(visible=False)
-    axes.set_title(panel.title)
-    axes.set_ylabel(panel.heads)
-    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_locator(MaxNLocator(16, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda i, _: _layer(panel.layers, i)))
+    axes.set(title=panel.title, ylabel=panel.heads)
+    axes.yaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(16, integer=True))
+    labels = dict(enumerate(map(str, panel.layers)))
+    axes.xaxis.set_major_formatter(lambda i, _: labels.get(round(i), ""))
     bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=8, fraction=0.05)
     assert bar.solids is not None
     bar.solids.set_rasterized(True)
     bar.outline.set_visible(False)
-    bar.formatter = FuncFormatter(percent if panel.is_share else plain)
-    bar.locator = MaxNLocator(4) if panel.is_share else log_ticks(*image.get_clim(), 5)
+    bar.formatter = ticker.FuncFormatter(_percent if panel.is_share else _plain)
+    bar.locator = ticker.MaxNLocator(4) if panel.is_share else _log_ticks(*image.get_clim(), 5)
     bar.update_ticks()
-    bar.ax.yaxis.set_minor_locator(NullLocator())
+    bar.ax.yaxis.set_minor_locator(ticker.NullLocator())
 
 
 def _norm(cells: NDArray[Any], is_share: bool) -> Normalize:
@@ -169,6 +205,20 @@ def _norm(cells: NDArray[Any], is_share: bool) -> Normalize:
     return LogNorm(low, high if high > low else 2 * low)
 
 
-def _layer(layers: list[int], position: float) -> str:
-    index = round(position)
-    return str(layers[index]) if 0 <= index < len(layers) else ""
+def _plain(value: float, _: Any) -> str:
+    # not matplotlib's own, which marks up powers of ten
+    return f"{value:g}"
+
+
+def _percent(value: float, _: Any) -> str:
+    return f"{100 * value:g}%"
+
+
+def _log_ticks(low: float, high: float, most: int) -> ticker.Locator:
+    """At most about `most` ticks between `low` and `high` of a logarithmic axis."""
+    decades = math.log10(high / low)
+    if decades < 0.7:
+        return ticker.MaxNLocator(most - 1)
+    if 3 * decades < most:
+        return ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=most)
+    return ticker.LogLocator(numticks=most)

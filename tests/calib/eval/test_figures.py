@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from calib.errors import InputError
-from calib.eval.gate import failures
+from calib.eval.advice import failures
 from calib.eval.schema import Figure, Report, Row
 from calib.eval.statistics import compare, divergence, estimate, quantile
 from calib.text import parse_condition

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from calib.eval import page as page_package
-from calib.eval.page import files
+from calib.eval.page import html as files
 from calib.eval.page.html import html as html_of
 from calib.eval.schema import Report
 

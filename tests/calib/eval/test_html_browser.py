@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from calib.eval.page.files import write_report
+from calib.eval.page.html import write_report
 from calib.eval.schema import Report
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

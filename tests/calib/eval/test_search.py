@@ -7,8 +7,8 @@ import torch
 from families import tiny_model
 
 from calib.data import make_batches
-from calib.eval.reader import read
-from calib.eval.search import _only, search, skip_argument
+from calib.eval.advice import skip_argument
+from calib.eval.reader import _only, read, search
 from calib.eval.variants import Setup, build_variants
 from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
