@@ -86,7 +86,7 @@ def repair(
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     found = read_scales(directory)
-    layers, stats = _by_module(found), load_stats(statistics)
+    layers, stats = found.by_module(), load_stats(statistics)
     derived = _derive(found, layers, stats, statistics).layers
     replaced = []
     for module, layer in layers.items():
@@ -106,15 +106,7 @@ def existing_scales(directory: Path) -> KVScales:
         InputError: a layer lacks K or V, a scale is not finite and positive, or they are not FP8's.
     """
     found = read_scales(directory)
-    return to_scales(found, _by_module(found))
-
-
-def _by_module(found: FoundScales) -> dict[str, FoundLayer]:
-    layers = found.by_module()
-    for layer in layers.values():
-        # a query scale is optional, and nobody can use one that is none
-        layer.q = layer.q if is_usable(layer.q) else None
-    return layers
+    return to_scales(found, found.by_module())
 
 
 def _derive(
@@ -162,8 +154,8 @@ def _write(
         raise UnsupportedExportError(str(error).replace("--format", "--to")) from None
     if not (made.tensors or made.documents):
         raise UnsupportedExportError(
-            f"--to {to} holds the statistics of a calibration, which scales alone do not tell; "
-            f"use fp8kv calibrate --format {to}"
+            f"--to {to} holds the statistics of a calibration, which cannot be derived from "
+            f"scales; use fp8kv calibrate --format {to}"
         )
     card = rewritten_card(checkpoint.path, to, scales.strategy, output)
     with atomic_directory(output, overwrite=overwrite) as scratch:

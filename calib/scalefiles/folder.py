@@ -20,8 +20,6 @@ from calib.scalefiles.json import read_object
 from calib.scalefiles.names import ScaleName, parse_scale_name
 from calib.scalefiles.scales_json import ScalesJson, read_scales_json
 
-# a name that ends so holds measurements of ours, which engines that read an index never see
-_NO_WEIGHTS = STATS_FILE
 # what no model comes near
 _MAX_FILES = 100_000
 # weights that only an attention module has
@@ -89,14 +87,13 @@ class ScaleDirectory:
 def open_scales(path: Path) -> ScaleDirectory:
     """Read the scales of a directory; never read weights.
 
-    Raises:
-        InputError: it is no directory, holds nothing of the kind, or a file in it is damaged, or
-            says that its tensors are outside the directory.
+    An InputError if there is no model and no scale, or a file is damaged or names one outside.
     """
     if not path.is_dir():
         raise InputError(f"'{path}' is not a directory; give one that holds a model or its scales")
     index = _read_index(path)
-    files = sorted(file.name for file in path.glob("*.safetensors") if file.name != _NO_WEIGHTS)
+    # measurements of ours, which engines that read an index never see
+    files = sorted({file.name for file in path.glob("*.safetensors")} - {STATS_FILE})
     if len(files) > _MAX_FILES:
         raise InputError(f"'{path}' holds {len(files):,} safetensors files, more than any model")
     listed = set(files if index is None else index.values())

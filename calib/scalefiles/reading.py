@@ -68,20 +68,15 @@ class FoundScales:
     @property
     def problems(self) -> list[str]:
         """What is wrong for any engine, one line each."""
-        return (
-            _value_problems(self.layers)
-            + _contradictions(self.layers)
-            + _file_problems(self.directory)
-        )
+        of_scales = _value_problems(self.layers) + _contradictions(self.layers)
+        return of_scales + _file_problems(self.directory)
 
     def by_module(self) -> dict[str, FoundLayer]:
         """Layers by their attention module's name in the checkpoint, also those without a scale.
 
-        Raises:
-            InputError: no file names the module of a layer.
+        Query scales that are of no use are left out. An InputError if a layer has no module.
         """
         modules = {layer_of(module): module for module in self.directory.modules}
-        modules.pop(None, None)
         layers = {layer: FoundLayer(layer) for layer in modules if layer is not None}
         layers |= {layer.layer: layer for layer in self.layers}
         named = {}
@@ -92,6 +87,7 @@ class FoundScales:
                     f"'{self.directory.path}' has scales for layer {index} and no attention module "
                     "to hold them; put the file beside the model's weights"
                 )
+            layer.q = layer.q if is_usable(layer.q) else None
             named[modules.get(index) or said[0]] = layer
         return named
 
@@ -112,10 +108,9 @@ class FoundScales:
 
 
 def read_scales(path: Path) -> FoundScales:
-    """Read the scales of a directory; of several tensors for one the more specific is taken.
+    """Read the scales of a directory: of several tensors for one scale, the more specific.
 
-    Raises:
-        InputError: the directory holds no scales, or a file is damaged.
+    An InputError if the directory holds no scales, or a file is damaged.
     """
     directory = open_scales(path)
     found: dict[int, FoundLayer] = {}

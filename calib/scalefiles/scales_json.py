@@ -40,11 +40,7 @@ class ScalesJson(BaseModel):
 
 
 def read_scales_json(path: Path) -> ScalesJson:
-    """Read the file, whatever its scales are worth.
-
-    Raises:
-        InputError: it is no JSON object, or holds no numbers by rank and layer.
-    """
+    """Read the file; an InputError if it holds no numbers by rank and layer."""
     try:
         return ScalesJson.model_validate(read_object(path))
     except ValidationError as error:

@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from calib.scalefiles.calibrations import Amax, read_amax
 from calib.scalefiles.fp8_type import FP8_MAX
-from calib.scalefiles.measured import Amax, read_amax
 from calib.scalefiles.reading import FoundLayer, FoundScales, read_scales
 from calib.verify.result import Place, Simulation
 from calib.verify.rules import Rules
