@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from calib.measure.attention import CachedAttention
-from calib.scales.histogram import magnitude_histogram
+from calib.scales.observers import magnitude_histogram
 from calib.scales.stats import STATISTICS, LayerStats, TensorStats
 
 _GRID = 2.0**20

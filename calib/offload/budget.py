@@ -13,7 +13,7 @@ from calib.measure.attention import AttentionMap
 from calib.offload.stages import Stages
 from calib.recipe import Recipe
 from calib.scales.derive import recipe_observer
-from calib.scales.histogram import NUM_BINS
+from calib.scales.observers import NUM_BINS
 from calib.sizes import show_size
 
 # tensors of a token's width alive at once inside a layer, measured on dense and on expert models
