@@ -11,9 +11,6 @@ def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Expor
     """Export the JSON alone; engines take it beside the unchanged model.
 
     Its loaders want every layer index, so layers that cache no K and V are listed with 1.0.
-
-    Raises:
-        UnsupportedExportError: the model's config lacks a field that the loaders compare.
     """
     config = checkpoint.text_config
     model_type, num_layers = config.get("model_type"), config.get("num_hidden_layers")
@@ -33,10 +30,6 @@ def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Expor
             "scaling_factor": {str(rank): factors for rank in range(tp_size)},
         },
     }
-    return Export(documents={JSON_FILE: document}, notes=_notes(num_layers - len(largest)))
-
-
-def _notes(missing: int) -> tuple[str, ...]:
-    if not missing:
-        return ()
-    return (f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused",)
+    missing = num_layers - len(largest)
+    note = f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused"
+    return Export(documents={JSON_FILE: document}, notes=(note,) if missing else ())
