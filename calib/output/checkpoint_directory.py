@@ -36,11 +36,7 @@ _WEIGHT_SUFFIXES = tuple(f".{name}" for name in _FORMATS.split())
 
 
 def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
-    """Refuse an output path that would harm the source or something that is not ours.
-
-    Raises:
-        InputError: the path is the source, lies around or inside it, exists, or cannot be read.
-    """
+    """Refuse an output path that would harm the source or something that is not ours."""
     # `resolve` fails on links that lead to themselves
     resolved, model = (Path(os.path.realpath(path)) for path in (out, source))
     if resolved == model or model in resolved.parents or resolved in model.parents:
@@ -64,11 +60,18 @@ def write_checkpoint(
     checkpoint: Checkpoint,
     out: Path,
     *,
-    weights: Placing,
+    weights: Placing | None,
     readme: str,
     on_copied: OnCopied = lambda name, copied, size: None,
 ) -> None:
-    """Fill the directory `out` with the source's files and what `export` adds."""
+    """Fill the directory `out` with the source's files and what `export` adds.
+
+    `weights` is None for a format that lies beside the model: documents and `readme` are all.
+    """
+    if weights is None:
+        write_documents(export, out)
+        (out / CARD_FILE).write_text(readme)
+        return
     copy_small_files(checkpoint, out)
     keep_source_files(checkpoint.path, out)
     write_documents(export, out)
@@ -85,10 +88,7 @@ def write_checkpoint(
 
 
 def source_files(path: Path) -> Path | None:
-    """The directory of the source's own files: `path`, or its `fp8kv_source/`.
-
-    None: `path` is an output of ours that has kept nothing, as older versions made.
-    """
+    """Where the source's own files are; None in an output of an older version, which kept none."""
     kept = path / SOURCE_DIRECTORY
     if kept.is_dir():
         return kept
@@ -112,11 +112,7 @@ def place_weights(
     weights: Placing,
     on_copied: OnCopied = lambda name, copied, size: None,
 ) -> dict[str, str]:
-    """Put the weight files, without scales, into `out` under new `names`.
-
-    Returns:
-        The file of each tensor, by its name.
-    """
+    """Put weight files, without scales, into `out` under new `names`; return each tensor's file."""
     stale = {name for name in checkpoint.weight_map if is_of_cache(name)}
     for shard in checkpoint.shards if weights != "none" else ():
         held = {name for name, file in checkpoint.weight_map.items() if file == shard}

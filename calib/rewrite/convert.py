@@ -1,6 +1,7 @@
 """`fp8kv convert`, `strip` and `repair`: a checkpoint written again with other scales, or none."""
 
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,10 +11,9 @@ from calib.choices import FormatName, Reduce
 from calib.errors import InputError, UnsupportedExportError
 from calib.export import FORMATS, export
 from calib.model.checkpoint import Checkpoint, open_checkpoint
-from calib.output.card import rewritten_card
+from calib.output.card import format_card
 from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
 from calib.rewrite.plain import config_without_scales, remove_documents, write_plain
-from calib.scalefiles.file_names import CARD_FILE
 from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
 from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales
@@ -63,9 +63,6 @@ def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
     """Write the checkpoint `directory` to `output` without scales and without their config.
 
     From an output of ours the source's own files come back, byte for byte.
-
-    Raises:
-        InputError: it is no checkpoint, or the output is in the way.
     """
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
@@ -77,7 +74,7 @@ def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
 def repair(
     directory: Path, statistics: Path, to: FormatName, output: Path, *, overwrite: bool = False
 ) -> Repaired:
-    """Write the checkpoint with what is missing or of no use derived from measured absmax.
+    """Write the checkpoint with missing or useless scales derived from measured absmax.
 
     Raises:
         InputError: the statistics are of another model.
@@ -100,11 +97,7 @@ def repair(
 
 
 def existing_scales(directory: Path) -> KVScales:
-    """The scales of a checkpoint, complete and usable.
-
-    Raises:
-        InputError: a layer lacks K or V, a scale is not finite and positive, or they are not FP8's.
-    """
+    """The scales of a checkpoint; an InputError where one is missing or of no use."""
     found = read_scales(directory)
     return to_scales(found, found.by_module())
 
@@ -157,12 +150,12 @@ def _write(
             f"--to {to} holds the statistics of a calibration, which cannot be derived from "
             f"scales; use fp8kv calibrate --format {to}"
         )
-    card = rewritten_card(checkpoint.path, to, scales.strategy, output)
+    about = f". Written by fp8kv {version('fp8kv')} from the scales there."
+    card = format_card(checkpoint.path.resolve().name, to, output, scales.strategy, about)
+    whole = FORMATS[to].with_weights
     with atomic_directory(output, overwrite=overwrite) as scratch:
-        if FORMATS[to].with_weights:
-            write_checkpoint(made, plain, scratch, weights="link", readme=card)
+        write_checkpoint(made, plain, scratch, weights="link" if whole else None, readme=card)
+        if whole:
             remove_documents(plain, scratch)
-        else:
-            (scratch / CARD_FILE).write_text(card)
-        write_documents(made, scratch)
+            write_documents(made, scratch)
         plain.check_unchanged()
