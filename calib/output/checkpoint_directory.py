@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from calib.atomic import save_tensors
 from calib.errors import InputError
 from calib.export.base import Export
@@ -84,7 +82,8 @@ def write_checkpoint(
     if export.tensors:
         save_tensors(export.tensors, out / SCALES_SHARD, {"format": "pt"})
     weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
-    write_index(checkpoint, out, weight_map, export.tensors)
+    added = sum(tensor.nbytes for tensor in export.tensors.values())
+    write_index(checkpoint, out, weight_map, added)
 
 
 def source_files(path: Path) -> Path | None:
@@ -145,10 +144,8 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def write_index(
-    checkpoint: Checkpoint, out: Path, weight_map: dict[str, str], added: dict[str, Tensor]
-) -> None:
-    """Write the index of an output that has the tensors of `weight_map`, `added` among them."""
+def write_index(checkpoint: Checkpoint, out: Path, weight_map: dict[str, str], added: int) -> None:
+    """Write the index of an output with the tensors of `weight_map`; scales `added` these bytes."""
     index = checkpoint.path / INDEX_FILE
     metadata = read_object(index).get("metadata") if index.exists() else None
     metadata = metadata if isinstance(metadata, dict) else {}
@@ -156,7 +153,7 @@ def write_index(
     size = metadata.get("total_size")
     size = size if isinstance(size, int) else sum(sizes.values())
     size -= sum(sizes[name] for name in sizes if is_of_cache(name))
-    metadata["total_size"] = size + sum(tensor.nbytes for tensor in added.values())
+    metadata["total_size"] = size + added
     written = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     write_json(out / INDEX_FILE, written)
 

@@ -60,10 +60,7 @@ def convert(
 
 
 def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
-    """Write the checkpoint `directory` to `output` without scales and without their config.
-
-    From an output of ours the source's own files come back, byte for byte.
-    """
+    """Write `directory` to `output` without scales; the source's files come back if it kept them."""
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     with atomic_directory(output, overwrite=overwrite) as scratch:

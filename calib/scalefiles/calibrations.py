@@ -15,10 +15,7 @@ Amax = dict[tuple[int, str], tuple[float, ...]]  # (layer, "k" | "v" | "q") -> o
 
 
 def read_amax(path: Path) -> Amax:
-    """Measured absmax of each layer and head, from a statistics file or the directory of one.
-
-    An InputError if there is none, or it holds NaN or Inf.
-    """
+    """Measured absmax of each layer and head, from a statistics file or the directory of one."""
     path = statistics_file(path)
     found: Amax = {}
     for name, entry in read_header(path).items():

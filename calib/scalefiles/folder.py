@@ -85,10 +85,7 @@ class ScaleDirectory:
 
 
 def open_scales(path: Path) -> ScaleDirectory:
-    """Read the scales of a directory; never read weights.
-
-    An InputError if there is no model and no scale, or a file is damaged or names one outside.
-    """
+    """Read the scales of a directory; never read weights."""
     if not path.is_dir():
         raise InputError(f"'{path}' is not a directory; give one that holds a model or its scales")
     index = _read_index(path)

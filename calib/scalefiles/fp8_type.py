@@ -16,10 +16,7 @@ _ANY = ("float of 8 bits", "FP8")
 
 
 def fp8_type(directory: ScaleDirectory) -> FP8Name:
-    """The FP8 type that scales are for; e4m3fn, the formats' default, where no file names one.
-
-    An InputError if a file names another type, or two files contradict each other.
-    """
+    """The FP8 type that scales are for; e4m3fn, the formats' default, where no file names one."""
     said = {where: word for where, word in _said(directory) if word not in _ANY}
     for where, word in said.items():
         if word not in _TYPES:

@@ -62,7 +62,7 @@ class FoundScales:
     def formats(self) -> list[str]:
         """Whose names the scales have, most frequent first."""
         counts = Counter(t.parsed.dialect for layer in self.layers for t in layer.tensors)
-        names: list[str] = [dialect for dialect, _ in counts.most_common()]
+        names = [dialect for dialect, _ in counts.most_common()]
         return names + [JSON_FILE] * (self.directory.json is not None)
 
     @property
@@ -108,10 +108,7 @@ class FoundScales:
 
 
 def read_scales(path: Path) -> FoundScales:
-    """Read the scales of a directory: of several tensors for one scale, the more specific.
-
-    An InputError if the directory holds no scales, or a file is damaged.
-    """
+    """Read the scales of a directory: of several tensors for one scale, the more specific."""
     directory = open_scales(path)
     found: dict[int, FoundLayer] = {}
     # a scale of both K and V first, so that one of K alone replaces it

@@ -140,11 +140,7 @@ def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor, plac
 
 
 def heads_of(directory: ScaleDirectory) -> tuple[int, int]:
-    """Query heads and KV heads, as config.json says.
-
-    Raises:
-        Refused: it does not.
-    """
+    """Query heads and KV heads, as config.json says; `Refused` where it does not."""
     config = directory.text_config
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads
