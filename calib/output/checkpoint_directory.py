@@ -57,7 +57,6 @@ def write_checkpoint(
     export: Export,
     checkpoint: Checkpoint,
     out: Path,
-    *,
     weights: Placing | None,
     readme: str,
     on_copied: OnCopied = lambda name, copied, size: None,

@@ -92,10 +92,6 @@ def finish(
     """Derive the scales that `recipe` asks for and write them, all or nothing.
 
     `threads` computed on a CPU in each process; None: not known, or not the same in all runs.
-
-    Raises:
-        CalibrationError: a layer saw nothing, only zeros, or NaN/Inf.
-        InputError: the output cannot be written, or the weights have changed since.
     """
     scales = derive_scales(stats, recipe)
     exports = make_exports(scales, checkpoint, recipe)
@@ -112,14 +108,9 @@ def finish(
         for name, made in exports.items():
             directory = scratch / parts[name]
             directory.mkdir(exist_ok=True)
-            write_checkpoint(
-                made,
-                checkpoint,
-                directory,
-                weights=weights if FORMATS[name].with_weights else None,
-                readme=output_card(report, name, output / parts[name]),
-                on_copied=destination.on_copied,
-            )
+            placing = weights if FORMATS[name].with_weights else None
+            card = output_card(report, name, output / parts[name])
+            write_checkpoint(made, checkpoint, directory, placing, card, destination.on_copied)
             save_stats(stats, directory / STATS_FILE)
             write_json(directory / CALIBRATION_FILE, report)
         checkpoint.check_unchanged()

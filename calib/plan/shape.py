@@ -56,12 +56,7 @@ class ModelShape:
 
 
 def model_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
-    """The shape of a model directory, a config.json, or a model on the Hub; no weight is read.
-
-    Raises:
-        InputError: there is no such model, or its config cannot be read.
-        UnsupportedModelError: it is not a decoder that keeps K and V per head.
-    """
+    """The shape of a model directory, a config.json, or a model on the Hub; reads no weight."""
     config = _read_config(model, trust_remote_code=trust_remote_code)
     built = build_on_meta(config, trust_remote_code=trust_remote_code)
     with making_sense(f"a {config.model_type} of this config cannot be planned for"):
@@ -69,7 +64,7 @@ def model_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
 
 
 def attention_heads(model: str, *, trust_remote_code: bool = False) -> tuple[int, int, int]:
-    """Query heads, KV heads and head_dim; raises as `model_shape` does."""
+    """Query heads, KV heads and head_dim of a model, which is found as by `model_shape`."""
     config = _read_config(model, trust_remote_code=trust_remote_code)
     with making_sense(f"a {config.model_type} of this config has heads of different sizes"):
         return _heads(config.get_text_config(decoder=True))

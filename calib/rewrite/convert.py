@@ -3,7 +3,6 @@
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 from calib.any_scales import to_scales
 from calib.atomic import atomic_directory
@@ -21,13 +20,6 @@ from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
 
 
-class Repaired(NamedTuple):
-    """A checkpoint whose scales were repaired."""
-
-    output: Path
-    replaced: list[str]  # such as "model.layers.3.self_attn k"
-
-
 def convert(
     directory: Path,
     to: FormatName,
@@ -38,12 +30,7 @@ def convert(
     tp_size: int = 1,
     overwrite: bool = False,
 ) -> KVScales:
-    """Write the checkpoint `directory` to `output` with its scales in the format `to`.
-
-    Raises:
-        InputError: there are no scales, or some are of no use.
-        UnsupportedExportError: the format cannot hold them as they are.
-    """
+    """Write the checkpoint `directory` to `output` with its scales in the format `to`."""
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     scales = existing_scales(directory)
@@ -60,7 +47,7 @@ def convert(
 
 
 def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
-    """Write `directory` to `output` without scales; the source's files come back if it kept them."""
+    """Write `directory` to `output` without scales, with the source's files if it kept them."""
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     with atomic_directory(output, overwrite=overwrite) as scratch:
@@ -70,12 +57,11 @@ def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
 
 def repair(
     directory: Path, statistics: Path, to: FormatName, output: Path, *, overwrite: bool = False
-) -> Repaired:
+) -> list[str]:
     """Write the checkpoint with missing or useless scales derived from measured absmax.
 
-    Raises:
-        InputError: the statistics are of another model.
-        CalibrationError: they hold only zeros, or NaN/Inf, for a layer that needs them.
+    Returns:
+        What was replaced, such as "model.layers.3.self_attn k".
     """
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
@@ -90,7 +76,7 @@ def repair(
                 setattr(layer, letter, tuple(getattr(derived[module], letter).tolist()))
     scales = to_scales(found, layers)
     _write(scales, checkpoint, to, output, overwrite, reduce=None, tp_size=1)
-    return Repaired(output, replaced)
+    return replaced
 
 
 def existing_scales(directory: Path) -> KVScales:
@@ -151,7 +137,7 @@ def _write(
     card = format_card(checkpoint.path.resolve().name, to, output, scales.strategy, about)
     whole = FORMATS[to].with_weights
     with atomic_directory(output, overwrite=overwrite) as scratch:
-        write_checkpoint(made, plain, scratch, weights="link" if whole else None, readme=card)
+        write_checkpoint(made, plain, scratch, "link" if whole else None, card)
         if whole:
             remove_documents(plain, scratch)
             write_documents(made, scratch)

@@ -45,10 +45,7 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, by name; no tensor is read.
-
-    An InputError if the header does not fit the file: sizes, overlaps, data that is cut short.
-    """
+    """The tensors of a safetensors file, by name; an InputError where they do not fit the file."""
     size = regular_size(path)
     try:
         with path.open("rb") as file:

@@ -193,8 +193,7 @@ def _config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """`config` with the dtype of the weights, under the names that it uses."""
     name = str(dtype).removeprefix("torch.")
     nested = {k: _config(v, dtype) for k, v in config.items() if isinstance(v, dict)}
-    dtypes = {key: name for key in ("dtype", "torch_dtype") if key in config}
-    return {**config, **nested, **dtypes}
+    return {**config, **nested, **dict.fromkeys(config.keys() & {"dtype", "torch_dtype"}, name)}
 
 
 def _card(done: Stressed) -> str:

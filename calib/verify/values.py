@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from itertools import product
 
 from calib.scalefiles.file_names import JSON_FILE
-from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
-from calib.scalefiles.scales_json import ScalesJson
+from calib.scalefiles.folder import ScaleDirectory, ScalesJson, ScaleTensor
 from calib.verify.result import Outcome, Place, Refused, Simulation, Values, default
 from calib.verify.rules import Method
 
