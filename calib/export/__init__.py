@@ -65,10 +65,8 @@ def export(
 ) -> Export:
     """Express `scales` in the format called `name`, for the model in `checkpoint`.
 
-    `reduce` and `measured` are those of `check_format`.
-
     Raises:
-        UnsupportedExportError: the format, or the engine behind it, cannot hold them.
+        UnsupportedExportError: the format, or its engine, cannot hold them; see `check_format`.
     """
     check_format(
         name,

@@ -29,8 +29,7 @@ from calib.scalefiles.names import is_of_cache
 RENAMED_SINGLE = "model-00001-of-00001.safetensors"
 # files of the source that an output replaces; it keeps them in a directory where no engine looks
 _REPLACED = (CARD_FILE, CONFIG_FILE, INDEX_FILE)
-_FORMATS = "bin ckpt gguf h5 msgpack onnx pt pth safetensors"
-_WEIGHT_SUFFIXES = tuple(f".{name}" for name in _FORMATS.split())
+_WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 
 
 def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
@@ -104,11 +103,7 @@ def keep_source_files(path: Path, out: Path) -> None:
 
 
 def place_weights(
-    checkpoint: Checkpoint,
-    out: Path,
-    names: dict[str, str],
-    weights: Placing,
-    on_copied: OnCopied = lambda name, copied, size: None,
+    checkpoint: Checkpoint, out: Path, names: dict[str, str], weights: Placing, on_copied: OnCopied
 ) -> dict[str, str]:
     """Put weight files, without scales, into `out` under new `names`; return each tensor's file."""
     stale = {name for name in checkpoint.weight_map if is_of_cache(name)}
@@ -125,7 +120,7 @@ def copy_small_files(checkpoint: Checkpoint, out: Path) -> None:
     for file in sorted(checkpoint.path.rglob("*")):
         relative = file.relative_to(checkpoint.path)
         hidden = any(part.startswith((".", "fp8kv_")) for part in relative.parts)
-        is_weight = file.suffix in _WEIGHT_SUFFIXES or file.name == INDEX_FILE
+        is_weight = file.suffix in _WEIGHTS or file.name == INDEX_FILE
         if hidden or is_weight or not file.is_file():
             continue
         (out / relative).parent.mkdir(parents=True, exist_ok=True)

@@ -67,13 +67,11 @@ class Result:
         }
 
 
-def make_exports(
-    scales: KVScales, checkpoint: Checkpoint, recipe: Recipe
-) -> dict[FormatName, Export]:
+def make_exports(scales: KVScales, source: Checkpoint, recipe: Recipe) -> dict[FormatName, Export]:
     """Each of the recipe's formats, with all that it adds; refuses what one cannot hold."""
     options = recipe.export
     return {
-        name: export(scales, checkpoint, name, reduce=options.reduce, tp_size=options.tp_size)
+        name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size)
         for name in options.formats
     }
 
@@ -99,12 +97,10 @@ def finish(
     warned = [*dict.fromkeys([*warnings, *warnings_for(stats, scales, recipe), *notes])]
     layers = summarize(stats, scales)
     report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned, threads)
-    output, backup = destination.path, None
+    output, claim, backup = destination.path, destination.claim, None
     weights = "keep" if destination.in_place else recipe.export.weights
     parts = {name: name if len(exports) > 1 else "" for name in exports}
-    with atomic_directory(
-        output, overwrite=destination.overwrite, claim=destination.claim
-    ) as scratch:
+    with atomic_directory(output, overwrite=destination.overwrite, claim=claim) as scratch:
         for name, made in exports.items():
             directory = scratch / parts[name]
             directory.mkdir(exist_ok=True)

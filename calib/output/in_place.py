@@ -36,10 +36,7 @@ def complete(scratch: Path, model: Path) -> None:
 
 
 def back_up(model: Path, scratch: Path) -> Path | None:
-    """Link the files of `model` that `scratch` changes or drops to `<model>.before-fp8kv`.
-
-    The name is numbered where it is taken; None if nothing changes.
-    """
+    """Link what `scratch` changes or drops to `<model>.before-fp8kv`, numbered; None if nothing."""
     changed = [file for file in _files(model) if not _same(file, scratch / file.relative_to(model))]
     if not changed:
         return None

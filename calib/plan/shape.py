@@ -79,8 +79,7 @@ def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _config_file(model: str) -> Path:
-    is_builtin = model.startswith("builtin:")
-    path = builtin_model(model) if is_builtin else Path(model).expanduser()
+    path = builtin_model(model) if model.startswith("builtin:") else Path(model).expanduser()
     if path.is_dir():
         path /= "config.json"
     return path if path.exists() or path.suffix == ".json" else download_config(model)

@@ -69,7 +69,7 @@ def _write_weights(checkpoint: Checkpoint, source: Path | None, out: Path) -> No
     names = {shard: shard for shard in checkpoint.shards}
     if source is not None and SINGLE_FILE in files and RENAMED_SINGLE not in files:
         names |= {RENAMED_SINGLE: SINGLE_FILE}
-    weight_map = place_weights(checkpoint, out, names, "link")
+    weight_map = place_weights(checkpoint, out, names, "link", lambda *_: None)
     # a tensor that the source's index left out is in its file all the same
     if original is not None and original.items() <= weight_map.items():
         shutil.copyfile(index, out / INDEX_FILE)

@@ -141,10 +141,8 @@ def read_scales_json(path: Path) -> ScalesJson:
         return ScalesJson.model_validate(read_object(path))
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(part)[:40] for part in first["loc"])
-        raise InputError(
-            f"'{path}': {place}: {first['msg']}; scales lie by rank and layer"
-        ) from None
+        at = ".".join(str(part)[:40] for part in first["loc"])
+        raise InputError(f"'{path}': {at}: {first['msg']}; scales lie by rank and layer") from None
 
 
 def _scale_tensors(path: Path, header: dict[str, Entry], *, indexed: bool) -> list[ScaleTensor]:

@@ -37,9 +37,8 @@ def regular_size(path: Path) -> int:
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
     """Parse a JSON object; `where` names it in errors.
 
-    Raises:
-        InputError: it is not UTF-8, not JSON, no object, or not the same to every parser: a key
-            twice, NaN, Infinity, numbers beyond a float, or nesting beyond reason.
+    An InputError if it is no UTF-8, JSON or object, or not the same to every parser: a key twice,
+    NaN, Infinity, numbers beyond a float, or nesting beyond reason.
     """
     try:
         document = json.loads(

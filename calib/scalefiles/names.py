@@ -48,8 +48,7 @@ def parse_scale_name(name: str) -> ScaleName | None:
     if layer is None:
         return None
     for pattern, dialect in _PATTERNS:
-        match = pattern.fullmatch(name)
-        if match:
+        if match := pattern.fullmatch(name):
             found = match.groupdict()
             letters = str(found["which"] or found.get("other"))
             return ScaleName(found["module"], layer, letters, dialect)

@@ -72,10 +72,7 @@ class FoundScales:
         return of_scales + _file_problems(self.directory)
 
     def by_module(self) -> dict[str, FoundLayer]:
-        """Layers by their attention module's name in the checkpoint, also those without a scale.
-
-        Query scales that are of no use are left out. An InputError if a layer has no module.
-        """
+        """Layers by attention module, also those without a scale; useless query scales go."""
         modules = {layer_of(module): module for module in self.directory.modules}
         layers = {layer: FoundLayer(layer) for layer in modules if layer is not None}
         layers |= {layer.layer: layer for layer in self.layers}

@@ -119,8 +119,7 @@ def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) ->
             dtype = STATISTICS[field].dtype
             if tensor is not None and (tensor.dtype, tensor.shape) != (dtype, shape):
                 got = f"{tensor.dtype} {[*tensor.shape]}"
-                wanted = f"{dtype} {[*shape]}"
-                raise _damaged(where, f"{name}.{which}.{field} is {got}, not {wanted}")
+                raise _damaged(where, f"{name}.{which}.{field} is {got}, not {dtype} {[*shape]}")
         if len({found[field] is None for field in ("total", "low", "high")}) > 1:
             raise _damaged(where, f"{name}.{which} needs total, low and high, or none of them")
         return TensorStats(**found)  # type: ignore[arg-type]

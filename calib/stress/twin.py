@@ -72,14 +72,9 @@ class Stressed:
 
 
 def stress(
-    model_name: str,
-    output: Path,
-    factors: Factors,
-    *,
-    overrides: dict[str, Any],
-    overwrite: bool = False,
+    name: str, output: Path, factors: Factors, *, overrides: dict[str, Any], overwrite: bool = False
 ) -> Stressed:
-    """Write the twin of `model_name` to `output`, once it is proved to be one.
+    """Write the twin of the model `name` to `output`, once it is proved to be one.
 
     `overrides` are recipe keys for loading the model: dtype, trust_remote_code.
     """
@@ -89,7 +84,7 @@ def stress(
             f"--dtype {recipe.dtype} may round the source's weights, and with them the "
             "twin's outputs; use auto or float32"
         )
-    checkpoint = find_checkpoint(model_name)
+    checkpoint = find_checkpoint(name)
     check_output(output, checkpoint.path, overwrite=overwrite)
     if find_quantization_config(checkpoint.config) is not None:
         raise InputError(
@@ -108,7 +103,7 @@ def stress(
         _prove(checkpoint, before, after, factors)
         checkpoint.check_unchanged()
         k_amax, v_amax = ((before.amax(w), after.amax(w)) for w in "kv")
-        done = Stressed(model_name, output, factors, dtype, changed, k_amax, v_amax)
+        done = Stressed(name, output, factors, dtype, changed, k_amax, v_amax)
         write_json(scratch / STRESS_FILE, done.to_json())
         (scratch / "README.md").write_text(_card(done))
     return done
