@@ -140,8 +140,8 @@ def test_the_top_of_calib_can_be_seen_at_a_glance():
 
 def test_a_name_means_one_thing():
     stems = Counter(file.stem for file in SOURCES if "commands" not in file.parts)
-    # errors and attention of each package; kv_cache_scales.json as it is read and written
-    shared = {"__init__", "attention", "errors", "scales_json"}
+    # errors and attention of each package
+    shared = {"__init__", "attention", "errors"}
     assert {stem for stem, count in stems.items() if count > 1} <= shared
 
 

@@ -61,6 +61,5 @@ def repair(
     """Derive scales that are missing, zero, negative, NaN or garbage from measured absmax."""
     from calib.rewrite.convert import repair as repair_scales
 
-    done = repair_scales(directory, stats, to, output, overwrite=overwrite)
-    replaced = ", ".join(done.replaced) or "nothing"
-    print_lines([f"replaced: {replaced}", f"written to {output}"])
+    replaced = repair_scales(directory, stats, to, output, overwrite=overwrite)
+    print_lines([f"replaced: {', '.join(replaced) or 'nothing'}", f"written to {output}"])

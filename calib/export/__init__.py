@@ -25,10 +25,6 @@ def check_format(
 
     The message names the way out, by flags of the command: `reduce` is None where it has none, and
     of scales that were not `measured` by it, it can change no more than the format.
-
-    Raises:
-        UnsupportedExportError: the format cannot express the strategy, FP8 type, query scales or
-            centred keys.
     """
     target, flag = FORMATS[name], f"--format {name}"
     if fp8_dtype not in target.fp8_dtypes:
@@ -70,8 +66,7 @@ def export(
     """Express `scales` in the format called `name`, for the model in `checkpoint`.
 
     Raises:
-        UnsupportedExportError: the format, or the engine behind it, cannot hold them; see
-            `check_format` for `reduce` and `measured`.
+        UnsupportedExportError: the format, or its engine, cannot hold them; see `check_format`.
     """
     check_format(
         name,

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from calib.errors import UnsupportedExportError
 from calib.export import scales_json
-from calib.export.base import Export
-from calib.export.prefixes import by_prefix
+from calib.export.base import Export, by_prefix
 from calib.model.checkpoint import Checkpoint, quantization_configs
 from calib.scales.scales import KVScales
 
@@ -22,11 +21,7 @@ _SCALES_WITHOUT_SCHEME = {"fp8", "quark", "modelopt"}
 
 
 def compressed_tensors(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
-    """Export for vLLM and Aphrodite.
-
-    Raises:
-        UnsupportedExportError: the weights are quantised in a way that rules KV scales out.
-    """
+    """Export for vLLM and Aphrodite; refuses weights that rule KV scales out."""
     config = copy.deepcopy(checkpoint.config)
     quantization = find_quantization_config(config)
     method = quantization.get("quant_method") if quantization else None

@@ -10,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from calib.errors import UnsupportedExportError
-from calib.export.base import Export
+from calib.export.base import Export, by_prefix
 from calib.export.compressed_tensors import FP8_SCHEME, find_quantization_config
-from calib.export.prefixes import by_prefix
 from calib.model.checkpoint import Checkpoint
 from calib.scalefiles.file_names import MODELOPT_FILE
 from calib.scales.scales import KVScales

@@ -8,13 +8,7 @@ from calib.scales.scales import KVScales
 
 
 def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
-    """Export the JSON alone; engines take it beside the unchanged model.
-
-    Its loaders want every layer index, so layers that cache no K and V are listed with 1.0.
-
-    Raises:
-        UnsupportedExportError: the model's config lacks a field that the loaders compare.
-    """
+    """Export the JSON alone; engines take it beside the unchanged model."""
     config = checkpoint.text_config
     model_type, num_layers = config.get("model_type"), config.get("num_hidden_layers")
     if not isinstance(model_type, str) or not isinstance(num_layers, int):
@@ -22,9 +16,9 @@ def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Expor
             f"{JSON_FILE} needs model_type and num_hidden_layers, which the config of "
             f"'{checkpoint.path}' lacks; use --format vllm or tgi"
         )
-    largest = {
-        layer.layer_idx: float(layer.k.maximum(layer.v)) for layer in scales.with_shared().values()
-    }
+    layers = scales.with_shared().values()
+    largest = {layer.layer_idx: float(layer.k.maximum(layer.v)) for layer in layers}
+    # its loaders want every layer index, also of layers that cache no K and V
     factors = {str(index): largest.get(index, 1.0) for index in range(num_layers)}
     document = {
         "model_type": model_type,
@@ -33,10 +27,6 @@ def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Expor
             "scaling_factor": {str(rank): factors for rank in range(tp_size)},
         },
     }
-    return Export(documents={JSON_FILE: document}, notes=_notes(num_layers - len(largest)))
-
-
-def _notes(missing: int) -> tuple[str, ...]:
-    if not missing:
-        return ()
-    return (f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused",)
+    missing = num_layers - len(largest)
+    note = f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused"
+    return Export(documents={JSON_FILE: document}, notes=(note,) if missing else ())

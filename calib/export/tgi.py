@@ -1,7 +1,6 @@
 """TGI: scalar `<attn>.kv_scale`, `.k_scale`, `.v_scale`; `kv_cache_torch_dtype` in the config."""
 
-from calib.export.base import Export
-from calib.export.prefixes import by_prefix
+from calib.export.base import Export, by_prefix
 from calib.model.checkpoint import Checkpoint
 from calib.scales.scales import KVScales
 

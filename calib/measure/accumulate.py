@@ -6,7 +6,7 @@ from torch import Tensor
 from calib.measure.attention import CachedAttention
 from calib.recipe import Recipe
 from calib.scales.derive import recipe_observer
-from calib.scales.histogram import magnitude_histogram
+from calib.scales.observers import magnitude_histogram
 from calib.scales.stats import STATISTICS, LayerStats, TensorStats
 
 _GRID = 2.0**20

@@ -20,7 +20,7 @@ from calib.model.quantized import is_quantized
 from calib.offload.stages import Stages
 from calib.recipe import Recipe
 from calib.scales.derive import recipe_observer
-from calib.scales.histogram import NUM_BINS
+from calib.scales.observers import NUM_BINS
 from calib.text import parse_size, show_size
 
 # the rest is for activations, statistics and whatever else runs on the machine

@@ -15,7 +15,7 @@ from calib.recipe import Recipe
 from calib.scales.summary import LayerSummary
 
 NO_WEIGHTS = "No weights are here: put the source's weight files beside these before serving."
-_SAME_WEIGHTS = "The weights are those of the source, bit for bit."
+_SAME = "The weights are those of the source, bit for bit."
 
 _VERSIONS = ("fp8kv", "torch", "transformers", "datasets", "safetensors")
 
@@ -62,36 +62,31 @@ def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:
     """The README section of one output directory."""
     recipe, dataset = report["recipe"], report["dataset"]
     about = (
-        f"strategy `{recipe['strategy']}`, observer `{recipe['observer']['name']}`, "
-        f"{recipe['fp8_dtype']}; {dataset['tokens']} tokens of {dataset['source']} in "
-        f"{dataset['samples']} samples. Made by fp8kv {report['versions']['fp8kv']}."
+        f", observer `{recipe['observer']['name']}`, {recipe['fp8_dtype']}; {dataset['tokens']} "
+        f"tokens of {dataset['source']} in {dataset['samples']} samples. Made by fp8kv "
+        f"{report['versions']['fp8kv']}."
     )
-    weights = NO_WEIGHTS if recipe["export"]["weights"] == "none" else _SAME_WEIGHTS
-    lines = _card(report["model"], name, path, recipe["strategy"], about, weights)
-    return "\n".join([*lines, *(f"- {warning}" for warning in report["warnings"])]) + "\n"
+    weights = NO_WEIGHTS if recipe["export"]["weights"] == "none" else _SAME
+    card = format_card(report["model"], name, path, recipe["strategy"], about, weights)
+    return card + "".join(f"- {warning}\n" for warning in report["warnings"])
 
 
-def rewritten_card(source: Path, name: FormatName, strategy: Strategy, path: Path) -> str:
-    """The README section of scales that were converted or repaired."""
-    model = source.resolve().name
-    about = f"strategy `{strategy}`. Written by fp8kv {version('fp8kv')} from the scales there."
-    return "\n".join(_card(model, name, path, strategy, about, _SAME_WEIGHTS)) + "\n"
-
-
-def _card(
-    model: str, name: FormatName, path: Path, strategy: Strategy, about: str, weights: str
-) -> list[str]:
+def format_card(
+    model: str, name: FormatName, path: Path, strategy: Strategy, about: str, weights: str = _SAME
+) -> str:
+    """The README section of scales in one format; `about` ends the sentence on their strategy."""
     target = FORMATS[name]
     command = serve_command(name, path, per_head=holds_per_head(name, strategy))
     weights = weights if target.with_weights else "No weights are here."
-    return [
+    lines = [
         f"# FP8 KV-cache scales for {model}",
         "",
-        f"Format `{name}` for {target.engine}; {about} {weights}",
+        f"Format `{name}` for {target.engine}; strategy `{strategy}`{about} {weights}",
         "",
         *(["```bash", command, "```", ""] if command else []),
         *([f"Note: {target.note}.", ""] if target.note else []),
     ]
+    return "\n".join(lines) + "\n"
 
 
 def serve_command(name: FormatName, path: Path, *, per_head: bool) -> str:

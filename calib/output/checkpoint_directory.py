@@ -7,8 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from calib.atomic import save_tensors
 from calib.errors import InputError
 from calib.export.base import Export
@@ -31,16 +29,11 @@ from calib.scalefiles.names import is_of_cache
 RENAMED_SINGLE = "model-00001-of-00001.safetensors"
 # files of the source that an output replaces; it keeps them in a directory where no engine looks
 _REPLACED = (CARD_FILE, CONFIG_FILE, INDEX_FILE)
-_FORMATS = "bin ckpt gguf h5 msgpack onnx pt pth safetensors"
-_WEIGHT_SUFFIXES = tuple(f".{name}" for name in _FORMATS.split())
+_WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 
 
 def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
-    """Refuse an output path that would harm the source or something that is not ours.
-
-    Raises:
-        InputError: the path is the source, lies around or inside it, exists, or cannot be read.
-    """
+    """Refuse an output path that would harm the source or something that is not ours."""
     # `resolve` fails on links that lead to themselves
     resolved, model = (Path(os.path.realpath(path)) for path in (out, source))
     if resolved == model or model in resolved.parents or resolved in model.parents:
@@ -63,12 +56,18 @@ def write_checkpoint(
     export: Export,
     checkpoint: Checkpoint,
     out: Path,
-    *,
-    weights: Placing,
+    weights: Placing | None,
     readme: str,
     on_copied: OnCopied = lambda name, copied, size: None,
 ) -> None:
-    """Fill the directory `out` with the source's files and what `export` adds."""
+    """Fill the directory `out` with the source's files and what `export` adds.
+
+    `weights` is None for a format that lies beside the model: documents and `readme` are all.
+    """
+    if weights is None:
+        write_documents(export, out)
+        (out / CARD_FILE).write_text(readme)
+        return
     copy_small_files(checkpoint, out)
     keep_source_files(checkpoint.path, out)
     write_documents(export, out)
@@ -81,14 +80,12 @@ def write_checkpoint(
     if export.tensors:
         save_tensors(export.tensors, out / SCALES_SHARD, {"format": "pt"})
     weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
-    write_index(checkpoint, out, weight_map, export.tensors)
+    added = sum(tensor.nbytes for tensor in export.tensors.values())
+    write_index(checkpoint, out, weight_map, added)
 
 
 def source_files(path: Path) -> Path | None:
-    """The directory of the source's own files: `path`, or its `fp8kv_source/`.
-
-    None: `path` is an output of ours that has kept nothing, as older versions made.
-    """
+    """Where the source's own files are; None in an output of an older version, which kept none."""
     kept = path / SOURCE_DIRECTORY
     if kept.is_dir():
         return kept
@@ -106,17 +103,9 @@ def keep_source_files(path: Path, out: Path) -> None:
 
 
 def place_weights(
-    checkpoint: Checkpoint,
-    out: Path,
-    names: dict[str, str],
-    weights: Placing,
-    on_copied: OnCopied = lambda name, copied, size: None,
+    checkpoint: Checkpoint, out: Path, names: dict[str, str], weights: Placing, on_copied: OnCopied
 ) -> dict[str, str]:
-    """Put the weight files, without scales, into `out` under new `names`.
-
-    Returns:
-        The file of each tensor, by its name.
-    """
+    """Put weight files, without scales, into `out` under new `names`; return each tensor's file."""
     stale = {name for name in checkpoint.weight_map if is_of_cache(name)}
     for shard in checkpoint.shards if weights != "none" else ():
         held = {name for name, file in checkpoint.weight_map.items() if file == shard}
@@ -131,7 +120,7 @@ def copy_small_files(checkpoint: Checkpoint, out: Path) -> None:
     for file in sorted(checkpoint.path.rglob("*")):
         relative = file.relative_to(checkpoint.path)
         hidden = any(part.startswith((".", "fp8kv_")) for part in relative.parts)
-        is_weight = file.suffix in _WEIGHT_SUFFIXES or file.name == INDEX_FILE
+        is_weight = file.suffix in _WEIGHTS or file.name == INDEX_FILE
         if hidden or is_weight or not file.is_file():
             continue
         (out / relative).parent.mkdir(parents=True, exist_ok=True)
@@ -149,10 +138,8 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def write_index(
-    checkpoint: Checkpoint, out: Path, weight_map: dict[str, str], added: dict[str, Tensor]
-) -> None:
-    """Write the index of an output that has the tensors of `weight_map`, `added` among them."""
+def write_index(checkpoint: Checkpoint, out: Path, weight_map: dict[str, str], added: int) -> None:
+    """Write the index of an output with the tensors of `weight_map`; scales `added` these bytes."""
     index = checkpoint.path / INDEX_FILE
     metadata = read_object(index).get("metadata") if index.exists() else None
     metadata = metadata if isinstance(metadata, dict) else {}
@@ -160,7 +147,7 @@ def write_index(
     size = metadata.get("total_size")
     size = size if isinstance(size, int) else sum(sizes.values())
     size -= sum(sizes[name] for name in sizes if is_of_cache(name))
-    metadata["total_size"] = size + sum(tensor.nbytes for tensor in added.values())
+    metadata["total_size"] = size + added
     written = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
     write_json(out / INDEX_FILE, written)
 

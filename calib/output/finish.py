@@ -10,11 +10,11 @@ from calib.choices import FormatName
 from calib.export import FORMATS, Export, export
 from calib.model.checkpoint import Checkpoint
 from calib.output.card import calibration_report, output_card
-from calib.output.checkpoint_directory import write_checkpoint, write_documents, write_json
+from calib.output.checkpoint_directory import write_checkpoint, write_json
 from calib.output.in_place import back_up, complete
 from calib.output.placing import OnCopied
 from calib.recipe import Recipe
-from calib.scalefiles.file_names import CALIBRATION_FILE, CARD_FILE, STATS_FILE
+from calib.scalefiles.file_names import CALIBRATION_FILE, STATS_FILE
 from calib.scales.derive import derive_scales
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
@@ -67,17 +67,11 @@ class Result:
         }
 
 
-def make_exports(
-    scales: KVScales, checkpoint: Checkpoint, recipe: Recipe
-) -> dict[FormatName, Export]:
-    """Each of the recipe's formats, with all that it adds to the checkpoint.
-
-    Raises:
-        UnsupportedExportError: a format cannot hold the scales.
-    """
+def make_exports(scales: KVScales, source: Checkpoint, recipe: Recipe) -> dict[FormatName, Export]:
+    """Each of the recipe's formats, with all that it adds; refuses what one cannot hold."""
     options = recipe.export
     return {
-        name: export(scales, checkpoint, name, reduce=options.reduce, tp_size=options.tp_size)
+        name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size)
         for name in options.formats
     }
 
@@ -96,11 +90,6 @@ def finish(
     """Derive the scales that `recipe` asks for and write them, all or nothing.
 
     `threads` computed on a CPU in each process; None: not known, or not the same in all runs.
-
-    Raises:
-        CalibrationError: a layer saw nothing, only zeros, or NaN/Inf.
-        InputError: the output cannot be written, or the weights have changed since they were
-            opened.
     """
     scales = derive_scales(stats, recipe)
     exports = make_exports(scales, checkpoint, recipe)
@@ -108,16 +97,16 @@ def finish(
     warned = [*dict.fromkeys([*warnings, *warnings_for(stats, scales, recipe), *notes])]
     layers = summarize(stats, scales)
     report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned, threads)
-    output, backup = destination.path, None
+    output, claim, backup = destination.path, destination.claim, None
+    weights = "keep" if destination.in_place else recipe.export.weights
     parts = {name: name if len(exports) > 1 else "" for name in exports}
-    with atomic_directory(
-        output, overwrite=destination.overwrite, claim=destination.claim
-    ) as scratch:
+    with atomic_directory(output, overwrite=destination.overwrite, claim=claim) as scratch:
         for name, made in exports.items():
             directory = scratch / parts[name]
             directory.mkdir(exist_ok=True)
+            placing = weights if FORMATS[name].with_weights else None
             card = output_card(report, name, output / parts[name])
-            _write_format(name, made, checkpoint, recipe, directory, card, destination)
+            write_checkpoint(made, checkpoint, directory, placing, card, destination.on_copied)
             save_stats(stats, directory / STATS_FILE)
             write_json(directory / CALIBRATION_FILE, report)
         checkpoint.check_unchanged()
@@ -126,21 +115,3 @@ def finish(
             backup = back_up(output, scratch)
     directories = {name: output / part for name, part in parts.items()}
     return Result(output, directories, recipe, stats.tokens, layers, warned, backup)
-
-
-def _write_format(
-    name: FormatName,
-    made: Export,
-    checkpoint: Checkpoint,
-    recipe: Recipe,
-    directory: Path,
-    card: str,
-    destination: Destination,
-) -> None:
-    if not FORMATS[name].with_weights:
-        write_documents(made, directory)
-        (directory / CARD_FILE).write_text(card)
-        return
-    weights = "keep" if destination.in_place else recipe.export.weights
-    on_copied = destination.on_copied
-    write_checkpoint(made, checkpoint, directory, weights=weights, readme=card, on_copied=on_copied)

@@ -13,11 +13,7 @@ from calib.scalefiles.file_names import SINGLE_FILE
 
 
 def check_in_place(model_name: str, recipe: Recipe) -> Path:
-    """Return the directory that `model_name` is.
-
-    Raises:
-        InputError: it is no local directory, or more than one checkpoint would be written to it.
-    """
+    """Return the directory of `model_name`; an InputError if scales cannot be added to it."""
     path, formats, refusal = Path(model_name).expanduser(), recipe.export.formats, ""
     if not path.is_dir():
         refusal = f"adds scales to a local directory, which '{model_name}' is not; use -o"
@@ -40,11 +36,7 @@ def complete(scratch: Path, model: Path) -> None:
 
 
 def back_up(model: Path, scratch: Path) -> Path | None:
-    """Back up the files of `model` that `scratch` changes or drops, as links beside `model`.
-
-    Returns:
-        `<model>.before-fp8kv`, numbered where there is one; None if nothing changes.
-    """
+    """Link what `scratch` changes or drops to `<model>.before-fp8kv`, numbered; None if nothing."""
     changed = [file for file in _files(model) if not _same(file, scratch / file.relative_to(model))]
     if not changed:
         return None

@@ -42,7 +42,8 @@ class ModelShape:
     @property
     def hidden_bytes(self) -> int:
         """Bytes of one token between two layers."""
-        return int(_text(self.config).hidden_size) * self.dtype.itemsize
+        text = self.config.get_text_config(decoder=True)
+        return int(text.hidden_size) * self.dtype.itemsize
 
     def flops(self, samples: int, seq_len: int) -> int:
         """Floating-point operations of one pass; layers with a sliding window need less."""
@@ -55,12 +56,7 @@ class ModelShape:
 
 
 def model_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
-    """The shape of a model directory, a config.json, or a model on the Hub; no weight is read.
-
-    Raises:
-        InputError: there is no such model, or its config cannot be read.
-        UnsupportedModelError: it is not a decoder that keeps K and V per head.
-    """
+    """The shape of a model directory, a config.json, or a model on the Hub; reads no weight."""
     config = _read_config(model, trust_remote_code=trust_remote_code)
     built = build_on_meta(config, trust_remote_code=trust_remote_code)
     with making_sense(f"a {config.model_type} of this config cannot be planned for"):
@@ -68,10 +64,10 @@ def model_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
 
 
 def attention_heads(model: str, *, trust_remote_code: bool = False) -> tuple[int, int, int]:
-    """Query heads, KV heads and head_dim; raises as `model_shape` does."""
+    """Query heads, KV heads and head_dim of a model, which is found as by `model_shape`."""
     config = _read_config(model, trust_remote_code=trust_remote_code)
-    with making_sense(f"a {config.model_type} of this config has no heads that are all alike"):
-        return _heads(_text(config))
+    with making_sense(f"a {config.model_type} of this config has heads of different sizes"):
+        return _heads(config.get_text_config(decoder=True))
 
 
 def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
@@ -83,15 +79,14 @@ def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
 
 
 def _config_file(model: str) -> Path:
-    is_builtin = model.startswith("builtin:")
-    path = builtin_model(model) if is_builtin else Path(model).expanduser()
+    path = builtin_model(model) if model.startswith("builtin:") else Path(model).expanduser()
     if path.is_dir():
         path /= "config.json"
     return path if path.exists() or path.suffix == ".json" else download_config(model)
 
 
 def _measure(model: PreTrainedModel, config: PreTrainedConfig) -> ModelShape:
-    text = _text(config)
+    text = config.get_text_config(decoder=True)
     layers = _decoder_layers(model, int(text.num_hidden_layers))
     attending = _attending(model, layers, text)
     heads = int(text.num_attention_heads)
@@ -168,7 +163,3 @@ def _heads(text: Any) -> tuple[int, int, int]:
         kv_heads = 1
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return heads, int(kv_heads or heads), int(head_dim)
-
-
-def _text(config: PreTrainedConfig) -> Any:
-    return config.get_text_config(decoder=True)

@@ -35,11 +35,7 @@ GPUS = {
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU called `name`.
-
-    Raises:
-        InputError: it is not in the table.
-    """
+    """The GPU called `name`; an InputError if it is not in the table."""
     if name.lower() not in GPUS:
         raise InputError(f"--gpu {name} is not one this plans for; use one of {', '.join(GPUS)}")
     gigabytes, teraflops = GPUS[name.lower()]

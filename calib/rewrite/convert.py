@@ -1,8 +1,8 @@
 """`fp8kv convert`, `strip` and `repair`: a checkpoint written again with other scales, or none."""
 
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
 
 from calib.any_scales import to_scales
 from calib.atomic import atomic_directory
@@ -10,22 +10,14 @@ from calib.choices import FormatName, Reduce
 from calib.errors import InputError, UnsupportedExportError
 from calib.export import FORMATS, export
 from calib.model.checkpoint import Checkpoint, open_checkpoint
-from calib.output.card import rewritten_card
+from calib.output.card import format_card
 from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
 from calib.rewrite.plain import config_without_scales, remove_documents, write_plain
-from calib.scalefiles.file_names import CARD_FILE
 from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
 from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
-
-
-class Repaired(NamedTuple):
-    """A checkpoint whose scales were repaired."""
-
-    output: Path
-    replaced: list[str]  # such as "model.layers.3.self_attn k"
 
 
 def convert(
@@ -38,12 +30,7 @@ def convert(
     tp_size: int = 1,
     overwrite: bool = False,
 ) -> KVScales:
-    """Write the checkpoint `directory` to `output` with its scales in the format `to`.
-
-    Raises:
-        InputError: there are no scales, or some are of no use.
-        UnsupportedExportError: the format cannot hold them as they are.
-    """
+    """Write the checkpoint `directory` to `output` with its scales in the format `to`."""
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     scales = existing_scales(directory)
@@ -60,13 +47,7 @@ def convert(
 
 
 def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
-    """Write the checkpoint `directory` to `output` without scales and without their config.
-
-    From an output of ours the source's own files come back, byte for byte.
-
-    Raises:
-        InputError: it is no checkpoint, or the output is in the way.
-    """
+    """Write `directory` to `output` without scales, with the source's files if it kept them."""
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     with atomic_directory(output, overwrite=overwrite) as scratch:
@@ -76,17 +57,16 @@ def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
 
 def repair(
     directory: Path, statistics: Path, to: FormatName, output: Path, *, overwrite: bool = False
-) -> Repaired:
-    """Write the checkpoint with what is missing or of no use derived from measured absmax.
+) -> list[str]:
+    """Write the checkpoint with missing or useless scales derived from measured absmax.
 
-    Raises:
-        InputError: the statistics are of another model.
-        CalibrationError: they hold only zeros, or NaN/Inf, for a layer that needs them.
+    Returns:
+        What was replaced, such as "model.layers.3.self_attn k".
     """
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     found = read_scales(directory)
-    layers, stats = _by_module(found), load_stats(statistics)
+    layers, stats = found.by_module(), load_stats(statistics)
     derived = _derive(found, layers, stats, statistics).layers
     replaced = []
     for module, layer in layers.items():
@@ -96,25 +76,13 @@ def repair(
                 setattr(layer, letter, tuple(getattr(derived[module], letter).tolist()))
     scales = to_scales(found, layers)
     _write(scales, checkpoint, to, output, overwrite, reduce=None, tp_size=1)
-    return Repaired(output, replaced)
+    return replaced
 
 
 def existing_scales(directory: Path) -> KVScales:
-    """The scales of a checkpoint, complete and usable.
-
-    Raises:
-        InputError: a layer lacks K or V, a scale is not finite and positive, or they are not FP8's.
-    """
+    """The scales of a checkpoint; an InputError where one is missing or of no use."""
     found = read_scales(directory)
-    return to_scales(found, _by_module(found))
-
-
-def _by_module(found: FoundScales) -> dict[str, FoundLayer]:
-    layers = found.by_module()
-    for layer in layers.values():
-        # a query scale is optional, and nobody can use one that is none
-        layer.q = layer.q if is_usable(layer.q) else None
-    return layers
+    return to_scales(found, found.by_module())
 
 
 def _derive(
@@ -162,15 +130,15 @@ def _write(
         raise UnsupportedExportError(str(error).replace("--format", "--to")) from None
     if not (made.tensors or made.documents):
         raise UnsupportedExportError(
-            f"--to {to} holds the statistics of a calibration, which scales alone do not tell; "
-            f"use fp8kv calibrate --format {to}"
+            f"--to {to} holds the statistics of a calibration, which cannot be derived from "
+            f"scales; use fp8kv calibrate --format {to}"
         )
-    card = rewritten_card(checkpoint.path, to, scales.strategy, output)
+    about = f". Written by fp8kv {version('fp8kv')} from the scales there."
+    card = format_card(checkpoint.path.resolve().name, to, output, scales.strategy, about)
+    whole = FORMATS[to].with_weights
     with atomic_directory(output, overwrite=overwrite) as scratch:
-        if FORMATS[to].with_weights:
-            write_checkpoint(made, plain, scratch, weights="link", readme=card)
+        write_checkpoint(made, plain, scratch, "link" if whole else None, card)
+        if whole:
             remove_documents(plain, scratch)
-        else:
-            (scratch / CARD_FILE).write_text(card)
-        write_documents(made, scratch)
+            write_documents(made, scratch)
         plain.check_unchanged()

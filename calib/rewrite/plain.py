@@ -26,15 +26,9 @@ from calib.scalefiles.file_names import (
 )
 from calib.scalefiles.json import read_object
 
-# documents that hold scales, or say that there are some
-SCALE_DOCUMENTS = (MODELOPT_FILE, JSON_FILE)
-
 
 def write_plain(checkpoint: Checkpoint, out: Path) -> None:
-    """Fill the directory `out` with the checkpoint without its scales.
-
-    Where the source's own files are known, they come back byte for byte.
-    """
+    """Fill `out` with the checkpoint without scales: the source's own files, if it kept them."""
     source = source_files(checkpoint.path)
     copy_small_files(checkpoint, out)
     (out / CARD_FILE).unlink(missing_ok=True)
@@ -47,7 +41,7 @@ def write_plain(checkpoint: Checkpoint, out: Path) -> None:
 
 def remove_documents(checkpoint: Checkpoint, out: Path) -> None:
     """Remove documents that hold scales; ModelOpt's keeps what it says of weights."""
-    for name in SCALE_DOCUMENTS:
+    for name in (MODELOPT_FILE, JSON_FILE):
         (out / name).unlink(missing_ok=True)
     source = checkpoint.path / MODELOPT_FILE
     document = read_object(source) if source.exists() else {}
@@ -75,12 +69,12 @@ def _write_weights(checkpoint: Checkpoint, source: Path | None, out: Path) -> No
     names = {shard: shard for shard in checkpoint.shards}
     if source is not None and SINGLE_FILE in files and RENAMED_SINGLE not in files:
         names |= {RENAMED_SINGLE: SINGLE_FILE}
-    weight_map = place_weights(checkpoint, out, names, "link")
+    weight_map = place_weights(checkpoint, out, names, "link", lambda *_: None)
     # a tensor that the source's index left out is in its file all the same
     if original is not None and original.items() <= weight_map.items():
         shutil.copyfile(index, out / INDEX_FILE)
     elif original is not None or {*weight_map.values()} != {SINGLE_FILE}:
-        write_index(checkpoint, out, weight_map, {})
+        write_index(checkpoint, out, weight_map, added=0)
 
 
 def config_without_scales(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,18 +1,42 @@
-"""The files of a calibration in a directory, and errors for directories without them."""
+"""The files of a calibration: statistics without torch, errors for directories without them."""
 
+import math
+import re
 from pathlib import Path
 
 from calib.choices import FORMATS
 from calib.errors import InputError
 from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, STATS_FILE
+from calib.scalefiles.header import read_header, read_values
+
+_AMAX = re.compile(r".+\.(?P<layer>\d{1,6})\..+\.(?P<letter>[kvq])\.amax")
+
+Amax = dict[tuple[int, str], tuple[float, ...]]  # (layer, "k" | "v" | "q") -> one per head
+
+
+def read_amax(path: Path) -> Amax:
+    """Measured absmax of each layer and head, from a statistics file or the directory of one."""
+    path = statistics_file(path)
+    found: Amax = {}
+    for name, entry in read_header(path).items():
+        match = _AMAX.fullmatch(name)
+        if match and len(entry.shape) == 2:
+            heads, channels = entry.shape
+            values = read_values(path, entry)
+            if not all(map(math.isfinite, values)):
+                raise InputError(
+                    f"'{path}': {match['letter'].upper()} of layer {match['layer']} held NaN or "
+                    "Inf, so nothing can be compared with it; calibrate again"
+                )
+            rows = [values[i * channels : (i + 1) * channels] for i in range(heads)]
+            found[int(match["layer"]), match["letter"]] = tuple(max(row, default=0) for row in rows)
+    if not found:
+        raise InputError(f"'{path}' holds no statistics; give {STATS_FILE} of a calibration")
+    return found
 
 
 def statistics_file(path: Path) -> Path:
-    """The statistics file `path`, or the one in the directory `path`.
-
-    Raises:
-        InputError: it is a directory without one.
-    """
+    """The statistics file `path`, or the one in the directory `path`; an InputError without."""
     file = path / STATS_FILE if path.is_dir() else path
     if path.is_dir() and not file.exists():
         problem = f"cannot read statistics: '{path}' has no {STATS_FILE}"

@@ -3,8 +3,11 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from calib.errors import InputError
 from calib.scalefiles.calibrations import no_model
@@ -18,10 +21,7 @@ from calib.scalefiles.file_names import (
 from calib.scalefiles.header import Entry, read_header, read_values
 from calib.scalefiles.json import read_object
 from calib.scalefiles.names import ScaleName, parse_scale_name
-from calib.scalefiles.scales_json import ScalesJson, read_scales_json
 
-# a name that ends so holds measurements of ours, which engines that read an index never see
-_NO_WEIGHTS = STATS_FILE
 # what no model comes near
 _MAX_FILES = 100_000
 # weights that only an attention module has
@@ -30,6 +30,31 @@ _ATTENTION = re.compile(
 )
 # what sees and hears attends to itself, and caches nothing
 _SENSES = re.compile(r"(?:^|\.)(?:vision|visual|image|audio|speech|vit)\w*\.")
+_Index = Annotated[str, Field(pattern=r"^[0-9]{1,6}$")]
+
+
+class _Cache(BaseModel):
+    model_config = ConfigDict(strict=True)
+    scaling_factor: dict[_Index, dict[_Index, float]]  # rank -> layer -> scale
+    dtype: Any = None
+
+
+class ScalesJson(BaseModel):
+    """`kv_cache_scales.json`, by `quantization/schema.py` of vLLM 0.4 to 0.6."""
+
+    kv_cache: _Cache
+    model_type: Any = None
+
+    @property
+    def dtype(self) -> str | None:
+        """What FP8 type it is for, where it says so."""
+        return self.kv_cache.dtype if isinstance(self.kv_cache.dtype, str) else None
+
+    @cached_property
+    def ranks(self) -> dict[int, dict[int, float]]:
+        """The scale of each layer, for both K and V, by rank."""
+        factors = self.kv_cache.scaling_factor.items()
+        return {int(rank): {int(i): x for i, x in layers.items()} for rank, layers in factors}
 
 
 @dataclass(frozen=True)
@@ -87,16 +112,12 @@ class ScaleDirectory:
 
 
 def open_scales(path: Path) -> ScaleDirectory:
-    """Read the scales of a directory; never read weights.
-
-    Raises:
-        InputError: it is no directory, holds nothing of the kind, or a file in it is damaged, or
-            says that its tensors are outside the directory.
-    """
+    """Read the scales of a directory; never read weights."""
     if not path.is_dir():
         raise InputError(f"'{path}' is not a directory; give one that holds a model or its scales")
     index = read_index(path)
-    files = sorted(file.name for file in path.glob("*.safetensors") if file.name != _NO_WEIGHTS)
+    # measurements of ours, which engines that read an index never see
+    files = sorted({file.name for file in path.glob("*.safetensors")} - {STATS_FILE})
     if len(files) > _MAX_FILES:
         raise InputError(f"'{path}' holds {len(files):,} safetensors files, more than any model")
     listed = set(files if index is None else index.values())
@@ -112,6 +133,16 @@ def open_scales(path: Path) -> ScaleDirectory:
         raise no_model(path, f"'{path}' holds no model: no config.json, no safetensors file")
     modelopt = _optional(path / MODELOPT_FILE)
     return ScaleDirectory(path, config, modelopt, index, files, tensors, json, modules)
+
+
+def read_scales_json(path: Path) -> ScalesJson:
+    """Read the file; an InputError if it holds no numbers by rank and layer."""
+    try:
+        return ScalesJson.model_validate(read_object(path))
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = ".".join(str(part)[:40] for part in first["loc"])
+        raise InputError(f"'{path}': {at}: {first['msg']}; scales lie by rank and layer") from None
 
 
 def _scale_tensors(path: Path, header: dict[str, Entry], *, indexed: bool) -> list[ScaleTensor]:

@@ -16,18 +16,12 @@ _ANY = ("float of 8 bits", "FP8")
 
 
 def fp8_type(directory: ScaleDirectory) -> FP8Name:
-    """The FP8 type that scales are for; e4m3fn, the formats' default, where no file names one.
-
-    Raises:
-        InputError: a file names another type, or two files contradict each other.
-    """
+    """The FP8 type that scales are for; e4m3fn, the formats' default, where no file names one."""
     said = {where: word for where, word in _said(directory) if word not in _ANY}
     for where, word in said.items():
         if word not in _TYPES:
-            raise InputError(
-                f"'{directory.path}': {where} is '{word[:40]}'; scales are read for "
-                f"{', '.join(_TYPES)}"
-            )
+            wrong = f"'{directory.path}': {where} is '{word[:40]}'"
+            raise InputError(f"{wrong}; scales are read for {', '.join(_TYPES)}")
     if len({_TYPES[word] for word in said.values()}) > 1:
         each = " and ".join(f"{where} {word}" for where, word in said.items())
         raise InputError(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
-from calib.scalefiles.json import check_regular, parse_object
+from calib.scalefiles.json import parse_object, regular_size
 
 # safetensors itself refuses more
 MAX_HEADER_BYTES = 100_000_000
@@ -45,17 +45,10 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, by name; no tensor is read.
-
-    Raises:
-        InputError: it is no safetensors file, or its header does not describe it: sizes that do
-            not fit, tensors that overlap, or data that is cut short.
-    """
-    check_regular(path)
+    """The tensors of a safetensors file, by name; an InputError where they do not fit the file."""
+    size = regular_size(path)
     try:
         with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(0)
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
                 raise InputError(
@@ -76,11 +69,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def read_values(path: Path, entry: Entry) -> list[float]:
-    """All values of a tensor of floats.
-
-    Raises:
-        InputError: it holds no floats, or too many to be scales.
-    """
+    """All values of a tensor; an InputError if they are no floats, or too many to be scales."""
     if entry.size > MAX_VALUES:
         raise InputError(f"'{path}' holds a scale of {entry.size:,} values, too many for any model")
     try:

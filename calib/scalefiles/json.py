@@ -12,42 +12,33 @@ from calib.errors import InputError
 MAX_BYTES = 64 << 20
 
 
-def read_bytes(path: Path, limit: int) -> bytes:
-    """Read a regular file, or a link to one.
-
-    Raises:
-        InputError: it is missing, larger than `limit` bytes, or no file, such as a pipe.
-    """
-    check_regular(path)
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a JSON object from a file, as `parse_object` reads it from text."""
+    size = regular_size(path)
+    if size > MAX_BYTES:
+        raise InputError(f"'{path}' has {size:,} bytes; no such file has more than {MAX_BYTES:,}")
     try:
-        size = path.stat().st_size
-        if size > limit:
-            raise InputError(f"'{path}' has {size:,} bytes; no such file has more than {limit:,}")
-        return path.read_bytes()
+        return parse_object(path.read_bytes(), f"'{path}'")
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror}") from None
 
 
-def check_regular(path: Path) -> None:
-    """Check that `path` is a file that can be read to its end.
-
-    Raises:
-        InputError: it is missing, or a directory, pipe or device.
-    """
+def regular_size(path: Path) -> int:
+    """Bytes of a file or of a link to one; an InputError for a directory, pipe or device."""
     try:
-        mode = path.stat().st_mode
+        found = path.stat()
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror}") from None
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(found.st_mode):
         raise InputError(f"'{path}' is not a file")
+    return found.st_size
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
     """Parse a JSON object; `where` names it in errors.
 
-    Raises:
-        InputError: it is not UTF-8, not JSON, no object, or not the same to every parser: a key
-            twice, NaN, Infinity, numbers beyond a float, or nesting beyond reason.
+    An InputError if it is no UTF-8, JSON or object, or not the same to every parser: a key twice,
+    NaN, Infinity, numbers beyond a float, or nesting beyond reason.
     """
     try:
         document = json.loads(
@@ -64,11 +55,6 @@ def parse_object(text: bytes, where: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise InputError(f"{where} must hold a JSON object, got {type(document).__name__}")
     return document
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file; see `read_bytes` and `parse_object`."""
-    return parse_object(read_bytes(path, MAX_BYTES), f"'{path}'")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

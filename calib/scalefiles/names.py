@@ -2,11 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from typing import Literal
-
-Dialect = Literal[
-    "compressed-tensors", "kv_scale", "modelopt", "fused", "quark", "tensorrt-llm", "hy"
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,11 +11,11 @@ class ScaleName:
     module: str  # the attention module's, in the checkpoint's words
     layer: int
     letters: str  # "k", "v", "q", or "kv" where both share it
-    dialect: Dialect
+    dialect: str  # of `_ENDINGS`
 
 
-# how the name goes on after the attention module; the first that fits
-_ENDINGS: list[tuple[str, Dialect]] = [
+# how a name goes on after the attention module, and the dialect it is; the first that fits
+_ENDINGS = [
     (r"\.(?P<which>kv)_scale", "kv_scale"),
     (r"\.(?:k_proj\.(?P<which>k)|v_proj\.(?P<other>v))_scale", "modelopt"),
     (r"\.(?:qkv_proj|qkqkv_proj)\.(?P<which>[kv])_scale", "fused"),
@@ -53,8 +48,7 @@ def parse_scale_name(name: str) -> ScaleName | None:
     if layer is None:
         return None
     for pattern, dialect in _PATTERNS:
-        match = pattern.fullmatch(name)
-        if match:
+        if match := pattern.fullmatch(name):
             found = match.groupdict()
             letters = str(found["which"] or found.get("other"))
             return ScaleName(found["module"], layer, letters, dialect)

@@ -10,11 +10,7 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 
 
 def plot_scales(found: FoundScales, path: Path) -> None:
-    """Draw K, V and Q scales over the layers; with several per layer, their range.
-
-    Raises:
-        InputError: the file's suffix names no picture, or it cannot be written.
-    """
+    """Draw K, V and Q scales over the layers; with several per layer, their range."""
     if path.suffix.lower() not in _SUFFIXES:
         raise InputError(f"--plot {path}: give a name that ends with {', '.join(_SUFFIXES)}")
     from matplotlib.figure import Figure

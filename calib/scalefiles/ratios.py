@@ -10,11 +10,7 @@ Pairs = list[tuple[FoundLayer, FoundLayer]]
 
 
 def compare_scales(a: Path, b: Path) -> Pairs:
-    """The scales of `a` and `b` layer by layer; a layer that one of them lacks is empty there.
-
-    Raises:
-        InputError: one holds no scales, or they have no layer in common.
-    """
+    """The scales of `a` and `b` layer by layer; a layer that one of them lacks is empty there."""
     first, second = ({layer.layer: layer for layer in read_scales(path).layers} for path in (a, b))
     if not first.keys() & second.keys():
         raise InputError(f"'{a}' and '{b}' have scales of no common layer")

@@ -62,26 +62,18 @@ class FoundScales:
     def formats(self) -> list[str]:
         """Whose names the scales have, most frequent first."""
         counts = Counter(t.parsed.dialect for layer in self.layers for t in layer.tensors)
-        names: list[str] = [dialect for dialect, _ in counts.most_common()]
+        names = [dialect for dialect, _ in counts.most_common()]
         return names + [JSON_FILE] * (self.directory.json is not None)
 
     @property
     def problems(self) -> list[str]:
         """What is wrong for any engine, one line each."""
-        return (
-            _value_problems(self.layers)
-            + _contradictions(self.layers)
-            + _file_problems(self.directory)
-        )
+        of_scales = _value_problems(self.layers) + _contradictions(self.layers)
+        return of_scales + _file_problems(self.directory)
 
     def by_module(self) -> dict[str, FoundLayer]:
-        """Layers by their attention module's name in the checkpoint, also those without a scale.
-
-        Raises:
-            InputError: no file names the module of a layer.
-        """
+        """Layers by attention module, also those without a scale; useless query scales go."""
         modules = {layer_of(module): module for module in self.directory.modules}
-        modules.pop(None, None)
         layers = {layer: FoundLayer(layer) for layer in modules if layer is not None}
         layers |= {layer.layer: layer for layer in self.layers}
         named = {}
@@ -92,6 +84,7 @@ class FoundScales:
                     f"'{self.directory.path}' has scales for layer {index} and no attention module "
                     "to hold them; put the file beside the model's weights"
                 )
+            layer.q = layer.q if is_usable(layer.q) else None
             named[modules.get(index) or said[0]] = layer
         return named
 
@@ -112,11 +105,7 @@ class FoundScales:
 
 
 def read_scales(path: Path) -> FoundScales:
-    """Read the scales of a directory; of several tensors for one the more specific is taken.
-
-    Raises:
-        InputError: the directory holds no scales, or a file is damaged.
-    """
+    """Read the scales of a directory: of several tensors for one scale, the more specific."""
     directory = open_scales(path)
     found: dict[int, FoundLayer] = {}
     # a scale of both K and V first, so that one of K alone replaces it

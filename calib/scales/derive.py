@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from calib.errors import InputError
 from calib.recipe import Recipe, load_recipe
 from calib.scalefiles.file_names import CALIBRATION_FILE
-from calib.scales.observers import Observer, make_observer
+from calib.scales.observers import OBSERVERS, Observer
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
@@ -20,20 +20,12 @@ if TYPE_CHECKING:
 
 def recipe_observer(recipe: Recipe) -> Observer:
     """The observer that `recipe` names, with its options."""
-    return make_observer(
-        recipe.observer.name,
-        percentile=recipe.observer.percentile,
-        fp8_dtype=FP8_DTYPES[recipe.fp8_dtype],
-    )
+    make = OBSERVERS[recipe.observer.name]
+    return make(recipe.observer.percentile, FP8_DTYPES[recipe.fp8_dtype])
 
 
 def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
-    """Derive the scales that `recipe` asks for.
-
-    Raises:
-        CalibrationError: a layer saw nothing, only zeros, or NaN/Inf.
-        InputError: keys are to be centred and their means were not collected.
-    """
+    """Derive the scales that `recipe` asks for; raises as `KVStats.scales` does."""
     return stats.scales(
         strategy=recipe.strategy,
         observer=recipe_observer(recipe),
@@ -45,20 +37,12 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
 
 
 def load_scales(directory: Path) -> KVScales:
-    """Derive the scales of a finished calibration from its statistics and its saved recipe.
-
-    Raises:
-        InputError: the directory holds no calibration of ours.
-    """
+    """Derive the scales of a finished calibration from its statistics and its saved recipe."""
     return derive_scales(load_stats(directory), load_recipe(str(directory / CALIBRATION_FILE)))
 
 
 def check_fits(model: PreTrainedModel, scales: KVScales) -> KVScales:
-    """Check that `scales` are of this model's modules; returns them.
-
-    Raises:
-        InputError: they name a module that the model does not have.
-    """
+    """Return `scales`; an InputError if they name a module that the model does not have."""
     modules = dict(model.named_modules())
     for name, layer in scales.layers.items():
         if getattr(modules.get(name), "layer_idx", None) != layer.layer_idx:

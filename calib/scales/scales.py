@@ -12,11 +12,7 @@ from calib.scalefiles.reading import is_usable
 
 @dataclass(frozen=True)
 class LayerScales:
-    """Scales of one attention module; `x ≈ x_fp8 * scale`.
-
-    Raises:
-        ValueError: a scale is not float32, finite and positive.
-    """
+    """Scales of one attention module; `x ≈ x_fp8 * scale`: float32, finite and positive."""
 
     layer_idx: int
     k: Tensor  # [1], [K] or [K, D] float32

@@ -91,11 +91,7 @@ class KVStats:
         return KVStats(layers, self.shared)
 
     def merge(self, other: "KVStats") -> "KVStats":
-        """Combine with statistics of the same model from other data.
-
-        Raises:
-            InputError: the two hold different modules, statistics or shapes.
-        """
+        """Combine with statistics of other data; an InputError if they are of another model."""
         mine, others = self.tensors(), other.tensors()
         if {at: x.shape for at, x in mine.items()} != {at: x.shape for at, x in others.items()}:
             raise InputError(
@@ -155,10 +151,7 @@ def centered(layer: LayerStats) -> tuple[Tensor, Tensor]:
 
     Softmax does not see what is subtracted from every key. What is left has to be exact: the first
     token's key, far from the mean, is often that extreme, is seen by every query, and at exactly
-    the largest magnitude FP8 rounds it to itself.
-
-    Raises:
-        InputError: means were not collected.
+    the largest magnitude FP8 rounds it to itself. An InputError if means were not collected.
     """
     k = layer.k
     if k.total is None or k.low is None or k.high is None:

@@ -18,7 +18,7 @@ from calib.errors import InputError
 from calib.scalefiles.calibrations import statistics_file
 from calib.scalefiles.file_names import STATS_FILE
 from calib.scalefiles.json import parse_object
-from calib.scales.histogram import NUM_BINS
+from calib.scales.observers import NUM_BINS
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import STATISTICS, KVStats, LayerStats, TensorStats
 
@@ -39,21 +39,13 @@ def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = 
 
 
 def load_stats(path: Path) -> KVStats:
-    """Read statistics from a file, or from the calibration directory that holds one.
-
-    Raises:
-        InputError: there is no such file, it is not a statistics file, or it is damaged.
-    """
+    """Read statistics from a file, or from the calibration directory that holds one."""
     stats, _ = load_progress(statistics_file(path))
     return stats
 
 
 def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
-    """Read statistics and the `progress` saved with them.
-
-    Raises:
-        InputError: there is no such file, it is not a statistics file, or it is damaged.
-    """
+    """Read statistics and the `progress` saved with them; an InputError for a damaged file."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
@@ -94,11 +86,9 @@ class _Facts(_Strict):
 
     @model_validator(mode="after")
     def _owners_are_modules(self) -> "_Facts":
-        unknown = [
-            module.owner for module in self.shared.values() if module.owner not in self.modules
-        ]
-        if unknown:
-            raise ValueError(f"no module is called '{unknown[0][:80]}', whose cache is shared")
+        for owner in (module.owner for module in self.shared.values()):
+            if owner not in self.modules:
+                raise ValueError(f"no module is called '{owner[:80]}', whose cache is shared")
         return self
 
 
@@ -129,8 +119,7 @@ def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) ->
             dtype = STATISTICS[field].dtype
             if tensor is not None and (tensor.dtype, tensor.shape) != (dtype, shape):
                 got = f"{tensor.dtype} {[*tensor.shape]}"
-                wanted = f"{dtype} {[*shape]}"
-                raise _damaged(where, f"{name}.{which}.{field} is {got}, not {wanted}")
+                raise _damaged(where, f"{name}.{which}.{field} is {got}, not {dtype} {[*shape]}")
         if len({found[field] is None for field in ("total", "low", "high")}) > 1:
             raise _damaged(where, f"{name}.{which} needs total, low and high, or none of them")
         return TensorStats(**found)  # type: ignore[arg-type]

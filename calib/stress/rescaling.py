@@ -43,12 +43,7 @@ class _Rescaled:
 
 @torch.no_grad()
 def rescale(model: PreTrainedModel, factors: Factors) -> list[str]:
-    """Multiply the weights of `model` in place; return the names of those that changed.
-
-    Raises:
-        UnsupportedModelError: there is no known way to do it in this architecture.
-        InputError: a weight's dtype cannot hold the product exactly.
-    """
+    """Multiply the weights of `model` in place; return the names of those that changed."""
     found = [*_find(model, factors)]
     names: dict[int, str] = {}
     for each in found:
@@ -79,9 +74,8 @@ def _find(model: PreTrainedModel, factors: Factors) -> Iterator[_Rescaled]:
     for cached in attention.cached.values():
         module = model.get_submodule(cached.name)
         if hasattr(module, "v_norm"):
-            raise UnsupportedModelError(
-                f"{cached.name} normalises V, which undoes a factor in front of it"
-            )
+            why = "normalises V, which undoes a factor in front of it"
+            raise UnsupportedModelError(f"{cached.name} {why}")
         rows = {"q": 1 / factors.k, "k": factors.k, "v": factors.v}
         for norm, child in module.named_children():
             if which := _NORMS.get(norm):

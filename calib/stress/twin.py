@@ -31,8 +31,6 @@ from fp8kv_runtime.fp8 import FP8_DTYPES
 
 _PROBE_TOKENS = 24
 _LARGEST_EXPONENT = 64
-_DTYPE_KEYS = ("dtype", "torch_dtype")
-_GENERATION_CONFIG = "generation_config.json"
 _FP8 = torch.finfo(FP8_DTYPES["e4m3fn"])
 
 
@@ -74,19 +72,11 @@ class Stressed:
 
 
 def stress(
-    model_name: str,
-    output: Path,
-    factors: Factors,
-    *,
-    overrides: dict[str, Any],
-    overwrite: bool = False,
+    name: str, output: Path, factors: Factors, *, overrides: dict[str, Any], overwrite: bool = False
 ) -> Stressed:
-    """Write the twin of `model_name` to `output`, once it is proved to be one.
+    """Write the twin of the model `name` to `output`, once it is proved to be one.
 
     `overrides` are recipe keys for loading the model: dtype, trust_remote_code.
-
-    Raises:
-        Fp8kvError: anything that a user can put right, and every model that cannot be proved.
     """
     recipe = load_recipe(None, {**overrides, "device": "cpu"})
     if recipe.dtype not in ("auto", "float32"):
@@ -94,7 +84,7 @@ def stress(
             f"--dtype {recipe.dtype} may round the source's weights, and with them the "
             "twin's outputs; use auto or float32"
         )
-    checkpoint = find_checkpoint(model_name)
+    checkpoint = find_checkpoint(name)
     check_output(output, checkpoint.path, overwrite=overwrite)
     if find_quantization_config(checkpoint.config) is not None:
         raise InputError(
@@ -113,18 +103,14 @@ def stress(
         _prove(checkpoint, before, after, factors)
         checkpoint.check_unchanged()
         k_amax, v_amax = ((before.amax(w), after.amax(w)) for w in "kv")
-        done = Stressed(model_name, output, factors, dtype, changed, k_amax, v_amax)
+        done = Stressed(name, output, factors, dtype, changed, k_amax, v_amax)
         write_json(scratch / STRESS_FILE, done.to_json())
         (scratch / "README.md").write_text(_card(done))
     return done
 
 
 def parse_factor(text: str, flag: str) -> float:
-    """Read a power of two: 256, 0.5, 1/1024 or 2**-10.
-
-    Raises:
-        InputError: it is none, or too far from 1.
-    """
+    """Read a power of two: 256, 0.5, 1/1024 or 2**-10; an InputError if it is too far from 1."""
     power = re.fullmatch(r"2\*\*([+-]?\d{1,3})", text.strip())
     try:
         value = Fraction(2) ** int(power[1]) if power else Fraction(text.strip()[:40])
@@ -190,7 +176,7 @@ def _save(model: PreTrainedModel, checkpoint: Checkpoint, out: Path) -> None:
     model.generation_config = GenerationConfig()  # the source's is copied, even one that is odd
     with library_bars_hidden():
         model.save_pretrained(out)
-    (out / _GENERATION_CONFIG).unlink(missing_ok=True)
+    (out / "generation_config.json").unlink(missing_ok=True)
     copy_small_files(checkpoint, out)
     # the source's own config: engines older than this transformers read it
     write_json(out / "config.json", _config(checkpoint.config, model.dtype))
@@ -202,7 +188,7 @@ def _config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """`config` with the dtype of the weights, under the names that it uses."""
     name = str(dtype).removeprefix("torch.")
     nested = {k: _config(v, dtype) for k, v in config.items() if isinstance(v, dict)}
-    return {**config, **nested, **{key: name for key in _DTYPE_KEYS if key in config}}
+    return {**config, **nested, **dict.fromkeys(config.keys() & {"dtype", "torch_dtype"}, name)}
 
 
 def _card(done: Stressed) -> str:

@@ -6,14 +6,11 @@ from jinja2 import Environment, PackageLoader
 
 from calib.verify.rules import Remap, Rules, all_rules
 
-_METHODS = ("compressed-tensors", "modelopt", "fp8", "quark")
-
 
 def page() -> str:
     """The whole page."""
     template = Environment(loader=PackageLoader("calib.verify", ".")).get_template("engines.md.j2")
-    engines = [*all_rules().values()]
-    told = template.render(engines=engines, methods=_METHODS, names=_names, sentence=_sentence)
+    told = template.render(engines=[*all_rules().values()], names=_names)
     return f"{told.rstrip()}\n"
 
 
@@ -21,10 +18,6 @@ def _names(rules: Rules) -> list[Remap]:
     """What becomes of names on disk: methods' own entries, then the engine's, each once."""
     own = (entry for method in rules.methods.values() for entry in method.remap)
     return [*dict.fromkeys((*own, *rules.remap))]
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:]}."
 
 
 if __name__ == "__main__":

@@ -87,11 +87,7 @@ def all_rules() -> dict[str, Rules]:
 
 
 def choose_rules(engine: str | None, version: str | None) -> list[Rules]:
-    """The rules of `engine` at `version`, or of the newest version of every engine.
-
-    Raises:
-        InputError: there are none.
-    """
+    """The rules of `engine` at `version`, or of the newest version of every engine."""
     newest = {name: rules for name, rules in all_rules().items() if not rules.until}
     if engine is None:
         if version:

@@ -10,7 +10,6 @@ from calib.verify.values import heads_of, one_or_per_head, pair, scalar, simulat
 
 Params = dict[tuple[str, str], ScaleTensor]  # (attention module, letter) -> what reaches it
 
-
 ONE_GPU = Place()
 IGNORED_SCHEME = Method(
     kind="none",
@@ -22,31 +21,28 @@ def simulate(directory: ScaleDirectory, rules: Rules, place: Place = ONE_GPU) ->
     """Load `directory` as the engine would in `place`."""
     found = Simulation(rules)
     try:
-        _load(directory, rules, place, found)
+        _load(directory, place, found)
     except Refused as error:
         found.refused, found.outcomes = str(error), []
     return found
 
 
-def _load(directory: ScaleDirectory, rules: Rules, place: Place, found: Simulation) -> None:
+def _load(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
+    rules = found.rules
     if place.ranks > 1:
         _check_split(directory, place)
     if rules.reads == "json":
         simulate_json(directory, place, found)
         return
-    if directory.missing and rules.reads == "index":
-        raise Refused(
-            f"the index names {directory.missing[0]}, which is not there; write the index again"
-        )
+    if rules.reads == "index" and (missing := directory.missing):
+        raise Refused(f"the index names {missing[0]}, which is not there; write the index again")
     method = _method(directory, rules)
     found.flag = None if method and method.turns_fp8_on else rules.flag
     modules = sorted(directory.modules, key=_by_layer)
     if why := _not_known(directory, rules, method):
-        found.outcomes += [
-            Outcome(module, x, "unknown", (), why) for module in modules for x in "kv"
-        ]
+        found.outcomes += [Outcome(m, x, "unknown", (), why) for m in modules for x in "kv"]
         return
-    params = _params(directory, rules, method, found)
+    params = _params(directory, method, found)
     for module in modules:
         found.outcomes += _outcomes(directory, module, params, method, place)
     if place.fnuz and method and not method.doubles_fnuz and found.is_good:
@@ -133,18 +129,14 @@ def _check_scheme(scheme: Any, rule: str) -> None:
             f"kv_cache_scheme has num_bits {scheme.get('num_bits')}, type {scheme.get('type')}; "
             "it must be 8 and float"
         )
-    if scheme.get("strategy") not in ("tensor", "attn_head"):
-        raise Refused(
-            f"kv_cache_scheme has strategy {scheme.get('strategy')}; it must be tensor or attn_head"
-        )
+    if (strategy := scheme.get("strategy")) not in ("tensor", "attn_head"):
+        raise Refused(f"kv_cache_scheme has strategy {strategy}; it must be tensor or attn_head")
     if not scheme.get("symmetric"):
         raise Refused("kv_cache_scheme must say symmetric: true")
 
 
-def _params(
-    directory: ScaleDirectory, rules: Rules, method: Method | None, found: Simulation
-) -> Params:
-    params: Params = {}
+def _params(directory: ScaleDirectory, method: Method | None, found: Simulation) -> Params:
+    rules, params = found.rules, Params()
     for tensor in directory.tensors:
         module, _, parameter = rules.target(tensor.name, method).rpartition(".attn.")
         if rules.reads == "index" and not tensor.indexed:

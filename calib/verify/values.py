@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from itertools import product
 
 from calib.scalefiles.file_names import JSON_FILE
-from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
-from calib.scalefiles.scales_json import ScalesJson
+from calib.scalefiles.folder import ScaleDirectory, ScalesJson, ScaleTensor
 from calib.verify.result import Outcome, Place, Refused, Simulation, Values, default
 from calib.verify.rules import Method
 
@@ -49,11 +48,9 @@ def scalar(module: str, tensors: Tensors, method: Method, factor: float) -> list
     if not k > 0:
         raise Refused(f"{module} has a K scale of {k:g} beside a V scale of {v:g}; repair it")
     both = (factor * (k if math.isnan(v) else max(k, v)),)
-    why = (
-        f"a V scale of {v:g} is replaced by K's"
-        if tensors["v"]
-        else "there is no V scale: V takes K's"
-    )
+    why = "there is no V scale: V takes K's"
+    if tensors["v"]:
+        why = f"a V scale of {v:g} is replaced by K's"
     return [Outcome(module, "k", "loaded", both), Outcome(module, "v", "loaded", both, why), query]
 
 
@@ -79,24 +76,20 @@ def simulate_json(directory: ScaleDirectory, place: Place, found: Simulation) ->
     wrong = json and _mistake(json, config, count, place.ranks)
     found.ignored += [(JSON_FILE, wrong)] if isinstance(wrong, str) else []
     for index, letter in product(range(count), "kv"):
-        module = f"layer {index}"
-        values = (
-            () if wrong or not json else tuple(json.ranks[r][index] for r in range(place.ranks))
-        )
-        found.outcomes.append(
-            Outcome(module, letter, "loaded", values) if values else default(module, letter)
-        )
+        outcome = default(f"layer {index}", letter)
+        if json and not wrong:
+            values = tuple(json.ranks[rank][index] for rank in range(place.ranks))
+            outcome = Outcome(outcome.module, letter, "loaded", values)
+        found.outcomes.append(outcome)
 
 
 def _mistake(json: ScalesJson, config: dict[str, object], layers: int, ranks: int) -> str | None:
     """Why the loader throws the file away: it then logs, and serves on with 1.0."""
-    wanted = config.get("model_type")
+    wanted, says = config.get("model_type"), json.model_type
     if "model_type" not in json.model_fields_set:
         return "it has no model_type, so all of it is thrown away"
-    if wanted is not None and json.model_type != wanted:
-        return (
-            f"its model_type is {str(json.model_type)[:80]!r}, the model's {wanted!r}: thrown away"
-        )
+    if wanted is not None and says != wanted:
+        return f"its model_type is {str(says)[:80]!r}, the model's {wanted!r}: thrown away"
     if json.dtype != "float8_e4m3fn":
         return f"its dtype is {json.dtype!r}; only 'float8_e4m3fn' is read"
     if set(json.ranks) != {*range(ranks)}:
@@ -140,11 +133,7 @@ def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor, plac
 
 
 def heads_of(directory: ScaleDirectory) -> tuple[int, int]:
-    """Query heads and KV heads, as config.json says.
-
-    Raises:
-        Refused: it does not.
-    """
+    """Query heads and KV heads, as config.json says; `Refused` where it does not."""
     config = directory.text_config
     heads = config.get("num_attention_heads")
     kv_heads = config.get("num_key_value_heads") or heads

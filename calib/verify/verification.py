@@ -6,8 +6,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from calib.scalefiles.calibrations import Amax, read_amax
 from calib.scalefiles.fp8_type import FP8_MAX
-from calib.scalefiles.measured import Amax, read_amax
 from calib.scalefiles.reading import FoundLayer, FoundScales, read_scales
 from calib.verify.result import Place, Simulation
 from calib.verify.rules import Rules
@@ -69,13 +69,7 @@ class Verification:
 def verify_directory(
     path: Path, rules: Sequence[Rules], against: Path | None = None, place: Place = ONE_GPU
 ) -> Verification:
-    """Simulate loading `path` by each of `rules`.
-
-    With statistics to set them `against`, their scales are compared with what was measured.
-
-    Raises:
-        InputError: there are no scales, or a file is damaged.
-    """
+    """Simulate loading `path` by each of `rules`; compare its scales with statistics `against`."""
     found = read_scales(path)
     problems, fits = [*found.problems], []
     if against:

@@ -17,12 +17,11 @@ import atheris
 with atheris.instrument_imports(include=["calib"]):
     from calib.errors import Fp8kvError
     from calib.recipe import load_recipe
-    from calib.scalefiles.folder import open_scales
+    from calib.scalefiles.folder import open_scales, read_scales_json
     from calib.scalefiles.header import read_header, read_values
     from calib.scalefiles.json import parse_object
     from calib.scalefiles.names import parse_scale_name
     from calib.scalefiles.reading import read_scales
-    from calib.scalefiles.scales_json import read_scales_json
     from calib.verify.result import Place
     from calib.verify.rules import choose_rules
     from calib.verify.simulate import simulate

@@ -3,7 +3,7 @@
 import pytest
 
 from calib.errors import UnsupportedExportError
-from calib.export.prefixes import checkpoint_prefix
+from calib.export.base import checkpoint_prefix
 
 VISION = [f"vision_tower.vision_model.encoder.layers.{i}.self_attn.k_proj.weight" for i in range(2)]
 

@@ -11,7 +11,7 @@ from calib.errors import CalibrationError, InputError
 from calib.measure.attention import map_attention
 from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
-from calib.scales.histogram import NUM_BINS, magnitude_histogram
+from calib.scales.observers import NUM_BINS, magnitude_histogram
 
 GENERATOR = torch.Generator().manual_seed(1)
 SAMPLES = [

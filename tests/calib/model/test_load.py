@@ -11,7 +11,7 @@ from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError, UnsupportedModelError
-from calib.export.prefixes import checkpoint_prefix
+from calib.export.base import checkpoint_prefix
 from calib.measure.attention import map_attention
 from calib.model import find
 from calib.model.find import find_checkpoint

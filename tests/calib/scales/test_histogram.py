@@ -2,7 +2,7 @@
 
 import torch
 
-from calib.scales.histogram import NUM_BINS, bin_values, magnitude_histogram
+from calib.scales.observers import NUM_BINS, bin_values, magnitude_histogram
 
 
 def test_bins_are_consecutive_bfloat16_magnitudes():

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from calib.scales.histogram import magnitude_histogram
-from calib.scales.observers import OBSERVERS, AbsMax, Mse, Percentile, make_observer
+from calib.scales.observers import OBSERVERS, AbsMax, Mse, Percentile, magnitude_histogram
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 VALUES = (torch.randn(4000, 2, 8, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
@@ -67,14 +66,11 @@ def test_mse_clips_a_lone_outlier_in_e4m3_only_where_it_pays():
 
 @pytest.mark.parametrize("name", ["percentile", "mse"])
 def test_observers_that_need_a_histogram_say_so(name):
-    observer = make_observer(name, percentile=99, fp8_dtype=torch.float8_e4m3fn)
+    observer = OBSERVERS[name](99, torch.float8_e4m3fn)
     with pytest.raises(ValueError, match="hold no histogram"):
         observer.amax(AMAX, None, "tensor")
 
 
 def test_only_clipping_observers_need_a_histogram():
-    needs = {
-        name: make_observer(name, percentile=99, fp8_dtype=torch.float8_e4m3fn).needs_histogram
-        for name in OBSERVERS
-    }
+    needs = {name: OBSERVERS[name](99, torch.float8_e4m3fn).needs_histogram for name in OBSERVERS}
     assert needs == {"absmax": False, "percentile": True, "mse": True}

@@ -7,8 +7,7 @@ import torch
 
 from calib.errors import CalibrationError, InputError
 from calib.scalefiles.file_names import STATS_FILE
-from calib.scales.histogram import NUM_BINS
-from calib.scales.observers import AbsMax
+from calib.scales.observers import NUM_BINS, AbsMax
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import KVStats, LayerStats, TensorStats, dead_groups
 from calib.scales.stats_file import load_stats, save_stats

@@ -175,7 +175,7 @@ def test_bad_flags_are_one_line(flags, message, tmp_path):
 def test_an_output_without_statistics_cannot_be_compared_with(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
     with pytest.raises(InputError, match="holds no statistics"):
-        from calib.scalefiles.measured import read_amax
+        from calib.scalefiles.calibrations import read_amax
 
         read_amax(tmp_path / "x.safetensors")
 
