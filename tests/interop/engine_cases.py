@@ -185,6 +185,8 @@ def fate(expected: list[tuple[Scale, Scale]], held: Held) -> str:
         return "loaded"
     if {*counts} <= {"at 1.0", "without a place"}:
         return "dropped"
+    if len(counts) == 1:
+        return f"partly: all {found[0]}"
     return "partly: " + ", ".join(f"{n} of {len(found)} {state}" for state, n in counts.items())
 
 
@@ -204,8 +206,10 @@ def _state(own: Any, layer: Any, expected: list[tuple[Scale, Scale]]) -> str:
 
 
 def reason(kind: str, error: BaseException) -> str:
-    """`crash: KeyError: ...` on one line, without paths."""
-    text = " ".join(re.sub(r"(?:/[\w.+-]+){2,}", "...", str(error)).split())
+    """`crash: KeyError: ...`: the first sentence, without paths, modules and classes' names."""
+    text = re.sub(r"(?:/[\w.+-]+){2,}", "...", " ".join(str(error).split()))
+    text = re.sub(r"'(?:\w+\.)+(\w+)'", r"'\1'", text)
+    text = re.sub(r" in [A-Z]\w+", "", text).partition(". ")[0]
     return f"{kind}: {f'{type(error).__name__}: {text}'[:LONGEST]}".rstrip()
 
 

@@ -109,7 +109,8 @@ def recorded(document: dict[str, Any]) -> dict[str, Results | str]:
 def differences(before: Flat, now: Flat) -> list[str]:
     """A line for every case that is not as it was."""
     return [
-        f"{' | '.join(case)}: recorded {before.get(case, 'nothing')}, now {now.get(case, 'nothing')}"
+        f"{' | '.join(case)}: recorded {before.get(case, 'nothing')}, "
+        f"now {now.get(case, 'nothing')}"
         for case in sorted({*before, *now})
         if before.get(case) != now.get(case)
     ]

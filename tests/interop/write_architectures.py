@@ -128,7 +128,8 @@ def type_of(architecture: str) -> str:
         for model_type, names in table.items()
         if architecture in ([names] if isinstance(names, str) else names)
     ]
-    return max(found, key=lambda name: name.endswith("_text"))
+    own = architecture.partition("For")[0].lower()
+    return max(found, key=lambda name: (name.endswith("_text"), name.replace("_", "") == own))
 
 
 def small_config(model_type: str, options: dict[str, Any]) -> PretrainedConfig:
