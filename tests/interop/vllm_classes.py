@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import no_pictures  # noqa: F401 (before vLLM)
 import torch
 from engine import OPTIONS, join_group, set_environment
 from engine_cases import Held, Quantization, Scale, fixtures, write
