@@ -62,11 +62,12 @@ def load(directory: Path, place: Place = ONE_GPU, rank: int = 0, **options) -> t
     config = config.create_engine_config()
     config.parallel_config.tensor_parallel_size = place.ranks
     with set_current_vllm_config(config):
-        _join_group(place.ranks, rank)
+        join_group(place.ranks, rank)
         return get_model(vllm_config=config)
 
 
-def _join_group(ranks: int, rank: int) -> None:
+def join_group(ranks: int, rank: int) -> None:
+    """Enter the group of processes that hold the model, once."""
     from vllm.distributed import ensure_model_parallel_initialized, init_distributed_environment
 
     if not torch.distributed.is_initialized():
