@@ -28,8 +28,10 @@ from vllm.model_executor.layers.attention import Attention, MLAAttention  # noqa
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
 from vllm.model_executor.models import registry  # noqa: E402
+from vllm.triton_utils import triton  # noqa: E402
 from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 
+triton.set_allocator = lambda *_: None  # which a Triton without a backend lacks
 # a class is looked at in this process, not in one of its own: seconds for each
 registry._run_in_subprocess = lambda function: function()
 

@@ -103,7 +103,8 @@ def write(architecture: str, options: dict[str, Any]) -> None:
     found = attention_on_disk(config, architecture) if names is None else names
     document = {"architectures": [architecture], "model_type": model_type}
     document |= merged(without_noise(config.to_diff_dict()), options)
-    document |= {"model_type": model_type, "torch_dtype": "bfloat16", **extra}
+    document |= {"model_type": model_type, "torch_dtype": "bfloat16"}
+    document = merged(document, extra)
     text = json.dumps(document | {"fp8kv_attention": found}, indent=2)
     text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda found: as_line(found[1]), text)
     (FIXTURES / f"{architecture}.json").write_text(text + "\n")
@@ -207,11 +208,11 @@ def merged(document: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
 
 def without_noise(document: dict[str, Any]) -> dict[str, Any]:
     """The document without what says nothing about the model."""
-    noise = ("transformers_version", "dtype", "_name_or_path", "architectures")
+    noise = {*PretrainedConfig().to_dict()} - {"model_type"}
     return {
         name: without_noise(value) if isinstance(value, dict) else value
         for name, value in document.items()
-        if name not in noise and value is not None
+        if name not in noise and value not in (None, "")
     }
 
 
