@@ -1,0 +1,135 @@
+"""What SGLang's own model classes do with the KV scales of a checkpoint.
+
+sglang_classes.py [--check] [ARCHITECTURE ...]   see engine_tables.py
+
+A server needs a GPU. What decides about KV scales does not: SGLang's own ModelConfig reads
+config.json, its loader makes the quantization config and the class, and the class's `load_weights`
+gets the scales and no weights. Then every attention layer is made ready to serve.
+"""
+
+import json
+import os
+import tempfile
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+import no_pictures  # noqa: F401 (before SGLang)
+import torch
+from engine_cases import Held, Scale
+from engine_tables import main
+from sglang.srt import utils
+from torch import nn
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+from sglang.srt.configs.load_config import LoadConfig
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed import (
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.model_loader import loader
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
+
+CPU = torch.device("cpu")
+# what SGLang chooses on a CPU is refused for some models
+OPTIONS = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
+WANT_TRITON = ("Exaone4ForCausalLM", "ExaoneMoeForCausalLM")
+
+# what SGLang's classes ask of an accelerator and is of no matter for scales; they are imported
+# later, and take these by their names
+utils.get_device = utils.common.get_device = lambda *_: "cpu"
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+factory.get_rope_cpu = lambda *arguments: factory.get_rope(*arguments[:-1])
+
+
+class SGLang:
+    """What engine_cases.py asks of an engine."""
+
+    name = "SGLang"
+    version = version("sglang")
+    quantizations = ("compressed-tensors", "modelopt", "fp8", "none")
+
+    def build(self, directory: Path) -> nn.Module:
+        """The model of config.json as SGLang makes it, without weights.
+
+        Nothing can be told by a class that does not load a checkpoint without scales here.
+        """
+        args = arguments(directory)
+        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0))
+        join_group()
+        config, how = ModelConfig.from_server_args(args), LoadConfig()
+        quantization = loader._get_quantization_config(config, how)
+        with loader.set_default_torch_dtype(config.dtype):
+            model = loader._initialize_model(config, how, quantization)
+        self.hold(model, [])
+        return model
+
+    def heads(self, model: nn.Module) -> int:
+        """How many KV heads its attention layers have."""
+        return next(iter(attention(model).values())).tp_k_head_num
+
+    def hold(self, model: nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> Held:
+        """What the attention layers compute with, once they are ready to serve.
+
+        Other layers are not made ready: they have no weights here, and want kernels of a GPU.
+        """
+        scaled = [m for m in model.modules() if isinstance(method_of(m), BaseKVCacheMethod)]
+        for layer in scaled:
+            layer.quant_method.create_weights(layer)  # as it was built
+        loader.DefaultModelLoader.load_weights_only(model, iter(tensors), CPU)
+        for layer in scaled:
+            layer.quant_method.process_weights_after_loading(layer)
+        return {name: held_by(layer) for name, layer in attention(model).items()}
+
+
+def arguments(directory: Path) -> ServerArgs:
+    """What the server's command line would say."""
+    options = {
+        "model_path": str(directory),
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+        **OPTIONS,
+    }
+    named = json.loads((directory / "config.json").read_text())["architectures"]
+    if {*named} & {*WANT_TRITON}:
+        options["attention_backend"] = "triton"
+    return ServerArgs(**options)
+
+
+@cache
+def join_group() -> None:
+    """What SGLang's model classes ask for before they can be made: a group of one."""
+    meeting = f"file://{tempfile.mkdtemp()}/rendezvous"
+    init_distributed_environment(1, 0, meeting, local_rank=0, backend="gloo")
+    initialize_model_parallel()
+
+
+def attention(model: nn.Module) -> dict[str, RadixAttention]:
+    """The layers that cache K and V, by name: of MLA's two, the one that the cache is made for."""
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, RadixAttention)}
+    # where it is transformers' model, they are beside it
+    layers |= {f"attn.{i}": m for i, m in getattr(model, "attention_instances", {}).items()}
+    return {n: m for n, m in layers.items() if not n.endswith(".attn_mha")}
+
+
+def method_of(module: nn.Module) -> object:
+    """How it is quantised."""
+    return getattr(module, "quant_method", None)
+
+
+def held_by(layer: RadixAttention) -> tuple[Scale, Scale] | None:
+    """Its scales of K and V; None if SGLang gave it no parameter for them."""
+    if layer.k_scale is None:
+        return None
+    return (layer.k_scale_float,), (layer.v_scale_float,)
+
+
+if __name__ == "__main__":
+    with torch.no_grad():
+        main(SGLang())
