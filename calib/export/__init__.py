@@ -103,10 +103,9 @@ def _nothing(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
 
 def _of(name: FormatName, build: Build, rules: Rules, **fields: Any) -> Format:
     """A format whose facts of the engine are those of `rules`, unless `fields` say otherwise."""
-    facts = {"since": rules.since, "architectures": " and ".join(rules.architectures)}
     fields.setdefault("engine", rules.engine)
     fields.setdefault("serve", f"{rules.serve} {rules.flag}")
-    note = rules.formats.get(name, "").format(note=rules.note, **facts)
+    note = rules.formats.get(name, "").format(note=rules.note, since=rules.since)
     return Format(build=build, note=note, **fields)
 
 

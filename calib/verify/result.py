@@ -51,6 +51,7 @@ class Simulation:
     outcomes: list[Outcome] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)  # (tensor, why)
     refused: str | None = None
+    fate: str = ""  # of all scales, where the model's class settles it: dropped, no place, crash
     problem: str | None = None  # what is wrong although they load
     flag: str | None = None  # what the user must add for an FP8 cache
 

@@ -1,14 +1,16 @@
 """The rules of one engine and version range, read from a YAML file beside this module."""
 
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict
 
 from calib.errors import InputError
+from calib.verify.classes import Fates, architecture, load_classes
 
 # what happens to a scale without a place in the model
 Fate = Literal["refused", "ignored"]
@@ -59,16 +61,34 @@ class Rules(_Strict):
     without_method: Method | None = None  # or how they are read there
     unknown: Fate = "ignored"  # scales whose module the model does not have
     methods: dict[str, Method] = {}  # by quant_method; "*": any other
-    # the model classes whose loading of scales is known; none: it does not depend on the class
+    # the model classes whose loading of scales is known: a table in architectures/, or by reading
+    # these; neither: it does not depend on the class
+    classes: str = ""
     architectures: tuple[str, ...] = ()
     remap: tuple[Remap, ...] = ()
     first_remap: bool = False  # only the first pattern that fits is applied, not one after another
     serve: str = ""  # the command that serves {path}, without the flag
     flag: str  # what turns an FP8 cache on
+    asked: str = ""  # the version that the user named
     per_head_flag: str = ""  # and what a scale per head needs besides
     note: str = ""
-    # format -> what may surprise its user; {note}, {since} and {architectures} stand for the above
+    # format -> what may surprise its user; {note} and {since} stand for the above
     formats: dict[str, str] = {}
+
+    def fates(self, config: Mapping[str, Any], quantization: str) -> Fates | str | None:
+        """What the model's class does with scales, or why that is not known; None: all do alike."""
+        if self.classes:
+            classes = load_classes(self.classes)
+            if self.asked and _parse(self.asked) > _parse(classes.version):
+                return f"not known: its classes were last run at {classes.version}"
+            return classes.fates(config, quantization)
+        name = architecture(config)
+        if not self.architectures or name in self.architectures:
+            return None
+        return (
+            f"not known for {name or 'a model whose config.json does not name one architecture'}: "
+            f"the rules were read for {', '.join(self.architectures)}"
+        )
 
     def target(self, name: str, method: Method | None) -> str:
         """The name that the engine looks for, for the tensor called `name` on disk."""
@@ -102,7 +122,7 @@ def choose_rules(engine: str | None, version: str | None) -> list[Rules]:
     if not found:
         known = "; ".join(rules.versions for rules in family)
         raise InputError(f"--version {version}: there are rules for {engine} {known}")
-    return found
+    return [rules.model_copy(update={"asked": version}) for rules in found]
 
 
 def _holds(rules: Rules, version: tuple[int, ...]) -> bool:

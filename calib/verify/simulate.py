@@ -1,15 +1,26 @@
 """What an engine's loader would do with a directory, without the engine."""
 
+from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
 from calib.scalefiles.names import layer_of
+from calib.verify.classes import K_ALONE, Fates, fate_of, naming, owner
 from calib.verify.result import Outcome, Place, Refused, Simulation, default
 from calib.verify.rules import Method, Rules
 from calib.verify.values import heads_of, one_or_per_head, pair, scalar, simulate_json
 
 Params = dict[tuple[str, str], ScaleTensor]  # (attention module, letter) -> what reaches it
+Reached = tuple[str, str] | str  # the key of Params, or why it reaches none
 
+# what the model's class does with a scale that no layer computes with
+_FATES = {
+    "dropped": "the model's class drops it",
+    "no place": "the attention layers of the model's class have no place for scales",
+    "partly": "the model's class does not load all: ",
+    "unknown": "whether the model's class loads this name is not known",
+}
 ONE_GPU = Place()
 IGNORED_SCHEME = Method(
     kind="none",
@@ -39,10 +50,11 @@ def _load(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
     method = _method(directory, rules)
     found.flag = None if method and method.turns_fp8_on else rules.flag
     modules = sorted(directory.modules, key=_by_layer)
-    if why := _not_known(directory, rules, method):
-        found.outcomes += [Outcome(m, x, "unknown", (), why) for m in modules for x in "kv"]
+    fates = _fates(directory, rules, method)
+    if isinstance(fates, str):
+        found.outcomes += [Outcome(m, x, "unknown", (), fates) for m in modules for x in "kv"]
         return
-    params = _params(directory, method, found)
+    params = _params(directory, method, fates, found)
     for module in modules:
         found.outcomes += _outcomes(directory, module, params, method, place)
     if place.fnuz and method and not method.doubles_fnuz and found.is_good:
@@ -87,20 +99,17 @@ def _method(directory: ScaleDirectory, rules: Rules) -> Method | None:
     return method
 
 
-def _not_known(directory: ScaleDirectory, rules: Rules, method: Method | None) -> str | None:
-    """Say why nobody knows which scales the model's class loads; None where the rules cover it."""
-    reads = method is not None and method.kind != "none"
-    if not (reads and rules.architectures and any(t.indexed for t in directory.tensors)):
+def _fates(directory: ScaleDirectory, rules: Rules, method: Method | None) -> Fates | str | None:
+    """What the model's class does with each name; None where the class does not matter."""
+    if (method and method.kind == "none") or not any(t.indexed for t in directory.tensors):
         return None
-    named = (directory.config or {}).get("architectures")
-    names = [str(name)[:80] for name in named] if isinstance(named, list) else []
-    if names and all(name in rules.architectures for name in names):
-        return None
-    whose = " or ".join(names) or "a model whose config.json names no architecture"
-    return (
-        f"not known for {whose}: each model class there loads scales in its own way, if at all, "
-        f"and the rules hold for {', '.join(rules.architectures)}"
-    )
+    config, kind = directory.quantization or {}, "none"
+    if method is not None:
+        kind = str(config.get("quant_method") or "modelopt")
+        scheme = config.get("kv_cache_scheme")
+        if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head":
+            kind += " attn_head"
+    return rules.fates(directory.config or {}, kind)
 
 
 def _check_groups(groups: dict[str, Any]) -> None:
@@ -135,33 +144,63 @@ def _check_scheme(scheme: Any, rule: str) -> None:
         raise Refused("kv_cache_scheme must say symmetric: true")
 
 
-def _params(directory: ScaleDirectory, method: Method | None, found: Simulation) -> Params:
-    rules, params = found.rules, Params()
+def _params(
+    directory: ScaleDirectory, method: Method | None, fates: Fates | None, found: Simulation
+) -> Params:
+    params, names = Params(), defaultdict[str | None, set[str]](set)
     for tensor in directory.tensors:
-        module, _, parameter = rules.target(tensor.name, method).rpartition(".attn.")
-        if rules.reads == "index" and not tensor.indexed:
-            why = f"{tensor.file} is not in the index, so it is not read"
-        elif method is None:
-            why = "there is no quantization_config, so no layer has a place for it"
-            if rules.without_config == "refused":
-                raise Refused(
-                    f"there is no quantization_config, so '{tensor.name}' is a name the model does "
-                    "not have; export the scales in a format with a config"
-                )
-        elif method.kind == "none":
-            why = method.why
-        elif module in directory.modules and parameter.endswith("_scale"):
-            params[module, parameter.removesuffix("_scale")] = tensor
-            continue
-        elif rules.unknown == "refused":
-            raise Refused(
-                f"'{tensor.name}' is a name that the model does not have; its attention modules "
-                f"are called '{min(directory.modules, key=_by_layer, default='?')}' and so on"
-            )
+        module = owner(tensor.parsed, directory.modules)
+        names[module].add(naming(tensor.name, module or ""))
+    for tensor in directory.tensors:
+        module = owner(tensor.parsed, directory.modules)
+        if found.rules.reads == "index" and not tensor.indexed:
+            reached: Reached = f"{tensor.file} is not in the index, so it is not read"
+        elif fates is None or method is None or module is None or tensor.parsed.letters == "q":
+            reached = _by_name(directory, tensor, method, found.rules)
         else:
-            why = "it is not a name that the engine looks for"
-        found.ignored.append((tensor.name, why))
+            reached = _by_class(tensor, module, fates, names[module], found)
+        if isinstance(reached, str):
+            found.ignored.append((tensor.name, reached))
+        else:
+            params[reached] = tensor
     return params
+
+
+def _by_class(
+    tensor: ScaleTensor, module: str, fates: Fates, beside: Collection[str], found: Simulation
+) -> Reached:
+    """Where the model's class puts a scale of `module`, which has others under names `beside`."""
+    fate = fate_of(fates, naming(tensor.name, module), beside)
+    found.fate, _, why = fate.partition(": ")
+    if found.fate == "loaded" or why == K_ALONE:
+        return module, tensor.parsed.letters[0]
+    if found.fate in ("crash", "refused"):
+        raise Refused(f"the model's class does not start with '{tensor.name}': {why}")
+    return f"{_FATES[found.fate]}{why}"
+
+
+def _by_name(
+    directory: ScaleDirectory, tensor: ScaleTensor, method: Method | None, rules: Rules
+) -> Reached:
+    """Where a scale goes by its name alone."""
+    if method is None:
+        if rules.without_config == "refused":
+            raise Refused(
+                f"there is no quantization_config, so '{tensor.name}' is a name the model does "
+                "not have; export the scales in a format with a config"
+            )
+        return "there is no quantization_config, so no layer has a place for it"
+    if method.kind == "none":
+        return method.why
+    module, _, parameter = rules.target(tensor.name, method).rpartition(".attn.")
+    if module in directory.modules and parameter.endswith("_scale"):
+        return module, parameter.removesuffix("_scale")
+    if rules.unknown == "refused":
+        raise Refused(
+            f"'{tensor.name}' is a name that the model does not have; its attention modules "
+            f"are called '{min(directory.modules, key=_by_layer, default='?')}' and so on"
+        )
+    return "it is not a name that the engine looks for"
 
 
 def _outcomes(

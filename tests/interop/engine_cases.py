@@ -29,6 +29,7 @@ NAMINGS = (
     "{module}.{x}_proj.output_scale",
     "{module}.qkv_proj.{x}_scale",
     "{module}.kv_scale",
+    "{module}.{x}_cache.scale",
 )
 MLA_NAMINGS = ("{module}.attn_mqa.{x}_scale",)
 
@@ -75,12 +76,24 @@ MODELOPT = Quantization(  # as calib/export/modelopt.py writes it
         },
     },
 )
+_OUTPUT = {"output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}
 QUANTIZATIONS = {
     "compressed-tensors": Quantization(_compressed("tensor")),
     "compressed-tensors attn_head": Quantization(_compressed("attn_head"), per_head=True),
     "modelopt": MODELOPT,
     # weights in FP8: the engines' scripts see to it that none are made
     "fp8": Quantization({"quant_method": "fp8", "activation_scheme": "dynamic"}),
+    # scales of K and V alone
+    "quark": Quantization(
+        {
+            "quant_method": "quark",
+            "export": {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"},
+            "layer_quant_config": dict.fromkeys(("*k_proj", "*v_proj"), _OUTPUT),
+            "layer_type_quant_config": {},
+            "global_quant_config": {},
+            "exclude": ["re:.*"],
+        }
+    ),
     "none": Quantization(None),
 }
 

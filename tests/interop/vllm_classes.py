@@ -46,6 +46,7 @@ class VLLM:
         "compressed-tensors attn_head",
         "modelopt",
         "fp8",
+        "quark",
         "none",
     )
 
