@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast fuzz check fix compile-kernels interop bench bench-generate bench-eval bench-scale bench-peers bench-kernels bench-generate-gpu bench-launch golden clean
+.PHONY: help demo test test-fast fuzz check fix compile-kernels interop engines bench bench-generate bench-eval bench-scale bench-peers bench-kernels bench-generate-gpu bench-launch golden clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -69,12 +69,23 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(INTEROP)/bin/python tests/interop/check_verify.py --only $(OUT)/conversions
 	$(INTEROP)/bin/python tests/interop/check_vllm_triton.py
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang.py
+	$(VLLM_CLASSES) --check
+	$(SGLANG_CLASSES) --check
 	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite
 	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv
 	$(INTEROP)/bin/python tests/interop/check_stress.py \
 		"$$($(SMOLLM2_DIRECTORY))" $(OUT)/twin $(OUT)/twin-fp8kv
 	$(INTEROP)/bin/python tests/interop/check_transformers.py "$$($(SMOLLM2_DIRECTORY))" \
 		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
+
+VLLM_CLASSES := $(INTEROP)/bin/python tests/interop/vllm_classes.py
+SGLANG_CLASSES := PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/sglang_classes.py
+
+engines: export HF_HUB_OFFLINE = 1
+engines: $(VENV)/.installed $(INTEROP)/.installed ## tables: which scales each model class of an engine loads
+	$(BIN)/python tests/interop/write_architectures.py
+	$(VLLM_CLASSES)
+	$(SGLANG_CLASSES)
 
 $(INTEROP)/.installed: tests/interop/requirements.py
 	$(PYTHON) -m venv $(INTEROP)

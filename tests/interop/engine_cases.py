@@ -5,21 +5,15 @@ scales, and says what the attention layers compute with. This part is the same f
 """
 
 import json
-import re
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from engine_fates import Held, Pair, Scale, fate, natural, reason
 
 FIXTURES = Path(__file__).parent / "architectures"
-
-Scale = tuple[float, ...]  # one, or one of every KV head
-# layer -> its scales of K and V; None where it has no place for any
-Held = dict[str, tuple[Scale, Scale] | None]
-ONES: tuple[Scale, Scale] = ((1.0,), (1.0,))
-LONGEST = 100
 
 NAMINGS = (
     "{module}.{x}_scale",
@@ -79,7 +73,7 @@ QUANTIZATIONS = {
     "compressed-tensors": Quantization(_compressed("tensor")),
     "compressed-tensors attn_head": Quantization(_compressed("attn_head"), per_head=True),
     "modelopt": MODELOPT,
-    # weights in FP8: the engines' scripts see to it that none are made
+    # of FP8 weights, none of which are loaded
     "fp8": Quantization({"quant_method": "fp8", "activation_scheme": "dynamic"}),
     "none": Quantization(None),
 }
@@ -138,7 +132,7 @@ def values(layer: int, letter: str, heads: int) -> Scale:
     return tuple(start * (1 + (layer * heads + head) / 64) for head in range(heads))
 
 
-def wanted(fixture: Fixture, naming: str, heads: int = 1) -> list[tuple[Scale, Scale]]:
+def wanted(fixture: Fixture, naming: str, heads: int = 1) -> list[Pair]:
     """What each module should compute with; `kv_scale` is one value for both."""
     second = "k" if naming.endswith(".kv_scale") else "v"
     layers = range(len(fixture.modules))
@@ -149,68 +143,18 @@ def scale_tensors(fixture: Fixture, naming: str, heads: int = 0) -> list[tuple[s
     """The scales of a checkpoint: `[1]` each, or `[heads, 1, 1]`."""
     shape = (heads, 1, 1) if heads else (1,)
     patterns = NAMINGS[:2] if naming == "both" else (naming,)
-    tensors = {}
-    for pattern in patterns:
-        for module, scales in zip(
-            natural(fixture.modules), wanted(fixture, pattern, heads or 1), strict=True
-        ):
-            for letter, scale in zip("kv", scales, strict=True):
-                name = pattern.format(module=module, x=letter)
-                tensors[name] = torch.tensor(scale).view(shape)
-    return list(tensors.items())
+    layers = list(zip(natural(fixture.modules), wanted(fixture, naming, heads or 1), strict=True))
+    return list(
+        {
+            pattern.format(module=module, x=letter): torch.tensor(scale).view(shape)
+            for pattern in patterns
+            for module, pair in layers
+            for letter, scale in zip("kv", pair, strict=True)
+        }.items()
+    )
 
 
-def natural(names: Any) -> list[str]:
-    """Sorted, numbers by their value."""
-    return sorted(names, key=lambda name: [int(p) if p.isdigit() else p for p in _parts(name)])
-
-
-def _parts(name: str) -> list[str]:
-    return re.split(r"(\d+)", name)
-
-
-# ---- the fate of one case ----
-
-
-def fate(expected: list[tuple[Scale, Scale]], held: Held) -> str:
-    """What became of the scales: `expected` in the order of the layers."""
-    layers = [held[name] for name in natural(held)]
-    if not any(layers):
-        return "no place"
-    if len(layers) != len(expected):
-        return f"partly: {len(layers)} attention layers for {len(expected)} pairs of scales"
-    found = [_state(own, layer, expected) for own, layer in zip(expected, layers, strict=True)]
-    counts = {state: found.count(state) for state in sorted({*found})}
-    if counts == {"loaded": len(found)}:
-        return "loaded"
-    if {*counts} <= {"at 1.0", "without a place"}:
-        return "dropped"
-    if len(counts) == 1:
-        return f"partly: all {found[0]}"
-    return "partly: " + ", ".join(f"{n} of {len(found)} {state}" for state, n in counts.items())
-
-
-def _state(own: Any, layer: Any, expected: list[tuple[Scale, Scale]]) -> str:
-    if layer is None:
-        return "without a place"
-    if layer == own:
-        return "loaded"
-    if {*layer[0], *layer[1]} == {1.0}:
-        return "at 1.0"
-    if layer == (own[1], own[0]):
-        return "with K and V crossed"
-    if layer in expected:
-        return "with another layer's scales"
-    right = [letter for letter, a, b in zip("KV", own, layer, strict=True) if a == b]
-    return f"with {right[0]} alone" if right else "with a wrong value"
-
-
-def reason(kind: str, error: BaseException) -> str:
-    """`crash: KeyError: ...`: the first sentence, without paths, modules and classes' names."""
-    text = re.sub(r"(?:/[\w.+-]+){2,}", "...", " ".join(str(error).split()))
-    text = re.sub(r"'(?:\w+\.)+(\w+)'", r"'\1'", text)
-    text = re.sub(r" in [A-Z]\w+", "", text).partition(". ")[0]
-    return f"{kind}: {f'{type(error).__name__}: {text}'[:LONGEST]}".rstrip()
+# ---- one architecture ----
 
 
 def collect(engine: Engine, fixture: Fixture) -> dict[str, dict[str, str]] | str:

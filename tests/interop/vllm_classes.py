@@ -14,7 +14,8 @@ from typing import Any
 import no_pictures  # noqa: F401 (before vLLM)
 import torch
 from engine import OPTIONS, join_group, set_environment
-from engine_cases import Held, Quantization, Scale, fixtures, write
+from engine_cases import Quantization, fixtures, write
+from engine_fates import NOT_FP8, Held, Pair, Scale
 from engine_tables import main
 from torch import nn
 
@@ -125,7 +126,7 @@ def tensors_of(kept: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, value.data
 
 
-def held_by(layer: nn.Module) -> tuple[Scale, Scale] | None:
+def held_by(layer: nn.Module) -> Pair | None:
     """The scales in force once the layer is ready to serve."""
     has_place = hasattr(layer, "k_scale")
     method = getattr(layer, "quant_method", None)
@@ -133,7 +134,11 @@ def held_by(layer: nn.Module) -> tuple[Scale, Scale] | None:
         method.process_weights_after_loading(layer)
     if isinstance(layer, Attention):
         layer.process_weights_after_loading(torch.bfloat16)
-    return (values(layer._k_scale), values(layer._v_scale)) if has_place else None
+    if not has_place:
+        return None
+    if not layer.kv_cache_dtype.startswith("fp8"):
+        return NOT_FP8
+    return values(layer._k_scale), values(layer._v_scale)
 
 
 def values(scale: torch.Tensor) -> Scale:

@@ -99,6 +99,8 @@ def write(architecture: str, options: dict[str, Any]) -> None:
     options = dict(options)
     extra, names = options.pop("extra", {}), options.pop("attention", None)
     model_type = options.pop("model_type", None) or type_of(architecture)
+    known = AutoConfig.for_model(model_type).attribute_map
+    options = {known.get(name, name): value for name, value in options.items()}
     config = small_config(model_type, options)
     found = attention_on_disk(config, architecture) if names is None else names
     document = {"architectures": [architecture], "model_type": model_type}
@@ -161,9 +163,9 @@ def small_fields(config: PretrainedConfig, table: dict[str, int]) -> dict[str, A
         fields["num_key_value_heads"] = fields["num_attention_heads"]
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or []))
     if len(kinds) > 1:
-        fields |= {"num_hidden_layers": 2 * len(kinds), "layer_types": 2 * kinds}
+        fields |= {"num_hidden_layers": 2 * len(kinds), kept_in: 2 * kinds}
     elif kinds:
-        fields["layer_types"] = 2 * kinds
+        fields[kept_in] = 2 * kinds
     return fields
 
 
