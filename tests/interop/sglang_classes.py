@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 
 import no_pictures  # noqa: F401 (before SGLang)
 import torch
-from engine_cases import Held, Scale
+from engine_fates import Held, Pair
 from engine_tables import main
 from sglang.srt import utils
 from torch import nn
@@ -31,7 +31,7 @@ from sglang.srt.distributed import (
     initialize_model_parallel,
 )
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.layers.rotary_embedding import factory, rope_variant
 from sglang.srt.model_loader import loader
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
@@ -43,7 +43,8 @@ WANT_TRITON = ("Exaone4ForCausalLM", "ExaoneMoeForCausalLM")
 
 # what SGLang's classes ask of an accelerator and is of no matter for scales; they are imported
 # later, and take these by their names
-utils.get_device = utils.common.get_device = lambda *_: "cpu"
+for module in (utils, utils.common, rope_variant):
+    module.get_device = lambda *_: "cpu"
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 factory.get_rope_cpu = lambda *arguments: factory.get_rope(*arguments[:-1])
 
@@ -123,7 +124,7 @@ def attention(model: nn.Module) -> dict[str, RadixAttention]:
     return {n: m for n, m in layers.items() if not n.endswith(".attn_mha")}
 
 
-def held_by(layer: RadixAttention) -> tuple[Scale, Scale] | None:
+def held_by(layer: RadixAttention) -> Pair | None:
     """Its scales of K and V; None if SGLang gave it no parameter for them."""
     if layer.k_scale is None:
         return None
