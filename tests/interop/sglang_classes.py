@@ -9,14 +9,15 @@ gets the scales and no weights. Then every attention layer is made ready to serv
 
 import json
 import os
-import tempfile
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from shutil import copytree
+from tempfile import TemporaryDirectory, mkdtemp
 
 import no_pictures  # noqa: F401 (before SGLang)
 import torch
-from engine_cases import Held, Scale
+from engine_fates import Held, Pair
 from engine_tables import main
 from sglang.srt import utils
 from torch import nn
@@ -29,9 +30,8 @@ from sglang.srt.distributed import (
     init_distributed_environment,
     initialize_model_parallel,
 )
-from sglang.srt.layers.quantization.kv_cache import BaseKVCacheMethod
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.layers.rotary_embedding import factory
+from sglang.srt.layers.rotary_embedding import factory, rope_variant
 from sglang.srt.model_loader import loader
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
@@ -43,9 +43,13 @@ WANT_TRITON = ("Exaone4ForCausalLM", "ExaoneMoeForCausalLM")
 
 # what SGLang's classes ask of an accelerator and is of no matter for scales; they are imported
 # later, and take these by their names
-utils.get_device = utils.common.get_device = lambda *_: "cpu"
+for module in (utils, utils.common, rope_variant):
+    module.get_device = lambda *_: "cpu"
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 factory.get_rope_cpu = lambda *arguments: factory.get_rope(*arguments[:-1])
+
+
+Kept = TemporaryDirectory[str]
 
 
 class SGLang:
@@ -55,37 +59,39 @@ class SGLang:
     version = version("sglang")
     quantizations = ("compressed-tensors", "modelopt", "fp8", "none")
 
-    def build(self, directory: Path) -> nn.Module:
-        """The model of config.json as SGLang makes it, without weights.
+    def build(self, directory: Path) -> Kept:
+        """The files for a model of every case: loading may change more than scales.
 
-        Nothing can be told by a class that does not load a checkpoint without scales here.
+        A class that does not load a checkpoint without scales here says nothing about scales.
         """
-        args = arguments(directory)
-        publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0))
-        join_group()
-        config, how = ModelConfig.from_server_args(args), LoadConfig()
-        quantization = loader._get_quantization_config(config, how)
-        with loader.set_default_torch_dtype(config.dtype):
-            model = loader._initialize_model(config, how, quantization)
-        self.hold(model, [])
-        return model
+        kept = TemporaryDirectory()
+        copytree(directory, kept.name, dirs_exist_ok=True)
+        self.hold(kept, [])
+        return kept
 
-    def heads(self, model: nn.Module) -> int:
+    def heads(self, model: Kept) -> int:
         """How many KV heads its attention layers have."""
-        return next(iter(attention(model).values())).tp_k_head_num
+        return next(iter(attention(made_of(model)).values())).tp_k_head_num
 
-    def hold(self, model: nn.Module, tensors: list[tuple[str, torch.Tensor]]) -> Held:
+    def hold(self, model: Kept, tensors: list[tuple[str, torch.Tensor]]) -> Held:
         """What the attention layers compute with, once they are ready to serve.
 
         Other layers are not made ready: they have no weights here, and want kernels of a GPU.
         """
-        scaled = [m for m in model.modules() if isinstance(method_of(m), BaseKVCacheMethod)]
-        for layer in scaled:
-            layer.quant_method.create_weights(layer)  # as it was built
-        loader.DefaultModelLoader.load_weights_only(model, iter(tensors), CPU)
-        for layer in scaled:
-            layer.quant_method.process_weights_after_loading(layer)
-        return {name: held_by(layer) for name, layer in attention(model).items()}
+        made = made_of(model)
+        loader.DefaultModelLoader.load_weights_only(made, iter(tensors), CPU)
+        return {name: held_by(layer) for name, layer in attention(made).items()}
+
+
+def made_of(kept: Kept) -> nn.Module:
+    """The model of config.json as SGLang makes it, without weights."""
+    args = arguments(Path(kept.name))
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0))
+    join_group()
+    config, how = ModelConfig.from_server_args(args), LoadConfig()
+    quantization = loader._get_quantization_config(config, how)
+    with loader.set_default_torch_dtype(config.dtype):
+        return loader._initialize_model(config, how, quantization)
 
 
 def arguments(directory: Path) -> ServerArgs:
@@ -105,7 +111,7 @@ def arguments(directory: Path) -> ServerArgs:
 @cache
 def join_group() -> None:
     """What SGLang's model classes ask for before they can be made: a group of one."""
-    meeting = f"file://{tempfile.mkdtemp()}/rendezvous"
+    meeting = f"file://{mkdtemp()}/rendezvous"
     init_distributed_environment(1, 0, meeting, local_rank=0, backend="gloo")
     initialize_model_parallel()
 
@@ -118,15 +124,11 @@ def attention(model: nn.Module) -> dict[str, RadixAttention]:
     return {n: m for n, m in layers.items() if not n.endswith(".attn_mha")}
 
 
-def method_of(module: nn.Module) -> object:
-    """How it is quantised."""
-    return getattr(module, "quant_method", None)
-
-
-def held_by(layer: RadixAttention) -> tuple[Scale, Scale] | None:
+def held_by(layer: RadixAttention) -> Pair | None:
     """Its scales of K and V; None if SGLang gave it no parameter for them."""
     if layer.k_scale is None:
         return None
+    layer.quant_method.process_weights_after_loading(layer)
     return (layer.k_scale_float,), (layer.v_scale_float,)
 
 
