@@ -42,7 +42,8 @@ def verify(
         print_json(found.to_json())
     else:
         rows = [_engine_row(each) for each in found.simulations]
-        print_table(f"{directory}, on {place}", _HEADINGS, rows)
+        model = found.architecture or "no architecture named"
+        print_table(f"{directory}, {model}, on {place}", _HEADINGS, rows)
         if found.fits:
             print_table("Measured absmax", _FIT_HEADINGS, [_fit_row(fit) for fit in found.fits])
         print_lines(_closing_lines(found))
@@ -60,12 +61,14 @@ def _engine_row(found: "Simulation") -> tuple[str, ...]:
 
 def _count(found: "Simulation", letter: str) -> str:
     if found.refused:
-        return "refused"
+        return "crashes" if found.fate == "crash" else "refused"
     statuses = [outcome.status for outcome in found.outcomes if outcome.letter == letter]
     if "unknown" in statuses:
         return "not known"
     loaded = statuses.count("loaded")
-    return f"{loaded} of {len(statuses)}" if loaded else "1.0"
+    if loaded:
+        return f"{loaded} of {len(statuses)}"
+    return found.fate if letter != "q" and found.fate in ("dropped", "no place") else "1.0"
 
 
 def _fit_row(fit: "Fit") -> tuple[str, ...]:

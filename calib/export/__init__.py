@@ -1,5 +1,6 @@
 """Every format engines load, in one table; to add one: an entry here and a golden file."""
 
+from functools import partial
 from typing import Any
 
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
@@ -111,19 +112,24 @@ def _of(name: FormatName, build: Build, rules: Rules, **fields: Any) -> Format:
 
 _BOTH: tuple[Strategy, ...] = ("tensor", "attn_head")
 _RULES = all_rules()
-_VLLM, _VLLM_04, _OLD_SGLANG = (_RULES[name] for name in ("vllm", "vllm-0.4", "sglang-2026-07"))
+_VLLM, _VLLM_04, _APHRODITE = (_RULES[name] for name in ("vllm", "vllm-0.4", "aphrodite"))
+_SGLANG, _OLD_SGLANG, _TRTLLM = (
+    _RULES[name] for name in ("sglang", "sglang-2026-07", "tensorrt-llm")
+)
 
 FORMATS: dict[FormatName, Format] = {
     "vllm": _of(
-        *("vllm", compressed_tensors, _VLLM),
+        *("vllm", partial(compressed_tensors, rules=_VLLM), _VLLM),
         strategies=_BOTH,
         reads_q=True,
         per_head_flags=f" {_VLLM.per_head_flag}",
     ),
     "aphrodite": _of(
-        "aphrodite", compressed_tensors, _RULES["aphrodite"], strategies=_BOTH, reads_q=True
+        *("aphrodite", partial(compressed_tensors, rules=_APHRODITE), _APHRODITE),
+        strategies=_BOTH,
+        reads_q=True,
     ),
-    "sglang": _of("sglang", sglang, _RULES["sglang"]),
+    "sglang": _of("sglang", partial(sglang, rules=_SGLANG), _SGLANG),
     "tgi": _of("tgi", tgi, _RULES["tgi"], fp8_dtypes=("e4m3fn", "e4m3fnuz")),
     "json": _of(
         *("json", scales_json, _VLLM_04),
@@ -132,10 +138,10 @@ FORMATS: dict[FormatName, Format] = {
         with_weights=False,
     ),
     "modelopt": _of(
-        *("modelopt", modelopt, _VLLM),
+        *("modelopt", partial(modelopt, rules=_VLLM), _VLLM),
         engine=f"vLLM on MI300, {_OLD_SGLANG.engine} {_OLD_SGLANG.versions}",
     ),
-    "trtllm": _of("trtllm", trtllm, _RULES["tensorrt-llm"]),
+    "trtllm": _of("trtllm", partial(trtllm, rules=_TRTLLM), _TRTLLM),
     "fp8kv": Format(
         engine="the bundled runtime",
         build=_nothing,

@@ -10,6 +10,8 @@ from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedExportError
 from calib.model.checkpoint import Checkpoint
 from calib.scales.scales import KVScales, LayerScales
+from calib.verify.classes import architecture
+from calib.verify.rules import Rules
 
 # layers, index and the attention module itself must agree
 _TAIL = 3
@@ -42,6 +44,32 @@ class Format:
     with_weights: bool = True
     per_head_flags: str = ""  # appended to `serve` for strategy attn_head
     note: str = ""  # what the engine does with the file, where that may surprise
+
+
+# how a scale can be called, the most usual first; which of them reaches the layers is the engine's
+# model class's affair
+NAMES = ("{module}.{x}_scale", "{module}.attn.{x}_scale", "{module}.{x}_proj.{x}_scale")
+
+
+def loaded_name(rules: Rules, checkpoint: Checkpoint, kind: str, usual: str) -> str:
+    """The name under which the engine loads scales of this model, with `kind` of config.
+
+    Without a table, or where the class was never run, it is the usual one.
+
+    Raises:
+        UnsupportedExportError: the class loads them under no name.
+    """
+    fates = rules.fates(checkpoint.config, kind)
+    if fates is None or isinstance(fates, str):
+        return usual
+    loaded = [name for name in (usual, *NAMES) if fates.get(name) == "loaded"]
+    if loaded:
+        return loaded[0]
+    raise UnsupportedExportError(
+        f"{rules.engine}'s class {architecture(checkpoint.config)} loads no KV scales under "
+        f"{kind} ({fates.get(usual, 'never run')}), so it would compute with 1.0. Use another "
+        f"format, see docs/engines.md, or --format fp8kv for the bundled runtime"
+    )
 
 
 def by_prefix(scales: KVScales, checkpoint: Checkpoint) -> dict[str, LayerScales]:

@@ -1,4 +1,6 @@
-"""compressed-tensors: `<attn>.{k,v,q}_scale`, and `kv_cache_scheme` in `quantization_config`.
+"""compressed-tensors: `kv_cache_scheme` in `quantization_config`, and scales.
+
+They are called `<attn>.{k,v,q}_scale`, or as the engine's model class loads them.
 
 Read by vLLM and Aphrodite (tensor and attn_head) and by newer SGLang (tensor).
 An existing quantization_config is kept; only its KV part is set.
@@ -11,17 +13,20 @@ from torch import Tensor
 
 from calib.errors import UnsupportedExportError
 from calib.export import scales_json
-from calib.export.base import Export, by_prefix
+from calib.export.base import NAMES, Export, by_prefix, loaded_name
 from calib.model.checkpoint import Checkpoint, quantization_configs
 from calib.scales.scales import KVScales
+from calib.verify.rules import Rules
 
 FP8_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
 # quant_methods whose engines read `<attn>.k_scale` beside them without any scheme in the config
 _SCALES_WITHOUT_SCHEME = {"fp8", "quark", "modelopt"}
 
 
-def compressed_tensors(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
-    """Export for vLLM and Aphrodite; refuses weights that rule KV scales out."""
+def compressed_tensors(
+    scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules
+) -> Export:
+    """Export for the engine of `rules`; refuses weights and classes that rule KV scales out."""
     config = copy.deepcopy(checkpoint.config)
     quantization = find_quantization_config(config)
     method = quantization.get("quant_method") if quantization else None
@@ -46,21 +51,23 @@ def compressed_tensors(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -
             f"engines read no KV scales beside '{method}' weights; "
             "start from the unquantized, compressed-tensors or fp8 version of this model"
         )
-    return Export(scale_tensors(scales, checkpoint), config, notes=notes)
+    kind = str(method or "compressed-tensors") + " attn_head" * (scales.strategy == "attn_head")
+    name = loaded_name(rules, checkpoint, kind, NAMES[0])
+    return Export(scale_tensors(scales, checkpoint, name), config, notes=notes)
 
 
-def sglang(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
+def sglang(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules) -> Export:
     """Export for SGLang: the checkpoint, and kv_cache_scales.json beside it."""
-    export = compressed_tensors(scales, checkpoint, tp_size)
+    export = compressed_tensors(scales, checkpoint, tp_size, rules=rules)
     beside = scales_json.scales_json(scales, checkpoint, tp_size)
     return Export(export.tensors, export.config, beside.documents, export.notes + beside.notes)
 
 
-def scale_tensors(scales: KVScales, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def scale_tensors(scales: KVScales, checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
     """Name and shape scales as engines load them: `[1]`, or `[heads, 1, 1]` for attn_head."""
     shape = (1,) if scales.strategy == "tensor" else (-1, 1, 1)
     return {
-        f"{prefix}.{which}_scale": scale.view(shape)
+        name.format(module=prefix, x=which): scale.view(shape)
         for prefix, layer in by_prefix(scales, checkpoint).items()
         for which, scale in layer.items()
     }

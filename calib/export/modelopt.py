@@ -10,19 +10,22 @@ from typing import Any
 from torch import Tensor
 
 from calib.errors import UnsupportedExportError
-from calib.export.base import Export, by_prefix
+from calib.export.base import Export, by_prefix, loaded_name
 from calib.export.compressed_tensors import FP8_SCHEME, find_quantization_config
 from calib.model.checkpoint import Checkpoint
 from calib.scalefiles.file_names import MODELOPT_FILE
 from calib.scales.scales import KVScales
+from calib.verify.rules import Rules
 
 _PRODUCER = {"name": "fp8kv"}
+_NAME = "{module}.{x}_proj.{x}_scale"
 _READ_UNDER = ("self_attn", "mixer")
 
 
 def _export(
-    scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, quant_algo: str | None, ignore: str
-) -> Export:
+    scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, quant_algo: str | None, ignore: str,
+    rules: Rules,
+) -> Export:  # fmt: skip
     if find_quantization_config(checkpoint.config) is not None:
         raise UnsupportedExportError(
             f"'{checkpoint.path}' already has a quantization_config, which this format would "
@@ -45,19 +48,19 @@ def _export(
         },
     }
     config = {**checkpoint.config, "quantization_config": quantization}
-    return Export(_tensors(scales, checkpoint), config, {MODELOPT_FILE: document})
+    name = loaded_name(rules, checkpoint, "modelopt", _NAME)
+    return Export(_tensors(scales, checkpoint, name), config, {MODELOPT_FILE: document})
 
 
-def _tensors(scales: KVScales, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    tensors = {}
+def _tensors(scales: KVScales, checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
     for prefix, layer in by_prefix(scales, checkpoint).items():
-        if not prefix.endswith(_READ_UNDER):
+        if name == _NAME and not prefix.endswith(_READ_UNDER):
             raise UnsupportedExportError(
                 f"engines read k_proj.k_scale only under {' or '.join(_READ_UNDER)}; this model "
                 f"has '{prefix}'. Use --format vllm"
             )
-        tensors[f"{prefix}.k_proj.k_scale"] = layer.k
-        tensors[f"{prefix}.v_proj.v_scale"] = layer.v
+        tensors |= {name.format(module=prefix, x=x): getattr(layer, x) for x in "kv"}
     return tensors
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from calib.scalefiles.calibrations import Amax, read_amax
 from calib.scalefiles.fp8_type import FP8_MAX
 from calib.scalefiles.reading import FoundLayer, FoundScales, read_scales
+from calib.verify.classes import architecture
 from calib.verify.result import Place, Simulation
 from calib.verify.rules import Rules
 from calib.verify.simulate import ONE_GPU, simulate
@@ -41,6 +42,11 @@ class Verification:
     problems: list[str]
 
     @property
+    def architecture(self) -> str | None:
+        """The model class that config.json names."""
+        return architecture(self.scales.directory.config or {})
+
+    @property
     def is_good(self) -> bool:
         """Whether the scales have no problem and at least one of the engines loads all of them."""
         return not self.problems and any(each.is_good for each in self.simulations)
@@ -49,12 +55,14 @@ class Verification:
         """The object that `--json` prints."""
         return {
             "directory": str(self.scales.directory.path),
+            "architecture": self.architecture,
             "good": self.is_good,
             "problems": self.problems,
             "engines": [
                 each.rules.model_dump(include={"engine", "versions", "ran"})
                 | {
                     "refused": each.refused,
+                    "fate": each.fate or None,
                     "problem": each.problem,
                     "flag": each.flag,
                     "ignored": dict(each.ignored),

@@ -85,7 +85,7 @@ QUANTIZATIONS = {
             "layer_quant_config": dict.fromkeys(("*k_proj", "*v_proj"), _OUTPUT),
             "layer_type_quant_config": {},
             "global_quant_config": {},
-            "exclude": ["re:.*"],
+            "exclude": [r"re:.*(?<!\.attn)$"],
         }
     ),
     "none": Quantization(None),

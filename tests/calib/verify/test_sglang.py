@@ -72,9 +72,11 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
         ("Gemma3ForCausalLM", NAMES, COMPRESSED, "loaded"),
         ("Gemma3ForCausalLM", INNER, COMPRESSED, "default"),
         ("Gemma3ForCausalLM", PROJ, MODELOPT, "loaded"),
-        ("Qwen3ForCausalLM", NAMES, COMPRESSED, "unknown"),
-        ("Qwen2ForCausalLM", NAMES, FP8, "unknown"),
-        ("Qwen2ForCausalLM", INNER, COMPRESSED, "unknown"),
+        ("Qwen3ForCausalLM", NAMES, COMPRESSED, "default"),
+        ("Qwen2ForCausalLM", NAMES, COMPRESSED, "default"),
+        ("Qwen2ForCausalLM", INNER, COMPRESSED, "loaded"),
+        ("GraniteForCausalLM", INNER, COMPRESSED, "loaded"),
+        ("SomeForCausalLM", NAMES, COMPRESSED, "unknown"),
         # what is decided before the model's classes are asked
         ("Qwen3ForCausalLM", NAMES, None, "default"),
         ("Qwen3ForCausalLM", NAMES, COMPRESSED | {"kv_cache_scheme": None}, "default"),
@@ -83,6 +85,31 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
 def test_only_what_was_run_loads(architecture, names, config, expected, tmp_path):
     directory = model(tmp_path, names=names, config=config, architectures=[architecture])
     assert statuses(directory, NEW) == {expected}
+
+
+def test_a_class_that_does_not_start_is_a_refusal_with_its_error(tmp_path):
+    directory = model(tmp_path, architectures=["GraniteForCausalLM"])
+    assert re.match(
+        "the model's class does not start with '.*': KeyError", statuses(directory, NEW)
+    )
+    done = fp8kv("verify", directory, "--engine", "sglang")
+    assert done.exit_code == 1
+    assert "│ crashes │ crashes │" in lines_of(done)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "shown", "why"),
+    [
+        ("Qwen3ForCausalLM", "no place", "the attention layers of the model's class have no place"),
+        ("Qwen2ForCausalLM", "dropped", "the model's class drops it"),
+    ],
+)
+def test_the_table_says_why_nothing_arrives(architecture, shown, why, tmp_path):
+    directory = model(tmp_path, architectures=[architecture])
+    printed = lines_of(fp8kv("verify", directory, "--engine", "sglang"))
+    assert f"│ {shown} │ {shown} │" in printed
+    assert why in printed
+    assert architecture in printed
 
 
 def test_a_model_without_scales_computes_with_one_whatever_its_class(tmp_path):
@@ -99,10 +126,11 @@ def test_older_versions_are_known_for_llama_alone(tmp_path):
 @pytest.mark.parametrize(
     ("architectures", "name"),
     [
-        (["Qwen3ForCausalLM"], "not known for Qwen3ForCausalLM"),
-        (None, "not known for a model whose config.json names no architecture"),
-        ("LlamaForCausalLM", "not known for a model whose config.json names no architecture"),
-        ([], "not known for a model whose config.json names no architecture"),
+        (["SomeForCausalLM"], "not known for SomeForCausalLM"),
+        (None, "not known: config.json does not name one architecture"),
+        ("LlamaForCausalLM", "not known: config.json does not name one architecture"),
+        ([], "not known: config.json does not name one architecture"),
+        (["LlamaForCausalLM", "X"], "not known: config.json does not name one architecture"),
     ],
 )
 def test_not_known_is_said_and_status_1(architectures, name, tmp_path):
@@ -112,14 +140,18 @@ def test_not_known_is_said_and_status_1(architectures, name, tmp_path):
     printed = lines_of(done)
     assert "SGLang 0.5.23 and newer │ not known │ not known │ 1.0 │ by itself" in printed
     assert name in printed
-    assert "LlamaForCausalLM, Gemma3ForCausalLM" in printed
     document = json.loads(fp8kv("verify", directory, "--engine", "sglang", "--json").stdout)
     assert not document["good"]
     (first, *_) = document["engines"][0]["layers"]
     assert (first["status"], first["values"]) == ("unknown", [])
     assert name in first["reason"]
-    # vLLM loads them, so that some engine of all does
-    assert fp8kv("verify", directory).exit_code == 0
+
+
+def test_an_engine_newer_than_its_table_is_not_known(tmp_path):
+    directory = model(tmp_path)
+    done = fp8kv("verify", directory, "--engine", "sglang", "--version", "0.6.0")
+    assert done.exit_code == 1
+    assert "not known: its classes were last run at 0.5.23" in lines_of(done)
 
 
 MONTH = r"(?:Jan|Febr?|March|April|May|June|July|Aug|Sept?|Oct|Nov|Dec)\w* \d{4}"
@@ -144,5 +176,4 @@ def test_its_first_version_with_these_scales_has_one_home():
 
 
 def test_the_format_promises_no_more_than_verify():
-    assert all(name in FORMATS["sglang"].note for name in NEW.architectures)
     assert "fp8kv verify" in FORMATS["sglang"].note
