@@ -9,47 +9,34 @@ affair: each one that the rules name loads every way to name scales.
 """
 
 import importlib
-import importlib.machinery
 import json
 import sys
 import tempfile
 from pathlib import Path
-from unittest.mock import MagicMock
 
+import no_pictures  # noqa: F401 (before SGLang)
 import torch
 from check_verify import GOLDEN, Held, difference
 from safetensors import safe_open
 from scale_cases import CASES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, write_case
+from sglang.srt.distributed import (
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from sglang.srt.layers.quantization import get_quantization_config
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_loader.weight_utils import (
+    default_weight_loader,
+    maybe_remap_kv_scale_name,
+)
+from sglang.srt.runtime_context import SpawnRanks, publish
+from sglang.srt.server_args import ServerArgs
 from torch import nn
 from transformers import AutoConfig
 
 from calib.scalefiles.folder import open_scales
 from calib.verify.rules import Rules, choose_rules
 from calib.verify.simulate import simulate
-
-# what SGLang imports for pictures, of which there is no build for this torch
-pictures = Path(tempfile.mkdtemp(), "torchvision-0.28.0.dist-info")
-pictures.mkdir()
-(pictures / "METADATA").write_text("Metadata-Version: 2.1\nName: torchvision\nVersion: 0.28.0\n")
-sys.path.append(str(pictures.parent))
-for name in ("", ".io", ".transforms", ".transforms.functional", ".transforms.v2.functional"):
-    stub = MagicMock(__path__=[], __version__="0.28.0")
-    stub.__spec__ = importlib.machinery.ModuleSpec("torchvision", None)
-    sys.modules[f"torchvision{name}"] = stub
-sys.modules["torchvision.transforms.v2"] = sys.modules["torchvision.transforms"]
-
-from sglang.srt.distributed import (  # noqa: E402
-    init_distributed_environment,
-    initialize_model_parallel,
-)
-from sglang.srt.layers.quantization import get_quantization_config  # noqa: E402
-from sglang.srt.layers.radix_attention import RadixAttention  # noqa: E402
-from sglang.srt.model_loader.weight_utils import (  # noqa: E402
-    default_weight_loader,
-    maybe_remap_kv_scale_name,
-)
-from sglang.srt.runtime_context import SpawnRanks, publish  # noqa: E402
-from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 # architecture -> its module in sglang.srt.models, its model_type
 CLASSES = {
