@@ -10,7 +10,7 @@ from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedExportError
 from calib.model.checkpoint import Checkpoint
 from calib.scales.scales import KVScales, LayerScales
-from calib.verify.classes import architecture
+from calib.verify.classes import NAMES, architecture
 from calib.verify.rules import Rules
 
 # layers, index and the attention module itself must agree
@@ -46,25 +46,24 @@ class Format:
     note: str = ""  # what the engine does with the file, where that may surprise
 
 
-# how a scale can be called, the most usual first; which of them reaches the layers is the engine's
-# model class's affair
-NAMES = ("{module}.{x}_scale", "{module}.attn.{x}_scale", "{module}.{x}_proj.{x}_scale")
+def loaded_name(
+    rules: Rules, checkpoint: Checkpoint, kind: str, usual: str
+) -> tuple[str, tuple[str, ...]]:
+    """The name under which the engine loads scales of this model with a `kind` of config; notes.
 
-
-def loaded_name(rules: Rules, checkpoint: Checkpoint, kind: str, usual: str) -> str:
-    """The name under which the engine loads scales of this model, with `kind` of config.
-
-    Without a table, or where the class was never run, it is the usual one.
+    Where the class was never run, it is the usual name, and a note says so.
 
     Raises:
         UnsupportedExportError: the class loads them under no name.
     """
     fates = rules.fates(checkpoint.config, kind)
-    if fates is None or isinstance(fates, str):
-        return usual
-    loaded = [name for name in (usual, *NAMES) if fates.get(name) == "loaded"]
-    if loaded:
-        return loaded[0]
+    if fates is None:
+        return usual, ()
+    if isinstance(fates, str):
+        return usual, (f"whether {rules.engine} loads these scales is {fates}",)
+    for name in (usual, *NAMES):
+        if fates.get(name) == "loaded":
+            return name, ()
     raise UnsupportedExportError(
         f"{rules.engine}'s class {architecture(checkpoint.config)} loads no KV scales under "
         f"{kind} ({fates.get(usual, 'never run')}), so it would compute with 1.0. Use another "

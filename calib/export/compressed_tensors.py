@@ -13,9 +13,10 @@ from torch import Tensor
 
 from calib.errors import UnsupportedExportError
 from calib.export import scales_json
-from calib.export.base import NAMES, Export, by_prefix, loaded_name
+from calib.export.base import Export, by_prefix, loaded_name
 from calib.model.checkpoint import Checkpoint, quantization_configs
 from calib.scales.scales import KVScales
+from calib.verify.classes import NAMES
 from calib.verify.rules import Rules
 
 FP8_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
@@ -52,8 +53,8 @@ def compressed_tensors(
             "start from the unquantized, compressed-tensors or fp8 version of this model"
         )
     kind = str(method or "compressed-tensors") + " attn_head" * (scales.strategy == "attn_head")
-    name = loaded_name(rules, checkpoint, kind, NAMES[0])
-    return Export(scale_tensors(scales, checkpoint, name), config, notes=notes)
+    name, unsure = loaded_name(rules, checkpoint, kind, NAMES[0])
+    return Export(scale_tensors(scales, checkpoint, name), config, notes=notes + unsure)
 
 
 def sglang(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules) -> Export:

@@ -48,8 +48,9 @@ def _export(
         },
     }
     config = {**checkpoint.config, "quantization_config": quantization}
-    name = loaded_name(rules, checkpoint, "modelopt", _NAME)
-    return Export(_tensors(scales, checkpoint, name), config, {MODELOPT_FILE: document})
+    name, notes = loaded_name(rules, checkpoint, "modelopt", _NAME)
+    tensors = _tensors(scales, checkpoint, name)
+    return Export(tensors, config, {MODELOPT_FILE: document}, notes)
 
 
 def _tensors(scales: KVScales, checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:

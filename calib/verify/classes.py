@@ -19,7 +19,9 @@ from calib.scalefiles.names import ScaleName
 Fates = Mapping[str, str]
 BOTH = "both"  # the first two names together
 K_ALONE = "all with K alone"  # where both have one scale: V computes with 1.0
-_PLAIN = ("{module}.{x}_scale", "{module}.attn.{x}_scale")
+# how our formats can call a scale, the most usual first
+NAMES = ("{module}.{x}_scale", "{module}.attn.{x}_scale", "{module}.{x}_proj.{x}_scale")
+_PLAIN = NAMES[:2]
 
 
 class Group(BaseModel):

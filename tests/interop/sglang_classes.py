@@ -57,7 +57,7 @@ class SGLang:
 
     name = "SGLang"
     version = version("sglang")
-    quantizations = ("compressed-tensors", "modelopt", "fp8", "none")
+    quantizations = ("compressed-tensors", "modelopt", "fp8", "quark", "none")
 
     def build(self, directory: Path) -> Kept:
         """The files for a model of every case: loading may change more than scales.

@@ -12,6 +12,7 @@ from engine_fixtures import make_scales
 
 from calib.export.compressed_tensors import compressed_tensors
 from calib.export.modelopt import modelopt
+from calib.verify.rules import all_rules
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
 from engine_cases import (
@@ -84,7 +85,7 @@ def test_the_configs_are_those_that_we_write(checkpoint):
         ("compressed-tensors attn_head", compressed_tensors, "attn_head"),
         ("modelopt", modelopt, "tensor"),
     ):
-        export = build(make_scales(strategy), checkpoint, 1)
+        export = build(make_scales(strategy), checkpoint, 1, rules=all_rules()["vllm"])
         assert export.config["quantization_config"] == QUANTIZATIONS[name].config
         assert export.documents.get("hf_quant_config.json") == QUANTIZATIONS[name].document
 
