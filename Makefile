@@ -71,6 +71,7 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang.py
 	$(VLLM_CLASSES) --check
 	$(SGLANG_CLASSES) --check $(CHECKED_IN_SGLANG)
+	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang_plugin.py
 	$(BIN)/pip wheel -q --no-deps -w $(OUT)/wheel .
 	$(INTEROP)/bin/python tests/interop/check_plugin.py $(OUT)/wheel/fp8kv-*.whl
 	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite
