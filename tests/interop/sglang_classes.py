@@ -15,15 +15,13 @@ from pathlib import Path
 from shutil import copytree
 from tempfile import TemporaryDirectory, mkdtemp
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
 import no_pictures  # noqa: F401 (before SGLang)
 import torch
 from engine_fates import Held, Pair
 from engine_tables import main
 from sglang.srt import utils
-from torch import nn
-
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import (
@@ -35,6 +33,7 @@ from sglang.srt.layers.rotary_embedding import factory, rope_variant
 from sglang.srt.model_loader import loader
 from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
+from torch import nn
 
 CPU = torch.device("cpu")
 # what SGLang chooses on a CPU is refused for some models
