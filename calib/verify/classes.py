@@ -21,6 +21,7 @@ BOTH = "both"  # the first two names together
 K_ALONE = "all with K alone"  # where both have one scale: V computes with 1.0
 # how our formats can call a scale, the most usual first
 NAMES = ("{module}.{x}_scale", "{module}.attn.{x}_scale", "{module}.{x}_proj.{x}_scale")
+MLA = "{module}.attn_mqa.{x}_scale"  # tried where K and V are cached as one latent
 _PLAIN = NAMES[:2]
 
 
@@ -59,6 +60,8 @@ class Classes(BaseModel):
         if name not in self.results:
             return f"not known for {name}: its class of {self.engine} {self.version} was never run"
         results = self.results[name]
+        if results.get(quantization, {}).get(MLA) == "loaded":
+            return f"not known for {name}: its scales arrive, but its cache (MLA) was not run"
         if quantization not in results:
             return f"not known for {name} with {quantization}: its class was never run with it"
         return results[quantization]

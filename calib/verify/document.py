@@ -34,8 +34,8 @@ def _classes(vllm: Classes, sglang: Classes) -> list[tuple[str, ...]]:
 
 def _cell(classes: Classes, kind: str, architecture: str) -> str:
     """Whether our outputs load there, under whatever name does."""
-    fates = classes.results.get(architecture, {}).get(kind)
-    if fates is None:
+    fates = classes.fates({"architectures": [architecture]}, kind)
+    if isinstance(fates, str):
         return "not known"
     if any(fates.get(name) == "loaded" for name in NAMES):
         return "**loads**"
