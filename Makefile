@@ -72,6 +72,9 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(VLLM_CLASSES) --check
 	$(SGLANG_CLASSES) --check $(CHECKED_IN_SGLANG)
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang_plugin.py
+	$(BIN)/python tests/interop/write_families.py $(OUT)/families
+	$(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families vllm
+	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families sglang
 	$(BIN)/pip wheel -q --no-deps -w $(OUT)/wheel .
 	$(INTEROP)/bin/python tests/interop/check_plugin.py $(OUT)/wheel/fp8kv-*.whl
 	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite

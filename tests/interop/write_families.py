@@ -1,0 +1,52 @@
+"""Calibrate a small random model of each family in every format of vLLM and SGLang.
+
+write_families.py OUT   writes OUT/<architecture>/<format>, or OUT/<architecture>/<format>.refused
+                        with the reason, for check_families.py
+"""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
+
+from command_line import calibrate
+from families import save_model
+
+FORMATS = ("vllm", "modelopt", "sglang")
+FAMILIES = (
+    *("Mixtral", "Llama", "Mistral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2"),
+    *("Gemma3", "Phi3", "GptOss", "Glm4", "Granite", "Olmo2", "Starcoder2", "Cohere2"),
+)
+
+
+def write_source(architecture: str, directory: Path) -> None:
+    """A random model of the family, as a checkpoint."""
+    file = Path(__file__).parent / "architectures" / f"{architecture}.json"
+    fields = json.loads(file.read_text())
+    del fields["fp8kv_attention"]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    save_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), directory)
+
+
+def main() -> None:
+    """Write them all."""
+    out = Path(sys.argv[1])
+    shutil.rmtree(out, ignore_errors=True)
+    for architecture in (f"{family}ForCausalLM" for family in FAMILIES):
+        home = out / architecture
+        write_source(architecture, home / "source")
+        for name in FORMATS:
+            done = calibrate(home / "source", "-o", home / name, "--format", name, "--quiet")
+            if done.exit_code:
+                (home / f"{name}.refused").write_text(done.stderr)
+            print(f"{architecture} {name}: {done.stderr.strip() or 'written'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
