@@ -42,7 +42,7 @@ def open_any_scales(directory: Path) -> Opened:
 
 
 def to_scales(found: FoundScales, layers: Mapping[str, FoundLayer]) -> KVScales:
-    """Scales of `layers`, by module, as tensors in layer order; K and V finite and positive."""
+    """Tensors of the scales of `layers`, by module; an InputError where one is of no use."""
     made = {}
     for module, layer in sorted(layers.items(), key=lambda item: item[1].layer):
         for letter in "kvq":

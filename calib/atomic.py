@@ -96,7 +96,7 @@ def atomic_directory(
     """Give a scratch directory that becomes `out` when the block ends well, and is gone otherwise.
 
     `out` is absent, or empty, or replaced with `overwrite`; a `claim` on it, made before, says what
-    may be replaced. InputError if it cannot be written, or if another run has done so meanwhile.
+    may be replaced. InputError if it cannot be written, or another run has written it meanwhile.
     """
     with nullcontext(claim) if claim else claimed(out, overwrite=overwrite) as mine:
         process = f"{socket.gethostname()}-{os.getpid()}"

@@ -46,7 +46,8 @@ def _gpu(index: int) -> str:
     if torch.version.hip:
         return f"{properties.name}, {memory}, {properties.gcnArchName}"
     capability = torch.cuda.get_device_capability(index)
-    fp8 = "hardware FP8" if capability >= (8, 9) else "no hardware FP8"  # converts E4M3
+    # the first capability that converts E4M3 in hardware
+    fp8 = "hardware FP8" if capability >= (8, 9) else "no hardware FP8"
     return f"{properties.name}, {memory}, sm_{capability[0]}{capability[1]}, {fp8}"
 
 

@@ -70,11 +70,14 @@ class EvaluationRecipe(_Strict):
     seq_len: int | None = Field(None, ge=8, description="tokens of each; default: the suite's")
     variants: tuple[choices.VariantName, ...] | None = Field(None, description="default: all")
     backend: choices.Backend = "auto"
-    # nats; find the fewest layers to leave in 16 bits
-    kl_budget: float | None = Field(None, ge=0, allow_inf_nan=False)
+    kl_budget: float | None = Field(
+        None, ge=0, allow_inf_nan=False, description="nats; find the fewest layers in 16 bits"
+    )
     tasks: tuple[str, ...] = Field((), description="of lm-eval: names, or paths of YAML files")
     task_limit: int | None = Field(None, ge=1, description="documents of each; default: all")
-    fail_if: Annotated[tuple[str, ...], AfterValidator(_conditions)] = ()
+    fail_if: Annotated[tuple[str, ...], AfterValidator(_conditions)] = Field(
+        (), description="conditions such as 'kl>0.02': exit status 1 if one holds"
+    )
 
 
 class Recipe(_Strict):
@@ -92,7 +95,9 @@ class Recipe(_Strict):
     device: choices.Device = "auto"
     dtype: choices.DType = "auto"
     offload: choices.Offload = Field("auto", description="layerwise: one layer in memory at a time")
-    max_memory: Annotated[str, AfterValidator(_size)] | None = None  # resident, such as 8GiB
+    max_memory: Annotated[str, AfterValidator(_size)] | None = Field(
+        None, description="resident, such as 8GiB"
+    )
     save_minutes: float = Field(5.0, ge=0, description="how often progress is saved, for --resume")
     trust_remote_code: bool = False
     data: DataRecipe = DataRecipe()

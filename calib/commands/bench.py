@@ -41,8 +41,8 @@ def bench(
     if as_json:
         print_json(asdict(result))
     elif result.rows:
-        heads = "/".join(map(str, result.heads))
-        title = f"{result.gpu}: {heads} query heads / KV heads / head_dim"
+        shape = "/".join(map(str, result.heads))
+        title = f"{result.gpu}: {shape} query heads / KV heads / head_dim"
         print_table(title, _HEADINGS, [_cells(row, result.copy_tb_per_s) for row in result.rows])
 
 

@@ -125,8 +125,9 @@ def calibrate(
     printed = result.to_json()
     failed: list[str] = []
     if evaluate:
-        scales, report = [next(iter(result.directories.values()))], result.output / "evaluation"
-        evaluation, failed = measure(model, resolved, scales, report, silent=silent)
+        scales = [next(iter(result.directories.values()))]
+        beside = result.output / "evaluation"
+        evaluation, failed = measure(model, resolved, scales, beside, silent=silent)
         printed["evaluation"] = evaluation.to_json()
     if as_json:
         print_json(printed)

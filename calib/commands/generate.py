@@ -43,7 +43,10 @@ def generate(
     result = generate_text(
         model, prompt, scales=scales, options=options, overrides=given, on_text=on_text
     )
-    print_json(result.to_json()) if as_json else print("\n".join(generation_lines(result)))
+    if as_json:
+        print_json(result.to_json())
+    else:
+        print("\n".join(generation_lines(result)))
 
 
 def generation_lines(result: "Generated") -> list[str]:

@@ -27,4 +27,7 @@ def merge(
     from calib.merge import merge as merge_runs
 
     result = merge_runs(directories, output, model=model, overwrite=overwrite)
-    print_json(result.to_json()) if as_json else print_result(result)
+    if as_json:
+        print_json(result.to_json())
+    else:
+        print_result(result)

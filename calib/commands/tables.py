@@ -31,7 +31,8 @@ def table_text(
         console.width = _ENDLESS
     cells = [[plain(cell) for cell in row] for row in (headings, *rows)]
     widths = _widths(cells, console)
-    made, numbers = Table(), len(headings) > 2
+    made = Table()
+    numbers = len(headings) > 2
     # a plain string may hold rich's own markup
     for heading, width in zip(cells[0], widths, strict=False):
         made.add_column(Text(heading), width=width, justify="right" if numbers else "left")

@@ -48,7 +48,7 @@ def resolve_batch_size(recipe: DataRecipe, device_type: str) -> int:
     """Samples per forward pass; 'auto' divides a fixed token budget by `seq_len`."""
     if recipe.batch_size != "auto":
         return int(recipe.batch_size)
-    # whatever memory is free, so that the number can be reproduced
+    # not by the memory that is free: the number must be reproducible
     budget = CPU_TOKENS_PER_BATCH if device_type == "cpu" else ACCELERATOR_TOKENS_PER_BATCH
     return max(1, budget // recipe.seq_len)
 

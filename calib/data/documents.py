@@ -25,7 +25,7 @@ def find_document(row: Row, column: str | None) -> Document:
     """Return the chat or text of `row`: in `column`, else in the first column known to hold one.
 
     Raises:
-        UnusableRow: it holds neither, or no column is an obvious choice.
+        UnusableRow: there is no such column, it holds neither, or no column is an obvious choice.
     """
     if isinstance(row, str):
         return row

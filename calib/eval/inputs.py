@@ -34,7 +34,10 @@ _CPU_INFO = Path("/proc/cpuinfo")
 def fitting_suite(
     config: PreTrainedConfig, recipe: EvaluationRecipe, given: Suite | None
 ) -> tuple[Suite, list[str]]:
-    """Choose `given` or the recipe's suite; notes say if the model's positions cut its length."""
+    """Choose `given`, or the recipe's suite with its own number of documents and length.
+
+    Notes say if the model's positions cut the length; one that was asked for is refused, not cut.
+    """
     suite = given or SUITES[recipe.suite]
     asked = recipe.seq_len if given is None else given.seq_len
     seq_len, notes = fit_seq_len(config, asked or suite.seq_len, given=asked is not None)

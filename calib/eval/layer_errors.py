@@ -22,7 +22,7 @@ NUM_BINS = 2 * 128 - FIRST_BIN
 
 
 class LayerError(NamedTuple):
-    """Sums over the tokens of each document; K counts KV heads, H query heads; 2 is K and V."""
+    """Sums, and `amax`, over each document's tokens; K: KV heads, H: query heads, 2: K and V."""
 
     error: Tensor  # [documents, H] squared error of the attention output
     power: Tensor  # [documents, H] squared attention output
@@ -97,7 +97,8 @@ def _layer_error(
     out: Tensor, other: Tensor, key: Tensor, value: Tensor, scales: LayerScales, dtype: torch.dtype
 ) -> LayerError:
     """Compare the attention output of one document with `other`, for which K and V were rounded."""
-    counted, largest = [], fp8_max(dtype)
+    counted = []
+    largest = fp8_max(dtype)
     for x, scale, centre in ((key, scales.k, scales.k_center), (value, scales.v, None)):
         scale = broadcast_scale(scale, x)
         x = x if centre is None else x - broadcast_scale(centre, x)

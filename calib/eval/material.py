@@ -97,7 +97,8 @@ def same_tokens(first: Sequence[int], second: Sequence[int]) -> int:
 def make_passkeys(tokenizer: PreTrainedTokenizerBase, suite: Suite) -> list[Passkey]:
     """Make prompts of about the suite's lengths with a five-digit key at each of its depths."""
     generator = torch.Generator().manual_seed(0)
-    found, lengths = [], [n for n in suite.passkey_tokens if n <= suite.seq_len]
+    found = []
+    lengths = [n for n in suite.passkey_tokens if n <= suite.seq_len]
     for length, depth in product(lengths, suite.passkey_depths):
         key = str(int(torch.randint(10_000, 99_999, (1,), generator=generator)))
         needle = f"The pass key is {key}. Remember it. {key} is the pass key. "

@@ -3,14 +3,14 @@
 import copy
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from numbers import Real
 from typing import Any
 from unittest.mock import patch
 
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 from transformers import set_seed
 
 from calib.errors import InputError
@@ -24,7 +24,7 @@ _RESAMPLES = 1000
 
 
 def task_variants(variants: Sequence[Variant], chosen: Sequence[str] | None) -> list[Variant]:
-    """All FP8 caches where the user has `chosen` some by name; else those given, or else two."""
+    """All FP8 caches if the user has `chosen` some; else those given, or none and attn_head."""
     whole = [variant for variant in variants if variant.generates]
     if chosen is not None:
         return whole
@@ -54,14 +54,15 @@ def run_tasks(setup: Setup, tasks: Tasks, variants: Sequence[Variant]) -> dict[s
     return {"tasks": found, "harness": harness}
 
 
-def _checking_ids(setup: Setup) -> RemovableHandle:
-    """Check, inside a block, the token ids that lm-eval reads; they are not known before."""
+@contextmanager
+def _checking_ids(setup: Setup) -> Iterator[None]:
+    """Check, inside the block, the token ids that lm-eval reads; they are not known before."""
 
     def check(module: Any, given: tuple[Tensor]) -> None:
         check_token_ids([int(given[0].max())], setup.tokenizer, setup.model)
 
-    hook: RemovableHandle = setup.model.get_input_embeddings().register_forward_pre_hook(check)
-    return hook
+    with setup.model.get_input_embeddings().register_forward_pre_hook(check):
+        yield
 
 
 def _language_model(setup: Setup) -> Any:

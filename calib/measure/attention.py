@@ -49,9 +49,12 @@ def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager
     """Call `sink(module_name, query, key, value)` for each attention call inside the block."""
     names = {module: name for name, module in model.named_modules()}
 
-    def watch(original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        sink(names[module], *args[:3])
-        return original(module, *args, **kwargs)
+    def watch(
+        original: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        sink(names[module], q, k, v)
+        return original(module, q, k, v, *args, **kwargs)
 
     return swap_attention(model, watch)
 

@@ -1,9 +1,9 @@
 """One calibration in many processes: ranks share out the batches and reduce their statistics.
 
 `torchrun` or `accelerate launch` starts the processes and says in the environment which is which.
-Statistics merge by max, min and exact sums, so the number of processes changes no bit of them. On
-a CPU the model's last bits can depend on batch size and number of threads, and torchrun sets
-OMP_NUM_THREADS=1 where a single process takes every core.
+Statistics merge by max, min and exact sums, so the number of processes changes no bit of them, at
+one batch size and number of threads. On a CPU the model's last bits can depend on both, and
+torchrun sets OMP_NUM_THREADS=1 where a single process takes every core.
 """
 
 import json

@@ -56,6 +56,7 @@ def write_checkpoint(
     export: Export,
     checkpoint: Checkpoint,
     out: Path,
+    *,
     weights: Placing | None,
     readme: str,
     on_copied: OnCopied = lambda name, copied, size: None,

@@ -106,7 +106,10 @@ def finish(
             directory.mkdir(exist_ok=True)
             placing = weights if FORMATS[name].with_weights else None
             card = output_card(report, name, output / parts[name])
-            write_checkpoint(made, checkpoint, directory, placing, card, destination.on_copied)
+            write_checkpoint(
+                made, checkpoint, directory,
+                weights=placing, readme=card, on_copied=destination.on_copied,
+            )  # fmt: skip
             save_stats(stats, directory / STATS_FILE)
             write_json(directory / CALIBRATION_FILE, report)
         checkpoint.check_unchanged()

@@ -36,7 +36,7 @@ def complete(scratch: Path, model: Path) -> None:
 
 
 def back_up(model: Path, scratch: Path) -> Path | None:
-    """Link what `scratch` changes or drops to `<model>.before-fp8kv`, numbered; None if nothing."""
+    """Link what `scratch` changes or drops in a directory beside `model`; None if nothing does."""
     changed = [file for file in _files(model) if not _same(file, scratch / file.relative_to(model))]
     if not changed:
         return None

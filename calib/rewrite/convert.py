@@ -80,7 +80,7 @@ def repair(
 
 
 def existing_scales(directory: Path) -> KVScales:
-    """The scales of a checkpoint; an InputError where one is missing or of no use."""
+    """The scales of a checkpoint; an InputError where K or V is missing or of no use."""
     found = read_scales(directory)
     return to_scales(found, found.by_module())
 
@@ -137,7 +137,7 @@ def _write(
     card = format_card(checkpoint.path.resolve().name, to, output, scales.strategy, about)
     whole = FORMATS[to].with_weights
     with atomic_directory(output, overwrite=overwrite) as scratch:
-        write_checkpoint(made, plain, scratch, "link" if whole else None, card)
+        write_checkpoint(made, plain, scratch, weights="link" if whole else None, readme=card)
         if whole:
             remove_documents(plain, scratch)
             write_documents(made, scratch)

@@ -161,13 +161,13 @@ def _attention_modules(names: Iterable[str]) -> set[str]:
 
 
 def read_index(path: Path) -> dict[str, str] | None:
-    """File of each tensor, as the index of a directory says; None without an index."""
+    """File of each tensor, as the index says, none outside the directory; None without an index."""
     if not (path / INDEX_FILE).exists():
         return None
     weight_map = read_object(path / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict):
         raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
-    for file in {str(file) for file in weight_map.values()}:
+    for file in sorted({str(file) for file in weight_map.values()}):
         if Path(file).name != file or file in {"", ".", ".."}:
             raise InputError(
                 f"'{path / INDEX_FILE}' names '{file[:80]}', a file outside the directory"

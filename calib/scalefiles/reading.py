@@ -3,7 +3,7 @@
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class FoundScales:
         return of_scales + _file_problems(self.directory)
 
     def by_module(self) -> dict[str, FoundLayer]:
-        """Layers by attention module, also those without a scale; useless query scales go."""
+        """Layers by attention module, also those without a scale; useless query scales left out."""
         modules = {layer_of(module): module for module in self.directory.modules}
         layers = {layer: FoundLayer(layer) for layer in modules if layer is not None}
         layers |= {layer.layer: layer for layer in self.layers}
@@ -84,8 +84,9 @@ class FoundScales:
                     f"'{self.directory.path}' has scales for layer {index} and no attention module "
                     "to hold them; put the file beside the model's weights"
                 )
-            layer.q = layer.q if is_usable(layer.q) else None
-            named[modules.get(index) or said[0]] = layer
+            # a query scale is optional, and nobody can use one that is of no use
+            query = layer.q if is_usable(layer.q) else None
+            named[modules.get(index) or said[0]] = replace(layer, q=query)
         return named
 
     def to_json(self) -> dict[str, Any]:

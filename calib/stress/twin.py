@@ -110,7 +110,7 @@ def stress(
 
 
 def parse_factor(text: str, flag: str) -> float:
-    """Read a power of two: 256, 0.5, 1/1024 or 2**-10; an InputError if it is too far from 1."""
+    """Read a power of two: 256, 0.5, 1/1024 or 2**-10; an InputError for anything else."""
     power = re.fullmatch(r"2\*\*([+-]?\d{1,3})", text.strip())
     try:
         value = Fraction(2) ** int(power[1]) if power else Fraction(text.strip()[:40])

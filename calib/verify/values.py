@@ -85,7 +85,8 @@ def simulate_json(directory: ScaleDirectory, place: Place, found: Simulation) ->
 
 def _mistake(json: ScalesJson, config: dict[str, object], layers: int, ranks: int) -> str | None:
     """Why the loader throws the file away: it then logs, and serves on with 1.0."""
-    wanted, says = config.get("model_type"), json.model_type
+    wanted = config.get("model_type")
+    says = json.model_type
     if "model_type" not in json.model_fields_set:
         return "it has no model_type, so all of it is thrown away"
     if wanted is not None and says != wanted:

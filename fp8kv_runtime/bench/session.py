@@ -94,9 +94,11 @@ class Bench:
         rows = []
         for case in self.cases:
             forms = {"fp8": case, "float16": in_float16(case)}
-            times = self._measure(
-                {n: call(c, build(c, self.device), self._launchers) for n, c in forms.items()}
-            )
+            work: dict[str, Work] = {
+                name: call(form, build(form, self.device), self._launchers)
+                for name, form in forms.items()
+            }
+            times = self._measure(work)
             us, speed = times["fp8"], case.num_bytes / times["fp8"] / 1e6
             rows.append(Row(case.kernel, case.name, us, speed, times["float16"]))
         return self._timer.copy_bandwidth() / 1e12, rows

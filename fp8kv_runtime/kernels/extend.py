@@ -128,5 +128,5 @@ def extend_kernel(
     out = acc / total[:, None] * (scale * decode_unit(FORMAT, HARDWARE))[None, :]
     out_at = (at * NUM_KV_HEADS * GROUP + heads) * HEAD_DIM
     valid = inside[:, None] & (channels < HEAD_DIM)[None, :]
-    out_at = out_ptr + out_at[:, None] + channels[None, :]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=valid)
+    pointers = out_ptr + out_at[:, None] + channels[None, :]
+    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=valid)

@@ -34,7 +34,7 @@ def parts_of(
 
 @triton.jit
 def find_part(program, seqs, tiles, parts):
-    """Find a program's sequence, part and tiles per part; past the last part: `num_seqs`."""
+    """Find a program's sequence, part and tiles per part; past the last: `num_seqs` or more."""
     seq = tl.sum((tl.cumsum(parts) <= program).to(tl.int32))
     before = tl.sum(tl.where(seqs < seq, parts, 0))
     own_parts = tl.maximum(tl.sum(tl.where(seqs == seq, parts, 0)), 1)

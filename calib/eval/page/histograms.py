@@ -106,7 +106,8 @@ def _ends(fp8_dtype: str) -> tuple[float, float, float]:
 def _shades(axis: Axis, scales: list[float], fp8_dtype: str) -> list[tuple[float, float, float]]:
     """Ranges that FP8 holds with the smallest and the largest scale; subnormal parts are paler."""
     smallest, normal, largest = _ends(fp8_dtype)
-    shades, extremes = [], sorted({min(scales), max(scales)})
+    shades = []
+    extremes = sorted({min(scales), max(scales)})
     for scale in extremes:
         for start, strength in ((smallest, 0.12), (normal, 0.16)):
             x, end = axis.place(start * scale), axis.place(largest * scale)
