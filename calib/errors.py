@@ -9,6 +9,10 @@ class InputError(Fp8kvError, ValueError):
     """A flag, recipe, model directory, dataset or output path cannot be used as given."""
 
 
+class NoScalesError(InputError):
+    """A directory holds no KV-cache scales."""
+
+
 class UnsupportedModelError(Fp8kvError):
     """The model keeps no per-head K and V cache that an FP8 scale could describe."""
 

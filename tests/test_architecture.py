@@ -19,7 +19,7 @@ FLOORS = (
     {"atomic", "doctor", "strict_yaml", "text"},
     {"recipe", "scalefiles"},
     {"model", "scales", "verify"},
-    {"data", "export"},
+    {"data", "export", "serving"},
     {"measure", "output"},
     {"any_scales", "merge", "offload", "stress"},
     {"eval", "generate", "plan", "prepare", "rewrite"},
@@ -35,6 +35,7 @@ FORBIDDEN = {
     "calib/commands": {"cli", "fp8kv_runtime", "torch"},
     "calib/scalefiles": {"torch", "transformers"},
     "calib/verify": {"torch", "transformers"},
+    "calib/serving": {"torch", "transformers"},
     "calib/export": {"transformers", "datasets"},
     "recipes": {"calib", "cli", "fp8kv_runtime", "torch"},
 }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.choices import FP8Name, Strategy
-from calib.errors import InputError
+from calib.errors import InputError, NoScalesError
 from calib.scalefiles.file_names import JSON_FILE, MODELOPT_FILE
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor, open_scales
 from calib.scalefiles.fp8_type import fp8_type
@@ -115,7 +115,8 @@ def read_scales(path: Path) -> FoundScales:
     """Read the scales of a directory; of several tensors for one the more specific is taken.
 
     Raises:
-        InputError: the directory holds no scales, or a file is damaged.
+        NoScalesError: the directory holds none.
+        InputError: a file is damaged.
     """
     directory = open_scales(path)
     found: dict[int, FoundLayer] = {}
@@ -132,7 +133,7 @@ def read_scales(path: Path) -> FoundScales:
                 # ranks hold different heads: one scale for all of them is the largest
                 layer.k = layer.v = (max(scale, *(layer.k or (scale,))),)
     if not found:
-        raise InputError(
+        raise NoScalesError(
             f"'{path}' holds no KV-cache scales: no tensor such as "
             f"'model.layers.0.self_attn.k_scale', no {JSON_FILE}; give the output of a calibration"
         )

@@ -1,0 +1,118 @@
+"""The plugin names every layer that does not compute with the files' scale, and no other."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from calib.scalefiles.reading import read_scales
+from calib.serving.in_force import LayerInForce, compare
+from calib.verify.result import Place
+
+ONE = Place()
+
+
+def files(tmp_path, k, v):
+    """A directory with scales for K and V of every layer, and what is read from it."""
+    tensors = {
+        f"model.layers.{i}.self_attn.{letter}_scale": torch.tensor(scale).reshape(-1)
+        for letter, scales in (("k", k), ("v", v))
+        for i, scale in enumerate(scales)
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return read_scales(tmp_path)
+
+
+def held(k, v, is_fp8=True):
+    return [LayerInForce(i, is_fp8, a, b) for i, (a, b) in enumerate(zip(k, v, strict=True))]
+
+
+@pytest.fixture
+def found(tmp_path):
+    return files(tmp_path, [0.5, 0.375, 0.125], [0.0625, 0.09375, 0.75])
+
+
+K, V = [(0.5,), (0.375,), (0.125,)], [(0.0625,), (0.09375,), (0.75,)]
+
+
+def test_all_in_use_is_one_line(found):
+    report = compare(held(K, V), found, ONE)
+    assert (str(report), report.problems) == ("fp8kv: 6 of 6 KV scales in use, FP8 cache", [])
+
+
+def test_rounding_through_bfloat16_is_no_difference(found):
+    rounded = [(x[0] * (1 + 2**-9),) for x in K]
+    assert compare(held(rounded, V), found, ONE).problems == []
+    off = [(x[0] * (1 + 2**-6),) for x in K]
+    assert compare(held(off, V), found, ONE).problems == [
+        "K is not the file's in layers 0, 1, 2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("k", "v", "problem"),
+    [
+        ([K[0], (1.0,), K[2]], V, "K is at 1.0: the engine dropped the file's scale in layer 1"),
+        (K, [V[0], V[1], (1.5,)], "V is twice the file's in layer 2"),
+        ([K[1], K[0], K[2]], V, "K is not the file's in layers 0, 1"),
+        (V, V, "K is not the file's in layers 0, 1, 2"),
+    ],
+    ids=["dropped", "doubled", "layers crossed", "K and V crossed"],
+)
+def test_other_scales_are_named_with_their_layers(k, v, problem, found):
+    report = compare(held(k, v), found, ONE)
+    assert report.problems == [problem]
+    assert report.used == 6 - len(problem.partition(" in layer")[2].split(", "))
+
+
+def test_layers_that_the_files_leave_out_are_named(found):
+    layers = [*held(K, V), LayerInForce(3, True, (1.0,), (1.0,))]
+    assert compare(layers, found, ONE).problems == [
+        "K has no scale in the files and is at 1.0 in layer 3",
+        "V has no scale in the files and is at 1.0 in layer 3",
+    ]
+    assert compare(layers[:2], found, ONE).problems == []  # the others are of another rank
+
+
+def test_files_without_scales():
+    assert len(compare(held([(1.0,)], [(1.0,)]), None, ONE).problems) == 2
+    assert compare(held(K, V, is_fp8=False), None, ONE).problems == []
+
+
+def test_scales_of_1_in_the_files_are_no_calibration(tmp_path):
+    found = files(tmp_path, [1.0], [0.5])
+    assert compare(held([(1.0,)], [(0.5,)]), found, ONE).problems == [
+        "K is 1.0 in the files, which nobody measured in layer 0"
+    ]
+
+
+def test_layers_in_16_bits_are_counted_and_a_cache_in_16_bits_is_a_problem(found):
+    some = [*held(K, V)[:2], LayerInForce(2, False, (1.0,), (1.0,))]
+    report = compare(some, found, ONE)
+    assert str(report) == "fp8kv: 4 of 4 KV scales in use, FP8 cache, 1 layers in 16 bits"
+    assert compare(held(K, V, is_fp8=False), found, ONE).problems == [
+        "the cache is not FP8, so no scale is used"
+    ]
+
+
+def test_on_fnuz_the_doubled_scale_is_the_right_one(found):
+    place = Place(fnuz=True)
+    doubled = [[(2 * x[0],) for x in scales] for scales in (K, V)]
+    assert compare(held(*doubled), found, place).problems == []
+    assert len(compare(held(K, V), found, place).problems) == 2
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rank", "k"), [(2, 0, (0.5, 0.25)), (2, 1, (0.125, 1.5)), (8, 5, (0.125,))]
+)
+def test_a_rank_holds_its_own_heads(ranks, rank, k, tmp_path):
+    found = files(tmp_path, [[0.5, 0.25, 0.125, 1.5]], [[0.5, 0.5, 0.5, 0.5]])
+    place = Place(ranks)
+    v = (0.5,) * len(k)
+    assert compare(held([k], [v]), found, place, rank).problems == []
+    other = (rank + ranks // 2) % ranks
+    assert compare(held([k], [v]), found, place, other).problems == [
+        "K is not the file's in layer 0"
+    ]

@@ -1,0 +1,154 @@
+"""The plugin registers without a sound, finds the layers, and ends the server only when asked."""
+
+import json
+import logging
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from calib.serving import plugin
+from calib.serving.in_force import Report
+
+RUNNER = "vllm.v1.worker.gpu_model_runner"
+
+
+class Runner:
+    def load_model(self, *, load_dummy_weights=False):
+        """Load."""
+        return load_dummy_weights
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    """A module of vLLM's with a runner; what it loads is collected."""
+    module = ModuleType(RUNNER)
+    module.GPUModelRunner = type("GPUModelRunner", (Runner,), {"load_model": Runner.load_model})
+    monkeypatch.setitem(sys.modules, RUNNER, module)
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    checked = []
+    monkeypatch.setattr(plugin, "_check_vllm", checked.append)
+    return module.GPUModelRunner, checked
+
+
+def test_a_runner_that_is_imported_already_is_watched_once(runner):
+    watched, checked = runner
+    plugin.register_vllm()
+    plugin.register_vllm()
+    one = watched()
+    assert one.load_model(load_dummy_weights=True) is True
+    assert checked == [one]
+    assert sum(isinstance(finder, plugin._AfterImport) for finder in sys.meta_path) == 1
+
+
+def test_a_runner_is_watched_as_it_is_imported(tmp_path, monkeypatch, runner):
+    _, checked = runner
+    package = tmp_path.joinpath("vllm", "v1", "worker")
+    package.mkdir(parents=True)
+    for directory in (package, *list(package.parents)[:2]):
+        (directory / "__init__.py").touch()
+    (package / "gpu_model_runner.py").write_text(
+        "class GPUModelRunner:\n    def load_model(self):\n        return 7\n"
+    )
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    plugin.register_vllm()
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert GPUModelRunner().load_model() == 7
+    assert len(checked) == 1
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_registering_imports_the_standard_library_alone():
+    code = (
+        "import sys; before = set(sys.modules)\n"
+        "from calib.serving.plugin import register_vllm; register_vllm()\n"
+        "new = {name.split('.')[0] for name in set(sys.modules) - before}\n"
+        "import json; print(json.dumps(sorted(new - set(sys.stdlib_module_names))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == ["calib"]
+
+
+@pytest.mark.parametrize("group", ["vllm.general_plugins", "sglang.srt.plugins"])
+def test_the_entry_points_lead_to_functions(group):
+    (point,) = [p for p in entry_points(group=group) if p.name == "fp8kv"]
+    assert callable(point.load())
+
+
+class Attention(nn.Module):
+    def __init__(self, name, dtype="fp8", kind="decoder"):
+        super().__init__()
+        self.layer_name, self.kv_cache_dtype, self.attn_type = name, dtype, kind
+        self.register_buffer("_k_scale", torch.tensor(0.5))
+        self.register_buffer("_v_scale", torch.tensor([0.25, 0.75]))
+
+
+def test_layers_of_vllm():
+    model = nn.ModuleList(
+        [
+            Attention("model.layers.0.self_attn.attn"),
+            Attention("model.layers.1.self_attn.attn", "auto"),
+            Attention("visual.blocks.0.attn", kind="encoder_only"),
+            nn.Linear(2, 2),
+        ]
+    )
+    found = list(plugin.vllm_layers(model))
+    assert [(layer.layer, layer.is_fp8) for layer in found] == [(0, True), (1, False)]
+    assert (found[0].k, found[0].v) == ((0.5,), (0.25, 0.75))
+
+
+class RadixAttention(nn.Module):
+    def __init__(self, layer_id, k, v):
+        super().__init__()
+        self.layer_id, self.k_scale_float, self.v_scale_float = layer_id, k, v
+
+
+def test_layers_of_sglang_without_a_place_are_at_1():
+    model = nn.ModuleList([RadixAttention(0, 0.5, 0.25), RadixAttention(1, None, None)])
+    found = list(plugin.sglang_layers(model, True))
+    assert [(layer.k, layer.v) for layer in found] == [((0.5,), (0.25,)), ((1.0,), (1.0,))]
+
+
+GOOD, BAD = Report(used=2, total=2), Report(used=1, total=2, problems=["K is at 1.0 in layer 0"])
+
+
+def crash():
+    raise ValueError("no such file")
+
+
+@pytest.mark.parametrize(
+    ("check", "level", "words"),
+    [
+        (lambda: GOOD, "INFO", "2 of 2 KV scales in use"),
+        (lambda: BAD, "WARNING", "1 of 2 KV scales in use, FP8 cache; K is at 1.0 in layer 0"),
+        (crash, "WARNING", "cannot compare the scales in use with the files': no such file"),
+    ],
+)
+def test_what_is_found_is_logged_and_ends_the_server_only_on_demand(
+    check, level, words, caplog, monkeypatch
+):
+    monkeypatch.delenv("FP8KV_REQUIRE_SCALES", raising=False)
+    with caplog.at_level(logging.INFO, "vllm.fp8kv"):
+        plugin._say("vllm", check)
+    ((_, number, message),) = caplog.record_tuples
+    assert (logging.getLevelName(number), words in message) == (level, True)
+    monkeypatch.setenv("FP8KV_REQUIRE_SCALES", "1")
+    if level == "INFO":
+        plugin._say("vllm", check)
+    else:
+        with pytest.raises(plugin.ScalesNotUsedError, match="fp8kv: "):
+            plugin._say("vllm", check)
+
+
+def test_the_files_of_a_directory_are_read(tiny_directory):
+    layers = [SimpleNamespace(layer=0, is_fp8=True, k=(1.0,), v=(1.0,))]
+    report = plugin._compare(iter(layers), str(tiny_directory), None, 1, False, 0)
+    assert len(report.problems) == 2
