@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,8 +41,8 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
-        facts = asdict(self)
-        return {**facts.pop("nats"), **facts}
+        nats = {name: value if isfinite(value) else None for name, value in self.nats.items()}
+        return nats | {name: value for name, value in asdict(self).items() if name != "nats"}
 
 
 def compare_served(

@@ -95,10 +95,11 @@ class Server:
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/"
         self._name = f"{parts.scheme}://{parts.netloc}{self._path}"
         self._headers = {"Content-Type": "application/json", **_authorization()}
-        self._start, self._requests = time.monotonic(), 0
+        self._start, self._requests = 0.0, 0
 
     def choose_model(self, name: str | None) -> ServedModel:
-        """Return the served model of that name; without one, the only model."""
+        """Start the clock. Return the served model of that name; without one, the only model."""
+        self._start = time.monotonic()
         models = self._send("models", None, _Models).data
         named = [model for model in models if name in (None, model.id)]
         if len({model.root or model.id for model in named}) == 1:

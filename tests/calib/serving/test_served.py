@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from calib.any_scales import open_any_scales
 from calib.generate import unit_scales
-from calib.served import decide
+from calib.served import compare, decide
+from calib.serving.ask import Answers
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +164,14 @@ NAN = float("nan")
 )
 def test_the_rule(to_scales, to_ones, apart, noise, rounding, said):
     assert decide(to_scales, to_ones, apart, noise, rounding) == said
+
+
+def test_what_is_no_number_is_null_in_json():
+    answers = Answers([[1, 2]], True, [[-1.0]], [[-1.5]], 4, 0.5)
+    found = compare(answers, *(torch.tensor([x]) for x in (-1.0, NAN, -1.25))).to_json()
+    nats = {"to_scales": 0.0, "to_ones": None, "apart": None, "noise": 0.5, "rounding": 0.25}
+    rest = {"logprobs": 1, "of_prompt": True, "requests": 4, "seconds": 0.5}
+    assert found == {"nearer": "cannot tell", **nats, **rest}
 
 
 def no_logprobs(path, answer):
