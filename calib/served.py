@@ -97,8 +97,8 @@ def decide(
 
     With scales all runtimes compute much the same, so the server must be within a quarter of that
     difference; the other run is then at least three times as far (the triangle inequality). At 1.0
-    engines differ in what they make of values that FP8 cannot hold, so to be nearer is enough. A
-    server like neither has another model or cache, and nothing can be said.
+    they differ in what is left of values that hardly fit FP8 (vLLM's CPU kernel cuts where ours
+    rounds), so to be nearer is enough. A server like neither has another model or cache.
     """
     if not apart > _TIMES * (noise + rounding):  # also where one is not a number
         return "cannot tell"

@@ -184,8 +184,8 @@ class Server:
             with closing(self._connect(*self._address, timeout=self._left)) as connection:
                 path, method = self._path + what, "POST" if body else "GET"
                 connection.request(method, path, content, self._headers)
-                response = connection.getresponse()
-                outcome.append((response.status, response.read(_MAX_BYTES)))
+                with connection.getresponse() as response:
+                    outcome.append((response.status, response.read(_MAX_BYTES)))
         except (OSError, http.client.HTTPException, ValueError) as error:
             outcome.append(error)
 

@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import time
 from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -24,10 +25,13 @@ class FakeServer:
         self.prompt_logprobs = "given"  # ignored, refused
         self.change = lambda path, answer: answer  # returns (status, bytes) or an answer
         self.wait = lambda number: None
+        self.drip = 0.0  # seconds for each byte of an answer
 
     def answer(self, path, body):
         self.requests.append((path, body))
         self.wait(len(self.requests))
+        if path not in ("/v1/models", "/v1/completions"):
+            return 404, b""
         if path.endswith("/models"):
             return self.change(path, {"data": self.models})
         if "prompt_logprobs" in body and self.prompt_logprobs == "refused":
@@ -69,7 +73,9 @@ def running(fake):
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            for start in range(0, len(content), 1 if fake.drip else max(1, len(content))):
+                self.wfile.write(content[start : start + 1] if fake.drip else content)
+                time.sleep(fake.drip)
 
         def log_message(self, *args):
             pass

@@ -160,6 +160,7 @@ NAN = float("nan")
         (0.0, 0.0, 0.0, 0.0, 0.0, "cannot tell"),
         (0.1, NAN, NAN, 0.0, 0.1, "cannot tell"),
         (NAN, NAN, 4.7, NAN, 0.1, "cannot tell"),
+        (0.2, 4.7, 4.7, 0.0, NAN, "cannot tell"),
     ],
 )
 def test_the_rule(to_scales, to_ones, apart, noise, rounding, said):
@@ -268,6 +269,14 @@ def test_a_slow_server(fake, directory, monkeypatch):
     fake.before = len(fake.requests)
     found = facts(verify(fake, directory, "--json"))
     assert (found["nearer"], found["logprobs"]) == ("scales", 253)
+
+
+def test_a_server_that_never_ends_an_answer(fake, directory, monkeypatch):
+    monkeypatch.setattr("calib.serving.ask.MAX_SECONDS", 1.5)
+    fake.drip = 0.3  # less than any wait for one byte
+    start = time.monotonic()
+    one_line_error(verify(fake, directory), "took more than the 1.5 s")
+    assert time.monotonic() - start < 10
 
 
 @pytest.mark.parametrize("variable", ["FP8KV_API_KEY", "OPENAI_API_KEY"])
