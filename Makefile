@@ -81,6 +81,8 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv
 	$(INTEROP)/bin/python tests/interop/check_stress.py \
 		"$$($(SMOLLM2_DIRECTORY))" $(OUT)/twin $(OUT)/twin-fp8kv
+	$(INTEROP)/bin/python tests/interop/check_served.py $(BIN)/fp8kv \
+		$(OUT)/twin $(OUT)/twin-fp8kv $(OUT)/tensor-kv/vllm
 	$(INTEROP)/bin/python tests/interop/check_transformers.py "$$($(SMOLLM2_DIRECTORY))" \
 		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
 

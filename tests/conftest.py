@@ -29,6 +29,7 @@ KINDS = {
         *("calib/eval/", "calib/offload/", "calib/scales/test_center_keys.py", "calib/test_"),
         *(
             "calib/model/test_quantized.py",
+            "calib/serving/test_served.py",
             "calib/stress/",
             "calib/rewrite/",
             "calib/output/test_two",

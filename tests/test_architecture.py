@@ -23,7 +23,7 @@ FLOORS = (
     {"measure", "output"},
     {"any_scales", "merge", "offload", "stress"},
     {"eval", "generate", "plan", "prepare", "rewrite"},
-    {"bench", "job"},
+    {"bench", "job", "served"},
     {"commands"},
     {"cli"},
 )

@@ -5,19 +5,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calib.commands.flags import AsJson, Debug, Flag
+from calib.commands.flags import AsJson, Debug, Device, Flag, TrustRemoteCode
 from calib.commands.running import command, print_json, print_lines, print_table
+from calib.errors import InputError
 
 if TYPE_CHECKING:
+    from calib.served import Comparison
     from calib.verify.result import Simulation
     from calib.verify.verification import Fit, Verification
 
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales", "FP8 cache")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
+_OF_RULES = {"engine", "version", "against", "tensor_parallel_size", "fnuz"}
+_OF_SERVED = {"model", "served_name", "device", "trust_remote_code"}
 
 
 @command
 def verify(
+    context: typer.Context,
     directory: Annotated[Path, typer.Argument(help="A checkpoint with FP8 KV-cache scales.")],
     engine: Annotated[
         str | None, Flag("vllm, aphrodite, sglang, tgi, tensorrt-llm, lmdeploy. Default: all.")
@@ -28,10 +33,25 @@ def verify(
     ] = None,
     tensor_parallel_size: Annotated[int, Flag("GPUs that the heads are split over.", min=1)] = 1,
     fnuz: Annotated[bool, Flag("For MI300 (gfx942), whose FP8 type ends at 240.")] = False,
+    served: Annotated[
+        str | None, Flag("Ask a running server instead, OpenAI-compatible.", metavar="URL")
+    ] = None,
+    model: Annotated[
+        str | None, Flag("With --served: the weights. Default: DIRECTORY.", metavar="DIR")
+    ] = None,
+    served_name: Annotated[
+        str | None, Flag("With --served: which of its models.", metavar="NAME")
+    ] = None,
+    device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Say which engine loads which scale, without the engine; exit 1 if something is wrong."""
+    _check_flags(context)
+    if served is not None:
+        _ask_server(context, served, directory, as_json)
+        return
     from calib.verify.result import Place
     from calib.verify.rules import choose_rules
     from calib.verify.verification import verify_directory
@@ -49,6 +69,48 @@ def verify(
         print_lines(_closing_lines(found))
     if not found.is_good:
         raise typer.Exit(1)
+
+
+def _check_flags(context: typer.Context) -> None:
+    """Refuse flags that mean nothing with `--served`, and those that mean nothing without."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    given = {name for name, source in sources.items() if source and source.name == "COMMANDLINE"}
+    word, useless = ("with", _OF_RULES) if "served" in given else ("without", _OF_SERVED)
+    if given & useless:
+        flags = ", ".join(sorted(f"--{name.replace('_', '-')}" for name in given & useless))
+        raise InputError(f"{flags} means nothing {word} --served URL; leave it out")
+
+
+def _ask_server(context: typer.Context, url: str, directory: Path, as_json: bool) -> None:
+    from calib.commands.overrides import overrides
+    from calib.served import compare_served
+
+    name, given = context.params["served_name"], overrides(context.params)
+    model = context.params["model"] or str(directory)
+    found = compare_served(url, directory, model, name, given)
+    print_json(found.to_json()) if as_json else print_lines(_served_lines(found, model))
+    if found.nearer != "scales":
+        raise typer.Exit(1)
+
+
+def _served_lines(found: "Comparison", model: str) -> list[str]:
+    to_scales, to_ones, apart, noise, rounding = found.nats.values()
+    what = "given tokens" if found.of_prompt else "likeliest next tokens"
+    lines = [
+        "cannot tell whether the server uses the scales"
+        if found.nearer == "cannot tell"
+        else f"the server is nearer to {'the ' * (found.nearer == 'scales')}{found.nearer}",
+        f"from our runtime with the scales {to_scales:.4f} nats, with 1.0 "
+        f"{to_ones:.4f}; these two lie {apart:.4f} apart; the server's noise is "
+        f"{noise:.4f}, our rounding {rounding:.4f}",
+        f"(mean absolute difference of the logprobs of {found.logprobs:,} {what}; "
+        f"{found.requests} requests, {found.seconds:.1f} s)",
+    ]
+    if found.nearer == "cannot tell":
+        lines.append(f"serve a model that needs its scales: fp8kv stress {model} -o twin")
+    if found.nearer == "scales":
+        lines.append("note: so is a server with a 16-bit cache; its log says which it has")
+    return lines
 
 
 def _engine_row(found: "Simulation") -> tuple[str, ...]:

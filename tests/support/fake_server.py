@@ -1,0 +1,96 @@
+"""An OpenAI-compatible server in a thread, which answers from a model of transformers."""
+
+import json
+import random
+import threading
+import time
+from contextlib import contextmanager, nullcontext
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import torch
+
+from fp8kv_runtime.hf import fp8_attention
+
+SECRET = "sk-very-secret"
+
+
+class FakeServer:
+    """Answers as vLLM does; tests change what they want to be wrong."""
+
+    def __init__(self, model=None, scales=None):
+        self.model, self.scales = model, scales
+        self.requests, self.headers = [], []
+        self.models = [{"id": "m", "root": "/m", "max_model_len": 129}]
+        self.noise = 0.0
+        self.prompt_logprobs = "given"  # ignored, refused
+        self.change = lambda path, answer: answer  # returns (status, bytes) or an answer
+        self.wait = lambda number: None
+        self.drip = 0.0  # seconds for each byte of an answer
+
+    def answer(self, path, body):
+        self.requests.append((path, body))
+        self.wait(len(self.requests))
+        if path not in ("/v1/models", "/v1/completions"):
+            return 404, b""
+        if path.endswith("/models"):
+            return self.change(path, {"data": self.models})
+        if "prompt_logprobs" in body and self.prompt_logprobs == "refused":
+            return 400, b"extra fields not permitted"
+        return self.change(path, self.complete(body))
+
+    @torch.inference_mode()
+    def complete(self, body):
+        ids = torch.tensor([body["prompt"]])
+        fp8 = fp8_attention(self.model, self.scales, backend="torch")
+        with fp8 if self.scales else nullcontext():
+            logprobs = self.model(input_ids=ids).logits[0].float().log_softmax(-1)
+        wrong = lambda: random.gauss(0, self.noise)  # noqa: E731
+        top = logprobs[-1].max().item() + wrong()
+        choice = {"text": " x", "logprobs": {"tokens": ["x"], "token_logprobs": [top]}}
+        if "prompt_logprobs" in body and self.prompt_logprobs == "given":
+            pairs = zip(body["prompt"][1:], logprobs, strict=False)
+            given = [{str(i): {"logprob": row[i].item() + wrong(), "rank": 1}} for i, row in pairs]
+            choice["prompt_logprobs"] = [None, *given]
+        return {"choices": [choice], "usage": {"prompt_tokens": len(body["prompt"])}}
+
+
+@contextmanager
+def running(fake):
+    """Serve `fake`; yields the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.reply(fake.answer(self.path, None))
+
+        def do_POST(self):
+            content = self.rfile.read(int(self.headers["Content-Length"]))
+            self.reply(fake.answer(self.path, json.loads(content)))
+
+        def reply(self, answer):
+            fake.headers.append(dict(self.headers))
+            status, content = answer if isinstance(answer, tuple) else (200, answer)
+            content = content if isinstance(content, bytes) else json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            for start in range(0, len(content), 1 if fake.drip else max(1, len(content))):
+                self.wfile.write(content[start : start + 1] if fake.drip else content)
+                time.sleep(fake.drip)
+
+        def log_message(self, *args):
+            pass
+
+    class Quiet(ThreadingHTTPServer):
+        daemon_threads = True
+
+        def handle_error(self, *args):  # the client has gone
+            pass
+
+    with Quiet(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
