@@ -60,8 +60,7 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(BIN)/fp8kv convert $(OUT)/tensor-kv/tgi --to vllm -o $(OUT)/tgi-to-vllm --overwrite
 	$(BIN)/fp8kv convert $(OUT)/attn_head-kv --to modelopt --reduce max \
 		-o $(OUT)/heads-to-modelopt --overwrite
-	# the others' scales are loaded by check_verify.py and check_families.py
-	for name in $(filter-out tensor-qkv heads-to-modelopt,$(LOADED_BY_VLLM)); do \
+	for name in $(LOADED_BY_VLLM); do \
 		$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/$$name || exit 1; \
 	done
 	$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/tensor-kv/vllm --doubled
