@@ -73,9 +73,9 @@ class _AfterImport(MetaPathFinder):
 
 def _watch(module: ModuleType) -> None:
     runner = getattr(module, _RUNNERS[module.__name__], None)
-    if runner is None or hasattr(runner.load_model, "fp8kv"):
+    load = getattr(runner, "load_model", None)
+    if runner is None or load is None or hasattr(load, "fp8kv"):
         return
-    load = runner.load_model
 
     @wraps(load)
     def load_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,10 +88,12 @@ def _watch(module: ModuleType) -> None:
 
 
 def _check_vllm(runner: Any) -> None:
-    from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
-    from vllm.platforms import current_platform  # type: ignore[import-not-found]
-
     def check() -> "Report":
+        from vllm.distributed import (  # type: ignore[import-not-found]
+            get_tensor_model_parallel_rank,
+        )
+        from vllm.platforms import current_platform  # type: ignore[import-not-found]
+
         place = (runner.vllm_config.parallel_config.tensor_parallel_size,
                  current_platform.is_fp8_fnuz(), get_tensor_model_parallel_rank())  # fmt: skip
         config = runner.model_config
@@ -101,12 +103,12 @@ def _check_vllm(runner: Any) -> None:
 
 
 def _check_sglang(runner: Any) -> None:
-    from sglang.srt.layers.quantization.kv_cache import (  # type: ignore[import-not-found]
-        is_fp8_fnuz,
-    )
-    from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
-
     def check() -> "Report":
+        from sglang.srt.layers.quantization.kv_cache import (  # type: ignore[import-not-found]
+            is_fp8_fnuz,
+        )
+        from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
+
         parallel, config = get_parallel(), runner.model_config
         layers = sglang_layers(runner.model, "float8" in str(runner.kv_cache_dtype))
         place = (parallel.tp_size, is_fp8_fnuz(), parallel.tp_rank)

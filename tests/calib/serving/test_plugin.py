@@ -152,3 +152,18 @@ def test_the_files_of_a_directory_are_read(tiny_directory):
     layers = [SimpleNamespace(layer=0, is_fp8=True, k=(1.0,), v=(1.0,))]
     report = plugin._compare(iter(layers), str(tiny_directory), None, 1, False, 0)
     assert len(report.problems) == 2
+
+
+def test_an_engine_that_has_moved_its_parts_goes_on(caplog, monkeypatch):
+    monkeypatch.delenv("FP8KV_REQUIRE_SCALES", raising=False)
+    plugin._check_vllm(SimpleNamespace())  # there is no vLLM here to import from
+    plugin._check_sglang(SimpleNamespace(is_draft_worker=False))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert all("cannot compare" in record.getMessage() for record in caplog.records)
+
+
+def test_a_runner_without_the_method_is_left_alone():
+    module = ModuleType(RUNNER)
+    module.GPUModelRunner = type("GPUModelRunner", (), {})
+    plugin._watch(module)
+    assert not hasattr(module.GPUModelRunner, "load_model")
