@@ -58,9 +58,12 @@ def compressed_tensors(
 
 
 def sglang(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules) -> Export:
-    """Export for SGLang: the checkpoint, and kv_cache_scales.json beside it."""
+    """Export for SGLang: the checkpoint, and kv_cache_scales.json beside it where it can be."""
     export = compressed_tensors(scales, checkpoint, tp_size, rules=rules)
-    beside = scales_json.scales_json(scales, checkpoint, tp_size)
+    try:
+        beside = scales_json.scales_json(scales, checkpoint, tp_size)
+    except UnsupportedExportError:
+        return export  # the scales in the checkpoint are what SGLang loads
     return Export(export.tensors, export.config, beside.documents, export.notes + beside.notes)
 
 

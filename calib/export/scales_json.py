@@ -9,11 +9,10 @@ from calib.scales.scales import KVScales
 
 def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
     """Export the JSON alone; engines take it beside the unchanged model."""
-    config = checkpoint.text_config
-    model_type, num_layers = config.get("model_type"), config.get("num_hidden_layers")
-    if not isinstance(model_type, str) or not isinstance(num_layers, int):
+    model_type, num_layers = checkpoint.text_config.get("model_type"), checkpoint.num_layers
+    if not isinstance(model_type, str) or num_layers is None:
         raise UnsupportedExportError(
-            f"{JSON_FILE} needs model_type and num_hidden_layers, which the config of "
+            f"{JSON_FILE} needs model_type and the number of layers, which the config of "
             f"'{checkpoint.path}' lacks; use --format vllm or tgi"
         )
     layers = scales.with_shared().values()

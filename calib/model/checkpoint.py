@@ -19,6 +19,8 @@ from calib.scalefiles.folder import read_index
 from calib.scalefiles.header import Entry, read_header
 from calib.scalefiles.json import read_object
 
+# what configs call the number of layers
+LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _SAMPLED_BLOCKS = 16
 _BLOCK_BYTES = 4096
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
@@ -46,6 +48,12 @@ class Checkpoint:
         """The language model's part of the config: all of it, unless the model is multimodal."""
         nested = self.config.get("text_config")
         return nested if isinstance(nested, dict) else self.config
+
+    @property
+    def num_layers(self) -> int | None:
+        """Layers of the language model, where its config says so."""
+        found = (self.text_config.get(key) for key in LAYER_KEYS)
+        return next((number for number in found if type(number) is int), None)
 
     def check_unchanged(self) -> None:
         """Check that the weight files are those that were opened: scales fit no others."""

@@ -17,13 +17,12 @@ from transformers import (
 )
 
 from calib.errors import Fp8kvError, InputError, UnsupportedModelError
-from calib.model.checkpoint import Checkpoint
+from calib.model.checkpoint import LAYER_KEYS, Checkpoint
 
 # far beyond every model there is, and near enough to build one in no time
 _MOST_LAYERS = 1_000
-_LAYERS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _LIMITS = {
-    **dict.fromkeys(_LAYERS, _MOST_LAYERS),
+    **dict.fromkeys(LAYER_KEYS, _MOST_LAYERS),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 10**8),
     **dict.fromkeys(("num_attention_heads", "n_heads", "n_head", "num_heads"), 2**16),
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "n_head_kv", "head_dim"), 2**16),
@@ -71,7 +70,7 @@ def check_against_weights(
     """Check that the weights have the layers and the shapes that the config says."""
     parts = {part for name in checkpoint.entries for part in name.split(".") if part.isdecimal()}
     numbered = max(map(int, parts), default=_MOST_LAYERS - 1) + 1
-    for key in _LAYERS:
+    for key in LAYER_KEYS:
         layers = checkpoint.text_config.get(key)
         if isinstance(layers, int) and layers > numbered:
             raise InputError(
