@@ -27,6 +27,7 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
+_FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     try:
         entries = {name: _entry(fields, 8 + length) for name, fields in header.items()}
         _check_layout(entries.values(), 8 + length, size)
-    except (ValueError, TypeError, KeyError) as error:
+    except ValueError as error:
         raise InputError(f"the header of '{path}' is damaged: {error}; download it again") from None
     return entries
 
@@ -72,16 +73,24 @@ def read_values(path: Path, entry: Entry) -> list[float]:
     """All values of a tensor; an InputError if they are no floats, or too many to be scales."""
     if entry.size > MAX_VALUES:
         raise InputError(f"'{path}' holds a scale of {entry.size:,} values, too many for any model")
+    if entry.dtype not in _FLOATS:
+        raise InputError(
+            f"'{path}' holds a scale of type {entry.dtype}; it must be {', '.join(_FLOATS)}"
+        )
     try:
         with path.open("rb") as file:
             file.seek(entry.begin)
             return _decode(file.read(entry.end - entry.begin), entry.dtype)
-    except (OSError, KeyError) as error:
-        raise InputError(f"cannot read a scale of '{path}' as {entry.dtype}: {error}") from None
+    except OSError as error:
+        raise InputError(f"cannot read a scale of '{path}': {error.strerror}") from None
 
 
-def _entry(fields: dict[str, Any], data: int) -> Entry:
-    dtype, shape, (begin, end) = fields["dtype"], fields["shape"], fields["data_offsets"]
+def _entry(fields: Any, data: int) -> Entry:
+    match fields:
+        case {"dtype": dtype, "shape": [*shape], "data_offsets": [begin, end]}:
+            pass
+        case _:
+            raise ValueError("a tensor has a dtype, a shape and two data_offsets")
     numbers = [*shape, begin, end]
     if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
         raise ValueError(f"shape {str(shape)[:80]} and offsets must be whole numbers")
