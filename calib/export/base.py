@@ -1,6 +1,6 @@
 """What formats share: what an exporter is and makes, and names of modules in the checkpoint."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,10 +8,11 @@ from torch import Tensor
 
 from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedExportError
-from calib.model.checkpoint import Checkpoint
+from calib.model.checkpoint import Checkpoint, quantization_configs
+from calib.scalefiles.names import is_of_senses
 from calib.scales.scales import KVScales, LayerScales
 from calib.verify.classes import NAMES, architecture
-from calib.verify.rules import Rules
+from calib.verify.rules import Rules, all_rules
 
 # layers, index and the attention module itself must agree
 _TAIL = 3
@@ -64,11 +65,30 @@ def loaded_name(
     for name in (usual, *NAMES):
         if fates.get(name) == "loaded":
             return name, ()
+    fate = fates.get(usual, "never run")
     raise UnsupportedExportError(
         f"{rules.engine}'s class {architecture(checkpoint.config)} loads no KV scales under "
-        f"{kind} ({fates.get(usual, 'never run')}), so it would compute with 1.0. Use another "
-        f"format, see docs/engines.md, or --format fp8kv for the bundled runtime"
+        f"{kind} ({fate}), so it would {_effect(fate)}. "
+        f"Use {''.join(_other_engines(checkpoint, kind))}--format fp8kv for the bundled runtime"
     )
+
+
+def _effect(fate: str) -> str:
+    """What an engine does with scales that it does not load."""
+    if fate.startswith(("crash", "refused")):
+        return "not start"
+    return "keep a 16-bit cache" if "16 bits" in fate else "compute with 1.0"
+
+
+def _other_engines(checkpoint: Checkpoint, kind: str) -> Iterator[str]:
+    """The engines whose class of this model loads scales, by their formats."""
+    quantized = quantization_configs(checkpoint.config)
+    kind = kind.removesuffix(" attn_head") if quantized else "compressed-tensors"
+    for name in ("vllm", "sglang"):
+        rules = all_rules()[name]
+        fates = rules.fates(checkpoint.config, kind)
+        if isinstance(fates, Mapping) and "loaded" in map(fates.get, NAMES):
+            yield f"--format {name} for {rules.engine}, or "
 
 
 def by_prefix(scales: KVScales, checkpoint: Checkpoint) -> dict[str, LayerScales]:
@@ -82,18 +102,20 @@ def checkpoint_prefix(module: str, checkpoint: Checkpoint) -> str:
 
     The two differ where transformers renames on load: `model.language_model.layers.0.self_attn`
     for `language_model.model.layers.0.self_attn`. The prefix must end as the module does and share
-    the most name parts with it, so that a vision tower's layer 0 is never taken for the text's.
+    the most name parts with it. Towers for images and sound, whose layers may end so too, are out.
     """
     prefixes = _prefixes(checkpoint)
     if module in prefixes:
         return module
-    ranked = sorted(((_likeness(module, prefix), prefix) for prefix in prefixes), reverse=True)
-    if not ranked or ranked[0][0][0] < _TAIL or ranked[0][0] == ranked[min(1, len(ranked) - 1)][0]:
+    found = {p: _likeness(module, p) for p in sorted(prefixes) if not is_of_senses(p)}
+    best = max(found.values(), default=(0, 0))
+    names = [prefix for prefix, likeness in found.items() if likeness == best]
+    if best[0] < _TAIL or len(names) > 1:
+        why = f"{names[0]} and {names[1]} both may" if best[0] >= _TAIL else "no names end so"
         raise UnsupportedExportError(
-            f"cannot tell which tensors of '{checkpoint.path}' belong to {module}; "
-            "its names match no layer of the loaded model"
+            f"cannot tell which tensors of '{checkpoint.path}' belong to {module}: {why}"
         )
-    return ranked[0][1]
+    return names[0]
 
 
 def _prefixes(checkpoint: Checkpoint) -> set[str]:

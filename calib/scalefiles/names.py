@@ -26,12 +26,19 @@ _ENDINGS = [
 ]
 _PATTERNS = [(re.compile(f"(?P<module>.+?){ending}"), dialect) for ending, dialect in _ENDINGS]
 _ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")
+# towers that attend to what they see or hear, and cache nothing
+_SENSES = re.compile(r"(?:^|\.)(?:vision|visual|image|audio|speech|vit)\w*\.")
 _LAYER = re.compile(r"\.(\d{1,6})(?:\.|$)")
 
 
 def is_of_cache(name: str) -> bool:
     """Whether a tensor is a scale or zero point of K, V or Q, and so says nothing of weights."""
     return name.endswith(_ZERO_POINTS) or parse_scale_name(name) is not None
+
+
+def is_of_senses(name: str) -> bool:
+    """Whether a tensor or module belongs to a tower for images or sound."""
+    return _SENSES.search(name) is not None
 
 
 def layer_of(name: str) -> int | None:

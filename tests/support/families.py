@@ -39,6 +39,11 @@ FAMILIES: dict[str, dict] = {
     "starcoder2": {},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4, "sliding_window": 5},
 }
+# the language models of those that see
+_TEXT: dict[str, dict] = {
+    "gemma3": {"sliding_window": 5, "layer_types": _SLIDING_AND_FULL},
+    "llama4": {"intermediate_size_mlp": 96, "num_local_experts": 2},
+}
 # linear attention or Mamba in all layers but one
 HYBRIDS: dict[str, dict] = {
     "qwen3_next": dict(
@@ -85,10 +90,10 @@ def tiny_model(model_type: str, **options):
     return spread(AutoModelForCausalLM.from_config(config)).eval()
 
 
-def tiny_vision_language_model():
-    """A Gemma 3 with a vision tower whose layers are named like the language model's."""
+def tiny_vision_language_model(model_type="gemma3"):
+    """A model with a vision tower whose layers are named like the language model's."""
     torch.manual_seed(0)
-    text = {**_BASE, **_WIDE, "sliding_window": 5, "layer_types": _SLIDING_AND_FULL}
+    text = {**_BASE, **_WIDE, **_TEXT[model_type]}
     vision = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -97,8 +102,11 @@ def tiny_vision_language_model():
         "image_size": 28,
         "patch_size": 14,
     }
+    if model_type == "llama4":
+        vision |= {"intermediate_size": 128, "vision_output_dim": 64}
+        vision |= {"projector_input_dim": 64, "projector_output_dim": 64}
     config = AutoConfig.for_model(
-        "gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=1
+        model_type, text_config=text, vision_config=vision, mm_tokens_per_image=1
     )
     return spread(AutoModelForImageTextToText.from_config(config)).eval()
 

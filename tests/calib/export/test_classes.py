@@ -4,7 +4,7 @@ import json
 
 import pytest
 from command_line import calibrate, fp8kv, one_line_error
-from families import save_model, tiny_model
+from families import save_model, tiny_model, tiny_vision_language_model
 from safetensors import safe_open
 
 from calib.verify.classes import load_classes
@@ -20,7 +20,8 @@ def models(tmp_path_factory):
     def model(family):
         if family not in made:
             directory = tmp_path_factory.mktemp("models") / family
-            made[family] = save_model(tiny_model(family), directory)
+            make = tiny_vision_language_model if family == "llama4" else tiny_model
+            made[family] = save_model(make(family), directory)
         return made[family]
 
     return model
@@ -28,7 +29,7 @@ def models(tmp_path_factory):
 
 def names(output):
     with safe_open(output / "model-fp8kv-scales.safetensors", "pt") as file:
-        return {name.partition("layers.0.")[2] for name in file.keys()}  # noqa: SIM118
+        return {name.partition(".0.")[2] for name in file.keys()}  # noqa: SIM118
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,9 @@ def names(output):
         ("starcoder2", "sglang", INNER),
         ("gemma2", "sglang", PLAIN),
         ("qwen3_moe", "vllm", PLAIN),
+        ("gpt2", "sglang", "attn.attn.k_scale"),
+        ("gpt_bigcode", "sglang", "attn.attn.k_scale"),
+        ("llama4", "vllm", PLAIN),
     ],
 )
 def test_an_output_loads_in_the_engine_that_its_format_is_for(
@@ -64,7 +68,9 @@ def test_where_nothing_loads_is_said_before_measuring(family, models, tmp_path, 
     done = calibrate(models(family), "-o", tmp_path / "out", "--format", "sglang")
     architecture = json.loads((models(family) / "config.json").read_text())["architectures"][0]
     one_line_error(
-        done, f"SGLang's class {architecture} loads no KV scales", "no place", "--format fp8kv"
+        done,
+        f"SGLang's class {architecture} loads no KV scales",
+        "(no place), so it would compute with 1.0. Use --format vllm for vLLM, or --format fp8kv",
     )
     assert not (tmp_path / "out").exists()
 
@@ -80,6 +86,11 @@ def test_a_class_that_was_never_run_gets_the_usual_name(tmp_path):
     assert "whether SGLang loads these scales is not known for OwnForCausalLM" in printed
     assert PLAIN in names(out)
     assert fp8kv("verify", out, "--engine", "sglang").exit_code == 1
+    quiet = calibrate(source, "-o", out, "--format", "sglang", "--quiet", "--overwrite")
+    assert (quiet.exit_code, quiet.stdout) == (0, "")
+    assert quiet.stderr.startswith("warning: whether SGLang loads these scales is not known for")
+    as_json = calibrate(source, "-o", out, "--format", "sglang", "--json", "--overwrite")
+    assert as_json.stderr == ""
 
 
 def test_old_outputs_are_mended_by_convert(models, tmp_path):

@@ -23,6 +23,14 @@ def test_the_prefix_is_the_checkpoints_own(prefix, module, make_checkpoint):
     assert checkpoint_prefix(module, make_checkpoint(names=names)) == prefix
 
 
+@pytest.mark.parametrize("tower", ["vision_model.model", "audio_tower", "vision_tower.model"])
+@pytest.mark.parametrize("text", ["language_model.model", "language_model"])
+def test_a_tower_with_the_same_layer_names_is_never_taken(text, tower, make_checkpoint):
+    names = [f"{side}.layers.0.self_attn.k_proj.weight" for side in (text, tower)]
+    found = checkpoint_prefix("model.layers.0.self_attn", make_checkpoint(names=names))
+    assert found == f"{text}.layers.0.self_attn"
+
+
 def test_a_layer_the_checkpoint_lacks_is_an_error(make_checkpoint):
     with pytest.raises(UnsupportedExportError, match=r"belong to model.layers.7.self_attn"):
         checkpoint_prefix("model.layers.7.self_attn", make_checkpoint())
@@ -30,5 +38,5 @@ def test_a_layer_the_checkpoint_lacks_is_an_error(make_checkpoint):
 
 def test_two_equally_good_prefixes_are_an_error(make_checkpoint):
     names = [f"{side}.layers.0.self_attn.k_proj.weight" for side in ("left", "right")]
-    with pytest.raises(UnsupportedExportError, match="cannot tell which tensors"):
+    with pytest.raises(UnsupportedExportError, match="left.layers.0.self_attn and right"):
         checkpoint_prefix("model.layers.0.self_attn", make_checkpoint(names=names))

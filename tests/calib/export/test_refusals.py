@@ -111,6 +111,28 @@ def test_weights_that_rule_kv_scales_out_are_refused(method, make_checkpoint):
         export(make_scales(), checkpoint, "vllm")
 
 
+VLLM = "--format vllm for vLLM, or "
+
+
+@pytest.mark.parametrize(
+    ("architecture", "method", "name", "effect", "others"),
+    [
+        ("Qwen3ForCausalLM", None, "sglang", "compute with 1.0", VLLM),
+        ("Lfm2ForCausalLM", None, "vllm", "not start", ""),
+        ("FalconForCausalLM", "fp8", "vllm", "keep a 16-bit cache", ""),
+        ("FalconForCausalLM", None, "modelopt", "not start", VLLM),
+    ],
+)
+def test_a_class_that_loads_nothing_is_refused_with_what_becomes_of_it_and_the_way_out(
+    architecture, method, name, effect, others, make_checkpoint
+):
+    config = {"architectures": [architecture]}
+    weights = {"quantization_config": {"quant_method": method}} if method else {}
+    message = rf"\), so it would {effect}. Use {others}--format fp8kv for the bundled runtime$"
+    with pytest.raises(UnsupportedExportError, match=message):
+        export(make_scales(), make_checkpoint(config | weights), name)
+
+
 def test_modelopt_never_replaces_a_quantization_config(make_checkpoint):
     checkpoint = make_checkpoint({"quantization_config": {"quant_method": "fp8"}})
     with pytest.raises(UnsupportedExportError, match="use --format vllm, which keeps it"):
@@ -138,8 +160,22 @@ def test_json_lists_layers_without_a_cache_and_says_so(make_checkpoint):
 
 
 def test_json_needs_what_its_loaders_compare(make_checkpoint):
-    with pytest.raises(UnsupportedExportError, match="needs model_type and num_hidden_layers"):
+    with pytest.raises(UnsupportedExportError, match="needs model_type and the number of layers"):
         export(make_scales(), make_checkpoint({"model_type": None}), "json")
+
+
+@pytest.mark.parametrize("key", ["n_layer", "n_layers", "num_layers"])
+@pytest.mark.parametrize("name", ["json", "sglang"])
+def test_the_number_of_layers_has_several_names(name, key, make_checkpoint):
+    made = export(make_scales(), make_checkpoint({"num_hidden_layers": None, key: 2}), name)
+    factors = made.documents["kv_cache_scales.json"]["kv_cache"]["scaling_factor"]["0"]
+    assert factors == {"0": 0.25, "1": 1.25}
+
+
+def test_sglang_needs_no_json_beside_the_checkpoint(make_checkpoint):
+    made = export(make_scales(), make_checkpoint({"num_hidden_layers": None}), "sglang")
+    assert made.documents == {}
+    assert "model.layers.0.self_attn.k_scale" in made.tensors
 
 
 def test_one_map_per_rank(checkpoint):
