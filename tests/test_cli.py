@@ -40,6 +40,19 @@ def test_json_is_one_object_with_the_promised_keys(tiny_directory, tmp_path):
     assert printed["warnings"]
 
 
+def test_names_of_directories_cannot_steer_the_terminal(tiny_directory, tmp_path):
+    out = tmp_path / "oo x\n\x1b[31mü"
+    for done in (
+        calibrate(tiny_directory, "-o", out),
+        calibrate(tiny_directory, "-o", out),  # exists
+        fp8kv("stress", tiny_directory, "-o", tmp_path / f"{out.name} twin"),
+        fp8kv("eval", out, "--fail-if", f"{out.name}:kl>0.1"),
+    ):
+        printed = done.stdout + done.stderr
+        assert "\x1b" not in printed
+        assert "oo x\N{REPLACEMENT CHARACTER}\N{REPLACEMENT CHARACTER}[31mü" in printed
+
+
 def test_quiet_prints_nothing(tiny_directory, tmp_path):
     done = calibrate(tiny_directory, "-o", tmp_path / "out", "--quiet")
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")

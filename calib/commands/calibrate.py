@@ -17,13 +17,12 @@ from calib.commands.flags import (
     Model,
     OutputFlag,
     Overwrite,
-    Quiet,
     ResourcesFlag,
     ScalesFlag,
     Seed,
     TrustRemoteCode,
 )
-from calib.commands.running import command, print_json, print_table
+from calib.commands.running import command, print_json, print_lines, print_table, warn
 
 if TYPE_CHECKING:
     from calib.output.finish import Result
@@ -81,7 +80,9 @@ def calibrate(
         bool, OutputFlag("Add to the model's directory; back up what is replaced.", "--in-place")
     ] = False,
     overwrite: Overwrite = False,
-    quiet: Quiet = False,
+    quiet: Annotated[
+        bool, OutputFlag("Print errors, and doubts that an engine loads the scales.", "--quiet")
+    ] = False,
     as_json: AsJson = False,
     debug: Debug = False,
     dtype: DType = None,
@@ -122,6 +123,8 @@ def calibrate(
         return
     if not silent:
         print_result(result)
+    elif not as_json:
+        warn(result.doubts)
     printed = result.to_json()
     failed: list[str] = []
     if evaluate:
@@ -148,7 +151,7 @@ def print_result(result: "Result") -> None:
     """Print a row per layer, warnings, and how to serve what was written."""
     title = f"FP8 KV-cache scales, strategy {result.recipe.strategy}"
     print_table(title, _HEADINGS, table_rows(result.layers))
-    print("\n".join(closing_lines(result)))
+    print_lines(closing_lines(result))
 
 
 def table_rows(layers: "list[LayerSummary]") -> list[tuple[str, ...]]:

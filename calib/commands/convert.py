@@ -1,13 +1,16 @@
 """`fp8kv convert`, `strip` and `repair`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib import choices
 from calib.commands.flags import Debug, Flag, Output, Overwrite
 from calib.commands.running import command, print_lines
+
+if TYPE_CHECKING:
+    from calib.rewrite.convert import Rewritten
 
 Source = Annotated[Path, typer.Argument(help="A checkpoint, with scales of any tool.")]
 
@@ -26,7 +29,7 @@ def convert(
     """Write a checkpoint's scales in another engine's format; bit for bit, or not at all."""
     from calib.rewrite.convert import convert as convert_scales
 
-    scales = convert_scales(
+    done = convert_scales(
         directory,
         to,
         output,
@@ -35,7 +38,8 @@ def convert(
         tp_size=tp_size,
         overwrite=overwrite,
     )
-    print_lines([f"{len(scales.layers)} layers written to {output}, format {to}"])
+    written = f"{len(done.scales.layers)} layers written to {output}, format {to}"
+    print_lines([*_warning_lines(done, to), written])
 
 
 @command
@@ -61,5 +65,13 @@ def repair(
     """Derive scales that are missing, zero, negative, NaN or garbage from measured absmax."""
     from calib.rewrite.convert import repair as repair_scales
 
-    replaced = repair_scales(directory, stats, to, output, overwrite=overwrite)
-    print_lines([f"replaced: {', '.join(replaced) or 'nothing'}", f"written to {output}"])
+    done = repair_scales(directory, stats, to, output, overwrite=overwrite)
+    replaced = f"replaced: {', '.join(done.replaced) or 'nothing'}"
+    print_lines([replaced, *_warning_lines(done, to), f"written to {output}"])
+
+
+def _warning_lines(done: "Rewritten", to: choices.FormatName) -> list[str]:
+    from calib.export import FORMATS
+
+    note = FORMATS[to].note
+    return [f"warning: {each}" for each in done.warnings] + [f"note ({to}): {note}"] * bool(note)

@@ -19,7 +19,8 @@ from calib.commands.flags import (
     Seed,
     TrustRemoteCode,
 )
-from calib.commands.running import command, print_json, print_table
+from calib.commands.running import command, print_json, print_lines, print_table
+from calib.text import plain
 
 if TYPE_CHECKING:
     from calib.eval.schema import Report
@@ -101,12 +102,12 @@ def measure(
         print_table(f"FP8 KV cache of {report.model}", HEADINGS, table_rows(report))
         if report.tasks:
             print_table(*task_table(report))
-        print("\n".join(closing_lines(report)))
+        print_lines(closing_lines(report))
     return report, failed
 
 
 def fail_on(failed: list[str]) -> None:
     """Exit 1 if a condition holds, and say which."""
     if failed:
-        typer.echo("\n".join(f"failed: {line}" for line in failed), err=True)
+        typer.echo("\n".join(plain(f"failed: {line}") for line in failed), err=True)
         raise typer.Exit(1)

@@ -6,6 +6,7 @@ from contextlib import contextmanager, suppress
 from typing import TextIO
 
 from calib.progress import Progress
+from calib.text import plain
 
 
 @contextmanager
@@ -31,7 +32,7 @@ def progress_bar(*, show: bool) -> Iterator[Progress]:
             bar.update(task, speed=f"{rate:,.0f} tokens/s" if rate else "")
 
         yield Progress(
-            stage=lambda name: bar.update(task, description=name),
+            stage=lambda name: bar.update(task, description=plain(name)),
             total=lambda tokens: bar.reset(task, total=tokens),
             advance=advance,
         )
@@ -45,7 +46,7 @@ def _line_per_stage(stream: TextIO) -> Callable[[str], None]:
         name = name.partition(", ")[0]  # what follows changes with every batch
         if name != said:
             with suppress(OSError):
-                stream.write(f"{name}\n")
+                stream.write(f"{plain(name)}\n")
                 stream.flush()
         said = name
 

@@ -120,7 +120,7 @@ def _check_arguments() -> None:
 
 def _fail(message: str, status: int) -> None:
     with suppress(OSError):
-        print(f"fp8kv: {message}", file=sys.stderr)
+        print(plain(f"fp8kv: {message}"), file=sys.stderr)
     raise typer.Exit(status)
 
 
@@ -142,6 +142,12 @@ os.register_at_fork(
     after_in_parent=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM}),
     after_in_child=_forked,
 )
+
+
+def warn(warnings: Sequence[str]) -> None:
+    """Print warnings where --quiet hides all else."""
+    for warning in warnings:
+        print(plain(f"warning: {warning}"), file=sys.stderr)
 
 
 def print_json(document: Any) -> None:

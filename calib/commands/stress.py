@@ -6,7 +6,7 @@ import typer
 
 from calib import choices
 from calib.commands.flags import AsJson, Debug, Flag, Model, Output, Overwrite, TrustRemoteCode
-from calib.commands.running import command, print_json
+from calib.commands.running import command, print_json, print_lines
 
 
 @command
@@ -34,10 +34,12 @@ def stress(
     if as_json:
         print_json(done.to_json())
         return
-    for warning in done.warnings:
-        print(f"warning: {warning}")
     (k_before, k_after), (v_before, v_after) = done.k_amax, done.v_amax
     count = len(done.changed)
-    print(f"{count} tensors changed; the logits in float32 are the source's, bit for bit")
-    print(f"K amax {k_before:.4g} -> {k_after:.4g}, V amax {v_before:.4g} -> {v_after:.4g}")
-    print(f"written to {done.output}; its README.md says how to use it")
+    lines = [
+        *(f"warning: {warning}" for warning in done.warnings),
+        f"{count} tensors changed; the logits in float32 are the source's, bit for bit",
+        f"K amax {k_before:.4g} -> {k_after:.4g}, V amax {v_before:.4g} -> {v_after:.4g}",
+        f"written to {done.output}; its README.md says how to use it",
+    ]
+    print_lines(lines)

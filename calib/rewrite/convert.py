@@ -1,6 +1,6 @@
 """`fp8kv convert`, `strip` and `repair`: a checkpoint written again with other scales, or none."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,8 +16,20 @@ from calib.rewrite.plain import config_without_scales, remove_documents, write_p
 from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
 from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales
-from calib.scales.stats import KVStats
+from calib.scales.stats import KVStats, LayerStats
 from calib.scales.stats_file import load_stats
+
+# weights with a row per channel
+_UNPACKED = ("F32", "F16", "BF16", "F8_E4M3")
+
+
+@dataclass(frozen=True)
+class Rewritten:
+    """What was written."""
+
+    scales: KVScales
+    replaced: list[str]  # such as "model.layers.3.self_attn k"
+    warnings: tuple[str, ...]  # of what the engine does with them
 
 
 def convert(
@@ -29,7 +41,7 @@ def convert(
     without_q: bool = False,
     tp_size: int = 1,
     overwrite: bool = False,
-) -> KVScales:
+) -> Rewritten:
     """Write the checkpoint `directory` to `output` with its scales in the format `to`."""
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
@@ -42,8 +54,8 @@ def convert(
             )
         layers = {name: replace(layer, q=None) for name, layer in scales.layers.items()}
         scales = replace(scales, layers=layers)
-    _write(scales, checkpoint, to, output, overwrite, reduce=reduce, tp_size=tp_size)
-    return scales
+    notes = _write(scales, checkpoint, to, output, overwrite, reduce=reduce, tp_size=tp_size)
+    return Rewritten(scales, [], notes)
 
 
 def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
@@ -57,17 +69,13 @@ def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
 
 def repair(
     directory: Path, statistics: Path, to: FormatName, output: Path, *, overwrite: bool = False
-) -> list[str]:
-    """Write the checkpoint with missing or useless scales derived from measured absmax.
-
-    Returns:
-        What was replaced, such as "model.layers.3.self_attn k".
-    """
+) -> Rewritten:
+    """Write the checkpoint with missing or useless scales derived from measured absmax."""
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     found = read_scales(directory)
     layers, stats = found.by_module(), load_stats(statistics)
-    derived = _derive(found, layers, stats, statistics).layers
+    derived = _derive(found, layers, stats, statistics, checkpoint).layers
     replaced = []
     for module, layer in layers.items():
         for letter in "kv":
@@ -75,8 +83,8 @@ def repair(
                 replaced.append(f"{module} {letter}")
                 setattr(layer, letter, tuple(getattr(derived[module], letter).tolist()))
     scales = to_scales(found, layers)
-    _write(scales, checkpoint, to, output, overwrite, reduce=None, tp_size=1)
-    return replaced
+    notes = _write(scales, checkpoint, to, output, overwrite, reduce=None, tp_size=1)
+    return Rewritten(scales, replaced, notes)
 
 
 def existing_scales(directory: Path) -> KVScales:
@@ -86,27 +94,46 @@ def existing_scales(directory: Path) -> KVScales:
 
 
 def _derive(
-    found: FoundScales, layers: dict[str, FoundLayer], stats: KVStats, statistics: Path
+    found: FoundScales,
+    layers: dict[str, FoundLayer],
+    stats: KVStats,
+    shown: Path,
+    source: Checkpoint,
 ) -> KVScales:
     """Scales of the modules that lack a usable one, in the granularity of the others."""
     measured = {layer.layer_idx: layer for layer in stats.layers.values()}
     measured |= {s.layer_idx: stats.layers[s.owner] for s in stats.shared.values()}
-    sizes = {len(x) for layer in layers.values() for x in (layer.k, layer.v) if x} - {1}
-    heads = {layer.k.amax.shape[0] for layer in measured.values()}
-    if measured.keys() != {layer.layer for layer in layers.values()} or not sizes <= heads:
-        raise InputError(
-            f"'{statistics}' is of another model: it has {len(measured)} layers of "
-            f"{_listed(heads)} KV heads, '{found.directory.path}' has {len(layers)} layers with "
-            f"{_listed(sizes or {1})} scales each"
-        )
+    _check_shapes(measured, layers, shown, source)
     broken = {
         module: measured[layer.layer]
         for module, layer in layers.items()
         if not (is_usable(layer.k) and is_usable(layer.v))
     }
+    per_head = any(len(x) > 1 for layer in layers.values() for x in (layer.k, layer.v) if x)
     return KVStats(broken).scales(
-        strategy="attn_head" if sizes else "tensor", observer=AbsMax(), fp8_dtype=found.fp8_dtype
+        strategy="attn_head" if per_head else "tensor", observer=AbsMax(), fp8_dtype=found.fp8_dtype
     )
+
+
+def _check_shapes(
+    measured: dict[int, LayerStats], layers: dict[str, FoundLayer], shown: Path, source: Checkpoint
+) -> None:
+    """Refuse statistics whose layers, heads or channels are not those of the checkpoint."""
+    sizes = {len(x) for layer in layers.values() for x in (layer.k, layer.v) if x} - {1}
+    heads = {layer.k.amax.shape[0] for layer in measured.values()}
+    if measured.keys() != {layer.layer for layer in layers.values()} or not sizes <= heads:
+        raise InputError(
+            f"'{shown}' is of another model: it has {len(measured)} layers of {_listed(heads)} KV "
+            f"heads, '{source.path}' has {len(layers)} layers with {_listed(sizes or {1})} scales "
+            "each"
+        )
+    for module, layer in layers.items():
+        values, weight = measured[layer.layer].k.amax, source.entries.get(f"{module}.k_proj.weight")
+        if weight and weight.dtype in _UNPACKED and weight.shape[0] != values.numel():
+            raise InputError(
+                f"'{shown}' is of another model: K of layer {layer.layer} has {values.numel()} "
+                f"channels, and {weight.shape[0]} in '{source.path}'"
+            )
 
 
 def _listed(numbers: set[int]) -> str:
@@ -122,12 +149,12 @@ def _write(
     *,
     reduce: Reduce | None,
     tp_size: int,
-) -> None:
+) -> tuple[str, ...]:
     plain = replace(checkpoint, config=config_without_scales(checkpoint.config))
     try:
         made = export(scales, plain, to, reduce=reduce, tp_size=tp_size, measured=False)
     except UnsupportedExportError as error:
-        raise UnsupportedExportError(str(error).replace("--format", "--to")) from None
+        raise UnsupportedExportError(_for_convert(str(error))) from None
     if not (made.tensors or made.documents):
         raise UnsupportedExportError(
             f"--to {to} holds the statistics of a calibration, which cannot be derived from "
@@ -135,6 +162,7 @@ def _write(
         )
     about = f". Written by fp8kv {version('fp8kv')} from the scales there."
     card = format_card(checkpoint.path.resolve().name, to, output, scales.strategy, about)
+    card += "".join(f"- {note}\n" for note in made.notes)
     whole = FORMATS[to].with_weights
     with atomic_directory(output, overwrite=overwrite) as scratch:
         write_checkpoint(made, plain, scratch, weights="link" if whole else None, readme=card)
@@ -142,3 +170,10 @@ def _write(
             remove_documents(plain, scratch)
             write_documents(made, scratch)
         plain.check_unchanged()
+    return made.notes
+
+
+def _for_convert(refusal: str) -> str:
+    """Its flag is --to, and it cannot write what only a calibration measures."""
+    refusal = refusal.replace("--format fp8kv", "calibrate again with --\0format fp8kv")
+    return refusal.replace("--format", "--to").replace("\0", "")

@@ -230,6 +230,9 @@ def test_statistics_of_other_heads_repair_nothing(attn_head, tmp_path):
     statistics = calibrated(other, tmp_path / "statistics", "--strategy", "attn_head")
     done = fp8kv("repair", attn_head, "--stats", statistics, "-o", tmp_path / "out")
     one_line_error(done, "is of another model: it has 3 layers of 4 KV heads")
+    bare = shutil.copyfile(statistics / "fp8kv_stats.safetensors", tmp_path / "bare.safetensors")
+    done = fp8kv("repair", attn_head, "--stats", bare, "-o", tmp_path / "out")
+    one_line_error(done, "is of another model: it has 3 layers of 4 KV heads")
 
 
 @pytest.mark.parametrize(
@@ -308,6 +311,43 @@ def test_a_layer_without_scales_is_not_left_out(tensor, tmp_path):
     broken = damage(tensor, tmp_path / "broken", gone)
     done = fp8kv("convert", broken, "--to", "tgi", "-o", tmp_path / "out")
     one_line_error(done, "the k_scale of layer 2 is missing")
+    assert not (tmp_path / "out").exists()
+
+
+def with_class(directory, to, architectures):
+    """A copy of a checkpoint whose config.json names other classes."""
+    shutil.copytree(directory, to)
+    config = json.loads((to / "config.json").read_text()) | {"architectures": architectures}
+    (to / "config.json").write_text(json.dumps(config))
+    return to
+
+
+@pytest.mark.parametrize("command", ["convert", "repair"])
+@pytest.mark.parametrize("named", [["OwnForCausalLM"], None, ["LlamaForCausalLM"] * 2])
+def test_a_class_that_is_not_known_is_said(named, command, tensor, tmp_path):
+    unknown = with_class(tensor, tmp_path / "unknown", named)
+    flags = ("--stats", tensor) if command == "repair" else ()
+    done = fp8kv(command, unknown, *flags, "--to", "vllm", "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert "warning: whether vLLM loads these scales is not known" in done.stdout
+    assert "whether vLLM loads these scales" in (tmp_path / "out/README.md").read_text()
+
+
+@pytest.mark.parametrize("command", ["convert", "repair"])
+def test_what_surprises_of_a_format_is_said(command, tensor, tmp_path):
+    flags = ("--stats", tensor) if command == "repair" else ()
+    done = fp8kv(command, tensor, *flags, "--to", "sglang", "-o", tmp_path / "out")
+    assert "note (sglang): needs SGLang 0.5.23 or newer" in done.stdout
+
+
+@pytest.mark.parametrize("command", ["convert", "repair"])
+def test_a_class_that_loads_nothing_is_refused(command, tensor, tmp_path):
+    dropped = with_class(tensor, tmp_path / "dropped", ["Qwen3ForCausalLM"])
+    flags = ("--stats", tensor) if command == "repair" else ()
+    done = fp8kv(command, dropped, *flags, "--to", "sglang", "-o", tmp_path / "out")
+    one_line_error(
+        done, "Use --to vllm for vLLM, or calibrate again with --format fp8kv for the bundled"
+    )
     assert not (tmp_path / "out").exists()
 
 
