@@ -12,6 +12,7 @@ import torch
 from calib.errors import InputError
 from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, STATS_FILE
 from calib.scalefiles.fp8_type import fp8_type
+from calib.scalefiles.identity import check_same_model, identity
 from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
 from calib.scales.derive import check_fits, load_scales
 from calib.scales.scales import KVScales, LayerScales
@@ -20,16 +21,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from calib.measure.attention import AttentionMap, CachedAttention
+    from calib.model.checkpoint import Checkpoint
 
 # what a directory holds, still to be checked against a model
 Opened = Callable[["PreTrainedModel"], KVScales]
 
 
-def open_any_scales(directory: Path) -> Opened:
+def open_any_scales(directory: Path, checkpoint: Checkpoint | None = None) -> Opened:
     """Read the scales in `directory`; call what is returned with the model they are for.
 
-    Scales that are missing or damaged are an InputError here, those of another model in the call.
+    Scales that are missing or damaged are an InputError here, and so are those whose config is not
+    that of `checkpoint`. Layers and heads are compared in the call.
     """
+    if checkpoint and directory.is_dir():
+        check_same_model(directory, identity(directory), checkpoint.path, checkpoint.config)
     measured = None
     if (directory / CALIBRATION_FILE).exists():
         measured = load_scales(directory)

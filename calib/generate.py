@@ -138,7 +138,7 @@ def unit_scales(model: PreTrainedModel) -> KVScales:
 
 def _open_scales(checkpoint: Checkpoint, scales: str | None) -> Opened:
     if scales is not None:
-        return open_any_scales(Path(scales).expanduser())
+        return open_any_scales(Path(scales).expanduser(), checkpoint)
     try:
         return open_any_scales(checkpoint.path)
     except InputError as error:

@@ -73,5 +73,5 @@ def repair(
 def _warning_lines(done: "Rewritten", to: choices.FormatName) -> list[str]:
     from calib.export import FORMATS
 
-    note = FORMATS[to].note
+    note = FORMATS[to].note.replace("--format", "--to")
     return [f"warning: {each}" for each in done.warnings] + [f"note ({to}): {note}"] * bool(note)

@@ -17,6 +17,7 @@ from calib.eval.material import Material, make_material
 from calib.eval.schema import Data, Suite
 from calib.eval.variants import BUILT_IN, Setup
 from calib.measure.loop import calibrate
+from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids
 from calib.model.load import fit_seq_len
 from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe, load_recipe
@@ -70,12 +71,13 @@ def given_names(directories: Sequence[Path]) -> list[str]:
     ]
 
 
-def open_given(directories: Sequence[Path]) -> dict[str, Opened]:
+def open_given(directories: Sequence[Path], checkpoint: Checkpoint) -> dict[str, Opened]:
     """Read the scales in each directory, by the names of `given_names`."""
     twice = next((path for path in directories if directories.count(path) > 1), None)
     if twice is not None:
         raise InputError(f"--scales '{twice}' is given twice; give every directory once")
-    return dict(zip(given_names(directories), map(open_any_scales, directories), strict=True))
+    opened = [open_any_scales(directory, checkpoint) for directory in directories]
+    return dict(zip(given_names(directories), opened, strict=True))
 
 
 def load_material(

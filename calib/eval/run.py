@@ -77,7 +77,7 @@ def evaluate(
     suite, notes = inputs.fitting_suite(config, wanted, suite)
     recipe = inputs.evaluation_recipe(recipe, suite)
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
-    opened = inputs.open_given(scales)
+    opened = inputs.open_given(scales, checkpoint)
     progress("load")
     tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
     setup = Setup(model, tokenizer, wanted.backend, progress)

@@ -12,6 +12,7 @@ from calib.data import CalibrationData
 from calib.export import FORMATS
 from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.recipe import Recipe
+from calib.scalefiles.identity import summary
 from calib.scales.summary import LayerSummary
 
 NO_WEIGHTS = "No weights are here: put the source's weight files beside these before serving."
@@ -34,6 +35,7 @@ def calibration_report(
         "fp8kv_calibration": 1,
         "model": model,
         "checkpoint": fingerprint(checkpoint),
+        "config": summary(checkpoint.config),
         "recipe": recipe.model_dump(mode="json"),
         "dataset": dataset,
         "versions": versions(),

@@ -13,6 +13,8 @@ from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.output.card import format_card
 from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
 from calib.rewrite.plain import config_without_scales, remove_documents, write_plain
+from calib.scalefiles.calibrations import statistics_file
+from calib.scalefiles.identity import check_same_model, identity
 from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
 from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales
@@ -73,6 +75,8 @@ def repair(
     """Write the checkpoint with missing or useless scales derived from measured absmax."""
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
+    measured = statistics_file(statistics).parent
+    check_same_model(statistics, identity(measured), directory, checkpoint.config)
     found = read_scales(directory)
     layers, stats = found.by_module(), load_stats(statistics)
     derived = _derive(found, layers, stats, statistics, checkpoint).layers

@@ -137,9 +137,15 @@ def test_scales_of_another_model(calibrated, tmp_path):
     neox = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
     one_line_error(
         generate(neox, PROMPT, "--scales", calibrated),
-        "the scales are of another model: they name layer 0 'model.layers.0.self_attn'",
-        "which GPTNeoXForCausalLM does not have",
+        f"'{calibrated}' is of another model: its config says model_type llama",
+        f"that of '{neox}' gpt_neox",
     )
+
+
+def test_scales_of_another_model_with_the_same_layer_names(calibrated, tmp_path):
+    # its layers and heads are as many
+    mistral = save_model(tiny_model("mistral"), tmp_path / "mistral")
+    one_line_error(generate(mistral, PROMPT, "--scales", calibrated), "model_type llama", "mistral")
 
 
 def test_kernels_without_a_gpu(calibrated, monkeypatch):

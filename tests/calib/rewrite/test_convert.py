@@ -229,7 +229,7 @@ def test_statistics_of_other_heads_repair_nothing(attn_head, tmp_path):
     other = save_model(tiny_model("llama", num_key_value_heads=4), tmp_path / "other")
     statistics = calibrated(other, tmp_path / "statistics", "--strategy", "attn_head")
     done = fp8kv("repair", attn_head, "--stats", statistics, "-o", tmp_path / "out")
-    one_line_error(done, "is of another model: it has 3 layers of 4 KV heads")
+    one_line_error(done, f"'{statistics}' is of another model: its config says num_key_value_heads")
     bare = shutil.copyfile(statistics / "fp8kv_stats.safetensors", tmp_path / "bare.safetensors")
     done = fp8kv("repair", attn_head, "--stats", bare, "-o", tmp_path / "out")
     one_line_error(done, "is of another model: it has 3 layers of 4 KV heads")
@@ -338,6 +338,7 @@ def test_what_surprises_of_a_format_is_said(command, tensor, tmp_path):
     flags = ("--stats", tensor) if command == "repair" else ()
     done = fp8kv(command, tensor, *flags, "--to", "sglang", "-o", tmp_path / "out")
     assert "note (sglang): needs SGLang 0.5.23 or newer" in done.stdout
+    assert "for older ones use --to modelopt" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["convert", "repair"])
@@ -356,6 +357,29 @@ def test_statistics_of_another_model_repair_nothing(tensor, tmp_path):
     statistics = calibrated(other, tmp_path / "statistics")
     done = fp8kv("repair", tensor, "--stats", statistics, "-o", tmp_path / "out")
     one_line_error(done, "is of another model: it has 2 layers")
+
+
+@pytest.mark.parametrize("layout", ["vllm", "fp8kv"])
+def test_statistics_of_another_family_repair_nothing(layout, tensor, tmp_path):
+    other = save_model(tiny_model("qwen2"), tmp_path / "other")
+    statistics = calibrated(other, tmp_path / "statistics", "--format", layout)
+    broken = damage(tensor, tmp_path / "broken", {"model.layers.0.self_attn.v_scale": None})
+    done = fp8kv("repair", broken, "--stats", statistics, "-o", tmp_path / "out")
+    one_line_error(
+        done,
+        f"'{statistics}' is of another model: its config says model_type qwen2, that of "
+        f"'{broken}' llama",
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_statistics_alone_must_have_the_channels_of_the_weights(tensor, tmp_path):
+    other = save_model(tiny_model("llama", head_dim=8), tmp_path / "other")
+    statistics = calibrated(other, tmp_path / "statistics") / "fp8kv_stats.safetensors"
+    bare = shutil.copyfile(statistics, tmp_path / "bare.safetensors")
+    broken = damage(tensor, tmp_path / "broken", {"model.layers.0.self_attn.v_scale": None})
+    done = fp8kv("repair", broken, "--stats", bare, "-o", tmp_path / "out")
+    one_line_error(done, "is of another model: K of layer 0 has 16 channels, and 32 in")
 
 
 def test_compare_shows_ratios(tensor, attn_head, tmp_path):
