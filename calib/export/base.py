@@ -26,6 +26,7 @@ class Export:
     config: dict[str, Any] | None = None  # the new config.json; None leaves the source's
     documents: dict[str, dict[str, Any]] = field(default_factory=dict)  # file name -> JSON
     notes: tuple[str, ...] = ()  # what the user must know about this very export
+    doubts: tuple[str, ...] = ()  # whether the engine loads it
 
 
 Build = Callable[[KVScales, Checkpoint, int], Export]  # (scales, source, tp_size)
@@ -50,9 +51,9 @@ class Format:
 def loaded_name(
     rules: Rules, checkpoint: Checkpoint, kind: str, usual: str
 ) -> tuple[str, tuple[str, ...]]:
-    """The name under which the engine loads scales of this model with a `kind` of config; notes.
+    """The name under which the engine loads scales of this model with a `kind` of config; doubts.
 
-    Where the class was never run, it is the usual name, and a note says so.
+    Where the class was never run, it is the usual name, and a doubt says so.
 
     Raises:
         UnsupportedExportError: the class loads them under no name.

@@ -7,6 +7,7 @@ An existing quantization_config is kept; only its KV part is set.
 """
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -53,8 +54,8 @@ def compressed_tensors(
             "start from the unquantized, compressed-tensors or fp8 version of this model"
         )
     kind = str(method or "compressed-tensors") + " attn_head" * (scales.strategy == "attn_head")
-    name, unsure = loaded_name(rules, checkpoint, kind, NAMES[0])
-    return Export(scale_tensors(scales, checkpoint, name), config, notes=notes + unsure)
+    name, doubts = loaded_name(rules, checkpoint, kind, NAMES[0])
+    return Export(scale_tensors(scales, checkpoint, name), config, notes=notes, doubts=doubts)
 
 
 def sglang(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules) -> Export:
@@ -64,7 +65,7 @@ def sglang(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rul
         beside = scales_json.scales_json(scales, checkpoint, tp_size)
     except UnsupportedExportError:
         return export  # the scales in the checkpoint are what SGLang loads
-    return Export(export.tensors, export.config, beside.documents, export.notes + beside.notes)
+    return replace(export, documents=beside.documents, notes=export.notes + beside.notes)
 
 
 def scale_tensors(scales: KVScales, checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:

@@ -48,9 +48,9 @@ def _export(
         },
     }
     config = {**checkpoint.config, "quantization_config": quantization}
-    name, notes = loaded_name(rules, checkpoint, "modelopt", _NAME)
+    name, doubts = loaded_name(rules, checkpoint, "modelopt", _NAME)
     tensors = _tensors(scales, checkpoint, name)
-    return Export(tensors, config, {MODELOPT_FILE: document}, notes)
+    return Export(tensors, config, {MODELOPT_FILE: document}, doubts=doubts)
 
 
 def _tensors(scales: KVScales, checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:

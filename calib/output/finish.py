@@ -43,7 +43,7 @@ class Result:
     tokens: int
     layers: list[LayerSummary]
     warnings: list[str]
-    doubts: tuple[str, ...] = ()  # those of `warnings` on what engines do with the scales
+    doubts: tuple[str, ...] = ()  # those of `warnings` whether engines load the scales
     backup: Path | None = None  # of the files that were replaced in place
     seconds: dict[str, float] = field(default_factory=dict)  # load, calibrate, write
 
@@ -94,8 +94,9 @@ def finish(
     """
     scales = derive_scales(stats, recipe)
     exports = make_exports(scales, checkpoint, recipe)
-    notes = tuple(note for made in exports.values() for note in made.notes)
-    warned = [*dict.fromkeys([*warnings, *warnings_for(stats, scales, recipe), *notes])]
+    notes = (note for made in exports.values() for note in made.notes)
+    doubts = tuple(doubt for made in exports.values() for doubt in made.doubts)
+    warned = [*dict.fromkeys([*warnings, *warnings_for(stats, scales, recipe), *notes, *doubts])]
     layers = summarize(stats, scales)
     report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned, threads)
     output, claim, backup = destination.path, destination.claim, None
@@ -118,4 +119,4 @@ def finish(
             complete(scratch, output)
             backup = back_up(output, scratch)
     directories = {name: output / part for name, part in parts.items()}
-    return Result(output, directories, recipe, stats.tokens, layers, warned, notes, backup)
+    return Result(output, directories, recipe, stats.tokens, layers, warned, doubts, backup)

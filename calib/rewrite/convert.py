@@ -166,7 +166,8 @@ def _write(
         )
     about = f". Written by fp8kv {version('fp8kv')} from the scales there."
     card = format_card(checkpoint.path.resolve().name, to, output, scales.strategy, about)
-    card += "".join(f"- {note}\n" for note in made.notes)
+    warnings = made.notes + made.doubts
+    card += "".join(f"- {warning}\n" for warning in warnings)
     whole = FORMATS[to].with_weights
     with atomic_directory(output, overwrite=overwrite) as scratch:
         write_checkpoint(made, plain, scratch, weights="link" if whole else None, readme=card)
@@ -174,7 +175,7 @@ def _write(
             remove_documents(plain, scratch)
             write_documents(made, scratch)
         plain.check_unchanged()
-    return made.notes
+    return warnings
 
 
 def _for_convert(refusal: str) -> str:
