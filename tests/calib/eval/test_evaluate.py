@@ -169,10 +169,10 @@ def test_mistakes_get_one_line(directory, tiny_directory, tmp_path):
         fp8kv("eval", directory, "--device", "cpu", "--dataset", tmp_path / "short.txt"),
         "scales are calibrated on 3 and this evaluation measures 4 others: use a larger dataset",
     )
-    mistral = save_model(tiny_model("mistral"), tmp_path / "mistral")
+    llama = save_model(tiny_model("llama"), tmp_path / "llama")
     scales = tmp_path / "scales"
-    assert calibrate(mistral, "-o", scales, "--format", "fp8kv").exit_code == 0
-    one_line_error(eval_(directory, "--scales", scales), "is of another model", "mistral")
+    assert calibrate(llama, "-o", scales, "--format", "fp8kv").exit_code == 0
+    one_line_error(eval_(directory, "--scales", scales), "is of another model", "model_type llama")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/model.safetensors").touch()
     one_line_error(
