@@ -47,23 +47,25 @@ class Format:
 
 
 def loaded_name(
-    rules: Rules, checkpoint: Checkpoint, kind: str, usual: str
+    rules: Rules, scales: KVScales, checkpoint: Checkpoint, kind: str, usual: str
 ) -> tuple[str, tuple[str, ...]]:
     """The name under which the engine loads scales of this model with a `kind` of config; notes.
 
-    Where the class was never run, it is the usual name, and a note says so.
+    Where the class was never run, it is the usual name. A note says so, and where the class was
+    never run with attention modules called as in this checkpoint.
 
     Raises:
         UnsupportedExportError: the class loads them under no name.
     """
     fates = rules.fates(checkpoint.config, kind)
-    if fates is None:
-        return usual, ()
-    if isinstance(fates, str):
-        return usual, (f"whether {rules.engine} loads these scales is {fates}",)
+    known = rules.fates(checkpoint.config, kind, by_prefix(scales, checkpoint))
+    unsure = f"whether {rules.engine} loads these scales is {known}"
+    notes = (unsure,) if isinstance(known, str) else ()
+    if fates is None or isinstance(fates, str):
+        return usual, notes
     for name in (usual, *NAMES):
         if fates.get(name) == "loaded":
-            return name, ()
+            return name, notes
     raise UnsupportedExportError(
         f"{rules.engine}'s class {architecture(checkpoint.config)} loads no KV scales under "
         f"{kind} ({fates.get(usual, 'never run')}), so it would compute with 1.0. Use another "

@@ -53,7 +53,7 @@ def compressed_tensors(
             "start from the unquantized, compressed-tensors or fp8 version of this model"
         )
     kind = str(method or "compressed-tensors") + " attn_head" * (scales.strategy == "attn_head")
-    name, unsure = loaded_name(rules, checkpoint, kind, NAMES[0])
+    name, unsure = loaded_name(rules, scales, checkpoint, kind, NAMES[0])
     return Export(scale_tensors(scales, checkpoint, name), config, notes=notes + unsure)
 
 
