@@ -27,7 +27,7 @@ from engine_cases import (
     wanted,
 )
 from engine_fates import NOT_FP8, fate, reason
-from engine_tables import differences, flat, groups, recorded, together
+from engine_tables import differences, flat, groups, modules, recorded, together
 
 LLAMA = Fixture("Llama", {}, tuple(f"model.layers.{i}.self_attn" for i in (0, 1, 10)))
 OWN = wanted(LLAMA, NAMINGS[0])
@@ -155,7 +155,10 @@ def test_a_class_with_two_configs_does_what_it_does_with_both():
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_tables_are_about_the_small_configs(engine):
-    table = recorded(load_classes(engine))
+    classes = load_classes(engine)
+    table = recorded(classes)
+    known = [fixture for fixture in fixtures([]) if fixture.architecture in classes.results]
+    assert {name: tuple(each) for name, each in modules(known).items()} == classes.modules
     assert {*table} == {fixture.architecture for fixture in fixtures([])}
     fates = {case.partition(":")[0] for case in flat(table).values()}
     assert fates <= {"loaded", "dropped", "no place", "crash", "refused", "partly", "no"}
