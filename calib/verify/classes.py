@@ -57,7 +57,7 @@ class Classes(BaseModel):
     ) -> Fates | str:
         """What the class that config.json names does under a kind of config, or why none knows.
 
-        No kind, `""`: what holds for all classes holds.
+        Without a kind, `""`, it is only said whether the class was run.
         """
         name = architecture(config)
         if name is None:

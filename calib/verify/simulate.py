@@ -31,8 +31,10 @@ def simulate(directory: ScaleDirectory, rules: Rules, place: Place = ONE_GPU) ->
     except Refused as error:
         found.refused, found.outcomes = str(error), []
     except NotKnown as error:
-        modules = sorted(directory.modules, key=_by_layer)
-        found.outcomes = [Outcome(m, x, "unknown", (), str(error)) for m in modules for x in "kv"]
+        # weights of MLA show no attention module, its scales do
+        modules = directory.modules or {tensor.parsed.module for tensor in directory.tensors}
+        ordered = sorted(modules, key=_by_layer)
+        found.outcomes = [Outcome(m, x, "unknown", (), str(error)) for m in ordered for x in "kv"]
     return found
 
 
@@ -46,9 +48,10 @@ def _load(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
         return
     if rules.reads == "index" and (missing := directory.missing):
         raise Refused(f"the index names {missing[0]}, which is not there; write the index again")
+    found.flag = rules.flag
     method = choose_method(directory, rules)
-    by_itself = method and method.turns_fp8_on and names_fp8_cache(directory)
-    found.flag = None if by_itself else rules.flag
+    if method and method.turns_fp8_on and names_fp8_cache(directory):
+        found.flag = None
     params = _params(directory, method, _fates(directory, rules, method), found)
     for module in sorted(directory.modules, key=_by_layer):
         found.outcomes += _outcomes(directory, module, params, method, place)

@@ -64,6 +64,16 @@ def test_a_latent_cache_is_not_known_whatever_its_layer_is_called(tmp_path):
     assert "MiniCPM3ForCausalLM" in load_classes("sglang").latent
 
 
+def test_a_latent_cache_is_not_known_where_weights_show_no_k(tmp_path):
+    module = "model.layers.0.self_attn"
+    scales = [f"{module}.attn_mqa.{x}_scale" for x in "kv"]
+    document = {"architectures": ["DeepseekV3ForCausalLM"]}
+    directory = write(tmp_path, [f"{module}.kv_b_proj.weight"], scales, **document)
+    done = fp8kv("verify", directory, "--engine", "sglang")
+    assert done.exit_code == 1
+    assert "│ not known │ not known │" in lines_of(done)
+
+
 # ---- names ----
 
 
@@ -147,6 +157,12 @@ def _loads(engine, architecture, name):
 def test_modelopt(changes, vllm, sglang, tmp_path):
     directory = model(tmp_path, names=PROJ, config=MODELOPT | changes)
     assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang)
+
+
+def test_a_config_that_is_not_known_promises_no_cache(tmp_path):
+    config = MODELOPT | {"quant_algo": "nonsense"}
+    printed = lines_of(fp8kv("verify", model(tmp_path, config=config), "--engine", "vllm"))
+    assert "│ not known │ not known │ 1.0 │ --kv-cache-dtype fp8 │" in printed
 
 
 @pytest.mark.parametrize(
