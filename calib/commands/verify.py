@@ -11,7 +11,7 @@ from calib.errors import InputError
 
 if TYPE_CHECKING:
     from calib.served import Comparison
-    from calib.verify.result import Simulation
+    from calib.verify.result import Place, Simulation
     from calib.verify.verification import Fit, Verification
 
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales", "FP8 cache")
@@ -58,17 +58,18 @@ def verify(
 
     place = Place(tensor_parallel_size, fnuz)
     found = verify_directory(directory, choose_rules(engine, version), against, place)
-    if as_json:
-        print_json(found.to_json())
-    else:
-        rows = [_engine_row(each) for each in found.simulations]
-        model = found.architecture or "no architecture named"
-        print_table(f"{directory}, {model}, on {place}", _HEADINGS, rows)
-        if found.fits:
-            print_table("Measured absmax", _FIT_HEADINGS, [_fit_row(fit) for fit in found.fits])
-        print_lines(_closing_lines(found))
+    print_json(found.to_json()) if as_json else _print_found(found, place)
     if not found.is_good:
         raise typer.Exit(1)
+
+
+def _print_found(found: "Verification", place: "Place") -> None:
+    model = found.architecture or "no architecture named"
+    title = f"{found.scales.directory.path}, {model}, on {place}"
+    print_table(title, _HEADINGS, [_engine_row(each) for each in found.simulations])
+    if found.fits:
+        print_table("Measured absmax", _FIT_HEADINGS, [_fit_row(fit) for fit in found.fits])
+    print_lines(_closing_lines(found))
 
 
 def _check_flags(context: typer.Context) -> None:
@@ -115,7 +116,7 @@ def _served_lines(found: "Comparison", model: str) -> list[str]:
 
 def _engine_row(found: "Simulation") -> tuple[str, ...]:
     return (
-        f"{found.rules.engine} {found.rules.versions}",
+        found.rules.title,
         *(_count(found, letter) for letter in "kvq"),
         "-" if found.refused else found.flag or "by itself",
     )
@@ -148,8 +149,7 @@ def _closing_lines(found: "Verification") -> list[str]:
         reasons = [each.refused] if each.refused else [reason for _, reason in each.ignored]
         more = [o.reason for o in each.outcomes if o.status != "default"]
         said = [*dict.fromkeys(reasons), *dict.fromkeys(more), each.problem]
-        engine = f"{each.rules.engine} {each.rules.versions}"
-        lines += [f"{engine}: {reason}" for reason in filter(None, said)][:4]
+        lines += [f"{each.rules.title}: {reason}" for reason in filter(None, said)][:4]
     lines += [f"problem: {problem}" for problem in found.problems]
     stored = {tensor.dtype for layer in found.scales.layers for tensor in layer.tensors}
     lines += [f"note: scales are stored as {x}, rounded" for x in sorted(stored & {"BF16", "F16"})]

@@ -49,23 +49,25 @@ class Format:
 
 
 def loaded_name(
-    rules: Rules, checkpoint: Checkpoint, kind: str, usual: str
+    rules: Rules, scales: KVScales, checkpoint: Checkpoint, kind: str, usual: str
 ) -> tuple[str, tuple[str, ...]]:
     """The name under which the engine loads scales of this model with a `kind` of config; doubts.
 
-    Where the class was never run, it is the usual name, and a doubt says so.
+    Where the class was never run, it is the usual name. A doubt says so, and where the class was
+    never run with attention modules called as in this checkpoint.
 
     Raises:
         UnsupportedExportError: the class loads them under no name.
     """
     fates = rules.fates(checkpoint.config, kind)
-    if fates is None:
-        return usual, ()
-    if isinstance(fates, str):
-        return usual, (f"whether {rules.engine} loads these scales is {fates}",)
+    known = rules.fates(checkpoint.config, kind, by_prefix(scales, checkpoint))
+    unsure = f"whether {rules.engine} loads these scales is {known}"
+    doubts = (unsure,) if isinstance(known, str) else ()
+    if fates is None or isinstance(fates, str):
+        return usual, doubts
     for name in (usual, *NAMES):
         if fates.get(name) == "loaded":
-            return name, ()
+            return name, doubts
     fate = fates.get(usual, "never run")
     raise UnsupportedExportError(
         f"{rules.engine}'s class {architecture(checkpoint.config)} loads no KV scales under "

@@ -54,7 +54,7 @@ def compressed_tensors(
             "start from the unquantized, compressed-tensors or fp8 version of this model"
         )
     kind = str(method or "compressed-tensors") + " attn_head" * (scales.strategy == "attn_head")
-    name, doubts = loaded_name(rules, checkpoint, kind, NAMES[0])
+    name, doubts = loaded_name(rules, scales, checkpoint, kind, NAMES[0])
     return Export(scale_tensors(scales, checkpoint, name), config, notes=notes, doubts=doubts)
 
 

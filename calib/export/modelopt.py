@@ -48,7 +48,7 @@ def _export(
         },
     }
     config = {**checkpoint.config, "quantization_config": quantization}
-    name, doubts = loaded_name(rules, checkpoint, "modelopt", _NAME)
+    name, doubts = loaded_name(rules, scales, checkpoint, "modelopt", _NAME)
     tensors = _tensors(scales, checkpoint, name)
     return Export(tensors, config, {MODELOPT_FILE: document}, doubts=doubts)
 

@@ -1,7 +1,7 @@
 """A directory with scales, as any tool may have left it: everything is read, nothing judged."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from calib.scalefiles.file_names import (
 )
 from calib.scalefiles.header import Entry, read_header, read_values
 from calib.scalefiles.json import read_object
-from calib.scalefiles.names import ScaleName, parse_scale_name
+from calib.scalefiles.names import ScaleName, parse_scale_name, pattern_of
 
 # what no model comes near
 _MAX_FILES = 100_000
@@ -28,6 +28,8 @@ _MAX_FILES = 100_000
 _ATTENTION = re.compile(
     r"(?P<module>.+)\.(?:k_proj|qkv_proj|query_key_value|c_attn|Wqkv|qkv)\.(?:weight|qweight)"
 )
+# a layer that attends to another one's K and V has this alone
+_QUERY = re.compile(r"(?P<module>.+)\.q_proj\.(?:weight|qweight)")
 # what sees and hears attends to itself, and caches nothing
 _SENSES = re.compile(r"(?:^|\.)(?:vision|visual|image|audio|speech|vit)\w*\.")
 _Index = Annotated[str, Field(pattern=r"^[0-9]{1,6}$")]
@@ -122,16 +124,17 @@ def open_scales(path: Path) -> ScaleDirectory:
         raise InputError(f"'{path}' holds {len(files):,} safetensors files, more than any model")
     listed = set(files if index is None else index.values())
     tensors: list[ScaleTensor] = []
-    modules = _attention_modules(index or ())
+    names = {*(index or ())}
     for file in files:
         header = read_header(path / file)
-        modules |= _attention_modules(header)
+        names.update(header)
         tensors += _scale_tensors(path / file, header, indexed=file in listed)
     json = read_scales_json(path / JSON_FILE) if (path / JSON_FILE).exists() else None
     config = _optional(path / CONFIG_FILE)
     if not (files or json or config):
         raise no_model(path, f"'{path}' holds no model: no config.json, no safetensors file")
     modelopt = _optional(path / MODELOPT_FILE)
+    modules = _attention_modules(names)
     return ScaleDirectory(path, config, modelopt, index, files, tensors, json, modules)
 
 
@@ -155,8 +158,14 @@ def _scale_tensors(path: Path, header: dict[str, Entry], *, indexed: bool) -> li
     return found
 
 
-def _attention_modules(names: Iterable[str]) -> set[str]:
-    found = {match["module"] for name in names if (match := _ATTENTION.fullmatch(name))}
+def _attention_modules(names: Collection[str]) -> set[str]:
+    """Modules with K of their own, and those with queries alone that are called like them."""
+    found, asking = (
+        {match["module"] for name in names if (match := pattern.fullmatch(name))}
+        for pattern in (_ATTENTION, _QUERY)
+    )
+    like = {pattern_of(module) for module in found}
+    found |= {module for module in asking if pattern_of(module) in like}
     return {module for module in found if not _SENSES.search(module)}
 
 

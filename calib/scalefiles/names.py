@@ -47,6 +47,11 @@ def layer_of(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
+def pattern_of(module: str) -> str:
+    """The name without its numbers: `model.layers.N.self_attn`."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "N", module)
+
+
 def parse_scale_name(name: str) -> ScaleName | None:
     """Take apart the name of a tensor; None if it is no scale of K, V or Q."""
     if not name.endswith(("_scale", ".scale", "_scaling_factor")):

@@ -5,7 +5,7 @@ what follows it.
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from calib.scalefiles.json import read_object
-from calib.scalefiles.names import ScaleName
+from calib.scalefiles.names import ScaleName, pattern_of
 
 # name of a scale -> what becomes of it, and after a colon why
 Fates = Mapping[str, str]
@@ -21,7 +21,6 @@ BOTH = "both"  # the first two names together
 K_ALONE = "all with K alone"  # where both have one scale: V computes with 1.0
 # how our formats can call a scale, the most usual first
 NAMES = ("{module}.{x}_scale", "{module}.attn.{x}_scale", "{module}.{x}_proj.{x}_scale")
-MLA = "{module}.attn_mqa.{x}_scale"  # tried where K and V are cached as one latent
 _PLAIN = NAMES[:2]
 
 
@@ -44,14 +43,22 @@ class Classes(BaseModel):
     ran: str
     groups: tuple[Group, ...]
     not_built: dict[str, str]  # architecture -> why it could not be run
+    # `model.layers.N.self_attn` -> architectures that were run with attention modules of that name
+    modules: dict[str, tuple[str, ...]]
+    latent: tuple[str, ...]  # architectures whose cache of one latent (MLA) was not run
 
     @cached_property
     def results(self) -> dict[str, dict[str, dict[str, str]]]:
         """The results of each architecture."""
         return {name: group.results for group in self.groups for name in group.architectures}
 
-    def fates(self, config: Mapping[str, Any], quantization: str) -> Fates | str:
-        """What the class that config.json names does under a kind of config, or why none knows."""
+    def fates(
+        self, config: Mapping[str, Any], quantization: str, modules: Iterable[str] = ()
+    ) -> Fates | str:
+        """What the class that config.json names does under a kind of config, or why none knows.
+
+        Without a kind, `""`, it is only said whether the class was run.
+        """
         name = architecture(config)
         if name is None:
             return "not known: config.json does not name one architecture"
@@ -59,12 +66,17 @@ class Classes(BaseModel):
             return f"not known for {name}: it could not be run here ({self.not_built[name]})"
         if name not in self.results:
             return f"not known for {name}: its class of {self.engine} {self.version} was never run"
-        results = self.results[name]
-        if results.get(quantization, {}).get(MLA) == "loaded":
-            return f"not known for {name}: its scales arrive, but its cache (MLA) was not run"
-        if quantization not in results:
+        other = next((m for m in modules if name not in self.modules.get(pattern_of(m), ())), None)
+        if other is not None:
+            return f"not known for {name}: it was never run with attention called '{other[:80]}'"
+        if not quantization:
+            return {}
+        fates = self.results[name].get(quantization)
+        if fates is None:
             return f"not known for {name} with {quantization}: its class was never run with it"
-        return results[quantization]
+        if name in self.latent and "loaded" in fates.values():
+            return f"not known for {name}: its scales arrive, but its cache (MLA) was not run"
+        return fates
 
 
 @cache
@@ -81,9 +93,10 @@ def architecture(config: Mapping[str, Any]) -> str | None:
     return names[0] if len(names) == 1 else None
 
 
-def naming(tensor: str, module: str) -> str:
+def naming(tensor: str, parsed: ScaleName, module: str) -> str:
     """The name of a scale of `module` as the tables have it: `{module}.{x}_proj.{x}_scale`."""
-    return "{module}" + re.sub(r"(?<=[._])[kv](?=_)", "{x}", tensor.removeprefix(module))
+    own = rf"(?<=[._]){parsed.letters}(?=_)" if len(parsed.letters) == 1 else "(?!)"
+    return "{module}" + re.sub(own, "{x}", tensor.removeprefix(module))
 
 
 def owner(parsed: ScaleName, modules: Collection[str]) -> str | None:

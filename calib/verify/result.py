@@ -32,6 +32,10 @@ class Refused(Exception):
     """The engine does not load the directory; says why, and what to do."""
 
 
+class NotKnown(Exception):
+    """What the engine does with the directory was never run; says with what."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """What one attention layer computes with."""
@@ -51,9 +55,16 @@ class Simulation:
     outcomes: list[Outcome] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)  # (tensor, why)
     refused: str | None = None
-    fate: str = ""  # of all scales, where the model's class settles it: dropped, no place, crash
+    fates: set[str] = field(default_factory=set)  # where the model's class settles them
     problem: str | None = None  # what is wrong although they load
     flag: str | None = None  # what the user must add for an FP8 cache
+
+    @property
+    def fate(self) -> str:
+        """The fate of all scales: dropped, no place, crash; `partly` where they have several."""
+        if "crash" in self.fates or len(self.fates) == 1:
+            return "crash" if "crash" in self.fates else min(self.fates)
+        return "partly" if self.fates else ""
 
     @property
     def is_good(self) -> bool:

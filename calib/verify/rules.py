@@ -1,7 +1,7 @@
 """The rules of one engine and version range, read from a YAML file beside this module."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from calib.errors import InputError
+from calib.scalefiles.names import pattern_of
 from calib.verify.classes import Fates, architecture, load_classes
 
 # what happens to a scale without a place in the model
@@ -36,8 +37,10 @@ class Method(_Strict):
     # its kv_cache_scheme is refused unless type and num_bits are both right, or either is; or all
     # scales are ignored unless it is one of static FP8, one scale per layer
     scheme: Literal["both", "either", "tensor"] | None = None
-    turns_fp8_on: bool = False  # no flag is needed for an FP8 cache
-    needs_algo: bool = False  # quant_algo must be there
+    turns_fp8_on: bool = False  # no flag is needed where the config names an FP8 cache
+    algorithms: tuple[str, ...] = ()  # quant_algo must be there; it was run with these
+    needs: tuple[str, ...] = ()  # keys without which the config is refused
+    needs_fp8_cache: bool = False  # without one in the config no layer has a place for scales
     groups_need_weights: bool = False  # in every one of config_groups
     through_bf16: bool = False  # values are rounded to the model's 16 bits
     doubles_fnuz: bool = False  # on MI300, as its FP8 type needs
@@ -65,6 +68,7 @@ class Rules(_Strict):
     # these; neither: it does not depend on the class
     classes: str = ""
     architectures: tuple[str, ...] = ()
+    modules: str = "model.layers.N.self_attn"  # what their checkpoints call attention
     remap: tuple[Remap, ...] = ()
     first_remap: bool = False  # only the first pattern that fits is applied, not one after another
     serve: str = ""  # the command that serves {path}, without the flag
@@ -75,16 +79,30 @@ class Rules(_Strict):
     # format -> what may surprise its user; {note} and {since} stand for the above
     formats: dict[str, str] = {}
 
-    def fates(self, config: Mapping[str, Any], quantization: str) -> Fates | str | None:
-        """What the model's class does with scales, or why that is not known; None: all do alike."""
+    @property
+    def title(self) -> str:
+        """The engine and its version: the one that was asked for, else where its classes ran."""
+        ran = load_classes(self.classes).version if self.classes else self.versions
+        return f"{self.engine} {self.asked or ran}"
+
+    def fates(
+        self, config: Mapping[str, Any], quantization: str, modules: Iterable[str] = ()
+    ) -> Fates | str | None:
+        """What the model's class does with scales, or why that is not known; None: all do alike.
+
+        `modules` are attention modules, as the checkpoint names them.
+        """
         if self.classes:
             classes = load_classes(self.classes)
-            if self.asked and _parse(self.asked) > _parse(classes.version):
-                return f"not known: its classes were last run at {classes.version}"
-            return classes.fates(config, quantization)
+            if self.asked and _parse(self.asked) != _parse(classes.version):
+                return f"not known: its classes were run at {classes.version} alone"
+            return classes.fates(config, quantization, modules)
         name = architecture(config)
-        if not self.architectures or name in self.architectures:
+        if not self.architectures:
             return None
+        if name in self.architectures:
+            other = next((m for m in modules if pattern_of(m) != self.modules), None)
+            return other and f"not known: the rules were read for '{self.modules}', not '{other}'"
         return (
             f"not known for {name or 'a model whose config.json does not name one architecture'}: "
             f"the rules were read for {', '.join(self.architectures)}"
@@ -134,4 +152,6 @@ def _parse(version: str) -> tuple[int, ...]:
     parts = version.removeprefix("v").split(".")
     if not all(part.isascii() and part.isdecimal() and len(part) < 6 for part in parts):
         raise InputError(f"--version {version[:40]} is not a version such as 0.23.1")
+    while len(parts) > 1 and not int(parts[-1]):
+        parts.pop()  # 0.32 is 0.32.0
     return tuple(map(int, parts))

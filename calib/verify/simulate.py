@@ -2,12 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Collection
-from typing import Any
 
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
 from calib.scalefiles.names import layer_of
 from calib.verify.classes import K_ALONE, Fates, fate_of, naming, owner
-from calib.verify.result import Outcome, Place, Refused, Simulation, default
+from calib.verify.method import choose_method, method_name, names_fp8_cache
+from calib.verify.result import NotKnown, Outcome, Place, Refused, Simulation, default
 from calib.verify.rules import Method, Rules
 from calib.verify.values import heads_of, one_or_per_head, pair, scalar, simulate_json
 
@@ -19,13 +19,8 @@ _FATES = {
     "dropped": "the model's class drops it",
     "no place": "the attention layers of the model's class have no place for scales",
     "partly": "the model's class does not load all: ",
-    "unknown": "whether the model's class loads this name is not known",
 }
 ONE_GPU = Place()
-IGNORED_SCHEME = Method(
-    kind="none",
-    why="its kv_cache_scheme is not static FP8 with one scale per layer, so scales are ignored",
-)
 
 
 def simulate(directory: ScaleDirectory, rules: Rules, place: Place = ONE_GPU) -> Simulation:
@@ -35,6 +30,11 @@ def simulate(directory: ScaleDirectory, rules: Rules, place: Place = ONE_GPU) ->
         _load(directory, place, found)
     except Refused as error:
         found.refused, found.outcomes = str(error), []
+    except NotKnown as error:
+        # weights of MLA show no attention module, its scales do
+        modules = directory.modules or {tensor.parsed.module for tensor in directory.tensors}
+        ordered = sorted(modules, key=_by_layer)
+        found.outcomes = [Outcome(m, x, "unknown", (), str(error)) for m in ordered for x in "kv"]
     return found
 
 
@@ -43,19 +43,17 @@ def _load(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
     if place.ranks > 1:
         _check_split(directory, place)
     if rules.reads == "json":
+        _known(rules.fates(directory.config or {}, ""))
         simulate_json(directory, place, found)
         return
     if rules.reads == "index" and (missing := directory.missing):
         raise Refused(f"the index names {missing[0]}, which is not there; write the index again")
-    method = _method(directory, rules)
-    found.flag = None if method and method.turns_fp8_on else rules.flag
-    modules = sorted(directory.modules, key=_by_layer)
-    fates = _fates(directory, rules, method)
-    if isinstance(fates, str):
-        found.outcomes += [Outcome(m, x, "unknown", (), fates) for m in modules for x in "kv"]
-        return
-    params = _params(directory, method, fates, found)
-    for module in modules:
+    found.flag = rules.flag
+    method = choose_method(directory, rules)
+    if method and method.turns_fp8_on and names_fp8_cache(directory):
+        found.flag = None
+    params = _params(directory, method, _fates(directory, rules, method), found)
+    for module in sorted(directory.modules, key=_by_layer):
         found.outcomes += _outcomes(directory, module, params, method, place)
     if place.fnuz and method and not method.doubles_fnuz and found.is_good:
         found.problem = (
@@ -75,73 +73,22 @@ def _check_split(directory: ScaleDirectory, place: Place) -> None:
         )
 
 
-def _method(directory: ScaleDirectory, rules: Rules) -> Method | None:
-    config = directory.quantization
-    if config is None:
-        return rules.without_method
-    name = config.get("quant_method") or ("modelopt" if config is directory.modelopt else None)
-    method = rules.methods.get(str(name), rules.methods.get("*"))
-    if method is None:
-        raise Refused(f"quant_method {str(name)[:40]!r} is not one that it reads KV scales under")
-    if method.needs_algo and not directory.algorithms.get("quant_algo"):
-        raise Refused(
-            "quant_algo is missing or null, as ModelOpt writes it where only the KV cache is "
-            "quantised; export the scales in another format"
-        )
-    groups = config.get("config_groups")
-    if method.groups_need_weights and isinstance(groups, dict):
-        _check_groups(groups)
-    scheme = config.get("kv_cache_scheme")
-    if method.scheme == "tensor":
-        return method if _is_static_tensor(scheme) else IGNORED_SCHEME
-    if method.scheme:
-        _check_scheme(scheme, method.scheme)
-    return method
-
-
-def _fates(directory: ScaleDirectory, rules: Rules, method: Method | None) -> Fates | str | None:
+def _fates(directory: ScaleDirectory, rules: Rules, method: Method | None) -> Fates | None:
     """What the model's class does with each name; None where the class does not matter."""
     if (method and method.kind == "none") or not any(t.indexed for t in directory.tensors):
         return None
-    config, kind = directory.quantization or {}, "none"
-    if method is not None:
-        kind = str(config.get("quant_method") or "modelopt")
-        scheme = config.get("kv_cache_scheme")
-        if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head":
-            kind += " attn_head"
-    return rules.fates(directory.config or {}, kind)
+    kind = "" if method is None else method_name(directory)
+    scheme = (directory.quantization or {}).get("kv_cache_scheme")
+    if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head":
+        kind += " attn_head"
+    modules = sorted(directory.modules, key=_by_layer)
+    return _known(rules.fates(directory.config or {}, kind, modules))
 
 
-def _check_groups(groups: dict[str, Any]) -> None:
-    for name, group in groups.items():
-        if isinstance(group, dict) and not group.get("weights"):
-            raise Refused(
-                f"config_groups has '{name[:40]}' without weights, as llm-compressor writes it for "
-                "queries, and it cannot read that; write it again with fp8kv convert --to vllm"
-            )
-
-
-def _is_static_tensor(scheme: Any) -> bool:
-    wanted = {"type": "float", "num_bits": 8, "strategy": "tensor"}
-    if not isinstance(scheme, dict) or scheme.get("dynamic"):
-        return False
-    return wanted.items() <= scheme.items() and bool(scheme.get("symmetric", True))
-
-
-def _check_scheme(scheme: Any, rule: str) -> None:
-    if scheme is None:
-        return
-    scheme = scheme if isinstance(scheme, dict) else {}
-    wrong = [scheme.get("type") != "float", scheme.get("num_bits") != 8]
-    if all(wrong) or (any(wrong) and rule == "both"):
-        raise Refused(
-            f"kv_cache_scheme has num_bits {scheme.get('num_bits')}, type {scheme.get('type')}; "
-            "it must be 8 and float"
-        )
-    if (strategy := scheme.get("strategy")) not in ("tensor", "attn_head"):
-        raise Refused(f"kv_cache_scheme has strategy {strategy}; it must be tensor or attn_head")
-    if not scheme.get("symmetric"):
-        raise Refused("kv_cache_scheme must say symmetric: true")
+def _known(fates: Fates | str | None) -> Fates | None:
+    if isinstance(fates, str):
+        raise NotKnown(fates)
+    return fates
 
 
 def _params(
@@ -150,7 +97,7 @@ def _params(
     params, names = Params(), defaultdict[str | None, set[str]](set)
     for tensor in directory.tensors:
         module = owner(tensor.parsed, directory.modules)
-        names[module].add(naming(tensor.name, module or ""))
+        names[module].add(naming(tensor.name, tensor.parsed, module or ""))
     for tensor in directory.tensors:
         module = owner(tensor.parsed, directory.modules)
         if found.rules.reads == "index" and not tensor.indexed:
@@ -170,13 +117,16 @@ def _by_class(
     tensor: ScaleTensor, module: str, fates: Fates, beside: Collection[str], found: Simulation
 ) -> Reached:
     """Where the model's class puts a scale of `module`, which has others under names `beside`."""
-    fate = fate_of(fates, naming(tensor.name, module), beside)
-    found.fate, _, why = fate.partition(": ")
-    if found.fate == "loaded" or why == K_ALONE:
+    name = naming(tensor.name, tensor.parsed, module)
+    fate, _, why = fate_of(fates, name, beside).partition(": ")
+    if fate == "unknown":
+        raise NotKnown(f"not known: the model's class was never run with '{tensor.name}'")
+    found.fates.add(fate)
+    if fate == "loaded" or why == K_ALONE:
         return module, tensor.parsed.letters[0]
-    if found.fate in ("crash", "refused"):
+    if fate in ("crash", "refused"):
         raise Refused(f"the model's class does not start with '{tensor.name}': {why}")
-    return f"{_FATES[found.fate]}{why}"
+    return f"{_FATES[fate]}{why}"
 
 
 def _by_name(

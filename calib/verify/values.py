@@ -12,6 +12,7 @@ from calib.verify.result import Outcome, Place, Refused, Simulation, Values, def
 from calib.verify.rules import Method
 
 Tensors = Mapping[str, ScaleTensor | None]  # k, v, q
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
 
 
 def one_or_per_head(
@@ -136,8 +137,10 @@ def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor, plac
 def heads_of(directory: ScaleDirectory) -> tuple[int, int]:
     """Query heads and KV heads, as config.json says; `Refused` where it does not."""
     config = directory.text_config
-    heads = config.get("num_attention_heads")
-    kv_heads = config.get("num_key_value_heads") or heads
+    heads = next((config[key] for key in _HEADS if key in config), None)
+    inner = config.get("attn_config")
+    grouped = inner.get("kv_n_heads") if isinstance(inner, dict) else None
+    kv_heads = config.get("num_key_value_heads") or grouped or heads
     if not (isinstance(heads, int) and isinstance(kv_heads, int) and 0 < kv_heads <= heads):
         raise Refused("config.json does not say how many attention heads there are")
     return heads, kv_heads

@@ -28,16 +28,10 @@ def load(engine: str, directory: Path) -> nn.Module:
         from engine import load as load_vllm
 
         return load_vllm(directory, kv_cache_dtype="fp8")
-    from types import SimpleNamespace
-
     from check_sglang import scales_of
-    from sglang_classes import CPU, attention, held_by, loader, made_of
+    from sglang_classes import load as load_sglang
 
-    model = made_of(SimpleNamespace(name=str(directory)))
-    loader.DefaultModelLoader.load_weights_only(model, iter(scales_of(directory)), CPU)
-    for layer in attention(model).values():
-        held_by(layer)
-    return model
+    return load_sglang(directory, scales_of(directory))
 
 
 def verdict(engine: str, name: str, home: Path) -> tuple[bool, str]:

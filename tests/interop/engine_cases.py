@@ -96,9 +96,14 @@ QUANTIZATIONS = {
 class Fixture:
     """A small model: its config.json, and its attention modules as a checkpoint names them."""
 
-    architecture: str
+    name: str
     config: dict[str, Any]
     modules: tuple[str, ...]
+
+    @property
+    def architecture(self) -> str:
+        """The class; a second config of it has a name such as `Gemma4ForCausalLM-shared`."""
+        return self.name.partition("-")[0]
 
     @property
     def is_mla(self) -> bool:
@@ -113,6 +118,7 @@ class Engine(Protocol):
     name: str
     version: str
     quantizations: tuple[str, ...]
+    caches_latent: bool  # in layers that are as any other: what K and V's scales do was not run
 
     def build(self, directory: Path) -> Any:
         """The engine's class for config.json, without weights; raises what the engine raises."""
@@ -125,9 +131,9 @@ class Engine(Protocol):
 
 
 def fixtures(names: list[str]) -> list[Fixture]:
-    """Those in architectures/, or the ones of these names."""
-    files = [FIXTURES / f"{name}.json" for name in names] or sorted(FIXTURES.glob("*.json"))
-    found = []
+    """Those in architectures/, or the ones of these architectures."""
+    given = [file for name in names for file in FIXTURES.glob(f"{name}[.-]*json")]
+    files, found = sorted(given if names else FIXTURES.glob("*.json")), []
     for file in files:
         config = json.loads(file.read_text())
         found.append(Fixture(file.stem, config, tuple(config.pop("fp8kv_attention"))))
@@ -185,7 +191,8 @@ def collect(engine: Engine, fixture: Fixture) -> dict[str, dict[str, str]] | str
             naming: run_case(engine, model, fixture, naming, QUANTIZATIONS[name].per_head)
             for naming in namings(fixture)
         }
-    return results if built else results["none"][NAMINGS[0]].removeprefix("refused: ")
+    first = results[engine.quantizations[0]][NAMINGS[0]]
+    return results if built else first.removeprefix("refused: ")
 
 
 def write(fixture: Fixture, quantization: Quantization, directory: Path) -> Path:

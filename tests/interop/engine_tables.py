@@ -13,7 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine_cases import Engine, collect, fixtures
+from engine_cases import Engine, Fixture, collect, fixtures
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from calib.scalefiles.names import pattern_of
+from calib.verify.classes import Classes, load_classes
 
 TABLES = Path(__file__).parents[2] / "calib/verify/architectures"
 
@@ -37,14 +42,31 @@ def main(engine: Engine) -> None:
 
 
 def run(engine: Engine, names: list[str]) -> dict[str, Results | str]:
-    """What every class does; a line for each."""
-    found = {}
+    """What every class does; a line for each config."""
+    found: dict[str, Results | str] = {}
     for fixture in fixtures(names):
         start = time.perf_counter()
-        result = found[fixture.architecture] = collect(engine, fixture)
+        result = collect(engine, fixture)
         seen = result if isinstance(result, str) else summary(result)
-        print(f"{fixture.architecture} ({time.perf_counter() - start:.1f} s): {seen}", flush=True)
+        print(f"{fixture.name} ({time.perf_counter() - start:.1f} s): {seen}", flush=True)
+        before = found.get(fixture.architecture, result)
+        found[fixture.architecture] = together(before, result)
     return found
+
+
+def together(one: Results | str, other: Results | str) -> Results | str:
+    """What a class does whichever of two configs it has."""
+    if isinstance(one, str) or isinstance(other, str):
+        return one if isinstance(one, str) else other
+    return {
+        quantization: {
+            naming: fate
+            if fate == other[quantization][naming]
+            else f"partly: {fate}, or by the config {other[quantization][naming]}"
+            for naming, fate in fates.items()
+        }
+        for quantization, fates in one.items()
+    }
 
 
 def summary(results: Results) -> str:
@@ -63,18 +85,22 @@ def table_file(engine: Engine) -> Path:
 
 def write(engine: Engine, found: dict[str, Results | str]) -> None:
     """Write the table; architectures that do the same are one group."""
+    built = {name: r for name, r in found.items() if not isinstance(r, str)}
+    known = [fixture for fixture in fixtures([]) if fixture.architecture in built]
+    latent = {each.architecture for each in known if each.is_mla and engine.caches_latent}
     document = {
         "engine": engine.name,
         "version": engine.version,
         "ran": datetime.date.today().isoformat(),
-        "groups": groups({name: r for name, r in found.items() if not isinstance(r, str)}),
+        "groups": groups(built),
+        "modules": modules(known),
+        "latent": sorted(latent),
         "not_built": {name: r for name, r in sorted(found.items()) if isinstance(r, str)},
     }
     file = table_file(engine)
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(document, indent=1) + "\n")
-    built = len(found) - len(document["not_built"])
-    print(f"{file.name}: {built} architectures in {len(document['groups'])} groups")
+    print(f"{file.name}: {len(built)} architectures in {len(document['groups'])} groups")
 
 
 def groups(built: dict[str, Results]) -> list[dict[str, Any]]:
@@ -84,6 +110,15 @@ def groups(built: dict[str, Results]) -> list[dict[str, Any]]:
         together.setdefault(json.dumps(built[name], sort_keys=True), []).append(name)
     ranked = sorted(together.items(), key=lambda item: (-len(item[1]), item[1]))
     return [{"architectures": names, "results": json.loads(key)} for key, names in ranked]
+
+
+def modules(known: list[Fixture]) -> dict[str, list[str]]:
+    """The names of attention modules, and the architectures whose checkpoints have them."""
+    found: dict[str, set[str]] = {}
+    for fixture in known:
+        for module in fixture.modules:
+            found.setdefault(pattern_of(module), set()).add(fixture.architecture)
+    return {name: sorted(found[name]) for name in sorted(found)}
 
 
 def flat(found: dict[str, Results | str]) -> Flat:
@@ -98,12 +133,9 @@ def flat(found: dict[str, Results | str]) -> Flat:
     return cases
 
 
-def recorded(document: dict[str, Any]) -> dict[str, Results | str]:
+def recorded(classes: Classes) -> dict[str, Results | str]:
     """What a table says, by architecture."""
-    found: dict[str, Results | str] = dict(document["not_built"])
-    for group in document["groups"]:
-        found |= dict.fromkeys(group["architectures"], group["results"])
-    return found
+    return classes.results | classes.not_built
 
 
 def differences(before: Flat, now: Flat) -> list[str]:
@@ -118,13 +150,13 @@ def differences(before: Flat, now: Flat) -> list[str]:
 
 def compare(engine: Engine, found: dict[str, Results | str], *, whole: bool) -> None:
     """Exit 1 unless the table says what was found."""
-    document = json.loads(table_file(engine).read_text())
-    before = recorded(document)
+    classes = load_classes(engine.name.lower())
+    before = recorded(classes)
     if not whole:
         before = {name: before[name] for name in found if name in before}
     wrong = differences(flat(before), flat(found))
-    if document["version"] != engine.version:
-        wrong.append(f"recorded with {engine.name} {document['version']}, now {engine.version}")
+    if classes.version != engine.version:
+        wrong.append(f"recorded with {engine.name} {classes.version}, now {engine.version}")
     print(*wrong, sep="\n", end="\n" if wrong else "")
     if wrong:
         sys.exit(f"FAILED: {len(wrong)} differences; `make engines` writes the table again")

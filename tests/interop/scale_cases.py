@@ -193,11 +193,13 @@ CASES = [
     Case("modelopt, K NaN", OPT, scales(NAN, 0.01, names=PROJ), "refused"),
     Case("modelopt, per head", OPT, scales(K2, V2, names=PROJ), "refused"),
     Case("modelopt, no quant_algo", OPT | {"quant_algo": None}, scales(names=PROJ), "refused"),
+    Case("modelopt, no KV cache", OPT | {"kv_cache_scheme": None}, scales(names=PROJ), "k v"),
     Case("modelopt, nothing", OPT, nothing, ""),
     Case("fp8", FP8, scales(), "k v"),
     Case("fp8, Quark names", FP8, scales(names=QUARK), "k v"),
     Case("quark", QUARKED, scales(names=QUARK), "k v"),
     Case("quark, other names", QUARKED, scales(), "k v"),
+    Case("quark, no export", QUARKED | {"export": None}, scales(names=QUARK), "refused"),
 ]  # fmt: skip
 
 # names of cases that are also loaded elsewhere than on one GPU, and on what

@@ -9,6 +9,7 @@ gets the scales and no weights. Then every attention layer is made ready to serv
 
 import json
 import os
+from collections.abc import Iterable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -48,17 +49,15 @@ torch.cuda.get_device_capability = lambda *_: (9, 0)
 factory.get_rope_cpu = lambda *arguments: factory.get_rope(*arguments[:-1])
 
 
-Kept = TemporaryDirectory[str]
-
-
 class SGLang:
     """What engine_cases.py asks of an engine."""
 
     name = "SGLang"
     version = version("sglang")
-    quantizations = ("compressed-tensors", "modelopt", "fp8", "quark", "none")
+    quantizations = ("compressed-tensors", "modelopt", "fp8", "quark")
+    caches_latent = True
 
-    def build(self, directory: Path) -> Kept:
+    def build(self, directory: Path) -> TemporaryDirectory[str]:
         """The files for a model of every case: loading may change more than scales.
 
         A class that does not load a checkpoint without scales here says nothing about scales.
@@ -68,23 +67,38 @@ class SGLang:
         self.hold(kept, [])
         return kept
 
-    def heads(self, model: Kept) -> int:
+    def heads(self, model: TemporaryDirectory[str]) -> int:
         """How many KV heads its attention layers have."""
         return next(iter(attention(made_of(model)).values())).tp_k_head_num
 
-    def hold(self, model: Kept, tensors: list[tuple[str, torch.Tensor]]) -> Held:
-        """What the attention layers compute with, once they are ready to serve.
-
-        Other layers are not made ready: they have no weights here, and want kernels of a GPU.
-        """
-        made = made_of(model)
-        loader.DefaultModelLoader.load_weights_only(made, iter(tensors), CPU)
-        return {name: held_by(layer) for name, layer in attention(made).items()}
+    def hold(
+        self, model: TemporaryDirectory[str], tensors: Iterable[tuple[str, torch.Tensor]]
+    ) -> Held:
+        """What the attention layers compute with, once they are ready to serve."""
+        made = load(Path(model.name), tensors)
+        return {name: in_force(layer) for name, layer in attention(made).items()}
 
 
-def made_of(kept: Kept) -> nn.Module:
+def load(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> nn.Module:
+    """The model of config.json with these tensors, its attention layers ready to serve.
+
+    Other layers are not made ready: they have no weights here, and want kernels of a GPU.
+    """
+    made = built(directory)
+    loader.DefaultModelLoader.load_weights_only(made, iter(tensors), CPU)
+    for layer in attention(made).values():
+        held_by(layer)
+    return made
+
+
+def made_of(kept: TemporaryDirectory[str]) -> nn.Module:
+    """The same without tensors, from the directory that `kept` names."""
+    return built(Path(kept.name))
+
+
+def built(directory: Path) -> nn.Module:
     """The model of config.json as SGLang makes it, without weights."""
-    args = arguments(Path(kept.name))
+    args = arguments(directory)
     publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0))
     join_group()
     config, how = ModelConfig.from_server_args(args), LoadConfig()
@@ -124,10 +138,16 @@ def attention(model: nn.Module) -> dict[str, RadixAttention]:
 
 
 def held_by(layer: RadixAttention) -> Pair | None:
-    """Its scales of K and V; None if SGLang gave it no parameter for them."""
+    """Make a layer ready to serve; its scales then."""
+    if layer.k_scale is not None:
+        layer.quant_method.process_weights_after_loading(layer)
+    return in_force(layer)
+
+
+def in_force(layer: RadixAttention) -> Pair | None:
+    """The scales of K and V that a layer computes with; None if SGLang gave it no place."""
     if layer.k_scale is None:
         return None
-    layer.quant_method.process_weights_after_loading(layer)
     return (layer.k_scale_float,), (layer.v_scale_float,)
 
 

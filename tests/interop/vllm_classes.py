@@ -48,8 +48,8 @@ class VLLM:
         "modelopt",
         "fp8",
         "quark",
-        "none",
     )
+    caches_latent = False  # what it caches so has a class of its own
 
     def __init__(self) -> None:
         (experts,) = fixtures(["MixtralForCausalLM"])

@@ -94,9 +94,12 @@ def main() -> None:
     sys.exit(f"FAILED: {len(failed)} of {len(chosen)}" if failed else 0)
 
 
-def write(architecture: str, options: dict[str, Any]) -> None:
-    """Write one file. `extra` goes into config.json alone; `attention` replaces what is found."""
-    options = dict(options)
+def write(name: str, options: dict[str, Any]) -> None:
+    """Write one file, called by the architecture, or by it, `-` and more.
+
+    `extra` goes into config.json alone; `attention` replaces what is found.
+    """
+    architecture, options = name.partition("-")[0], dict(options)
     extra, names = options.pop("extra", {}), options.pop("attention", None)
     model_type = options.pop("model_type", None) or type_of(architecture)
     known = AutoConfig.for_model(model_type).attribute_map
@@ -109,8 +112,8 @@ def write(architecture: str, options: dict[str, Any]) -> None:
     document = merged(document, extra)
     text = json.dumps(document | {"fp8kv_attention": found}, indent=2)
     text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda found: as_line(found[1]), text)
-    (FIXTURES / f"{architecture}.json").write_text(text + "\n")
-    print(architecture, len(found), found[0], found[-1], flush=True)
+    (FIXTURES / f"{name}.json").write_text(text + "\n")
+    print(name, len(found), found[0], found[-1], flush=True)
 
 
 def as_line(items: str) -> str:

@@ -93,6 +93,18 @@ def test_a_class_that_was_never_run_gets_the_usual_name(tmp_path):
     assert as_json.stderr == ""
 
 
+def test_names_that_the_class_was_never_run_with_are_said(tmp_path):
+    source = save_model(tiny_model("llama"), tmp_path / "model")
+    config = json.loads((source / "config.json").read_text())
+    config["architectures"] = ["LlavaForConditionalGeneration"]  # its names have a prefix
+    (source / "config.json").write_text(json.dumps(config))
+    done = calibrate(source, "-o", tmp_path / "out", "--format", "vllm")
+    assert done.exit_code == 0
+    printed = " ".join((done.stdout + done.stderr).split())
+    assert "it was never run with attention called 'model.layers.0.self_attn'" in printed
+    assert fp8kv("verify", tmp_path / "out", "--engine", "vllm").exit_code == 1
+
+
 def test_old_outputs_are_mended_by_convert(models, tmp_path):
     old = tmp_path / "old"
     assert calibrate(models("qwen2"), "-o", old, "--format", "vllm", "--quiet").exit_code == 0

@@ -56,6 +56,14 @@ def test_what_sees_has_no_cache(tmp_path):
     assert open_scales(directory).modules == {"model.language_model.layers.0.self_attn"}
 
 
+def test_a_layer_with_queries_alone_shares_k_and_v(tmp_path):
+    names = [f"{LAYER.format(i)}.q_proj.weight" for i in range(3)]
+    names += [f"{LAYER.format(0)}.k_proj.weight", "model.layers.0.cross.q_proj.weight"]
+    index = dict.fromkeys(names, "model.safetensors")
+    directory = write(tmp_path, {name: torch.ones(1) for name in names[1:]}, index=index)
+    assert open_scales(directory).modules == {LAYER.format(i) for i in range(3)}
+
+
 def test_a_scale_of_one_alone_replaces_that_of_both(tmp_path):
     tensors = {f"{LAYER.format(0)}.kv_scale": torch.tensor(2.0), **layers(count=1, k=0.5)}
     (layer,) = read_scales(write(tmp_path, tensors)).layers

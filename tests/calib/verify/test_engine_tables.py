@@ -6,12 +6,14 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engine_fixtures import make_scales
 
 from calib.export.compressed_tensors import compressed_tensors
 from calib.export.modelopt import modelopt
+from calib.verify.classes import load_classes
 from calib.verify.rules import all_rules
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
@@ -25,7 +27,7 @@ from engine_cases import (
     wanted,
 )
 from engine_fates import NOT_FP8, fate, reason
-from engine_tables import TABLES, differences, flat, groups, recorded
+from engine_tables import differences, flat, groups, modules, recorded, together
 
 LLAMA = Fixture("Llama", {}, tuple(f"model.layers.{i}.self_attn" for i in (0, 1, 10)))
 OWN = wanted(LLAMA, NAMINGS[0])
@@ -134,19 +136,29 @@ def test_what_cannot_be_built_or_read_is_said():
 def test_equal_architectures_are_one_group_and_differences_a_line():
     first, second = {"none": {"a": "loaded"}}, {"none": {"a": "dropped"}}
     found = {"A": first, "B": second, "C": dict(first)}
-    document = {"groups": groups(found), "not_built": {"D": "why"}}
-    assert [group["architectures"] for group in document["groups"]] == [["A", "C"], ["B"]]
-    assert recorded(document) == {**found, "D": "why"}
-    assert differences(flat(recorded(document)), flat({**found, "D": "why"})) == []
+    assert [group["architectures"] for group in groups(found)] == [["A", "C"], ["B"]]
+    known = SimpleNamespace(results=found, not_built={"D": "why"})
+    assert differences(flat(recorded(known)), flat({**found, "D": "why"})) == []
     assert differences(flat(found), flat({"A": second, "B": second})) == [
         "A | none | a: recorded loaded, now dropped",
         "C | none | a: recorded loaded, now nothing",
     ]
 
 
-@pytest.mark.parametrize("file", sorted(TABLES.glob("*.json")), ids=lambda file: file.stem)
-def test_tables_are_about_the_small_configs(file):
-    table = recorded(json.loads(file.read_text()))
+def test_a_class_with_two_configs_does_what_it_does_with_both():
+    one, other = {"fp8": {"a": "loaded", "b": "loaded"}}, {"fp8": {"a": "loaded", "b": "dropped"}}
+    assert together(one, one) == one
+    both = {"fp8": {"a": "loaded", "b": "partly: loaded, or by the config dropped"}}
+    assert together(one, other) == both
+    assert together("why", one) == together(one, "why") == "why"
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_tables_are_about_the_small_configs(engine):
+    classes = load_classes(engine)
+    table = recorded(classes)
+    known = [fixture for fixture in fixtures([]) if fixture.architecture in classes.results]
+    assert {name: tuple(each) for name, each in modules(known).items()} == classes.modules
     assert {*table} == {fixture.architecture for fixture in fixtures([])}
     fates = {case.partition(":")[0] for case in flat(table).values()}
     assert fates <= {"loaded", "dropped", "no place", "crash", "refused", "partly", "no"}

@@ -60,7 +60,7 @@ def test_zeros_of_both_are_as_none(k, v, expected, tmp_path):
 
 
 INNER, PROJ = "{module}.attn.{x}_scale", "{module}.{x}_proj.{x}_scale"
-MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": SCHEME}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_not_known_is_said_and_status_1(architectures, name, tmp_path):
     done = fp8kv("verify", directory, "--engine", "sglang")
     assert done.exit_code == 1
     printed = lines_of(done)
-    assert "SGLang 0.5.23 and newer │ not known │ not known │ 1.0 │ by itself" in printed
+    assert "SGLang 0.5.23 │ not known │ not known │ 1.0 │ by itself" in printed
     assert name in printed
     document = json.loads(fp8kv("verify", directory, "--engine", "sglang", "--json").stdout)
     assert not document["good"]
@@ -149,11 +149,17 @@ def test_not_known_is_said_and_status_1(architectures, name, tmp_path):
     assert name in first["reason"]
 
 
-def test_an_engine_newer_than_its_table_is_not_known(tmp_path):
-    directory = model(tmp_path)
-    done = fp8kv("verify", directory, "--engine", "sglang", "--version", "0.6.0")
+@pytest.mark.parametrize(
+    ("engine", "version", "ran"),
+    [("sglang", "0.6.0", "0.5.23"), ("vllm", "0.23.0", "0.32.0"), ("vllm", "0.32.1", "0.32.0")],
+)
+def test_another_version_than_that_of_its_table_is_not_known(engine, version, ran, tmp_path):
+    done = fp8kv("verify", model(tmp_path), "--engine", engine, "--version", version)
     assert done.exit_code == 1
-    assert "not known: its classes were last run at 0.5.23" in lines_of(done)
+    assert f"{version} │ not known │ not known" in lines_of(done)
+    assert f"not known: its classes were run at {ran} alone" in lines_of(done)
+    for same in (ran, ran.removesuffix(".0"), f"v{ran}"):
+        assert fp8kv("verify", tmp_path, "--engine", engine, "--version", same).exit_code == 0
 
 
 MONTH = r"(?:Jan|Febr?|March|April|May|June|July|Aug|Sept?|Oct|Nov|Dec)\w* \d{4}"

@@ -46,7 +46,7 @@ def test_every_rule_file_is_read():
         ("vllm", COMPRESSED, "loaded"),
         ("vllm", None, "refused"),
         ("sglang", COMPRESSED, "loaded"),
-        ("sglang", {"quant_method": "modelopt", "quant_algo": "FP8"}, "loaded"),
+        ("sglang", {"quant_method": "modelopt", "quant_algo": "FP8"}, "default"),
         ("sglang", {"quant_method": "modelopt"}, "refused"),
         ("sglang", {"quant_method": "fp8"}, "loaded"),
         ("sglang", None, "default"),
@@ -70,7 +70,7 @@ def test_the_command_says_what_each_engine_loads(tmp_path):
     done = fp8kv("verify", model(tmp_path))
     assert done.exit_code == 0
     printed = lines_of(done)
-    assert "vLLM 0.23 and newer │ 2 of 2 │ 2 of 2 │ 1.0 │ by itself" in printed
+    assert "vLLM 0.32.0 │ 2 of 2 │ 2 of 2 │ 1.0 │ by itself" in printed
     assert "LMDeploy 0.10 and newer: it loads no KV scales" in printed
     assert (
         "rules of Aphrodite, LMDeploy, TGI, TensorRT-LLM were read in the source, not run"

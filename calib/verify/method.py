@@ -1,0 +1,117 @@
+"""What a directory's quantization config makes an engine do, before any scale is looked at."""
+
+from typing import Any
+
+from calib.scalefiles.folder import ScaleDirectory
+from calib.verify.result import NotKnown, Refused
+from calib.verify.rules import Method, Rules
+
+IGNORED_SCHEME = Method(
+    kind="none",
+    why="its kv_cache_scheme is not static FP8 with one scale per layer, so scales are ignored",
+)
+IGNORED_CACHE = Method(
+    kind="none", why="its config names no FP8 KV cache, so no layer has a place for scales"
+)
+
+
+def choose_method(directory: ScaleDirectory, rules: Rules) -> Method | None:
+    """How the engine reads scales under the config; None where there is none."""
+    config = directory.quantization
+    if config is None:
+        return rules.without_method
+    name = method_name(directory)
+    method = rules.methods.get(name, rules.methods.get("*"))
+    if method is None:
+        raise Refused(f"quant_method {name[:40]!r} is not one that it reads KV scales under")
+    if method.kind == "none":
+        return method
+    _check_algorithm(directory, method)
+    missing = next((key for key in method.needs if not isinstance(config.get(key), dict)), None)
+    if missing:
+        raise Refused(f"the quantization config has no '{missing}', which {name} needs")
+    groups = config.get("config_groups")
+    if method.groups_need_weights and isinstance(groups, dict):
+        _check_groups(groups)
+    if method.needs_fp8_cache and not names_fp8_cache(directory):
+        return IGNORED_CACHE
+    scheme = config.get("kv_cache_scheme")
+    if method.scheme == "tensor":
+        return method if _is_static_tensor(scheme) else IGNORED_SCHEME
+    if method.scheme:
+        _check_scheme(scheme, method.scheme)
+    return method
+
+
+def method_name(directory: ScaleDirectory) -> str:
+    """The `quant_method`; ModelOpt's own file needs none."""
+    config = directory.quantization or {}
+    return str(config.get("quant_method") or ("modelopt" if _is_own_file(directory) else None))
+
+
+def names_fp8_cache(directory: ScaleDirectory) -> bool:
+    """Whether the config says that the KV cache is FP8, so that engines make it so."""
+    algorithms = directory.algorithms
+    scheme = algorithms.get("kv_cache_scheme")
+    if isinstance(scheme, dict) and algorithms is directory.quantization:
+        return scheme.get("type") == "float" and scheme.get("num_bits") == 8
+    return str(algorithms.get("kv_cache_quant_algo")).upper() == "FP8"
+
+
+def _is_own_file(directory: ScaleDirectory) -> bool:
+    return directory.quantization is directory.modelopt
+
+
+def _check_algorithm(directory: ScaleDirectory, method: Method) -> None:
+    """Refuse a config without `quant_algo`; of those that were not run, nothing is known."""
+    if not method.algorithms:
+        return
+    algorithm = directory.algorithms.get("quant_algo")
+    if not algorithm:
+        raise Refused(
+            "quant_algo is missing or null, as ModelOpt writes it where only the KV cache is "
+            "quantised; export the scales in another format"
+        )
+    if algorithm not in method.algorithms:
+        raise NotKnown(f"not known with quant_algo {str(algorithm)[:40]!r}: it was never run")
+    if directory.algorithms is directory.quantization:
+        return
+    producer = (directory.quantization or {}).get("producer")
+    name = producer.get("name") if isinstance(producer, dict) else None
+    if not _is_own_file(directory) or name != "modelopt":
+        raise NotKnown(
+            "not known: engines read a nested config in hf_quant_config.json, by the producer "
+            "'modelopt', and do not agree on others; move its keys into config.json"
+        )
+
+
+def _check_groups(groups: dict[str, Any]) -> None:
+    for name, group in groups.items():
+        if isinstance(group, dict) and not group.get("weights"):
+            raise Refused(
+                f"config_groups has '{name[:40]}' without weights, as llm-compressor writes it for "
+                "queries, and it cannot read that; write it again with fp8kv convert --to vllm"
+            )
+
+
+def _is_static_tensor(scheme: Any) -> bool:
+    wanted = {"type": "float", "num_bits": 8, "strategy": "tensor"}
+    if not isinstance(scheme, dict) or scheme.get("dynamic"):
+        return False
+    return wanted.items() <= scheme.items() and bool(scheme.get("symmetric", True))
+
+
+def _check_scheme(scheme: Any, rule: str) -> None:
+    if scheme is None:
+        return
+    scheme = scheme if isinstance(scheme, dict) else {}
+    wrong = [scheme.get("type") != "float", scheme.get("num_bits") != 8]
+    if all(wrong) or (any(wrong) and rule == "both"):
+        raise Refused(
+            f"kv_cache_scheme has num_bits {scheme.get('num_bits')}, type {scheme.get('type')}; "
+            "it must be 8 and float"
+        )
+    if (strategy := scheme.get("strategy")) not in ("tensor", "attn_head"):
+        raise Refused(f"kv_cache_scheme has strategy {strategy}; it must be tensor or attn_head")
+    if not scheme.get("symmetric"):
+        raise Refused("kv_cache_scheme must say symmetric: true")
