@@ -116,7 +116,8 @@ def _check_vllm(runner: Any) -> "Report":
     name = getattr(model, "model_weights", "") or model.model
     found = _read(name, model.revision, config.load_config)
     layers, rank = [*vllm_layers(runner.model)], get_tensor_model_parallel_rank()
-    return compare(layers, found, place, rank, parallel.pipeline_parallel_size)
+    is_fp8 = config.cache_config.cache_dtype in _FP8
+    return compare(layers, found, place, rank, parallel.pipeline_parallel_size, is_fp8)
 
 
 def _check_sglang(runner: Any) -> "Report | None":

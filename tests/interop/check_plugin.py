@@ -66,6 +66,19 @@ SERVED = [
     Served("the same, not required", LACKS, without_a_layer, required=False, serves=True),
     Served("a scale that vLLM drops", DROPS, one_for_both),
     Served("doubled", "0 of 4 KV scales in use, FP8 cache; K is twice the file's", doubled=True),
+    Served(
+        "shards of scales per head",
+        GOOD,
+        case="per head, [H, 1, 1]",
+        options=("--tensor-parallel-size", "2"),
+        serves=True,
+    ),
+    Served(
+        "two pipeline stages, one of them left in 16 bits",
+        "fp8kv: 2 of 2 KV scales in use, FP8 cache",
+        options=("--pipeline-parallel-size", "2", "--kv-cache-dtype-skip-layers", "0"),
+        serves=True,
+    ),
     Served("at 1.0", "0 of 4 KV scales in use, FP8 cache; K is 1.0 in the files", all_ones),
 ]
 
@@ -92,9 +105,7 @@ def check(case: Served, directory: Path, packages: Path) -> bool:
         serves = url is not None
     said = [line for line in log.read_text().splitlines() if "fp8kv: " in line]
     is_right = any(case.line in line for line in said) and serves == case.serves
-    print(
-        f"{'ok   ' if is_right else 'WRONG'} {case.name}: serves {serves}; {said[:1]}", flush=True
-    )
+    print(f"{'ok   ' if is_right else 'WRONG'} {case.name}: serves {serves}; {said}", flush=True)
     return is_right
 
 

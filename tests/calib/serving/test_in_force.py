@@ -144,6 +144,14 @@ def test_layers_in_16_bits_are_counted_and_a_cache_in_16_bits_is_a_problem(found
     ]
 
 
+def test_a_stage_may_hold_nothing_but_layers_left_in_16_bits(found):
+    left = held(K, V, is_fp8=False)[:1]
+    assert compare(left, found, ONE, stages=2, is_fp8=True).problems == []
+    for others in ({"stages": 2}, {"is_fp8": True}):
+        problems = compare(left, found, ONE, **others).problems
+        assert problems[0] == "the cache is not FP8, so no scale is used"
+
+
 def test_other_caches_are_named(found):
     layers = [LayerInForce(i, False, (1.0,), (1.0,), "nvfp4") for i in range(3)]
     assert str(compare(layers, found, ONE)) == (
