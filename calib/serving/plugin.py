@@ -186,9 +186,9 @@ def _read(model: str, revision: str | None, loading: Any) -> "FoundScales | None
     if not directory.is_dir():
         from huggingface_hub import snapshot_download
 
-        kept = snapshot_download(
-            model, revision=revision, cache_dir=loading.download_dir, local_files_only=True
-        )
+        where = {"revision": revision, "cache_dir": loading.download_dir}
+        # engines fetch some of a model's files: none is asked for
+        kept = snapshot_download(model, **where, local_files_only=True, ignore_patterns="*")
         directory = Path(kept)
     try:
         return read_scales(directory)

@@ -146,16 +146,12 @@ def test_layers_of_sglang_beside_a_model_of_transformers():
 GOOD, BAD = Report(used=2, total=2), Report(used=1, total=2, problems=["K is at 1.0 in layer 0"])
 
 
-def crash():
-    raise ValueError("no such file")
-
-
 @pytest.mark.parametrize(
     ("check", "level", "words"),
     [
         (lambda: GOOD, "INFO", "2 of 2 KV scales in use"),
         (lambda: BAD, "WARNING", "1 of 2 KV scales in use, FP8 cache; K is at 1.0 in layer 0"),
-        (crash, "WARNING", "with the files': ValueError: no such file"),
+        (lambda: [][1], "WARNING", "with the files': IndexError: list index"),
     ],
 )
 def test_what_is_found_is_logged_and_ends_the_server_only_on_demand(
@@ -185,11 +181,15 @@ def test_a_directory_without_scales_and_dummy_weights(tiny_directory):
 
 
 def test_a_model_of_the_hub_is_read_where_the_engine_has_put_it(tmp_path):
+    commit = "0" * 40
     repository = tmp_path / "models--someone--model"
-    snapshot = repository / "snapshots" / ("0" * 40)
-    snapshot.mkdir(parents=True)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("0" * 40)
+    snapshot = repository / "snapshots" / commit
+    for folder in (snapshot, repository / "refs", repository / "trees"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    # a file that no engine fetches
+    listing = {"format_version": 1, "files": {"README.md": {"size": 1, "blob_id": commit}}}
+    (repository / "trees" / f"{commit}.json").write_text(json.dumps(listing))
     scales = {f"model.layers.0.self_attn.{x}_scale": torch.tensor([0.5]) for x in "kv"}
     save_file(scales, snapshot / "model.safetensors")
     found = plugin._read("someone/model", None, Loading(download_dir=str(tmp_path)))
