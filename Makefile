@@ -75,6 +75,7 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(BIN)/python tests/interop/write_families.py $(OUT)/families
 	$(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families vllm
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families sglang
+	rm -rf $(OUT)/wheel
 	$(BIN)/pip wheel -q --no-deps -w $(OUT)/wheel .
 	$(INTEROP)/bin/python tests/interop/check_plugin.py $(OUT)/wheel/fp8kv-*.whl
 	$(BIN)/fp8kv stress builtin:smollm2 -o $(OUT)/twin --overwrite

@@ -33,7 +33,11 @@ class Comparison:
     """Distances between a server and our runs: mean absolute differences of logprobs, in nats."""
 
     nearer: Literal["scales", "1.0", "cannot tell"]
-    nats: dict[str, float]  # see `compare`
+    to_scales: float
+    to_ones: float
+    apart: float  # our run with the scales from that at 1.0
+    noise: float  # of the server, asked twice
+    rounding: float  # ours: the scales in another dtype
     logprobs: int
     of_prompt: bool  # of the prompts' tokens; else of the likeliest token after each
     requests: int
@@ -41,8 +45,11 @@ class Comparison:
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
-        nats = {name: value if isfinite(value) else None for name, value in self.nats.items()}
-        return nats | {name: value for name, value in asdict(self).items() if name != "nats"}
+        numbers = asdict(self)
+        return {
+            name: None if isinstance(value, float) and not isfinite(value) else value
+            for name, value in numbers.items()
+        }
 
 
 def compare_served(
@@ -75,36 +82,40 @@ def compare_served(
 def compare(answers: Answers, scaled: Tensor, ones: Tensor, rounded: Tensor) -> Comparison:
     """Compare a server's answers with our runs: with the scales, at 1.0, and in another dtype."""
     first, again = (torch.tensor([*chain(*each)]) for each in (answers.first, answers.again))
-    pairs = {
-        "to_scales": (first, scaled),
-        "to_ones": (first, ones),
-        "apart": (scaled, ones),
-        "noise": (first, again),  # of the server
-        "rounding": (scaled, rounded),  # ours
+    nats = {
+        "to_scales": _distance(first, scaled),
+        "to_ones": _distance(first, ones),
+        "apart": _distance(scaled, ones),
+        "noise": _distance(first, again),
+        "rounding": _distance(scaled, rounded),
     }
-    nats = {name: float((a - b).abs().mean()) for name, (a, b) in pairs.items()}
-    asked = (len(first), answers.of_prompt, answers.requests, answers.seconds)
-    return Comparison(decide(**nats), nats, *asked)
+    return Comparison(
+        nearer=decide(**nats),
+        **nats,
+        logprobs=len(first),
+        of_prompt=answers.of_prompt,
+        requests=answers.requests,
+        seconds=answers.seconds,
+    )
 
 
 def decide(
     to_scales: float, to_ones: float, apart: float, noise: float, rounding: float
 ) -> Literal["scales", "1.0", "cannot tell"]:
-    """Say which of our two runs the server is nearer to, if that means anything.
+    """Say which of our two runs the server is nearer to, if more than noise decides.
 
-    It does not unless the runs lie more than four times as far apart as the server's noise and our
-    rounding together: what is not due to scales must not decide.
-
-    With scales all runtimes compute much the same, so the server must be within a quarter of that
-    difference; the other run is then at least three times as far (the triangle inequality). At 1.0
-    they differ in what is left of values that hardly fit FP8 (vLLM's CPU kernel cuts where ours
-    rounds), so to be nearer is enough. A server like neither has another model or cache.
+    With scales all runtimes compute much the same: a quarter of the way is near. At 1.0 they differ
+    in what is left of values that hardly fit FP8: half of the way nearer is near.
     """
     if not apart > _TIMES * (noise + rounding):  # also where one is not a number
         return "cannot tell"
     if to_scales < apart / _TIMES:
         return "scales"
-    return "1.0" if to_ones < to_scales else "cannot tell"
+    return "1.0" if to_ones < apart and to_scales - to_ones > apart / 2 else "cannot tell"
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().mean())
 
 
 @torch.inference_mode()

@@ -95,22 +95,21 @@ def _ask_server(context: typer.Context, url: str, directory: Path, as_json: bool
 
 
 def _served_lines(found: "Comparison", model: str) -> list[str]:
-    to_scales, to_ones, apart, noise, rounding = found.nats.values()
     what = "given tokens" if found.of_prompt else "likeliest next tokens"
     lines = [
         "cannot tell whether the server uses the scales"
         if found.nearer == "cannot tell"
         else f"the server is nearer to {'the ' * (found.nearer == 'scales')}{found.nearer}",
-        f"from our runtime with the scales {to_scales:.4f} nats, with 1.0 "
-        f"{to_ones:.4f}; these two lie {apart:.4f} apart; the server's noise is "
-        f"{noise:.4f}, our rounding {rounding:.4f}",
+        f"from our runtime with the scales {found.to_scales:.4f} nats, with 1.0 "
+        f"{found.to_ones:.4f}; these two lie {found.apart:.4f} apart; the server's noise is "
+        f"{found.noise:.4f}, our rounding {found.rounding:.4f}",
         f"(mean absolute difference of the logprobs of {found.logprobs:,} {what}; "
         f"{found.requests} requests, {found.seconds:.1f} s)",
     ]
     if found.nearer == "cannot tell":
         lines.append(f"serve a model that needs its scales: fp8kv stress {model} -o twin")
     if found.nearer == "scales":
-        lines.append("note: so is a server with a 16-bit cache; its log says which it has")
+        lines.append("note: so is one with most of the scales, or a 16-bit cache; see its log")
     return lines
 
 

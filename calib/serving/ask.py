@@ -19,7 +19,9 @@ from pydantic import AliasPath, BaseModel, Field, FiniteFloat, ValidationError
 from calib.errors import InputError
 
 MAX_SECONDS = 120.0
-_KEYS = ("FP8KV_API_KEY", "OPENAI_API_KEY")
+_KEY = "FP8KV_API_KEY"
+_OPENAI_KEY = "OPENAI_API_KEY"
+_HERE = ("localhost", "127.0.0.1", "::1")
 _MAX_BYTES = 64 * 2**20
 _EXAMPLE = "give the address of an OpenAI-compatible server, such as http://localhost:8000"
 
@@ -86,7 +88,7 @@ class Server:
         if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
             raise InputError(
                 f"--served takes http or https, a host, a port and a path alone, and a key from "
-                f"{_KEYS[0]}; {_EXAMPLE}"
+                f"{_KEY}; {_EXAMPLE}"
             )
         secure = parts.scheme == "https"
         self._connect: type[http.client.HTTPConnection] = (
@@ -94,7 +96,10 @@ class Server:
         )
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/"
         self._name = f"{parts.scheme}://{parts.netloc}{self._path}"
-        self._headers = {"Content-Type": "application/json", **_authorization()}
+        self._headers = {
+            "Content-Type": "application/json",
+            **_authorization(secure or parts.hostname in _HERE),
+        }
         self._start, self._requests = 0.0, 0
 
     def choose_model(self, name: str | None) -> ServedModel:
@@ -196,7 +201,7 @@ class Server:
 
 def _check_status(status: int, where: str) -> None:
     if status in (401, 403):
-        raise InputError(f"{where} answers HTTP {status}; give its key in {' or '.join(_KEYS)}")
+        raise InputError(f"{where} answers HTTP {status}; give its key in {_KEY}")
     if status in (400, 422):
         raise _RefusedError(
             f"{where} answers HTTP {status} to token ids as a prompt, with logprobs; serve with an "
@@ -206,8 +211,10 @@ def _check_status(status: int, where: str) -> None:
         raise InputError(f"{where} answers HTTP {status}; see the server's log, or {_EXAMPLE}")
 
 
-def _authorization() -> dict[str, str]:
-    name = next((name for name in _KEYS if os.environ.get(name)), None)
+def _authorization(is_private: bool) -> dict[str, str]:
+    """The key as a header; OpenAI's own never goes to another machine in the clear."""
+    names = (_KEY, _OPENAI_KEY) if is_private else (_KEY,)
+    name = next((name for name in names if os.environ.get(name)), None)
     key = os.environ[name].strip() if name else ""
     if not (key.isascii() and key.isprintable()):
         raise InputError(f"{name} holds characters that no key has; set it again")

@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from calib.scalefiles.reading import FoundLayer, FoundScales, Values
+from calib.scalefiles.reading import FoundLayer, FoundScales, Values, is_usable
+from calib.scalefiles.reading import _these as these
 from calib.verify.result import Place
 
 _BF16 = 2**-8  # some engines pass scales through bfloat16
@@ -18,6 +19,7 @@ class LayerInForce:
     is_fp8: bool  # whether its cache is
     k: Values
     v: Values
+    cache: str = "16 bits"  # what it is instead
 
 
 @dataclass
@@ -26,37 +28,66 @@ class Report:
 
     used: int = 0
     total: int = 0  # of the layers with an FP8 cache
-    in_16_bits: list[int] = field(default_factory=list)
+    not_fp8: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # by cache
     problems: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        kept = f", {len(self.in_16_bits)} layers in 16 bits" if self.in_16_bits else ""
-        counted = f"fp8kv: {self.used} of {self.total} KV scales in use, FP8 cache{kept}"
+        kept = [f"{len(layers)} layers in {cache}" for cache, layers in self.not_fp8.items()]
+        if self.total:
+            kept.insert(0, f"{self.used} of {self.total} KV scales in use, FP8 cache")
+        counted = "fp8kv: " + (", ".join(kept) or "no attention layer here")
         return "; ".join([counted, *self.problems])
 
 
 def compare(
-    layers: Sequence[LayerInForce], found: FoundScales | None, place: Place, rank: int = 0
+    layers: Sequence[LayerInForce],
+    found: FoundScales | None,
+    place: Place,
+    rank: int = 0,
+    stages: int = 1,
+    is_fp8: bool = False,
 ) -> Report:
-    """Compare the layers that `rank` holds with the files' scales; None: the files have none."""
+    """Compare the layers that `rank` holds with the files' scales; None: the files have none.
+
+    Of several pipeline `stages` the others hold the layers that are not here; where `is_fp8`, these
+    have an FP8 cache even if all that are here were left in 16 bits.
+    """
     report, wrong = Report(), defaultdict(list)
-    files = {each.layer: each for each in found.layers} if found else {}
+    files = _files(found) if found else {}
     for layer in sorted(layers, key=lambda each: each.layer):
         if not layer.is_fp8:
-            report.in_16_bits.append(layer.layer)
+            report.not_fp8[layer.cache].append(layer.layer)
             continue
         for letter in "kv":
             report.total += 1
             why = _difference(layer, letter, files.get(layer.layer), place, rank)
             if why:
-                wrong[letter, why].append(layer.layer)
+                wrong[f"{letter.upper()} {why}"].append(layer.layer)
             else:
                 report.used += 1
-    if not report.total and files:
+    if files and layers and not report.total and not (is_fp8 and stages > 1):
         report.problems.append("the cache is not FP8, so no scale is used")
-    for (letter, why), indices in wrong.items():
-        report.problems.append(f"{letter.upper()} {why} in {_these(indices)}")
+    report.problems += [f"{why} in {these(indices)}" for why, indices in wrong.items()]
+    missing = sorted(files.keys() - {layer.layer for layer in layers})
+    if missing and stages == 1:
+        report.problems.append(
+            f"the files have scales for {these(missing)}, which the engine lacks"
+        )
     return report
+
+
+def _files(found: FoundScales) -> dict[int, FoundLayer]:
+    """The layers that have scales in files that engines read, draft layers left out."""
+    count = found.directory.text_config.get("num_hidden_layers")
+    layers = {}
+    for each in found.layers:
+        read = [tensor for tensor in each.tensors if tensor.indexed]
+        if (each.tensors and not read) or (isinstance(count, int) and each.layer >= count):
+            continue
+        values = {x: t.values for t in read for x in t.parsed.letters}
+        k, v = (values.get(x) if read else getattr(each, x) for x in "kv")
+        layers[each.layer] = FoundLayer(each.layer, k, v)
+    return layers
 
 
 def _difference(
@@ -65,8 +96,12 @@ def _difference(
     """Say what is wrong with a layer's scale; nothing where it is the file's."""
     held: Values = getattr(layer, letter)
     wanted: Values | None = getattr(file, letter) if file else None
+    if not wanted and file and letter == "v" and not _same(held, (1.0,)):
+        wanted = file.k  # which some engines give a V without a scale
     if not wanted:
         return "has no scale in the files and is at 1.0" if _same(held, (1.0,)) else "is not known"
+    if not is_usable(wanted):
+        return "has no usable scale in the files"
     if len(wanted) > 1:
         wanted = wanted[place.of_rank(rank, len(wanted))]
     if set(wanted) == {1.0}:
@@ -86,9 +121,3 @@ def _same(held: Values, wanted: Values) -> bool:
     return len(held) == len(wanted) and all(
         abs(a - b) <= _BF16 * b for a, b in zip(held, wanted, strict=True)
     )
-
-
-def _these(indices: list[int]) -> str:
-    shown = ", ".join(map(str, indices[:8]))
-    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
-    return f"layer{'s' if len(indices) > 1 else ''} {shown}{more}"

@@ -1,23 +1,24 @@
 """Plugin of vLLM and SGLang: after loading, each worker says whether it uses the files' scales.
 
 Entry points `vllm.general_plugins` and `sglang.srt.plugins`. Registering imports the standard
-library alone and never raises. With FP8KV_REQUIRE_SCALES=1 a server that does not use every scale
-of its checkpoint does not start.
+library alone. All that happens here lies inside `_guard`: what goes wrong is one line in the log,
+and the server goes on. With FP8KV_REQUIRE_SCALES=1 a server that does not use every scale of its
+checkpoint, or cannot say, ends with that line.
 """
 
-import importlib.util
 import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from importlib.abc import MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from calib.scalefiles.reading import FoundScales
     from calib.serving.in_force import LayerInForce, Report
 
 # where vLLM's runners are, which hold a worker's model
@@ -28,28 +29,40 @@ _RUNNERS = {
 }
 # called once the weights are loaded
 _SGLANG_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.configure_kv_cache_dtype"
-# caches whose scales come from files; others make their own at run time
+# caches whose scales come from files; others that are quantised make their own
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
+_IN_16_BITS = ("auto", "float16", "bfloat16")
 
 
 class ScalesNotUsedError(RuntimeError):
-    """FP8KV_REQUIRE_SCALES is set, and a layer computes with another scale than the files'."""
+    """FP8KV_REQUIRE_SCALES is set, and not every layer is known to compute with its scales."""
 
 
 def register_vllm() -> None:
     """Check every model that a vLLM runner loads from here on."""
-    for name in _RUNNERS:
-        if name in sys.modules:
-            _watch(sys.modules[name])
-    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    _guard("vllm", _register_vllm)
 
 
 def register_sglang() -> None:
     """Check every model that an SGLang runner loads from here on."""
+    _guard("sglang", _register_sglang)
+
+
+def _register_vllm() -> None:
+    for name in _RUNNERS:
+        if module := sys.modules.get(name):
+            _watch(module)
+    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def _register_sglang() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry  # type: ignore[import-not-found]
 
-    HookRegistry.register(_SGLANG_HOOK, lambda _, runner: _check_sglang(runner))
+    def check(_: Any, runner: Any) -> None:
+        _guard("sglang", lambda: _check_sglang(runner))
+
+    HookRegistry.register(_SGLANG_HOOK, check)
 
 
 class _AfterImport(MetaPathFinder):
@@ -58,64 +71,70 @@ class _AfterImport(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _RUNNERS:
+        spec = PathFinder.find_spec(fullname, path) if fullname in _RUNNERS else None
+        if spec is None or spec.loader is None:
             return None
-        sys.meta_path.remove(self)
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            sys.meta_path.insert(0, self)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), _watch(module))  # type: ignore[method-assign, assignment, func-returns-value]
+        execute = spec.loader.exec_module
+
+        def execute_and_watch(module: ModuleType) -> None:
+            execute(module)
+            _guard("vllm", lambda: _watch(module))
+
+        spec.loader.exec_module = execute_and_watch  # type: ignore[method-assign]
         return spec
 
 
 def _watch(module: ModuleType) -> None:
-    runner = getattr(module, _RUNNERS[module.__name__], None)
-    load = getattr(runner, "load_model", None)
-    if runner is None or load is None or hasattr(load, "fp8kv"):
+    runner = getattr(module, _RUNNERS[module.__name__])
+    load = runner.load_model
+    if hasattr(load, "fp8kv"):
         return
 
     @wraps(load)
     def load_and_check(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = load(self, *args, **kwargs)
-        _check_vllm(self)
+        # with dummy weights the real ones, and their scales, come from another worker
+        if not (args[:1] == (True,) or kwargs.get("load_dummy_weights")):
+            _guard("vllm", lambda: _check_vllm(self))
         return result
 
     load_and_check.fp8kv = True  # type: ignore[attr-defined]
     runner.load_model = load_and_check
 
 
-def _check_vllm(runner: Any) -> None:
-    def check() -> "Report":
-        from vllm.distributed import (  # type: ignore[import-not-found]
-            get_tensor_model_parallel_rank,
-        )
-        from vllm.platforms import current_platform  # type: ignore[import-not-found]
+def _check_vllm(runner: Any) -> "Report":
+    from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
+    from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
-        place = (runner.vllm_config.parallel_config.tensor_parallel_size,
-                 current_platform.is_fp8_fnuz(), get_tensor_model_parallel_rank())  # fmt: skip
-        config = runner.model_config
-        return _compare(vllm_layers(runner.model), config.model, config.revision, *place)
+    from calib.serving.in_force import compare
+    from calib.verify.result import Place
 
-    _say("vllm", check)
+    config, model = runner.vllm_config, runner.model_config
+    parallel = config.parallel_config
+    place = Place(parallel.tensor_parallel_size, current_platform.is_fp8_fnuz())
+    # beside a model in an object store lies a directory without its weights
+    name = getattr(model, "model_weights", "") or model.model
+    found = _read(name, model.revision, config.load_config)
+    layers, rank = [*vllm_layers(runner.model)], get_tensor_model_parallel_rank()
+    is_fp8 = config.cache_config.cache_dtype in _FP8
+    return compare(layers, found, place, rank, parallel.pipeline_parallel_size, is_fp8)
 
 
-def _check_sglang(runner: Any) -> None:
-    def check() -> "Report":
-        from sglang.srt.layers.quantization.kv_cache import (  # type: ignore[import-not-found]
-            is_fp8_fnuz,
-        )
-        from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
+def _check_sglang(runner: Any) -> "Report | None":
+    if getattr(runner, "is_draft_worker", False):
+        return None
+    from sglang.srt.layers.quantization.kv_cache import is_fp8_fnuz  # type: ignore[import-not-found]
+    from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
 
-        parallel, config = get_parallel(), runner.model_config
-        layers = sglang_layers(runner.model, "float8" in str(runner.kv_cache_dtype))
-        place = (parallel.tp_size, is_fp8_fnuz(), parallel.tp_rank)
-        return _compare(layers, config.model_path, config.revision, *place)
+    from calib.serving.in_force import compare
+    from calib.verify.result import Place
 
-    if not runner.is_draft_worker:
-        _say("sglang", check)
+    parallel, model = get_parallel(), runner.model_config
+    cache = str(runner.kv_cache_dtype).removeprefix("torch.")
+    layers = [*sglang_layers(runner.model, cache.startswith("float8"), _called(cache))]
+    found = _read(model.model_path, model.revision, runner.load_config)
+    place = Place(parallel.tp_size, is_fp8_fnuz())
+    return compare(layers, found, place, parallel.tp_rank, parallel.pp_size)
 
 
 def vllm_layers(model: Any) -> "Iterator[LayerInForce]":
@@ -129,52 +148,66 @@ def vllm_layers(model: Any) -> "Iterator[LayerInForce]":
         is_decoder = getattr(module, "attn_type", "decoder") == "decoder"
         if index is not None and is_decoder and hasattr(module, "_k_scale"):
             k, v = (getattr(module, x).flatten().tolist() for x in ("_k_scale", "_v_scale"))
-            yield LayerInForce(index, module.kv_cache_dtype in _FP8, tuple(k), tuple(v))
+            cache = module.kv_cache_dtype
+            yield LayerInForce(index, cache in _FP8, tuple(k), tuple(v), _called(cache))
 
 
-def sglang_layers(model: Any, is_fp8: bool) -> "Iterator[LayerInForce]":
+def sglang_layers(model: Any, is_fp8: bool, cache: str = "16 bits") -> "Iterator[LayerInForce]":
     """The attention layers of a model of SGLang's; one without a place for scales is at 1.0."""
     from calib.serving.in_force import LayerInForce
 
-    for module in model.modules():
-        if type(module).__name__ == "RadixAttention":
-            k, v = (getattr(module, name) for name in ("k_scale_float", "v_scale_float"))
-            k, v = (1.0 if scale is None else scale for scale in (k, v))
-            yield LayerInForce(module.layer_id, is_fp8, (k,), (v,))
+    for module in sglang_attention(model):
+        k, v = (getattr(module, name) for name in ("k_scale_float", "v_scale_float"))
+        k, v = (1.0 if scale is None else scale for scale in (k, v))
+        yield LayerInForce(module.layer_id, is_fp8, (k,), (v,), cache)
 
 
-def _compare(
-    layers: "Iterator[LayerInForce]", model: str, revision: str | None, ranks: int, fnuz: bool,
-    rank: int,
-) -> "Report":  # fmt: skip
+def sglang_attention(model: Any) -> "Iterator[Any]":
+    """SGLang's attention layers that a cache is made for: of MLA's two, the one that reads it."""
+    for name, module in model.named_modules():
+        if type(module).__name__ == "RadixAttention" and not name.endswith(".attn_mha"):
+            yield module
+        # of a model of transformers they are beside its modules
+        yield from getattr(module, "attention_instances", {}).values()
+
+
+def _called(cache: str) -> str:
+    return "16 bits" if cache in _IN_16_BITS else cache
+
+
+def _read(model: str, revision: str | None, loading: Any) -> "FoundScales | None":
+    """Read the scales of the files that the engine has loaded; None: they hold none."""
     from calib.errors import NoScalesError
     from calib.scalefiles.reading import read_scales
-    from calib.serving.in_force import compare
-    from calib.verify.result import Place
 
+    if loading.load_format == "dummy":
+        raise ValueError("the weights are dummies")
+    directory = Path(model)
+    if not directory.is_dir():
+        from huggingface_hub import snapshot_download
+
+        where = {"revision": revision, "cache_dir": loading.download_dir}
+        # engines fetch some of a model's files: none is asked for
+        kept = snapshot_download(model, **where, local_files_only=True, ignore_patterns="*")
+        directory = Path(kept)
     try:
-        found = read_scales(_directory(model, revision))
+        return read_scales(directory)
     except NoScalesError:
-        found = None
-    return compare([*layers], found, Place(ranks, fnuz), rank)
+        return None
 
 
-def _directory(model: str, revision: str | None) -> Path:
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(model, revision=revision, local_files_only=True))
-
-
-def _say(engine: str, check: "Callable[[], Report]") -> None:
+def _guard(engine: str, check: "Callable[[], Report | None]") -> None:
     """Log what `check` finds; end the server if it has to use every scale and does not."""
     logger = logging.getLogger(f"{engine}.fp8kv")
     try:
         report = check()
+        if report is None:
+            return
         line, is_good = str(report), not report.problems
     except Exception as error:  # noqa: BLE001  a check must not end a server that works
-        line, is_good = f"fp8kv: cannot compare the scales in use with the files': {error}", False
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        line = f"fp8kv: cannot compare the scales in use with the files': {why:.400}"
+        is_good = False
     if is_good:
         logger.info(line)
     elif os.environ.get("FP8KV_REQUIRE_SCALES") == "1":

@@ -1,143 +1,112 @@
 """Serve hand-made directories with `vllm serve`, our wheel installed; read what the plugin says.
 
-check_plugin.py WHEEL   exit 0 if the line is right for each directory, and only the good one is
+check_plugin.py WHEEL   exit 0 if the line is right for each directory, and only the good ones are
                         served where FP8KV_REQUIRE_SCALES is set; a bad one is where it is not
 """
 
-import os
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from engine import ENVIRONMENT
 from safetensors.torch import load_file, save_file
 from scale_cases import CASES, write_case
+from vllm_server import install, serving
 
-SECONDS = 240
-# a plugin of its own: FP8 kernels for CPUs without, and a fault: all scales twice as large
-HELPER = """
-import os, sys
-def register():
-    sys.path.append(os.environ["INTEROP"])
-    import torch_kernels
-    if torch_kernels.is_needed():
-        torch_kernels.install()
-    if os.environ.get("DOUBLED"):
-        from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
-        method = compressed_tensors.CompressedTensorsKVCacheMethod
-        process = method.process_weights_after_loading
-        def doubled(self, layer):
-            process(self, layer)
-            layer._k_scale.mul_(2)
-            layer._v_scale.mul_(2)
-        method.process_weights_after_loading = doubled
-"""
-Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-DIRECTORIES: dict[str, tuple[Change, str]] = {
-    "good": (lambda scales: scales, "fp8kv: 4 of 4 KV scales in use, FP8 cache"),
-    "a layer dropped": (
-        lambda scales: {name: x for name, x in scales.items() if "layers.1." not in name},
-        "fp8kv: 2 of 4 KV scales in use, FP8 cache; K has no scale in the files and is at 1.0 "
-        "in layer 1; V has no scale",
+OPTIONS = ["--skip-tokenizer-init", "--max-model-len", "128", "--num-gpu-blocks-override", "8"]
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Served:
+    """A directory, how it is served, and the line that the plugin must write."""
+
+    name: str
+    line: str
+    change: Callable[[Tensors], Tensors] = dict
+    case: str = "one scale per layer, [1]"
+    options: tuple[str, ...] = ()
+    doubled: bool = False
+    required: bool = True  # FP8KV_REQUIRE_SCALES
+    serves: bool = False
+
+
+def without_a_layer(scales: Tensors) -> Tensors:
+    """The files have no scales for layer 1."""
+    return {name: x for name, x in scales.items() if "layers.1." not in name}
+
+
+def one_for_both(scales: Tensors) -> Tensors:
+    """Layer 1 has one scale for K and V, which vLLM gives to K alone."""
+    shared = scales.pop("model.layers.1.self_attn.k_scale")
+    del scales["model.layers.1.self_attn.v_scale"]
+    return scales | {"model.layers.1.self_attn.kv_scale": shared}
+
+
+def all_ones(scales: Tensors) -> Tensors:
+    """Nobody measured."""
+    return {name: torch.ones_like(x) for name, x in scales.items()}
+
+
+GOOD = "fp8kv: 4 of 4 KV scales in use, FP8 cache"
+LACKS = (
+    "fp8kv: 2 of 4 KV scales in use, FP8 cache; "
+    "K has no scale in the files and is at 1.0 in layer 1; V has no scale"
+)
+DROPS = (
+    "fp8kv: 3 of 4 KV scales in use, FP8 cache; "
+    "V is at 1.0: the engine dropped the file's scale in layer 1"
+)
+SERVED = [
+    Served("good", GOOD, serves=True),
+    Served("a layer without scales", LACKS, without_a_layer),
+    # one bad directory shows that without the variable a warning is all
+    Served("the same, not required", LACKS, without_a_layer, required=False, serves=True),
+    Served("a scale that vLLM drops", DROPS, one_for_both),
+    Served("doubled", "0 of 4 KV scales in use, FP8 cache; K is twice the file's", doubled=True),
+    Served(
+        "shards of scales per head",
+        GOOD,
+        case="per head, [H, 1, 1]",
+        options=("--tensor-parallel-size", "2"),
+        serves=True,
     ),
-    "doubled": (lambda scales: scales, "0 of 4 KV scales in use, FP8 cache; K is twice the file's"),
-    "at 1.0": (
-        lambda scales: {name: torch.ones_like(x) for name, x in scales.items()},
-        "0 of 4 KV scales in use, FP8 cache; K is 1.0 in the files",
+    Served(
+        "two pipeline stages, one of them left in 16 bits",
+        "fp8kv: 2 of 2 KV scales in use, FP8 cache",
+        options=("--pipeline-parallel-size", "2", "--kv-cache-dtype-skip-layers", "0"),
+        serves=True,
     ),
-}
+    Served("at 1.0", "0 of 4 KV scales in use, FP8 cache; K is 1.0 in the files", all_ones),
+]
 
 
 def main() -> None:
     """Serve every directory."""
     work = Path(tempfile.mkdtemp())
-    packages = install(Path(sys.argv[1]), work / "packages")
-    wrong = 0
-    for number, (name, (change, line)) in enumerate(DIRECTORIES.items()):
-        directory = write(change, work / f"model-{number}")
-        # one bad directory shows that without the variable a warning is all
-        for required in (False, True) if name == "a layer dropped" else (True,):
-            serves, log = serve(directory, packages, name == "doubled", required)
-            is_right = line in log and serves == (name == "good" or not required)
-            wrong += not is_right
-            kind = "with FP8KV_REQUIRE_SCALES" if required else "without"
-            said = next((x for x in log.splitlines() if "fp8kv: " in x), "nothing")
-            print(f"{'ok   ' if is_right else 'WRONG'} {name}, {kind}: serves {serves}; {said}")
-    sys.exit(1 if wrong else 0)
+    packages = install(work / "packages", Path(sys.argv[1]))
+    chosen = [each for each in SERVED if each.name in sys.argv[2:]] or SERVED
+    right = [check(each, work / f"model-{i}", packages) for i, each in enumerate(chosen)]
+    sys.exit(0 if all(right) else 1)
 
 
-def install(wheel: Path, packages: Path) -> Path:
-    """Our wheel without what it depends on, and the helper's plugin beside it."""
-    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps"]
-    subprocess.run([*pip, "--target", packages, wheel], check=True)
-    (packages / "interop_helper.py").write_text(HELPER)
-    points = "[vllm.general_plugins]\ninterop_helper = interop_helper:register\n"
-    # `vllm serve` asks "vllm" for its version and device; the build for CPUs has another name
-    for name, entries in (("interop_helper", points), ("vllm", "")):
-        about = packages / f"{name}-0.32.0.dist-info"
-        about.mkdir()
-        about.joinpath("METADATA").write_text(
-            f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.0+cpu\n"
-        )
-        about.joinpath("entry_points.txt").write_text(entries)
-    return packages
-
-
-def write(change: Change, directory: Path) -> Path:
-    """A tiny model whose scales are changed."""
-    (case,) = [case for case in CASES if case.name == "one scale per layer, [1]"]
-    file = write_case(case, directory) / "scales.safetensors"
-    save_file(change(load_file(file)), file, {"format": "pt"})
-    return directory
-
-
-def serve(directory: Path, packages: Path, doubled: bool, required: bool) -> tuple[bool, str]:
-    """Start a server; say whether it serves, and what it printed until then."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ,
-        **ENVIRONMENT,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-        "VLLM_LOGGING_LEVEL": "INFO",
-        "PYTHONPATH": str(packages),
-        "INTEROP": str(Path(__file__).parent),
-        "DOUBLED": "1" if doubled else "",
-        "FP8KV_REQUIRE_SCALES": "1" if required else "",
-    }
-    options = ["--skip-tokenizer-init", "--enforce-eager", "--max-model-len", "128"]
-    command = [str(Path(sys.executable).with_name("vllm")), "serve", str(directory), *options]
-    log = directory.with_suffix(f".{required}.log")
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            [*command, "--num-gpu-blocks-override", "8", "--port", str(port)],
-            stdout=out, stderr=subprocess.STDOUT, env=environment, cwd=packages,
-        )  # fmt: skip
-    try:
-        return is_healthy(server, port), log.read_text()
-    finally:
-        server.terminate()
-        server.wait(60)
-
-
-def is_healthy(server: "subprocess.Popen[bytes]", port: int) -> bool:
-    """Wait until the server answers, or has ended."""
-    deadline = time.monotonic() + SECONDS
-    while server.poll() is None and time.monotonic() < deadline:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
-                return True
-        except (urllib.error.URLError, OSError):
-            time.sleep(1)
-    return False
+def check(case: Served, directory: Path, packages: Path) -> bool:
+    """Serve a tiny model; whether the line is right and it serves or ends as it must."""
+    (made,) = [each for each in CASES if each.name == case.case]
+    file = write_case(made, directory) / "scales.safetensors"
+    save_file(case.change(load_file(file)), file, {"format": "pt"})
+    faults = {"DOUBLED": "1"} if case.doubled else {}
+    required = "1" if case.required else ""
+    with serving(
+        directory, packages, *OPTIONS, *case.options, FP8KV_REQUIRE_SCALES=required, **faults
+    ) as (url, log):
+        serves = url is not None
+    said = [line for line in log.read_text().splitlines() if "fp8kv: " in line]
+    is_right = any(case.line in line for line in said) and serves == case.serves
+    print(f"{'ok   ' if is_right else 'WRONG'} {case.name}: serves {serves}; {said}", flush=True)
+    return is_right
 
 
 if __name__ == "__main__":

@@ -8,7 +8,11 @@ from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
+from command_line import fp8kv
+from transformers import AutoModelForCausalLM
 
+from calib.any_scales import open_any_scales
+from calib.generate import unit_scales
 from fp8kv_runtime.hf import fp8_attention
 
 SECRET = "sk-very-secret"
@@ -94,3 +98,23 @@ def running(fake):
         finally:
             server.shutdown()
             thread.join()
+
+
+def serving(made, name, scales):
+    model = AutoModelForCausalLM.from_pretrained(made / name).eval()
+    opened = {
+        "scales": open_any_scales(made / f"{name}-fp8kv"),
+        "1.0": unit_scales,
+        "16 bits": lambda model: None,
+    }
+    return FakeServer(model, opened[scales](model))
+
+
+def verify(fake, directory, *flags):
+    with running(fake) as url:
+        return fp8kv("verify", directory, "--served", url, *flags)
+
+
+def facts(done):
+    assert done.exit_code in (0, 1), done.stderr
+    return json.loads(done.stdout)

@@ -73,12 +73,59 @@ def test_layers_that_the_files_leave_out_are_named(found):
         "K has no scale in the files and is at 1.0 in layer 3",
         "V has no scale in the files and is at 1.0 in layer 3",
     ]
-    assert compare(layers[:2], found, ONE).problems == []  # the others are of another rank
+
+
+def test_layers_that_no_module_holds_are_named_unless_another_stage_may_hold_them(found):
+    some = held(K, V)[:1]
+    missing = ["the files have scales for layers 1, 2, which the engine lacks"]
+    assert compare(some, found, ONE).problems == missing
+    assert compare(some, found, ONE, stages=2).problems == []
+    found.directory.config["num_hidden_layers"] = 1  # the others are draft layers
+    assert compare(some, found, ONE).problems == []
+
+
+def test_a_stage_without_attention_is_no_problem(found):
+    report = compare([], found, ONE, stages=2)
+    assert (str(report), report.problems) == ("fp8kv: no attention layer here", [])
+    assert compare([], found, ONE).problems == [
+        "the files have scales for layers 0, 1, 2, which the engine lacks"
+    ]
 
 
 def test_files_without_scales():
     assert len(compare(held([(1.0,)], [(1.0,)]), None, ONE).problems) == 2
-    assert compare(held(K, V, is_fp8=False), None, ONE).problems == []
+    report = compare(held(K, V, is_fp8=False), None, ONE)
+    assert (str(report), report.problems) == ("fp8kv: 3 layers in 16 bits", [])
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-30, -0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("place", [ONE, Place(fnuz=True)])
+def test_scales_that_nobody_can_use_are_not_in_use(value, place, tmp_path):
+    found = files(tmp_path, [value], [0.5])
+    v = 0.5 * (2 if place.fnuz else 1)
+    report = compare(held([(value,)], [(v,)]), found, place)
+    assert report.problems == ["K has no usable scale in the files in layer 0"]
+
+
+def test_v_may_take_the_scale_of_k_alone(tmp_path):
+    found = files(tmp_path, [0.5], [])
+    assert compare(held([(0.5,)], [(0.5,)]), found, ONE).problems == []
+    assert compare(held([(0.5,)], [(1.0,)]), found, ONE).problems == [
+        "V has no scale in the files and is at 1.0 in layer 0"
+    ]
+    assert compare(held([(0.5,)], [(0.25,)]), found, ONE).problems == [
+        "V is not the file's in layer 0"
+    ]
+
+
+def test_files_that_the_index_leaves_out_do_not_count(tmp_path):
+    files(tmp_path, [0.5], [0.25])
+    index = {"weight_map": {"model.layers.0.self_attn.k_scale": "model.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    stale = {f"model.layers.{i}.self_attn.k_scale": torch.tensor([7.0]) for i in range(2)}
+    save_file(stale, tmp_path / "z-old.safetensors")
+    report = compare(held([(0.5,)], [(0.25,)]), read_scales(tmp_path), ONE)
+    assert str(report) == "fp8kv: 2 of 2 KV scales in use, FP8 cache"
 
 
 def test_scales_of_1_in_the_files_are_no_calibration(tmp_path):
@@ -95,6 +142,21 @@ def test_layers_in_16_bits_are_counted_and_a_cache_in_16_bits_is_a_problem(found
     assert compare(held(K, V, is_fp8=False), found, ONE).problems == [
         "the cache is not FP8, so no scale is used"
     ]
+
+
+def test_a_stage_may_hold_nothing_but_layers_left_in_16_bits(found):
+    left = held(K, V, is_fp8=False)[:1]
+    assert compare(left, found, ONE, stages=2, is_fp8=True).problems == []
+    for others in ({"stages": 2}, {"is_fp8": True}):
+        problems = compare(left, found, ONE, **others).problems
+        assert problems[0] == "the cache is not FP8, so no scale is used"
+
+
+def test_other_caches_are_named(found):
+    layers = [LayerInForce(i, False, (1.0,), (1.0,), "nvfp4") for i in range(3)]
+    assert str(compare(layers, found, ONE)) == (
+        "fp8kv: 3 layers in nvfp4; the cache is not FP8, so no scale is used"
+    )
 
 
 def test_on_fnuz_the_doubled_scale_is_the_right_one(found):

@@ -9,6 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from calib.serving import plugin
@@ -40,13 +41,23 @@ def test_a_runner_that_is_imported_already_is_watched_once(runner):
     plugin.register_vllm()
     plugin.register_vllm()
     one = watched()
-    assert one.load_model(load_dummy_weights=True) is True
+    assert one.load_model() is False
+    assert checked == [one]
+    assert one.load_model(load_dummy_weights=True) is True  # the real ones come later
     assert checked == [one]
     assert sum(isinstance(finder, plugin._AfterImport) for finder in sys.meta_path) == 1
 
 
+class Fixed(list):
+    """Finders that nobody may take away, even for a moment: other threads import too."""
+
+    def remove(self, finder):
+        raise ValueError(finder)
+
+
 def test_a_runner_is_watched_as_it_is_imported(tmp_path, monkeypatch, runner):
     _, checked = runner
+    monkeypatch.setattr(sys, "meta_path", Fixed(sys.meta_path))
     package = tmp_path.joinpath("vllm", "v1", "worker")
     package.mkdir(parents=True)
     for directory in (package, *list(package.parents)[:2]):
@@ -111,17 +122,28 @@ class RadixAttention(nn.Module):
         self.layer_id, self.k_scale_float, self.v_scale_float = layer_id, k, v
 
 
+def of_sglang(model):
+    return [(each.layer, each.k, each.v) for each in plugin.sglang_layers(model, True)]
+
+
 def test_layers_of_sglang_without_a_place_are_at_1():
     model = nn.ModuleList([RadixAttention(0, 0.5, 0.25), RadixAttention(1, None, None)])
-    found = list(plugin.sglang_layers(model, True))
-    assert [(layer.k, layer.v) for layer in found] == [((0.5,), (0.25,)), ((1.0,), (1.0,))]
+    assert of_sglang(model) == [(0, (0.5,), (0.25,)), (1, (1.0,), (1.0,))]
+
+
+def test_of_the_two_layers_of_mla_in_sglang_one_counts():
+    layer = nn.Module()
+    layer.attn_mqa, layer.attn_mha = RadixAttention(0, 0.5, 0.25), RadixAttention(0, None, None)
+    assert of_sglang(nn.ModuleList([layer])) == [(0, (0.5,), (0.25,))]
+
+
+def test_layers_of_sglang_beside_a_model_of_transformers():
+    model = nn.Module()
+    model.attention_instances = {0: RadixAttention(0, 0.5, 0.25)}
+    assert of_sglang(model) == [(0, (0.5,), (0.25,))]
 
 
 GOOD, BAD = Report(used=2, total=2), Report(used=1, total=2, problems=["K is at 1.0 in layer 0"])
-
-
-def crash():
-    raise ValueError("no such file")
 
 
 @pytest.mark.parametrize(
@@ -129,7 +151,7 @@ def crash():
     [
         (lambda: GOOD, "INFO", "2 of 2 KV scales in use"),
         (lambda: BAD, "WARNING", "1 of 2 KV scales in use, FP8 cache; K is at 1.0 in layer 0"),
-        (crash, "WARNING", "cannot compare the scales in use with the files': no such file"),
+        (lambda: [][1], "WARNING", "with the files': IndexError: list index"),
     ],
 )
 def test_what_is_found_is_logged_and_ends_the_server_only_on_demand(
@@ -137,33 +159,91 @@ def test_what_is_found_is_logged_and_ends_the_server_only_on_demand(
 ):
     monkeypatch.delenv("FP8KV_REQUIRE_SCALES", raising=False)
     with caplog.at_level(logging.INFO, "vllm.fp8kv"):
-        plugin._say("vllm", check)
+        plugin._guard("vllm", check)
     ((_, number, message),) = caplog.record_tuples
     assert (logging.getLevelName(number), words in message) == (level, True)
     monkeypatch.setenv("FP8KV_REQUIRE_SCALES", "1")
     if level == "INFO":
-        plugin._say("vllm", check)
+        plugin._guard("vllm", check)
     else:
         with pytest.raises(plugin.ScalesNotUsedError, match="fp8kv: "):
-            plugin._say("vllm", check)
+            plugin._guard("vllm", check)
 
 
-def test_the_files_of_a_directory_are_read(tiny_directory):
-    layers = [SimpleNamespace(layer=0, is_fp8=True, k=(1.0,), v=(1.0,))]
-    report = plugin._compare(iter(layers), str(tiny_directory), None, 1, False, 0)
-    assert len(report.problems) == 2
+class Loading(SimpleNamespace):
+    load_format, download_dir = "auto", None
 
 
-def test_an_engine_that_has_moved_its_parts_goes_on(caplog, monkeypatch):
-    monkeypatch.delenv("FP8KV_REQUIRE_SCALES", raising=False)
-    plugin._check_vllm(SimpleNamespace())  # there is no vLLM here to import from
-    plugin._check_sglang(SimpleNamespace(is_draft_worker=False))
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
-    assert all("cannot compare" in record.getMessage() for record in caplog.records)
+def test_a_directory_without_scales_and_dummy_weights(tiny_directory):
+    assert plugin._read(str(tiny_directory), None, Loading()) is None
+    with pytest.raises(ValueError, match="dummies"):
+        plugin._read(str(tiny_directory), None, Loading(load_format="dummy"))
 
 
-def test_a_runner_without_the_method_is_left_alone():
-    module = ModuleType(RUNNER)
-    module.GPUModelRunner = type("GPUModelRunner", (), {})
-    plugin._watch(module)
-    assert not hasattr(module.GPUModelRunner, "load_model")
+def test_a_model_of_the_hub_is_read_where_the_engine_has_put_it(tmp_path):
+    commit = "0" * 40
+    repository = tmp_path / "models--someone--model"
+    snapshot = repository / "snapshots" / commit
+    for folder in (snapshot, repository / "refs", repository / "trees"):
+        folder.mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    # a file that no engine fetches
+    listing = {"format_version": 1, "files": {"README.md": {"size": 1, "blob_id": commit}}}
+    (repository / "trees" / f"{commit}.json").write_text(json.dumps(listing))
+    scales = {f"model.layers.0.self_attn.{x}_scale": torch.tensor([0.5]) for x in "kv"}
+    save_file(scales, snapshot / "model.safetensors")
+    found = plugin._read("someone/model", None, Loading(download_dir=str(tmp_path)))
+    assert [layer.k for layer in found.layers] == [(0.5,)]
+
+
+@pytest.fixture(params=["", "1"], ids=["not required", "required"])
+def ends(request, monkeypatch, caplog):
+    """Runs what goes wrong: a line in the log, or the end of the server with it."""
+    monkeypatch.setenv("FP8KV_REQUIRE_SCALES", request.param)
+
+    def run(function, words):
+        caplog.clear()
+        if request.param:
+            with pytest.raises(plugin.ScalesNotUsedError, match=words) as raised:
+                function()
+            said = str(raised.value)
+        else:
+            function()
+            (record,) = caplog.records
+            said = record.getMessage()
+            assert (record.levelname, words in said) == ("WARNING", True)
+        assert said.startswith("fp8kv: cannot compare")
+        assert "\n" not in said
+
+    return run
+
+
+def test_without_its_engine_a_plugin_says_so(ends, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sglang", None)
+    ends(plugin.register_sglang, "ModuleNotFoundError")
+
+
+def test_a_runner_that_has_no_method_is_left_alone(ends, monkeypatch, runner):
+    monkeypatch.setattr(sys.modules[RUNNER], "GPUModelRunner", type("GPUModelRunner", (), {}))
+    ends(plugin.register_vllm, "no attribute 'load_model'")
+
+
+def test_a_module_that_nobody_may_import_is_left_alone(monkeypatch, runner, caplog):
+    monkeypatch.setitem(sys.modules, RUNNER, None)
+    plugin.register_vllm()
+    assert not caplog.records
+
+
+def test_an_engine_that_has_moved_its_parts_goes_on(ends, monkeypatch):
+    hooks = {}
+    registry = ModuleType("sglang.srt.plugins.hook_registry")
+    registry.HookRegistry = SimpleNamespace(register=hooks.__setitem__)
+    for name in ("sglang", "sglang.srt", "sglang.srt.plugins"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, registry.__name__, registry)
+    plugin.register_sglang()
+    (hook,) = hooks.values()
+    ends(lambda: hook(None, SimpleNamespace()), "No module named")
+    hook(None, SimpleNamespace(is_draft_worker=True))
+    # there is no vLLM here to import from
+    ends(lambda: plugin._guard("vllm", lambda: plugin._check_vllm(None)), "No module named")

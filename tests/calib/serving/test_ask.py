@@ -1,0 +1,172 @@
+"""`fp8kv verify --served`: servers that are wrong, slow or away, and what must stay secret."""
+
+import json
+import logging
+import time
+
+import pytest
+from command_line import fp8kv, one_line_error
+from fake_server import SECRET, facts, running, verify
+
+from calib.errors import InputError
+from calib.serving.ask import Server
+
+NAN = float("nan")
+
+
+def no_logprobs(path, answer):
+    return {"choices": [{"text": ""}]} if "completions" in path else answer
+
+
+def other_count(path, answer):
+    return answer | {"usage": {"prompt_tokens": 131}} if "completions" in path else answer
+
+
+def other_tokens(path, answer):
+    for row in answer.get("choices", [{}])[0].get("prompt_logprobs", [])[5:]:
+        row["999"] = row.pop(next(iter(row)))
+    return answer
+
+
+def not_a_number(path, answer):
+    for row in answer.get("choices", [{}])[0].get("prompt_logprobs", [])[1:]:
+        row |= {i: {"logprob": NAN} for i in row}
+    return answer
+
+
+WRONG = {
+    "no logprobs": (no_logprobs, "gives no logprobs", "fp8kv stress"),
+    "other count": (other_count, "read 131 tokens where 127 were sent", "--model"),
+    "other tokens": (other_tokens, "read 5 tokens where 127 were sent", "another tokeniser"),
+    "NaN": (not_a_number, "something else than expected"),
+    "no JSON": (lambda *_: (200, b"<html>hello"), "v1/models answers something else"),
+    "other JSON": (lambda *_: [1, 2], "something else than expected"),
+    "deep JSON": (lambda *_: (200, b"[" * 100_000), "something else than expected"),
+    "not found": (lambda *_: (404, b""), "HTTP 404", "such as http://localhost:8000"),
+    "redirect": (lambda *_: (307, b""), "HTTP 307"),
+    "unauthorised": (lambda *_: (401, b""), "HTTP 401", "give its key in FP8KV_API_KEY"),
+    "broken": (lambda *_: (500, b""), "HTTP 500"),
+    "refuses": (
+        lambda path, answer: (400, b"") if "completions" in path else answer,
+        "HTTP 400 to token ids as a prompt",
+    ),
+    "no models": (lambda *_: {"data": []}, "serves 0 models"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_answers_are_one_line(name, fake, directory, monkeypatch):
+    monkeypatch.setattr("calib.served.load_model", lambda *_: pytest.fail("loaded"))
+    change, *phrases = WRONG[name]
+    fake.change = change
+    one_line_error(verify(fake, directory), *phrases)
+
+
+def test_several_models(fake, directory):
+    fake.models = [*fake.models, {"id": "other"}]
+    one_line_error(verify(fake, directory), "serves 2 models", "--served-name", "'m', 'other'")
+    one_line_error(verify(fake, directory, "--served-name", "x"), "no model 'x'", "'m', 'other'")
+    assert verify(fake, directory, "--served-name", "m").exit_code == 0
+    fake.models = [*fake.models[:1], {"id": "alias", "root": "/m"}]
+    assert verify(fake, directory).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("url", "phrase"),
+    [
+        ("http://127.0.0.1:9", "Connection refused; is it running?"),
+        ("http://no.such.host.invalid", "no answer from http://no.such.host.invalid/v1/models"),
+        ("http://127.0.0.1:70000", "is no URL"),
+        ("127.0.0.1:8000", "http or https"),
+        ("ftp://host", "http or https"),
+        ("http://", "http or https"),
+        (f"http://me:{SECRET}@host", "FP8KV_API_KEY"),
+        (f"http://host/v1?key={SECRET}", "FP8KV_API_KEY"),
+        ("http://ho st", "no answer"),
+    ],
+)
+def test_no_server_there(url, phrase, directory):
+    done = fp8kv("verify", directory, "--served", url)
+    one_line_error(done, phrase, "such as http://localhost:8000")
+    assert SECRET not in done.output
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+def test_addresses(ending, fake, directory):
+    with running(fake) as url:
+        assert fp8kv("verify", directory, "--served", url + ending).exit_code == 0
+
+
+def test_a_slow_server(fake, directory, monkeypatch):
+    monkeypatch.setattr("calib.serving.ask.MAX_SECONDS", 1.5)
+    fake.wait = lambda number: time.sleep(3 if number > 2 else 0)
+    start = time.monotonic()
+    one_line_error(verify(fake, directory), "took more than the 1.5 s", "try again")
+    assert time.monotonic() - start < 10
+    # two texts are enough, and a third that was asked for once does not count
+    fake.wait = lambda number: time.sleep(3 if number > 7 + fake.before else 0)
+    fake.before = len(fake.requests)
+    found = facts(verify(fake, directory, "--json"))
+    assert (found["nearer"], found["logprobs"]) == ("scales", 253)
+
+
+def test_a_server_that_never_ends_an_answer(fake, directory, monkeypatch):
+    monkeypatch.setattr("calib.serving.ask.MAX_SECONDS", 1.5)
+    fake.drip = 0.3  # less than any wait for one byte
+    start = time.monotonic()
+    one_line_error(verify(fake, directory), "took more than the 1.5 s")
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("variable", ["FP8KV_API_KEY", "OPENAI_API_KEY"])
+@pytest.mark.parametrize("echo", [False, True])
+def test_keys_and_prompts_are_in_no_output(
+    variable, echo, fake, directory, monkeypatch, capfd, caplog
+):
+    monkeypatch.setenv(variable, SECRET)
+    asked = [("words of the prompt", json.dumps([1, 2]))]
+
+    def repeat(path, answer):
+        said = json.dumps([fake.requests[-1], fake.headers[-1:], asked]).encode()
+        return (500, said) if "completions" in path else answer
+
+    fake.change = repeat if echo else fake.change
+    with caplog.at_level(logging.DEBUG):
+        done = verify(fake, directory, "--debug")
+    assert isinstance(done.exception, InputError) if echo else done.exit_code == 0
+    assert {headers["Authorization"] for headers in fake.headers} == {f"Bearer {SECRET}"}
+    seen = "".join([done.output, str(done.exception), *capfd.readouterr(), caplog.text])
+    prompt = fake.requests[1][1]["prompt"]
+    for secret in (SECRET, "words of the prompt", ", ".join(map(str, prompt[:5]))):
+        assert secret not in seen
+
+
+@pytest.mark.parametrize(
+    ("url", "keys"),
+    [
+        ("http://somewhere.else", [None, "ours"]),
+        ("https://somewhere.else", ["openai's", "ours"]),
+        ("http://[::1]:8000", ["openai's", "ours"]),
+        ("http://LOCALHOST", ["openai's", "ours"]),
+    ],
+)
+def test_a_key_of_openai_goes_nowhere_in_the_clear(url, keys, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "openai's")
+    for key in keys:
+        said = Server(url)._headers.get("Authorization")
+        assert said == (f"Bearer {key}" if key else None)
+        monkeypatch.setenv("FP8KV_API_KEY", "ours")
+
+
+def test_our_key_comes_first(fake, directory, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "another")
+    monkeypatch.setenv("FP8KV_API_KEY", SECRET)
+    verify(fake, directory)
+    assert {headers["Authorization"] for headers in fake.headers} == {f"Bearer {SECRET}"}
+
+
+def test_a_key_that_is_none(fake, directory, monkeypatch):
+    monkeypatch.setenv("FP8KV_API_KEY", f"{SECRET}\nHost: x")
+    done = verify(fake, directory)
+    one_line_error(done, "FP8KV_API_KEY holds characters that no key has")
+    assert SECRET not in done.output
