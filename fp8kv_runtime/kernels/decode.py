@@ -17,7 +17,7 @@ from fp8kv_runtime.kernels.append_kv import load_scale
 from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
 from fp8kv_runtime.kernels.launch import Launcher, Layer, layer_constants
-from fp8kv_runtime.kernels.split import find_part, most_parts, parts_of
+from fp8kv_runtime.kernels.split import find_part, parts_of
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
 from fp8kv_runtime.kernels.tuning import choose_splits, decode_config, reduce_config
@@ -57,7 +57,7 @@ def decode_attention(
     splits = num_splits or choose_splits(config, blocks.layout.num_kv_heads, query.device)
     layer, block_s = Layer.of(query, blocks, sequences, options), triton.next_power_of_2(num_seqs)
     decode, reduce = decode_launchers(layer, target, config, block_s, splits)
-    parts, device = most_parts(splits, num_seqs), query.device
+    parts, device = splits + num_seqs, query.device
     partial, softmax = (torch.empty((parts, num_heads, n), device=device) for n in (head_dim, 2))
     batch = (num_seqs, splits, config.least if num_splits is None else 1)
     strides = (query.stride(0), query.stride(1), tables.stride(0))

@@ -10,11 +10,6 @@ import triton.language as tl
 BISECTIONS: tl.constexpr = tl.constexpr(4)
 
 
-def most_parts(num_splits: int, num_seqs: int) -> int:
-    """Parts of a batch, whatever its lengths."""
-    return num_splits if num_seqs <= num_splits else num_splits + num_seqs
-
-
 @triton.jit
 def parts_of(
     seq_lens_ptr, seq_starts_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
@@ -22,8 +17,9 @@ def parts_of(
 ):  # fmt: skip
     """Number, tiles and parts (at least one) of every sequence: 3 x [BLOCK_S].
 
-    Together at most `num_splits`, a wave of programs, or with more sequences than that `num_splits`
-    + `num_seqs`; as small as that allows, nearly (see below), and `least` tiles or more.
+    Parts have a `num_splits`th of all tiles, rounded up, or `least`; or a little more where they
+    then are no more than `num_splits`, a wave of programs. Otherwise they are at most `num_splits`
+    + `num_seqs`.
     """
     seqs = tl.arange(0, BLOCK_S)
     inside = seqs < num_seqs
@@ -37,13 +33,12 @@ def parts_of(
     tiles = tl.maximum(tl.cdiv(seq_lens - first // TILE * TILE, TILE), 0)
     total = tl.sum(tiles)
     size = tl.maximum(tl.cdiv(total, num_splits), least)
-    # every sequence rounds up, by less than a part: so few parts always fit
-    enough = tl.maximum(tl.cdiv(total, tl.maximum(num_splits - num_seqs, 1)), size)
-    enough = tl.where(num_seqs < num_splits, enough, tl.maximum(tl.max(tiles), size))
-    enough = tl.where(num_seqs <= num_splits, enough, size)
+    # up to half as large again: beyond that, parts of uneven size share processors better
+    enough = size + size // 2
+    enough = tl.where(tl.sum(parts_in(tiles, enough, inside)) <= num_splits, enough, size)
     # bisected without a branch: beside one the compiler no longer loads K and V ahead
-    for _ in tl.static_range(BISECTIONS):
-        middle = (size + enough) // 2
+    for step in tl.static_range(1 + BISECTIONS):
+        middle = size if step == 0 else (size + enough) // 2
         fits = tl.sum(parts_in(tiles, middle, inside)) <= num_splits
         size, enough = tl.where(fits, size, middle + 1), tl.where(fits, middle, enough)
     return seqs, tiles, parts_in(tiles, enough, inside)
