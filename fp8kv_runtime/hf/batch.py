@@ -49,7 +49,7 @@ class Batch:
         if device not in self._where:
             assert self.cache is not None
             sequences = self.cache.sequences(self._rows)
-            starts = None if self.padding is None else left_padding(self.padding)
+            starts = None if self.padding is None else left_padding(self.padding.cpu())
             sequences = PagedSequences(sequences.block_tables, sequences.seq_lens, starts)
             self._where[device] = sequences.to(device), self._slots.to(device)
         return self._where[device]

@@ -153,9 +153,9 @@ def divide_by_one(x, scale):
     divisor = tl.full(x.shape, 1.0, tl.float32) * scale
     reciprocal = tl.full(x.shape, 1.0, tl.float32) * tl.div_rn(1.0, scale)
     quotient = x * reciprocal
-    # the order of signs keeps -0.0
-    quotient = tl.fma(-tl.fma(quotient, divisor, -x), reciprocal, quotient)
-    return tl.fma(-tl.fma(quotient, divisor, -x), reciprocal, quotient)
+    # times -1, for Triton negates by 0 - x: the order of signs keeps -0.0
+    quotient = tl.fma(-1.0 * tl.fma(quotient, divisor, -1.0 * x), reciprocal, quotient)
+    return tl.fma(-1.0 * tl.fma(quotient, divisor, -1.0 * x), reciprocal, quotient)
 
 
 @triton.jit

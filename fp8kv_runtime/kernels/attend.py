@@ -194,8 +194,10 @@ def start_softmax(sinks_ptr, heads, inside, has_sink, HAS_SINKS: tl.constexpr):
     if HAS_SINKS and has_sink:
         sink = tl.load(sinks_ptr + heads, mask=inside, other=0.0).to(tl.float32)
         sink = tl.maximum(sink, -1e30) * LOG2_E  # of -inf, -inf minus -inf would be NaN
-        origin = origin_of(sink)
-        return origin, tl.exp2(sink - origin)
+        # its weight by definition: the compiler fuses the product with a difference, which of
+        # sinks of -1e30 leaves 2^66
+        weight = tl.where(tl.abs(sink) < 2.0**24, tl.exp2(WEIGHT_EXPONENT), 1.0)
+        return origin_of(sink), weight
     return tl.full(inside.shape, float("-inf"), tl.float32), tl.zeros(inside.shape, tl.float32)
 
 

@@ -7,6 +7,8 @@ a batch of one long and many short sequences takes as long as one of equal seque
 import triton
 import triton.language as tl
 
+BISECTIONS: tl.constexpr = tl.constexpr(4)
+
 
 @triton.jit
 def parts_of(
@@ -15,8 +17,9 @@ def parts_of(
 ):  # fmt: skip
     """Number, tiles and parts (at least one) of every sequence: 3 x [BLOCK_S].
 
-    A part has at most a `num_splits`th of all tiles, rounded up, or `least`: so a sequence has at
-    most `num_splits` parts, and all together have at most `num_splits` + `num_seqs`.
+    Parts have a `num_splits`th of all tiles, rounded up, or `least`; or a little more where they
+    then are no more than `num_splits`, a wave of programs. Otherwise they are at most `num_splits`
+    + `num_seqs`.
     """
     seqs = tl.arange(0, BLOCK_S)
     inside = seqs < num_seqs
@@ -28,8 +31,23 @@ def parts_of(
         first = tl.maximum(first, seq_lens - WINDOW)
     # whole tiles, counted from the tile that holds the first position
     tiles = tl.maximum(tl.cdiv(seq_lens - first // TILE * TILE, TILE), 0)
-    size = tl.maximum(tl.cdiv(tl.sum(tiles), num_splits), least)
-    return seqs, tiles, tl.where(inside, tl.maximum(tl.cdiv(tiles, size), 1), 0)
+    total = tl.sum(tiles)
+    size = tl.maximum(tl.cdiv(total, num_splits), least)
+    # up to half as large again: beyond that, parts of uneven size share processors better
+    enough = size + size // 2
+    enough = tl.where(tl.sum(parts_in(tiles, enough, inside)) <= num_splits, enough, size)
+    # bisected without a branch: beside one the compiler no longer loads K and V ahead
+    for step in tl.static_range(1 + BISECTIONS):
+        middle = size if step == 0 else (size + enough) // 2
+        fits = tl.sum(parts_in(tiles, middle, inside)) <= num_splits
+        size, enough = tl.where(fits, size, middle + 1), tl.where(fits, middle, enough)
+    return seqs, tiles, parts_in(tiles, enough, inside)
+
+
+@triton.jit
+def parts_in(tiles, size, inside):
+    """Parts of `size` tiles of every sequence."""
+    return tl.where(inside, tl.maximum(tl.cdiv(tiles, size), 1), 0)
 
 
 @triton.jit

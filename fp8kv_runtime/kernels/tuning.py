@@ -17,6 +17,8 @@ from fp8kv_runtime.kernels.table import Config, Table, read_table, tuned_path
 from fp8kv_runtime.kernels.targets import Target, gpu_name, num_processors
 from fp8kv_runtime.storage import KVBlocks
 
+_MOST_SPLITS = 512  # the reduce looks at all parts at once
+
 _pinned: dict[str, Config] = {}
 
 
@@ -47,7 +49,7 @@ def append_config(target: Target, head_dim: int) -> Config:
 def choose_splits(config: Config, num_kv_heads: int, device: torch.device) -> int:
     """Parts of a head's KV, all sequences together, that give every processor its programs."""
     programs = config.per_processor * num_processors(device)
-    return max(1, min(-(-programs // num_kv_heads), 128))
+    return max(1, min(programs // num_kv_heads, _MOST_SPLITS))
 
 
 @functools.cache

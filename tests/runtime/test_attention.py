@@ -228,11 +228,20 @@ REFUSED = {
 }
 
 
+def placed(value, device):
+    """A tensor, or options that hold tensors, on the device."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    held = {name: getattr(value, name) for name in ("sinks", "q_scale")}
+    return replace(value, **{n: x if x is None else x.to(device) for n, x in held.items()})
+
+
 @pytest.mark.parametrize("message", REFUSED)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("query_lens", [None, (1,)])
 def test_what_kernels_take_for_granted_is_checked(message, implementation, query_lens, device):
-    batch = replace(build(Case((9,), query_lens=query_lens), device), **REFUSED[message])
+    wrong = {name: placed(value, device) for name, value in REFUSED[message].items()}
+    batch = replace(build(Case((9,), query_lens=query_lens), device), **wrong)
     with pytest.raises(ValueError, match=re.escape(message)):
         batch.attend(implementation)
 

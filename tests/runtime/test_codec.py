@@ -61,6 +61,12 @@ def encoded(x, format, device, hardware=False):
     return out.cpu()
 
 
+def same_codes(got, want, format):
+    """Equal bits; NaN has any sign, which a GPU forgets where it widens float16."""
+    is_nan = want.view(FP8_DTYPES[format]).float().isnan()
+    return torch.equal(got | is_nan * 0x80, want | is_nan * 0x80)
+
+
 def same_values(got, want):
     return (torch.equal(got.isnan(), want.isnan())) and torch.equal(
         got.nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9),
@@ -78,7 +84,7 @@ def test_encode_is_quantize(format, kind, device):
     x = inputs(kind)
     want = quantize(x, ONE, FP8_DTYPES[format]).view(torch.uint8)
     assert want.unique().numel() >= 250  # all finite codes, and NaN
-    assert torch.equal(encoded(x, format, device), want)
+    assert same_codes(encoded(x, format, device), want, format)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -110,7 +116,7 @@ def test_hardware_encodes_as_quantize(format, kind, device):
         pytest.skip(f"{current_target().name} does not encode {format}")
     x = inputs(kind)
     want = quantize(x, ONE, FP8_DTYPES[format]).view(torch.uint8)
-    assert torch.equal(encoded(x, format, device, hardware=True), want)
+    assert same_codes(encoded(x, format, device, hardware=True), want, format)
 
 
 @pytest.mark.gpu

@@ -157,7 +157,7 @@ MUTATIONS = {
         ("scores += shift[:, None]", "scores += 0.0")),
     "the centre's score of the unrounded query": ("decode fp8 kernel", ATTEND, *NO_Q_ROUNDING),
     "the sink's weight beside others' 2^14": ("decode all kernel", ATTEND,
-        ("tl.exp2(sink - origin)", "tl.full(inside.shape, 1.0, tl.float32)")),
+        ("tl.exp2(WEIGHT_EXPONENT)", "1.0")),
     "forgets to correct the sum": ("decode plain kernel", ATTEND,
         ("running_sum * correction", "running_sum")),
     "forgets to correct odd channels": ("extend plain kernel", ATTEND,

@@ -196,12 +196,12 @@ def test_rows_found_anew_replace_those_of_the_same_place():
     assert table == {"decode": (new, old[0], other), "extend": (other,)}
 
 
-def test_tuning_writes_what_later_launches_use(monkeypatch, own_table):
+def test_tuning_writes_what_later_launches_use(monkeypatch, own_table, device):
     """The command's way, kernels in the interpreter, with two configs to choose from."""
     few = {"_TILES": (32, 64), "_ROWS": (64,), "_PROGRAMS": (2,), "_LEAST": (4,)}
     for name, values in (few | {"_WARPS": dict.fromkeys(tune.KERNELS, (4,))}).items():
         monkeypatch.setattr(tune, name, values)
-    bench = Bench.of((4, 2, 64), 16, torch.device("cpu"))
+    bench = Bench.of((4, 2, 64), 16, torch.device(device))
     monkeypatch.setattr(Bench, "gpu", GPU)
     monkeypatch.setattr(Bench, "_measure", lambda _, work: Clock(lambda c: c.tile).measure(work))
     said = []

@@ -18,12 +18,13 @@ SAME = 1e-5
 
 def run(model, scales, backend, **options):
     """Logits of a padded prompt and of one more token, real tokens only."""
+    ids, mask = IDS.to(model.device), MASK.to(model.device)
     with torch.inference_mode(), fp8_attention(model, scales, backend=backend, **options):
-        prompt = model(IDS, attention_mask=MASK)
-        mask = torch.cat([MASK, MASK[:, -1:]], 1)
+        prompt = model(ids, attention_mask=mask)
+        longer = torch.cat([mask, mask[:, -1:]], 1)
         cache = prompt.past_key_values
-        step = model(IDS[:, 4:5], attention_mask=mask, past_key_values=cache)
-    return torch.cat([prompt.logits[MASK.bool()], step.logits[:, 0]]), cache
+        step = model(ids[:, 4:5], attention_mask=longer, past_key_values=cache)
+    return torch.cat([prompt.logits[mask.bool()], step.logits[:, 0]]), cache
 
 
 @pytest.mark.parametrize("family", ALL)
