@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from calib.scalefiles.reading import FoundLayer, FoundScales, Values, is_usable
-from calib.scalefiles.reading import _these as these
+from calib.scalefiles.reading import FoundLayer, FoundScales, Values, is_usable, these
 from calib.verify.result import Place
 
 _BF16 = 2**-8  # some engines pass scales through bfloat16
