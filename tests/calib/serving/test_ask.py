@@ -2,6 +2,9 @@
 
 import json
 import logging
+import socket
+import ssl
+import threading
 import time
 
 import pytest
@@ -28,17 +31,40 @@ def other_tokens(path, answer):
     return answer
 
 
-def not_a_number(path, answer):
-    for row in answer.get("choices", [{}])[0].get("prompt_logprobs", [])[1:]:
-        row |= {i: {"logprob": NAN} for i in row}
-    return answer
+def saying(logprob):
+    """A server whose logprobs are all `logprob`, of prompts and of generated tokens."""
+
+    def change(path, answer):
+        for choice in answer.get("choices", []):
+            choice["logprobs"]["token_logprobs"] = [logprob]
+            for row in choice.get("prompt_logprobs", [])[1:]:
+                row |= {token: {"logprob": logprob} for token in row}
+        return answer
+
+    return change
+
+
+def counting(count):
+    return lambda path, answer: answer | {"usage": {"prompt_tokens": count}}
+
+
+def holding(positions):
+    model = {"id": "m", "max_model_len": positions}
+    return lambda path, answer: {"data": [model]} if "models" in path else answer
 
 
 WRONG = {
     "no logprobs": (no_logprobs, "gives no logprobs", "fp8kv stress"),
     "other count": (other_count, "read 131 tokens where 127 were sent", "--model"),
     "other tokens": (other_tokens, "read 5 tokens where 127 were sent", "another tokeniser"),
-    "NaN": (not_a_number, "something else than expected"),
+    "NaN": (saying(NAN), "something else than expected"),
+    "boolean": (saying(True), "something else than expected"),
+    "string": (saying("-1.5"), "something else than expected"),
+    "positive": (saying(0.5), "something else than expected"),
+    "counts in words": (counting("127"), "something else than expected"),
+    "counts to true": (counting(True), "something else than expected"),
+    "length in words": (holding("129"), "something else than expected"),
+    "negative length": (holding(-1), "something else than expected"),
     "no JSON": (lambda *_: (200, b"<html>hello"), "v1/models answers something else"),
     "other JSON": (lambda *_: [1, 2], "something else than expected"),
     "deep JSON": (lambda *_: (200, b"[" * 100_000), "something else than expected"),
@@ -50,7 +76,8 @@ WRONG = {
         lambda path, answer: (400, b"") if "completions" in path else answer,
         "HTTP 400 to token ids as a prompt",
     ),
-    "no models": (lambda *_: {"data": []}, "serves 0 models"),
+    "refuses all": (lambda *_: (400, b""), "v1/models answers HTTP 400; see the server's log"),
+    "no models": (lambda *_: {"data": []}, "serves no model; load one", "http://localhost:8000"),
 }
 
 
@@ -60,6 +87,20 @@ def test_wrong_answers_are_one_line(name, fake, directory, monkeypatch):
     change, *phrases = WRONG[name]
     fake.change = change
     one_line_error(verify(fake, directory), *phrases)
+
+
+@pytest.mark.parametrize("logprob", [NAN, True, "-1.5", 0.5])
+def test_logprobs_of_generated_tokens_are_checked_too(logprob, fake, directory):
+    fake.prompt_logprobs, fake.change = "ignored", saying(logprob)
+    one_line_error(verify(fake, directory), "something else than expected")
+
+
+def test_a_server_without_models_has_no_names_to_offer(fake, directory):
+    fake.models = []
+    for flags in ((), ("--served-name", "x")):
+        done = verify(fake, directory, *flags)
+        one_line_error(done, "serves no model")
+        assert "--served-name" not in done.stderr
 
 
 def test_several_models(fake, directory):
@@ -82,12 +123,56 @@ def test_several_models(fake, directory):
         ("http://", "http or https"),
         (f"http://me:{SECRET}@host", "FP8KV_API_KEY"),
         (f"http://host/v1?key={SECRET}", "FP8KV_API_KEY"),
-        ("http://ho st", "no answer"),
+        ("http://ho st", "is no URL"),
+        (f"http://{'a' * 64}.example", "is no URL"),
+        ("http://127.0.0.1:9/ü", "is no URL"),
     ],
 )
 def test_no_server_there(url, phrase, directory):
     done = fp8kv("verify", directory, "--served", url)
     one_line_error(done, phrase, "such as http://localhost:8000")
+    assert SECRET not in done.output
+
+
+def test_https_where_http_is_spoken(fake, directory):
+    with running(fake) as url:
+        done = fp8kv("verify", directory, "--served", url.replace("http", "https"))
+    one_line_error(done, "no answer in TLS", "http://")
+    assert "is it running" not in done.stderr
+
+
+def test_a_certificate_that_is_not_trusted(directory, monkeypatch):
+    def connect(_):
+        raise ssl.SSLCertVerificationError(1, "certificate verify failed: self-signed certificate")
+
+    monkeypatch.setattr("http.client.HTTPSConnection.connect", connect)
+    done = fp8kv("verify", directory, "--served", "https://localhost:8000")
+    one_line_error(done, "self-signed certificate", "SSL_CERT_FILE")
+    assert "is it running" not in done.stderr
+
+
+def test_something_that_speaks_no_http(directory):
+    def answer(listening):
+        connection = listening.accept()[0]
+        connection.recv(4096)
+        connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n")
+        connection.close()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=answer, args=[listening], daemon=True).start()
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        done = fp8kv("verify", directory, "--served", url)
+    one_line_error(done, "no answer in HTTP")
+    assert "is it running" not in done.stderr
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("variable", ["FP8KV_API_KEY", "OPENAI_API_KEY"])
+def test_a_key_that_is_refused(variable, status, fake, directory, monkeypatch):
+    monkeypatch.setenv(variable, SECRET)
+    fake.change = lambda *_: (status, b"")
+    done = verify(fake, directory)
+    one_line_error(done, f"HTTP {status}", f"refuses the key in {variable}")
     assert SECRET not in done.output
 
 
