@@ -27,8 +27,11 @@ _MAX_BYTES = 64 * 2**20
 _EXAMPLE = "give the address of an OpenAI-compatible server, such as http://localhost:8000"
 # what to do where no answer comes; the first that fits
 _ADVICE: dict[Any, str] = {
-    ssl.SSLCertVerificationError: "name the certificates to trust in SSL_CERT_FILE",
+    ssl.SSLCertVerificationError: (
+        "give the host that it names, or the certificates to trust in SSL_CERT_FILE"
+    ),
     ssl.SSLError: "it gives no answer in TLS; does it take http://?",
+    (ConnectionResetError, BrokenPipeError): "it hung up; does it take http or https? see its log",
     OSError: f"is it running? {_EXAMPLE}",
     (http.client.InvalidURL, ValueError): f"--served is no URL; {_EXAMPLE}",
     http.client.HTTPException: f"it gives no answer in HTTP; {_EXAMPLE}",

@@ -147,7 +147,7 @@ def test_a_certificate_that_is_not_trusted(directory, monkeypatch):
 
     monkeypatch.setattr("http.client.HTTPSConnection.connect", connect)
     done = fp8kv("verify", directory, "--served", "https://localhost:8000")
-    one_line_error(done, "self-signed certificate", "SSL_CERT_FILE")
+    one_line_error(done, "self-signed certificate", "the host that it names", "SSL_CERT_FILE")
     assert "is it running" not in done.stderr
 
 
@@ -164,6 +164,16 @@ def test_something_that_speaks_no_http(directory):
         done = fp8kv("verify", directory, "--served", url)
     one_line_error(done, "no answer in HTTP")
     assert "is it running" not in done.stderr
+
+
+def test_a_server_that_hangs_up_is_running():
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        hang_up = lambda: listening.accept()[0].close()  # noqa: E731
+        threading.Thread(target=hang_up, daemon=True).start()
+        server = Server(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(InputError, match="it hung up; does it take http or https") as found:
+            server.choose_model(None)
+    assert "is it running" not in str(found.value)
 
 
 @pytest.mark.parametrize("status", [401, 403])
