@@ -1,5 +1,6 @@
 """Is a running server nearer to our runtime with these scales, or with scales of 1.0?"""
 
+import time
 from dataclasses import asdict, dataclass
 from itertools import chain
 from math import isfinite
@@ -19,6 +20,7 @@ from calib.model.devices import check_token_ids, input_device
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, load_tokenizer, model_positions
 from calib.recipe import DataRecipe, load_recipe
+from calib.scalefiles.identity import check_same_model, identity
 from calib.scales.scales import KVScales
 from calib.serving.ask import Answers, Server
 from fp8kv_runtime.errors import AttentionError
@@ -42,13 +44,13 @@ class Comparison:
     of_prompt: bool  # of the prompts' tokens; else of the likeliest token after each
     requests: int
     seconds: float  # of asking
+    own_seconds: float  # of our runs: loading the model twice, and computing
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
-        numbers = asdict(self)
         return {
             name: None if isinstance(value, float) and not isfinite(value) else value
-            for name, value in numbers.items()
+            for name, value in asdict(self).items()
         }
 
 
@@ -62,6 +64,7 @@ def compare_served(
     recipe = load_recipe(None, {"device": "cpu", **overrides})  # the server may hold the GPU
     server = Server(url)
     opened, checkpoint = open_any_scales(directory), find_checkpoint(model_name)
+    check_same_model(directory, identity(directory), checkpoint.path, checkpoint.config)
     config, tokenizer = load_config(checkpoint, recipe), load_tokenizer(checkpoint, recipe)
     served = server.choose_model(served_name)
     limits = (model_positions(config), served.max_model_len)  # one token is generated
@@ -69,6 +72,7 @@ def compare_served(
     data = DataRecipe(dataset="builtin:python-docs", samples=_TEXTS, seq_len=length)
     texts = tokenize_rows(open_source(data).rows, tokenizer, data)[0]
     answers = server.ask(served.id, texts)
+    start = time.monotonic()
     model = load_model(checkpoint, config, recipe)
     check_token_ids(chain(*texts), tokenizer, model)
     scales, dtype = opened(model), model.dtype
@@ -76,10 +80,13 @@ def compare_served(
     del model  # there may be memory for one
     other = "bfloat16" if dtype == torch.float32 else "float32"
     rounded = load_model(checkpoint, config, recipe.model_copy(update={"dtype": other}))
-    return compare(answers, scaled, ones, _run(rounded, scales, answers))
+    rounding = _run(rounded, scales, answers)
+    return compare(answers, scaled, ones, rounding, time.monotonic() - start)
 
 
-def compare(answers: Answers, scaled: Tensor, ones: Tensor, rounded: Tensor) -> Comparison:
+def compare(
+    answers: Answers, scaled: Tensor, ones: Tensor, rounded: Tensor, own_seconds: float
+) -> Comparison:
     """Compare a server's answers with our runs: with the scales, at 1.0, and in another dtype."""
     first, again = (torch.tensor([*chain(*each)]) for each in (answers.first, answers.again))
     nats = {
@@ -96,6 +103,7 @@ def compare(answers: Answers, scaled: Tensor, ones: Tensor, rounded: Tensor) -> 
         of_prompt=answers.of_prompt,
         requests=answers.requests,
         seconds=answers.seconds,
+        own_seconds=own_seconds,
     )
 
 

@@ -34,7 +34,7 @@ def verify(
     tensor_parallel_size: Annotated[int, Flag("GPUs that the heads are split over.", min=1)] = 1,
     fnuz: Annotated[bool, Flag("For MI300 (gfx942), whose FP8 type ends at 240.")] = False,
     served: Annotated[
-        str | None, Flag("Ask a running server instead, OpenAI-compatible.", metavar="URL")
+        str | None, Flag("Ask a running OpenAI-compatible server, for 120 s.", metavar="URL")
     ] = None,
     model: Annotated[
         str | None, Flag("With --served: the weights. Default: DIRECTORY.", metavar="DIR")
@@ -104,7 +104,8 @@ def _served_lines(found: "Comparison", model: str) -> list[str]:
         f"{found.to_ones:.4f}; these two lie {found.apart:.4f} apart; the server's noise is "
         f"{found.noise:.4f}, our rounding {found.rounding:.4f}",
         f"(mean absolute difference of the logprobs of {found.logprobs:,} {what}; "
-        f"{found.requests} requests, {found.seconds:.1f} s)",
+        f"{found.requests} requests in {found.seconds:.1f} s, our own runs in "
+        f"{found.own_seconds:.1f} s)",
     ]
     if found.nearer == "cannot tell":
         lines.append(f"serve a model that needs its scales: fp8kv stress {model} -o twin")

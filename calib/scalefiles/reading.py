@@ -162,7 +162,7 @@ def _value_problems(layers: list[FoundLayer]) -> list[str]:
             if kind := next(kinds, None):
                 wrong[kind].append(layer.layer)
         name = letter.upper()
-        problems += [f"{name} scales {kind} in {_these(each)}" for kind, each in wrong.items()]
+        problems += [f"{name} scales {kind} in {these(each)}" for kind, each in wrong.items()]
         every = [value for layer in layers for value in getattr(layer, letter) or ()]
         if len(layers) > 1 and every and set(every) == {1.0}:
             problems.append(f"{name} scales are all 1.0: nothing was measured")
@@ -182,7 +182,7 @@ def _contradictions(layers: list[FoundLayer]) -> list[str]:
         }
         differ = [layer for layer, each in of_letter.items() if not _same(each)]
         if differ:
-            problems.append(f"several {letter.upper()} scales that differ in {_these(differ)}")
+            problems.append(f"several {letter.upper()} scales that differ in {these(differ)}")
     return problems
 
 
@@ -196,7 +196,8 @@ def _same(scales: list[Values]) -> bool:
     )
 
 
-def _these(indices: list[int]) -> str:
+def these(indices: list[int]) -> str:
+    """Layers in words, the first eight by number."""
     shown = ", ".join(map(str, indices[:8]))
     more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
     return f"layer{'s' if len(indices) > 1 else ''} {shown}{more}"

@@ -6,15 +6,16 @@ Prompts and keys are neither shown nor logged; of what comes back, only models' 
 import http.client
 import json
 import os
+import ssl
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import AliasPath, BaseModel, Field, FiniteFloat, ValidationError
+from pydantic import AliasPath, BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from calib.errors import InputError
 
@@ -24,35 +25,54 @@ _OPENAI_KEY = "OPENAI_API_KEY"
 _HERE = ("localhost", "127.0.0.1", "::1")
 _MAX_BYTES = 64 * 2**20
 _EXAMPLE = "give the address of an OpenAI-compatible server, such as http://localhost:8000"
+# what to do where no answer comes; the first that fits
+_ADVICE: dict[Any, str] = {
+    ssl.SSLCertVerificationError: (
+        "give the host that it names, or the certificates to trust in SSL_CERT_FILE"
+    ),
+    ssl.SSLError: "it gives no answer in TLS; does it take http://?",
+    (ConnectionResetError, BrokenPipeError): "it hung up; does it take http or https? see its log",
+    OSError: f"is it running? {_EXAMPLE}",
+    (http.client.InvalidURL, ValueError): f"--served is no URL; {_EXAMPLE}",
+    http.client.HTTPException: f"it gives no answer in HTTP; {_EXAMPLE}",
+}
+_CONNECTIONS = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+
+# a little more than 0 is rounding
+_Nats = Annotated[FiniteFloat, Field(le=0.001)]
 
 
-class _Logprob(BaseModel):
-    logprob: FiniteFloat
+class _Said(BaseModel, strict=True):
+    """What a server says: a number is a number, not a word for one."""
 
 
-class _Completion(BaseModel):
+class _Logprob(_Said):
+    logprob: _Nats
+
+
+class _Completion(_Said):
     prompt: list[dict[int, _Logprob] | None] | None = Field(
         None, validation_alias=AliasPath("choices", 0, "prompt_logprobs")
     )
-    generated: FiniteFloat | None = Field(
+    generated: _Nats | None = Field(
         None, validation_alias=AliasPath("choices", 0, "logprobs", "token_logprobs", 0)
     )
     tokens: int | None = Field(None, validation_alias=AliasPath("usage", "prompt_tokens"))
 
 
-class ServedModel(BaseModel):
+class ServedModel(_Said):
     """A model that a server lists."""
 
     id: str
     root: str | None = None  # vLLM: where its files are
-    max_model_len: int | None = None
+    max_model_len: NonNegativeInt | None = None
 
 
-class _Models(BaseModel):
+class _Models(_Said):
     data: list[ServedModel]
 
 
-Document = TypeVar("Document", bound=BaseModel)
+Document = TypeVar("Document", bound=_Said)
 
 
 class _TooSlowError(InputError):
@@ -85,21 +105,18 @@ class Server:
         except ValueError:
             raise InputError(f"--served is no URL; {_EXAMPLE}") from None
         is_plain = not (parts.username or parts.password or parts.query or parts.fragment)
-        if parts.scheme not in ("http", "https") or not parts.hostname or not is_plain:
+        if parts.scheme not in _CONNECTIONS or not parts.hostname or not is_plain:
             raise InputError(
                 f"--served takes http or https, a host, a port and a path alone, and a key from "
                 f"{_KEY}; {_EXAMPLE}"
             )
-        secure = parts.scheme == "https"
-        self._connect: type[http.client.HTTPConnection] = (
-            http.client.HTTPSConnection if secure else http.client.HTTPConnection
-        )
+        self._connect = _CONNECTIONS[parts.scheme]
         self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1/"
         self._name = f"{parts.scheme}://{parts.netloc}{self._path}"
-        self._headers = {
-            "Content-Type": "application/json",
-            **_authorization(secure or parts.hostname in _HERE),
-        }
+        name, key = _key(parts.scheme == "https" or parts.hostname in _HERE)
+        self._headers = {"Content-Type": "application/json"}
+        self._headers |= {"Authorization": f"Bearer {key}"} if key else {}
+        self._unauthorised = f"it refuses the key in {name}" if key else f"give its key in {_KEY}"
         self._start, self._requests = 0.0, 0
 
     def choose_model(self, name: str | None) -> ServedModel:
@@ -109,6 +126,8 @@ class Server:
         named = [model for model in models if name in (None, model.id)]
         if len({model.root or model.id for model in named}) == 1:
             return named[0]
+        if not models:
+            raise InputError(f"{self._name} serves no model; load one there, or {_EXAMPLE}")
         found = f"no model {name!r:.80}" if name else f"{len(models)} models"
         names = ", ".join(f"{model.id!r:.80}" for model in models[:8])
         raise InputError(f"{self._name} serves {found}; give --served-name, one of: {names}")
@@ -175,9 +194,10 @@ class Server:
             )
         if isinstance(got, Exception):
             reason = getattr(got, "strerror", None) or type(got).__name__
-            raise InputError(f"no answer from {where}: {reason}; is it running? {_EXAMPLE}")
+            advice = next(said for kind, said in _ADVICE.items() if isinstance(got, kind))
+            raise InputError(f"no answer from {where}: {reason}; {advice}")
         status, content = got
-        _check_status(status, where)
+        self._check_status(status, where, body is not None)
         try:
             return expected.model_validate_json(content)
         except ValidationError:
@@ -194,28 +214,28 @@ class Server:
         except (OSError, http.client.HTTPException, ValueError) as error:
             outcome.append(error)
 
+    def _check_status(self, status: int, where: str, is_prompt: bool) -> None:
+        said = f"{where} answers HTTP {status}"
+        if status in (401, 403):
+            raise InputError(f"{said}; {self._unauthorised}")
+        if status in (400, 422) and is_prompt:
+            raise _RefusedError(
+                f"{said} to token ids as a prompt, with logprobs; serve with an engine that takes "
+                "them, such as vLLM, or use `fp8kv stress`"
+            )
+        if status != 200:
+            raise InputError(f"{said}; see the server's log, or {_EXAMPLE}")
+
     @property
     def _left(self) -> float:
         return max(0.01, self._start + MAX_SECONDS - time.monotonic())
 
 
-def _check_status(status: int, where: str) -> None:
-    if status in (401, 403):
-        raise InputError(f"{where} answers HTTP {status}; give its key in {_KEY}")
-    if status in (400, 422):
-        raise _RefusedError(
-            f"{where} answers HTTP {status} to token ids as a prompt, with logprobs; serve with an "
-            "engine that takes them, such as vLLM, or use `fp8kv stress`"
-        )
-    if status != 200:
-        raise InputError(f"{where} answers HTTP {status}; see the server's log, or {_EXAMPLE}")
-
-
-def _authorization(is_private: bool) -> dict[str, str]:
-    """The key as a header; OpenAI's own never goes to another machine in the clear."""
+def _key(is_private: bool) -> tuple[str, str]:
+    """The variable that holds the key, and the key; OpenAI's own never goes out in the clear."""
     names = (_KEY, _OPENAI_KEY) if is_private else (_KEY,)
-    name = next((name for name in names if os.environ.get(name)), None)
-    key = os.environ[name].strip() if name else ""
+    name = next((name for name in names if os.environ.get(name)), _KEY)
+    key = os.environ.get(name, "").strip()
     if not (key.isascii() and key.isprintable()):
         raise InputError(f"{name} holds characters that no key has; set it again")
-    return {"Authorization": f"Bearer {key}"} if key else {}
+    return name, key

@@ -4,8 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from calib.scalefiles.reading import FoundLayer, FoundScales, Values, is_usable
-from calib.scalefiles.reading import _these as these
+from calib.scalefiles.reading import FoundLayer, FoundScales, Values, is_usable, these
 from calib.verify.result import Place
 
 _BF16 = 2**-8  # some engines pass scales through bfloat16
@@ -60,13 +59,11 @@ def compare(
             continue
         for letter in "kv":
             report.total += 1
-            why = _difference(layer, letter, files.get(layer.layer), place, rank)
-            if why:
+            if why := _difference(layer, letter, files.get(layer.layer), place, rank):
                 wrong[f"{letter.upper()} {why}"].append(layer.layer)
-            else:
-                report.used += 1
     if files and layers and not report.total and not (is_fp8 and stages > 1):
         report.problems.append("the cache is not FP8, so no scale is used")
+    report.used = report.total - sum(map(len, wrong.values()))
     report.problems += [f"{why} in {these(indices)}" for why, indices in wrong.items()]
     missing = sorted(files.keys() - {layer.layer for layer in layers})
     if missing and stages == 1:

@@ -156,19 +156,22 @@ def sglang_layers(model: Any, is_fp8: bool, cache: str = "16 bits") -> "Iterator
     """The attention layers of a model of SGLang's; one without a place for scales is at 1.0."""
     from calib.serving.in_force import LayerInForce
 
-    for module in sglang_attention(model):
-        k, v = (getattr(module, name) for name in ("k_scale_float", "v_scale_float"))
-        k, v = (1.0 if scale is None else scale for scale in (k, v))
+    for module in sglang_attention(model).values():
+        held = module.k_scale_float, module.v_scale_float
+        k, v = (1.0 if scale is None else scale for scale in held)
         yield LayerInForce(module.layer_id, is_fp8, (k,), (v,), cache)
 
 
-def sglang_attention(model: Any) -> "Iterator[Any]":
-    """SGLang's attention layers that a cache is made for: of MLA's two, the one that reads it."""
+def sglang_attention(model: Any) -> dict[str, Any]:
+    """SGLang's attention layers by name; of MLA's two, the one that the cache is made for."""
+    layers = {}
     for name, module in model.named_modules():
         if type(module).__name__ == "RadixAttention" and not name.endswith(".attn_mha"):
-            yield module
+            layers[name] = module
         # of a model of transformers they are beside its modules
-        yield from getattr(module, "attention_instances", {}).values()
+        beside = getattr(module, "attention_instances", {})
+        layers |= {f"{name}.attn.{i}".lstrip("."): layer for i, layer in beside.items()}
+    return layers
 
 
 def _called(cache: str) -> str:

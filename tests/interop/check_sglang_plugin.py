@@ -18,11 +18,11 @@ from engine_cases import QUANTIZATIONS, fixtures, scale_tensors, write
 from safetensors.torch import save_file
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.plugins.hook_registry import HookRegistry
-from sglang_classes import CPU, held_by, loader, made_of
+from sglang_classes import load
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from calib.serving.plugin import ScalesNotUsedError, register_sglang, sglang_attention
+from calib.serving.plugin import ScalesNotUsedError, register_sglang
 
 PROJECTIONS = "{module}.{x}_proj.{x}_scale"
 ALL = "fp8kv: 4 of 4 KV scales in use, FP8 cache"
@@ -39,10 +39,7 @@ REFUSES = ("CwmForCausalLM",)
 
 def runner(directory: Path, scales: Iterable[tuple[str, torch.Tensor]]) -> SimpleNamespace:
     """A worker's runner with its model loaded, as far as the plugin looks at it."""
-    model = made_of(SimpleNamespace(name=str(directory)))
-    loader.DefaultModelLoader.load_weights_only(model, iter(scales), CPU)
-    for layer in sglang_attention(model):
-        held_by(layer)  # makes it ready to serve
+    model = load(directory, scales)
     config = SimpleNamespace(model_path=str(directory), revision=None)
     loading = SimpleNamespace(load_format="auto", download_dir=None)
     return SimpleNamespace(

@@ -36,6 +36,8 @@ from sglang.srt.runtime_context import SpawnRanks, publish
 from sglang.srt.server_args import ServerArgs
 from torch import nn
 
+from calib.serving.plugin import sglang_attention
+
 CPU = torch.device("cpu")
 # what SGLang chooses on a CPU is refused for some models
 OPTIONS = {"mamba_radix_cache_strategy": "no_buffer", "disable_overlap_schedule": True}
@@ -69,14 +71,15 @@ class SGLang:
 
     def heads(self, model: TemporaryDirectory[str]) -> int:
         """How many KV heads its attention layers have."""
-        return next(iter(attention(made_of(model)).values())).tp_k_head_num
+        made = built(Path(model.name))
+        return next(iter(sglang_attention(made).values())).tp_k_head_num
 
     def hold(
         self, model: TemporaryDirectory[str], tensors: Iterable[tuple[str, torch.Tensor]]
     ) -> Held:
         """What the attention layers compute with, once they are ready to serve."""
         made = load(Path(model.name), tensors)
-        return {name: in_force(layer) for name, layer in attention(made).items()}
+        return {name: in_force(layer) for name, layer in sglang_attention(made).items()}
 
 
 def load(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> nn.Module:
@@ -86,14 +89,10 @@ def load(directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> nn.Mod
     """
     made = built(directory)
     loader.DefaultModelLoader.load_weights_only(made, iter(tensors), CPU)
-    for layer in attention(made).values():
-        held_by(layer)
+    for layer in sglang_attention(made).values():
+        if layer.k_scale is not None:
+            layer.quant_method.process_weights_after_loading(layer)
     return made
-
-
-def made_of(kept: TemporaryDirectory[str]) -> nn.Module:
-    """The same without tensors, from the directory that `kept` names."""
-    return built(Path(kept.name))
 
 
 def built(directory: Path) -> nn.Module:
@@ -127,21 +126,6 @@ def join_group() -> None:
     meeting = f"file://{mkdtemp()}/rendezvous"
     init_distributed_environment(1, 0, meeting, local_rank=0, backend="gloo")
     initialize_model_parallel()
-
-
-def attention(model: nn.Module) -> dict[str, RadixAttention]:
-    """The layers that cache K and V, by name: of MLA's two, the one that the cache is made for."""
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, RadixAttention)}
-    # where it is transformers' model, they are beside it
-    layers |= {f"attn.{i}": m for i, m in getattr(model, "attention_instances", {}).items()}
-    return {n: m for n, m in layers.items() if not n.endswith(".attn_mha")}
-
-
-def held_by(layer: RadixAttention) -> Pair | None:
-    """Make a layer ready to serve; its scales then."""
-    if layer.k_scale is not None:
-        layer.quant_method.process_weights_after_loading(layer)
-    return in_force(layer)
 
 
 def in_force(layer: RadixAttention) -> Pair | None:

@@ -5,8 +5,8 @@ import logging
 import time
 
 import pytest
-from command_line import fp8kv, one_line_error
-from fake_server import SECRET, facts, running, verify
+from command_line import one_line_error
+from fake_server import SECRET, facts, verify
 
 from calib.errors import InputError
 from calib.serving.ask import Server
@@ -28,17 +28,40 @@ def other_tokens(path, answer):
     return answer
 
 
-def not_a_number(path, answer):
-    for row in answer.get("choices", [{}])[0].get("prompt_logprobs", [])[1:]:
-        row |= {i: {"logprob": NAN} for i in row}
-    return answer
+def saying(logprob):
+    """A server whose logprobs are all `logprob`, of prompts and of generated tokens."""
+
+    def change(path, answer):
+        for choice in answer.get("choices", []):
+            choice["logprobs"]["token_logprobs"] = [logprob]
+            for row in choice.get("prompt_logprobs", [])[1:]:
+                row |= {token: {"logprob": logprob} for token in row}
+        return answer
+
+    return change
+
+
+def counting(count):
+    return lambda path, answer: answer | {"usage": {"prompt_tokens": count}}
+
+
+def holding(positions):
+    model = {"id": "m", "max_model_len": positions}
+    return lambda path, answer: {"data": [model]} if "models" in path else answer
 
 
 WRONG = {
     "no logprobs": (no_logprobs, "gives no logprobs", "fp8kv stress"),
     "other count": (other_count, "read 131 tokens where 127 were sent", "--model"),
     "other tokens": (other_tokens, "read 5 tokens where 127 were sent", "another tokeniser"),
-    "NaN": (not_a_number, "something else than expected"),
+    "NaN": (saying(NAN), "something else than expected"),
+    "boolean": (saying(True), "something else than expected"),
+    "string": (saying("-1.5"), "something else than expected"),
+    "positive": (saying(0.5), "something else than expected"),
+    "counts in words": (counting("127"), "something else than expected"),
+    "counts to true": (counting(True), "something else than expected"),
+    "length in words": (holding("129"), "something else than expected"),
+    "negative length": (holding(-1), "something else than expected"),
     "no JSON": (lambda *_: (200, b"<html>hello"), "v1/models answers something else"),
     "other JSON": (lambda *_: [1, 2], "something else than expected"),
     "deep JSON": (lambda *_: (200, b"[" * 100_000), "something else than expected"),
@@ -50,7 +73,8 @@ WRONG = {
         lambda path, answer: (400, b"") if "completions" in path else answer,
         "HTTP 400 to token ids as a prompt",
     ),
-    "no models": (lambda *_: {"data": []}, "serves 0 models"),
+    "refuses all": (lambda *_: (400, b""), "v1/models answers HTTP 400; see the server's log"),
+    "no models": (lambda *_: {"data": []}, "serves no model; load one", "http://localhost:8000"),
 }
 
 
@@ -62,6 +86,20 @@ def test_wrong_answers_are_one_line(name, fake, directory, monkeypatch):
     one_line_error(verify(fake, directory), *phrases)
 
 
+@pytest.mark.parametrize("logprob", [NAN, True, "-1.5", 0.5])
+def test_logprobs_of_generated_tokens_are_checked_too(logprob, fake, directory):
+    fake.prompt_logprobs, fake.change = "ignored", saying(logprob)
+    one_line_error(verify(fake, directory), "something else than expected")
+
+
+def test_a_server_without_models_has_no_names_to_offer(fake, directory):
+    fake.models = []
+    for flags in ((), ("--served-name", "x")):
+        done = verify(fake, directory, *flags)
+        one_line_error(done, "serves no model")
+        assert "--served-name" not in done.stderr
+
+
 def test_several_models(fake, directory):
     fake.models = [*fake.models, {"id": "other"}]
     one_line_error(verify(fake, directory), "serves 2 models", "--served-name", "'m', 'other'")
@@ -71,30 +109,14 @@ def test_several_models(fake, directory):
     assert verify(fake, directory).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    ("url", "phrase"),
-    [
-        ("http://127.0.0.1:9", "Connection refused; is it running?"),
-        ("http://no.such.host.invalid", "no answer from http://no.such.host.invalid/v1/models"),
-        ("http://127.0.0.1:70000", "is no URL"),
-        ("127.0.0.1:8000", "http or https"),
-        ("ftp://host", "http or https"),
-        ("http://", "http or https"),
-        (f"http://me:{SECRET}@host", "FP8KV_API_KEY"),
-        (f"http://host/v1?key={SECRET}", "FP8KV_API_KEY"),
-        ("http://ho st", "no answer"),
-    ],
-)
-def test_no_server_there(url, phrase, directory):
-    done = fp8kv("verify", directory, "--served", url)
-    one_line_error(done, phrase, "such as http://localhost:8000")
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("variable", ["FP8KV_API_KEY", "OPENAI_API_KEY"])
+def test_a_key_that_is_refused(variable, status, fake, directory, monkeypatch):
+    monkeypatch.setenv(variable, SECRET)
+    fake.change = lambda *_: (status, b"")
+    done = verify(fake, directory)
+    one_line_error(done, f"HTTP {status}", f"refuses the key in {variable}")
     assert SECRET not in done.output
-
-
-@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
-def test_addresses(ending, fake, directory):
-    with running(fake) as url:
-        assert fp8kv("verify", directory, "--served", url + ending).exit_code == 0
 
 
 def test_a_slow_server(fake, directory, monkeypatch):

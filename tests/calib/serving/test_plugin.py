@@ -141,6 +141,7 @@ def test_layers_of_sglang_beside_a_model_of_transformers():
     model = nn.Module()
     model.attention_instances = {0: RadixAttention(0, 0.5, 0.25)}
     assert of_sglang(model) == [(0, (0.5,), (0.25,))]
+    assert [*plugin.sglang_attention(nn.ModuleList([model]))] == ["0.attn.0"]
 
 
 GOOD, BAD = Report(used=2, total=2), Report(used=1, total=2, problems=["K is at 1.0 in layer 0"])

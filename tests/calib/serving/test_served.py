@@ -1,11 +1,15 @@
 """`fp8kv verify --served`: a server with the scales, and one at 1.0."""
 
+import re
+import time
+
 import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
 from fake_server import facts, serving, verify
-from families import tiny_model
+from families import save_model, tiny_model
 
+import calib.served
 from calib.served import compare, decide
 from calib.serving.ask import Answers
 
@@ -47,7 +51,8 @@ def test_a_text_says_which_and_by_how_much(made, fake, directory):
     lines = done.stdout.splitlines()
     assert lines[0] == "the server is nearer to the scales"
     assert "with the scales 0.0000 nats, with 1.0 0." in lines[1]
-    assert "logprobs of 686 given tokens; 14 requests" in lines[2]
+    assert "logprobs of 686 given tokens; 14 requests in" in lines[2]
+    assert re.search(r" in \d+\.\d s, our own runs in \d+\.\d s\)$", lines[2])
     assert "most of the scales, or a 16-bit cache" in lines[3]
     done = verify(serving(made, "twin", "1.0"), directory)
     assert done.exit_code == 1
@@ -78,6 +83,24 @@ def test_a_server_whose_answers_vary_tells_nothing(fake, directory):
 def test_another_model_tells_nothing(fake, directory):
     fake.model, fake.scales = tiny_model("gpt_neox"), None
     assert facts(verify(fake, directory, "--json"))["nearer"] == "cannot tell"
+
+
+def test_scales_of_another_model_are_refused_before_a_server_is_asked(fake, directory, tmp_path):
+    other = save_model(tiny_model("gpt_neox"), tmp_path / "other")
+    done = verify(fake, directory, "--model", other)
+    one_line_error(done, f"'{directory}' is of another model", "llama", "gpt_neox")
+    assert fake.requests == []
+
+
+def test_asking_and_our_own_runs_have_their_times(fake, directory, monkeypatch):
+    load = calib.served.load_model
+    monkeypatch.setattr("calib.served.load_model", lambda *a: time.sleep(0.4) or load(*a))
+    fake.wait = lambda number: time.sleep(0.1)
+    start = time.monotonic()
+    found = facts(verify(fake, directory, "--json"))
+    assert found["seconds"] > 0.1 * found["requests"]
+    assert found["own_seconds"] > 0.8
+    assert found["seconds"] + found["own_seconds"] < time.monotonic() - start
 
 
 NAN = float("nan")
@@ -111,9 +134,9 @@ def test_the_rule(to_scales, to_ones, apart, noise, rounding, said):
 
 def test_what_is_no_number_is_null_in_json():
     answers = Answers([[1, 2]], True, [[-1.0]], [[-1.5]], 4, 0.5)
-    found = compare(answers, *(torch.tensor([x]) for x in (-1.0, NAN, -1.25))).to_json()
+    found = compare(answers, *(torch.tensor([x]) for x in (-1.0, NAN, -1.25)), 2.0).to_json()
     nats = {"to_scales": 0.0, "to_ones": None, "apart": None, "noise": 0.5, "rounding": 0.25}
-    rest = {"logprobs": 1, "of_prompt": True, "requests": 4, "seconds": 0.5}
+    rest = {"logprobs": 1, "of_prompt": True, "requests": 4, "seconds": 0.5, "own_seconds": 2.0}
     assert found == {"nearer": "cannot tell", **nats, **rest}
 
 
