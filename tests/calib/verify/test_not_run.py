@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from scale_directories import COMPRESSED, CONFIG, NAMES, lines_of, model
 
 from calib.scalefiles.folder import open_scales
+from calib.scalefiles.names import layer_of
 from calib.verify.classes import load_classes
 from calib.verify.rules import all_rules, choose_rules
 from calib.verify.simulate import simulate
@@ -19,6 +20,9 @@ from calib.verify.simulate import simulate
 SCHEME = {"num_bits": 8, "type": "float"}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": SCHEME}
 KV = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
+MODULES = [f"model.layers.{i}.self_attn" for i in range(2)]
+WEIGHTS = [f"{module}.k_proj.weight" for module in MODULES]
+SCALES = [f"{module}.{x}_scale" for module in MODULES for x in "kv"]
 PROJ = "{module}.{x}_proj.{x}_scale"
 
 
@@ -26,7 +30,8 @@ def write(directory, weights, scales, config=COMPRESSED, **document):
     """A checkpoint with these weights, and one scale for each name."""
     tensors = {name: torch.ones(2) for name in weights}
     save_file(tensors | {name: torch.tensor([0.5]) for name in scales}, directory / "m.safetensors")
-    document = CONFIG | {"quantization_config": config} | document
+    layers = len({layer_of(name) for name in weights} - {None})
+    document = CONFIG | {"quantization_config": config, "num_hidden_layers": layers} | document
     (directory / "config.json").write_text(json.dumps(document))
     return directory
 
@@ -48,6 +53,12 @@ def test_a_class_that_nobody_knows_is_status_1_with_all_engines(architectures, t
     done = fp8kv("verify", model(tmp_path, architectures=architectures))
     assert done.exit_code == 1
     assert " of 2 │" not in lines_of(done)
+
+
+@pytest.mark.parametrize("named", [[5], [None], [""], [["LlamaForCausalLM"]], ["A", "B"], "A", []])
+def test_what_names_no_class(named, tmp_path):
+    directory = write(tmp_path, WEIGHTS, SCALES, architectures=named)
+    assert "does not name one architecture" in lines_of(fp8kv("verify", directory))
 
 
 def test_rules_that_were_read_name_the_classes_that_they_were_read_for():
@@ -101,6 +112,23 @@ def test_names_belong_to_a_class(engine, architecture, module, expected, tmp_pat
     assert said(made, engine) == expected
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Llava", "Gemma3", "Mistral3", "InternVL", "PaliGemma"],
+)
+@pytest.mark.parametrize("prefix", ["language_model.model", "model.language_model"])
+def test_vllm_knows_models_that_see_by_the_names_that_transformers_gave_them(
+    name, prefix, tmp_path
+):
+    modules = [f"{prefix}.layers.{i}.self_attn" for i in range(2)]
+    scales = [NAMES.format(module=m, x=x) for m in modules for x in "kv"]
+    weights = [f"{m}.k_proj.weight" for m in modules]
+    # what joins pictures to the text attends too
+    weights += ["multi_modal_projector.cross_attn.k_proj.weight"]
+    architectures = [f"{name}ForConditionalGeneration"]
+    assert said(write(tmp_path, weights, scales, architectures=architectures), "vllm") == "loaded"
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_scale_of_v_below_k_proj_is_not_known(engine, tmp_path):
     # vLLM loads them, one over the other; SGLang drops them
@@ -108,6 +136,65 @@ def test_a_scale_of_v_below_k_proj_is_not_known(engine, tmp_path):
     crossed = [f"{m}.{a}_proj.{b}_scale" for m in modules for a, b in ("kv", "vk")]
     directory = write(tmp_path, [f"{m}.k_proj.weight" for m in modules], crossed, MODELOPT)
     assert said(directory, engine) == "not known"
+
+
+@pytest.mark.parametrize("ending", [" ", "\t", "_SCALE"])
+def test_names_that_are_no_scales_for_their_spaces_or_capitals(ending, tmp_path):
+    scales = [*SCALES[1:], SCALES[0].removesuffix("_scale" * (ending == "_SCALE")) + ending]
+    directory = write(tmp_path, WEIGHTS, scales, MODELOPT)
+    assert said(directory, "vllm") == said(directory, "sglang") == "refused"
+    done = fp8kv("verify", directory, "--engine", "sglang")
+    assert "has a V scale and no K scale" in lines_of(done)
+    assert "is no name that an engine looks for" in lines_of(done)
+
+
+def test_linear_attention_caches_no_k(tmp_path):
+    weights = [*WEIGHTS, "model.layers.2.linear_attn.k_proj.weight"]
+    made = write(tmp_path, weights, SCALES, architectures=["OlmoHybridForCausalLM"])
+    assert said(made, "vllm") == "loaded"
+
+
+# ---- configs of no model, or of another than the weights are of ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "vllm", "sglang"),
+    [
+        ({"num_hidden_layers": 1}, "refused", "not known"),  # SGLang serves without the second
+        ({"num_hidden_layers": 3}, "not known", "not known"),  # both serve a third of no weights
+        ({"num_hidden_layers": 10**12}, "not known", "not known"),
+        ({"num_hidden_layers": 0}, "refused", "refused"),
+        ({"num_hidden_layers": -1}, "refused", "refused"),
+        ({"num_hidden_layers": "2"}, "refused", "refused"),
+        ({"num_hidden_layers": 2.0}, "refused", "refused"),
+        ({"num_hidden_layers": True}, "refused", "refused"),
+        ({"num_hidden_layers": None}, "refused", "refused"),
+        ({"num_hidden_layers": [2]}, "refused", "refused"),
+        ({"num_key_value_heads": 0}, "refused", "refused"),
+        ({"num_key_value_heads": -2}, "refused", "refused"),
+        ({"num_key_value_heads": "2"}, "refused", "refused"),
+        ({"num_attention_heads": 0}, "refused", "refused"),
+        ({"num_attention_heads": "4"}, "refused", "refused"),
+        ({"model_type": None}, "refused", "refused"),
+        ({"model_type": ""}, "refused", "refused"),
+        ({"model_type": 5}, "refused", "refused"),
+        # the weights of a Llama
+        ({"architectures": ["OPTForCausalLM"]}, "not known", "not known"),
+    ],
+)
+def test_a_config_that_no_engine_starts_with(changes, vllm, sglang, tmp_path):
+    directory = write(tmp_path, WEIGHTS, SCALES, **changes)
+    assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang)
+    assert {said(directory, engine) for engine in ("aphrodite", "tgi")} <= {"not known", "refused"}
+
+
+def test_layers_that_guess_tokens_need_no_scales(tmp_path):
+    weights = [*WEIGHTS, "model.layers.2.self_attn.k_proj.weight"]
+    document = {"architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 2}
+    made = write(tmp_path, weights, SCALES, num_nextn_predict_layers=1, **document)
+    assert said(made, "vllm") == "loaded"
+    made = write(tmp_path, weights, SCALES, **document)
+    assert said(made, "vllm") == "refused"
 
 
 # ---- layers that share K and V ----
