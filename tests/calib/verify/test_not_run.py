@@ -6,13 +6,11 @@ Each case was run in vLLM's and SGLang's own class; where one of them loads it, 
 import json
 
 import pytest
-import torch
 from command_line import fp8kv
-from safetensors.torch import save_file
-from scale_directories import COMPRESSED, CONFIG, NAMES, lines_of, model
+from loading import SCALES, WEIGHTS, said, write
+from scale_directories import COMPRESSED, NAMES, lines_of, model
 
 from calib.scalefiles.folder import open_scales
-from calib.scalefiles.names import layer_of
 from calib.verify.classes import load_classes
 from calib.verify.rules import all_rules, choose_rules
 from calib.verify.simulate import simulate
@@ -20,29 +18,7 @@ from calib.verify.simulate import simulate
 SCHEME = {"num_bits": 8, "type": "float"}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": SCHEME}
 KV = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
-MODULES = [f"model.layers.{i}.self_attn" for i in range(2)]
-WEIGHTS = [f"{module}.k_proj.weight" for module in MODULES]
-SCALES = [f"{module}.{x}_scale" for module in MODULES for x in "kv"]
 PROJ = "{module}.{x}_proj.{x}_scale"
-
-
-def write(directory, weights, scales, config=COMPRESSED, **document):
-    """A checkpoint with these weights, and one scale for each name."""
-    tensors = {name: torch.ones(2) for name in weights}
-    save_file(tensors | {name: torch.tensor([0.5]) for name in scales}, directory / "m.safetensors")
-    layers = len({layer_of(name) for name in weights} - {None})
-    document = CONFIG | {"quantization_config": config, "num_hidden_layers": layers} | document
-    (directory / "config.json").write_text(json.dumps(document))
-    return directory
-
-
-def said(directory, engine):
-    """`loaded`, `loaded with a flag`, `not known`, `refused`, or `1.0` for any layer at 1.0."""
-    found = simulate(open_scales(directory), choose_rules(engine, None)[0])
-    statuses = {outcome.status for outcome in found.outcomes if outcome.letter != "q"}
-    if found.is_good:
-        return "loaded with a flag" if found.flag else "loaded"
-    return "refused" if found.refused else "not known" if "unknown" in statuses else "1.0"
 
 
 # ---- classes ----
@@ -152,49 +128,6 @@ def test_linear_attention_caches_no_k(tmp_path):
     weights = [*WEIGHTS, "model.layers.2.linear_attn.k_proj.weight"]
     made = write(tmp_path, weights, SCALES, architectures=["OlmoHybridForCausalLM"])
     assert said(made, "vllm") == "loaded"
-
-
-# ---- configs of no model, or of another than the weights are of ----
-
-
-@pytest.mark.parametrize(
-    ("changes", "vllm", "sglang"),
-    [
-        ({"num_hidden_layers": 1}, "refused", "not known"),  # SGLang serves without the second
-        ({"num_hidden_layers": 3}, "not known", "not known"),  # both serve a third of no weights
-        ({"num_hidden_layers": 10**12}, "not known", "not known"),
-        ({"num_hidden_layers": 0}, "refused", "refused"),
-        ({"num_hidden_layers": -1}, "refused", "refused"),
-        ({"num_hidden_layers": "2"}, "refused", "refused"),
-        ({"num_hidden_layers": 2.0}, "refused", "refused"),
-        ({"num_hidden_layers": True}, "refused", "refused"),
-        ({"num_hidden_layers": None}, "refused", "refused"),
-        ({"num_hidden_layers": [2]}, "refused", "refused"),
-        ({"num_key_value_heads": 0}, "refused", "refused"),
-        ({"num_key_value_heads": -2}, "refused", "refused"),
-        ({"num_key_value_heads": "2"}, "refused", "refused"),
-        ({"num_attention_heads": 0}, "refused", "refused"),
-        ({"num_attention_heads": "4"}, "refused", "refused"),
-        ({"model_type": None}, "refused", "refused"),
-        ({"model_type": ""}, "refused", "refused"),
-        ({"model_type": 5}, "refused", "refused"),
-        # the weights of a Llama
-        ({"architectures": ["OPTForCausalLM"]}, "not known", "not known"),
-    ],
-)
-def test_a_config_that_no_engine_starts_with(changes, vllm, sglang, tmp_path):
-    directory = write(tmp_path, WEIGHTS, SCALES, **changes)
-    assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang)
-    assert {said(directory, engine) for engine in ("aphrodite", "tgi")} <= {"not known", "refused"}
-
-
-def test_layers_that_guess_tokens_need_no_scales(tmp_path):
-    weights = [*WEIGHTS, "model.layers.2.self_attn.k_proj.weight"]
-    document = {"architectures": ["Glm4MoeForCausalLM"], "num_hidden_layers": 2}
-    made = write(tmp_path, weights, SCALES, num_nextn_predict_layers=1, **document)
-    assert said(made, "vllm") == "loaded"
-    made = write(tmp_path, weights, SCALES, **document)
-    assert said(made, "vllm") == "refused"
 
 
 # ---- layers that share K and V ----
