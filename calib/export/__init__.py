@@ -6,7 +6,7 @@ from typing import Any
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.errors import UnsupportedExportError
 from calib.export.base import Build, Export, Format
-from calib.export.compressed_tensors import compressed_tensors, sglang
+from calib.export.compressed_tensors import compressed_tensors, is_scalar_only, sglang
 from calib.export.modelopt import modelopt, trtllm
 from calib.export.scales_json import scales_json
 from calib.export.tgi import tgi
@@ -79,7 +79,10 @@ def export(
         measured=measured,
     )
     target = FORMATS[name]
-    held = scales if scales.strategy in target.strategies else scales.reduce_max()
+    fits = scales.strategy in target.strategies
+    if fits and reduce == "max" and scales.strategy != "tensor":
+        fits = not is_scalar_only(checkpoint)
+    held = scales if fits else scales.reduce_max()
     return target.build(held, checkpoint, tp_size)
 
 
@@ -130,7 +133,9 @@ FORMATS: dict[FormatName, Format] = {
         reads_q=True,
     ),
     "sglang": _of("sglang", partial(sglang, rules=_SGLANG), _SGLANG),
-    "tgi": _of("tgi", tgi, _RULES["tgi"], fp8_dtypes=("e4m3fn", "e4m3fnuz")),
+    "tgi": _of(
+        "tgi", partial(tgi, rules=_RULES["tgi"]), _RULES["tgi"], fp8_dtypes=("e4m3fn", "e4m3fnuz")
+    ),
     "json": _of(
         *("json", scales_json, _VLLM_04),
         engine=f"{_VLLM_04.engine} {_VLLM_04.versions}",

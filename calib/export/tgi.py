@@ -1,11 +1,13 @@
 """TGI: scalar `<attn>.kv_scale`, `.k_scale`, `.v_scale`; `kv_cache_torch_dtype` in the config."""
 
-from calib.export.base import Export, by_prefix
+from calib.export.base import Export, by_prefix, loaded_name
 from calib.model.checkpoint import Checkpoint
 from calib.scales.scales import KVScales
+from calib.verify.classes import NAMES
+from calib.verify.rules import Rules
 
 
-def tgi(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
+def tgi(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules) -> Export:
     """Export for TGI; `kv_scale` is the larger of K's and V's, for versions that know only it."""
     tensors = {}
     for prefix, layer in by_prefix(scales, checkpoint).items():
@@ -13,4 +15,5 @@ def tgi(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
         tensors[f"{prefix}.v_scale"] = layer.v
         tensors[f"{prefix}.kv_scale"] = layer.k.maximum(layer.v)
     config = {**checkpoint.config, "kv_cache_torch_dtype": f"float8_{scales.fp8_dtype}"}
-    return Export(tensors, config)
+    _, doubts = loaded_name(rules, scales, checkpoint, "", NAMES[0])
+    return Export(tensors, config, doubts=doubts)

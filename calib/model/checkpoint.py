@@ -15,12 +15,10 @@ from calib.scalefiles.file_names import (
     SCALES_SHARD,
     SINGLE_FILE,
 )
-from calib.scalefiles.folder import read_index
+from calib.scalefiles.folder import LAYER_KEYS, read_index
 from calib.scalefiles.header import Entry, read_header
 from calib.scalefiles.json import read_object
 
-# what configs call the number of layers
-LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _SAMPLED_BLOCKS = 16
 _BLOCK_BYTES = 4096
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}

@@ -17,7 +17,8 @@ from transformers import (
 )
 
 from calib.errors import Fp8kvError, InputError, UnsupportedModelError
-from calib.model.checkpoint import LAYER_KEYS, Checkpoint
+from calib.model.checkpoint import Checkpoint
+from calib.scalefiles.folder import LAYER_KEYS
 
 # far beyond every model there is, and near enough to build one in no time
 _MOST_LAYERS = 1_000

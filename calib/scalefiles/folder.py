@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,18 +20,26 @@ from calib.scalefiles.file_names import (
 )
 from calib.scalefiles.header import Entry, read_header, read_values
 from calib.scalefiles.json import read_object
-from calib.scalefiles.names import ScaleName, parse_scale_name, pattern_of
+from calib.scalefiles.names import (
+    ScaleName,
+    is_of_cache,
+    is_of_senses,
+    layer_of,
+    parse_scale_name,
+    pattern_of,
+)
 
 # what no model comes near
 _MAX_FILES = 100_000
 # weights that only an attention module has
 _ATTENTION = re.compile(
-    r"(?P<module>.+)\.(?:k_proj|qkv_proj|query_key_value|c_attn|Wqkv|qkv)\.(?:weight|qweight)"
+    r"(?P<module>.+(?<!linear_attn))\.(?:k_proj|qkv_proj|query_key_value|c_attn|Wqkv|qkv)\.(?:weight|qweight)"
 )
 # a layer that attends to another one's K and V has this alone
 _QUERY = re.compile(r"(?P<module>.+)\.q_proj\.(?:weight|qweight)")
-# what sees and hears attends to itself, and caches nothing
-_SENSES = re.compile(r"(?:^|\.)(?:vision|visual|image|audio|speech|vit)\w*\.")
+# what configs call the number of layers
+LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_IN_STACK = re.compile(r"(.*?)\.?\b(\d{1,6})\.")
 _Index = Annotated[str, Field(pattern=r"^[0-9]{1,6}$")]
 
 
@@ -84,6 +92,8 @@ class ScaleDirectory:
     tensors: list[ScaleTensor]
     json: ScalesJson | None
     modules: set[str]  # attention modules with a cache, by the names of their weights
+    layers: set[int] = field(default_factory=set)  # of the weights, beside those modules
+    misnamed: list[str] = field(default_factory=list)  # would be scales but for spaces or case
 
     @property
     def missing(self) -> list[str]:
@@ -96,6 +106,18 @@ class ScaleDirectory:
         config = self.config or {}
         nested = config.get("text_config")
         return nested if isinstance(nested, dict) else config
+
+    @property
+    def num_layers(self) -> Any:
+        """What the config says, if it is no number too; None where it says nothing."""
+        found = (self.text_config.get(key) for key in LAYER_KEYS)
+        return next((count for count in found if count is not None), None)
+
+    def guesses(self, layer: int | None) -> bool:
+        """Whether a layer is one that guesses further tokens: they come after the model's own."""
+        count, more = self.num_layers, self.text_config.get("num_nextn_predict_layers")
+        known = type(count) is type(more) is type(layer) is int
+        return known and count <= layer < count + more
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -134,8 +156,13 @@ def open_scales(path: Path) -> ScaleDirectory:
     if not (files or json or config):
         raise no_model(path, f"'{path}' holds no model: no config.json, no safetensors file")
     modelopt = _optional(path / MODELOPT_FILE)
-    modules = _attention_modules(names)
-    return ScaleDirectory(path, config, modelopt, index, files, tensors, json, modules)
+    modules, misnamed = _attention_modules(names), sorted(filter(_is_misnamed, names))
+    layers = _layers(names, modules)
+    found = ScaleDirectory(
+        path, config, modelopt, index, files, tensors, json, modules, layers, misnamed
+    )
+    modules.difference_update([m for m in modules if found.guesses(layer_of(m))])
+    return found
 
 
 def read_scales_json(path: Path) -> ScalesJson:
@@ -166,7 +193,19 @@ def _attention_modules(names: Collection[str]) -> set[str]:
     )
     like = {pattern_of(module) for module in found}
     found |= {module for module in asking if pattern_of(module) in like}
-    return {module for module in found if not _SENSES.search(module)}
+    return {module for module in found if not is_of_senses(module)}
+
+
+def _layers(names: Collection[str], modules: Collection[str]) -> set[int]:
+    """The layers that have weights, of the stacks of layers that the modules are in."""
+    stacks = {match[1] for module in modules if (match := _IN_STACK.match(module))}
+    found = (match for name in names if not is_of_cache(name) and (match := _IN_STACK.match(name)))
+    return {int(match[2]) for match in found if match[1] in stacks}
+
+
+def _is_misnamed(name: str) -> bool:
+    plain = "".join(name.split()).lower()
+    return plain != name and not parse_scale_name(name) and parse_scale_name(plain) is not None
 
 
 def read_index(path: Path) -> dict[str, str] | None:

@@ -26,8 +26,8 @@ _ENDINGS = [
 ]
 _PATTERNS = [(re.compile(f"(?P<module>.+?){ending}"), dialect) for ending, dialect in _ENDINGS]
 _ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")
-# towers that attend to what they see or hear, and cache nothing
-_SENSES = re.compile(r"(?:^|\.)(?:vision|visual|image|audio|speech|vit)\w*\.")
+# towers that attend to what they see or hear, and what joins them to the text, cache nothing
+_SENSES = re.compile(r"(?:^|\.)(?:vision|visual|image|audio|speech|vit|multi_modal)\w*\.")
 _LAYER = re.compile(r"\.(\d{1,6})(?:\.|$)")
 
 

@@ -211,6 +211,8 @@ def _file_problems(directory: ScaleDirectory) -> list[str]:
         f"{file} holds {count} scales and is not in the index: engines that read the index skip it"
         for file, count in unlisted.items()
     ]
+    if directory.misnamed:
+        problems.append(f"'{directory.misnamed[0]}' is no name that an engine looks for")
     if twice:
         problems.append(f"{len(twice)} scales are there twice, such as '{twice[0]}'")
     if directory.missing:

@@ -89,8 +89,8 @@ def load_classes(engine: str) -> Classes:
 def architecture(config: Mapping[str, Any]) -> str | None:
     """The one model class that config.json names."""
     named = config.get("architectures")
-    names = [str(name)[:80] for name in named] if isinstance(named, list) else []
-    return names[0] if len(names) == 1 else None
+    name = named[0] if isinstance(named, list) and len(named) == 1 else None
+    return name[:80] if isinstance(name, str) and name else None
 
 
 def naming(tensor: str, parsed: ScaleName, module: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
+from packaging.version import Version
 from pydantic import BaseModel, ConfigDict
 
 from calib.errors import InputError
@@ -82,8 +83,12 @@ class Rules(_Strict):
     @property
     def title(self) -> str:
         """The engine and its version: the one that was asked for, else where its classes ran."""
-        ran = load_classes(self.classes).version if self.classes else self.versions
-        return f"{self.engine} {self.asked or ran}"
+        return f"{self.engine} {self.asked or self.classes_version or self.versions}"
+
+    @property
+    def classes_version(self) -> str | None:
+        """The version whose classes were run."""
+        return load_classes(self.classes).version if self.classes else None
 
     def fates(
         self, config: Mapping[str, Any], quantization: str, modules: Iterable[str] = ()
@@ -126,7 +131,7 @@ def all_rules() -> dict[str, Rules]:
 
 def choose_rules(engine: str | None, version: str | None) -> list[Rules]:
     """The rules of `engine` at `version`, or of the newest version of every engine."""
-    newest = {name: rules for name, rules in all_rules().items() if not rules.until}
+    newest = _newest()
     if engine is None:
         if version:
             raise InputError(f"--version {version}: of which engine? Add --engine")
@@ -139,19 +144,25 @@ def choose_rules(engine: str | None, version: str | None) -> list[Rules]:
     found = [rules for rules in family if _holds(rules, _parse(version))]
     if not found:
         known = "; ".join(rules.versions for rules in family)
-        raise InputError(f"--version {version}: there are rules for {engine} {known}")
+        raise InputError(f"--version {version[:40]}: there are rules for {engine} {known}")
     return [rules.model_copy(update={"asked": version}) for rules in found]
 
 
-def _holds(rules: Rules, version: tuple[int, ...]) -> bool:
+def _newest() -> dict[str, Rules]:
+    """The rules of every engine that begin at the latest version."""
+    by_start = sorted(all_rules().items(), key=lambda item: _parse(item[1].since or "0"))
+    last = {rules.engine: name for name, rules in by_start}
+    return {name: rules for name, rules in all_rules().items() if last[rules.engine] == name}
+
+
+def _holds(rules: Rules, version: Version) -> bool:
     after = not rules.since or version >= _parse(rules.since)
     return after and (not rules.until or version < _parse(rules.until))
 
 
-def _parse(version: str) -> tuple[int, ...]:
-    parts = version.removeprefix("v").split(".")
-    if not all(part.isascii() and part.isdecimal() and len(part) < 6 for part in parts):
-        raise InputError(f"--version {version[:40]} is not a version such as 0.23.1")
-    while len(parts) > 1 and not int(parts[-1]):
-        parts.pop()  # 0.32 is 0.32.0
-    return tuple(map(int, parts))
+def _parse(version: str) -> Version:
+    """A version without what its builder adds: 0.32.0+cpu is 0.32.0."""
+    try:
+        return Version(Version(version).public)
+    except ValueError:
+        raise InputError(f"--version {version[:40]} is not a version such as 0.23.1") from None

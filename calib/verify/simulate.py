@@ -7,6 +7,7 @@ from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
 from calib.scalefiles.names import layer_of
 from calib.verify.classes import K_ALONE, Fates, fate_of, naming, owner
 from calib.verify.method import choose_method, method_name, names_fp8_cache
+from calib.verify.model import check_model
 from calib.verify.result import NotKnown, Outcome, Place, Refused, Simulation, default
 from calib.verify.rules import Method, Rules
 from calib.verify.values import heads_of, one_or_per_head, pair, scalar, simulate_json
@@ -40,6 +41,7 @@ def simulate(directory: ScaleDirectory, rules: Rules, place: Place = ONE_GPU) ->
 
 def _load(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
     rules = found.rules
+    check_model(directory, rules)
     if place.ranks > 1:
         _check_split(directory, place)
     if rules.reads == "json":
@@ -95,6 +97,7 @@ def _params(
     directory: ScaleDirectory, method: Method | None, fates: Fates | None, found: Simulation
 ) -> Params:
     params, names = Params(), defaultdict[str | None, set[str]](set)
+    _check_misnamed(directory, found)
     for tensor in directory.tensors:
         module = owner(tensor.parsed, directory.modules)
         names[module].add(naming(tensor.name, tensor.parsed, module or ""))
@@ -111,6 +114,12 @@ def _params(
         else:
             params[reached] = tensor
     return params
+
+
+def _check_misnamed(directory: ScaleDirectory, found: Simulation) -> None:
+    if directory.misnamed and found.rules.unknown == "refused":
+        raise Refused(f"'{directory.misnamed[0]}' is a name that the model does not have")
+    found.ignored += [(name, f"'{name}' is no name of a scale") for name in directory.misnamed]
 
 
 def _by_class(

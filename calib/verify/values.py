@@ -47,6 +47,8 @@ def scalar(module: str, tensors: Tensors, method: Method, factor: float) -> list
     if absent and not math.isnan(k + v):
         return [default(module, "k"), default(module, "v"), query]
     if not k > 0:
+        if tensors["k"] is None:
+            raise Refused(f"{module} has a V scale and no K scale; repair it")
         raise Refused(f"{module} has a K scale of {k:g} beside a V scale of {v:g}; repair it")
     both = (factor * (k if math.isnan(v) else max(k, v)),)
     why = "there is no V scale: V takes K's"
@@ -70,8 +72,8 @@ def simulate_json(directory: ScaleDirectory, place: Place, found: Simulation) ->
     """Load `kv_cache_scales.json` as vLLM 0.4: after one mistake every scale is 1.0."""
     found.flag = found.rules.flag
     config, json = directory.config or {}, directory.json
-    layers = config.get("num_hidden_layers")
-    count = layers if isinstance(layers, int) and 0 < layers < 100_000 else 0
+    layers = directory.num_layers or 0
+    count = layers if layers < 100_000 else 0
     count = count or len(next(iter(json.ranks.values()), {}) if json else {})
     found.ignored += [(tensor.name, f"only {JSON_FILE} is read") for tensor in directory.tensors]
     wrong = json and _mistake(json, config, count, place.ranks)

@@ -6,8 +6,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from calib.scalefiles.calibrations import Amax, read_amax
+from calib.scalefiles.calibrations import Amax, read_amax, statistics_file
 from calib.scalefiles.fp8_type import FP8_MAX
+from calib.scalefiles.identity import check_same_model, identity
 from calib.scalefiles.reading import FoundLayer, FoundScales, read_scales
 from calib.verify.classes import architecture
 from calib.verify.result import Place, Simulation
@@ -61,6 +62,7 @@ class Verification:
             "engines": [
                 each.rules.model_dump(include={"engine", "versions", "ran"})
                 | {
+                    "classes": each.rules.classes_version,
                     "refused": each.refused,
                     "fate": each.fate or None,
                     "problem": each.problem,
@@ -81,6 +83,8 @@ def verify_directory(
     found = read_scales(path)
     problems, fits = [*found.problems], []
     if against:
+        measured = identity(statistics_file(against).parent)
+        check_same_model(against, measured, path, identity(path))
         amax, fp8_max = read_amax(against), FP8_MAX[found.fp8_dtype]
         fits = _compare_with(found.layers, amax, fp8_max)
         problems += _fit_problems(found.layers, fits, amax, fp8_max)

@@ -7,6 +7,7 @@ check_families.py OUT vllm|sglang   OUT as write_families.py leaves it; exit 0 i
 import sys
 from pathlib import Path
 
+import no_pictures  # noqa: F401 (before an engine)
 import torch
 from torch import nn
 

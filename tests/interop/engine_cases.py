@@ -5,8 +5,9 @@ scales, and says what the attention layers compute with. This part is the same f
 """
 
 import json
+import re
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,11 @@ NAMINGS = (
     "{module}.{x}_cache.scale",
 )
 MLA_NAMINGS = ("{module}.attn_mqa.{x}_scale",)
+# what checkpoints of a model that sees have before `layers`: transformers has renamed it twice
+PREFIXES = ("model", "model.language_model", "language_model.model", "language_model")
+_LAYERS = re.compile(r"^(?:.+?\.)??(?=(?:decoder\.)?layers\.)")
+# a base model's own checkpoint, such as GPT-2's, lacks it
+_BASE = re.compile(r"^(?:transformer|model(?=\.decoder))\.")
 
 
 @dataclass(frozen=True)
@@ -111,6 +117,15 @@ class Fixture:
         text = self.config.get("text_config") or {}
         return bool(text.get("kv_lora_rank") or self.config.get("kv_lora_rank"))
 
+    def spellings(self) -> list["Fixture"]:
+        """The same model with the other names that published checkpoints may call attention."""
+        if self.architecture.endswith("ForConditionalGeneration"):
+            prefixes = [(_LAYERS, f"{prefix}.") for prefix in PREFIXES]
+        else:
+            prefixes = [(_BASE, "")]
+        found = [tuple(p.sub(to, m, count=1) for m in self.modules) for p, to in prefixes]
+        return [replace(self, modules=each) for each in found if each != self.modules]
+
 
 class Engine(Protocol):
     """What an engine's own script has."""
@@ -178,21 +193,30 @@ def scale_tensors(fixture: Fixture, naming: str, heads: int = 0) -> list[tuple[s
 
 def collect(engine: Engine, fixture: Fixture) -> dict[str, dict[str, str]] | str:
     """Every case of one architecture, or why its class cannot be built."""
-    results, built = {}, False
-    for name in engine.quantizations:
-        try:
-            with tempfile.TemporaryDirectory() as scratch:
-                model = engine.build(write(fixture, QUANTIZATIONS[name], Path(scratch)))
-        except Exception as error:  # noqa: BLE001 (whatever the engine raises)
-            results[name] = dict.fromkeys(namings(fixture), reason("refused", error))
-            continue
-        built = True
-        results[name] = {
-            naming: run_case(engine, model, fixture, naming, QUANTIZATIONS[name].per_head)
-            for naming in namings(fixture)
-        }
+    results = {name: collect_with(engine, fixture, name) for name in engine.quantizations}
+    fates = {fate.partition(":")[0] for each in results.values() for fate in each.values()}
     first = results[engine.quantizations[0]][NAMINGS[0]]
-    return results if built else first.removeprefix("refused: ")
+    return first.removeprefix("refused: ") if fates == {"refused"} else results
+
+
+def collect_with(engine: Engine, fixture: Fixture, name: str) -> dict[str, str]:
+    """The fate of scales under every name, with one quantization config."""
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            model = engine.build(write(fixture, QUANTIZATIONS[name], Path(scratch)))
+    except Exception as error:  # noqa: BLE001 (whatever the engine raises)
+        return dict.fromkeys(namings(fixture), reason("refused", error))
+    per_head = QUANTIZATIONS[name].per_head
+    return {each: run_case(engine, model, fixture, each, per_head) for each in namings(fixture)}
+
+
+def alike(engine: Engine, fixture: Fixture, results: dict[str, dict[str, str]]) -> list[Fixture]:
+    """The other spellings of the names with which the class does just what `results` say."""
+    return [
+        other
+        for other in fixture.spellings()
+        if all(collect_with(engine, other, name) == fates for name, fates in results.items())
+    ]
 
 
 def write(fixture: Fixture, quantization: Quantization, directory: Path) -> Path:

@@ -10,10 +10,11 @@ import datetime
 import json
 import sys
 import time
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine_cases import Engine, Fixture, collect, fixtures
+from engine_cases import Engine, Fixture, alike, collect, fixtures
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -32,26 +33,31 @@ def main(engine: Engine) -> None:
     parser.add_argument("architectures", nargs="*")
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    found = run(engine, options.architectures)
+    found, known = run(engine, options.architectures)
     if options.check:
-        compare(engine, found, whole=not options.architectures)
+        compare(engine, found, known, whole=not options.architectures)
     elif not options.architectures:
-        write(engine, found)
+        write(engine, found, known)
     else:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found | {"modules": modules(known)}, indent=2))
 
 
-def run(engine: Engine, names: list[str]) -> dict[str, Results | str]:
-    """What every class does; a line for each config."""
+def run(engine: Engine, names: list[str]) -> tuple[dict[str, Results | str], list[Fixture]]:
+    """What every class does, and the checkpoints it does so with; a line for each config."""
     found: dict[str, Results | str] = {}
+    known: list[Fixture] = []
     for fixture in fixtures(names):
         start = time.perf_counter()
         result = collect(engine, fixture)
         seen = result if isinstance(result, str) else summary(result)
+        if not isinstance(result, str):
+            others = alike(engine, fixture, result)
+            known += [fixture, *others]
+            seen += "".join(f"; also {pattern_of(each.modules[0])}" for each in others)
         print(f"{fixture.name} ({time.perf_counter() - start:.1f} s): {seen}", flush=True)
         before = found.get(fixture.architecture, result)
         found[fixture.architecture] = together(before, result)
-    return found
+    return found, known
 
 
 def together(one: Results | str, other: Results | str) -> Results | str:
@@ -83,10 +89,10 @@ def table_file(engine: Engine) -> Path:
     return TABLES / f"{engine.name.lower()}.json"
 
 
-def write(engine: Engine, found: dict[str, Results | str]) -> None:
+def write(engine: Engine, found: dict[str, Results | str], known: list[Fixture]) -> None:
     """Write the table; architectures that do the same are one group."""
     built = {name: r for name, r in found.items() if not isinstance(r, str)}
-    known = [fixture for fixture in fixtures([]) if fixture.architecture in built]
+    known = [fixture for fixture in known if fixture.architecture in built]
     latent = {each.architecture for each in known if each.is_mla and engine.caches_latent}
     document = {
         "engine": engine.name,
@@ -148,13 +154,22 @@ def differences(before: Flat, now: Flat) -> list[str]:
     ]
 
 
-def compare(engine: Engine, found: dict[str, Results | str], *, whole: bool) -> None:
+def named(architectures: Mapping[str, Iterable[str]], of: Collection[str]) -> Flat:
+    """One entry for every architecture and name of attention."""
+    pairs = [(name, pattern) for pattern, names in architectures.items() for name in names]
+    return {(name, "attention", pattern): "runs" for name, pattern in pairs if name in of}
+
+
+def compare(
+    engine: Engine, found: dict[str, Results | str], known: list[Fixture], *, whole: bool
+) -> None:
     """Exit 1 unless the table says what was found."""
     classes = load_classes(engine.name.lower())
     before = recorded(classes)
     if not whole:
         before = {name: before[name] for name in found if name in before}
     wrong = differences(flat(before), flat(found))
+    wrong += differences(named(classes.modules, found), named(modules(known), found))
     if classes.version != engine.version:
         wrong.append(f"recorded with {engine.name} {classes.version}, now {engine.version}")
     print(*wrong, sep="\n", end="\n" if wrong else "")

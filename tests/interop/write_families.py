@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "support")]
 
@@ -18,10 +18,13 @@ from command_line import calibrate
 from families import save_model
 
 FORMATS = ("vllm", "modelopt", "sglang")
-FAMILIES = (
+_CAUSAL = (
     *("Mixtral", "Llama", "Mistral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Gemma", "Gemma2"),
     *("Gemma3", "Phi3", "GptOss", "Glm4", "Granite", "Olmo2", "Starcoder2", "Cohere2"),
+    "GPTBigCode",
 )
+_SEEING = ("Llama4ForConditionalGeneration", "LlavaForConditionalGeneration")
+FAMILIES = (*(f"{name}ForCausalLM" for name in _CAUSAL), "GPT2LMHeadModel", *_SEEING)
 
 
 def write_source(architecture: str, directory: Path) -> None:
@@ -30,15 +33,18 @@ def write_source(architecture: str, directory: Path) -> None:
     fields = json.loads(file.read_text())
     del fields["fp8kv_attention"]
     torch.manual_seed(0)
+    if "intermediate_size_mlp" in fields.get("text_config", {}):
+        fields["text_config"]["intermediate_size_mlp"] = 512
     config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    save_model(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), directory)
+    kind = AutoModelForImageTextToText if architecture in _SEEING else AutoModelForCausalLM
+    save_model(kind.from_config(config, dtype=torch.bfloat16), directory)
 
 
 def main() -> None:
     """Write them all."""
     out = Path(sys.argv[1])
     shutil.rmtree(out, ignore_errors=True)
-    for architecture in (f"{family}ForCausalLM" for family in FAMILIES):
+    for architecture in FAMILIES:
         home = out / architecture
         write_source(architecture, home / "source")
         for name in FORMATS:

@@ -93,6 +93,13 @@ def test_a_class_that_was_never_run_gets_the_usual_name(tmp_path):
     assert as_json.stderr == ""
 
 
+def test_tgi_is_doubted_for_classes_that_its_rules_were_not_read_for(models, tmp_path):
+    for family, doubted in (("llama", False), ("qwen2", True)):
+        done = calibrate(models(family), "-o", tmp_path / family, "--format", "tgi", "--quiet")
+        said = "whether TGI loads these scales is not known for Qwen2ForCausalLM" in done.stderr
+        assert (done.exit_code, said) == (0, doubted)
+
+
 def test_names_that_the_class_was_never_run_with_are_said(tmp_path):
     source = save_model(tiny_model("llama"), tmp_path / "model")
     config = json.loads((source / "config.json").read_text())

@@ -1,5 +1,7 @@
 """What an engine cannot read is refused with the way out, or reduced only where the user asked."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_fixtures import make_scales
@@ -39,6 +41,19 @@ def test_reduce_max_writes_the_largest_scale(name, checkpoint):
     factors = made.documents.get("kv_cache_scales.json", {}).get("kv_cache", {})
     if factors:
         assert factors["scaling_factor"]["0"] == {"0": 0.25 + 1 / 64, "1": 1.25 + 1 / 64}
+
+
+@pytest.mark.parametrize("method", ["fp8", "quark"])
+@pytest.mark.parametrize("name", ["vllm", "aphrodite"])
+def test_reduce_max_is_the_way_out_beside_weights_that_allow_one_scale(name, method, checkpoint):
+    config = checkpoint.config | {"quantization_config": {"quant_method": method}}
+    quantized = replace(checkpoint, config=config)
+    with pytest.raises(UnsupportedExportError, match=r"Use --strategy tensor, or add --reduce max"):
+        export(make_scales("attn_head"), quantized, name)
+    made = export(make_scales("attn_head"), quantized, name, reduce="max")
+    assert {tuple(tensor.shape) for tensor in made.tensors.values()} == {(1,)}
+    kept = export(make_scales("attn_head"), checkpoint, name, reduce="max")
+    assert {tensor.ndim for tensor in kept.tensors.values()} == {3}
 
 
 @pytest.mark.parametrize("name", ["sglang", "tgi", "json", "modelopt", "trtllm"])

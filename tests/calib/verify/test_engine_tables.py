@@ -21,13 +21,14 @@ from engine_cases import (
     NAMINGS,
     QUANTIZATIONS,
     Fixture,
+    alike,
     collect,
     fixtures,
     scale_tensors,
     wanted,
 )
 from engine_fates import NOT_FP8, fate, reason
-from engine_tables import differences, flat, groups, modules, recorded, together
+from engine_tables import differences, flat, groups, modules, named, recorded, together
 
 LLAMA = Fixture("Llama", {}, tuple(f"model.layers.{i}.self_attn" for i in (0, 1, 10)))
 OWN = wanted(LLAMA, NAMINGS[0])
@@ -153,12 +154,47 @@ def test_a_class_with_two_configs_does_what_it_does_with_both():
     assert together("why", one) == together(one, "why") == "why"
 
 
+def test_a_spelling_is_kept_if_the_class_does_the_same_with_it():
+    class Renames(Engine):
+        def hold(self, model, tensors):
+            plain = [(name.replace("model.language_model.", "model."), x) for name, x in tensors]
+            return super().hold(model, plain)
+
+    sees = Fixture("LlamaForConditionalGeneration", {}, LLAMA.modules)
+    engine = Renames(dict)
+    kept = [other.modules[0] for other in alike(engine, sees, collect(engine, sees))]
+    assert kept == ["model.language_model.layers.0.self_attn"]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "expected"),
+    [
+        ("GPT2LMHeadModel", "transformer.h.0.attn", ["h.0.attn"]),
+        ("OPTForCausalLM", "model.decoder.layers.0.self_attn", ["decoder.layers.0.self_attn"]),
+        ("LlamaForCausalLM", "model.layers.0.self_attn", []),
+        (
+            "LlavaForConditionalGeneration",
+            "language_model.model.layers.0.self_attn",
+            [
+                "model.layers.0.self_attn",
+                "model.language_model.layers.0.self_attn",
+                "language_model.layers.0.self_attn",
+            ],
+        ),
+    ],
+)
+def test_spellings_of_published_checkpoints(name, module, expected):
+    assert [other.modules[0] for other in Fixture(name, {}, (module,)).spellings()] == expected
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_tables_are_about_the_small_configs(engine):
     classes = load_classes(engine)
     table = recorded(classes)
     known = [fixture for fixture in fixtures([]) if fixture.architecture in classes.results]
-    assert {name: tuple(each) for name, each in modules(known).items()} == classes.modules
+    others = [other for fixture in known for other in fixture.spellings()]
+    ran = {*named(classes.modules, table)}
+    assert {*named(modules(known), table)} <= ran <= {*named(modules(known + others), table)}
     assert {*table} == {fixture.architecture for fixture in fixtures([])}
     fates = {case.partition(":")[0] for case in flat(table).values()}
     assert fates <= {"loaded", "dropped", "no place", "crash", "refused", "partly", "no"}

@@ -6,10 +6,9 @@ Each case was run in vLLM's and SGLang's own class; where one of them loads it, 
 import json
 
 import pytest
-import torch
 from command_line import fp8kv
-from safetensors.torch import save_file
-from scale_directories import COMPRESSED, CONFIG, NAMES, lines_of, model
+from loading import SCALES, WEIGHTS, said, write
+from scale_directories import COMPRESSED, NAMES, lines_of, model
 
 from calib.scalefiles.folder import open_scales
 from calib.verify.classes import load_classes
@@ -22,24 +21,6 @@ KV = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
 PROJ = "{module}.{x}_proj.{x}_scale"
 
 
-def write(directory, weights, scales, config=COMPRESSED, **document):
-    """A checkpoint with these weights, and one scale for each name."""
-    tensors = {name: torch.ones(2) for name in weights}
-    save_file(tensors | {name: torch.tensor([0.5]) for name in scales}, directory / "m.safetensors")
-    document = CONFIG | {"quantization_config": config} | document
-    (directory / "config.json").write_text(json.dumps(document))
-    return directory
-
-
-def said(directory, engine):
-    """`loaded`, `loaded with a flag`, `not known`, `refused`, or `1.0` for any layer at 1.0."""
-    found = simulate(open_scales(directory), choose_rules(engine, None)[0])
-    statuses = {outcome.status for outcome in found.outcomes if outcome.letter != "q"}
-    if found.is_good:
-        return "loaded with a flag" if found.flag else "loaded"
-    return "refused" if found.refused else "not known" if "unknown" in statuses else "1.0"
-
-
 # ---- classes ----
 
 
@@ -48,6 +29,12 @@ def test_a_class_that_nobody_knows_is_status_1_with_all_engines(architectures, t
     done = fp8kv("verify", model(tmp_path, architectures=architectures))
     assert done.exit_code == 1
     assert " of 2 │" not in lines_of(done)
+
+
+@pytest.mark.parametrize("named", [[5], [None], [""], [["LlamaForCausalLM"]], ["A", "B"], "A", []])
+def test_what_names_no_class(named, tmp_path):
+    directory = write(tmp_path, WEIGHTS, SCALES, architectures=named)
+    assert "does not name one architecture" in lines_of(fp8kv("verify", directory))
 
 
 def test_rules_that_were_read_name_the_classes_that_they_were_read_for():
@@ -101,6 +88,23 @@ def test_names_belong_to_a_class(engine, architecture, module, expected, tmp_pat
     assert said(made, engine) == expected
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Llava", "Gemma3", "Mistral3", "InternVL", "PaliGemma"],
+)
+@pytest.mark.parametrize("prefix", ["language_model.model", "model.language_model"])
+def test_vllm_knows_models_that_see_by_the_names_that_transformers_gave_them(
+    name, prefix, tmp_path
+):
+    modules = [f"{prefix}.layers.{i}.self_attn" for i in range(2)]
+    scales = [NAMES.format(module=m, x=x) for m in modules for x in "kv"]
+    weights = [f"{m}.k_proj.weight" for m in modules]
+    # what joins pictures to the text attends too
+    weights += ["multi_modal_projector.cross_attn.k_proj.weight"]
+    architectures = [f"{name}ForConditionalGeneration"]
+    assert said(write(tmp_path, weights, scales, architectures=architectures), "vllm") == "loaded"
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_a_scale_of_v_below_k_proj_is_not_known(engine, tmp_path):
     # vLLM loads them, one over the other; SGLang drops them
@@ -108,6 +112,22 @@ def test_a_scale_of_v_below_k_proj_is_not_known(engine, tmp_path):
     crossed = [f"{m}.{a}_proj.{b}_scale" for m in modules for a, b in ("kv", "vk")]
     directory = write(tmp_path, [f"{m}.k_proj.weight" for m in modules], crossed, MODELOPT)
     assert said(directory, engine) == "not known"
+
+
+@pytest.mark.parametrize("ending", [" ", "\t", "_SCALE"])
+def test_names_that_are_no_scales_for_their_spaces_or_capitals(ending, tmp_path):
+    scales = [*SCALES[1:], SCALES[0].removesuffix("_scale" * (ending == "_SCALE")) + ending]
+    directory = write(tmp_path, WEIGHTS, scales, MODELOPT)
+    assert said(directory, "vllm") == said(directory, "sglang") == "refused"
+    done = fp8kv("verify", directory, "--engine", "sglang")
+    assert "has a V scale and no K scale" in lines_of(done)
+    assert "is no name that an engine looks for" in lines_of(done)
+
+
+def test_linear_attention_caches_no_k(tmp_path):
+    weights = [*WEIGHTS, "model.layers.2.linear_attn.k_proj.weight"]
+    made = write(tmp_path, weights, SCALES, architectures=["OlmoHybridForCausalLM"])
+    assert said(made, "vllm") == "loaded"
 
 
 # ---- layers that share K and V ----

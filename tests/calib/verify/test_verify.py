@@ -165,11 +165,57 @@ def test_statistics_that_are_no_numbers_prove_nothing(value, tmp_path):
         (("--version", "0.23"), "of which engine? Add --engine"),
         (("--engine", "vllm", "--version", "0.10"), "there are rules for vllm 0.23 and newer; 0"),
         (("--engine", "vllm", "--version", "new"), "is not a version such as 0.23.1"),
+        (("--engine", "vllm", "--version", "9" * 5000), "is not a version such as 0.23.1"),
+        (("--engine", "tgi", "--version", "9"), "there are rules for tgi 2.4 to 3.3"),
+        (("--engine", "tgi", "--version", "0.1"), "there are rules for tgi 2.4 to 3.3"),
+        (("--engine", "aphrodite", "--version", "99"), "there are rules for aphrodite 0.20"),
+        (("--engine", "sglang", "--version", "0.1"), "there are rules for sglang 0.5"),
+        (("--engine", "lmdeploy", "--version", "0.1"), "there are rules for lmdeploy 0.10"),
+        (("--engine", "tensorrt-llm", "--version", "0.1"), "there are rules for tensorrt-llm"),
         (("--against", "/nowhere"), "cannot read '/nowhere'"),
     ],
 )  # fmt: skip
 def test_bad_flags_are_one_line(flags, message, tmp_path):
     one_line_error(fp8kv("verify", model(tmp_path), *flags), message)
+
+
+def test_rules_that_were_read_and_load_scales_hold_for_no_version_to_come():
+    for name, rules in all_rules().items():
+        loads = {method.kind for method in rules.methods.values()} != {"none"}
+        assert rules.since, name
+        assert rules.until or rules.classes or not loads, name
+
+
+@pytest.mark.parametrize(
+    ("engine", "version", "known"),
+    [
+        ("vllm", "v0.32.0+cpu", True),
+        ("vllm", "0.32", True),
+        ("vllm", "0.32.0rc1", False),
+        ("vllm", "0.32.0.post1", False),
+        ("vllm", "0.33.0.dev20+g0123abc", False),
+        ("sglang", "0.5.24rc1", False),
+        # before 0.5.23, whose config it does not read
+        ("sglang", "0.5.23rc1", False),
+    ],
+)
+def test_versions_as_engines_write_them(engine, version, known, tmp_path):
+    done = fp8kv("verify", model(tmp_path), "--engine", engine, "--version", version)
+    assert done.exit_code == (0 if known else 1), done.stderr
+    assert version in lines_of(done)
+
+
+def test_statistics_of_another_model_prove_nothing(tmp_path):
+    statistics = measured(tmp_path / "measured")
+    said = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
+    (tmp_path / "measured" / "fp8kv_calibration.json").write_text(json.dumps({"config": said}))
+    done = fp8kv("verify", model(tmp_path / "model"), "--against", statistics)
+    one_line_error(done, "is of another model: its config says model_type gemma")
+
+
+def test_json_says_at_what_version_classes_ran(tmp_path):
+    done = fp8kv("verify", model(tmp_path), "--engine", "vllm", "--json")
+    assert json.loads(done.stdout)["engines"][0]["classes"] == "0.32.0"
 
 
 def test_an_output_without_statistics_cannot_be_compared_with(tmp_path):
