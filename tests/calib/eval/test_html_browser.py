@@ -124,6 +124,8 @@ def test_nothing_is_asked_for_and_nothing_complained_about(driver, address):
         message["params"]["request"]["url"]
         for message in messages
         if message["method"] == "Network.requestWillBeSent"
+        # on a slow machine the browser's own first page may still be asking
+        and message["params"]["documentURL"] == address
     }
     assert address in asked
     assert all(url == address or url.startswith("data:") for url in asked)
