@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 import torch
-from scale_cases import CASES, LAYERS, write_case
+from scale_cases import CASES, HEAD_DIM, LAYERS, write_case
 
 from calib.rewrite.convert import convert, repair
 from calib.scalefiles.file_names import STATS_FILE
@@ -56,7 +56,7 @@ def main() -> None:
 
 def _statistics(directory: Path) -> Path:
     directory.mkdir()
-    heads = TensorStats(torch.tensor([[8.0], [6.0]]))
+    heads = TensorStats(torch.tensor([[8.0], [6.0]]).expand(2, HEAD_DIM))
     layers = {
         f"model.layers.{i}.self_attn": LayerStats(i, 1, k=heads, v=heads, q=heads)
         for i in range(LAYERS)
