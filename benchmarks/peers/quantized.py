@@ -33,16 +33,27 @@ def attention_parts(written: Path) -> Parts:
     return found
 
 
-def keep(written: Path, package: str, case: str, weights: Mapping[str, Tensor], how: str) -> None:
-    """Copy an output; `weights` are float32, by module, and `how` names the code they are from."""
+def keep(
+    written: Path,
+    package: str,
+    case: str,
+    weights: Mapping[str, Tensor],
+    how: str,
+    experts: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Copy an output; `weights` are float32, by module, and `how` names the code they are from.
+
+    `experts` are by the names of their tensors.
+    """
     golden = GOLDEN / "quantized" / f"{package}-{version(package)}" / case
     shutil.rmtree(golden, ignore_errors=True)
     golden.mkdir(parents=True)
     for file in sorted(written.iterdir()):
         if file.suffix == ".safetensors" or file.name in CONFIGS:
             shutil.copy(file, golden)
-    assert len(weights) == 8, sorted(weights)
-    tensors = {f"{name}.weight": smallest(weight) for name, weight in sorted(weights.items())}
+    assert len(weights) == 8 or experts, sorted(weights)
+    named = {f"{name}.weight": weight for name, weight in sorted(weights.items())}
+    tensors = {name: smallest(weight) for name, weight in (named | (experts or {})).items()}
     save_file(tensors, golden / "dequantized.safetensors", {"how": how})
     size = sum(file.stat().st_size for file in golden.iterdir())
     print(f"{golden}: {size} bytes, {sorted({str(t.dtype) for t in tensors.values()})}")
