@@ -18,6 +18,8 @@ from torch import Tensor
 SHAPE = {"hidden_size": 64, "heads": (2, 1)}
 # whole blocks of 128, and parts of one, along the rows of O and the columns of Q, K and V
 BLOCK_SHAPE = {"hidden_size": 160, "heads": (1, 1)}
+# no matrix of fewer than 64 outputs
+WIDE_SHAPE = {"hidden_size": 64, "heads": (2, 2), "intermediate_size": 64}
 ATTENTION = re.compile(r"(.*\.self_attn\.[qkvo]_proj)\.(.+)")
 
 Parts = dict[str, dict[str, Tensor]]  # module -> "weight_packed", "qzeros" ... -> tensor

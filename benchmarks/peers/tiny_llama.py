@@ -33,7 +33,10 @@ Amax = dict[str, dict[str, list[float]]]  # attention module -> k, v, q -> one p
 
 
 def make(
-    directory: Path, hidden_size: int = 32, heads: tuple[int, int] = (4, 2)
+    directory: Path,
+    hidden_size: int = 32,
+    heads: tuple[int, int] = (4, 2),
+    intermediate_size: int = 32,
 ) -> LlamaForCausalLM:
     """The model, in bfloat16, loaded from `directory`; the same weights every time.
 
@@ -42,7 +45,7 @@ def make(
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden_size,
-        intermediate_size=32,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
         num_attention_heads=heads[0],
         num_key_value_heads=heads[1],
