@@ -15,6 +15,7 @@ import quantized
 import tiny_llama
 import torch
 from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
+from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
 from torch import Tensor
 
 GROUP = 32
@@ -49,19 +50,26 @@ def _write(case: str, says: dict[str, Any]) -> None:
         )
         output = scratch / "output"
         model.save(str(output))
-        how = f"gptqmodel {version('gptqmodel')}, dequantize_weight, scales in float32"
+        code = "dequantize_gemm" if "awq" in case else "dequantize_weight"
+        how = f"gptqmodel {version('gptqmodel')}, {code}, scales in float32"
         quantized.keep(output, "gptqmodel", case, _decoded(output), how)
 
 
 def _decoded(output: Path) -> dict[str, Tensor]:
-    backend = BACKEND.TORCH_AWQ if "awq" in (output / "config.json").read_text() else BACKEND.TORCH
-    loaded = GPTQModel.load(str(output), backend=backend, device="cpu", dtype=torch.float16)
+    if "awq" in (output / "config.json").read_text():
+        held = quantized.attention_parts(output)
+        return {module: _awq(**parts).t() for module, parts in held.items()}
+    loaded = GPTQModel.load(str(output), backend=BACKEND.TORCH, device="cpu", dtype=torch.float16)
     found = {}
     for name, module in loaded.model.named_modules():
         if "self_attn." in name and hasattr(module, "qweight"):
             module.scales = module.scales.float()
             found[name] = module.dequantize_weight().t()
     return found
+
+
+def _awq(qweight: Tensor, qzeros: Tensor, scales: Tensor) -> Tensor:
+    return dequantize_gemm(qweight, qzeros, scales.float(), 4, GROUP)
 
 
 if __name__ == "__main__":
