@@ -143,8 +143,9 @@ golden: $(PEERS)/.installed $(PEERS)-modelopt/.installed $(PEERS)-autoround/.ins
 	$(PEERS)-modelopt/bin/python benchmarks/peers/write_modelopt.py
 	$(PEERS)-autoround/bin/python benchmarks/peers/write_autoround.py
 
-golden-weights: $(VENV)/.installed $(PEERS)/.installed $(PEERS)-modelopt/.installed $(PEERS)-autoround/.installed $(PEERS)-quark/.installed $(PEERS)-gptqmodel/.installed ## quantised weights of other tools, for the tests
+golden-weights: $(VENV)/.installed $(PEERS)/.installed $(PEERS)-modelopt/.installed $(PEERS)-autoround/.installed $(PEERS)-quark/.installed $(PEERS)-gptqmodel/.installed $(PEERS)-order/.installed ## quantised weights of other tools, for the tests
 	$(PEERS)/bin/python benchmarks/peers/write_llmcompressor_weights.py
+	$(PEERS)-order/bin/python benchmarks/peers/write_llmcompressor_weights.py
 	$(PEERS)-modelopt/bin/python benchmarks/peers/write_modelopt_weights.py
 	$(PEERS)-autoround/bin/python benchmarks/peers/write_autoround_weights.py
 	$(PEERS)-quark/bin/python benchmarks/peers/write_quark_weights.py
@@ -169,6 +170,15 @@ $(PEERS)-quark/.installed:
 	$(PEERS)-quark/bin/pip install -q amd-quark==0.13 transformers==5.23.0 accelerate
 	touch $@
 
+# the last versions that write weight_g_idx; they ask for torch 2.12 and run with 2.13
+$(PEERS)-order/.installed:
+	$(PYTHON) -m venv $(PEERS)-order
+	$(PEERS)-order/bin/pip install -q torch==2.13.0
+	$(PEERS)-order/bin/pip install -q llmcompressor==0.14.0.1
+	$(PEERS)-order/bin/pip install -q --no-deps llmcompressor==0.12.0 compressed-tensors==0.17.1 \
+		transformers==5.10.1 tokenizers==0.22.2
+	touch $@
+
 # it wants torch 2.14.1, whose build for CUDA is 4 GB
 $(PEERS)-gptqmodel/.installed:
 	$(PYTHON) -m venv $(PEERS)-gptqmodel
@@ -182,4 +192,4 @@ $(PEERS)/.installed:
 	touch $@
 
 clean:
-	rm -rf build $(VENV) $(INTEROP) $(PEERS) $(PEERS)-modelopt $(PEERS)-autoround $(PEERS)-quark $(PEERS)-gptqmodel
+	rm -rf build $(VENV) $(INTEROP) $(PEERS) $(PEERS)-modelopt $(PEERS)-autoround $(PEERS)-quark $(PEERS)-gptqmodel $(PEERS)-order

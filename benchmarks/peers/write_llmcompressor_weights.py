@@ -26,6 +26,8 @@ from llmcompressor.modifiers.transform.smoothquant import SmoothQuantModifier
 from llmcompressor.pipelines.cache import IntermediatesCache
 from torch import Tensor
 
+IGNORE = ["lm_head"]
+ORDERED = "0.12.0"
 Modifier = Any
 
 
@@ -35,9 +37,16 @@ def main() -> None:
     IntermediatesCache.pin_memory = lambda *_: None
     # decoding FP4 in float32, not bfloat16
     nvfp4.unpack_fp4_from_uint8 = partial(nvfp4.unpack_fp4_from_uint8, dtype=torch.float32)
-    for case, recipe in _recipes().items():
+    old = version("llmcompressor") == ORDERED
+    for case, recipe in (_ordered() if old else _recipes()).items():
         if case in (sys.argv[1:] or [case]):
             _write(case, recipe)
+
+
+def _ordered() -> dict[str, list[Modifier]]:
+    """With `weight_g_idx`, which later versions refuse to write and to read."""
+    scheme = _scheme("W4A16", strategy="group", group_size=32)
+    return {"w4a16-gptq-group": [_gptq(scheme, "group")]}
 
 
 def _recipes() -> dict[str, list[Modifier]]:
@@ -57,9 +66,6 @@ def _recipes() -> dict[str, list[Modifier]]:
         "w4a16-gptq-static": [_gptq(_scheme("W4A16", **group), "static")],
         "w4a16-awq": [AWQModifier(), _plain(_scheme("W4A16_ASYM", **group))],
     }
-
-
-IGNORE = ["lm_head"]
 
 
 def _scheme(name: str, **weights: Any) -> QuantizationScheme:
