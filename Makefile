@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast fuzz check fix compile-kernels interop engines bench bench-generate bench-eval bench-scale bench-peers bench-kernels bench-generate-gpu bench-launch golden clean
+.PHONY: help demo test test-fast fuzz check fix compile-kernels interop engines bench bench-generate bench-eval bench-scale bench-peers bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -143,6 +143,15 @@ golden: $(PEERS)/.installed $(PEERS)-modelopt/.installed $(PEERS)-autoround/.ins
 	$(PEERS)-modelopt/bin/python benchmarks/peers/write_modelopt.py
 	$(PEERS)-autoround/bin/python benchmarks/peers/write_autoround.py
 
+golden-weights: $(VENV)/.installed $(PEERS)/.installed $(PEERS)-modelopt/.installed $(PEERS)-autoround/.installed $(PEERS)-quark/.installed $(PEERS)-gptqmodel/.installed $(PEERS)-order/.installed ## quantised weights of other tools, for the tests
+	$(PEERS)/bin/python benchmarks/peers/write_llmcompressor_weights.py
+	$(PEERS)-order/bin/python benchmarks/peers/write_llmcompressor_weights.py
+	$(PEERS)-modelopt/bin/python benchmarks/peers/write_modelopt_weights.py
+	$(PEERS)-autoround/bin/python benchmarks/peers/write_autoround_weights.py
+	$(PEERS)-quark/bin/python benchmarks/peers/write_quark_weights.py
+	$(PEERS)-gptqmodel/bin/python benchmarks/peers/write_gptqmodel_weights.py
+	$(BIN)/python benchmarks/peers/write_transformers_weights.py
+
 $(PEERS)-modelopt/.installed:
 	$(PYTHON) -m venv $(PEERS)-modelopt
 	$(PEERS)-modelopt/bin/pip install -q torch==2.13.0
@@ -155,6 +164,27 @@ $(PEERS)-autoround/.installed:
 	$(PEERS)-autoround/bin/pip install -q auto-round==0.16.1 compressed-tensors==0.19.0
 	touch $@
 
+$(PEERS)-quark/.installed:
+	$(PYTHON) -m venv $(PEERS)-quark
+	$(PEERS)-quark/bin/pip install -q torch==2.13.0
+	$(PEERS)-quark/bin/pip install -q amd-quark==0.13 transformers==5.23.0 accelerate
+	touch $@
+
+# the last versions that write weight_g_idx; they ask for torch 2.12 and run with 2.13
+$(PEERS)-order/.installed:
+	$(PYTHON) -m venv $(PEERS)-order
+	$(PEERS)-order/bin/pip install -q torch==2.13.0
+	$(PEERS)-order/bin/pip install -q llmcompressor==0.14.0.1
+	$(PEERS)-order/bin/pip install -q --no-deps llmcompressor==0.12.0 compressed-tensors==0.17.1 \
+		transformers==5.10.1 tokenizers==0.22.2
+	touch $@
+
+# it wants torch 2.14.1, whose build for CUDA is 4 GB
+$(PEERS)-gptqmodel/.installed:
+	$(PYTHON) -m venv $(PEERS)-gptqmodel
+	$(PEERS)-gptqmodel/bin/pip install -q gptqmodel==7.7.0
+	touch $@
+
 $(PEERS)/.installed:
 	$(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/pip install -q torch==2.13.0
@@ -162,4 +192,4 @@ $(PEERS)/.installed:
 	touch $@
 
 clean:
-	rm -rf build $(VENV) $(INTEROP) $(PEERS) $(PEERS)-modelopt $(PEERS)-autoround
+	rm -rf build $(VENV) $(INTEROP) $(PEERS) $(PEERS)-modelopt $(PEERS)-autoround $(PEERS)-quark $(PEERS)-gptqmodel $(PEERS)-order

@@ -18,6 +18,13 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, PreT
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
+CONFIGS = (
+    "config.json",
+    "hf_quant_config.json",
+    "quantize_config.json",
+    "quantization_config.json",
+    "model.safetensors.index.json",
+)
 FP8_MAX = 448.0
 LENGTH, SAMPLES = 32, 4
 WORDS = [f"w{i}" for i in range(64)]
@@ -25,15 +32,23 @@ WORDS = [f"w{i}" for i in range(64)]
 Amax = dict[str, dict[str, list[float]]]  # attention module -> k, v, q -> one per head
 
 
-def make(directory: Path) -> LlamaForCausalLM:
-    """The model, in bfloat16, loaded from `directory`; the same weights every time."""
+def make(
+    directory: Path,
+    hidden_size: int = 32,
+    heads: tuple[int, int] = (4, 2),
+    intermediate_size: int = 32,
+) -> LlamaForCausalLM:
+    """The model, in bfloat16, loaded from `directory`; the same weights every time.
+
+    `heads` are those of Q, and of K and V.
+    """
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32,
-        intermediate_size=32,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
         head_dim=32,
         vocab_size=len(WORDS),
         max_position_embeddings=256,
@@ -104,11 +119,7 @@ def keep(written: Path, package: str, case: str, amax: Amax) -> None:
     for file in sorted(written.iterdir()):
         if file.suffix == ".safetensors":
             tensors |= load_file(file)
-        if file.suffix == ".safetensors" or file.name in (
-            "config.json",
-            "hf_quant_config.json",
-            "model.safetensors.index.json",
-        ):
+        if file.suffix == ".safetensors" or file.name in CONFIGS:
             shutil.copy(file, golden)
     scales = {
         name: {

@@ -26,7 +26,7 @@ RANK = "--rank"
 # what other tools wrote; vLLM has no kernel for ModelOpt's FP8 weights on every CPU
 GOLDEN = {
     f"{path.parent.parent.name}, {path.parent.name}": path.parent
-    for path in sorted(Path(__file__).parents[1].glob("golden/*/*/config.json"))
+    for path in sorted(Path(__file__).parents[1].glob("golden/*-*/*/config.json"))
     if path.parent.name != "fp8-kv"
 }
 
