@@ -1,0 +1,103 @@
+"""Quantised weights are read as the numbers that they stand for, in memory and layer by layer."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from coded_weights import FORMS
+from command_line import calibrate
+from safetensors.torch import load_file
+
+from calib.errors import InputError
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config, load_model, weight_sources
+from calib.model.stored import StoredTensor
+from calib.recipe import load_recipe
+from calib.scales.stats_file import load_stats
+
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "quantized").glob("*/*"))
+# ModelOpt's with factors for activations, or INT4 in an order of its own
+REFUSED = {"int4-awq", "int8-smoothquant", "w4a8-awq"}
+RECIPE = load_recipe(None, {"device": "cpu", "dtype": "float32"})
+
+
+def load(directory, recipe=RECIPE):
+    checkpoint = find_checkpoint(str(directory))
+    return load_model(checkpoint, load_config(checkpoint, recipe), recipe)
+
+
+@pytest.fixture(params=FORMS)
+def quantised(request, tiny_directory, tmp_path):
+    """A model in one layout; what its weights stand for is beside it, in `plain`."""
+    return FORMS[request.param].quantise(tiny_directory, tmp_path / "plain")
+
+
+def test_weights_are_what_their_codes_stand_for(quantised, tmp_path):
+    loaded, plain = load(quantised).state_dict(), load_file(tmp_path / "plain/model.safetensors")
+    for name, values in plain.items():
+        assert torch.equal(loaded[name], values), name
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda path: path.name)
+def test_weights_are_what_the_tool_itself_makes_of_them(case):
+    if case.name in REFUSED:
+        with pytest.raises(InputError, match="quant_algo.*give the model it was made from"):
+            load(case)
+        return
+    loaded = load(case).state_dict()
+    for name, values in load_file(case / "dequantized.safetensors").items():
+        assert torch.equal(loaded[name], values.float()), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_rounded_once(quantised, tmp_path, dtype):
+    recipe = load_recipe(None, {"device": "cpu", "dtype": str(dtype).removeprefix("torch.")})
+    checkpoint = find_checkpoint(str(quantised))
+    sources = weight_sources(checkpoint, load_config(checkpoint, recipe), recipe)
+    for name, values in load_file(tmp_path / "plain/model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            assert torch.equal(sources[name].read(), values.to(dtype)), name
+
+
+def test_scales_are_those_of_the_dequantised_model(quantised, tmp_path):
+    for name, model in [("quantised", quantised), ("plain", tmp_path / "plain")]:
+        done = calibrate(model, "-o", tmp_path / f"of-{name}", "--dtype", "float32", *FP8KV)
+        assert done.exit_code == 0, done.stderr
+    of_plain = load_stats(tmp_path / "of-plain").layers
+    for name, layer in load_stats(tmp_path / "of-quantised").layers.items():
+        # matrix kernels may add in another order where weights lie otherwise in memory
+        assert torch.allclose(layer.k.amax, of_plain[name].k.amax, rtol=1e-5)
+        assert torch.allclose(layer.v.amax, of_plain[name].v.amax, rtol=1e-5)
+
+
+FP8KV = ("--format", "fp8kv", "--weights", "none")
+NOTE = "were dequantised for measuring, and activations were not quantised"
+
+
+def test_layer_by_layer_is_the_same_bit_for_bit(quantised, tmp_path, monkeypatch):
+    read, done = [], StoredTensor.read
+
+    def counting(self, memory=None):
+        read.append(self.nbytes)
+        return done(self, memory)
+
+    assert calibrate(quantised, "-o", tmp_path / "whole", *FP8KV).exit_code == 0
+    monkeypatch.setattr(StoredTensor, "read", counting)
+    options = ("--offload", "layerwise", *FP8KV)
+    assert calibrate(quantised, "-o", tmp_path / "by-layer", *options).exit_code == 0
+    layers = load_stats(tmp_path / "by-layer").layers
+    for name, whole in load_stats(tmp_path / "whole").layers.items():
+        for letter in "kv":
+            one, other = getattr(whole, letter), getattr(layers[name], letter)
+            assert torch.equal(one.amax, other.amax)
+    assert sum(read) <= 1.05 * (quantised / "model.safetensors").stat().st_size
+
+
+def test_the_result_says_that_activations_were_not_quantised(tiny_directory, tmp_path):
+    FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
+    done = calibrate(tiny_directory, "-o", tmp_path / "out", *FP8KV)
+    report = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())
+    card = (tmp_path / "out" / "README.md").read_text()
+    for text in (done.stdout, card, *report["warnings"][:1]):
+        assert f"the weights are quantised (GPTQ): they {NOTE}" in text
