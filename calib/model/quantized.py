@@ -16,6 +16,7 @@ from calib.model.dequantized import coded_weights, spent_names
 from calib.model.layouts import LAYOUTS
 from calib.model.layouts.coded import ADVICE, Layout, LayoutError
 from calib.scalefiles.file_names import MODELOPT_FILE
+from calib.scalefiles.header import read_values
 from calib.scalefiles.json import read_object
 from calib.scalefiles.names import is_of_cache
 
@@ -100,7 +101,7 @@ def check_left_over(checkpoint: Checkpoint, names: Iterable[str], weights: Colle
     Those are named like a scale or a code, or belong to a matrix, as a bias does. `weights` are
     the names of all that it was given.
     """
-    left = {*names}
+    left = {name for name in names if not _is_zero_bias(checkpoint, name)}
     for name in sorted(name for name in left if not is_of_cache(name)):
         if _SCALE_OR_CODE.search(name):
             raise InputError(
@@ -114,6 +115,15 @@ def check_left_over(checkpoint: Checkpoint, names: Iterable[str], weights: Colle
                 f"'{checkpoint.path}' holds '{name}', which its config.json does not use: K and V "
                 "would not be the model's; mend the config, or merge adapters into the weights"
             )
+
+
+def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+    # AutoGPTQ gave every layer a bias, whether the model has one or not
+    coded = f"{name.removesuffix('.bias')}.qweight" in checkpoint.entries
+    if not name.endswith(".bias") or not coded or name not in checkpoint.entries:
+        return False
+    path, entry = checkpoint.path / checkpoint.weight_map[name], checkpoint.entries[name]
+    return not any(read_values(path, entry))
 
 
 def forget_quantization(config: PreTrainedConfig, layout: Layout | None) -> None:

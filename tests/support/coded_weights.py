@@ -4,6 +4,7 @@ Written apart from the readers: codes are packed as whole numbers of Python.
 """
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -168,6 +169,17 @@ def mxfp4(module, weight, *, name="weight_packed"):
     return {f"{module}.{name}": pairs(codes), f"{module}.weight_scale": scales}, value * full
 
 
+def gpt_oss(name, weight):
+    """Fused experts [E, in, out] in blocks of 32 input channels."""
+    experts, columns, rows = weight.shape
+    flat = weight.transpose(1, 2).reshape(-1, columns)
+    tensors, value = mxfp4("x", flat)
+    blocks = tensors["x.weight_packed"].view(experts, rows, columns // 32, 16)
+    scales = tensors["x.weight_scale"].view(experts, rows, columns // 32)
+    value = value.view(experts, rows, columns).transpose(1, 2)
+    return {f"{name}_blocks": blocks, f"{name}_scales": scales}, value
+
+
 @dataclass(frozen=True)
 class Form:
     """One layout: its quantization_config, and what makes tensors and values of a weight."""
@@ -176,6 +188,7 @@ class Form:
     make: Any
     options: dict[str, Any] = field(default_factory=dict)
     file: str = "config.json"  # where the config is
+    weights: str = r"(?:_proj|experts\.\d+\.w\d)\.weight$"  # a pattern of their names
 
     def quantise(self, directory, plain):
         """Quantise the model in `directory`, and keep what its weights stand for in `plain`."""
@@ -185,7 +198,7 @@ class Form:
         coded, values = {}, {}
         for name, tensor in load_file(directory / "model.safetensors").items():
             values[name] = tensor
-            if not name.endswith("_proj.weight"):
+            if not re.search(self.weights, name):
                 coded[name] = tensor
                 continue
             tensors, values[name] = self.make(name.removesuffix(".weight"), tensor, **self.options)
@@ -227,6 +240,7 @@ def quark_says(**weight):
     }
 
 
+GPT_OSS = Form({"quant_method": "mxfp4"}, gpt_oss, weights=r"experts\.\w+_proj$")
 GROUP = {"strategy": "group", "group_size": 32}
 FORMS = {
     "gptq-2": Form(gptq_says(2), gptq, {"bits": 2}),

@@ -50,7 +50,7 @@ class Module:
         """Shape of the tensor `part`, which must have two dimensions."""
         self.need(part, dtypes)
         shape = self.entries[part].shape
-        if len(shape) != 2:
+        if len(shape) != 2 or 0 in shape:
             raise LayoutError(f"'{self.name}.{part}' is {list(shape)}, and no matrix, {ADVICE}")
         return shape[0], shape[1]
 
@@ -78,13 +78,19 @@ class CodedWeight:
         step = max(self.multiple, CHUNK // prod(self.shape[1:]) // self.multiple * self.multiple)
         for start in range(0, self.shape[0], step):
             stop = min(start + step, self.shape[0])
-            piece = weight[start:stop].copy_(self.rows(tensors, start, stop))
+            piece = weight[start:stop].copy_(self._rows(tensors, start, stop))
             if not piece.isfinite().all():
                 raise LayoutError(
                     f"'{self.name}' dequantises to NaN or Inf in {weight.dtype}; download the "
                     "model again, or use --dtype float32"
                 )
         return weight
+
+    def _rows(self, tensors: Tensors, start: int, stop: int) -> Tensor:
+        try:
+            return self.rows(tensors, start, stop)
+        except LayoutError as error:
+            raise LayoutError(f"'{self.name}': {error}") from None
 
 
 class Layout(Protocol):
@@ -110,6 +116,14 @@ def setting(says: Mapping[str, Any], key: str, allowed: Collection[Any], default
     if not any(value == one and type(value) is type(one) for one in allowed):
         raise LayoutError(f"{key} {value!r:.80} is none of {[*allowed]}, {ADVICE}")
     return value
+
+
+def section(says: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The object under a config's `key`, empty where it is absent; LayoutError for another type."""
+    value = says.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise LayoutError(f"{key} {value!r:.80} is no JSON object")
+    return value or {}
 
 
 def group_size_of(says: Mapping[str, Any], default: int | None = None) -> int | None:

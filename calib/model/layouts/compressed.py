@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from calib.model.layouts.coded import ADVICE, CodedWeight, LayoutError, Module
+from calib.model.layouts.coded import ADVICE, CodedWeight, LayoutError, Module, section
 from calib.model.layouts.compressed_schemes import Scheme
 
 _CODES = ("weight_packed", "weight")
@@ -28,17 +28,15 @@ class CompressedTensors:
     @classmethod
     def read(cls, says: dict[str, Any]) -> "CompressedTensors":
         """Read a `quantization_config` or a `compression_config`."""
-        sparse = (says.get("sparsity_config") or {}).get("format", "dense")
+        sparse = section(says, "sparsity_config").get("format", "dense")
         if says.get("transform_config") or sparse != "dense":
             raise LayoutError(f"transform_config or sparsity_config is set, {ADVICE}")
         if says.get("quantization_status", "compressed") != "compressed":
             raise LayoutError(f"quantization_status is not 'compressed', {ADVICE}")
-        groups = says.get("config_groups")
-        if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
-            raise LayoutError(f"config_groups is no object of objects, {ADVICE}")
+        groups = section(says, "config_groups")
         schemes = tuple(
             (_strings(group, "targets"), Scheme.read(group, says.get("format")))
-            for group in groups.values()
+            for group in (section(groups, name) for name in groups)
             if group.get("weights") is not None
         )
         if not schemes:

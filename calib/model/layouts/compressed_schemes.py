@@ -10,6 +10,7 @@ from calib.model.layouts.coded import (
     Module,
     group_size_of,
     groups_in,
+    section,
     setting,
 )
 from calib.model.layouts.packed import packed_weight
@@ -54,9 +55,7 @@ class Scheme:
     def read(cls, group: dict[str, Any], form: Any) -> "Scheme":
         """Read a group of `config_groups`; `form` is the format that the config has for all."""
         form = setting({"format": group.get("format") or form}, "format", tuple(_FORMATS), None)
-        weights = group["weights"]
-        if not isinstance(weights, dict):
-            raise LayoutError(f"weights {weights!r:.80} of a group are no object, {ADVICE}")
+        weights = section(group, "weights")
         kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
         if (kind, bits) not in _FORMATS[form]:
             raise LayoutError(

@@ -32,7 +32,7 @@ class GptOss:
                 continue
             name, shape = part.removesuffix("_blocks"), module.entries[part].shape
             module.need(part, ("U8",))
-            if len(shape) != 4 or 2 * shape[3] != MXFP4_GROUP:
+            if len(shape) != 4 or 2 * shape[3] != MXFP4_GROUP or 0 in shape:
                 raise LayoutError(f"'{module.name}.{part}' is {list(shape)}, {ADVICE}")
             parts = {
                 "codes": f"{module.name}.{part}",

@@ -20,6 +20,7 @@ from calib.model.layouts.coded import (
     Tensors,
     group_size_of,
     groups_in,
+    section,
     setting,
 )
 from calib.model.layouts.unpacking import unpack, words_for
@@ -46,8 +47,7 @@ class Gptq:
             "checkpoint_format", ("gptq", "gptq_v2"), "gptq",
         )  # fmt: skip
         setting(says, "pack_dtype", ("int32",), "int32")
-        dynamic = says.get("dynamic") or {}
-        if not isinstance(dynamic, dict) or any(not str(key).startswith("-:") for key in dynamic):
+        if any(not key.startswith("-:") for key in section(says, "dynamic")):
             raise LayoutError(f"'dynamic' gives modules bits of their own, {ADVICE}")
         bits = setting(says, "bits", (2, 3, 4, 8), None)
         # the first version stores zero points less one

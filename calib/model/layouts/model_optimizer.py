@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from calib.model.layouts.coded import ADVICE, CodedWeight, LayoutError, Module, setting
+from calib.model.layouts.coded import CodedWeight, LayoutError, Module, section, setting
 from calib.model.layouts.scaled import (
     E8M0,
     FP8,
@@ -46,15 +46,10 @@ class ModelOptimizer:
     @classmethod
     def read(cls, says: dict[str, Any]) -> "ModelOptimizer":
         """Read a `quantization_config`, or what `hf_quant_config.json` holds."""
-        nested = says.get("quantization")
-        says = {**says, **(nested if isinstance(nested, dict) else {})}
+        says = {**says, **section(says, "quantization")}
         if says.get("quant_algo") == "MIXED_PRECISION":
-            layers = says.get("quantized_layers")
-            if not isinstance(layers, dict) or not all(
-                isinstance(x, dict) for x in layers.values()
-            ):
-                raise LayoutError(f"MIXED_PRECISION has no quantized_layers, {ADVICE}")
-            return cls(None, tuple((name, _algorithm(layer)) for name, layer in layers.items()))
+            layers = section(says, "quantized_layers")
+            return cls(None, tuple((name, _algorithm(section(layers, name))) for name in layers))
         return cls(_algorithm(says))
 
     def weights(self, module: Module) -> Iterable[CodedWeight]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from calib.model.layouts.coded import ADVICE, CodedWeight, LayoutError, Module, setting
+from calib.model.layouts.coded import ADVICE, CodedWeight, LayoutError, Module, section, setting
 from calib.model.layouts.scaled import E8M0, FP8, MXFP4_GROUP, fp4_weight, scaled_weight
 
 _OF_ACTIVATIONS = ("input_scale", "output_scale")
@@ -28,14 +28,14 @@ class Quark:
     @classmethod
     def read(cls, says: dict[str, Any]) -> "Quark":
         """Read a `quantization_config`."""
-        export = says.get("export") or {}
+        export = section(says, "export")
         setting(export, "weight_format", ("real_quantized",), "real_quantized")
         if says.get("layer_type_quant_config") or says.get("algo_config"):
             # rotations and smoothing among them change what a weight is multiplied with
             raise LayoutError(f"layer_type_quant_config or algo_config is set, {ADVICE}")
-        layers = says.get("layer_quant_config") or {}
-        found = tuple((pattern, _scheme(layer)) for pattern, layer in layers.items())
-        return cls(_scheme(says.get("global_quant_config")), found)
+        layers = section(says, "layer_quant_config")
+        found = tuple((pattern, _scheme(section(layers, pattern))) for pattern in layers)
+        return cls(_scheme(section(says, "global_quant_config")), found)
 
     def weights(self, module: Module) -> Iterable[CodedWeight]:
         """The weight of a module whose `weight` is FP8 or bytes."""
@@ -53,10 +53,8 @@ class Quark:
             yield scaled_weight(module, block, also=_OF_ACTIVATIONS)
 
 
-def _scheme(says: Any) -> str:
-    weight = says.get("weight") if isinstance(says, dict) else None
-    if not isinstance(weight, dict):
-        raise LayoutError(f"a quant_config says nothing of weights, {ADVICE}")
+def _scheme(says: dict[str, Any]) -> str:
+    weight = section(says, "weight")
     scheme = f"{weight.get('dtype')} {weight.get('qscheme')}"
     setting({"weight": scheme}, "weight", _SCHEMES, None)
     setting(weight, "is_dynamic", (False,), False)

@@ -1,13 +1,16 @@
 """Quantised weights are read as the numbers that they stand for, in memory and layer by layer."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from coded_weights import FORMS
+from coded_weights import FORMS, GPT_OSS
 from command_line import calibrate
-from safetensors.torch import load_file
+from families import save_model, tiny_model, tiny_vision_language_model
+from quantized_models import edit_json
+from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
 from calib.model.find import find_checkpoint
@@ -92,6 +95,77 @@ def test_layer_by_layer_is_the_same_bit_for_bit(quantised, tmp_path, monkeypatch
             one, other = getattr(whole, letter), getattr(layers[name], letter)
             assert torch.equal(one.amax, other.amax)
     assert sum(read) <= 1.05 * (quantised / "model.safetensors").stat().st_size
+
+
+def same_both_ways(directory, plain, tmp_path):
+    """Weights are those of `plain`, in memory, and layer by layer gives the same statistics."""
+    loaded, expected = load(directory).state_dict(), load(plain).state_dict()
+    for name, values in expected.items():
+        assert torch.equal(loaded[name], values), name
+    for offload in ("none", "layerwise"):
+        done = calibrate(directory, "-o", tmp_path / offload, "--offload", offload, *FP8KV)
+        assert done.exit_code == 0, done.stderr
+    by_layer = load_stats(tmp_path / "layerwise").layers
+    for name, layer in load_stats(tmp_path / "none").layers.items():
+        assert torch.equal(layer.k.amax, by_layer[name].k.amax)
+        assert torch.equal(layer.v.amax, by_layer[name].v.amax)
+
+
+def test_experts_of_gpt_oss(tmp_path):
+    directory = save_model(tiny_model("gpt_oss", head_dim=16, num_local_experts=4), tmp_path / "m")
+    GPT_OSS.quantise(directory, tmp_path / "plain")
+    same_both_ways(directory, tmp_path / "plain", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "compressed-fp8", "modelopt-nvfp4"])
+def test_experts_that_are_fused_while_they_are_loaded(name, tmp_path):
+    directory = save_model(tiny_model("mixtral", num_local_experts=2), tmp_path / "m")
+    FORMS[name].quantise(directory, tmp_path / "plain")
+    assert any("experts.1.w2." in name for name in load_file(directory / "model.safetensors"))
+    same_both_ways(directory, tmp_path / "plain", tmp_path)
+
+
+def test_a_config_inside_text_config(tmp_path):
+    directory = save_model(tiny_vision_language_model(), tmp_path / "m")
+    form = replace(FORMS["gptq-4"], weights=r"language_model.*_proj\.weight$")
+    form.quantise(directory, tmp_path / "plain")
+    config = json.loads((directory / "config.json").read_text())
+    text = {**config["text_config"], "quantization_config": config["quantization_config"]}
+    edit_json(directory / "config.json", quantization_config=None, text_config=text)
+    same_both_ways(directory, tmp_path / "plain", tmp_path)
+
+
+def test_modules_that_are_left_alone_and_several_schemes(tiny_directory, tmp_path):
+    form = replace(FORMS["modelopt-fp8"], weights=r"layers.0.*_proj\.weight$")
+    form.quantise(tiny_directory, tmp_path / "half")
+    form = replace(FORMS["modelopt-nvfp4"], weights=r"layers.1.*mlp.*_proj\.weight$")
+    form.quantise(tiny_directory, tmp_path / "coded")
+    stored = load_file(tiny_directory / "model.safetensors")
+    layers = {
+        name.removesuffix(".weight"): {"quant_algo": "NVFP4" if "layers.1" in name else "FP8"}
+        for name, tensor in stored.items()
+        if tensor.dtype in (torch.uint8, torch.float8_e4m3fn) and name.endswith(".weight")
+    }
+    document = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    (tiny_directory / "hf_quant_config.json").write_text(json.dumps({"quantization": document}))
+    edit_json(tiny_directory / "config.json", quantization_config=None)
+    loaded = load(tiny_directory).state_dict()
+    half = load_file(tmp_path / "half/model.safetensors")
+    coded = load_file(tmp_path / "coded/model.safetensors")
+    for name in half:
+        expected = coded if "layers.1" in name else half
+        assert torch.equal(loaded[name], expected[name]), name
+
+
+def test_biases_of_zero_that_gptq_adds_do_no_harm(tiny_directory, tmp_path):
+    FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
+    file = tiny_directory / "model.safetensors"
+    bias = {"model.layers.0.self_attn.k_proj.bias": torch.zeros(32, dtype=torch.float16)}
+    save_file(load_file(file) | bias, file, {"format": "pt"})
+    same_both_ways(tiny_directory, tmp_path / "plain", tmp_path)
+    save_file(load_file(file) | {name: b + 1 for name, b in bias.items()}, file, {"format": "pt"})
+    with pytest.raises(InputError, match="k_proj.bias', which its config.json does not use"):
+        load(tiny_directory)
 
 
 def test_the_result_says_that_activations_were_not_quantised(tiny_directory, tmp_path):
