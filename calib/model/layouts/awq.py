@@ -46,28 +46,40 @@ class Awq:
         """The weight of a module that has a `qweight`."""
         if "qweight" not in module.entries:
             return
-        columns, packed = module.matrix("qweight", ("I32",))
-        groups = groups_in(module, columns, self.group_size)
         if "g_idx" in module.entries:
             raise LayoutError(f"'{module.name}' has a g_idx, as GPTQ's weights do, not AWQ's")
-        parts = {
-            "qweight": f"{module.name}.qweight",
-            "qzeros": module.need("qzeros", ("I32",), (groups, packed)),
-            "scales": module.need("scales", FLOATS, (groups, packed * 8)),
-        }
-        yield CodedWeight(
-            f"{module.name}.weight", (packed * 8, columns), parts, partial(_rows, groups=groups),
-            ("scales",), multiple=8,
-        )  # fmt: skip
+        yield awq_weight(module, self.group_size, ("qweight", "qzeros", "scales"))
 
 
-def _rows(tensors: Tensors, start: int, stop: int, *, groups: int) -> Tensor:
+def awq_weight(
+    module: Module, group_size: int | None, names: tuple[str, str, str], *, signed: bool = False
+) -> CodedWeight:
+    """Codes [in, out / 8], zero points [groups, out / 8], scales [groups, out], by their `names`.
+
+    Codes and zero points are from 0 to 15, or from -8 to 7 if `signed`.
+    """
+    codes, zeros, scales = names
+    columns, packed = module.matrix(codes, ("I32",))
+    groups = groups_in(module, columns, group_size)
+    parts = {
+        "codes": f"{module.name}.{codes}",
+        "zeros": module.need(zeros, ("I32",), (groups, packed)),
+        "scales": module.need(scales, FLOATS, (groups, packed * 8)),
+    }
+    return CodedWeight(
+        f"{module.name}.weight", (packed * 8, columns), parts,
+        partial(_rows, groups=groups, signed=signed), ("scales",), multiple=8,
+    )  # fmt: skip
+
+
+def _rows(tensors: Tensors, start: int, stop: int, *, groups: int, signed: bool) -> Tensor:
     words = slice(start // 8, stop // 8)
-    codes, zeros = _unpack(tensors["qweight"][:, words]), _unpack(tensors["qzeros"][:, words])
+    codes, zeros = (_unpack(tensors[part][:, words], signed) for part in ("codes", "zeros"))
     scales = tensors["scales"][:, start:stop].float()
     centred = codes.view(groups, -1, stop - start) - zeros[:, None]
     return (centred * scales[:, None]).flatten(0, 1).t()
 
 
-def _unpack(words: Tensor) -> Tensor:
-    return ((words.unsqueeze(-1) >> _SHIFTS) & 15).flatten(-2)
+def _unpack(words: Tensor, signed: bool) -> Tensor:
+    codes = ((words.unsqueeze(-1) >> _SHIFTS) & 15).flatten(-2)
+    return (codes ^ 8) - 8 if signed else codes
