@@ -23,7 +23,7 @@ from calib.model.layouts.coded import (
     section,
     setting,
 )
-from calib.model.layouts.unpacking import unpack, words_for
+from calib.model.layouts.unpacking import unpack, unpack_down, words_for
 
 
 @dataclass(frozen=True)
@@ -78,16 +78,25 @@ class Gptq:
         )  # fmt: skip
 
     def _rows(self, tensors: Tensors, start: int, stop: int, *, groups: int) -> Tensor:
-        packed = tensors["qweight"][:, start:stop].t()
-        columns = packed.shape[1] * 32 // self.bits
-        group = tensors.get("g_idx")
-        group = torch.arange(columns) // (columns // groups) if group is None else group.long()
-        if group.min() < 0 or group.max() >= groups:
-            raise LayoutError(f"a g_idx names a group beyond the {groups} there are")
+        packed = tensors["qweight"][:, start:stop]
+        columns = packed.shape[0] * 32 // self.bits
         words = slice(start * self.bits // 32, words_for(stop, self.bits))
-        zeros = unpack(tensors["qzeros"][:, words], self.bits, stop - start).t()
+        zeros = unpack(tensors["qzeros"][:, words], self.bits, stop - start)
         # as AutoGPTQ does: the largest code stands for 0
         zeros = (zeros + self.offset) & ((1 << self.bits) - 1)
-        scales = tensors["scales"][:, start:stop].t().float()
-        codes = unpack(packed, self.bits, columns) - zeros[:, group]
-        return codes * scales[:, group]
+        scales = tensors["scales"][:, start:stop].float()
+        codes = unpack_down(packed, self.bits, columns)  # [in, out]
+        group = _order(tensors.get("g_idx"), columns, groups)
+        if group is not None:
+            return ((codes - zeros[group]) * scales[group]).t()
+        codes = codes.view(groups, -1, stop - start)
+        return ((codes - zeros[:, None]) * scales[:, None]).flatten(0, 1).t()
+
+
+def _order(group: Tensor | None, columns: int, groups: int) -> Tensor | None:
+    """The group of each input channel; None: groups follow each other."""
+    if group is None or torch.equal(group, torch.arange(columns).to(group) // (columns // groups)):
+        return None
+    if group.min() < 0 or group.max() >= groups:
+        raise LayoutError(f"a g_idx names a group beyond the {groups} there are")
+    return group.long()

@@ -81,8 +81,11 @@ class _Rows:
         codes = unpack(tensors["codes"][start:stop], bits, grid.columns, across=self.across)
         scales = tensors["scale"].float().reshape(grid.shape)
         scales = scales[start:stop] if grid.shape[0] > 1 else scales
-        group = self._group(tensors.get("g_idx"))
-        return (codes - self._zeros(tensors, start, stop)[:, group]) * scales[:, group]
+        zeros, order = self._zeros(tensors, start, stop), self._order(tensors.get("g_idx"))
+        if order is not None:
+            return (codes - zeros[:, order]) * scales[:, order]
+        codes = codes.reshape(stop - start, grid.shape[1], -1)
+        return ((codes - zeros.unsqueeze(2)) * scales.unsqueeze(2)).flatten(1)
 
     def _zeros(self, tensors: Tensors, start: int, stop: int) -> Tensor:
         packed = tensors.get("zero_point")
@@ -91,10 +94,11 @@ class _Rows:
         first, last = (words_for(n, self.bits, across=self.across) for n in (start, stop))
         return unpack(packed[first:last].t(), self.bits, stop - start, across=self.across).t()
 
-    def _group(self, order: Tensor | None) -> Tensor:
+    def _order(self, order: Tensor | None) -> Tensor | None:
+        """The group of each column; None: groups follow each other."""
         # -1 stands for an order that was never set
         if order is None or (order == -1).any():
-            return torch.arange(self.grid.columns) // self.grid.block[1]
+            return None
         if order.min() < 0 or order.max() >= self.grid.shape[1]:
             raise LayoutError(f"a weight_g_idx is beyond the {self.grid.shape[1]} groups there are")
         return order.long()

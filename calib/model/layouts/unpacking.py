@@ -24,6 +24,18 @@ def unpack(words: Tensor, bits: int, count: int, *, across: bool = True) -> Tens
     return (((wide[..., word] >> shift) | after) & mask).int()
 
 
+def unpack_down(words: Tensor, bits: int, count: int) -> Tensor:
+    """Take unsigned codes out of the columns of int32 words [W, n]: int32 [count, n].
+
+    A column holds its codes as a row does for `unpack`.
+    """
+    mask = (1 << bits) - 1
+    if 32 % bits == 0:
+        shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+        return ((words.unsqueeze(1) >> shifts[:, None]) & mask).flatten(0, 1)[:count]
+    return unpack(words.t(), bits, count).t().contiguous()
+
+
 def words_for(count: int, bits: int, *, across: bool = True) -> int:
     """How many int32 words hold `count` codes of `bits`."""
     return -(-count * bits // 32) if across else -(-count // (32 // bits))
