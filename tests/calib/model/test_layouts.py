@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from coded_weights import FORMS, GPT_OSS
-from command_line import calibrate
+from command_line import calibrate, one_line_error
 from families import save_model, tiny_model, tiny_vision_language_model
 from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
@@ -166,6 +166,27 @@ def test_biases_of_zero_that_gptq_adds_do_no_harm(tiny_directory, tmp_path):
     save_file(load_file(file) | {name: b + 1 for name, b in bias.items()}, file, {"format": "pt"})
     with pytest.raises(InputError, match="k_proj.bias', which its config.json does not use"):
         load(tiny_directory)
+
+
+def test_codes_that_only_another_file_announces_get_no_config(tiny_directory, tmp_path):
+    FORMS["modelopt-nvfp4"].quantise(tiny_directory, tmp_path / "plain")
+    for name in ("vllm", "modelopt", "trtllm"):
+        done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", name)
+        one_line_error(done, "config.json has no quantization_config", "--format fp8kv")
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["compressed-w4", "modelopt-fp8", "fp8-block", "quark-fp8"])
+def test_scales_are_written_beside_codes(name, tiny_directory, tmp_path):
+    FORMS[name].quantise(tiny_directory, tmp_path / "plain")
+    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", "vllm")
+    assert done.exit_code == 0, done.stderr
+    # what was written is calibrated again to the same
+    again = calibrate(tmp_path / "out", "-o", tmp_path / "again", *FP8KV)
+    assert again.exit_code == 0, again.stderr
+    before, after = (load_stats(tmp_path / place).layers for place in ("out", "again"))
+    for module, layer in before.items():
+        assert torch.equal(layer.k.amax, after[module].k.amax)
 
 
 def test_the_result_says_that_activations_were_not_quantised(tiny_directory, tmp_path):
