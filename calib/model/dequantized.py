@@ -135,4 +135,6 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except LayoutError as error:
-        raise InputError(f"the weights of '{path}' are quantised: {error}") from None
+        # names come from files, and may be of any length and several lines
+        reason = " ".join(str(error).split())[:1000]
+        raise InputError(f"the weights of '{path}' are quantised: {reason}") from None

@@ -158,7 +158,8 @@ def _layout(checkpoint: Checkpoint, place: str, says: dict[str, Any]) -> Layout 
     try:
         return LAYOUTS[method](says)
     except LayoutError as error:
-        raise InputError(f"{_quantised(checkpoint, place, says)}: {error}") from None
+        reason = " ".join(str(error).split())[:1000]
+        raise InputError(f"{_quantised(checkpoint, place, says)}: {reason}") from None
 
 
 def _quantised(checkpoint: Checkpoint, place: str, says: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
 
 ALIGNMENT = 64
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -77,12 +77,12 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
     found = {}
     for name, entry in checkpoint.entries.items():
         path = checkpoint.path / checkpoint.weight_map[name]
-        if entry.dtype not in _DTYPES:
+        if entry.dtype not in DTYPES:
             raise InputError(
                 f"'{path}' holds '{name}' as {entry.dtype}, which cannot be read layer by layer; "
                 "use --offload none"
             )
-        found[name] = StoredTensor(path, _DTYPES[entry.dtype], entry.shape, entry.begin)
+        found[name] = StoredTensor(path, DTYPES[entry.dtype], entry.shape, entry.begin)
     return found
 
 

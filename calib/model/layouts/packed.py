@@ -56,7 +56,13 @@ def _columns(module: Module, bits: int, group_size: int | None, words: int) -> i
         raise LayoutError(f"codes of {bits} bits without a group_size, {ADVICE}")
     else:
         columns = words * 32 // bits
-    if words not in (words_for(columns, bits, across=across) for across in (True, False)):
+    dense, spaced = (words_for(columns, bits, across=across) for across in (True, False))
+    if dense == spaced and 32 % bits and columns > 32 // bits:
+        raise LayoutError(
+            f"'{module.name}.weight_packed' may hold {columns} codes of {bits} bits in two ways, "
+            f"{ADVICE}"
+        )
+    if words not in (dense, spaced):
         raise LayoutError(
             f"'{module.name}.weight_packed' has {words} words in a row, which hold no {columns} "
             f"codes of {bits} bits"

@@ -17,7 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
 from calib.model.layouts import LAYOUTS
+from calib.model.layouts.coded import Module
 from calib.recipe import load_recipe
+from calib.scalefiles.header import Entry
 
 RECIPE = load_recipe(None, {"device": "cpu"})
 # one of each form whose files differ
@@ -177,6 +179,18 @@ def test_groups_of_compressed_tensors(model, tmp_path):
         refuse(directory, tmp_path, said)
 
 
+def test_codes_that_two_versions_pack_otherwise_in_as_many_words():
+    says = {**FORMS["compressed-w3"].says}
+    group = {"num_bits": 3, "strategy": "group", "group_size": 20}
+    says["config_groups"] = {"group_0": {"targets": ["Linear"], "weights": group}}
+    entries = {
+        "weight_packed": Entry("I32", (8, 2), 0, 64),
+        "weight_scale": Entry("F32", (8, 1), 0, 32),
+    }
+    with pytest.raises(InputError, match="20 codes of 3 bits in two ways"):
+        [*LAYOUTS["compressed-tensors"](says).weights(Module("m", entries))]
+
+
 def test_a_shape_that_codes_do_not_have(model, tmp_path):
     directory = model("compressed-w4")
     edit(directory, lambda parts: parts["weight_shape"].add_(1))
@@ -227,11 +241,9 @@ def test_an_expert_whose_scale_is_nan(tmp_path):
     refuse(directory, tmp_path, f"'{scale}' holds NaN")
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-5, 200) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=5,
-)
+SCALAR = st.none() | st.booleans() | st.integers(-5, 200) | st.floats() | st.text(max_size=5)
+FLAT = SCALAR | st.lists(SCALAR, max_size=3) | st.dictionaries(st.text(max_size=5), SCALAR)
+JSON = FLAT | st.lists(FLAT, max_size=2) | st.dictionaries(st.text(max_size=5), FLAT, max_size=2)
 
 
 @settings(max_examples=300, deadline=None)
