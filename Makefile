@@ -20,7 +20,7 @@ test-fast: $(VENV)/.installed ## what one wants between two edits: no browser, k
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal \
 		-m "not (browser or real_model or mutation or interpreter or whole_job)"
 
-fuzz: $(VENV)/.installed ## five million damaged files
+fuzz: $(VENV)/.installed ## six million damaged files
 	$(BIN)/pip install -q atheris==3.0.0
 	$(BIN)/python tests/fuzz/fuzz.py
 

@@ -15,6 +15,7 @@ from calib.model.config import making_sense
 from calib.model.devices import check_token_ids, input_device
 from calib.model.find import find_checkpoint
 from calib.model.load import fit_seq_len, load_config, load_model, load_tokenizer
+from calib.model.quantized import quantization_notes
 from calib.offload.layerwise import LayerwiseModel, open_layers
 from calib.offload.memory import resolve_offload
 from calib.offload.skeleton import load_skeleton
@@ -61,6 +62,7 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     given = "seq_len" in recipe.data.model_fields_set
     seq_len, notes = fit_seq_len(config, recipe.data.seq_len, given=given)
     recipe = _with_data(recipe, seq_len=seq_len) if notes else recipe
+    notes += quantization_notes(checkpoint)
     recipe = resolve_offload(checkpoint, config, recipe)
     by_layer = recipe.offload == "layerwise"
 

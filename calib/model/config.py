@@ -1,7 +1,7 @@
 """A model's config.json, checked before anything is built from it."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -66,9 +66,13 @@ def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTr
 
 
 def check_against_weights(
-    config: PreTrainedConfig, checkpoint: Checkpoint, *, trust_remote_code: bool
+    config: PreTrainedConfig,
+    checkpoint: Checkpoint,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    trust_remote_code: bool,
 ) -> None:
-    """Check that the weights have the layers and the shapes that the config says."""
+    """Check that the weights have the layers and the `shapes`, by name, that the config says."""
     parts = {part for name in checkpoint.entries for part in name.split(".") if part.isdecimal()}
     numbered = max(map(int, parts), default=_MOST_LAYERS - 1) + 1
     for key in LAYER_KEYS:
@@ -78,16 +82,14 @@ def check_against_weights(
                 f"config.json of '{checkpoint.path}' says {key} {layers}, but the weights have "
                 f"{numbered} layers; download the model again"
             )
-    if checkpoint.config.get("quantization_config") is not None:
-        return  # packed weights have other shapes
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
     wanted = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    for name, entry in checkpoint.entries.items():
-        expected = wanted.get(name, entry.shape)
+    for name, shape in shapes.items():
+        expected = wanted.get(name, shape)
         # experts are fused, and matrices of some models transposed, while they are loaded
-        if len(entry.shape) < 3 and sorted(expected) != sorted(entry.shape):
+        if len(shape) < 3 and sorted(expected) != sorted(shape):
             raise InputError(
-                f"'{name}' is {list(entry.shape)} in the weights of '{checkpoint.path}', and "
+                f"'{name}' is {list(shape)} in the weights of '{checkpoint.path}', and "
                 f"its config.json wants {list(expected)}; download the model again"
             )
 

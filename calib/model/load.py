@@ -1,16 +1,37 @@
 """From a checkpoint to its config, checked, its tokenizer, and the model in memory."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.model.checkpoint import Checkpoint
-from calib.model.config import auto_class, check_against_weights, making_sense, read_config
-from calib.model.quantized import check_left_over, check_readable, forget_cache_quantization
+from calib.model.config import (
+    auto_class,
+    build_on_meta,
+    check_against_weights,
+    making_sense,
+    read_config,
+)
+from calib.model.dequantized import DequantizedWeights, Source, weight_shapes
+from calib.model.quantized import (
+    check_left_over,
+    find_layout,
+    forget_quantization,
+    is_quantized,
+)
+from calib.model.stored import stored_tensors
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
 
@@ -19,12 +40,13 @@ _CAUSAL = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
 
 def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
     """Read the model's config and refuse, before any weight is read, what cannot be calibrated."""
-    check_readable(checkpoint)
+    layout = find_layout(checkpoint)
     trust = recipe.trust_remote_code
     config = read_config(checkpoint.path, checkpoint.config, trust_remote_code=trust)
     check_cacheable(config, checkpoint.config)
-    check_against_weights(config, checkpoint, trust_remote_code=trust)
-    forget_cache_quantization(config)
+    forget_quantization(config, layout)
+    shapes = {} if is_quantized(config) else weight_shapes(checkpoint, layout)
+    check_against_weights(config, checkpoint, shapes, trust_remote_code=trust)
     return config
 
 
@@ -75,12 +97,16 @@ def model_positions(config: PreTrainedConfig) -> int | None:
 
 
 def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
-    """Load the model; refuse it if a weight is not in the checkpoint."""
+    """Load the model, with weights that are decoded; refuse it if one is not in the checkpoint."""
     device_map: str | dict[str, int] = "cpu"
     if uses_gpu(recipe):
         # one of several processes has a GPU of its own; one alone has them all
         alone = not torch.distributed.is_initialized()
         device_map = "auto" if alone else {"": torch.cuda.current_device()}
+    if find_layout(checkpoint):
+        sources = weight_sources(checkpoint, config, recipe)
+        pending = {name: Pending(source) for name, source in sources.items()}
+        return load_from(pending, checkpoint, config, recipe, device_map)
     with loading(f"'{checkpoint.path}'"):
         model, info = auto_class(config).from_pretrained(
             checkpoint.path,
@@ -91,8 +117,66 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
             use_safetensors=True,
             output_loading_info=True,
         )
-    check_complete(checkpoint, info)
+    check_complete(checkpoint, info, checkpoint.entries.keys())
     return model.eval()
+
+
+def load_from(
+    weights: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    device_map: Any,
+) -> PreTrainedModel:
+    """Load the model from `weights`, by name, which transformers indexes when it needs them."""
+    generation = None
+    if (checkpoint.path / GENERATION_CONFIG_NAME).exists():
+        with loading(f"'{checkpoint.path / GENERATION_CONFIG_NAME}'"):
+            generation = GenerationConfig.from_pretrained(checkpoint.path)
+    with loading(f"'{checkpoint.path}'"):
+        model_class = type(build_on_meta(config, trust_remote_code=recipe.trust_remote_code))
+        if not isinstance(config, model_class.config_class):
+            config = config.get_text_config(decoder=True)
+        model, info = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=weights,
+            dtype=requested_dtype(recipe),
+            device_map=device_map,
+            generation_config=generation,
+            output_loading_info=True,
+        )
+    check_complete(checkpoint, info, weights)
+    return model.eval()
+
+
+def weight_sources(
+    checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe
+) -> Mapping[str, Source]:
+    """Every weight of the checkpoint, as a plain one would name it, to be read when needed."""
+    layout = find_layout(checkpoint)
+    if layout is None:
+        return stored_tensors(checkpoint)
+    wanted = requested_dtype(recipe)
+    # as transformers resolves `auto`
+    dtype = wanted if isinstance(wanted, torch.dtype) else config.dtype
+    return DequantizedWeights(checkpoint, layout, dtype)
+
+
+class Pending:
+    """A weight that is read when transformers takes its elements."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.dtype = source.dtype
+        self.memory: Tensor | None = None
+
+    def is_floating_point(self) -> bool:
+        """Whether its type may be the model's."""
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, index: object) -> Tensor:
+        return self._source.read(self.memory)
 
 
 @contextmanager
@@ -102,9 +186,12 @@ def loading(what: str) -> Iterator[None]:
         yield
 
 
-def check_complete(checkpoint: Checkpoint, info: dict[str, Any]) -> None:
-    """Check transformers' loading info: no weight was initialised at random, no scale left over."""
-    check_left_over(checkpoint, info["unexpected_keys"])
+def check_complete(checkpoint: Checkpoint, info: dict[str, Any], names: Collection[str]) -> None:
+    """Check transformers' loading info: no weight was initialised at random, no scale left over.
+
+    `names` are those of the weights that it was given.
+    """
+    check_left_over(checkpoint, info["unexpected_keys"], names)
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(

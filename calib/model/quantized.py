@@ -1,17 +1,22 @@
 """Weights that are codes, not numbers: found by config, type and name, refused unless decoded.
 
-transformers loads codes as if they were weights where it does not know the `quant_method`.
+Those of `layouts` are decoded here, others by transformers, which loads codes as if they were
+weights where it does not know the `quant_method`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint, quantization_configs
+from calib.model.dequantized import coded_weights, spent_names
+from calib.model.layouts import LAYOUTS
+from calib.model.layouts.coded import ADVICE, Layout, LayoutError
 from calib.scalefiles.file_names import MODELOPT_FILE
+from calib.scalefiles.header import read_values
 from calib.scalefiles.json import read_object
 from calib.scalefiles.names import is_of_cache
 
@@ -29,7 +34,6 @@ _SCALE_OR_CODE = re.compile(
     r"|qweight|qzeros|g_idx|weight_(?:packed|shape|format)|SCB|W_q|codes|codebooks"
     r"|(?:nested_)?(?:absmax|quant_map)|quant_state\..+|_data|_scale)$"
 )
-_ADVICE = "which nothing here can read; give the model it was made from"
 
 
 def leaves_weights(quantization: dict[str, Any]) -> bool:
@@ -53,48 +57,81 @@ def is_of_attention(group: Any) -> bool:
     return bool(targets) and all(str(target).endswith("Attention") for target in targets)
 
 
-def check_readable(checkpoint: Checkpoint) -> None:
-    """Check that the weights are numbers, or announced codes that transformers decodes."""
-    decoded = False
+def find_layout(checkpoint: Checkpoint) -> Layout | None:
+    """How the weights are stored as codes; None: they are numbers, or transformers decodes them.
+
+    Refuses what neither reads, and files that do not hold what their config says.
+    """
+    found, decoded = {}, False
     for place, says in _configs(checkpoint):
         if leaves_weights(says):
             continue
-        if place not in _READ or not _is_known(says):
-            method = says.get("quant_method")
-            how = f"quantised by '{method}'" if method else "quantised, without a quant_method"
-            raise InputError(f"the weights of '{checkpoint.path}' are {how} ({place}), {_ADVICE}")
-        decoded = True
+        if layout := _layout(checkpoint, place, says):
+            found[place] = layout
+        elif place in _READ and _is_known(says):
+            decoded = True
+        else:
+            raise InputError(f"{_quantised(checkpoint, place, says)}, {ADVICE}")
+    layouts = [*found.values()]
+    if any(other != layouts[0] for other in layouts) or (layouts and decoded):
+        raise InputError(
+            f"the weights of '{checkpoint.path}' are quantised in one way by {next(iter(found))} "
+            "and in another by a second config; take away whichever is not the model's"
+        )
+    spent = spent_names(coded_weights(checkpoint, layouts[0])) if layouts else set()
     if not decoded:
-        _check_numbers(checkpoint)
+        _check_numbers(checkpoint, spent)
+    return layouts[0] if layouts else None
 
 
-def check_left_over(checkpoint: Checkpoint, names: Iterable[str]) -> None:
+def quantization_notes(checkpoint: Checkpoint) -> list[str]:
+    """One line on how quantised weights were measured; none where they are numbers."""
+    layout = find_layout(checkpoint)
+    if layout is None:
+        return []
+    return [
+        f"the weights are quantised ({layout.label}): they were dequantised for measuring, and "
+        "activations were not quantised"
+    ]
+
+
+def check_left_over(checkpoint: Checkpoint, names: Iterable[str], weights: Collection[str]) -> None:
     """Refuse tensors that the loader left over although they change a weight that it loaded.
 
-    Those are named like a scale or a code, or belong to a matrix, as a bias does.
+    Those are named like a scale or a code, or belong to a matrix, as a bias does. `weights` are
+    the names of all that it was given.
     """
-    left = {*names}
+    left = {name for name in names if not _is_zero_bias(checkpoint, name)}
     for name in sorted(name for name in left if not is_of_cache(name)):
         if _SCALE_OR_CODE.search(name):
             raise InputError(
                 f"'{checkpoint.path}' holds quantised weights: the loader has no use for "
-                f"'{name}', {_ADVICE}"
+                f"'{name}', {ADVICE}"
             )
         parts = name.split(".")
         owners = {".".join([*parts[:n], "weight"]) for n in range(1, len(parts))} - {name}
-        if owners & (checkpoint.weight_map.keys() - left):
+        if owners & ({*weights} - left):
             raise InputError(
                 f"'{checkpoint.path}' holds '{name}', which its config.json does not use: K and V "
                 "would not be the model's; mend the config, or merge adapters into the weights"
             )
 
 
-def forget_cache_quantization(config: PreTrainedConfig) -> None:
-    """Drop quantization configs that quantise no weights, such as those of our own outputs."""
+def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+    # AutoGPTQ gave every layer a bias, whether the model has one or not
+    coded = f"{name.removesuffix('.bias')}.qweight" in checkpoint.entries
+    if not name.endswith(".bias") or not coded or name not in checkpoint.entries:
+        return False
+    path, entry = checkpoint.path / checkpoint.weight_map[name], checkpoint.entries[name]
+    return not any(read_values(path, entry))
+
+
+def forget_quantization(config: PreTrainedConfig, layout: Layout | None) -> None:
+    """Drop quantization configs that quantise no weights, and those whose `layout` is read here."""
     for part in (config, config.get_text_config(decoder=True)):
         says = getattr(part, "quantization_config", None)
-        if isinstance(says, dict) and leaves_weights(says):
-            del part.quantization_config
+        if layout or (isinstance(says, dict) and leaves_weights(says)):
+            part.__dict__.pop("quantization_config", None)
 
 
 def is_quantized(config: PreTrainedConfig) -> bool:
@@ -112,6 +149,25 @@ def _configs(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
         yield MODELOPT_FILE, {"quant_method": "modelopt", **read_object(file)}
 
 
+def _layout(checkpoint: Checkpoint, place: str, says: dict[str, Any]) -> Layout | None:
+    method = says.get("quant_method")
+    if not isinstance(method, str) or method not in LAYOUTS:
+        return None
+    if place == "compression_config" and method != "compressed-tensors":
+        return None
+    try:
+        return LAYOUTS[method](says)
+    except LayoutError as error:
+        reason = " ".join(str(error).split())[:1000]
+        raise InputError(f"{_quantised(checkpoint, place, says)}: {reason}") from None
+
+
+def _quantised(checkpoint: Checkpoint, place: str, says: dict[str, Any]) -> str:
+    method = says.get("quant_method")
+    how = f"quantised by '{method}'" if method else "quantised, without a quant_method"
+    return f"the weights of '{checkpoint.path}' are {how} ({place})"
+
+
 def _is_known(says: dict[str, Any]) -> bool:
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
@@ -120,12 +176,13 @@ def _is_known(says: dict[str, Any]) -> bool:
     return str(says.get("quant_method")) in AUTO_QUANTIZATION_CONFIG_MAPPING
 
 
-def _check_numbers(checkpoint: Checkpoint) -> None:
-    for name, entry in checkpoint.entries.items():
+def _check_numbers(checkpoint: Checkpoint, spent: Collection[str]) -> None:
+    for name in sorted(checkpoint.entries.keys() - spent):
+        entry = checkpoint.entries[name]
         integer = entry.dtype == "BOOL" or entry.dtype.startswith(("I", "U"))
         harmless = is_of_cache(name) or (integer and not _WEIGHT.search(name))
         if entry.dtype not in _FLOATS and not harmless:
             raise InputError(
                 f"'{checkpoint.path / checkpoint.weight_map[name]}' holds '{name}' as "
-                f"{entry.dtype}, and no config says how to decode it, {_ADVICE}"
+                f"{entry.dtype}, and no config says how to decode it, {ADVICE}"
             )

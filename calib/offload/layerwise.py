@@ -15,6 +15,7 @@ from calib.errors import InputError
 from calib.measure import loop
 from calib.measure.accumulate import RunningLayer
 from calib.model.checkpoint import Checkpoint
+from calib.model.load import weight_sources
 from calib.offload.hidden import HiddenStates, form_of
 from calib.offload.memory import (
     MemoryPlan,
@@ -28,7 +29,7 @@ from calib.offload.probe import Layout, probe_layers, random_bytes
 from calib.offload.replay import Output, Replay, replaying
 from calib.offload.skeleton import execution_device
 from calib.offload.stages import Stages, plan_stages
-from calib.offload.weights import LayerWeights, WeightLoader, stored_tensors
+from calib.offload.weights import LayerWeights, WeightLoader
 from calib.progress import Progress, library_bars_hidden
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats
@@ -75,8 +76,8 @@ def open_layers(model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe) 
         )
     layout = probe_layers(model, device)
     mapping = get_model_conversion_mapping(model)
-    stored = stored_tensors(checkpoint)
-    stages = plan_stages(model, layout.layers, layout.unused, stored, mapping)
+    sources = weight_sources(checkpoint, model.config, recipe)
+    stages = plan_stages(model, layout.layers, layout.unused, sources, mapping)
     return LayerwiseModel(model, device, layout, stages, WeightLoader(model, mapping, device))
 
 

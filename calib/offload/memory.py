@@ -15,8 +15,8 @@ from calib.data import Batch
 from calib.errors import InputError
 from calib.measure.attention import AttentionMap
 from calib.model.checkpoint import Checkpoint
-from calib.model.load import requested_dtype, uses_gpu
-from calib.model.quantized import is_quantized
+from calib.model.load import requested_dtype, uses_gpu, weight_sources
+from calib.model.quantized import find_layout, is_quantized
 from calib.offload.stages import Stages
 from calib.recipe import Recipe
 from calib.scales.derive import recipe_observer
@@ -65,6 +65,8 @@ def memory_limit(recipe: Recipe) -> int:
 
 
 def _weight_bytes(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> int:
+    if find_layout(checkpoint):
+        return sum(source.nbytes for source in weight_sources(checkpoint, config, recipe).values())
     stored = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)
     wanted, held = requested_dtype(recipe), config.dtype
     if not isinstance(wanted, torch.dtype) or not isinstance(held, torch.dtype) or wanted == held:

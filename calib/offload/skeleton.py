@@ -10,10 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
-from calib.model.config import build_on_meta
-from calib.model.load import check_complete, loading, requested_dtype, uses_gpu
+from calib.model.dequantized import Source
+from calib.model.load import load_from, uses_gpu, weight_sources
 from calib.model.quantized import is_quantized
-from calib.offload.weights import StoredTensor, stored_tensors
 from calib.recipe import Recipe
 
 
@@ -26,24 +25,13 @@ def load_skeleton(
     """
     if is_quantized(config):
         raise InputError(
-            f"the weights of '{checkpoint.path}' are quantised, and only plain ones can be read "
-            "layer by layer; use --offload none, or calibrate the model it was made from"
+            f"the weights of '{checkpoint.path}' are quantised in a way that only transformers "
+            "reads, and not layer by layer; use --offload none, or calibrate the model it was "
+            "made from"
         )
-    promises = {name: _Promise(tensor) for name, tensor in stored_tensors(checkpoint).items()}
-    with loading(f"'{checkpoint.path}'"):
-        model_class = type(build_on_meta(config, trust_remote_code=recipe.trust_remote_code))
-        if not isinstance(config, model_class.config_class):
-            config = config.get_text_config(decoder=True)
-        model, info = model_class.from_pretrained(
-            None,
-            config=config,
-            state_dict=promises,
-            dtype=requested_dtype(recipe),
-            device_map={"": execution_device(recipe)},
-            output_loading_info=True,
-        )
-    check_complete(checkpoint, info)
-    return model.eval()
+    sources = weight_sources(checkpoint, config, recipe)
+    promises = {name: _Promise(source) for name, source in sources.items()}
+    return load_from(promises, checkpoint, config, recipe, {"": execution_device(recipe)})
 
 
 def execution_device(recipe: Recipe) -> torch.device:
@@ -58,9 +46,9 @@ class _Promise:
     A meta tensor itself cannot be moved to the CPU, where the computed buffers shall be.
     """
 
-    def __init__(self, stored: StoredTensor) -> None:
-        self.dtype = stored.dtype
-        self._shape = stored.shape
+    def __init__(self, source: Source) -> None:
+        self.dtype = source.dtype
+        self._shape = source.shape
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point

@@ -14,8 +14,9 @@ from transformers.core_model_loading import (
 )
 
 from calib.errors import UnsupportedModelError
+from calib.model.dequantized import Source
 from calib.offload.replay import embeddings_of
-from calib.offload.weights import Stage, StoredTensor
+from calib.offload.weights import Stage
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ def plan_stages(
     model: PreTrainedModel,
     layers: list[nn.Module],
     unused: Iterable[nn.Module],
-    stored: Mapping[str, StoredTensor],
+    stored: Mapping[str, Source],
     mapping: list[Any],
 ) -> Stages:
     """Assign every tensor that `layers` of the decoder need to a stage; `unused` ones are not run.
 
-    `stored` holds the tensors of the checkpoint, `mapping` transformers' conversions of them.
+    `stored` holds the weights of the checkpoint, `mapping` transformers' conversions of them.
     Stages must share no weight.
     """
     stages = Stages(Stage(), Stage(), [Stage() for _ in layers])
@@ -85,7 +86,7 @@ def _owner(name: str, owners: Mapping[str, Stage | None]) -> Stage | None:
 
 
 def _targets(
-    model: PreTrainedModel, stored: Mapping[str, StoredTensor], mapping: list[Any]
+    model: PreTrainedModel, stored: Mapping[str, Source], mapping: list[Any]
 ) -> Iterable[tuple[str, str, bool]]:
     """Yield (name in the checkpoint, name in the model, whether it is converted)."""
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]

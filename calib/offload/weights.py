@@ -1,15 +1,10 @@
-"""Weights, read from the checkpoint when they are needed and dropped after use.
+"""Weights, read from the checkpoint when they are needed and dropped after use."""
 
-Files are read, not mapped: mapped pages count as resident memory for as long as a file stays open.
-"""
-
-import os
+import heapq
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,78 +13,12 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
-from calib.errors import InputError, UnsupportedModelError
-from calib.model.checkpoint import Checkpoint
+from calib.errors import UnsupportedModelError
+from calib.model.dequantized import Source
+from calib.model.load import Pending
 
-_ALIGNMENT = 64
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-}
-
-
-@dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a safetensors file."""
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int  # of its first byte in the file
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its values."""
-        return prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def room(self) -> int:
-        """Bytes that reading it needs."""
-        return self.nbytes + _ALIGNMENT
-
-    def read(self, memory: Tensor | None = None) -> Tensor:
-        """Return the tensor, in `memory` [room] uint8 where given."""
-        memory = torch.empty(self.room, dtype=torch.uint8) if memory is None else memory
-        # where it would lie in a mapped file: rounding in some CPU kernels depends on alignment
-        place = self.offset if self.offset % self.dtype.itemsize == 0 else 0
-        start = (place - memory.data_ptr()) % _ALIGNMENT
-        piece = memory[start : start + self.nbytes]
-        _read_into(piece.numpy().data, self.path, self.offset)
-        return piece.view(self.dtype).view(self.shape)
-
-
-def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
-    """Every tensor of the files, by its name in the checkpoint."""
-    found = {}
-    for name, entry in checkpoint.entries.items():
-        path = checkpoint.path / checkpoint.weight_map[name]
-        if entry.dtype not in _DTYPES:
-            raise InputError(
-                f"'{path}' holds '{name}' as {entry.dtype}, which cannot be read layer by layer; "
-                "use --offload none"
-            )
-        found[name] = StoredTensor(path, _DTYPES[entry.dtype], entry.shape, entry.begin)
-    return found
-
-
-def _read_into(memory: memoryview, path: Path, offset: int) -> None:
-    with path.open("rb", buffering=0) as file:
-        while memory.nbytes:
-            # one call reads at most 2 GiB, and lets other threads run meanwhile
-            count = os.preadv(file.fileno(), [memory], offset)
-            if not count:
-                raise InputError(f"'{path}' ends early; download the model again")
-            memory, offset = memory[count:], offset + count
+# threads with which transformers loads
+_READ_AT_ONCE = 4
 
 
 @dataclass(frozen=True)
@@ -97,8 +26,8 @@ class Stage:
     """Weights that come and go together."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)  # name in the model -> meta tensor
-    sources: dict[str, StoredTensor] = field(default_factory=dict)  # by name in the checkpoint
-    unchanged: set[str] = field(default_factory=set)  # sources that are weights as they are stored
+    sources: dict[str, Source] = field(default_factory=dict)  # by name in the checkpoint
+    unchanged: set[str] = field(default_factory=set)  # sources that are weights as they are read
 
     @property
     def nbytes(self) -> int:
@@ -107,7 +36,7 @@ class Stage:
 
     @property
     def slab_bytes(self) -> int:
-        """Bytes of the stored tensors that become weights without conversion."""
+        """Bytes of the sources that become weights without conversion."""
         return sum(self.sources[name].room for name in self.unchanged)
 
     @property
@@ -117,8 +46,13 @@ class Stage:
 
     @property
     def converted_bytes(self) -> int:
-        """Bytes of the sources that transformers converts to new tensors."""
-        return sum(s.nbytes for name, s in self.sources.items() if name not in self.unchanged)
+        """Bytes of the sources that transformers converts to new tensors, and of decoding."""
+        converted = sum(s.nbytes for name, s in self.sources.items() if name not in self.unchanged)
+        return converted + sum(heapq.nlargest(_READ_AT_ONCE, self._decoding_bytes))
+
+    @property
+    def _decoding_bytes(self) -> list[int]:
+        return [source.decoding_bytes for source in self.sources.values()]
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -138,7 +72,7 @@ class WeightLoader:
 
     def load(self, stage: Stage, slab: Tensor | None = None) -> None:
         """Read the weights of `stage`; unconverted ones go into `slab` if given."""
-        pending = {name: _Pending(source) for name, source in stage.sources.items()}
+        pending = {name: Pending(source) for name, source in stage.sources.items()}
         if slab is not None:
             start = 0
             for name in stage.unchanged:
@@ -172,17 +106,6 @@ class WeightLoader:
                     "stored tensors; use --offload none"
                 )
             replace_tensor(self._model, name, loaded[id(meta)])
-
-
-class _Pending:
-    """A stored tensor that is read when transformers takes its elements."""
-
-    def __init__(self, source: StoredTensor) -> None:
-        self._source = source
-        self.memory: Tensor | None = None
-
-    def __getitem__(self, index: object) -> Tensor:
-        return self._source.read(self.memory)
 
 
 class LayerWeights:

@@ -22,6 +22,7 @@ from calib.measure.attention import observe_qkv
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model
+from calib.model.quantized import find_layout
 from calib.output.checkpoint_directory import check_output, copy_small_files, write_json
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe, load_recipe
@@ -90,6 +91,11 @@ def stress(
         raise InputError(
             f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
             "quantised weights cannot be multiplied exactly"
+        )
+    if find_layout(checkpoint):
+        raise InputError(
+            f"the weights of '{checkpoint.path}' are quantised, so they cannot be multiplied "
+            "exactly; give the model it was made from"
         )
     with atomic_directory(output, overwrite=overwrite) as scratch:
         before = _observe(checkpoint, recipe)

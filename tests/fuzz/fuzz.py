@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of everything that reads files of others.
 
-fuzz.py                    every target, five million inputs in all
+fuzz.py                    every target, six million inputs in all
 fuzz.py TARGET [-runs=N]   one of them, with libFuzzer's flags
 
 A target fails on any exception but the one that users see as one line, and on any input that takes
@@ -10,15 +10,22 @@ longer than libFuzzer's -timeout.
 import subprocess
 import sys
 import tempfile
+from json import dumps as json_text
+from math import prod
 from pathlib import Path
 
 import atheris
+import torch
 
 with atheris.instrument_imports(include=["calib"]):
     from calib.errors import Fp8kvError
+    from calib.model.dequantized import naming
+    from calib.model.layouts import LAYOUTS
+    from calib.model.layouts.coded import Module
+    from calib.model.stored import DTYPES
     from calib.recipe import load_recipe
     from calib.scalefiles.folder import open_scales, read_scales_json
-    from calib.scalefiles.header import read_header, read_values
+    from calib.scalefiles.header import Entry, read_header, read_values
     from calib.scalefiles.json import parse_object
     from calib.scalefiles.names import parse_scale_name
     from calib.scalefiles.reading import read_scales
@@ -84,6 +91,40 @@ def recipe(data: bytes) -> None:
     load_recipe(str(path))
 
 
+def layouts(data: bytes) -> None:
+    """A quantization_config, and the types and shapes of a module's tensors, filled with bytes."""
+    config, _, rest = data.partition(b"\n\n")
+    says, shapes = parse_object(config, "it"), parse_object(rest, "them")
+    read = LAYOUTS.get(str(says.get("quant_method")))
+    entries = {part: entry for part, text in shapes.items() if (entry := _entry(text))}
+    if read is None:
+        return
+    with naming(SCRATCH):
+        for weight in read(says).weights(Module("m", entries)):
+            if prod(weight.shape) <= 1 << 16:
+                parts = {part: name.partition(".")[2] for part, name in weight.parts.items()}
+                tensors = {part: _filled(entries[name], data) for part, name in parts.items()}
+                weight.decode(tensors, torch.empty(weight.shape))
+
+
+def _entry(text: object) -> Entry | None:
+    """`F32 4 8` is a matrix; nothing larger than 64 KiB."""
+    dtype, *sizes = str(text).split() or [""]
+    if dtype not in DTYPES or not all(size.isascii() and size.isdecimal() for size in sizes):
+        return None
+    shape = tuple(int(size[:6]) for size in sizes)
+    return Entry(dtype, shape, 0, 0) if prod(shape) <= 1 << 13 else None
+
+
+def _filled(entry: Entry, data: bytes) -> torch.Tensor:
+    dtype = DTYPES[entry.dtype]
+    size = entry.size * dtype.itemsize
+    values = bytearray((data * (size // len(data) + 1))[:size])
+    if dtype == torch.bool or not size:
+        return torch.zeros(entry.shape, dtype=dtype)
+    return torch.frombuffer(values, dtype=dtype).view(entry.shape)
+
+
 ENTRY = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
 SCALES = b'{"model.layers.0.self_attn.k_scale":%s,"__metadata__":{"format":"pt"}}' % ENTRY
 FACTORS = (
@@ -97,6 +138,62 @@ CONFIG = (
 WEIGHT = (
     b'"model.layers.0.self_attn.k_proj.weight":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}'
 )
+_FLOAT = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+_INT = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
+_GPTQ = {"qweight": "I32 8 32", "qzeros": "I32 2 4", "scales": "F16 2 32", "g_idx": "I32 64"}
+_NVFP4 = {"weight": "U8 8 16", "weight_scale": "F8_E4M3 8 2", "weight_scale_2": "F32"}
+
+
+def _compressed(form: str, weights: dict) -> dict:
+    groups = {"g": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+
+
+# configs, and the tensors of a module that fits each
+CODED = [
+    ({"quant_method": "gptq", "bits": 4, "group_size": 32}, _GPTQ),
+    (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "packing_format": "auto_round"},
+        _GPTQ,
+    ),
+    (
+        {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"},
+        {"qweight": "I32 64 4", "qzeros": "I32 2 4", "scales": "F16 2 32"},
+    ),
+    (
+        {"quant_method": "fp8", "weight_block_size": [16, 16]},
+        {"weight": "F8_E4M3 32 32", "weight_scale_inv": "F32 2 2"},
+    ),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, _NVFP4),
+    (
+        {"quant_method": "mxfp4"},
+        {"down_proj_blocks": "U8 2 4 1 16", "down_proj_scales": "U8 2 4 1"},
+    ),
+    (
+        {
+            "quant_method": "quark",
+            "global_quant_config": {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_channel"}},
+        },
+        {"weight": "F8_E4M3 8 8", "weight_scale": "F32 8"},
+    ),
+    (
+        _compressed("pack-quantized", _INT),
+        {
+            "weight_packed": "I32 32 8",
+            "weight_scale": "F32 32 2",
+            "weight_zero_point": "I32 4 2",
+            "weight_shape": "I64 2",
+        },
+    ),
+    (
+        _compressed("nvfp4-pack-quantized", _FLOAT),
+        {
+            "weight_packed": "U8 8 16",
+            "weight_scale": "F8_E4M3 8 2",
+            "weight_global_scale": "F32 1",
+        },
+    ),
+]
 # what mutation starts from: random bytes alone would never be JSON
 SEEDS = {
     "header": [len(SCALES).to_bytes(8, "little") + SCALES + bytes(4)],
@@ -107,6 +204,7 @@ SEEDS = {
     "names": [b"model.layers.0.self_attn.k_scale", b"h.1.attn.v_proj.output_scale"],
     "scales_json": [FACTORS],
     "directory": [CONFIG + b"\n\n" + SCALES[:-1] + b"," + WEIGHT + b"}" + bytes(8)],
+    "layouts": [f"{json_text(says)}\n\n{json_text(parts)}".encode() for says, parts in CODED],
     "recipe": [b"strategy: attn_head\ndata: {samples: 4, seq_len: 8}\nobserver: {name: mse}\n"],
 }
 # target -> inputs
@@ -117,6 +215,7 @@ RUNS = {
     names: 850_000,
     scales_json: 500_000,
     directory: 100_000,
+    layouts: 1_000_000,
     recipe: 50_000,
 }
 

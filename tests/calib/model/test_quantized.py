@@ -8,7 +8,6 @@ import torch
 from command_line import SMALL, calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model, tiny_vision_language_model
 from quantized_models import (
-    HF_QUANT_CONFIG,
     KV_SCHEME,
     MODELOPT,
     block_fp8,
@@ -26,6 +25,7 @@ from calib.recipe import load_recipe
 from calib.scales.stats_file import load_stats
 
 RECIPE = load_recipe(None, {"device": "cpu"})
+W4A8 = {**MODELOPT, "quant_algo": "W4A8_AWQ"}
 GOLDEN = Path(__file__).parents[2] / "golden"
 
 
@@ -54,8 +54,14 @@ def refuse(directory, message):
     ids=["calibrate", "layerwise", "eval", "generate", "stress"],
 )
 @pytest.mark.parametrize("config", [True, False], ids=["config", "hf_quant_config"])
-def test_modelopt_fp8_is_refused_by_every_command(command, config, tiny_directory, tmp_path):
-    modelopt(tiny_directory, config=config)
+def test_what_nothing_here_reads_is_refused_by_every_command(
+    command, config, tiny_directory, tmp_path
+):
+    modelopt(tiny_directory, config=config, document=not config)
+    if config:
+        edit_json(tiny_directory / "config.json", quantization_config=W4A8)
+    else:
+        edit_json(tiny_directory / "hf_quant_config.json", quantization=W4A8)
     name, *rest = [str(tmp_path / "out") if word == "OUT" else word for word in command]
     done = fp8kv(name, tiny_directory, *rest)
     said = "quantization_config" if config else "hf_quant_config.json"
@@ -63,11 +69,19 @@ def test_modelopt_fp8_is_refused_by_every_command(command, config, tiny_director
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("config", [True, False], ids=["config", "hf_quant_config"])
+def test_a_twin_is_not_made_of_quantised_weights(config, tiny_directory, tmp_path):
+    modelopt(tiny_directory, config=config)
+    done = fp8kv("stress", tiny_directory, "-o", tmp_path / "out")
+    one_line_error(done, "give the model it was made from")
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "config",
     [
-        {"quantization_config": MODELOPT},
-        {"quantization_config": {"quant_method": "modelopt", **HF_QUANT_CONFIG}},
+        {"quantization_config": W4A8},
+        {"quantization_config": {"quant_method": "modelopt", "quantization": W4A8}},
         {"quantization_config": {**MODELOPT, "quant_method": "modelopt_fp4"}},
         {"quantization_config": {"quant_method": "petit"}},
         {"quantization_config": {"bits": 4}},
@@ -84,7 +98,7 @@ def test_quantisation_that_nothing_here_undoes(tiny_directory, config):
 def test_quantisation_inside_text_config(tmp_path):
     directory = save_model(tiny_vision_language_model(), tmp_path / "vlm")
     text = json.loads((directory / "config.json").read_text())["text_config"]
-    edit_json(directory / "config.json", text_config={**text, "quantization_config": MODELOPT})
+    edit_json(directory / "config.json", text_config={**text, "quantization_config": W4A8})
     refuse(directory, r"modelopt.*text_config.quantization_config")
 
 
@@ -133,11 +147,17 @@ def test_other_tensors_that_are_left_over_do_no_harm(tiny_directory):
         load(tiny_directory, loader)
 
 
-def test_block_fp8_is_dequantised_in_memory(tiny_directory, tiny_llama):
+def test_block_fp8_is_dequantised(tiny_directory, tiny_llama):
     loaded = load(block_fp8(tiny_directory)).state_dict()
     for name, tensor in tiny_llama.state_dict().items():
         # the dequantised weights are bfloat16 of values with 3 bits of mantissa
         assert torch.allclose(loaded[name].float(), tensor, rtol=2**-3, atol=2**-10), name
+    load(tiny_directory, load_skeleton)
+
+
+def test_what_transformers_alone_decodes_is_not_read_layer_by_layer(tiny_directory):
+    says = {"quant_method": "hqq"}
+    edit_json(tiny_directory / "config.json", quantization_config=says)
     with pytest.raises(InputError, match=r"are quantised.*--offload none"):
         load(tiny_directory, load_skeleton)
 
@@ -188,10 +208,6 @@ def test_a_transform_of_the_weights_is_not_forgotten(tiny_directory):
 
 @pytest.mark.parametrize("case", sorted(GOLDEN.glob("*-*/*")), ids=lambda path: path.name)
 def test_real_outputs_of_other_tools(case):
-    if "auto-round" in str(case):
-        return refuse(case, "compressed-tensors>=|are quantised")  # a package that is not there
-    if "fp8" in case.name:
-        return refuse(case, r"quantised by 'modelopt' \(quantization_config\)")
     for loader in (load_model, load_skeleton):
         load(case, loader)
 

@@ -10,7 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.measure.attention import AttentionMap
-from calib.offload import probe, weights
+from calib.model import stored
+from calib.offload import probe
 from calib.offload.probe import random_bytes, random_weights
 from calib.offload.replay import replaying
 from calib.offload.stages import plan_stages
@@ -20,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def _reads_nothing(monkeypatch):
-    monkeypatch.setattr(weights.StoredTensor, "read", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr(stored.StoredTensor, "read", lambda *_: pytest.fail("a weight was read"))
 
 
 def skeleton(saved):
@@ -76,7 +77,7 @@ def test_weights_shared_between_layers_are_refused(llama):
 def test_quantised_weights_are_refused(llama):
     path = llama.path / "config.json"
     config = json.loads(path.read_text())
-    path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "hqq"}}))
     with pytest.raises(InputError, match=r"are quantised.*--offload none"):
         llama.open(llama.recipe())
 

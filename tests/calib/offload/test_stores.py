@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 from calib.errors import InputError
 from calib.model.checkpoint import open_checkpoint
 from calib.model.find import find_checkpoint
+from calib.model.stored import stored_tensors
 from calib.offload.hidden import HiddenStates, form_of, nbytes
-from calib.offload.weights import stored_tensors
 
 CPU = torch.device("cpu")
 TENSORS = {
@@ -65,10 +65,10 @@ def test_an_unusual_dtype_is_an_error_of_one_line(checkpoint):
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + length])
-    header["f"]["dtype"] = "F8_E8M0"
+    header["b"]["dtype"] = "U16"
     changed = json.dumps(header).encode()
     path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
-    with pytest.raises(InputError, match=r"holds 'f' as F8_E8M0.*--offload none"):
+    with pytest.raises(InputError, match=r"holds 'b' as U16.*--offload none"):
         stored_tensors(open_checkpoint(checkpoint.path))
 
 

@@ -1,0 +1,140 @@
+"""Quantised weights, read as the numbers that they stand for, one at a time."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from calib.errors import InputError
+from calib.model.checkpoint import Checkpoint
+from calib.model.layouts.coded import CHUNK, CodedWeight, Layout, LayoutError, Module
+from calib.model.stored import ALIGNMENT, StoredTensor, aligned, stored_tensors
+from calib.scalefiles.header import Entry
+
+# int64 indices, float32 values, codes and zero points of a chunk
+_CHUNK_BYTES = CHUNK * 32
+
+
+@dataclass(frozen=True)
+class DequantizedTensor:
+    """A weight that is decoded when it is read."""
+
+    path: Path  # of the checkpoint
+    coded: CodedWeight
+    stored: Mapping[str, StoredTensor]  # by the names that decoding gives them
+    dtype: torch.dtype  # to decode to
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weight."""
+        return self.coded.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def decoding_bytes(self) -> int:
+        """Bytes that reading it takes beside its values: of the codes, and of a chunk of values."""
+        return sum(tensor.room for tensor in self.stored.values()) + _CHUNK_BYTES
+
+    @property
+    def room(self) -> int:
+        """Bytes of memory that `read` wants."""
+        return self.nbytes + ALIGNMENT
+
+    def read(self, memory: Tensor | None = None) -> Tensor:
+        """Return the weight, in `memory` [room] uint8 where given; InputError if not finite."""
+        memory = torch.empty(self.room, dtype=torch.uint8) if memory is None else memory
+        weight = aligned(memory, self.nbytes).view(self.dtype).view(self.shape)
+        tensors = {part: tensor.read() for part, tensor in self.stored.items()}
+        with naming(self.path):
+            return self.coded.decode(tensors, weight)
+
+
+Source = StoredTensor | DequantizedTensor
+
+
+class DequantizedWeights(Mapping[str, Source]):
+    """What an unquantised checkpoint of the model would hold, by name; `read` gives a tensor.
+
+    Codes come in `dtype`, None being that of the first float stored as it is, and all else as it
+    is. InputError, before any value is read, where the files are not what `layout` says.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, layout: Layout, dtype: torch.dtype | None) -> None:
+        coded = coded_weights(checkpoint, layout)
+        stored, spent = stored_tensors(checkpoint), spent_names(coded)
+        plain = {name: tensor for name, tensor in stored.items() if name not in spent}
+        floats = (t.dtype for t in plain.values() if t.dtype.is_floating_point)
+        dtype = dtype or next(floats, torch.bfloat16)
+        made = {weight.name: self._made(checkpoint, weight, stored, dtype) for weight in coded}
+        self._sources: dict[str, Source] = {**plain, **made}
+
+    @staticmethod
+    def _made(
+        checkpoint: Checkpoint,
+        coded: CodedWeight,
+        stored: Mapping[str, StoredTensor],
+        dtype: torch.dtype,
+    ) -> DequantizedTensor:
+        parts = {part: stored[name] for part, name in coded.parts.items()}
+        return DequantizedTensor(checkpoint.path, coded, parts, dtype)
+
+    def __getitem__(self, name: str) -> Source:
+        return self._sources[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+
+def coded_weights(checkpoint: Checkpoint, layout: Layout) -> list[CodedWeight]:
+    """The weights that are stored as codes; InputError where files and config do not agree.
+
+    Nothing but headers is read.
+    """
+    modules: dict[str, dict[str, Entry]] = {}
+    for name, entry in checkpoint.entries.items():
+        module, _, part = name.rpartition(".")
+        modules.setdefault(module, {})[part] = entry
+    with naming(checkpoint.path):
+        found = [w for name, parts in modules.items() for w in layout.weights(Module(name, parts))]
+        if not found:
+            raise LayoutError(f"its config says {layout.label}, and no file holds such codes")
+        spent = spent_names(found)
+        for weight in found:
+            if weight.name in checkpoint.entries.keys() - spent:
+                raise LayoutError(f"'{weight.name}' is there as it is, and as codes beside it")
+    return found
+
+
+def weight_shapes(checkpoint: Checkpoint, layout: Layout | None) -> dict[str, tuple[int, ...]]:
+    """The shape of every weight, by name; `layout` is that of those stored as codes."""
+    coded = coded_weights(checkpoint, layout) if layout else []
+    spent = spent_names(coded)
+    plain = {name: e.shape for name, e in checkpoint.entries.items() if name not in spent}
+    return {**plain, **{weight.name: weight.shape for weight in coded}}
+
+
+def spent_names(coded: list[CodedWeight]) -> set[str]:
+    """Names of the stored tensors that weights are made of, or that say nothing of weights."""
+    return {name for weight in coded for name in (*weight.parts.values(), *weight.also)}
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Say in a LayoutError whose weights cannot be read."""
+    try:
+        yield
+    except LayoutError as error:
+        # names come from files, and may be of any length and several lines
+        reason = " ".join(str(error).split())[:1000]
+        raise InputError(f"the weights of '{path}' are quantised: {reason}") from None
