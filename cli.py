@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import typer
 
+from calib.commands.apply import apply
 from calib.commands.bench import bench
 from calib.commands.calibrate import calibrate
 from calib.commands.compare import compare
@@ -29,7 +30,7 @@ app = typer.Typer(
 )
 app.command()(calibrate)
 app.command("eval")(evaluate)
-listed = (inspect, verify, convert, strip, repair, compare, plan, merge, generate, stress)
+listed = (inspect, verify, apply, convert, strip, repair, compare, plan, merge, generate, stress)
 for each in (*listed, bench, recipes, doctor):
     app.command()(each)
 

@@ -19,7 +19,7 @@ from calib.measure.resume import SavedProgress, progress_file
 from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.offload.layerwise import measure_layers
 from calib.output.card import dataset_facts
-from calib.output.finish import Destination, Result, finish
+from calib.output.finish import Destination, Result, default_output, finish
 from calib.output.in_place import check_in_place
 from calib.prepare import Prepared, check_before_loading, prepare
 from calib.progress import Progress
@@ -134,12 +134,6 @@ class _Run:
     def _lap(self, name: str) -> None:
         now = time.perf_counter()
         self.seconds[name], self._since = now - self._since, now
-
-
-def default_output(model_name: str, recipe: Recipe) -> Path:
-    """`./<model>-fp8kv-<strategy>`."""
-    base = Path(model_name.rstrip("/").removeprefix("builtin:")).name
-    return Path(f"{base}-fp8kv-{recipe.strategy}")
 
 
 def calibrate_share(

@@ -20,6 +20,7 @@ FLOORS = (
     {"recipe", "scalefiles"},
     {"model", "scales", "verify"},
     {"data", "export", "serving"},
+    {"marks"},
     {"measure", "output"},
     {"any_scales", "merge", "offload", "stress"},
     {"eval", "generate", "plan", "prepare", "rewrite"},

@@ -2,7 +2,7 @@
 
 import platform
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from calib.choices import FormatName, Strategy
 from calib.data import CalibrationData
 from calib.export import FORMATS
+from calib.marks.record import Marks
 from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.recipe import Recipe
 from calib.scalefiles.identity import summary
@@ -45,6 +46,20 @@ def calibration_report(
     }
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What scales were measured on: its marks, and what it is, where it is another checkpoint."""
+
+    marks: Marks | None
+    measured_on: dict[str, Any] = field(default_factory=dict)
+
+
+def origin_facts(origin: Origin) -> dict[str, Any]:
+    """The report's facts about the model that was measured."""
+    facts: dict[str, Any] = {"marks": origin.marks and origin.marks.to_json()}
+    return facts | ({"measured_on": origin.measured_on} if origin.measured_on else {})
+
+
 def dataset_facts(data: CalibrationData) -> dict[str, Any]:
     """The report's facts about the data."""
     return {
@@ -63,7 +78,9 @@ def versions() -> dict[str, str]:
 def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:
     """The README section of one output directory."""
     recipe, dataset = report["recipe"], report["dataset"]
-    about = (
+    origin = report.get("measured_on")
+    about = f", measured on {origin['model']} and not on this checkpoint" if origin else ""
+    about += (
         f", observer `{recipe['observer']['name']}`, {recipe['fp8_dtype']}; {dataset['tokens']} "
         f"tokens of {dataset['source']} in {dataset['samples']} samples. Made by fp8kv "
         f"{report['versions']['fp8kv']}."

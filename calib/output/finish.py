@@ -10,9 +10,10 @@ from calib.choices import FormatName
 from calib.errors import UnsupportedExportError
 from calib.export import FORMATS, Export, export
 from calib.export.compressed_tensors import find_quantization_config
+from calib.marks.taking import marks_or_none
 from calib.model.checkpoint import Checkpoint
 from calib.model.quantized import find_layout
-from calib.output.card import calibration_report, output_card
+from calib.output.card import Origin, calibration_report, origin_facts, output_card
 from calib.output.checkpoint_directory import write_checkpoint, write_json
 from calib.output.in_place import back_up, complete
 from calib.output.placing import OnCopied
@@ -71,6 +72,12 @@ class Result:
         }
 
 
+def default_output(model_name: str, recipe: Recipe) -> Path:
+    """`./<model>-fp8kv-<strategy>`."""
+    base = Path(model_name.rstrip("/").removeprefix("builtin:")).name
+    return Path(f"{base}-fp8kv-{recipe.strategy}")
+
+
 def make_exports(scales: KVScales, source: Checkpoint, recipe: Recipe) -> dict[FormatName, Export]:
     """Each of the recipe's formats, with all that it adds; refuses what one cannot hold."""
     options = recipe.export
@@ -101,10 +108,12 @@ def finish(
     warnings: Sequence[str] = (),
     *,
     threads: int | None,
+    origin: Origin | None = None,
 ) -> Result:
     """Derive the scales that `recipe` asks for and write them, all or nothing.
 
     `threads` computed on a CPU in each process; None: not known, or not the same in all runs.
+    `origin` is the model that was measured, where it is another than `model_name`.
     """
     scales = derive_scales(stats, recipe)
     exports = make_exports(scales, checkpoint, recipe)
@@ -113,6 +122,7 @@ def finish(
     warned = [*dict.fromkeys([*warnings, *warnings_for(stats, scales, recipe), *notes, *doubts])]
     layers = summarize(stats, scales)
     report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned, threads)
+    report |= origin_facts(origin or Origin(marks_or_none(checkpoint, stats.layers)))
     output, claim, backup = destination.path, destination.claim, None
     weights = "keep" if destination.in_place else recipe.export.weights
     parts = {name: name if len(exports) > 1 else "" for name in exports}

@@ -1,0 +1,56 @@
+"""`fp8kv apply`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from calib import choices
+from calib.commands.calibrate import print_result
+from calib.commands.flags import AsJson, Debug, Flag, Model, OutputFlag, Overwrite
+from calib.commands.running import command, print_json
+
+
+@command
+def apply(
+    calibration: Annotated[
+        Path, typer.Argument(metavar="OUTPUT", help="A calibration's output, or its statistics.")
+    ],
+    model: Model,
+    output: Annotated[
+        Path | None, Flag("Default: ./<model>-fp8kv-<strategy>.", "-o", "--output")
+    ] = None,
+    in_place: Annotated[
+        bool, OutputFlag("Add to the model's directory; back up what is replaced.", "--in-place")
+    ] = False,
+    format: Annotated[choices.FormatName, Flag("Format to write.")] = "vllm",
+    strategy: Annotated[
+        choices.Strategy | None, Flag("Which values share a scale. Default: as calibrated.")
+    ] = None,
+    base: Annotated[
+        str | None, Flag("The model that was calibrated, for outputs of older versions.")
+    ] = None,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Put a calibration's scales beside another checkpoint of its model, which is not run.
+
+    MODEL may be a quantised version. Refused unless its K and V are shown to be the same.
+    """
+    from calib.rewrite.apply import apply as apply_scales
+
+    result = apply_scales(
+        calibration,
+        model,
+        output,
+        in_place=in_place,
+        base=base,
+        format=format,
+        strategy=strategy,
+        overwrite=overwrite,
+    )
+    if as_json:
+        print_json(result.to_json())
+    else:
+        print_result(result)

@@ -1,0 +1,1 @@
+"""Marks of a checkpoint: few figures that tell whether another one computes the same K and V."""

@@ -1,0 +1,166 @@
+"""Whether the scales of one checkpoint fit another: its K and V must be the same, or it is refused.
+
+What quantisation changes in a weight is noise: it leaves a row's size as it was. A tool that moves
+factors between weights changes the size of rows, and with them the range of K or V.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from calib.errors import InputError
+from calib.marks.record import PROBES, Mark, Marks
+from calib.marks.taking import is_cached, is_embedding, norm_of
+
+# of vectors and embeddings: rounding to bfloat16 differs by 0.4 %
+_SAME = 0.01
+# relative error of a weight in so many bits at most, and a margin. A value of normally distributed
+# weights has 2.6 % (FP8), 1 % (INT8), 11 % (4 bits in groups of 128), 25 % (3 bits); factors moved
+# into a weight before it was quantised can triple the first two.
+_NOISE = {16: 0.02, 8: 0.15, 6: 0.2, 5: 0.25, 4: 0.35, 3: 0.5}
+# by which a row's size may differ beside its own noise: less than what scales may be off by
+_SLACK = 0.03
+_DEVIATIONS = 4
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """How far two checkpoints of one model are apart."""
+
+    layers_with_moved_factors: int  # from norms into weights
+    largest_error: float  # of a weight for K and V, relative
+    largest_factor: float  # that the size of a row of these differs by, less 1
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that a calibration keeps."""
+        return asdict(self)
+
+
+def judge(given: str, base: Marks, model: str, found: Marks) -> Likeness:
+    """Compare marks of the checkpoint that scales were measured on with those of another.
+
+    InputError, with `given` and `model` to name them, unless K and V are the same.
+    """
+    if base.layers != found.layers:
+        raise InputError(
+            f"'{given}' is of another model: it has {base.layers} layers, '{model}' {found.layers}"
+        )
+    pair = _Pair(given, base.tensors, model, found.tensors)
+    pair.check_shapes()
+    moved = pair.moved()
+    seen = [pair.compare(name, moved) for name in base.tensors if is_cached(name)]
+    pair.check_readers(moved)
+    layers = {".".join(norm.split(".")[:2]) for norm in moved}
+    errors, factors = zip(*seen, strict=True)
+    return Likeness(len(layers), max(errors), max(factors))
+
+
+@dataclass(frozen=True)
+class _Pair:
+    given: str
+    base: Mapping[str, Mark]
+    model: str
+    found: Mapping[str, Mark]
+
+    def check_shapes(self) -> None:
+        """Refuse tensors that one has and the other lacks, or has in another shape."""
+        for name, mark in self.base.items():
+            other, needed = self.found.get(name), len(mark.shape) == 1 or is_cached(name)
+            if other is None and needed and mark.values.any():
+                raise self._another(f"'{name}' is only in the model it was measured on")
+            # an embedding may have grown by tokens
+            differs = (
+                other
+                and other.shape[-1 if not needed else 0 :] != mark.shape[-1 if not needed else 0 :]
+            )
+            if other and differs:
+                raise self._another(f"'{name}' is {[*mark.shape]} there and {[*other.shape]} here")
+        for name in self.found.keys() - self.base.keys():
+            mark = self.found[name]
+            if (len(mark.shape) == 1 or is_cached(name)) and mark.values.any():
+                raise self._another(f"'{name}' is only in the second")
+
+    def moved(self) -> set[str]:
+        """Norms whose factors differ; InputError for other vectors and the embedding."""
+        moved = set()
+        norms = {norm_of(n, self.base) for n, m in self.base.items() if len(m.shape) == 2}
+        for name in self.base.keys() & self.found.keys():
+            mark, other, norm = self.base[name], self.found[name], name.rpartition(".")[0]
+            is_alone = len(mark.shape) == 1 or is_embedding(name)
+            allowed = _SAME if mark.bits == other.bits == 16 else _noise(mark, other)
+            if is_alone and _difference(mark.values, other.values) > allowed:
+                if norm not in norms:
+                    raise self._another(f"'{name}' differs, which quantisation leaves alone")
+                moved.add(norm)
+        return moved
+
+    def check_readers(self, moved: set[str]) -> None:
+        """Refuse moved factors unless all marked weights that read these norms make up for them."""
+        for norm in sorted(moved):
+            readers = [
+                name
+                for name, mark in self.base.items()
+                if len(mark.shape) == 2 and norm_of(name, self.base) == norm
+            ]
+            for name in readers:
+                self.compare(name, moved)
+
+    def compare(self, name: str, moved: set[str]) -> tuple[float, float]:
+        """Error of a matrix and the largest factor of its rows; InputError if it is another one."""
+        if name not in self.found:
+            raise self._refuse(f"norms differ, and '{name}', which reads one, cannot be compared")
+        mark, other = self.base[name], self.found[name]
+        factors, errors = _factors(mark.values, other.values)
+        error = _difference(mark.values * factors[:, None], other.values)
+        if error > _noise(mark, other):
+            how = "norms differ, and " if norm_of(name, self.base) in moved else ""
+            raise self._refuse(f"{how}'{name}' is {error:.0%} from what it was, more than rounding")
+        off = (factors - 1).abs()
+        allowed = _SLACK + _DEVIATIONS * errors / PROBES**0.5
+        if is_cached(name) and (off > allowed).any():
+            worst = float(factors[(off - allowed).argmax()])
+            raise self._refuse(
+                f"a row of '{name}' is {worst:.2f} times what it was, as where AWQ moves factors "
+                "between V and the output projection"
+            )
+        return error, float(off.max())
+
+    def _another(self, why: str) -> InputError:
+        return InputError(f"'{self.given}' is of another model than '{self.model}': {why}")
+
+    def _refuse(self, why: str) -> InputError:
+        return InputError(
+            f"the scales of '{self.given}' do not fit '{self.model}': {why}; calibrate that model"
+        )
+
+
+def _noise(mark: Mark, other: Mark) -> float:
+    """The largest error between two versions of one weight that quantisation explains."""
+    total = 0.0
+    for bits in (mark.bits, other.bits):
+        least = min((known for known in _NOISE if known >= bits), default=16)
+        if bits < min(_NOISE):
+            raise InputError(
+                f"weights of {bits} bits are too far from any others to be compared; calibrate "
+                "that model"
+            )
+        total += _NOISE[least]
+    return total
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Relative to the larger of the two, 0 where both are zero."""
+    largest = max(float(one.norm()), float(other.norm()))
+    return float((one - other).norm()) / largest if largest else 0.0
+
+
+def _factors(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """How many times each row of `one` is in that of `other`, and the rest, relative: [rows]."""
+    square = one.square().sum(1)
+    dead = square == 0
+    factors = torch.where(dead, torch.ones(()), (one * other).sum(1) / square.clamp(min=1e-38))
+    rest = (other - factors[:, None] * one).norm(dim=1)
+    return factors, torch.where(dead, torch.zeros(()), rest / square.sqrt().clamp(min=1e-19))

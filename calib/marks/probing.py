@@ -1,0 +1,110 @@
+"""What rows of a weight give for fixed inputs, with no more read than these rows."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from calib.errors import InputError
+from calib.marks.record import PROBES, Mark
+from calib.model.checkpoint import Checkpoint
+from calib.model.dequantized import DequantizedTensor, DequantizedWeights, Source
+from calib.model.quantized import find_layout
+from calib.model.stored import StoredTensor, stored_tensors
+
+# tensors of codes whose first dimension is the weight's, in every layout that has them
+_BY_ROW = ("weight", "weight_packed")
+
+
+def readable_weights(checkpoint: Checkpoint) -> Mapping[str, Source]:
+    """The weights of a checkpoint that can be read as numbers, by name; codes of others are not."""
+    layout = find_layout(checkpoint)
+    sources: Mapping[str, Source] = (
+        DequantizedWeights(checkpoint, layout, torch.float32)
+        if layout
+        else stored_tensors(checkpoint)
+    )
+    # bytes are codes, which transformers decodes
+    return {n: s for n, s in sources.items() if s.dtype.is_floating_point and s.dtype.itemsize > 1}
+
+
+def probe_vector(source: Source) -> Mark:
+    """The mark of a vector [n], which is read whole."""
+    vector = source.read().float()
+    return _mark(source, (vector @ signs(len(vector))).view(1, -1))
+
+
+def probe_rows(source: Source, count: int, norm: Tensor | None, bias: Tensor | None) -> Mark:
+    """The mark of a matrix [rows, n]: what `count` of its rows give behind a norm.
+
+    The norm's output is taken to be the fixed inputs times `norm` [n] plus `bias` [n], None being
+    1 and 0: a factor that a tool moves from the norm into the matrix changes nothing.
+    """
+    rows, columns = source.shape
+    inputs = signs(columns)
+    inputs = inputs if norm is None else inputs * norm[:, None]
+    inputs = inputs if bias is None else inputs + bias[:, None]
+    places = sampled(rows, count)
+    return _mark(source, torch.cat([read_rows(source, at, at + 1) for at in places]) @ inputs)
+
+
+def sampled(rows: int, count: int) -> list[int]:
+    """Places of at most `count` rows, in every part of a matrix and on changing channels."""
+    return sorted({min(i * rows // count + i, rows - 1) for i in range(count)})
+
+
+@lru_cache(maxsize=8)
+def signs(size: int) -> Tensor:
+    """The fixed inputs [size, PROBES] float32: signs at random, the same for ever."""
+    data = hashlib.shake_256(b"fp8kv marks").digest(size * PROBES // 8)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8)).reshape(size, PROBES)
+    return torch.from_numpy(bits).float() * 2 - 1
+
+
+def read_rows(source: Source, start: int, stop: int) -> Tensor:
+    """Rows [start, stop) of a weight in float32; reads these alone where the layout allows it."""
+    if isinstance(source, StoredTensor):
+        return _stored_rows(source, start, stop).float()
+    coded = source.coded
+    begin = start - start % coded.multiple
+    tensors = {
+        part: _part(source, part, stored, begin, stop) for part, stored in source.stored.items()
+    }
+    return coded.rows(tensors, begin, stop)[start - begin :]
+
+
+def _part(
+    source: DequantizedTensor, part: str, stored: StoredTensor, start: int, stop: int
+) -> Tensor:
+    by_row = source.coded.parts[part].rpartition(".")[2] in _BY_ROW
+    if not (by_row and stored.shape[:1] == source.shape[:1]):
+        return stored.read()
+    # rows that nobody asks for are never filled: pages that are not touched take no memory
+    whole = torch.empty(stored.shape, dtype=stored.dtype)
+    whole[start:stop] = _stored_rows(stored, start, stop)
+    return whole
+
+
+def _stored_rows(source: StoredTensor, start: int, stop: int) -> Tensor:
+    row = source.nbytes // source.shape[0]
+    shape = (stop - start, *source.shape[1:])
+    return replace(source, shape=shape, offset=source.offset + start * row).read()
+
+
+def _mark(source: Source, values: Tensor) -> Mark:
+    if not values.isfinite().all():
+        raise InputError("a weight holds NaN or Inf; download the model again")
+    return Mark(source.shape, _bits(source), values)
+
+
+def _bits(source: Source) -> int:
+    """Bits of the codes that a value is stored in; 16 for all floats."""
+    if isinstance(source, StoredTensor):
+        return 16
+    most = max(stored.nbytes for stored in source.stored.values())
+    return max(1, min(16, 8 * most // prod(source.shape)))

@@ -1,0 +1,140 @@
+"""The marks of a checkpoint: of norms, embedding, and the weights that K and V come from."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
+
+from torch import Tensor
+
+from calib.errors import Fp8kvError, InputError
+from calib.export.base import checkpoint_prefix
+from calib.marks.probing import probe_rows, probe_vector, readable_weights
+from calib.marks.record import Mark, Marks
+from calib.model.checkpoint import Checkpoint
+from calib.model.dequantized import Source
+from calib.scalefiles.names import is_of_cache, is_of_senses
+
+# rows of weights that K and V come from
+_ROWS = 8
+_CACHED = {
+    **dict.fromkeys(("k_proj", "v_proj"), _ROWS),
+    **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv"), 3 * _ROWS),
+}
+# of other weights that read a norm, which say whether factors were moved there from the norm
+_OTHERS, _OTHER_ROWS = 4, 2
+_EMBEDDING = re.compile(r"(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight")
+_LAYER = re.compile(r"(?P<layer>[^.]+\.(?P<index>\d{1,6}))\.(?P<rest>.+)")
+_BEFORE_ATTENTION = ("input_layernorm", "ln_1", "attention_norm", "ln_attn", "norm_1", "norm1")
+_BEFORE_MLP = (
+    *("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2", "ffn_norm", "ln_mlp"),
+    *("norm_2", "norm2"),
+)
+_MLP = {"mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "experts"}
+
+Weights = Mapping[str, Source]  # by their names below the language model
+
+
+def marks_or_none(checkpoint: Checkpoint, modules: Iterable[str]) -> Marks | None:
+    """The marks of a model that was calibrated; None if it is none whose K and V are compared."""
+    try:
+        return take_marks(checkpoint, modules)
+    except Fp8kvError:
+        return None
+
+
+def take_marks(checkpoint: Checkpoint, modules: Iterable[str]) -> Marks:
+    """The marks of `checkpoint`, whose attention `modules` transformers calls so.
+
+    Reads vectors, and a few rows of matrices. InputError where a module has no weight for K and V
+    that can be read.
+    """
+    prefixes = [checkpoint_prefix(module, checkpoint) for module in modules]
+    above = _above_layers(prefixes[0])
+    weights = _below(above, readable_weights(checkpoint), checkpoint.num_layers)
+    layers: dict[str, list[str]] = {}
+    for name in weights:
+        if match := _LAYER.fullmatch(name):
+            layers.setdefault(match["layer"], []).append(name)
+    marks = {name: probe_vector(s) for name, s in weights.items() if len(s.shape) == 1}
+    marks |= {n: probe_rows(s, _ROWS, None, None) for n, s in weights.items() if is_embedding(n)}
+    for layer, names in layers.items():
+        marks |= _readers(layer, [n for n in names if len(weights[n].shape) == 2], weights)
+    for prefix in prefixes:
+        inner = f"{prefix.removeprefix(above)}."
+        if not any(name.startswith(inner) and is_cached(name) for name in marks):
+            raise InputError(f"'{checkpoint.path}' has no weight for K and V of '{prefix}' to read")
+    return Marks(checkpoint.num_layers or len(layers), marks)
+
+
+def is_cached(name: str) -> bool:
+    """Whether K or V comes from the weight called so."""
+    return name.endswith(".weight") and name.split(".")[-2] in _CACHED
+
+
+def is_embedding(name: str) -> bool:
+    """Whether the weight called so is the embedding of tokens."""
+    return _EMBEDDING.fullmatch(name) is not None
+
+
+def norm_of(name: str, known: Mapping[str, object]) -> str | None:
+    """The norm among `known` that the matrix `name` reads, without `.weight`; None: none known.
+
+    A layer without a norm before attention has none before its MLP either.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return None
+    own, before = match["layer"], []
+    if not _MLP.isdisjoint(match["rest"].split(".")):
+        before = [f"{own}.{norm}" for norm in _BEFORE_MLP if f"{own}.{norm}.weight" in known]
+    first = [f"{own}.{norm}" for norm in _BEFORE_ATTENTION if f"{own}.{norm}.weight" in known]
+    return next(iter(before or first), None) if first else None
+
+
+def _above_layers(prefix: str) -> str:
+    """`model.` of `model.layers.0.self_attn`."""
+    match = re.fullmatch(r"(?P<above>(?:.+?\.)?)[^.]+\.\d{1,6}\..+", prefix)
+    if match is None:
+        raise InputError(f"'{prefix}' is in no layer with a number")
+    return match["above"]
+
+
+def _below(above: str, weights: Weights, layers: int | None) -> dict[str, Source]:
+    found = {}
+    for name, source in weights.items():
+        inner = name.removeprefix(above)
+        match = _LAYER.fullmatch(inner)
+        # further layers draft tokens, and tools drop them
+        is_more = match is not None and layers is not None and int(match["index"]) >= layers
+        strange = is_of_senses(name) or is_of_cache(name) or name.endswith("inv_freq")
+        if name.startswith(above) and not (is_more or strange):
+            found[inner] = source
+    return found
+
+
+def _readers(layer: str, names: list[str], weights: Weights) -> dict[str, Mark]:
+    """Marks of the matrices in a layer that read the hidden state, K's and V's among them."""
+    norm = norm_of(f"{layer}.k_proj", weights)
+    cached = [name for name in names if is_cached(name)]
+    sizes = {weights[f"{norm}.weight"].shape[0]} if norm else {weights[n].shape[1] for n in cached}
+    found = {}
+    for name in (*cached, *islice(_others(names, weights, sizes), _OTHERS)):
+        if weights[name].shape[1] not in sizes:
+            raise InputError(f"'{name}' does not read the layer's norm")
+        factor, bias = _norm(norm_of(name, weights), weights)
+        rows = _CACHED.get(name.split(".")[-2], _OTHER_ROWS)
+        found[name] = probe_rows(weights[name], rows, factor, bias)
+    return found
+
+
+def _others(names: list[str], weights: Weights, sizes: set[int]) -> Iterator[str]:
+    for name in sorted(names):
+        is_output = name.split(".")[-2] in ("o_proj", "dense", "out_proj", "down_proj")
+        if not (is_cached(name) or is_output) and weights[name].shape[1] in sizes:
+            yield name
+
+
+def _norm(name: str | None, weights: Weights) -> tuple[Tensor | None, Tensor | None]:
+    read = (weights.get(f"{name}.{part}") for part in ("weight", "bias"))
+    factor, bias = (None if source is None else source.read().float() for source in read)
+    return factor, bias

@@ -1,0 +1,168 @@
+"""`fp8kv apply`: scales measured once, put beside another checkpoint of the same model."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from calib.atomic import claimed
+from calib.choices import FormatName, Strategy
+from calib.errors import InputError
+from calib.export.base import checkpoint_prefix
+from calib.marks.judging import Likeness, judge
+from calib.marks.record import Marks
+from calib.marks.taking import take_marks
+from calib.model.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from calib.model.find import find_checkpoint
+from calib.model.quantized import quantization_notes
+from calib.output.card import Origin
+from calib.output.checkpoint_directory import check_output
+from calib.output.finish import Destination, Result, default_output, finish, make_exports
+from calib.output.in_place import check_in_place
+from calib.recipe import Recipe, load_recipe
+from calib.scalefiles.calibrations import statistics_file
+from calib.scalefiles.file_names import CALIBRATION_FILE
+from calib.scalefiles.identity import check_same_model, identity
+from calib.scalefiles.json import read_object
+from calib.scalefiles.names import is_of_cache
+from calib.scales.derive import derive_scales
+from calib.scales.stats import KVStats
+from calib.scales.stats_file import load_stats
+
+_NEEDED = ("model", "checkpoint", "dataset", "warnings")
+
+
+def apply(
+    given: Path,
+    model: str,
+    output: Path | None = None,
+    *,
+    in_place: bool = False,
+    base: str | None = None,
+    format: FormatName = "vllm",
+    strategy: Strategy | None = None,
+    overwrite: bool = False,
+) -> Result:
+    """Put the scales of the calibration `given` beside `model`, which is not run.
+
+    `base` is the model that was calibrated, for outputs that hold no marks of it. InputError or
+    UnsupportedExportError, and nothing written, where K and V of `model` are not shown to be the
+    same, or its engine loads no scales beside its weights.
+    """
+    if in_place and (output or overwrite):
+        raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
+    source = statistics_file(given).parent
+    report = _report(source)
+    recipe = _recipe(source, format, strategy)
+    output = check_in_place(model, recipe) if in_place else output or default_output(model, recipe)
+    checkpoint = find_checkpoint(model)
+    if not in_place:
+        check_output(output, checkpoint.path, overwrite=overwrite)
+    stats = load_stats(given)
+    _check_fits(given, source, stats, checkpoint, recipe)
+    marks = _marks(given, source, report, stats, base)
+    likeness = judge(str(given), marks, model, take_marks(checkpoint, stats.layers))
+    with claimed(output, overwrite=overwrite or in_place) as claim:
+        destination = Destination(output, in_place, overwrite, claim=claim)
+        what = (model, checkpoint, recipe, stats, destination, report["dataset"])
+        warnings = [*report["warnings"], *_notes(report, checkpoint, likeness)]
+        origin = Origin(marks, _measured_on(report, likeness))
+        return finish(*what, warnings, threads=report.get("threads"), origin=origin)
+
+
+def _report(source: Path) -> dict[str, Any]:
+    file = source / CALIBRATION_FILE
+    if not file.exists():
+        raise InputError(
+            f"'{source}' has no {CALIBRATION_FILE}, which says what was measured; give a "
+            "calibration's output"
+        )
+    report = read_object(file)
+    if not report.keys() >= {*_NEEDED} or not isinstance(report["dataset"], dict):
+        raise InputError(f"'{file}' does not say what was calibrated; calibrate again")
+    return report
+
+
+def _recipe(source: Path, format: FormatName, strategy: Strategy | None) -> Recipe:
+    changes: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
+    changes |= {"strategy": strategy} if strategy else {}
+    return load_recipe(str(source / CALIBRATION_FILE), changes)
+
+
+def _check_fits(
+    given: Path, source: Path, stats: KVStats, checkpoint: Checkpoint, recipe: Recipe
+) -> None:
+    """Refuse, by config and names, another model and what no engine would load."""
+    check_same_model(given, identity(source), checkpoint.path, checkpoint.config)
+    layers = {layer.layer_idx for layer in stats.layers.values()}
+    layers |= {shared.layer_idx for shared in stats.shared.values()}
+    count = checkpoint.num_layers
+    if count is not None and max(layers) >= count:
+        raise InputError(
+            f"'{given}' is of another model: it has a layer {max(layers)}, and "
+            f"'{checkpoint.path}' {count} layers"
+        )
+    for module in stats.layers:
+        checkpoint_prefix(module, checkpoint)
+    make_exports(derive_scales(stats, recipe), checkpoint, recipe)
+    _check_linked(checkpoint)
+
+
+def _check_linked(checkpoint: Checkpoint) -> None:
+    """Refuse weight files that hold scales: to take these out, the files would be rewritten."""
+    for shard in checkpoint.shards:
+        held = [name for name, file in checkpoint.weight_map.items() if file == shard]
+        stale = [name for name in held if is_of_cache(name)]
+        if stale and len(stale) < len(held):
+            raise InputError(
+                f"'{checkpoint.path / shard}' holds weights and KV scales ('{stale[0]}'), and "
+                "apply never rewrites weights; take these scales out with fp8kv strip"
+            )
+
+
+def _marks(
+    given: Path, source: Path, report: dict[str, Any], stats: KVStats, base: str | None
+) -> Marks:
+    """Marks of the model that was measured: saved, or of its weights where these are at hand."""
+    saved = report.get("marks")
+    if saved is not None:
+        return Marks.from_json(saved, f"'{source / CALIBRATION_FILE}'")
+    return take_marks(_measured_checkpoint(given, source, report, base), stats.layers)
+
+
+def _measured_checkpoint(
+    given: Path, source: Path, report: dict[str, Any], base: str | None
+) -> Checkpoint:
+    """The model that an output without marks was measured on: `base`, or the weights it holds."""
+    if base is not None:
+        checkpoint = find_checkpoint(base)
+        if fingerprint(checkpoint) != report["checkpoint"]:
+            raise InputError(f"'{base}' is not the model that '{given}' was measured on")
+        return checkpoint
+    try:
+        return open_checkpoint(source)
+    except InputError:
+        raise InputError(
+            f"'{given}' keeps neither marks nor weights of the model it was measured on; give that "
+            "model with --base"
+        ) from None
+
+
+def _measured_on(report: dict[str, Any], likeness: Likeness) -> dict[str, Any]:
+    """What is kept of the model that was measured; of the first one, where there was a chain."""
+    before = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
+    return {**before, "compared": likeness.to_json()}
+
+
+def _notes(report: dict[str, Any], checkpoint: Checkpoint, likeness: Likeness) -> Iterable[str]:
+    measured = (report.get("measured_on") or report)["model"]
+    yield (
+        f"these scales were measured on {measured}, and not on {checkpoint.path.name}: what was "
+        f"sampled of the weights for K and V differs by {likeness.largest_error:.1%} at most"
+    )
+    if likeness.layers_with_moved_factors:
+        yield (
+            f"norms of {likeness.layers_with_moved_factors} layers hold other factors, as AWQ and "
+            "SmoothQuant move them; the weights behind them make up for that"
+        )
+    if quantization_notes(checkpoint):
+        yield "what quantised weights and activations change in K and V was not measured"

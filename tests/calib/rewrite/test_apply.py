@@ -1,0 +1,317 @@
+"""Scales of one checkpoint beside another of the same model: fitting ones, and no others."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+from coded_weights import FORMS
+from command_line import calibrate, fp8kv, one_line_error
+from families import save_model, tiny_model
+from quantized_models import edit_json
+from safetensors.torch import load_file, save_file
+
+from calib.marks.record import Marks
+from calib.model.find import find_checkpoint
+from calib.scalefiles.reading import read_scales
+
+LAYERS = range(3)
+ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"
+FITTING = [
+    *("compressed-fp8", "compressed-fp8-channel", "compressed-fp8-block", "compressed-int8"),
+    *("compressed-int8-asymmetric", "compressed-w4", "compressed-w4-asymmetric"),
+    *("compressed-w4-ordered", "compressed-w3", "compressed-w8-channel", "compressed-nvfp4"),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def measured(model, tmp_path_factory):
+    return calibrated(model, tmp_path_factory.mktemp("measured") / "out")
+
+
+def calibrated(model, out, *flags):
+    done = calibrate(model, "-o", out, *flags)
+    assert done.exit_code == 0, done.stderr
+    return out
+
+
+def scales(directory):
+    return [(layer.layer, layer.k, layer.v, layer.q) for layer in read_scales(directory).layers]
+
+
+def applied(measured, model, out, *flags):
+    done = fp8kv("apply", measured, model, "-o", out, *flags)
+    assert done.exit_code == 0, done.stderr
+    return out
+
+
+def refused(measured, model, out, *phrases, flags=(), status=2):
+    one_line_error(fp8kv("apply", measured, model, "-o", out, *flags), *phrases, status=status)
+    assert not out.exists()
+
+
+def copy(model, path, edit=lambda tensors: None, config=None):
+    """A copy of the model whose tensors `edit` changed."""
+    shutil.copytree(model, path)
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(kept, path / "model.safetensors", {"format": "pt"})
+    edit_json(path / "config.json", **(config or {}))
+    return path
+
+
+def smooth(tensors, size=0.5):
+    """Move factors from norms into the weights that read them, as AWQ and SmoothQuant do."""
+    generator = torch.Generator().manual_seed(1)
+    for layer in LAYERS:
+        of = f"model.layers.{layer}."
+        attention, mlp = (torch.rand(64, generator=generator) * 2 * size + 1 - size for _ in "ab")
+        tensors[f"{of}input_layernorm.weight"] /= attention
+        tensors[f"{of}post_attention_layernorm.weight"] /= mlp
+        for letter in "qkv":
+            tensors[ATTENTION.format(layer, letter)] *= attention
+        for name in ("gate", "up"):
+            tensors[f"{of}mlp.{name}_proj.weight"] *= mlp
+
+
+def rescale_values(tensors, factor=1.5, channels=slice(None)):
+    """Factors per channel from V to the output projection."""
+    for layer in LAYERS:
+        tensors[ATTENTION.format(layer, "v")][channels] *= factor
+
+
+def test_another_dtype_and_other_files(model, measured, tmp_path):
+    def in_bfloat16(tensors):
+        tensors |= {name: tensor.bfloat16() for name, tensor in tensors.items()}
+
+    other = copy(model, tmp_path / "other", in_bfloat16, {"dtype": "bfloat16"})
+    tensors = load_file(other / "model.safetensors")
+    (other / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, other / file, {"format": "pt"})
+    index = {name: file for file, held in files.items() for name in held}
+    (other / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": index})
+    )
+    out = applied(measured, other, tmp_path / "out")
+    assert scales(out) == scales(measured)
+    for file in files:
+        assert os.path.samefile(out / file, other / file)
+    report = json.loads((out / "fp8kv_calibration.json").read_text())
+    before = json.loads((measured / "fp8kv_calibration.json").read_text())
+    assert report["measured_on"]["model"] == before["model"] == str(model)
+    assert report["measured_on"]["checkpoint"] == before["checkpoint"] != report["checkpoint"]
+    assert report["measured_on"]["compared"]["largest_error"] < 0.01
+    assert report["marks"] == before["marks"]
+    assert f"measured on {model} and not on this checkpoint" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("form", FITTING)
+def test_a_quantised_version(form, model, measured, tmp_path):
+    other = FORMS[form].quantise(copy(model, tmp_path / "other"), tmp_path / "plain")
+    out = applied(measured, other, tmp_path / "out")
+    assert scales(out) == scales(measured)
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert config["config_groups"] == FORMS[form].says["config_groups"]
+    assert config["kv_cache_scheme"]["num_bits"] == 8
+    assert "these scales were measured on" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("form", ["gptq-4", "awq"])
+def test_weights_beside_which_engines_load_no_scales(form, model, measured, tmp_path):
+    other = FORMS[form].quantise(copy(model, tmp_path / "other"), tmp_path / "plain")
+    refused(measured, other, tmp_path / "out", "read no KV scales beside")
+
+
+@pytest.mark.parametrize(
+    "form", [None, "compressed-fp8-channel", "compressed-int8", "compressed-w4"]
+)
+def test_smoothed_norms_that_the_weights_make_up_for(form, model, measured, tmp_path):
+    other = copy(model, tmp_path / "other", smooth)
+    if form:
+        FORMS[form].quantise(other, tmp_path / "plain")
+    out = applied(measured, other, tmp_path / "out")
+    report = json.loads((out / "fp8kv_calibration.json").read_text())
+    assert report["measured_on"]["compared"]["layers_with_moved_factors"] == 3
+    assert any("norms of 3 layers hold other factors" in line for line in report["warnings"])
+
+
+@pytest.mark.parametrize("form", [None, "compressed-fp8-channel", "compressed-w4"])
+@pytest.mark.parametrize("smoothed", [False, True])
+@pytest.mark.parametrize("factor", [1.2, 0.5])
+def test_rescaled_values_are_refused(form, smoothed, factor, model, measured, tmp_path):
+    def edit(tensors):
+        rescale_values(tensors, factor)
+        if smoothed:
+            smooth(tensors)
+
+    other = copy(model, tmp_path / "other", edit)
+    if form:
+        FORMS[form].quantise(other, tmp_path / "plain")
+    refused(measured, other, tmp_path / "out", "do not fit", "v_proj", "AWQ", "calibrate")
+
+
+def norm_alone(tensors):
+    tensors["model.layers.1.input_layernorm.weight"][::2] *= 1.5
+
+
+def mlp_norm_alone(tensors):
+    tensors["model.layers.1.post_attention_layernorm.weight"][::2] *= 1.5
+
+
+def other_keys(tensors):
+    tensors[ATTENTION.format(2, "k")] += 0.05 * torch.randn(32, 64) * 0.02
+
+
+def other_embedding(tensors):
+    tensors["model.embed_tokens.weight"] += 0.1 * tensors["model.embed_tokens.weight"].roll(1, 0)
+
+
+def bias(tensors):
+    tensors["model.layers.0.self_attn.v_proj.bias"] = torch.ones(32)
+
+
+def final_norm(tensors):
+    tensors["model.norm.weight"] *= 1.1
+
+
+@pytest.mark.parametrize(
+    ("edit", "phrases"),
+    [
+        (norm_alone, ["norms differ", "layers.1.self_attn", "calibrate that model"]),
+        (mlp_norm_alone, ["norms differ", "layers.1.mlp", "calibrate that model"]),
+        (other_keys, ["'layers.2.self_attn.k_proj.weight'", "from what it was"]),
+        (other_embedding, ["embed_tokens.weight' differs"]),
+        (bias, ["'layers.0.self_attn.v_proj.bias' is only in the second"]),
+        (final_norm, ["'norm.weight' differs"]),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_another_model_of_the_same_sizes(edit, phrases, model, measured, tmp_path):
+    other = copy(model, tmp_path / "other", edit)
+    refused(measured, other, tmp_path / "out", *phrases)
+
+
+def test_another_architecture_and_other_sizes(measured, tmp_path):
+    qwen = save_model(tiny_model("qwen2"), tmp_path / "qwen")
+    refused(measured, qwen, tmp_path / "out", "is of another model: its config says model_type")
+    heads = save_model(tiny_model("llama", num_key_value_heads=4), tmp_path / "heads")
+    refused(measured, heads, tmp_path / "out", "its config says num_key_value_heads 2")
+    for count in (2, 4):
+        layers = save_model(tiny_model("llama", num_hidden_layers=count), tmp_path / f"{count}")
+        refused(measured, layers, tmp_path / "out", "is of another model", f"{count} layers")
+
+
+def test_keys_behind_a_norm_of_their_own(tmp_path):
+    model = save_model(tiny_model("qwen3"), tmp_path / "model")
+    measured = calibrated(model, tmp_path / "measured")
+
+    def edit(tensors):
+        tensors["model.layers.1.self_attn.k_norm.weight"] *= 1.2
+
+    applied(measured, copy(model, tmp_path / "same"), tmp_path / "out")
+    other = copy(model, tmp_path / "other", edit)
+    refused(measured, other, tmp_path / "no", "'layers.1.self_attn.k_norm.weight' differs")
+
+
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "olmo2", "mixtral", "starcoder2", "gpt_neox"])
+def test_other_families(family, tmp_path):
+    model = save_model(tiny_model(family), tmp_path / "model")
+    measured = calibrated(model, tmp_path / "measured", "--format", "fp8kv")
+    out = applied(measured, copy(model, tmp_path / "same"), tmp_path / "out", "--format", "fp8kv")
+    assert json.loads((out / "fp8kv_calibration.json").read_text())["measured_on"]
+
+
+def test_in_place_keeps_weights_and_backs_up_the_rest(model, measured, tmp_path):
+    other = FORMS["compressed-fp8"].quantise(copy(model, tmp_path / "other"), tmp_path / "plain")
+    weights = (other / "model.safetensors").stat().st_ino
+    done = fp8kv("apply", measured, other, "--in-place")
+    assert done.exit_code == 0, done.stderr
+    assert scales(other) == scales(measured)
+    assert (other / "model-00001-of-00001.safetensors").stat().st_ino == weights
+    assert (tmp_path / "other.before-fp8kv" / "config.json").exists()
+    one_line_error(fp8kv("apply", measured, other, "--in-place", "-o", tmp_path / "o"), "leave -o")
+
+
+def test_scales_of_another_strategy_and_from_the_statistics_alone(model, measured, tmp_path):
+    other = copy(model, tmp_path / "other")
+    out = applied(
+        measured / "fp8kv_stats.safetensors", other, tmp_path / "out", "--strategy", "attn_head"
+    )
+    expected = calibrated(model, tmp_path / "expected", "--strategy", "attn_head")
+    assert scales(out) == scales(expected)
+    again = applied(out, other, tmp_path / "again", "--strategy", "tensor", "--format", "tgi")
+    assert scales(again) == scales(measured)
+
+
+def without_marks(measured, path):
+    shutil.copytree(measured, path)
+    file = path / "fp8kv_calibration.json"
+    report = json.loads(file.read_text())
+    del report["marks"]
+    file.write_text(json.dumps(report))
+    return path
+
+
+def test_an_output_without_marks(model, measured, tmp_path):
+    old, other = without_marks(measured, tmp_path / "old"), copy(model, tmp_path / "other")
+    assert scales(applied(old, other, tmp_path / "from-its-weights")) == scales(measured)
+    (old / "model-00001-of-00001.safetensors").unlink()
+    refused(
+        old, other, tmp_path / "out", "neither marks nor weights", "give that model with --base"
+    )
+    changed = copy(model, tmp_path / "changed", rescale_values)
+    wrong = ("--base", changed)
+    refused(old, other, tmp_path / "out", "is not the model that", flags=wrong)
+    out = applied(old, other, tmp_path / "from-the-base", "--base", model)
+    assert scales(out) == scales(measured)
+    refused(old, changed, tmp_path / "out", "do not fit", flags=("--base", model))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layers": "3"},
+        {"version": 2},
+        {"tensors": {"a": {"shape": [2], "bits": 16, "values": "?"}}},
+        {"tensors": {"a": {"shape": [2], "bits": 16, "values": ""}}},
+        {"tensors": {"a": {"shape": [2], "bits": 16, "values": "gH8=" * 64}}},
+        {"tensors": {"a": {"shape": [2], "bits": 17, "values": "AAA="}}},
+    ],
+)
+def test_damaged_marks(change, model, measured, tmp_path):
+    broken = shutil.copytree(measured, tmp_path / "broken")
+    file = broken / "fp8kv_calibration.json"
+    report = json.loads(file.read_text())
+    report["marks"] |= change
+    file.write_text(json.dumps(report))
+    refused(broken, copy(model, tmp_path / "other"), tmp_path / "out", "marks in", "damaged")
+
+
+def test_weights_with_scales_among_them_are_left_alone(model, measured, tmp_path):
+    def edit(tensors):
+        tensors["model.layers.0.self_attn.k_scale"] = torch.tensor([0.5])
+
+    other = copy(model, tmp_path / "other", edit)
+    refused(measured, other, tmp_path / "out", "apply never rewrites weights", "fp8kv strip")
+
+
+def test_what_is_no_calibration(model, tmp_path):
+    refused(model, model, tmp_path / "out", "has no fp8kv_stats.safetensors")
+    refused(tmp_path / "gone", model, tmp_path / "out", "fp8kv_calibration.json")
+
+
+def test_marks_are_the_same_whatever_files_and_as_json(model, measured):
+    saved = json.loads((measured / "fp8kv_calibration.json").read_text())["marks"]
+    marks = Marks.from_json(saved, "")
+    assert marks.to_json() == saved
+    assert marks.layers == find_checkpoint(str(model)).num_layers
