@@ -65,6 +65,11 @@ class _Run:
         self.path, self.report = path, read_object(file)
         if not {"model", "checkpoint", "dataset", "warnings"} <= self.report.keys():
             raise InputError(f"'{file}' does not say what was calibrated; calibrate again")
+        if "measured_on" in self.report:
+            raise InputError(
+                f"the scales in '{path}' were applied, and not measured there; merge calibrations, "
+                "and apply what comes of it"
+            )
         self.recipe = load_recipe(str(file))
         threads = self.report.get("threads")  # old runs have none
         self.threads = threads if isinstance(threads, int) else None

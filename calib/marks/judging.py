@@ -21,9 +21,13 @@ _SAME = 0.01
 # weights has 2.6 % (FP8), 1 % (INT8), 11 % (4 bits in groups of 128), 25 % (3 bits); factors moved
 # into a weight before it was quantised can triple the first two.
 _NOISE = {16: 0.02, 8: 0.15, 6: 0.2, 5: 0.25, 4: 0.35, 3: 0.5}
-# by which a row's size may differ beside its own noise: less than what scales may be off by
-_SLACK = 0.03
-_DEVIATIONS = 4
+# by which the size of any row may differ, and of the median one, beside its own noise: less than
+# what would matter in a scale
+_ROW, _MEDIAN = 0.03, 0.02
+# standard deviations of what probes see of that noise
+_ROW_DEVIATIONS, _MEDIAN_DEVIATIONS = 4, 2
+# half a step of E4M3, which a row takes over where one value is nearly all of it
+_FLOAT_STEP = 2**-4
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ def judge(given: str, base: Marks, model: str, found: Marks) -> Likeness:
     """
     if base.layers != found.layers:
         raise InputError(
-            f"'{given}' is of another model: it has {base.layers} layers, '{model}' {found.layers}"
+            f"'{given}' is of another model: it has {base.layers} layers, and '{model}' "
+            f"{found.layers} layers"
         )
     pair = _Pair(given, base.tensors, model, found.tensors)
     pair.check_shapes()
@@ -118,15 +123,22 @@ class _Pair:
         if error > _noise(mark, other):
             how = "norms differ, and " if norm_of(name, self.base) in moved else ""
             raise self._refuse(f"{how}'{name}' is {error:.0%} from what it was, more than rounding")
-        off = (factors - 1).abs()
-        allowed = _SLACK + _DEVIATIONS * errors / PROBES**0.5
-        if is_cached(name) and (off > allowed).any():
-            worst = float(factors[(off - allowed).argmax()])
+        if is_cached(name):
+            self._check_sizes(name, factors, errors, _step(mark) + _step(other))
+        return error, float((factors - 1).abs().max())
+
+    def _check_sizes(self, name: str, factors: Tensor, errors: Tensor, step: float) -> None:
+        """Refuse a matrix whose rows have become larger or smaller by more than their noise."""
+        off, seen = (factors - 1).abs(), errors / PROBES**0.5
+        beyond = off - (_ROW + step + _ROW_DEVIATIONS * seen)
+        # codes that fit best are smaller than what they stand for, by the square of their error
+        usual = _MEDIAN + _MEDIAN_DEVIATIONS * seen.median() + errors.median().square()
+        if (beyond > 0).any() or off.median() > usual:
+            worst = float(factors[beyond.argmax()])
             raise self._refuse(
                 f"a row of '{name}' is {worst:.2f} times what it was, as where AWQ moves factors "
                 "between V and the output projection"
             )
-        return error, float(off.max())
 
     def _another(self, why: str) -> InputError:
         return InputError(f"'{self.given}' is of another model than '{self.model}': {why}")
@@ -149,6 +161,11 @@ def _noise(mark: Mark, other: Mark) -> float:
             )
         total += _NOISE[least]
     return total
+
+
+def _step(mark: Mark) -> float:
+    """Half a step of a weight's codes, relative to the largest value that these hold."""
+    return 0.0 if mark.bits == 16 else max(_FLOAT_STEP, 1 / (2**mark.bits - 1))
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -50,7 +50,7 @@ def probe_rows(source: Source, count: int, norm: Tensor | None, bias: Tensor | N
     inputs = inputs if norm is None else inputs * norm[:, None]
     inputs = inputs if bias is None else inputs + bias[:, None]
     places = sampled(rows, count)
-    return _mark(source, torch.cat([read_rows(source, at, at + 1) for at in places]) @ inputs)
+    return _mark(source, read_rows(source, places) @ inputs)
 
 
 def sampled(rows: int, count: int) -> list[int]:
@@ -66,16 +66,21 @@ def signs(size: int) -> Tensor:
     return torch.from_numpy(bits).float() * 2 - 1
 
 
-def read_rows(source: Source, start: int, stop: int) -> Tensor:
-    """Rows [start, stop) of a weight in float32; reads these alone where the layout allows it."""
+def read_rows(source: Source, places: list[int]) -> Tensor:
+    """Rows at `places` of a weight in float32; reads these alone where the layout allows it."""
     if isinstance(source, StoredTensor):
-        return _stored_rows(source, start, stop).float()
-    coded = source.coded
-    begin = start - start % coded.multiple
-    tensors = {
-        part: _part(source, part, stored, begin, stop) for part, stored in source.stored.items()
-    }
-    return coded.rows(tensors, begin, stop)[start - begin :]
+        return torch.cat([_stored_rows(source, at, at + 1) for at in places]).float()
+    step, rows = source.coded.multiple, source.shape[0]
+    found = []
+    for start in sorted({at - at % step for at in places}):
+        stop = min(start + step, rows)
+        piece = source.coded.rows(_parts(source, start, stop), start, stop)
+        found += [piece[at - start] for at in places if start <= at < stop]
+    return torch.stack(found)
+
+
+def _parts(source: DequantizedTensor, start: int, stop: int) -> dict[str, Tensor]:
+    return {part: _part(source, part, each, start, stop) for part, each in source.stored.items()}
 
 
 def _part(

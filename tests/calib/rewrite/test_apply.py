@@ -269,7 +269,7 @@ def test_an_output_without_marks(model, measured, tmp_path):
     refused(
         old, other, tmp_path / "out", "neither marks nor weights", "give that model with --base"
     )
-    changed = copy(model, tmp_path / "changed", rescale_values)
+    changed = copy(model, tmp_path / "changed", rescale_values, {"rope_theta": 7.0})
     wrong = ("--base", changed)
     refused(old, other, tmp_path / "out", "is not the model that", flags=wrong)
     out = applied(old, other, tmp_path / "from-the-base", "--base", model)
@@ -303,6 +303,12 @@ def test_weights_with_scales_among_them_are_left_alone(model, measured, tmp_path
 
     other = copy(model, tmp_path / "other", edit)
     refused(measured, other, tmp_path / "out", "apply never rewrites weights", "fp8kv strip")
+
+
+def test_applied_scales_are_not_merged(model, measured, tmp_path):
+    out = applied(measured, copy(model, tmp_path / "other"), tmp_path / "out")
+    done = fp8kv("merge", out, measured, "-o", tmp_path / "merged")
+    one_line_error(done, "were applied, and not measured there", "merge calibrations")
 
 
 def test_what_is_no_calibration(model, tmp_path):
