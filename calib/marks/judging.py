@@ -53,6 +53,8 @@ def judge(given: str, base: Marks, model: str, found: Marks) -> Likeness:
             f"'{given}' is of another model: it has {base.layers} layers, and '{model}' "
             f"{found.layers} layers"
         )
+    if not any(map(is_cached, base.tensors)):
+        raise InputError(f"the marks of '{given}' are damaged (no weight is of K or V)")
     pair = _Pair(given, base.tensors, model, found.tensors)
     pair.check_shapes()
     moved = pair.moved()
@@ -72,21 +74,19 @@ class _Pair:
 
     def check_shapes(self) -> None:
         """Refuse tensors that one has and the other lacks, or has in another shape."""
-        for name, mark in self.base.items():
-            other, needed = self.found.get(name), len(mark.shape) == 1 or is_cached(name)
-            if other is None and needed and mark.values.any():
-                raise self._another(f"'{name}' is only in the model it was measured on")
-            # an embedding may have grown by tokens
-            differs = (
-                other
-                and other.shape[-1 if not needed else 0 :] != mark.shape[-1 if not needed else 0 :]
-            )
-            if other and differs:
+        for mine, others, which in (
+            (self.base, self.found, "model that was measured"),
+            (self.found, self.base, "second"),
+        ):
+            for name, mark in mine.items():
+                needed = len(mark.shape) == 1 or is_cached(name) or is_embedding(name)
+                # a bias of zeros is none
+                if name not in others and needed and mark.values.any():
+                    raise self._another(f"'{name}' is only in the {which}")
+        for name in self.base.keys() & self.found.keys():
+            mark, other = self.base[name], self.found[name]
+            if _sizes(name, mark) != _sizes(name, other):
                 raise self._another(f"'{name}' is {[*mark.shape]} there and {[*other.shape]} here")
-        for name in self.found.keys() - self.base.keys():
-            mark = self.found[name]
-            if (len(mark.shape) == 1 or is_cached(name)) and mark.values.any():
-                raise self._another(f"'{name}' is only in the second")
 
     def moved(self) -> set[str]:
         """Norms whose factors differ; InputError for other vectors and the embedding."""
@@ -147,6 +147,12 @@ class _Pair:
         return InputError(
             f"the scales of '{self.given}' do not fit '{self.model}': {why}; calibrate that model"
         )
+
+
+def _sizes(name: str, mark: Mark) -> tuple[int, ...]:
+    """What must be equal; an embedding may have grown by tokens."""
+    shape = mark.shape[1:] if is_embedding(name) else mark.shape
+    return (*shape, *mark.values.shape)
 
 
 def _noise(mark: Mark, other: Mark) -> float:

@@ -17,8 +17,10 @@ from calib.model.dequantized import DequantizedTensor, DequantizedWeights, Sourc
 from calib.model.quantized import find_layout
 from calib.model.stored import StoredTensor, stored_tensors
 
-# tensors of codes whose first dimension is the weight's, in every layout that has them
-_BY_ROW = ("weight", "weight_packed")
+# tensors whose first dimension is the weight's wherever it is as long
+_BY_ROW = ("weight", "weight_packed", "weight_scale")
+_DECODED_FROM = 256  # four-bit codes begin at multiples of this in pack-quantized
+_ENDS = 32
 
 
 def readable_weights(checkpoint: Checkpoint) -> Mapping[str, Source]:
@@ -39,23 +41,37 @@ def probe_vector(source: Source) -> Mark:
     return _mark(source, (vector @ signs(len(vector))).view(1, -1))
 
 
-def probe_rows(source: Source, count: int, norm: Tensor | None, bias: Tensor | None) -> Mark:
+def probe_rows(
+    source: Source,
+    count: int,
+    norm: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    within: int | None = None,
+) -> Mark:
     """The mark of a matrix [rows, n]: what `count` of its rows give behind a norm.
 
     The norm's output is taken to be the fixed inputs times `norm` [n] plus `bias` [n], None being
-    1 and 0: a factor that a tool moves from the norm into the matrix changes nothing.
+    1 and 0: a factor that a tool moves from the norm into the matrix changes nothing. All rows are
+    among the first `within`.
     """
     rows, columns = source.shape
+    if any(each is not None and len(each) != columns for each in (norm, bias)):
+        raise InputError(f"a norm of another size than the {columns} columns of a weight behind it")
     inputs = signs(columns)
     inputs = inputs if norm is None else inputs * norm[:, None]
     inputs = inputs if bias is None else inputs + bias[:, None]
-    places = sampled(rows, count)
+    places = sampled(min(rows, within or rows), count)
     return _mark(source, read_rows(source, places) @ inputs)
 
 
 def sampled(rows: int, count: int) -> list[int]:
-    """Places of at most `count` rows, in every part of a matrix and on changing channels."""
-    return sorted({min(i * rows // count + i, rows - 1) for i in range(count)})
+    """Places of at most `count` rows, in every part of a matrix and on changing channels.
+
+    Those of a large matrix are near rows where the codes of any layout begin to be decoded.
+    """
+    step = _DECODED_FROM if rows >= 4 * _DECODED_FROM else 1
+    return sorted({min(i * rows // count // step * step + i, rows - 1) for i in range(count)})
 
 
 @lru_cache(maxsize=8)
@@ -70,28 +86,31 @@ def read_rows(source: Source, places: list[int]) -> Tensor:
     """Rows at `places` of a weight in float32; reads these alone where the layout allows it."""
     if isinstance(source, StoredTensor):
         return torch.cat([_stored_rows(source, at, at + 1) for at in places]).float()
+    spans = _spans(source, places)
+    parts = {part: _part(source, part, spans) for part in source.stored}
+    pieces = {start: source.coded.rows(parts, start, stop) for start, stop in spans}
+    starts = [max(start for start in pieces if start <= at) for at in places]
+    return torch.stack([pieces[s][at - s] for s, at in zip(starts, places, strict=True)])
+
+
+def _spans(source: DequantizedTensor, places: list[int]) -> list[tuple[int, int]]:
+    """The rows [start, stop) to decode, which begin and end where a layout can."""
     step, rows = source.coded.multiple, source.shape[0]
-    found = []
-    for start in sorted({at - at % step for at in places}):
-        stop = min(start + step, rows)
-        piece = source.coded.rows(_parts(source, start, stop), start, stop)
-        found += [piece[at - start] for at in places if start <= at < stop]
-    return torch.stack(found)
+    last = {at - at % step: at for at in sorted(places)}
+    # layouts with larger steps begin at their multiples, and may end anywhere
+    end = min(step, _ENDS)
+    return [(start, min(-(-(at + 1) // end) * end, rows)) for start, at in last.items()]
 
 
-def _parts(source: DequantizedTensor, start: int, stop: int) -> dict[str, Tensor]:
-    return {part: _part(source, part, each, start, stop) for part, each in source.stored.items()}
-
-
-def _part(
-    source: DequantizedTensor, part: str, stored: StoredTensor, start: int, stop: int
-) -> Tensor:
+def _part(source: DequantizedTensor, part: str, spans: list[tuple[int, int]]) -> Tensor:
+    stored = source.stored[part]
     by_row = source.coded.parts[part].rpartition(".")[2] in _BY_ROW
     if not (by_row and stored.shape[:1] == source.shape[:1]):
         return stored.read()
     # rows that nobody asks for are never filled: pages that are not touched take no memory
     whole = torch.empty(stored.shape, dtype=stored.dtype)
-    whole[start:stop] = _stored_rows(stored, start, stop)
+    for start, stop in spans:
+        whole[start:stop] = _stored_rows(stored, start, stop)
     return whole
 
 

@@ -20,6 +20,7 @@ _CACHED = {
     **dict.fromkeys(("k_proj", "v_proj"), _ROWS),
     **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv"), 3 * _ROWS),
 }
+_TOKENS = 256  # whose embeddings are marked: a vocabulary may grow
 # of other weights that read a norm, which say whether factors were moved there from the norm
 _OTHERS, _OTHER_ROWS = 4, 2
 _EMBEDDING = re.compile(r"(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight")
@@ -56,7 +57,9 @@ def take_marks(checkpoint: Checkpoint, modules: Iterable[str]) -> Marks:
         if match := _LAYER.fullmatch(name):
             layers.setdefault(match["layer"], []).append(name)
     marks = {name: probe_vector(s) for name, s in weights.items() if len(s.shape) == 1}
-    marks |= {n: probe_rows(s, _ROWS, None, None) for n, s in weights.items() if is_embedding(n)}
+    marks |= {
+        n: probe_rows(s, _ROWS, within=_TOKENS) for n, s in weights.items() if is_embedding(n)
+    }
     for layer, names in layers.items():
         marks |= _readers(layer, [n for n in names if len(weights[n].shape) == 2], weights)
     for prefix in prefixes:

@@ -223,6 +223,18 @@ def test_keys_behind_a_norm_of_their_own(tmp_path):
     refused(measured, other, tmp_path / "no", "'layers.1.self_attn.k_norm.weight' differs")
 
 
+def test_a_vocabulary_that_has_grown(tmp_path):
+    model = save_model(tiny_model("llama", vocab_size=300), tmp_path / "model")
+
+    def grow(tensors):
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = torch.cat([tensors[name], tensors[name][:20]])
+
+    measured = calibrated(model, tmp_path / "measured")
+    other = copy(model, tmp_path / "other", grow, {"vocab_size": 320})
+    assert scales(applied(measured, other, tmp_path / "out")) == scales(measured)
+
+
 @pytest.mark.parametrize("family", ["phi3", "gemma2", "olmo2", "mixtral", "starcoder2", "gpt_neox"])
 def test_other_families(family, tmp_path):
     model = save_model(tiny_model(family), tmp_path / "model")
@@ -281,6 +293,7 @@ def test_an_output_without_marks(model, measured, tmp_path):
     "change",
     [
         {"layers": "3"},
+        {"tensors": {}},
         {"version": 2},
         {"tensors": {"a": {"shape": [2], "bits": 16, "values": "?"}}},
         {"tensors": {"a": {"shape": [2], "bits": 16, "values": ""}}},
@@ -294,7 +307,7 @@ def test_damaged_marks(change, model, measured, tmp_path):
     report = json.loads(file.read_text())
     report["marks"] |= change
     file.write_text(json.dumps(report))
-    refused(broken, copy(model, tmp_path / "other"), tmp_path / "out", "marks in", "damaged")
+    refused(broken, copy(model, tmp_path / "other"), tmp_path / "out", "the marks", "damaged")
 
 
 def test_weights_with_scales_among_them_are_left_alone(model, measured, tmp_path):
