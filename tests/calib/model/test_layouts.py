@@ -159,6 +159,30 @@ def test_modules_that_are_left_alone_and_several_schemes(tiny_directory, tmp_pat
         assert torch.equal(loaded[name], expected[name]), name
 
 
+def test_groups_of_compressed_tensors_by_name_pattern_and_class(tiny_directory, tmp_path):
+    groups, module = {}, "model.layers.0.self_attn.q_proj"
+    for name, weights, target in [
+        ("compressed-int8", r"layers.0.self_attn.q_proj\.weight$", module),
+        ("compressed-fp8-channel", r"layers.*self_attn.[kvo]_proj\.weight$", "re:.*self_attn.*"),
+        ("compressed-w4", r"mlp.*_proj\.weight$", "Linear"),
+    ]:
+        form = replace(FORMS[name], weights=weights)
+        form.quantise(tiny_directory, tmp_path / name)
+        group, says = form.says["config_groups"]["group_0"], form.says
+        groups[name] = {**group, "targets": [target], "format": says["format"]}
+    says = {**says, "format": "mixed-precision", "config_groups": groups}
+    edit_json(tiny_directory / "config.json", quantization_config=says)
+    loaded = load(tiny_directory).state_dict()
+    for name, part in [
+        ("compressed-int8", "layers.0.self_attn.q_proj"),
+        ("compressed-fp8-channel", "self_attn.k_proj"),
+        ("compressed-w4", "mlp"),
+    ]:
+        for weight, values in load_file(tmp_path / name / "model.safetensors").items():
+            if part in weight:
+                assert torch.equal(loaded[weight], values), weight
+
+
 def test_biases_of_zero_that_gptq_adds_do_no_harm(tiny_directory, tmp_path):
     FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
     file = tiny_directory / "model.safetensors"
