@@ -110,6 +110,8 @@ class _Pair:
                 for name, mark in self.base.items()
                 if len(mark.shape) == 2 and norm_of(name, self.base) == norm
             ]
+            if not readers:
+                raise self._refuse(f"'{norm}' differs, and no weight that reads it is compared")
             for name in readers:
                 self.compare(name, moved)
 

@@ -82,6 +82,14 @@ def signs(size: int) -> Tensor:
     return torch.from_numpy(bits).float() * 2 - 1
 
 
+def is_by_row(source: Source) -> bool:
+    """Whether rows can be read without the whole weight."""
+    if isinstance(source, StoredTensor):
+        return True
+    names = {name.rpartition(".")[2] for name in source.coded.parts.values()}
+    return not names.isdisjoint(_BY_ROW[:2])
+
+
 def read_rows(source: Source, places: list[int]) -> Tensor:
     """Rows at `places` of a weight in float32; reads these alone where the layout allows it."""
     if isinstance(source, StoredTensor):

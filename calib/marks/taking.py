@@ -8,7 +8,7 @@ from torch import Tensor
 
 from calib.errors import Fp8kvError, InputError
 from calib.export.base import checkpoint_prefix
-from calib.marks.probing import probe_rows, probe_vector, readable_weights
+from calib.marks.probing import is_by_row, probe_rows, probe_vector, readable_weights
 from calib.marks.record import Mark, Marks
 from calib.model.checkpoint import Checkpoint
 from calib.model.dequantized import Source
@@ -133,7 +133,8 @@ def _readers(layer: str, names: list[str], weights: Weights) -> dict[str, Mark]:
 def _others(names: list[str], weights: Weights, sizes: set[int]) -> Iterator[str]:
     for name in sorted(names):
         is_output = name.split(".")[-2] in ("o_proj", "dense", "out_proj", "down_proj")
-        if not (is_cached(name) or is_output) and weights[name].shape[1] in sizes:
+        fits = weights[name].shape[1] in sizes and is_by_row(weights[name])
+        if fits and not (is_cached(name) or is_output):
             yield name
 
 

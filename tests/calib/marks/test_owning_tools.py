@@ -8,7 +8,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from calib.errors import InputError
 from calib.marks.judging import judge
-from calib.marks.record import Marks
 from calib.marks.taking import take_marks
 from calib.model.checkpoint import open_checkpoint
 
@@ -54,7 +53,3 @@ def test_an_awq_that_rescaled_values(tmp_path):
     base, found = began_with(tmp_path, **WIDE), written("gptqmodel", "awq-w4")
     with pytest.raises(InputError, match=r"do not fit.*v_proj.*AWQ"):
         judge("OUTPUT", base, "MODEL", found)
-    # nothing else is against it: K's rows are what they were
-    values = {name: mark for name, mark in base.tensors.items() if ".v_proj." in name}
-    kept = Marks(found.layers, {**found.tensors, **values})
-    assert judge("OUTPUT", base, "MODEL", kept).largest_factor < 0.05
