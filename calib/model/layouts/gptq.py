@@ -81,9 +81,12 @@ class Gptq:
         packed = tensors["qweight"][:, start:stop]
         columns = packed.shape[0] * 32 // self.bits
         words = slice(start * self.bits // 32, words_for(stop, self.bits))
-        zeros = unpack(tensors["qzeros"][:, words], self.bits, stop - start)
-        # as AutoGPTQ does: the largest code stands for 0
-        zeros = (zeros + self.offset) & ((1 << self.bits) - 1)
+        zeros = unpack(tensors["qzeros"][:, words], self.bits, stop - start) + self.offset
+        if (zeros == 1 << self.bits).any():
+            raise LayoutError(
+                f"a zero point is stored as {(1 << self.bits) - 1}, which AutoGPTQ reads as 0 and "
+                f"GPTQModel as {1 << self.bits}; give the model it was made from"
+            )
         scales = tensors["scales"][:, start:stop].float()
         codes = unpack_down(packed, self.bits, columns)  # [in, out]
         group = _order(tensors.get("g_idx"), columns, groups)

@@ -257,3 +257,15 @@ def test_nonsense_in_a_config_is_read_or_refused(form, data):
     place[data.draw(st.sampled_from([*place, "sym"]))] = data.draw(JSON)
     with suppress(InputError):
         LAYOUTS[form.says.get("quant_method", "modelopt")](says)
+
+
+def test_a_zero_point_that_tools_read_differently(tiny_directory, tmp_path):
+    directory = FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("k_proj.qzeros"))
+    tensors[name] = torch.full_like(tensors[name], -1)
+    save_file(tensors, file, {"format": "pt"})
+    done = calibrate(directory, "-o", tmp_path / "out", "--format", "fp8kv")
+    one_line_error(done, "stored as 15, which AutoGPTQ reads as 0 and GPTQModel as 16")
+    assert not (tmp_path / "out").exists()
