@@ -30,7 +30,7 @@ KINDS = {
         *(
             "calib/model/test_quantized.py",
             "calib/serving/test_served.py",
-            "calib/stress/",
+            "calib/rescale/",
             "calib/rewrite/",
             "calib/output/test_two",
         ),

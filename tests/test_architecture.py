@@ -22,7 +22,7 @@ FLOORS = (
     {"data", "export", "serving"},
     {"marks"},
     {"measure", "output"},
-    {"any_scales", "merge", "offload", "stress"},
+    {"any_scales", "merge", "offload", "rescale"},
     {"eval", "generate", "plan", "prepare", "rewrite"},
     {"bench", "job", "served"},
     {"commands"},

@@ -20,8 +20,7 @@ from calib.commands.progress_bar import progress_bar
 from calib.commands.running import run
 from calib.commands.tables import table_text
 from calib.progress import Progress
-from calib.stress.rescaling import Factors
-from calib.stress.twin import Stressed, _card
+from calib.rescale.stress import Factors, Stressed, _card
 
 
 def shell(line, **options):

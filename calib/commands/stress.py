@@ -24,9 +24,8 @@ def stress(
 ) -> None:
     """Write a model with the same outputs that needs its scales: does your engine use them?"""
     from calib.commands.overrides import overrides
-    from calib.stress.rescaling import Factors
-    from calib.stress.twin import parse_factor
-    from calib.stress.twin import stress as write_twin
+    from calib.rescale.stress import Factors, parse_factor
+    from calib.rescale.stress import stress as write_twin
 
     factors = Factors(parse_factor(k_factor, "--k-factor"), parse_factor(v_factor, "--v-factor"))
     given = overrides(context.params)

@@ -35,6 +35,8 @@ class CachedAttention:
     num_heads: int
     num_kv_heads: int
     kv_repeat: int  # how often transformers repeats each KV head in its cache; engines never do
+    head_dim: int  # of K
+    v_head_dim: int
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,9 @@ def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAt
             "compressed latents (MLA), so it has no K and V per head that a scale could describe"
         )
     repeat = _kv_repeat(model, key, value)
-    return CachedAttention(name, layer_idx, query.shape[1], key.shape[1] // repeat, repeat)
+    heads, kv_heads = query.shape[1], key.shape[1] // repeat
+    dims = (key.shape[-1], value.shape[-1])
+    return CachedAttention(name, layer_idx, heads, kv_heads, repeat, *dims)
 
 
 def _shared(

@@ -8,8 +8,8 @@ from command_line import calibrate, fp8kv, one_line_error
 
 from calib import job, merge
 from calib.output import finish
+from calib.rescale import rescaling
 from calib.rewrite import convert as rewrite
-from calib.stress import twin as stress
 
 
 def replaced(file):
@@ -124,7 +124,7 @@ def test_repair(after, tiny_directory, tmp_path):
 
 
 def test_stress(after, tiny_directory, tmp_path):
-    after(stress, "rescale", tiny_directory)
+    after(rescaling, "write_rescaled", tiny_directory)
     refuse(fp8kv("stress", tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
 
 

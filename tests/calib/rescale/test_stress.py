@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from calib.errors import InputError
+from calib.errors import InputError, UnsupportedModelError
 from calib.generate import unit_scales
 from calib.measure.attention import observe_qkv
-from calib.stress import rescaling
-from calib.stress.twin import parse_factor
+from calib.rescale import parameters
+from calib.rescale.stress import Factors, parse_factor
 from fp8kv_runtime.hf import fp8_attention
 
 # Gemma multiplies by 1 + weight, which bfloat16 cannot hold times 256
@@ -168,16 +168,24 @@ def test_a_dtype_that_rounds_is_refused(tiny_directory, tmp_path):
         "--dtype bfloat16 may round the source's weights",
         "use auto or float32",
     )
+
+
+def test_a_config_that_names_another_dtype_than_the_files_hold(tiny_directory, tmp_path):
     config = tiny_directory / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": "bfloat16"}))
-    one_line_error(stress(tiny_directory, tmp_path / "twin"), "config's dtype rounds its weights")
+    assert stress(tiny_directory, tmp_path / "twin").exit_code == 0
+    for directory in (tiny_directory, tmp_path / "twin"):
+        weights = load_file(directory / "model.safetensors")
+        assert {tensor.dtype for tensor in weights.values()} == {torch.float32}
+    (expected, _), (found, _) = map(seen, map(in_float32, (tiny_directory, tmp_path / "twin")))
+    assert torch.equal(expected, found)
 
 
 def test_a_norm_that_adds_one_needs_more_than_bfloat16(tmp_path):
     source = bf16_directory(tmp_path / "source", "gemma3_text", **FAMILIES["gemma3_text"])
     one_line_error(
         stress(source, tmp_path / "twin"),
-        "1 + 'model.layers.0.self_attn.q_norm.weight' times 0.00390625 is not exact in bfloat16",
+        "1 + 'model.layers.0.self_attn.k_norm.weight' times 256 is not exact in bfloat16",
         "add --dtype float32",
     )
 
@@ -214,20 +222,20 @@ def test_what_cannot_be_proved_is_refused(model_type, options, reason, tmp_path)
 def test_a_wrong_guess_is_found(model_type, wrong, tmp_path, monkeypatch):
     source = bf16_directory(tmp_path / "source", model_type, **FAMILIES[model_type])
     for name, value in wrong.items():
-        monkeypatch.setattr(rescaling, name, value)
+        monkeypatch.setattr(parameters, name, value)
     done = stress(source, tmp_path / "twin")
     one_line_error(done, "is not the source's times its factor", "Nothing was written")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_other_logits_are_found(tmp_path, monkeypatch):
-    find = rescaling._find
+    of_layer = parameters._of_layer
 
     def forget_the_output(*args):
-        return (each for each in find(*args) if "o_proj" not in each.name)
+        return (each for each in of_layer(*args) if "o_proj" not in each.name)
 
     source = bf16_directory(tmp_path / "source", "llama")
-    monkeypatch.setattr(rescaling, "_find", forget_the_output)
+    monkeypatch.setattr(parameters, "_of_layer", forget_the_output)
     # later layers read what earlier ones got wrong, so one layer is what shows the logits alone
     one_line_error(stress(source, tmp_path / "twin"), "no twin of LlamaForCausalLM")
     one = bf16_directory(tmp_path / "one", "llama", num_hidden_layers=1)
@@ -238,8 +246,10 @@ def test_one_tensor_in_two_layers_is_not_multiplied_twice(tiny_llama):
     model = tiny_model("llama")
     first, second = (layer.self_attn for layer in model.model.layers[:2])
     second.k_proj.weight = first.k_proj.weight
-    with pytest.raises(rescaling.UnsupportedModelError, match="are the same tensor"):
-        rescaling.rescale(model, rescaling.Factors(2.0, 0.5))
+    modules = parameters.cached_attention(model)
+    factors = {name: Factors(2.0, 0.5).of(module) for name, module in modules.items()}
+    with pytest.raises(UnsupportedModelError, match="are the same tensor"):
+        parameters.rescaled_parameters(model, modules, factors)
     assert torch.equal(first.k_proj.weight, tiny_llama.model.layers[0].self_attn.k_proj.weight)
 
 

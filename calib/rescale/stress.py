@@ -12,27 +12,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import GenerationConfig, PreTrainedModel
 
-from calib.atomic import atomic_directory, share_file
-from calib.errors import InputError, UnsupportedModelError
+from calib.atomic import atomic_directory
+from calib.errors import InputError
 from calib.export.compressed_tensors import find_quantization_config
-from calib.measure.attention import observe_qkv
+from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.model.find import find_checkpoint
-from calib.model.load import load_config, load_model
 from calib.model.quantized import find_layout
-from calib.output.checkpoint_directory import check_output, copy_small_files, write_json
-from calib.progress import library_bars_hidden
-from calib.recipe import Recipe, load_recipe
+from calib.output.checkpoint_directory import check_output, write_json
+from calib.recipe import load_recipe
+from calib.rescale.parameters import LayerFactors
+from calib.rescale.proof import PROBE_TOKENS
+from calib.rescale.rescaling import rescale
 from calib.scalefiles.file_names import STRESS_FILE
-from calib.stress.rescaling import Factors, rescale
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
-_PROBE_TOKENS = 24
 _LARGEST_EXPONENT = 64
 _FP8 = torch.finfo(FP8_DTYPES["e4m3fn"])
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Powers of two that K and V are multiplied by; Q and the output projection are divided."""
+
+    k: float
+    v: float
+
+    def of(self, module: CachedAttention) -> LayerFactors:
+        """The same for all heads and channels of `module`."""
+        k, v = (torch.ones(module.num_kv_heads, n) for n in (module.head_dim, module.v_head_dim))
+        return LayerFactors(k * self.k, v * self.v)
 
 
 @dataclass(frozen=True)
@@ -55,7 +65,7 @@ class Stressed:
             "k_factor": self.factors.k,
             "v_factor": self.factors.v,
             "dtype": self.dtype,
-            "tokens_compared": _PROBE_TOKENS,
+            "tokens_compared": PROBE_TOKENS,
             "k_amax": dict(zip(("source", "twin"), self.k_amax, strict=True)),
             "v_amax": dict(zip(("source", "twin"), self.v_amax, strict=True)),
             "changed": self.changed,
@@ -98,21 +108,21 @@ def stress(
             "exactly; give the model it was made from"
         )
     with atomic_directory(output, overwrite=overwrite) as scratch:
-        before = _observe(checkpoint, recipe)
-        model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
-        changed = rescale(model, factors)
-        _save(model, checkpoint, scratch)
-        dtype = str(model.dtype).removeprefix("torch.")
-        del model  # one copy in memory is enough
-        # what is compared lies on disk
-        after = _observe(open_checkpoint(scratch), recipe)
-        _prove(checkpoint, before, after, factors)
-        checkpoint.check_unchanged()
-        k_amax, v_amax = ((before.amax(w), after.amax(w)) for w in "kv")
-        done = Stressed(name, output, factors, dtype, changed, k_amax, v_amax)
-        write_json(scratch / STRESS_FILE, done.to_json())
-        (scratch / "README.md").write_text(_card(done))
-    return done
+        architecture = (checkpoint.config.get("architectures") or ["this model"])[0]
+        done = rescale(
+            checkpoint,
+            scratch,
+            recipe,
+            lambda _, modules: {each: factors.of(module) for each, module in modules.items()},
+            what=f"no twin of {architecture}",
+            advice="use a --k-factor and --v-factor nearer to 1",
+        )
+        amax = ((done.before.amax(which), done.after.amax(which)) for which in "kv")
+        dtype = _dtype(open_checkpoint(scratch))
+        twin = Stressed(name, output, factors, dtype, done.changed, *amax)
+        write_json(scratch / STRESS_FILE, twin.to_json())
+        (scratch / "README.md").write_text(_card(twin))
+    return twin
 
 
 def parse_factor(text: str, flag: str) -> float:
@@ -133,68 +143,10 @@ def parse_factor(text: str, flag: str) -> float:
     return float(value)
 
 
-@dataclass(frozen=True)
-class _Observed:
-    logits: Tensor  # [1, T, vocabulary]
-    kv: dict[str, tuple[Tensor, Tensor]]  # attention module -> K, V [1, K, T, D]
-
-    def amax(self, which: str) -> float:
-        return max(pair["kv".index(which)].abs().amax().item() for pair in self.kv.values())
-
-
-@torch.inference_mode()
-def _observe(checkpoint: Checkpoint, recipe: Recipe) -> _Observed:
-    """Run a few tokens in float32, where a power of two changes exponents and nothing else."""
-    recipe = recipe.model_copy(update={"dtype": "float32"})
-    model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
-    for parameter in model.parameters():
-        # matrix kernels may add in another order where memory is aligned otherwise, as in a file
-        parameter.data = parameter.data.clone()
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=generator)
-    kv: dict[str, tuple[Tensor, Tensor]] = {}
-    with observe_qkv(model, lambda name, _, k, v: kv.__setitem__(name, (k.clone(), v.clone()))):
-        logits = model(input_ids=tokens, use_cache=False).logits
-    return _Observed(logits, kv)
-
-
-def _prove(checkpoint: Checkpoint, before: _Observed, after: _Observed, factors: Factors) -> None:
-    problems = []
-    for name, pair in before.kv.items():
-        pairs = zip("KV", (factors.k, factors.v), pair, after.kv[name], strict=True)
-        problems += [
-            f"{which} of {name} is not the source's times its factor"
-            for which, factor, old, new in pairs
-            if not torch.equal(old * factor, new)
-        ]
-    if not torch.equal(before.logits, after.logits):
-        problems.append("its logits are not the source's")
-    if problems:
-        architecture = (checkpoint.config.get("architectures") or ["this model"])[0]
-        raise UnsupportedModelError(
-            f"no twin of {architecture}: {problems[0]}; something in it does not follow a factor "
-            "in front of it, or its config's dtype rounds its weights. Nothing was written"
-        )
-
-
-def _save(model: PreTrainedModel, checkpoint: Checkpoint, out: Path) -> None:
-    model.generation_config = GenerationConfig()  # the source's is copied, even one that is odd
-    with library_bars_hidden():
-        model.save_pretrained(out)
-    (out / "generation_config.json").unlink(missing_ok=True)
-    copy_small_files(checkpoint, out)
-    # the source's own config: engines older than this transformers read it
-    write_json(out / "config.json", _config(checkpoint.config, model.dtype))
-    for file in out.glob("*.safetensors"):
-        share_file(file)
-
-
-def _config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """`config` with the dtype of the weights, under the names that it uses."""
-    name = str(dtype).removeprefix("torch.")
-    nested = {k: _config(v, dtype) for k, v in config.items() if isinstance(v, dict)}
-    return {**config, **nested, **dict.fromkeys(config.keys() & {"dtype", "torch_dtype"}, name)}
+def _dtype(checkpoint: Checkpoint) -> str:
+    """What its config says of the weights' dtype."""
+    text = checkpoint.text_config
+    return str(text.get("dtype") or text.get("torch_dtype") or checkpoint.config.get("dtype"))
 
 
 def _card(done: Stressed) -> str:
@@ -205,7 +157,7 @@ def _card(done: Stressed) -> str:
 
 Made by `fp8kv stress`. Its K are the source's times {Fraction(done.factors.k)}, its V times
 {Fraction(done.factors.v)}; Q and the output projections are divided by the same. In float32 its
-outputs are the source's, bit for bit. On {_PROBE_TOKENS} tokens K reached
+outputs are the source's, bit for bit. On {PROBE_TOKENS} tokens K reached
 {done.k_amax[1]:.4g} and V {done.v_amax[1]:.4g}; FP8 (E4M3) ends at
 {_FP8.max:g} and has full precision from {_FP8.tiny:g} on.
 

@@ -1,0 +1,77 @@
+"""The proof that a rescaled model is the same: its outputs, and its K and V times their factors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from calib.errors import UnsupportedModelError
+from calib.measure.attention import CachedAttention, observe_qkv
+from calib.model.checkpoint import Checkpoint
+from calib.model.load import load_config, load_model
+from calib.recipe import Recipe
+from calib.rescale.parameters import Factors
+
+PROBE_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a model computes from a few tokens, in float32."""
+
+    logits: Tensor  # [1, T, vocabulary]
+    kv: Mapping[str, tuple[Tensor, Tensor]]  # attention module -> K, V [1, K, T, D]
+
+    def amax(self, which: str) -> float:
+        """The largest magnitude of K or V in all layers."""
+        return max(pair["kv".index(which)].abs().amax().item() for pair in self.kv.values())
+
+
+def load_exact(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedModel:
+    """Load a model in float32, where a power of two changes exponents and nothing else."""
+    recipe = recipe.model_copy(update={"dtype": "float32"})
+    model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
+    for parameter in model.parameters():
+        # matrix kernels may add in another order where memory is aligned otherwise, as in a file
+        parameter.data = parameter.data.clone()
+    return model
+
+
+@torch.inference_mode()
+def observe(model: PreTrainedModel) -> Observed:
+    """Run a few tokens."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocabulary, (1, PROBE_TOKENS), generator=generator)
+    kv: dict[str, tuple[Tensor, Tensor]] = {}
+    with observe_qkv(model, lambda name, _, k, v: kv.__setitem__(name, (k.clone(), v.clone()))):
+        logits = model(input_ids=tokens, use_cache=False).logits
+    return Observed(logits, kv)
+
+
+def prove(
+    before: Observed,
+    after: Observed,
+    modules: Mapping[str, CachedAttention],
+    factors: Factors,
+    what: str,
+) -> None:
+    """Compare bit for bit; UnsupportedModelError, which begins with `what`, for any difference."""
+    problems = []
+    for name, pair in before.kv.items():
+        repeat = modules[name].kv_repeat
+        of_heads = (factors[name].k, factors[name].v)
+        for which, heads, old, new in zip("KV", of_heads, pair, after.kv[name], strict=True):
+            factor = heads.repeat_interleave(repeat, 0)[:, None]
+            if not torch.equal(old * factor, new):
+                problems.append(f"{which} of {name} is not the source's times its factor")
+    if not torch.equal(before.logits, after.logits):
+        problems.append("its logits are not the source's")
+    if problems:
+        more = f" ({len(problems) - 1} more problems)" if problems[1:] else ""
+        raise UnsupportedModelError(
+            f"{what}: {problems[0]}{more}, so something in it does not follow a factor in front "
+            "of it. Nothing was written"
+        )

@@ -1,0 +1,48 @@
+"""Write a checkpoint whose K and V are multiplied, and prove that nothing else changed."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from calib.measure.attention import CachedAttention
+from calib.model.checkpoint import Checkpoint, open_checkpoint
+from calib.recipe import Recipe
+from calib.rescale.parameters import Factors, cached_attention, rescaled_parameters
+from calib.rescale.proof import Observed, load_exact, observe, prove
+from calib.rescale.shards import plain_edits, write_rescaled
+
+Choose = Callable[[PreTrainedModel, dict[str, CachedAttention]], Factors]
+
+
+@dataclass(frozen=True)
+class Rescaling:
+    """What was changed, and what was seen before and after."""
+
+    factors: Factors
+    changed: list[str]  # names of tensors in the checkpoint
+    before: Observed
+    after: Observed
+
+
+def rescale(
+    checkpoint: Checkpoint, out: Path, recipe: Recipe, choose: Choose, *, what: str, advice: str
+) -> Rescaling:
+    """Fill `out` with `checkpoint`, its K and V multiplied by the powers of two that are chosen.
+
+    Refusals name `what` was to be made, with `advice` where a product is not exact. The recipe's
+    dtype is that of the written weights. What is compared lies on disk.
+    """
+    model = load_exact(checkpoint, recipe)
+    before, modules = observe(model), cached_attention(model)
+    factors = choose(model, modules)
+    changed = rescaled_parameters(model, modules, factors)
+    del model  # one copy in memory is enough
+    edits = plain_edits(checkpoint, changed, advice)
+    write_rescaled(checkpoint, edits, out, None if recipe.dtype == "auto" else torch.float32)
+    after = observe(load_exact(open_checkpoint(out), recipe))
+    prove(before, after, modules, factors, what)
+    checkpoint.check_unchanged()
+    return Rescaling(factors, sorted(edits), before, after)

@@ -1,0 +1,105 @@
+"""A checkpoint with some tensors multiplied: other weight files are linked, other bytes stay."""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from calib.atomic import save_tensors
+from calib.errors import InputError, UnsupportedModelError
+from calib.export.base import checkpoint_prefix
+from calib.model.checkpoint import Checkpoint
+from calib.output.checkpoint_directory import copy_small_files, write_index, write_json
+from calib.output.placing import place_shard
+from calib.rescale.parameters import Rescaled
+from calib.scalefiles.file_names import CONFIG_FILE, INDEX_FILE
+
+Edit = Callable[[Tensor], Tensor]
+
+
+def write_rescaled(
+    checkpoint: Checkpoint, edits: Mapping[str, Edit], out: Path, dtype: torch.dtype | None
+) -> None:
+    """Fill `out` with the checkpoint, the tensors that `edits` names changed.
+
+    All floats become `dtype`, where it is given, before they are edited.
+    """
+    copy_small_files(checkpoint, out)
+    weight_map, grown = checkpoint.weight_map, 0
+    for shard in checkpoint.shards:
+        held = {name for name, file in weight_map.items() if file == shard}
+        if dtype is None and held.isdisjoint(edits):
+            place_shard(checkpoint.path / shard, out / shard, set(), "link", lambda *_: None)
+        else:
+            grown += _rewrite(checkpoint.path / shard, out / shard, edits, dtype)
+    if dtype is not None:
+        write_json(out / CONFIG_FILE, _config(checkpoint.config, dtype))
+    if (checkpoint.path / INDEX_FILE).exists():
+        if grown:
+            write_index(checkpoint, out, weight_map, grown)
+        else:
+            shutil.copyfile(checkpoint.path / INDEX_FILE, out / INDEX_FILE)
+
+
+def plain_edits(
+    checkpoint: Checkpoint, changes: Sequence[Rescaled], advice: str
+) -> dict[str, Edit]:
+    """The edit of each tensor that holds a changed parameter, by its name in the checkpoint.
+
+    An edit raises InputError, with `advice`, where the product is not exact.
+    """
+    found = {}
+    for change in changes:
+        name = f"{checkpoint_prefix(change.module, checkpoint)}.{change.inner}"
+        if name not in checkpoint.entries:
+            raise UnsupportedModelError(
+                f"'{checkpoint.path}' has no '{name}', which must be multiplied"
+            )
+        found[name] = _exact_product(change, advice)
+    return found
+
+
+def _exact_product(change: Rescaled, advice: str) -> Edit:
+    def multiply(weight: Tensor) -> Tensor:
+        # the module adds 1 in float32
+        one = 1.0 if change.adds_one else 0.0
+        wanted = (weight.float() + one) * change.factor
+        product = (wanted - one).to(weight.dtype)
+        # what underflows in float32 does not come back
+        is_whole = change.adds_one or torch.equal(wanted / change.factor, weight.float())
+        if is_whole and product.isfinite().all() and torch.equal(product.float() + one, wanted):
+            return product
+        dtype = str(weight.dtype).removeprefix("torch.")
+        low, high = change.factor.aminmax()
+        given = f"{low.item():g}" if low == high else "its factors"
+        what = f"1 + '{change.name}'" if change.adds_one else f"'{change.name}'"
+        wider = "" if weight.dtype == torch.float32 else "add --dtype float32, or "
+        raise InputError(f"{what} times {given} is not exact in {dtype}; {wider}{advice}")
+
+    return multiply
+
+
+def _rewrite(
+    source: Path, target: Path, edits: Mapping[str, Edit], dtype: torch.dtype | None
+) -> int:
+    """Write `target`; return by how many bytes its tensors grew."""
+    with safe_open(source, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        metadata = file.metadata()
+    before = sum(int(tensor.nbytes) for tensor in tensors.values())
+    for name, tensor in tensors.items():
+        cast = tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+        tensors[name] = edits[name](cast) if name in edits else cast
+    save_tensors(tensors, target, metadata or {})
+    return sum(int(tensor.nbytes) for tensor in tensors.values()) - before
+
+
+def _config(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """`config` with the dtype of the weights, under the names that it uses."""
+    name = str(dtype).removeprefix("torch.")
+    nested = {k: _config(v, dtype) for k, v in config.items() if isinstance(v, dict)}
+    return {**config, **nested, **dict.fromkeys(config.keys() & {"dtype", "torch_dtype"}, name)}

@@ -1,1 +1,0 @@
-"""A twin of a model that needs its scales, proved."""
