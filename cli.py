@@ -8,6 +8,7 @@ from collections.abc import Callable
 import typer
 
 from calib.commands.apply import apply
+from calib.commands.bake import bake
 from calib.commands.bench import bench
 from calib.commands.calibrate import calibrate
 from calib.commands.compare import compare
@@ -30,8 +31,8 @@ app = typer.Typer(
 )
 app.command()(calibrate)
 app.command("eval")(evaluate)
-listed = (inspect, verify, apply, convert, strip, repair, compare, plan, merge, generate, stress)
-for each in (*listed, bench, recipes, doctor):
+listed = (inspect, verify, apply, bake, convert, strip, repair, compare, plan, merge, generate)
+for each in (*listed, stress, bench, recipes, doctor):
     app.command()(each)
 
 

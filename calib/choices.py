@@ -9,6 +9,7 @@ FormatName = Literal["vllm", "aphrodite", "sglang", "tgi", "json", "modelopt", "
 FP8Name = Literal["e4m3fn", "e4m3fnuz", "e5m2"]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+Purpose = Literal["fp8", "int8"]  # of baked factors
 Reduce = Literal["none", "max"]
 Offload = Literal["auto", "none", "layerwise"]
 Backend = Literal["auto", "triton", "torch"]

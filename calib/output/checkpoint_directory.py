@@ -13,6 +13,7 @@ from calib.export.base import Export
 from calib.model.checkpoint import Checkpoint
 from calib.output.placing import OnCopied, Placing, place_shard
 from calib.scalefiles.file_names import (
+    BAKE_FILE,
     CALIBRATION_FILE,
     CARD_FILE,
     CONFIG_FILE,
@@ -40,7 +41,10 @@ def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
         raise InputError(
             f"output '{out}' would mix with the model in '{source}'; choose another -o"
         )
-    ours = (CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE, SOURCE_DIRECTORY)
+    ours = (
+        *(CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE, BAKE_FILE),
+        SOURCE_DIRECTORY,
+    )
     try:
         is_taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
         is_ours = any(any(out.glob(pattern)) for pattern in ours)
@@ -72,7 +76,7 @@ def write_checkpoint(
     copy_small_files(checkpoint, out)
     keep_source_files(checkpoint.path, out)
     write_documents(export, out)
-    _write_readme(source_files(checkpoint.path), readme, out / CARD_FILE)
+    prepend_card(source_files(checkpoint.path), readme, out)
     write_json(out / CONFIG_FILE, export.config or checkpoint.config)
     names = {shard: shard for shard in checkpoint.shards}
     if SINGLE_FILE in names and weights != "none":
@@ -153,11 +157,15 @@ def write_index(checkpoint: Checkpoint, out: Path, weight_map: dict[str, str], a
     write_json(out / INDEX_FILE, written)
 
 
-def _write_readme(source: Path | None, ours: str, readme: Path) -> None:
+def prepend_card(source: Path | None, ours: str, out: Path) -> None:
+    """Write the README of `out`: the front matter of the one in `source`, `ours`, and the rest.
+
+    Without a source the front matter is that of `out`'s own.
+    """
     # what an output of an older version says of itself is no longer true; its head is the source's
-    card = source / CARD_FILE if source else readme
+    card = (source or out) / CARD_FILE
     text = card.read_text(errors="replace") if card.exists() else ""
     front = re.match(r"---\n.*?\n---\n", text, re.DOTALL)
     matter = front.group() if front else ""
     rest = text[len(matter) :] if source else ""
-    readme.write_text("\n".join(filter(None, [matter, ours, rest])))
+    (out / CARD_FILE).write_text("\n".join(filter(None, [matter, ours, rest])))

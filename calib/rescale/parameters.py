@@ -50,6 +50,20 @@ class Rescaled:
         """The name that transformers gives the parameter."""
         return f"{self.module}.{self.inner}"
 
+    def product(self, parameter: Tensor) -> Tensor:
+        """The parameter, or 1 + it, times the factor, in its own dtype; exact or not."""
+        one = 1.0 if self.adds_one else 0.0  # added in float32
+        return ((parameter.float() + one) * self.factor - one).to(parameter.dtype)
+
+    def is_exact(self, parameter: Tensor) -> bool:
+        """Whether nothing is lost in `product`."""
+        one = 1.0 if self.adds_one else 0.0
+        product, wanted = self.product(parameter), (parameter.float() + one) * self.factor
+        # what underflows in float32 does not come back
+        is_whole = self.adds_one or torch.equal(wanted / self.factor, parameter.float())
+        same = torch.equal(product.float() + one, wanted)
+        return is_whole and same and bool(product.isfinite().all())
+
 
 def cached_attention(model: PreTrainedModel) -> dict[str, CachedAttention]:
     """The attention modules of `model`; UnsupportedModelError where no factor can be moved."""

@@ -42,13 +42,17 @@ def load_exact(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedModel:
 @torch.inference_mode()
 def observe(model: PreTrainedModel) -> Observed:
     """Run a few tokens."""
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocabulary, (1, PROBE_TOKENS), generator=generator)
     kv: dict[str, tuple[Tensor, Tensor]] = {}
     with observe_qkv(model, lambda name, _, k, v: kv.__setitem__(name, (k.clone(), v.clone()))):
-        logits = model(input_ids=tokens, use_cache=False).logits
+        logits = model(input_ids=probe_tokens(model), use_cache=False).logits
     return Observed(logits, kv)
+
+
+def probe_tokens(model: PreTrainedModel) -> Tensor:
+    """The tokens [1, PROBE_TOKENS] that are run, at random, the same for ever."""
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(vocabulary, (1, PROBE_TOKENS), generator=generator)
 
 
 def prove(

@@ -28,21 +28,30 @@ class Rescaling:
 
 
 def rescale(
-    checkpoint: Checkpoint, out: Path, recipe: Recipe, choose: Choose, *, what: str, advice: str
+    checkpoint: Checkpoint,
+    out: Path,
+    recipe: Recipe,
+    choose: Choose,
+    *,
+    what: str,
+    advice: str = "",
+    exact: bool = True,
 ) -> Rescaling:
-    """Fill `out` with `checkpoint`, its K and V multiplied by the powers of two that are chosen.
+    """Fill `out` with `checkpoint`, its K and V multiplied by the factors that are chosen.
 
-    Refusals name `what` was to be made, with `advice` where a product is not exact. The recipe's
-    dtype is that of the written weights. What is compared lies on disk.
+    Unless `exact` is False, factors are powers of two, and the same outputs are proved bit for bit
+    on what lies on disk. Refusals name `what` was to be made, with `advice` where a product is not
+    exact. The recipe's dtype is that of the written weights.
     """
     model = load_exact(checkpoint, recipe)
     before, modules = observe(model), cached_attention(model)
     factors = choose(model, modules)
     changed = rescaled_parameters(model, modules, factors)
     del model  # one copy in memory is enough
-    edits = plain_edits(checkpoint, changed, advice)
+    edits = plain_edits(checkpoint, changed, advice, exact=exact)
     write_rescaled(checkpoint, edits, out, None if recipe.dtype == "auto" else torch.float32)
     after = observe(load_exact(open_checkpoint(out), recipe))
-    prove(before, after, modules, factors, what)
+    if exact:
+        prove(before, after, modules, factors, what)
     checkpoint.check_unchanged()
     return Rescaling(factors, sorted(edits), before, after)

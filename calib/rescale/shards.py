@@ -46,11 +46,11 @@ def write_rescaled(
 
 
 def plain_edits(
-    checkpoint: Checkpoint, changes: Sequence[Rescaled], advice: str
+    checkpoint: Checkpoint, changes: Sequence[Rescaled], advice: str, *, exact: bool
 ) -> dict[str, Edit]:
     """The edit of each tensor that holds a changed parameter, by its name in the checkpoint.
 
-    An edit raises InputError, with `advice`, where the product is not exact.
+    If `exact`, an edit raises InputError, with `advice`, where its product is not.
     """
     found = {}
     for change in changes:
@@ -59,20 +59,14 @@ def plain_edits(
             raise UnsupportedModelError(
                 f"'{checkpoint.path}' has no '{name}', which must be multiplied"
             )
-        found[name] = _exact_product(change, advice)
+        found[name] = _exact_product(change, advice) if exact else change.product
     return found
 
 
 def _exact_product(change: Rescaled, advice: str) -> Edit:
     def multiply(weight: Tensor) -> Tensor:
-        # the module adds 1 in float32
-        one = 1.0 if change.adds_one else 0.0
-        wanted = (weight.float() + one) * change.factor
-        product = (wanted - one).to(weight.dtype)
-        # what underflows in float32 does not come back
-        is_whole = change.adds_one or torch.equal(wanted / change.factor, weight.float())
-        if is_whole and product.isfinite().all() and torch.equal(product.float() + one, wanted):
-            return product
+        if change.is_exact(weight):
+            return change.product(weight)
         dtype = str(weight.dtype).removeprefix("torch.")
         low, high = change.factor.aminmax()
         given = f"{low.item():g}" if low == high else "its factors"

@@ -1,0 +1,61 @@
+"""`fp8kv bake`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from calib import choices
+from calib.commands.flags import AsJson, Debug, Flag, Model, Output, Overwrite, TrustRemoteCode
+from calib.commands.running import command, print_json, print_lines
+
+
+@command
+def bake(
+    context: typer.Context,
+    model: Model,
+    output: Output,
+    scales: Annotated[
+        Path, Flag("A calibration of MODEL: its output, or its statistics.", "--scales")
+    ],
+    purpose: Annotated[
+        choices.Purpose, Flag("fp8: scale 1.0 becomes right. int8: even channels.", "--for")
+    ],
+    any_factor: Annotated[
+        bool, Flag("int8: not only powers of two; outputs change a little.", "--any-factor")
+    ] = False,
+    dtype: Annotated[choices.DType | None, Flag("auto: the checkpoint's; or float32.")] = None,
+    trust_remote_code: TrustRemoteCode = False,
+    overwrite: Overwrite = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Change weights so that an engine without scales holds K and V well; outputs stay the same."""
+    from calib.commands.overrides import overrides
+    from calib.rescale.bake import bake as write_baked
+
+    done = write_baked(
+        model,
+        scales,
+        purpose,
+        output,
+        any_factor=any_factor,
+        overrides=overrides({**context.params, "scales": None}),
+        overwrite=overwrite,
+    )
+    if as_json:
+        print_json(done.to_json())
+        return
+    same = (
+        "the logits in float32 are the source's, bit for bit"
+        if done.exact
+        else f"the outputs differ by a KL of {done.kl:.2g} nats per token"
+    )
+    k, v = done.per_head
+    print_lines(
+        [
+            f"{len(done.changed)} tensors changed; {same}",
+            f"factors per head in {k} of {done.layers} layers for K, in {v} for V",
+            f"written to {done.output}; its README.md says how to serve it",
+        ]
+    )

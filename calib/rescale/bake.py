@@ -1,0 +1,162 @@
+"""`fp8kv bake`: a model that computes the same, whose K and V suit a cache without scales."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import kl_div
+from transformers import PreTrainedModel
+
+from calib.atomic import atomic_directory
+from calib.choices import Purpose
+from calib.errors import InputError
+from calib.marks.judging import judge
+from calib.marks.record import Marks
+from calib.marks.taking import take_marks
+from calib.measure.attention import CachedAttention
+from calib.model.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from calib.model.find import find_checkpoint
+from calib.output.checkpoint_directory import check_output, write_json
+from calib.recipe import load_recipe
+from calib.rescale.baked import check_bakeable, weights_fingerprint, write_card
+from calib.rescale.choosing import check_modules, factors_for_fp8, factors_for_int8
+from calib.rescale.parameters import Factors
+from calib.rescale.proof import Observed
+from calib.rescale.rescaling import rescale
+from calib.scalefiles.calibrations import statistics_file
+from calib.scalefiles.file_names import BAKE_FILE, CALIBRATION_FILE
+from calib.scalefiles.json import read_object
+from calib.scales.derive import derive_scales
+from calib.scales.stats import KVStats
+from calib.scales.stats_file import load_stats
+
+
+@dataclass(frozen=True)
+class Baked:
+    """A model that was baked."""
+
+    model: str
+    output: Path
+    purpose: Purpose
+    exact: bool
+    changed: list[str]  # names of tensors
+    per_head: tuple[int, int]  # layers whose heads have other factors than each other, in K and V
+    layers: int
+    kl: float  # nats per token by which the outputs differ; 0 if exact
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `--json` prints, also kept beside the weights."""
+        k, v = self.per_head
+        return {
+            "fp8kv_bake": 1,
+            "model": self.model,
+            "output": str(self.output),
+            "for": self.purpose,
+            "exact": self.exact,
+            "kl": self.kl,
+            "layers": self.layers,
+            "layers_with_factors_per_head": {"k": k, "v": v},
+            "changed": self.changed,
+        }
+
+
+def bake(
+    name: str,
+    scales: Path,
+    purpose: Purpose,
+    output: Path,
+    *,
+    any_factor: bool = False,
+    overrides: dict[str, Any],
+    overwrite: bool = False,
+) -> Baked:
+    """Write the model `name` with factors moved from Q to K and from the output projection to V.
+
+    The factors are made of the calibration `scales`. InputError or UnsupportedModelError, and
+    nothing written, where the model cannot be shown to compute the same.
+    """
+    if any_factor and purpose == "fp8":
+        raise InputError("--any-factor is for int8; FP8 gains nothing from other factors")
+    checkpoint = find_checkpoint(name)
+    check_output(output, checkpoint.path, overwrite=overwrite)
+    check_bakeable(checkpoint)
+    stats, report = load_stats(scales), _report(scales)
+    _check_measured(scales, report, stats, name, checkpoint)
+    recipe = load_recipe(None, {**overrides, "device": "cpu"})
+    choose = partial(_choose, scales, stats, report, purpose, any_factor)
+    with atomic_directory(output, overwrite=overwrite) as scratch:
+        done = rescale(
+            checkpoint, scratch, recipe, choose, what=f"'{name}' cannot be baked",
+            advice="bake a copy with wider weights", exact=not any_factor,
+        )  # fmt: skip
+        baked = Baked(
+            name, output, purpose, not any_factor, done.changed, _per_head(done.factors),
+            len(done.factors), _difference(done.before, done.after),
+        )  # fmt: skip
+        facts = {
+            "source": fingerprint(checkpoint),
+            "weights": weights_fingerprint(open_checkpoint(scratch)),
+            "dataset": report["dataset"],
+            "factors": _factors_json(done.factors),
+        }
+        write_json(scratch / BAKE_FILE, baked.to_json() | facts)
+        write_card(checkpoint, scratch, baked.to_json(), report["dataset"])
+    return baked
+
+
+def _report(scales: Path) -> dict[str, Any]:
+    file = statistics_file(scales).parent / CALIBRATION_FILE
+    report = read_object(file) if file.exists() else {}
+    if not report.keys() >= {"checkpoint", "recipe", "dataset"}:
+        raise InputError(f"'{scales}' does not say what was measured; give a calibration's output")
+    return report
+
+
+def _check_measured(
+    given: Path, report: dict[str, Any], stats: KVStats, name: str, checkpoint: Checkpoint
+) -> None:
+    """Refuse statistics of another model; of another checkpoint, unless K and V are the same."""
+    if report["checkpoint"] == fingerprint(checkpoint):
+        return
+    if report.get("marks") is None:
+        raise InputError(f"'{given}' was not measured on '{name}'; calibrate '{name}'")
+    marks = Marks.from_json(report["marks"], f"'{given}'")
+    judge(str(given), marks, name, take_marks(checkpoint, stats.layers))
+
+
+def _choose(
+    given: Path,
+    stats: KVStats,
+    report: dict[str, Any],
+    purpose: Purpose,
+    any_factor: bool,
+    model: PreTrainedModel,
+    modules: dict[str, CachedAttention],
+) -> Factors:
+    check_modules(stats, modules, str(given))
+    if purpose == "int8":
+        return factors_for_int8(stats, model, modules, any_factor=any_factor)
+    recipe = load_recipe(None, report["recipe"] | {"strategy": "attn_head", "center_keys": False})
+    return factors_for_fp8(derive_scales(stats, recipe), model, modules)
+
+
+def _difference(before: Observed, after: Observed) -> float:
+    logs = [each.logits.double().log_softmax(-1).flatten(0, 1) for each in (after, before)]
+    return kl_div(*logs, log_target=True, reduction="batchmean").clamp(min=0).item()
+
+
+def _per_head(factors: Factors) -> tuple[int, int]:
+    k = sum(bool((layer.k != layer.k[:1]).any()) for layer in factors.values())
+    return k, sum(bool((layer.v != layer.v[:1]).any()) for layer in factors.values())
+
+
+def _factors_json(factors: Factors) -> dict[str, Any]:
+    """K's and V's by module: [K] where a head has one, else [K, D]."""
+
+    def plain(heads: Tensor) -> Any:
+        alike = bool((heads == heads[:, :1]).all())
+        return (heads[:, 0] if alike else heads).tolist()
+
+    return {name: {"k": plain(each.k), "v": plain(each.v)} for name, each in factors.items()}

@@ -1,0 +1,90 @@
+"""Factors of K and V from what was measured: for FP8 at scale 1.0, and for integers."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from calib.errors import InputError
+from calib.measure.attention import CachedAttention
+from calib.rescale.pairs import rotated_pairs
+from calib.rescale.parameters import Factors, LayerFactors, shares_k
+from calib.scales.scales import KVScales
+from calib.scales.stats import KVStats, LayerStats
+
+# a channel is enlarged by no more than this: its amax on other text may be larger
+_LARGEST = 2.0**10
+
+
+def factors_for_fp8(
+    scales: KVScales, model: PreTrainedModel, modules: Mapping[str, CachedAttention]
+) -> Factors:
+    """Powers of two, per KV head where the weights allow it, that bring scales into (1/2, 1].
+
+    `scales` are those of the model per KV head.
+    """
+    found = {}
+    for name, module in modules.items():
+        layer = scales.layers[name]
+        k = layer.k.amax().expand_as(layer.k) if shares_k(model, module) else layer.k
+        dims = (module.head_dim, module.v_head_dim)
+        k, v = (
+            _octave(scale)[:, None].expand(-1, dim)
+            for scale, dim in zip((k, layer.v), dims, strict=True)
+        )
+        found[name] = LayerFactors(k, v)
+    return found
+
+
+def factors_for_int8(
+    stats: KVStats,
+    model: PreTrainedModel,
+    modules: Mapping[str, CachedAttention],
+    power: float = 1.0,
+    *,
+    any_factor: bool = False,
+) -> Factors:
+    """Factors that bring the channels of a KV head nearer to its largest one.
+
+    K's are of RoPE pairs, V's of channels: `(largest / amax) ** power`, rounded to a power of two
+    unless `any_factor`.
+    """
+    pairs: dict[int, Tensor] = {}
+    found = {}
+    for name, module in modules.items():
+        if module.head_dim not in pairs:
+            pairs[module.head_dim] = rotated_pairs(model, module)
+        k = stats.layers[name].k.amax
+        k = k.maximum(k[:, pairs[module.head_dim]])
+        k = k.amax(0, keepdim=True).expand_as(k) if shares_k(model, module) else k
+        each = (_evened(amax, power, any_factor) for amax in (k, stats.layers[name].v.amax))
+        found[name] = LayerFactors(*each)
+    return found
+
+
+def check_modules(stats: KVStats, modules: Mapping[str, CachedAttention], given: str) -> None:
+    """Refuse statistics of other modules or head shapes than the model's."""
+    wanted = {
+        name: ((m.num_kv_heads, m.head_dim), (m.num_kv_heads, m.v_head_dim))
+        for name, m in modules.items()
+    }
+    if wanted != {name: _shapes(layer) for name, layer in stats.layers.items()}:
+        raise InputError(f"'{given}' is of another model: its attention modules are others")
+
+
+def _shapes(layer: LayerStats) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return tuple(layer.k.amax.shape), tuple(layer.v.amax.shape)
+
+
+def _octave(scale: Tensor) -> Tensor:
+    """The power of two that brings each scale into (1/2, 1]."""
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), -exponent + (mantissa == 0.5).int())
+
+
+def _evened(amax: Tensor, power: float, any_factor: bool) -> Tensor:
+    """Factors [H, D] for channels of `amax` [H, D]."""
+    largest = amax.amax(-1, keepdim=True)
+    ratio = torch.where(amax > 0, largest / amax, 1.0).clamp(max=_LARGEST) ** power
+    return ratio if any_factor else torch.exp2(ratio.log2().round())

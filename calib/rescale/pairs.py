@@ -1,0 +1,76 @@
+"""Which channels of K a model's RoPE turns together, found by trying.
+
+Factors on single channels show it: a channel of K that is neither as before nor times its factor
+holds some of another one. Six to eight such trials tell, bit by bit, which one that is.
+"""
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from transformers import PreTrainedModel
+
+from calib.errors import UnsupportedModelError
+from calib.measure.attention import CachedAttention, observe_qkv
+from calib.rescale.parameters import LayerFactors, rescaled_parameters
+from calib.rescale.proof import probe_tokens
+
+
+@torch.inference_mode()
+def rotated_pairs(model: PreTrainedModel, cached: CachedAttention) -> Tensor:
+    """For each channel [D] of K of one module the one it is rotated with; its own without RoPE.
+
+    UnsupportedModelError where channels mix in any other way than RoPE's pairs.
+    """
+    channels = torch.arange(cached.head_dim)
+    before = _keys(model, cached, torch.ones(cached.head_dim))
+    partner = channels.clone()
+    for bit in range((cached.head_dim - 1).bit_length()):
+        factor = 1.0 + (channels >> bit & 1)
+        is_alone = (_keys(model, cached, factor) == before * factor).flatten(0, 2).all(0)
+        partner = torch.where(is_alone, partner, partner ^ (1 << bit))
+    if not _is_rope(partner):
+        raise UnsupportedModelError(
+            f"{cached.name} mixes channels of K in another way than RoPE's pairs, so no factor per "
+            "pair can be moved"
+        )
+    return partner
+
+
+class _Seen(Exception):
+    """Ends a forward pass once its K is known."""
+
+
+def _keys(model: PreTrainedModel, cached: CachedAttention, factor: Tensor) -> Tensor:
+    """K [1, K, T, D] of a module, its channels multiplied by `factor` [D] before RoPE."""
+    found = []
+
+    def note(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+        if name == cached.name:
+            found.append(key.clone())
+            raise _Seen
+
+    heads = torch.ones(cached.num_kv_heads, cached.v_head_dim)
+    factors = LayerFactors(factor.expand(cached.num_kv_heads, -1), heads)
+    changes = rescaled_parameters(model, {cached.name: cached}, {cached.name: factors})
+    replaced = {each.name: each.product(model.get_parameter(each.name)) for each in changes}
+    with observe_qkv(model, note):
+        try:
+            given = {"input_ids": probe_tokens(model), "use_cache": False}
+            functional_call(model, replaced, kwargs=given)
+        except _Seen:
+            pass
+    return found[0]
+
+
+def _is_rope(partner: Tensor) -> bool:
+    """Whether channels side by side, or half of a block of channels apart, are each other's."""
+    channels = torch.arange(len(partner))
+    rotated = (partner != channels).nonzero().flatten()
+    if not len(rotated):
+        return True
+    start, half = int(rotated[0]), len(rotated) // 2
+    block = torch.arange(len(rotated))
+    if not torch.equal(rotated, start + block):
+        return False
+    ways = (block ^ 1, (block + half) % len(block))
+    return any(torch.equal(partner[rotated] - start, way) for way in ways)
