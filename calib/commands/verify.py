@@ -66,7 +66,7 @@ def verify(
 def _print_found(found: "Verification", place: "Place") -> None:
     model = found.architecture or "no architecture named"
     title = f"{found.scales.directory.path}, {model}, on {place}"
-    print_table(title, _HEADINGS, [_engine_row(each) for each in found.simulations])
+    print_table(title, _HEADINGS, [_engine_row(each, found.baked) for each in found.simulations])
     if found.fits:
         print_table("Measured absmax", _FIT_HEADINGS, [_fit_row(fit) for fit in found.fits])
     print_lines(_closing_lines(found))
@@ -114,21 +114,23 @@ def _served_lines(found: "Comparison", model: str) -> list[str]:
     return lines
 
 
-def _engine_row(found: "Simulation") -> tuple[str, ...]:
+def _engine_row(found: "Simulation", baked: bool) -> tuple[str, ...]:
     return (
         found.rules.title,
-        *(_count(found, letter) for letter in "kvq"),
+        *(_count(found, letter, baked) for letter in "kvq"),
         "-" if found.refused else found.flag or "by itself",
     )
 
 
-def _count(found: "Simulation", letter: str) -> str:
+def _count(found: "Simulation", letter: str, baked: bool) -> str:
     if found.refused:
         return "crashes" if found.fate == "crash" else "refused"
     statuses = [outcome.status for outcome in found.outcomes if outcome.letter == letter]
     if "unknown" in statuses:
         return "not known"
     loaded = statuses.count("loaded")
+    if baked and letter != "q":
+        return "baked: right at 1.0"
     if loaded:
         return f"{loaded} of {len(statuses)}"
     return found.fate if letter != "q" and found.fate in ("dropped", "no place") else "1.0"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
+from calib.scalefiles.baked import add_files
 from calib.scalefiles.calibrations import no_model
 from calib.scalefiles.file_names import (
     CALIBRATION_FILE,
@@ -19,8 +20,6 @@ from calib.scalefiles.folder import LAYER_KEYS, read_index
 from calib.scalefiles.header import Entry, read_header
 from calib.scalefiles.json import read_object
 
-_SAMPLED_BLOCKS = 16
-_BLOCK_BYTES = 4096
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 
 FileState = tuple[int, int, int]  # inode, bytes, nanoseconds of the last change
@@ -71,15 +70,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """
     checkpoint.check_unchanged()
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
-    for shard in checkpoint.shards:
-        path = checkpoint.path / shard
-        size = path.stat().st_size
-        digest.update(f"{shard} {size} ".encode())
-        with path.open("rb") as file:
-            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
-            for i in range(_SAMPLED_BLOCKS):
-                file.seek(i * size // _SAMPLED_BLOCKS)
-                digest.update(file.read(_BLOCK_BYTES))
+    add_files(digest, checkpoint.path, checkpoint.shards)
     return digest.hexdigest()
 
 

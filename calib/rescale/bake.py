@@ -16,18 +16,20 @@ from calib.marks.judging import judge
 from calib.marks.record import Marks
 from calib.marks.taking import take_marks
 from calib.measure.attention import CachedAttention
-from calib.model.checkpoint import Checkpoint, fingerprint, open_checkpoint
+from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.model.find import find_checkpoint
 from calib.output.checkpoint_directory import check_output, write_json
 from calib.recipe import load_recipe
-from calib.rescale.baked import check_bakeable, weights_fingerprint, write_card
+from calib.rescale.bake_card import write_card
 from calib.rescale.choosing import check_modules, factors_for_fp8, factors_for_int8
 from calib.rescale.parameters import Factors
 from calib.rescale.proof import Observed
 from calib.rescale.rescaling import rescale
+from calib.scalefiles.baked import baked_for, weights_digest
 from calib.scalefiles.calibrations import statistics_file
 from calib.scalefiles.file_names import BAKE_FILE, CALIBRATION_FILE
 from calib.scalefiles.json import read_object
+from calib.scalefiles.names import is_of_cache
 from calib.scales.derive import derive_scales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
@@ -81,7 +83,7 @@ def bake(
         raise InputError("--any-factor is for int8; FP8 gains nothing from other factors")
     checkpoint = find_checkpoint(name)
     check_output(output, checkpoint.path, overwrite=overwrite)
-    check_bakeable(checkpoint)
+    _check_bakeable(checkpoint)
     stats, report = load_stats(scales), _report(scales)
     _check_measured(scales, report, stats, name, checkpoint)
     recipe = load_recipe(None, {**overrides, "device": "cpu"})
@@ -97,13 +99,26 @@ def bake(
         )  # fmt: skip
         facts = {
             "source": fingerprint(checkpoint),
-            "weights": weights_fingerprint(open_checkpoint(scratch)),
+            "weights": weights_digest(scratch),
             "dataset": report["dataset"],
             "factors": _factors_json(done.factors),
         }
         write_json(scratch / BAKE_FILE, baked.to_json() | facts)
         write_card(checkpoint, scratch, baked.to_json(), report["dataset"])
     return baked
+
+
+def _check_bakeable(checkpoint: Checkpoint) -> None:
+    """Refuse a model that was baked, or has scales."""
+    if purpose := baked_for(checkpoint.path):
+        raise InputError(
+            f"'{checkpoint.path}' is baked for {purpose}; bake the model it was made from"
+        )
+    if scale := next(filter(is_of_cache, checkpoint.entries), None):
+        raise InputError(
+            f"'{checkpoint.path}' has KV scales ('{scale}'), which would not fit what is baked; "
+            "take them out with fp8kv strip"
+        )
 
 
 def _report(scales: Path) -> dict[str, Any]:
@@ -143,8 +158,11 @@ def _choose(
 
 
 def _difference(before: Observed, after: Observed) -> float:
-    logs = [each.logits.double().log_softmax(-1).flatten(0, 1) for each in (after, before)]
-    return kl_div(*logs, log_target=True, reduction="batchmean").clamp(min=0).item()
+    after_log, before_log = (
+        each.logits.double().log_softmax(-1).flatten(0, 1) for each in (after, before)
+    )
+    found = kl_div(after_log, before_log, log_target=True, reduction="batchmean")
+    return found.clamp(min=0).item()
 
 
 def _per_head(factors: Factors) -> tuple[int, int]:

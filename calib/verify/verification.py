@@ -6,7 +6,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from calib.errors import NoScalesError
+from calib.scalefiles.baked import baked_for
 from calib.scalefiles.calibrations import Amax, read_amax, statistics_file
+from calib.scalefiles.folder import open_scales
 from calib.scalefiles.fp8_type import FP8_MAX
 from calib.scalefiles.identity import check_same_model, identity
 from calib.scalefiles.reading import FoundLayer, FoundScales, read_scales
@@ -41,6 +44,7 @@ class Verification:
     simulations: list[Simulation]
     fits: list[Fit]  # beside measured absmax, where that was given
     problems: list[str]
+    baked: bool = False  # 1.0 is the right scale, and there are no others
 
     @property
     def architecture(self) -> str | None:
@@ -49,8 +53,9 @@ class Verification:
 
     @property
     def is_good(self) -> bool:
-        """Whether the scales have no problem and at least one of the engines loads all of them."""
-        return not self.problems and any(each.is_good for each in self.simulations)
+        """Whether nothing is wrong, and at least one of the engines loads all scales, if any."""
+        served = (not s.refused if self.baked else s.is_good for s in self.simulations)
+        return not self.problems and any(served)
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
@@ -58,6 +63,7 @@ class Verification:
             "directory": str(self.scales.directory.path),
             "architecture": self.architecture,
             "good": self.is_good,
+            "baked": self.baked,
             "problems": self.problems,
             "engines": [
                 each.rules.model_dump(include={"engine", "versions", "ran"})
@@ -80,7 +86,14 @@ def verify_directory(
     path: Path, rules: Sequence[Rules], against: Path | None = None, place: Place = ONE_GPU
 ) -> Verification:
     """Simulate loading `path` by each of `rules`; compare its scales with statistics `against`."""
-    found = read_scales(path)
+    baked = False
+    try:
+        found = read_scales(path)
+    except NoScalesError:
+        baked = baked_for(path) == "fp8"
+        if not baked:
+            raise
+        found = FoundScales(open_scales(path), [])
     problems, fits = [*found.problems], []
     if against:
         measured = identity(statistics_file(against).parent)
@@ -88,7 +101,8 @@ def verify_directory(
         amax, fp8_max = read_amax(against), FP8_MAX[found.fp8_dtype]
         fits = _compare_with(found.layers, amax, fp8_max)
         problems += _fit_problems(found.layers, fits, amax, fp8_max)
-    return Verification(found, [simulate(found.directory, r, place) for r in rules], fits, problems)
+    simulations = [simulate(found.directory, each, place) for each in rules]
+    return Verification(found, simulations, fits, problems, baked)
 
 
 def _compare_with(layers: Sequence[FoundLayer], amax: Amax, fp8_max: float) -> list[Fit]:

@@ -1,43 +1,12 @@
-"""What a baked model says of itself, and whether a checkpoint is one."""
+"""The README of a baked model."""
 
 import shlex
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from calib.errors import InputError
-from calib.model.checkpoint import Checkpoint, fingerprint
+from calib.model.checkpoint import Checkpoint
 from calib.output.checkpoint_directory import prepend_card
-from calib.scalefiles.file_names import BAKE_FILE
-from calib.scalefiles.json import read_object
-from calib.scalefiles.names import is_of_cache
 from calib.verify.rules import all_rules
-
-
-def baked_for(checkpoint: Checkpoint) -> str | None:
-    """What a checkpoint was baked for, fp8 or int8; None: its weights are no baked ones."""
-    file = checkpoint.path / BAKE_FILE
-    says = read_object(file) if file.exists() else {}
-    is_own = says.get("weights") == weights_fingerprint(checkpoint)
-    return str(says.get("for")) if says and is_own else None
-
-
-def check_bakeable(checkpoint: Checkpoint) -> None:
-    """Refuse a model that was baked, or has scales."""
-    if purpose := baked_for(checkpoint):
-        raise InputError(
-            f"'{checkpoint.path}' is baked for {purpose}; bake the model it was made from"
-        )
-    if scale := next(filter(is_of_cache, checkpoint.entries), None):
-        raise InputError(
-            f"'{checkpoint.path}' has KV scales ('{scale}'), which would not fit what is baked; "
-            "take them out with fp8kv strip"
-        )
-
-
-def weights_fingerprint(checkpoint: Checkpoint) -> str:
-    """The fingerprint of the weight files alone: a config may be edited."""
-    return fingerprint(replace(checkpoint, config={}))
 
 
 def write_card(

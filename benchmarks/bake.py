@@ -1,0 +1,148 @@
+"""What `fp8kv bake` does to a real model: an INT8 cache with even channels, FP8 without scales.
+
+Held-out text of the full suite, float32. KL is against the model that was baked, with its own
+cache; ratios are of the same documents, with an interval over these.
+"""
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from machine import machine, write_result
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
+
+from calib.data import load_data
+from calib.eval.caches import int8_per_token_head
+from calib.eval.inputs import SUITES
+from calib.eval.statistics import Values, compare, estimate, ratio
+from calib.eval.variants import fp8_rounding
+from calib.generate import unit_scales
+from calib.model.find import builtin_model
+from calib.recipe import load_recipe
+from calib.scales.derive import load_scales
+from fp8kv_runtime.hf import swap_attention
+
+MODEL, DATASET = "builtin:smollm2", "builtin:python-docs"
+SUITE = SUITES["full"]
+Rounding = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def main() -> None:
+    """Calibrate, bake, measure, print, write the JSON."""
+    args, facts = _arguments(), machine()
+    scratch = args.scratch
+    _calibrate(MODEL, scratch / "source-scales")
+    _run("stress", MODEL, "-o", scratch / "twin", "--overwrite")
+    _calibrate(scratch / "twin", scratch / "twin-scales")
+    _bake("twin-scales", scratch / "twin", "twin-fp8", "fp8", scratch)
+    _bake("source-scales", MODEL, "int8", "int8", scratch)
+    _bake("source-scales", MODEL, "any", "int8", scratch, "--any-factor", "--dtype", "float32")
+    kl = _measure(scratch)
+    ratios = {
+        "int8 baked / int8": ratio(*_sums(kl, "int8 baked", "int8")),
+        "int8 any factor / int8": ratio(*_sums(kl, "int8 any factor", "int8")),
+        "twin baked / calibrated": ratio(*_sums(kl, "twin baked, 1.0", "twin calibrated")),
+    }
+    found = {
+        "machine": facts,
+        "kl": {name: estimate(values).model_dump() for name, values in kl.items()},
+        "ratios": {name: figure.model_dump() for name, figure in ratios.items()},
+    }
+    write_result(args.output, found)
+    for name, figure in (found["kl"] | found["ratios"]).items():
+        print(f"{name}: {figure['value']:.3g} [{figure['low']:.3g}, {figure['high']:.3g}]")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scratch", type=Path, default=Path("build/bake"))
+    results = Path(__file__).parent / "results"
+    parser.add_argument("--output", type=Path, default=results / "bake.json")
+    return parser.parse_args()
+
+
+def _run(*arguments: object) -> None:
+    subprocess.run([sys.executable, "-m", "cli", *map(str, arguments)], check=True)
+
+
+def _calibrate(model: object, output: Path) -> None:
+    samples = ("--samples", SUITE.calibration_samples, "--seq-len", SUITE.seq_len)
+    flags = ("--strategy", "attn_head", "--dtype", "float32", "--format", "fp8kv", "--quiet")
+    _run("calibrate", model, "--dataset", DATASET, *samples, *flags, "-o", output, "--overwrite")
+
+
+def _bake(
+    scales: str, model: object, output: str, purpose: str, scratch: Path, *flags: str
+) -> None:
+    given = ("--scales", scratch / scales, "--for", purpose, "-o", scratch / output)
+    _run("bake", model, *given, *flags, "--overwrite")
+
+
+@torch.inference_mode()
+def _measure(scratch: Path) -> dict[str, list[Values]]:
+    """KL of every token by document, for each cache."""
+    directory = builtin_model(MODEL)
+    source = _model(directory)
+    documents = list(_documents(source, AutoTokenizer.from_pretrained(directory)))
+    expected = [_logits(source, each) for each in documents]
+    twin_scales = fp8_rounding(load_scales(scratch / "twin-scales"), "kv")
+    ones = fp8_rounding(unit_scales(source), "kv")
+    caches: dict[str, tuple[Path, Rounding]] = {
+        "int8": (directory, _int8),
+        "int8 baked": (scratch / "int8", _int8),
+        "int8 any factor": (scratch / "any", _int8),
+        "twin calibrated": (scratch / "twin", twin_scales),
+        "twin, 1.0": (scratch / "twin", ones),
+        "twin baked, 1.0": (scratch / "twin-fp8", ones),
+    }
+    found = {}
+    for name, (path, rounding) in caches.items():
+        model = _model(path)
+        pairs = zip(documents, expected, strict=True)
+        found[name] = [_kl(model, rounding, each, reference) for each, reference in pairs]
+    return found
+
+
+def _model(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+
+
+def _documents(model: PreTrainedModel, tokenizer: Any) -> Iterator[Tensor]:
+    """The documents of the suite, which nothing was calibrated on."""
+    samples = SUITE.calibration_samples + SUITE.documents
+    changes = {"data.dataset": DATASET, "data.samples": samples, "data.seq_len": SUITE.seq_len}
+    data = load_data(load_recipe(None, changes).data, tokenizer, lambda: model)
+    return map(torch.tensor, data.samples[SUITE.calibration_samples :])
+
+
+def _logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    return model(input_ids=tokens[None], past_key_values=DynamicCache()).logits[0]
+
+
+def _int8(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query, int8_per_token_head(key), int8_per_token_head(value)
+
+
+def _kl(model: PreTrainedModel, rounding: Rounding, tokens: Tensor, expected: Tensor) -> Values:
+    def attend(
+        original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
+    ) -> Any:
+        return original(module, *rounding(module.layer_idx, query, key, value), *args, **kw)
+
+    with swap_attention(model, attend):
+        found = _logits(model, tokens)
+    return compare(expected, found, tokens[1:]).kl.double().numpy()
+
+
+def _sums(kl: dict[str, list[Values]], *names: str) -> Iterator[Values]:
+    return (np.array([each.sum() for each in kl[name]]) for name in names)
+
+
+if __name__ == "__main__":
+    main()

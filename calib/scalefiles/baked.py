@@ -1,0 +1,50 @@
+"""Whether a directory's weights were baked, so that scale 1.0 is right for them."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+from calib.scalefiles.file_names import BAKE_FILE, SINGLE_FILE
+from calib.scalefiles.folder import read_index
+from calib.scalefiles.json import read_object
+
+_SAMPLED_BLOCKS = 16
+_BLOCK_BYTES = 4096
+
+
+class Digest(Protocol):
+    """What hashlib makes."""
+
+    def update(self, data: bytes, /) -> object:
+        """Add `data`."""
+        ...
+
+
+def baked_for(path: Path) -> str | None:
+    """What the weights of a directory were baked for, fp8 or int8; None: they are no baked ones."""
+    file = path / BAKE_FILE
+    says = read_object(file) if file.exists() else {}
+    purpose = says.get("for")
+    is_own = purpose is not None and says.get("weights") == weights_digest(path)
+    return str(purpose) if is_own else None
+
+
+def weights_digest(path: Path) -> str:
+    """The sha256 of names, sizes, headers and a few blocks of a directory's weight files."""
+    shards = sorted({*(read_index(path) or {}).values()} or {SINGLE_FILE})
+    digest = hashlib.sha256()
+    add_files(digest, path, (shard for shard in shards if (path / shard).exists()))
+    return digest.hexdigest()
+
+
+def add_files(digest: Digest, path: Path, shards: Iterable[str]) -> None:
+    """Add each weight file's name, size, header and a few blocks to `digest`."""
+    for shard in shards:
+        size = (path / shard).stat().st_size
+        digest.update(f"{shard} {size} ".encode())
+        with (path / shard).open("rb") as file:
+            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
+            for i in range(_SAMPLED_BLOCKS):
+                file.seek(i * size // _SAMPLED_BLOCKS)
+                digest.update(file.read(_BLOCK_BYTES))

@@ -1,0 +1,237 @@
+"""`fp8kv bake`: the same outputs bit for bit, and K and V that need no scales."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from command_line import calibrate, fp8kv, one_line_error
+from families import FAMILIES, save_model, tiny_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from calib.measure.attention import observe_qkv
+from calib.rescale import choosing, parameters
+from calib.rescale.pairs import rotated_pairs
+from calib.rescale.stress import Factors
+from calib.scales.derive import load_scales
+from calib.scales.stats_file import load_stats
+
+GLM4 = {"head_dim": 16, "partial_rotary_factor": 0.5}
+EXACT = [
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "glm4", "olmo2"),
+    *("starcoder2", "gpt_neox", "gpt_oss", "granite", "cohere2", "falcon"),
+]
+SHARED_BY_HEADS = {"qwen3", "qwen3_moe"}
+TOKENS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def model_directory(path, model_type, *, dtype=torch.bfloat16):
+    options = FAMILIES.get(model_type, GLM4)
+    model = tiny_model(model_type, **options)
+    with torch.no_grad():
+        for module in parameters.cached_attention(model):
+            attention = model.get_submodule(module)
+            # K and V of any size, and heads and channels that differ
+            for child in attention.children():
+                if hasattr(child, "weight") and child.weight.dim() == 2:
+                    rows = torch.linspace(-3, 3, child.weight.shape[0]).exp2()
+                    child.weight.mul_(rows[:, None])
+    return save_model(model.to(dtype), path)
+
+
+def bake(source, scales, out, *flags):
+    return fp8kv("bake", source, "--scales", scales, "-o", out, *flags)
+
+
+def calibrated(source, out, *flags):
+    done = calibrate(source, "-o", out, "--dtype", "float32", *flags)
+    assert done.exit_code == 0, done.stderr
+    return out
+
+
+@torch.inference_mode()
+def seen(directory):
+    """Logits, and K and V of each layer, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        # kernels may add in another order where memory is aligned otherwise, as in a mapped file
+        parameter.data = parameter.data.clone()
+    found = {}
+    with observe_qkv(model, lambda name, _, k, v: found.__setitem__(name, (k, v))):
+        logits = model(TOKENS, use_cache=False).logits
+    return logits, found
+
+
+def scales_of(directory):
+    """[layers, 2 (K, V), heads]."""
+    report = json.loads((directory / "fp8kv_calibration.json").read_text())
+    assert report["recipe"]["strategy"] == "attn_head"
+    layers = load_scales(directory).layers.values()
+    return torch.stack([torch.stack([layer.k, layer.v]) for layer in layers])
+
+
+@pytest.mark.parametrize("model_type", EXACT)
+def test_scale_one_becomes_right(model_type, tmp_path):
+    source = model_directory(tmp_path / "source", model_type)
+    before = calibrated(source, tmp_path / "before", "--strategy", "attn_head")
+    done = bake(source, before, tmp_path / "baked", "--for", "fp8")
+    assert done.exit_code == 0, done.stderr
+    (logits, kv), (same, baked_kv) = seen(source), seen(tmp_path / "baked")
+    assert torch.equal(logits, same)
+    assert any(not torch.equal(kv[name][0], baked_kv[name][0]) for name in kv)
+    after = calibrated(tmp_path / "baked", tmp_path / "after", "--strategy", "attn_head")
+    old, new = scales_of(before), scales_of(after)
+    assert (old / new).log2().frac().abs().max() == 0
+    assert new.max() <= 1
+    # the largest head of each layer, and each head where no norm is shared, fills the upper octave
+    smallest = new.amax(-1) if model_type in SHARED_BY_HEADS else new
+    assert smallest.min() > 0.5
+    verified = fp8kv("verify", tmp_path / "baked", "--json")
+    assert verified.exit_code == 0
+    assert json.loads(verified.stdout)["baked"]
+
+
+@pytest.mark.parametrize("model_type", EXACT)
+def test_channels_become_even(model_type, tmp_path):
+    source = model_directory(tmp_path / "source", model_type)
+    before = calibrated(source, tmp_path / "before")
+    done = bake(source, before, tmp_path / "baked", "--for", "int8")
+    assert done.exit_code == 0, done.stderr
+    (logits, _), (same, _) = seen(source), seen(tmp_path / "baked")
+    assert torch.equal(logits, same)
+    model = AutoModelForCausalLM.from_pretrained(source)
+    after = load_stats(calibrated(tmp_path / "baked", tmp_path / "after"))
+    for name, module in parameters.cached_attention(model).items():
+        pairs, shared = rotated_pairs(model, module), parameters.shares_k(model, module)
+        old, new = (load_stats(before).layers[name], after.layers[name])
+        k_before, k = (x.k.amax.maximum(x.k.amax[:, pairs]) for x in (old, new))
+        if shared:
+            k_before, k = (x.amax(0, keepdim=True) for x in (k_before, k))
+        for was, became in ((k_before, k), (old.v.amax, new.v.amax)):
+            # half an octave is what the nearest power of two leaves
+            assert (became / was.amax(-1, keepdim=True)).log2().abs().max() < 0.501
+            assert (became.amax(-1) / became.amin(-1)).max() < (was.amax(-1) / was.amin(-1)).max()
+
+
+def test_baking_a_stress_twin_gives_the_same_model(tmp_path):
+    source = model_directory(tmp_path / "source", "llama")
+    assert fp8kv("stress", source, "-o", tmp_path / "twin").exit_code == 0
+    baked = []
+    for name in ("source", "twin"):
+        scales = calibrated(tmp_path / name, tmp_path / f"{name}-scales")
+        assert bake(tmp_path / name, scales, tmp_path / f"{name}-b", "--for", "fp8").exit_code == 0
+        baked.append(load_file(tmp_path / f"{name}-b" / "model.safetensors"))
+    assert baked[0].keys() == baked[1].keys()
+    assert all(torch.equal(tensor, baked[1][name]) for name, tensor in baked[0].items())
+
+
+def test_other_factors_change_the_function_a_little(tmp_path):
+    source = model_directory(tmp_path / "source", "llama")
+    scales = calibrated(source, tmp_path / "scales")
+    done = bake(source, scales, tmp_path / "baked", "--for", "int8", "--any-factor", "--json")
+    said = json.loads(done.stdout)
+    assert not said["exact"]
+    assert 0 < said["kl"] < 0.01
+    (logits, _), (near, _) = seen(source), seen(tmp_path / "baked")
+    assert not torch.equal(logits, near)
+    assert f"{said['kl']:.2g} nats" in (tmp_path / "baked" / "README.md").read_text()
+    refused = bake(source, scales, tmp_path / "no", "--for", "fp8", "--any-factor")
+    one_line_error(refused, "--any-factor is for int8")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "pairs"),
+    [
+        ("llama", [*range(8, 16), *range(8)]),
+        ("glm4", [1, 0, 3, 2, 5, 4, 7, 6, *range(8, 16)]),
+        ("cohere2", [1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14]),
+        ("gpt_neox", [2, 3, 0, 1, *range(4, 16)]),
+    ],
+)
+def test_pairs_are_found_by_trying(model_type, pairs):
+    model = tiny_model(model_type, **FAMILIES.get(model_type, GLM4)).float()
+    module = next(iter(parameters.cached_attention(model).values()))
+    assert rotated_pairs(model, module).tolist() == pairs
+
+
+def test_wrong_pairs_are_not_proved(tmp_path, monkeypatch):
+    source = model_directory(tmp_path / "source", "llama")
+    scales = calibrated(source, tmp_path / "scales")
+    wrong = torch.arange(16) ^ 1
+    monkeypatch.setattr(choosing, "rotated_pairs", lambda *_: wrong)
+    done = bake(source, scales, tmp_path / "baked", "--for", "int8")
+    one_line_error(done, "cannot be baked: K of model.layers.0", "Nothing was written")
+    assert not (tmp_path / "baked").exists()
+
+
+def test_a_baked_model_is_not_baked_again_and_says_what_it_is(tmp_path):
+    source = model_directory(tmp_path / "source", "llama")
+    scales = calibrated(source, tmp_path / "scales")
+    baked = tmp_path / "baked"
+    assert bake(source, scales, baked, "--for", "fp8").exit_code == 0
+    one_line_error(bake(baked, scales, tmp_path / "again", "--for", "fp8"), "is baked for fp8")
+    shown = fp8kv("verify", baked, "--engine", "lmdeploy")
+    assert "baked: right at 1.0" in " ".join(shown.stdout.split())
+    card = (baked / "README.md").read_text()
+    for line in (f"vllm serve {baked} --kv-cache-dtype fp8", "--quant-policy 16", "trtllm-serve"):
+        assert line in card
+    # other weights beside the same document are none
+    shutil.copy(source / "model.safetensors", baked / "model.safetensors")
+    one_line_error(fp8kv("verify", baked), "holds no KV-cache scales")
+
+
+def test_scales_of_something_else(tmp_path):
+    source = model_directory(tmp_path / "source", "llama")
+    scales = calibrated(source, tmp_path / "scales")
+    other = save_model(tiny_model("llama").to(torch.bfloat16), tmp_path / "other")
+    one_line_error(bake(other, scales, tmp_path / "out", "--for", "fp8"), "tokens")
+    one_line_error(bake(scales, scales, tmp_path / "out", "--for", "fp8"), "has KV scales", "strip")
+    one_line_error(bake(source, source, tmp_path / "out", "--for", "fp8"), "statistics")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_same_weights_in_another_dtype(tmp_path):
+    wide = model_directory(tmp_path / "wide", "llama", dtype=torch.float32)
+    scales = calibrated(wide, tmp_path / "scales")
+    narrow = model_directory(tmp_path / "narrow", "llama")
+    assert bake(narrow, scales, tmp_path / "out", "--for", "fp8").exit_code == 0
+
+
+def test_shards_that_do_not_change_are_linked(tmp_path):
+    source = model_directory(tmp_path / "source", "llama")
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    parts = {"attention.safetensors": "self_attn", "rest.safetensors": ""}
+    weight_map = {}
+    for file, word in parts.items():
+        held = {n: t for n, t in tensors.items() if word in n and n not in weight_map}
+        save_file(held, source / file, {"format": "pt"})
+        weight_map |= dict.fromkeys(held, file)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (source / "model.safetensors.index.json").write_text(json.dumps(index))
+    scales = calibrated(source, tmp_path / "scales")
+    out = tmp_path / "out"
+    assert bake(source, scales, out, "--for", "fp8").exit_code == 0
+    assert (out / "rest.safetensors").samefile(source / "rest.safetensors")
+    assert not (out / "attention.safetensors").samefile(source / "attention.safetensors")
+    name = "model.safetensors.index.json"
+    assert (out / name).read_text() == (source / name).read_text()
+
+
+@pytest.mark.parametrize(
+    ("scale", "factor"),
+    [(1.0, 1), (0.51, 1), (0.5, 2), (1.001, 0.5), (3e-5, 2**15), (448.0, 2**-9)],
+)
+def test_an_octave(scale, factor):
+    assert choosing._octave(torch.tensor([scale])).item() == factor
+
+
+def test_a_factor_that_a_shared_norm_cannot_hold():
+    model = tiny_model("qwen3", **FAMILIES["qwen3"])
+    modules = parameters.cached_attention(model)
+    name, module = next(iter(modules.items()))
+    factors = Factors(2.0, 1.0).of(module)
+    factors.k[0] *= 2
+    with pytest.raises(parameters.UnsupportedModelError, match="one weight for all heads"):
+        parameters.rescaled_parameters(model, {name: module}, {name: factors})
