@@ -22,6 +22,7 @@ from calib.offload.skeleton import load_skeleton
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, make_exports
 from calib.recipe import Recipe
+from calib.scalefiles.baked import baked_for
 from calib.scales.scales import KVScales, LayerScales
 
 
@@ -63,6 +64,8 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     seq_len, notes = fit_seq_len(config, recipe.data.seq_len, given=given)
     recipe = _with_data(recipe, seq_len=seq_len) if notes else recipe
     notes += quantization_notes(checkpoint)
+    if purpose := baked_for(checkpoint.path):
+        notes.append(f"this model is baked for {purpose} (fp8kv bake)")
     recipe = resolve_offload(checkpoint, config, recipe)
     by_layer = recipe.offload == "layerwise"
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from calib import choices
-from calib.commands.flags import AsJson, Debug, Flag, Model, Output, Overwrite, TrustRemoteCode
+from calib.commands.flags import AsJson, Debug, Flag, Model, OutputFlag, Overwrite, TrustRemoteCode
 from calib.commands.running import command, print_json, print_lines
 
 
@@ -14,13 +14,18 @@ from calib.commands.running import command, print_json, print_lines
 def bake(
     context: typer.Context,
     model: Model,
-    output: Output,
     scales: Annotated[
         Path, Flag("A calibration of MODEL: its output, or its statistics.", "--scales")
     ],
     purpose: Annotated[
         choices.Purpose, Flag("fp8: scale 1.0 becomes right. int8: even channels.", "--for")
     ],
+    output: Annotated[
+        Path | None, Flag("Default: ./<model>-baked-<for>.", "-o", "--output")
+    ] = None,
+    in_place: Annotated[
+        bool, OutputFlag("Change the model's own directory; back up its files.", "--in-place")
+    ] = False,
     any_factor: Annotated[
         bool, Flag("int8: not only powers of two; outputs change a little.", "--any-factor")
     ] = False,
@@ -39,6 +44,7 @@ def bake(
         scales,
         purpose,
         output,
+        in_place=in_place,
         any_factor=any_factor,
         overrides=overrides({**context.params, "scales": None}),
         overwrite=overwrite,
@@ -57,5 +63,6 @@ def bake(
             f"{len(done.changed)} tensors changed; {same}",
             f"factors per head in {k} of {done.layers} layers for K, in {v} for V",
             f"written to {done.output}; its README.md says how to serve it",
+            *([f"what was replaced is in {done.backup}"] if done.backup else []),
         ]
     )

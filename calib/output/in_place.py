@@ -14,15 +14,23 @@ from calib.scalefiles.file_names import SINGLE_FILE
 
 def check_in_place(model_name: str, recipe: Recipe) -> Path:
     """Return the directory of `model_name`; an InputError if scales cannot be added to it."""
-    path, formats, refusal = Path(model_name).expanduser(), recipe.export.formats, ""
-    if not path.is_dir():
-        refusal = f"adds scales to a local directory, which '{model_name}' is not; use -o"
-    elif len(formats) > 1 or not FORMATS[formats[0]].with_weights:
+    path, formats, refusal = local_directory(model_name), recipe.export.formats, ""
+    if len(formats) > 1 or not FORMATS[formats[0]].with_weights:
         refusal = f"writes one format that is a checkpoint, not {', '.join(formats)}; use -o"
     elif recipe.export.weights != "link":
         refusal = f"leaves the weights where they are; '{recipe.export.weights}' needs -o"
     if refusal:
         raise InputError(f"--in-place {refusal}")
+    return path
+
+
+def local_directory(model_name: str) -> Path:
+    """The directory of `model_name`; an InputError if it is none."""
+    path = Path(model_name).expanduser()
+    if not path.is_dir():
+        raise InputError(
+            f"--in-place writes into a local directory, which '{model_name}' is not; use -o"
+        )
     return path.resolve()
 
 

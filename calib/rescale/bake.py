@@ -1,6 +1,6 @@
 """`fp8kv bake`: a model that computes the same, whose K and V suit a cache without scales."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 
-from calib.atomic import atomic_directory
+from calib.atomic import atomic_directory, claimed
 from calib.choices import Purpose
 from calib.errors import InputError
 from calib.marks.judging import judge
@@ -19,6 +19,7 @@ from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.model.find import find_checkpoint
 from calib.output.checkpoint_directory import check_output, write_json
+from calib.output.in_place import back_up, complete, local_directory
 from calib.recipe import load_recipe
 from calib.rescale.bake_card import write_card
 from calib.rescale.choosing import check_modules, factors_for_fp8, factors_for_int8
@@ -47,6 +48,7 @@ class Baked:
     per_head: tuple[int, int]  # layers whose heads have other factors than each other, in K and V
     layers: int
     kl: float  # nats per token by which the outputs differ; 0 if exact
+    backup: Path | None = None  # of the files that were replaced in place
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints, also kept beside the weights."""
@@ -61,6 +63,7 @@ class Baked:
             "layers": self.layers,
             "layers_with_factors_per_head": {"k": k, "v": v},
             "changed": self.changed,
+            "backup": self.backup and str(self.backup),
         }
 
 
@@ -68,8 +71,9 @@ def bake(
     name: str,
     scales: Path,
     purpose: Purpose,
-    output: Path,
+    output: Path | None = None,
     *,
+    in_place: bool = False,
     any_factor: bool = False,
     overrides: dict[str, Any],
     overwrite: bool = False,
@@ -81,31 +85,52 @@ def bake(
     """
     if any_factor and purpose == "fp8":
         raise InputError("--any-factor is for int8; FP8 gains nothing from other factors")
+    if in_place and (output or overwrite):
+        raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
     checkpoint = find_checkpoint(name)
-    check_output(output, checkpoint.path, overwrite=overwrite)
+    output = local_directory(name) if in_place else output or _default_output(name, purpose)
+    if not in_place:
+        check_output(output, checkpoint.path, overwrite=overwrite)
     _check_bakeable(checkpoint)
     stats, report = load_stats(scales), _report(scales)
     _check_measured(scales, report, stats, name, checkpoint)
     recipe = load_recipe(None, {**overrides, "device": "cpu"})
     choose = partial(_choose, scales, stats, report, purpose, any_factor)
-    with atomic_directory(output, overwrite=overwrite) as scratch:
-        done = rescale(
-            checkpoint, scratch, recipe, choose, what=f"'{name}' cannot be baked",
-            advice="bake a copy with wider weights", exact=not any_factor,
-        )  # fmt: skip
+    with (
+        claimed(output, overwrite=overwrite or in_place) as claim,
+        atomic_directory(output, claim=claim) as scratch,
+    ):
+        what = f"'{name}' cannot be baked"
+        done = rescale(checkpoint, scratch, recipe, choose, what=what, exact=not any_factor)
+        if not done.changed:
+            raise InputError(f"'{name}' is as an {purpose} cache wants it: nothing to bake")
         baked = Baked(
             name, output, purpose, not any_factor, done.changed, _per_head(done.factors),
             len(done.factors), _difference(done.before, done.after),
         )  # fmt: skip
-        facts = {
-            "source": fingerprint(checkpoint),
-            "weights": weights_digest(scratch),
-            "dataset": report["dataset"],
-            "factors": _factors_json(done.factors),
-        }
-        write_json(scratch / BAKE_FILE, baked.to_json() | facts)
-        write_card(checkpoint, scratch, baked.to_json(), report["dataset"])
+        _describe(baked, checkpoint, scratch, done.factors, report["dataset"])
+        if in_place:
+            complete(scratch, output)
+            baked = replace(baked, backup=back_up(output, scratch))
     return baked
+
+
+def _describe(
+    baked: Baked, checkpoint: Checkpoint, out: Path, factors: Factors, dataset: dict[str, Any]
+) -> None:
+    facts = {
+        "source": fingerprint(checkpoint),
+        "weights": weights_digest(out),
+        "dataset": dataset,
+        "factors": _factors_json(factors),
+    }
+    write_json(out / BAKE_FILE, baked.to_json() | facts)
+    write_card(checkpoint, out, baked.to_json(), dataset)
+
+
+def _default_output(name: str, purpose: Purpose) -> Path:
+    """`./<model>-baked-<purpose>`."""
+    return Path(f"{Path(name.rstrip('/').removeprefix('builtin:')).name}-baked-{purpose}")
 
 
 def _check_bakeable(checkpoint: Checkpoint) -> None:

@@ -189,6 +189,8 @@ def _of_projections(
 
 
 def _of_linear(module: str, name: str, linear: nn.Linear, rows: Tensor) -> Iterator[Rescaled]:
+    if bool((rows == 1).all()):
+        return  # it may hold more than heads, such as gates
     _check_size(f"{module}.{name}", "rows", linear.weight.shape[0], len(rows))
     yield Rescaled(module, f"{name}.weight", rows[:, None])
     if linear.bias is not None:

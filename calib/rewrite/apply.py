@@ -19,6 +19,7 @@ from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, Result, default_output, finish, make_exports
 from calib.output.in_place import check_in_place
 from calib.recipe import Recipe, load_recipe
+from calib.scalefiles.baked import baked_for
 from calib.scalefiles.calibrations import statistics_file
 from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scalefiles.identity import check_same_model, identity
@@ -57,6 +58,11 @@ def apply(
     checkpoint = find_checkpoint(model)
     if not in_place:
         check_output(output, checkpoint.path, overwrite=overwrite)
+    if purpose := baked_for(checkpoint.path):
+        raise InputError(
+            f"'{model}' is baked for {purpose}, so scales of the model it was made from do not fit "
+            "it; it needs none for FP8, or calibrate it"
+        )
     stats = load_stats(given)
     _check_fits(given, source, stats, checkpoint, recipe)
     marks = _marks(given, source, report, stats, base)
