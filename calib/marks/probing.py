@@ -19,8 +19,7 @@ from calib.model.stored import StoredTensor, stored_tensors
 
 # tensors whose first dimension is the weight's wherever it is as long
 _BY_ROW = ("weight", "weight_packed", "weight_scale")
-_DECODED_FROM = 256  # four-bit codes begin at multiples of this in pack-quantized
-_ENDS = 32
+_DECODED_FROM = 32  # codes of most layouts can be decoded from multiples of this
 
 
 def readable_weights(checkpoint: Checkpoint) -> Mapping[str, Source]:
@@ -42,36 +41,42 @@ def probe_vector(source: Source) -> Mark:
 
 
 def probe_rows(
-    source: Source,
-    count: int,
-    norm: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    within: int | None = None,
+    source: Source, places: list[int], norm: Tensor | None = None, bias: Tensor | None = None
 ) -> Mark:
-    """The mark of a matrix [rows, n]: what `count` of its rows give behind a norm.
+    """The mark of a matrix [rows, n]: what its rows at `places` give behind a norm.
 
     The norm's output is taken to be the fixed inputs times `norm` [n] plus `bias` [n], None being
-    1 and 0: a factor that a tool moves from the norm into the matrix changes nothing. All rows are
-    among the first `within`.
+    1 and 0: a factor that a tool moves from the norm into the matrix changes nothing.
     """
-    rows, columns = source.shape
+    columns = source.shape[1]
     if any(each is not None and len(each) != columns for each in (norm, bias)):
         raise InputError(f"a norm of another size than the {columns} columns of a weight behind it")
     inputs = signs(columns)
     inputs = inputs if norm is None else inputs * norm[:, None]
     inputs = inputs if bias is None else inputs + bias[:, None]
-    places = sampled(min(rows, within or rows), count)
     return _mark(source, read_rows(source, places) @ inputs)
 
 
 def sampled(rows: int, count: int) -> list[int]:
     """Places of at most `count` rows, in every part of a matrix and on changing channels.
 
-    Those of a large matrix are near rows where the codes of any layout begin to be decoded.
+    Those of a large matrix are near rows from which codes can be decoded.
     """
-    step = _DECODED_FROM if rows >= 4 * _DECODED_FROM else 1
+    step = _DECODED_FROM if rows >= 1024 else 1
     return sorted({min(i * rows // count // step * step + i, rows - 1) for i in range(count)})
+
+
+def sampled_heads(rows: int, heads: int, head_dim: int) -> list[int]:
+    """Places of rows of Q, K and V in one matrix, at least 4 of K's and 4 of V's among them.
+
+    Heads of K and V come after those of Q, of all or of the group that shares them.
+    """
+    kv = (rows // head_dim - heads) // 2
+    group, some = rows // head_dim // kv, sampled(kv, 4)
+    blocks = {b for j in some for b in ((j + 1) * group - 2, (j + 1) * group - 1)}
+    blocks |= {b for j in some for b in (heads + j, heads + kv + j)}
+    within = sampled(head_dim, -(-4 // len(some)))
+    return sorted(block * head_dim + at for block in blocks for at in within)
 
 
 @lru_cache(maxsize=8)
@@ -105,9 +110,7 @@ def _spans(source: DequantizedTensor, places: list[int]) -> list[tuple[int, int]
     """The rows [start, stop) to decode, which begin and end where a layout can."""
     step, rows = source.coded.multiple, source.shape[0]
     last = {at - at % step: at for at in sorted(places)}
-    # layouts with larger steps begin at their multiples, and may end anywhere
-    end = min(step, _ENDS)
-    return [(start, min(-(-(at + 1) // end) * end, rows)) for start, at in last.items()]
+    return [(start, min(-(-(at + 1) // step) * step, rows)) for start, at in last.items()]
 
 
 def _part(source: DequantizedTensor, part: str, spans: list[tuple[int, int]]) -> Tensor:

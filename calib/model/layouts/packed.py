@@ -45,7 +45,7 @@ def packed_weight(
         parts["g_idx"] = module.need("weight_g_idx", ("I32", "I64"), (columns,))
     return CodedWeight(
         f"{module.name}.weight", (rows, columns), parts, _Rows(bits, grid, across),
-        ("scale",), multiple=32 * (32 // bits), also=present(module, also),
+        ("scale",), multiple=32 if across else 32 // bits, also=present(module, also),
     )  # fmt: skip
 
 
