@@ -17,6 +17,10 @@ from calib.scalefiles.header import Entry
 
 # int64 indices, float32 values, codes and zero points of a chunk
 _CHUNK_BYTES = CHUNK * 32
+_OF_ACTIVATIONS = (
+    *("input_scale", "input_zero_point", "input_global_scale", "input_scale_inv"),
+    *("activation_scale", "output_scale"),
+)
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,10 @@ def weight_shapes(checkpoint: Checkpoint, layout: Layout | None) -> dict[str, tu
 
 
 def spent_names(coded: list[CodedWeight]) -> set[str]:
-    """Names of the stored tensors that weights are made of, or that say nothing of weights."""
-    return {name for weight in coded for name in (*weight.parts.values(), *weight.also)}
+    """Names of the stored tensors that weights are made of, and of scales of their inputs."""
+    modules = [weight.name.rpartition(".")[0] for weight in coded]
+    named = {f"{module}.{part}" for module in modules for part in _OF_ACTIVATIONS}
+    return named | {name for weight in coded for name in weight.parts.values()}
 
 
 @contextmanager
