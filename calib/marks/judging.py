@@ -5,8 +5,7 @@ factors between weights changes the size of rows, and with them the range of K o
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,10 +36,6 @@ class Likeness:
     layers_with_moved_factors: int  # from norms into weights
     largest_error: float  # of a weight for K and V, relative
     largest_factor: float  # that the size of a row of these differs by, less 1
-
-    def to_json(self) -> dict[str, Any]:
-        """The object that a calibration keeps."""
-        return asdict(self)
 
 
 def judge(given: str, base: Marks, model: str, found: Marks) -> Likeness:

@@ -13,9 +13,9 @@ from torch import Tensor
 from calib.errors import InputError
 from calib.marks.record import PROBES, Mark
 from calib.model.checkpoint import Checkpoint
-from calib.model.dequantized import DequantizedTensor, DequantizedWeights, Source
+from calib.model.dequantized import DequantizedTensor, all_weights
 from calib.model.quantized import find_layout
-from calib.model.stored import StoredTensor, stored_tensors
+from calib.model.stored import Source, StoredTensor
 
 # tensors whose first dimension is the weight's wherever it is as long
 _BY_ROW = ("weight", "weight_packed", "weight_scale")
@@ -24,12 +24,7 @@ _DECODED_FROM = 32  # codes of most layouts can be decoded from multiples of thi
 
 def readable_weights(checkpoint: Checkpoint) -> Mapping[str, Source]:
     """The weights of a checkpoint that can be read as numbers, by name; codes of others are not."""
-    layout = find_layout(checkpoint)
-    sources: Mapping[str, Source] = (
-        DequantizedWeights(checkpoint, layout, torch.float32)
-        if layout
-        else stored_tensors(checkpoint)
-    )
+    sources = all_weights(checkpoint, find_layout(checkpoint), torch.float32)
     # bytes are codes, which transformers decodes
     return {n: s for n, s in sources.items() if s.dtype.is_floating_point and s.dtype.itemsize > 1}
 
@@ -89,7 +84,7 @@ def signs(size: int) -> Tensor:
 
 def is_by_row(source: Source) -> bool:
     """Whether rows can be read without the whole weight."""
-    if isinstance(source, StoredTensor):
+    if not isinstance(source, DequantizedTensor):
         return True
     names = {name.rpartition(".")[2] for name in source.coded.parts.values()}
     return not names.isdisjoint(_BY_ROW[:2])
@@ -99,6 +94,7 @@ def read_rows(source: Source, places: list[int]) -> Tensor:
     """Rows at `places` of a weight in float32; reads these alone where the layout allows it."""
     if isinstance(source, StoredTensor):
         return torch.cat([_stored_rows(source, at, at + 1) for at in places]).float()
+    assert isinstance(source, DequantizedTensor)
     spans = _spans(source, places)
     parts = {part: _part(source, part, spans) for part in source.stored}
     pieces = {start: source.coded.rows(parts, start, stop) for start, stop in spans}
@@ -139,7 +135,7 @@ def _mark(source: Source, values: Tensor) -> Mark:
 
 def _bits(source: Source) -> int:
     """Bits of the codes that a value is stored in; 16 for all floats."""
-    if isinstance(source, StoredTensor):
+    if not isinstance(source, DequantizedTensor):
         return 16
     most = max(stored.nbytes for stored in source.stored.values())
     return max(1, min(16, 8 * most // prod(source.shape)))

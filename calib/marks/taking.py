@@ -21,7 +21,7 @@ from calib.marks.probing import (
 from calib.marks.record import Mark, Marks
 from calib.model.checkpoint import Checkpoint
 from calib.model.config import read_config
-from calib.model.dequantized import Source
+from calib.model.stored import Source
 from calib.scalefiles.names import is_of_cache, is_of_senses
 
 _FUSED = {"qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv"}
@@ -122,7 +122,8 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
         says = json.loads(text.to_json_string(use_diff=False))
     except (Fp8kvError, TypeError, ValueError):
         says = dict(checkpoint.text_config)
-    says.get("rope_parameters", {}).pop("type", None)
+    if isinstance(says.get("rope_parameters"), dict):
+        says["rope_parameters"].pop("type", None)  # the older name of rope_type
     return {key: value for key, value in says.items() if not _SILENT.fullmatch(key)}
 
 
