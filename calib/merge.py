@@ -14,9 +14,8 @@ from calib.model.find import find_checkpoint
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, Result, finish
 from calib.recipe import Recipe, load_recipe
-from calib.scalefiles.calibrations import absent
+from calib.scalefiles.calibrations import read_report
 from calib.scalefiles.file_names import CALIBRATION_FILE
-from calib.scalefiles.json import read_object
 from calib.scales.derive import recipe_observer
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
@@ -59,18 +58,13 @@ class _Run:
     """A finished calibration, as it says of itself."""
 
     def __init__(self, path: Path) -> None:
-        file = path / CALIBRATION_FILE
-        if not file.exists():
-            raise absent(path, f"'{path}' has no {CALIBRATION_FILE}: it is no calibration")
-        self.path, self.report = path, read_object(file)
-        if not {"model", "checkpoint", "dataset", "warnings"} <= self.report.keys():
-            raise InputError(f"'{file}' does not say what was calibrated; calibrate again")
+        self.path, self.report = path, read_report(path)
         if "measured_on" in self.report:
             raise InputError(
                 f"the scales in '{path}' were applied, and not measured there; merge calibrations, "
                 "and apply what comes of it"
             )
-        self.recipe = load_recipe(str(file))
+        self.recipe = load_recipe(str(path / CALIBRATION_FILE))
         threads = self.report.get("threads")  # old runs have none
         self.threads = threads if isinstance(threads, int) else None
 

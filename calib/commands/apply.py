@@ -8,7 +8,7 @@ import typer
 from calib import choices
 from calib.commands.calibrate import print_result
 from calib.commands.flags import AsJson, Debug, Flag, Model, OutputFlag, Overwrite
-from calib.commands.running import command, print_json
+from calib.commands.running import command
 
 
 @command
@@ -41,16 +41,7 @@ def apply(
     from calib.rewrite.apply import apply as apply_scales
 
     result = apply_scales(
-        calibration,
-        model,
-        output,
-        in_place=in_place,
-        base=base,
-        format=format,
-        strategy=strategy,
-        overwrite=overwrite,
-    )
-    if as_json:
-        print_json(result.to_json())
-    else:
-        print_result(result)
+        calibration, model, output,
+        in_place=in_place, base=base, format=format, strategy=strategy, overwrite=overwrite,
+    )  # fmt: skip
+    print_result(result, as_json=as_json)

@@ -147,8 +147,11 @@ def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_p
     check_evaluation(recipe, [path / formats[0] if len(formats) > 1 else path])
 
 
-def print_result(result: "Result") -> None:
-    """Print a row per layer, warnings, and how to serve what was written."""
+def print_result(result: "Result", *, as_json: bool = False) -> None:
+    """Print a row per layer, warnings, and how to serve what was written; or all as JSON."""
+    if as_json:
+        print_json(result.to_json())
+        return
     title = f"FP8 KV-cache scales, strategy {result.recipe.strategy}"
     print_table(title, _HEADINGS, table_rows(result.layers))
     print_lines(closing_lines(result))

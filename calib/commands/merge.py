@@ -7,7 +7,7 @@ import typer
 
 from calib.commands.calibrate import print_result
 from calib.commands.flags import AsJson, Debug, Flag, Output, Overwrite
-from calib.commands.running import command, print_json
+from calib.commands.running import command
 
 
 @command
@@ -27,7 +27,4 @@ def merge(
     from calib.merge import merge as merge_runs
 
     result = merge_runs(directories, output, model=model, overwrite=overwrite)
-    if as_json:
-        print_json(result.to_json())
-    else:
-        print_result(result)
+    print_result(result, as_json=as_json)

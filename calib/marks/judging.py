@@ -5,8 +5,7 @@ factors between weights changes the size of rows, and with them the range of K o
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ _SAME = 0.01
 # relative error of a weight in so many bits at most, and a margin. A value of normally distributed
 # weights has 2.6 % (FP8), 1 % (INT8), 11 % (4 bits in groups of 128), 25 % (3 bits); factors moved
 # into a weight before it was quantised can triple the first two.
-_NOISE = {16: 0.02, 8: 0.15, 6: 0.2, 5: 0.25, 4: 0.35, 3: 0.5}
+_NOISE = {16: 0.005, 8: 0.15, 6: 0.2, 5: 0.25, 4: 0.35, 3: 0.5}
 # by which the size of any row may differ, and of the median one, beside its own noise: less than
 # what would matter in a scale
 _ROW, _MEDIAN = 0.03, 0.02
@@ -38,10 +37,6 @@ class Likeness:
     largest_error: float  # of a weight for K and V, relative
     largest_factor: float  # that the size of a row of these differs by, less 1
 
-    def to_json(self) -> dict[str, Any]:
-        """The object that a calibration keeps."""
-        return asdict(self)
-
 
 def judge(given: str, base: Marks, model: str, found: Marks) -> Likeness:
     """Compare marks of the checkpoint that scales were measured on with those of another.
@@ -53,13 +48,19 @@ def judge(given: str, base: Marks, model: str, found: Marks) -> Likeness:
             f"'{given}' is of another model: it has {base.layers} layers, and '{model}' "
             f"{found.layers} layers"
         )
+    for key in sorted(base.settings.keys() & found.settings.keys()):
+        mine, other = base.settings[key], found.settings[key]
+        if mine != other:
+            raise InputError(
+                f"'{given}' is of another model: its config says {key} {mine!s:.200}, that of "
+                f"'{model}' {other!s:.200}"
+            )
     if not any(map(is_cached, base.tensors)):
         raise InputError(f"the marks of '{given}' are damaged (no weight is of K or V)")
     pair = _Pair(given, base.tensors, model, found.tensors)
     pair.check_shapes()
     moved = pair.moved()
-    seen = [pair.compare(name, moved) for name in base.tensors if is_cached(name)]
-    pair.check_readers(moved)
+    seen = pair.compare_matrices(moved)
     layers = {".".join(norm.split(".")[:2]) for norm in moved}
     errors, factors = zip(*seen, strict=True)
     return Likeness(len(layers), max(errors), max(factors))
@@ -102,28 +103,26 @@ class _Pair:
                 moved.add(norm)
         return moved
 
-    def check_readers(self, moved: set[str]) -> None:
-        """Refuse moved factors unless all marked weights that read these norms make up for them."""
-        for norm in sorted(moved):
-            readers = [
-                name
-                for name, mark in self.base.items()
-                if len(mark.shape) == 2 and norm_of(name, self.base) == norm
-            ]
-            if not readers:
-                raise self._refuse(f"'{norm}' differs, and no weight that reads it is compared")
-            for name in readers:
-                self.compare(name, moved)
+    def compare_matrices(self, moved: set[str]) -> list[tuple[float, float]]:
+        """The error and the largest factor of each weight for K and V; InputError for another one.
 
-    def compare(self, name: str, moved: set[str]) -> tuple[float, float]:
-        """Error of a matrix and the largest factor of its rows; InputError if it is another one."""
-        if name not in self.found:
-            raise self._refuse(f"norms differ, and '{name}', which reads one, cannot be compared")
+        All other marked weights must be the same, too, and make up for the norms that `moved`.
+        """
+        seen = []
+        matrices = [n for n, m in self.base.items() if len(m.shape) == 2 and not is_embedding(n)]
+        for name in sorted(matrices, key=is_cached, reverse=True):
+            how = "norms differ, and " if norm_of(name, self.base) in moved else ""
+            if name in self.found:
+                seen += [self._compare(name, how)] * is_cached(name)
+            elif how:
+                raise self._refuse(f"{how}'{name}', which reads one, cannot be compared")
+        return seen
+
+    def _compare(self, name: str, how: str) -> tuple[float, float]:
         mark, other = self.base[name], self.found[name]
         factors, errors = _factors(mark.values, other.values)
         error = _difference(mark.values * factors[:, None], other.values)
         if error > _noise(mark, other):
-            how = "norms differ, and " if norm_of(name, self.base) in moved else ""
             raise self._refuse(f"{how}'{name}' is {error:.0%} from what it was, more than rounding")
         if is_cached(name):
             self._check_sizes(name, factors, errors, _step(mark) + _step(other))

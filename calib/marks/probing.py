@@ -13,24 +13,18 @@ from torch import Tensor
 from calib.errors import InputError
 from calib.marks.record import PROBES, Mark
 from calib.model.checkpoint import Checkpoint
-from calib.model.dequantized import DequantizedTensor, DequantizedWeights, Source
+from calib.model.dequantized import DequantizedTensor, all_weights
 from calib.model.quantized import find_layout
-from calib.model.stored import StoredTensor, stored_tensors
+from calib.model.stored import Source, StoredTensor
 
 # tensors whose first dimension is the weight's wherever it is as long
 _BY_ROW = ("weight", "weight_packed", "weight_scale")
-_DECODED_FROM = 256  # four-bit codes begin at multiples of this in pack-quantized
-_ENDS = 32
+_DECODED_FROM = 32  # codes of most layouts can be decoded from multiples of this
 
 
 def readable_weights(checkpoint: Checkpoint) -> Mapping[str, Source]:
     """The weights of a checkpoint that can be read as numbers, by name; codes of others are not."""
-    layout = find_layout(checkpoint)
-    sources: Mapping[str, Source] = (
-        DequantizedWeights(checkpoint, layout, torch.float32)
-        if layout
-        else stored_tensors(checkpoint)
-    )
+    sources = all_weights(checkpoint, find_layout(checkpoint), torch.float32)
     # bytes are codes, which transformers decodes
     return {n: s for n, s in sources.items() if s.dtype.is_floating_point and s.dtype.itemsize > 1}
 
@@ -42,36 +36,42 @@ def probe_vector(source: Source) -> Mark:
 
 
 def probe_rows(
-    source: Source,
-    count: int,
-    norm: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    within: int | None = None,
+    source: Source, places: list[int], norm: Tensor | None = None, bias: Tensor | None = None
 ) -> Mark:
-    """The mark of a matrix [rows, n]: what `count` of its rows give behind a norm.
+    """The mark of a matrix [rows, n]: what its rows at `places` give behind a norm.
 
     The norm's output is taken to be the fixed inputs times `norm` [n] plus `bias` [n], None being
-    1 and 0: a factor that a tool moves from the norm into the matrix changes nothing. All rows are
-    among the first `within`.
+    1 and 0: a factor that a tool moves from the norm into the matrix changes nothing.
     """
-    rows, columns = source.shape
+    columns = source.shape[1]
     if any(each is not None and len(each) != columns for each in (norm, bias)):
         raise InputError(f"a norm of another size than the {columns} columns of a weight behind it")
     inputs = signs(columns)
     inputs = inputs if norm is None else inputs * norm[:, None]
     inputs = inputs if bias is None else inputs + bias[:, None]
-    places = sampled(min(rows, within or rows), count)
     return _mark(source, read_rows(source, places) @ inputs)
 
 
 def sampled(rows: int, count: int) -> list[int]:
     """Places of at most `count` rows, in every part of a matrix and on changing channels.
 
-    Those of a large matrix are near rows where the codes of any layout begin to be decoded.
+    Those of a large matrix are near rows from which codes can be decoded.
     """
-    step = _DECODED_FROM if rows >= 4 * _DECODED_FROM else 1
+    step = _DECODED_FROM if rows >= 1024 else 1
     return sorted({min(i * rows // count // step * step + i, rows - 1) for i in range(count)})
+
+
+def sampled_heads(rows: int, heads: int, head_dim: int) -> list[int]:
+    """Places of rows of Q, K and V in one matrix, at least 4 of K's and 4 of V's among them.
+
+    Heads of K and V come after those of Q, of all or of the group that shares them.
+    """
+    kv = (rows // head_dim - heads) // 2
+    group, some = rows // head_dim // kv, sampled(kv, 4)
+    blocks = {b for j in some for b in ((j + 1) * group - 2, (j + 1) * group - 1)}
+    blocks |= {b for j in some for b in (heads + j, heads + kv + j)}
+    within = sampled(head_dim, -(-4 // len(some)))
+    return sorted(block * head_dim + at for block in blocks for at in within)
 
 
 @lru_cache(maxsize=8)
@@ -84,7 +84,7 @@ def signs(size: int) -> Tensor:
 
 def is_by_row(source: Source) -> bool:
     """Whether rows can be read without the whole weight."""
-    if isinstance(source, StoredTensor):
+    if not isinstance(source, DequantizedTensor):
         return True
     names = {name.rpartition(".")[2] for name in source.coded.parts.values()}
     return not names.isdisjoint(_BY_ROW[:2])
@@ -94,6 +94,7 @@ def read_rows(source: Source, places: list[int]) -> Tensor:
     """Rows at `places` of a weight in float32; reads these alone where the layout allows it."""
     if isinstance(source, StoredTensor):
         return torch.cat([_stored_rows(source, at, at + 1) for at in places]).float()
+    assert isinstance(source, DequantizedTensor)
     spans = _spans(source, places)
     parts = {part: _part(source, part, spans) for part in source.stored}
     pieces = {start: source.coded.rows(parts, start, stop) for start, stop in spans}
@@ -105,9 +106,7 @@ def _spans(source: DequantizedTensor, places: list[int]) -> list[tuple[int, int]
     """The rows [start, stop) to decode, which begin and end where a layout can."""
     step, rows = source.coded.multiple, source.shape[0]
     last = {at - at % step: at for at in sorted(places)}
-    # layouts with larger steps begin at their multiples, and may end anywhere
-    end = min(step, _ENDS)
-    return [(start, min(-(-(at + 1) // end) * end, rows)) for start, at in last.items()]
+    return [(start, min(-(-(at + 1) // step) * step, rows)) for start, at in last.items()]
 
 
 def _part(source: DequantizedTensor, part: str, spans: list[tuple[int, int]]) -> Tensor:
@@ -136,7 +135,7 @@ def _mark(source: Source, values: Tensor) -> Mark:
 
 def _bits(source: Source) -> int:
     """Bits of the codes that a value is stored in; 16 for all floats."""
-    if isinstance(source, StoredTensor):
+    if not isinstance(source, DequantizedTensor):
         return 16
     most = max(stored.nbytes for stored in source.stored.values())
     return max(1, min(16, 8 * most // prod(source.shape)))

@@ -4,7 +4,7 @@ from base64 import b64decode, b64encode
 from binascii import Error as Base64Error
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ class Marks:
 
     layers: int
     tensors: Mapping[str, Mark]
+    settings: Mapping[str, Any]  # of the config, by which one set of weights gives another K and V
 
     def to_json(self) -> dict[str, Any]:
         """The object that a calibration keeps; values are bfloat16 in base 64."""
@@ -38,7 +39,8 @@ class Marks:
             name: {"shape": [*mark.shape], "bits": mark.bits, "values": _encode(mark.values)}
             for name, mark in self.tensors.items()
         }
-        return {"version": 1, "layers": self.layers, "tensors": tensors}
+        settings = dict(self.settings)
+        return {"version": 2, "layers": self.layers, "settings": settings, "tensors": tensors}
 
     @classmethod
     def from_json(cls, document: Any, where: str) -> "Marks":
@@ -52,7 +54,7 @@ class Marks:
         except (ValidationError, Base64Error, ValueError) as error:
             reason = " ".join(str(error).split())[:200]
             raise InputError(f"the marks in {where} are damaged ({reason})") from None
-        return cls(found.layers, tensors)
+        return cls(found.layers, tensors, found.settings)
 
 
 class _Mark(BaseModel):
@@ -64,8 +66,9 @@ class _Mark(BaseModel):
 
 class _Marks(BaseModel):
     model_config = ConfigDict(strict=True)
-    version: int = Field(ge=1, le=1)
+    version: Literal[2]
     layers: int = Field(ge=1)
+    settings: dict[str, Any]
     tensors: dict[str, _Mark]
 
 

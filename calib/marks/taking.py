@@ -1,26 +1,34 @@
 """The marks of a checkpoint: of norms, embedding, and the weights that K and V come from."""
 
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from typing import Any
 
 from torch import Tensor
 
 from calib.errors import Fp8kvError, InputError
 from calib.export.base import checkpoint_prefix
-from calib.marks.probing import is_by_row, probe_rows, probe_vector, readable_weights
+from calib.marks.probing import (
+    is_by_row,
+    probe_rows,
+    probe_vector,
+    readable_weights,
+    sampled,
+    sampled_heads,
+)
 from calib.marks.record import Mark, Marks
 from calib.model.checkpoint import Checkpoint
-from calib.model.dequantized import Source
+from calib.model.config import read_config
+from calib.model.stored import Source
 from calib.scalefiles.names import is_of_cache, is_of_senses
 
-# rows of weights that K and V come from
+_FUSED = {"qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv"}
+_CACHED = {"k_proj", "v_proj", *_FUSED}
 _ROWS = 8
-_CACHED = {
-    **dict.fromkeys(("k_proj", "v_proj"), _ROWS),
-    **dict.fromkeys(("qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv"), 3 * _ROWS),
-}
 _TOKENS = 256  # whose embeddings are marked: a vocabulary may grow
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
 # of other weights that read a norm, which say whether factors were moved there from the norm
 _OTHERS, _OTHER_ROWS = 4, 2
 _EMBEDDING = re.compile(r"(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight")
@@ -31,6 +39,13 @@ _BEFORE_MLP = (
     *("norm_2", "norm2"),
 )
 _MLP = {"mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "experts"}
+
+# settings that change neither K nor V, or that tensors show
+_SILENT = re.compile(
+    r"_.*|architectures|torch_dtype|dtype|transformers_version|auto_map|id2label|label2id"
+    r"|quantization_config|vocab_size|\w*_token_ids?|\w*drop(?:out)?|\w*bias|use_cache|return_dict"
+    r"|output_\w+|router_\w+|initializer_\w+|pretraining_tp|max_position_embeddings|tie_\w+"
+)
 
 Weights = Mapping[str, Source]  # by their names below the language model
 
@@ -58,15 +73,19 @@ def take_marks(checkpoint: Checkpoint, modules: Iterable[str]) -> Marks:
             layers.setdefault(match["layer"], []).append(name)
     marks = {name: probe_vector(s) for name, s in weights.items() if len(s.shape) == 1}
     marks |= {
-        n: probe_rows(s, _ROWS, within=_TOKENS) for n, s in weights.items() if is_embedding(n)
+        name: probe_rows(source, sampled(min(source.shape[0], _TOKENS), _ROWS))
+        for name, source in weights.items()
+        if is_embedding(name)
     }
+    settings = _settings(checkpoint)
     for layer, names in layers.items():
-        marks |= _readers(layer, [n for n in names if len(weights[n].shape) == 2], weights)
+        matrices = [name for name in names if len(weights[name].shape) == 2]
+        marks |= _readers(layer, matrices, weights, settings)
     for prefix in prefixes:
         inner = f"{prefix.removeprefix(above)}."
         if not any(name.startswith(inner) and is_cached(name) for name in marks):
             raise InputError(f"'{checkpoint.path}' has no weight for K and V of '{prefix}' to read")
-    return Marks(checkpoint.num_layers or len(layers), marks)
+    return Marks(checkpoint.num_layers or len(layers), marks, settings)
 
 
 def is_cached(name: str) -> bool:
@@ -94,6 +113,20 @@ def norm_of(name: str, known: Mapping[str, object]) -> str | None:
     return next(iter(before or first), None) if first else None
 
 
+def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What the language model's config says of how K and V are computed."""
+    try:
+        config = read_config(checkpoint.path, checkpoint.config, trust_remote_code=False)
+        text = config.get_text_config(decoder=True)
+        # transformers names what files of its older versions call otherwise
+        says = json.loads(text.to_json_string(use_diff=False))
+    except (Fp8kvError, TypeError, ValueError):
+        says = dict(checkpoint.text_config)
+    if isinstance(says.get("rope_parameters"), dict):
+        says["rope_parameters"].pop("type", None)  # the older name of rope_type
+    return {key: value for key, value in says.items() if not _SILENT.fullmatch(key)}
+
+
 def _above_layers(prefix: str) -> str:
     """`model.` of `model.layers.0.self_attn`."""
     match = re.fullmatch(r"(?P<above>(?:.+?\.)?)[^.]+\.\d{1,6}\..+", prefix)
@@ -115,7 +148,9 @@ def _below(above: str, weights: Weights, layers: int | None) -> dict[str, Source
     return found
 
 
-def _readers(layer: str, names: list[str], weights: Weights) -> dict[str, Mark]:
+def _readers(
+    layer: str, names: list[str], weights: Weights, settings: Mapping[str, Any]
+) -> dict[str, Mark]:
     """Marks of the matrices in a layer that read the hidden state, K's and V's among them."""
     norm = norm_of(f"{layer}.k_proj", weights)
     cached = [name for name in names if is_cached(name)]
@@ -125,9 +160,19 @@ def _readers(layer: str, names: list[str], weights: Weights) -> dict[str, Mark]:
         if weights[name].shape[1] not in sizes:
             raise InputError(f"'{name}' does not read the layer's norm")
         factor, bias = _norm(norm_of(name, weights), weights)
-        rows = _CACHED.get(name.split(".")[-2], _OTHER_ROWS)
-        found[name] = probe_rows(weights[name], rows, factor, bias)
+        places = _places(name, weights[name].shape, settings)
+        found[name] = probe_rows(weights[name], places, factor, bias)
     return found
+
+
+def _places(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> list[int]:
+    if name.split(".")[-2] in _FUSED:
+        heads = next((settings[key] for key in _HEADS if type(settings.get(key)) is int), 0)
+        head_dim = settings.get("head_dim") or (shape[1] // heads if heads else 0)
+        if head_dim and heads and shape[0] % head_dim == 0 and shape[0] // head_dim >= heads + 2:
+            return sampled_heads(shape[0], heads, head_dim)
+        return sampled(shape[0], 3 * _ROWS)
+    return sampled(shape[0], _ROWS if is_cached(name) else _OTHER_ROWS)
 
 
 def _others(names: list[str], weights: Weights, sizes: set[int]) -> Iterator[str]:

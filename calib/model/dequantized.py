@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
@@ -12,44 +11,32 @@ from torch import Tensor
 from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
 from calib.model.layouts.coded import CHUNK, CodedWeight, Layout, LayoutError, Module
-from calib.model.stored import ALIGNMENT, StoredTensor, aligned, stored_tensors
+from calib.model.stored import Source, StoredTensor, aligned, stored_tensors
 from calib.scalefiles.header import Entry
 
 # int64 indices, float32 values, codes and zero points of a chunk
 _CHUNK_BYTES = CHUNK * 32
+_OF_ACTIVATIONS = (
+    *("input_scale", "input_zero_point", "input_global_scale", "input_scale_inv"),
+    *("activation_scale", "output_scale"),
+)
 
 
 @dataclass(frozen=True)
-class DequantizedTensor:
+class DequantizedTensor(Source):
     """A weight that is decoded when it is read."""
 
     path: Path  # of the checkpoint
     coded: CodedWeight
     stored: Mapping[str, StoredTensor]  # by the names that decoding gives them
-    dtype: torch.dtype  # to decode to
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the weight."""
-        return self.coded.shape
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight."""
-        return prod(self.shape) * self.dtype.itemsize
 
     @property
     def decoding_bytes(self) -> int:
-        """Bytes that reading it takes beside its values: of the codes, and of a chunk of values."""
+        """Bytes of the codes, and of a chunk of values."""
         return sum(tensor.room for tensor in self.stored.values()) + _CHUNK_BYTES
 
-    @property
-    def room(self) -> int:
-        """Bytes of memory that `read` wants."""
-        return self.nbytes + ALIGNMENT
-
     def read(self, memory: Tensor | None = None) -> Tensor:
-        """Return the weight, in `memory` [room] uint8 where given; InputError if not finite."""
+        """Return the weight in its dtype; InputError if it is not finite."""
         memory = torch.empty(self.room, dtype=torch.uint8) if memory is None else memory
         weight = aligned(memory, self.nbytes).view(self.dtype).view(self.shape)
         tensors = {part: tensor.read() for part, tensor in self.stored.items()}
@@ -57,50 +44,32 @@ class DequantizedTensor:
             return self.coded.decode(tensors, weight)
 
 
-Source = StoredTensor | DequantizedTensor
+def all_weights(
+    checkpoint: Checkpoint, layout: Layout | None, dtype: torch.dtype | None = None
+) -> dict[str, Source]:
+    """What an unquantised checkpoint of the model would hold, by name.
 
-
-class DequantizedWeights(Mapping[str, Source]):
-    """What an unquantised checkpoint of the model would hold, by name; `read` gives a tensor.
-
-    Codes come in `dtype`, None being that of the first float stored as it is, and all else as it
-    is. InputError, before any value is read, where the files are not what `layout` says.
+    Codes of `layout` come in `dtype`, None being that of the first float stored as it is; all else
+    comes as it is. InputError, before any value is read, where the files are not what it says.
     """
-
-    def __init__(self, checkpoint: Checkpoint, layout: Layout, dtype: torch.dtype | None) -> None:
-        coded = coded_weights(checkpoint, layout)
-        stored, spent = stored_tensors(checkpoint), spent_names(coded)
-        plain = {name: tensor for name, tensor in stored.items() if name not in spent}
-        floats = (t.dtype for t in plain.values() if t.dtype.is_floating_point)
-        dtype = dtype or next(floats, torch.bfloat16)
-        made = {weight.name: self._made(checkpoint, weight, stored, dtype) for weight in coded}
-        self._sources: dict[str, Source] = {**plain, **made}
-
-    @staticmethod
-    def _made(
-        checkpoint: Checkpoint,
-        coded: CodedWeight,
-        stored: Mapping[str, StoredTensor],
-        dtype: torch.dtype,
-    ) -> DequantizedTensor:
-        parts = {part: stored[name] for part, name in coded.parts.items()}
-        return DequantizedTensor(checkpoint.path, coded, parts, dtype)
-
-    def __getitem__(self, name: str) -> Source:
-        return self._sources[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._sources)
-
-    def __len__(self) -> int:
-        return len(self._sources)
+    stored, coded = stored_tensors(checkpoint), coded_weights(checkpoint, layout)
+    spent = spent_names(coded)
+    found: dict[str, Source] = {name: t for name, t in stored.items() if name not in spent}
+    floats = (tensor.dtype for tensor in found.values() if tensor.dtype.is_floating_point)
+    dtype = dtype or next(floats, torch.bfloat16)
+    for weight in coded:
+        parts = {part: stored[name] for part, name in weight.parts.items()}
+        found[weight.name] = DequantizedTensor(dtype, weight.shape, checkpoint.path, weight, parts)
+    return found
 
 
-def coded_weights(checkpoint: Checkpoint, layout: Layout) -> list[CodedWeight]:
+def coded_weights(checkpoint: Checkpoint, layout: Layout | None) -> list[CodedWeight]:
     """The weights that are stored as codes; InputError where files and config do not agree.
 
     Nothing but headers is read.
     """
+    if layout is None:
+        return []
     modules: dict[str, dict[str, Entry]] = {}
     for name, entry in checkpoint.entries.items():
         module, _, part = name.rpartition(".")
@@ -118,15 +87,17 @@ def coded_weights(checkpoint: Checkpoint, layout: Layout) -> list[CodedWeight]:
 
 def weight_shapes(checkpoint: Checkpoint, layout: Layout | None) -> dict[str, tuple[int, ...]]:
     """The shape of every weight, by name; `layout` is that of those stored as codes."""
-    coded = coded_weights(checkpoint, layout) if layout else []
+    coded = coded_weights(checkpoint, layout)
     spent = spent_names(coded)
     plain = {name: e.shape for name, e in checkpoint.entries.items() if name not in spent}
     return {**plain, **{weight.name: weight.shape for weight in coded}}
 
 
 def spent_names(coded: list[CodedWeight]) -> set[str]:
-    """Names of the stored tensors that weights are made of, or that say nothing of weights."""
-    return {name for weight in coded for name in (*weight.parts.values(), *weight.also)}
+    """Names of the stored tensors that weights are made of, and of scales of their inputs."""
+    modules = [weight.name.rpartition(".")[0] for weight in coded]
+    named = {f"{module}.{part}" for module in modules for part in _OF_ACTIVATIONS}
+    return named | {name for weight in coded for name in weight.parts.values()}
 
 
 @contextmanager

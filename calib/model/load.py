@@ -24,14 +24,14 @@ from calib.model.config import (
     making_sense,
     read_config,
 )
-from calib.model.dequantized import DequantizedWeights, Source, weight_shapes
+from calib.model.dequantized import all_weights, weight_shapes
 from calib.model.quantized import (
     check_left_over,
     find_layout,
     forget_quantization,
     is_quantized,
 )
-from calib.model.stored import stored_tensors
+from calib.model.stored import Source
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
 
@@ -154,13 +154,10 @@ def weight_sources(
     checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe
 ) -> Mapping[str, Source]:
     """Every weight of the checkpoint, as a plain one would name it, to be read when needed."""
-    layout = find_layout(checkpoint)
-    if layout is None:
-        return stored_tensors(checkpoint)
     wanted = requested_dtype(recipe)
     # as transformers resolves `auto`
     dtype = wanted if isinstance(wanted, torch.dtype) else config.dtype
-    return DequantizedWeights(checkpoint, layout, dtype)
+    return all_weights(checkpoint, find_layout(checkpoint), dtype)
 
 
 class Pending:

@@ -78,10 +78,11 @@ def find_layout(checkpoint: Checkpoint) -> Layout | None:
             f"the weights of '{checkpoint.path}' are quantised in one way by {next(iter(found))} "
             "and in another by a second config; take away whichever is not the model's"
         )
-    spent = spent_names(coded_weights(checkpoint, layouts[0])) if layouts else set()
+    layout = next(iter(layouts), None)
+    coded = coded_weights(checkpoint, layout)
     if not decoded:
-        _check_numbers(checkpoint, spent)
-    return layouts[0] if layouts else None
+        _check_numbers(checkpoint, spent_names(coded))
+    return layout
 
 
 def quantization_notes(checkpoint: Checkpoint) -> list[str]:

@@ -4,6 +4,7 @@ Files are read, not mapped: mapped pages count as resident memory for as long as
 """
 
 import os
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -33,13 +34,11 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a safetensors file."""
+class Source(ABC):
+    """A tensor that is read when it is needed."""
 
-    path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int  # of its first byte in the file
 
     @property
     def nbytes(self) -> int:
@@ -47,17 +46,29 @@ class StoredTensor:
         return prod(self.shape) * self.dtype.itemsize
 
     @property
-    def decoding_bytes(self) -> int:
-        """Bytes that reading it takes beside its values."""
-        return 0
-
-    @property
     def room(self) -> int:
         """Bytes of memory that `read` wants."""
         return self.nbytes + ALIGNMENT
 
+    @property
+    def decoding_bytes(self) -> int:
+        """Bytes that reading it takes beside its values."""
+        return 0
+
+    @abstractmethod
     def read(self, memory: Tensor | None = None) -> Tensor:
         """Return the tensor, in `memory` [room] uint8 where given."""
+
+
+@dataclass(frozen=True)
+class StoredTensor(Source):
+    """One tensor of a safetensors file."""
+
+    path: Path
+    offset: int  # of its first byte in the file
+
+    def read(self, memory: Tensor | None = None) -> Tensor:
+        """Return the tensor as it is in the file."""
         memory = torch.empty(self.room, dtype=torch.uint8) if memory is None else memory
         # where it would lie in a mapped file: rounding in some CPU kernels depends on alignment
         place = self.offset if self.offset % self.dtype.itemsize == 0 else 0
@@ -82,7 +93,7 @@ def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
                 f"'{path}' holds '{name}' as {entry.dtype}, which cannot be read layer by layer; "
                 "use --offload none"
             )
-        found[name] = StoredTensor(path, DTYPES[entry.dtype], entry.shape, entry.begin)
+        found[name] = StoredTensor(DTYPES[entry.dtype], entry.shape, path, entry.begin)
     return found
 
 

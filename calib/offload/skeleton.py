@@ -10,9 +10,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
-from calib.model.dequantized import Source
 from calib.model.load import load_from, uses_gpu, weight_sources
 from calib.model.quantized import is_quantized
+from calib.model.stored import Source
 from calib.recipe import Recipe
 
 

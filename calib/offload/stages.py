@@ -14,7 +14,7 @@ from transformers.core_model_loading import (
 )
 
 from calib.errors import UnsupportedModelError
-from calib.model.dequantized import Source
+from calib.model.stored import Source
 from calib.offload.replay import embeddings_of
 from calib.offload.weights import Stage
 

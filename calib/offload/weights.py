@@ -14,8 +14,8 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from calib.errors import UnsupportedModelError
-from calib.model.dequantized import Source
 from calib.model.load import Pending
+from calib.model.stored import Source
 
 # threads with which transformers loads
 _READ_AT_ONCE = 4

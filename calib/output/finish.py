@@ -123,24 +123,41 @@ def finish(
     layers = summarize(stats, scales)
     report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned, threads)
     report |= origin_facts(origin or Origin(marks_or_none(checkpoint, stats.layers)))
-    output, claim, backup = destination.path, destination.claim, None
-    weights = "keep" if destination.in_place else recipe.export.weights
     parts = {name: name if len(exports) > 1 else "" for name in exports}
-    with atomic_directory(output, overwrite=destination.overwrite, claim=claim) as scratch:
+    directories = {name: destination.path / part for name, part in parts.items()}
+    backup = _write(exports, parts, report, checkpoint, recipe, stats, destination)
+    return Result(
+        destination.path, directories, recipe, stats.tokens, layers, warned, doubts, backup
+    )
+
+
+def _write(
+    exports: dict[FormatName, Export],
+    parts: dict[FormatName, str],
+    report: dict[str, Any],
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    stats: KVStats,
+    destination: Destination,
+) -> Path | None:
+    """Write each export into its part of the output; where replaced files are kept is returned."""
+    output, in_place = destination.path, destination.in_place
+    weights = "keep" if in_place else recipe.export.weights
+    with atomic_directory(
+        output, overwrite=destination.overwrite, claim=destination.claim
+    ) as scratch:
         for name, made in exports.items():
             directory = scratch / parts[name]
             directory.mkdir(exist_ok=True)
-            placing = weights if FORMATS[name].with_weights else None
-            card = output_card(report, name, output / parts[name])
             write_checkpoint(
                 made, checkpoint, directory,
-                weights=placing, readme=card, on_copied=destination.on_copied,
+                weights=weights if FORMATS[name].with_weights else None,
+                readme=output_card(report, name, output / parts[name]),
+                on_copied=destination.on_copied,
             )  # fmt: skip
             save_stats(stats, directory / STATS_FILE)
             write_json(directory / CALIBRATION_FILE, report)
         checkpoint.check_unchanged()
-        if destination.in_place:
+        if in_place:
             complete(scratch, output)
-            backup = back_up(output, scratch)
-    directories = {name: output / part for name, part in parts.items()}
-    return Result(output, directories, recipe, stats.tokens, layers, warned, doubts, backup)
+        return back_up(output, scratch) if in_place else None

@@ -1,6 +1,7 @@
 """`fp8kv apply`: scales measured once, put beside another checkpoint of the same model."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +21,13 @@ from calib.output.finish import Destination, Result, default_output, finish, mak
 from calib.output.in_place import check_in_place
 from calib.recipe import Recipe, load_recipe
 from calib.scalefiles.baked import baked_for
-from calib.scalefiles.calibrations import statistics_file
+from calib.scalefiles.calibrations import read_report, statistics_file
 from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scalefiles.identity import check_same_model, identity
-from calib.scalefiles.json import read_object
 from calib.scalefiles.names import is_of_cache
 from calib.scales.derive import derive_scales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
-
-_NEEDED = ("model", "checkpoint", "dataset", "warnings")
 
 
 def apply(
@@ -52,8 +50,10 @@ def apply(
     if in_place and (output or overwrite):
         raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
     source = statistics_file(given).parent
-    report = _report(source)
-    recipe = _recipe(source, format, strategy)
+    report = read_report(source)
+    changes: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
+    changes |= {"strategy": strategy} if strategy else {}
+    recipe = load_recipe(str(source / CALIBRATION_FILE), changes)
     output = check_in_place(model, recipe) if in_place else output or default_output(model, recipe)
     checkpoint = find_checkpoint(model)
     if not in_place:
@@ -67,31 +67,14 @@ def apply(
     _check_fits(given, source, stats, checkpoint, recipe)
     marks = _marks(given, source, report, stats, base)
     likeness = judge(str(given), marks, model, take_marks(checkpoint, stats.layers))
+    # of the first model, where there was a chain
+    first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
+    warnings = [*report["warnings"], *_notes(first["model"], checkpoint, likeness)]
+    origin = Origin(marks, {**first, "compared": asdict(likeness)})
     with claimed(output, overwrite=overwrite or in_place) as claim:
         destination = Destination(output, in_place, overwrite, claim=claim)
         what = (model, checkpoint, recipe, stats, destination, report["dataset"])
-        warnings = [*report["warnings"], *_notes(report, checkpoint, likeness)]
-        origin = Origin(marks, _measured_on(report, likeness))
         return finish(*what, warnings, threads=report.get("threads"), origin=origin)
-
-
-def _report(source: Path) -> dict[str, Any]:
-    file = source / CALIBRATION_FILE
-    if not file.exists():
-        raise InputError(
-            f"'{source}' has no {CALIBRATION_FILE}, which says what was measured; give a "
-            "calibration's output"
-        )
-    report = read_object(file)
-    if not report.keys() >= {*_NEEDED} or not isinstance(report["dataset"], dict):
-        raise InputError(f"'{file}' does not say what was calibrated; calibrate again")
-    return report
-
-
-def _recipe(source: Path, format: FormatName, strategy: Strategy | None) -> Recipe:
-    changes: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
-    changes |= {"strategy": strategy} if strategy else {}
-    return load_recipe(str(source / CALIBRATION_FILE), changes)
 
 
 def _check_fits(
@@ -128,39 +111,25 @@ def _check_linked(checkpoint: Checkpoint) -> None:
 def _marks(
     given: Path, source: Path, report: dict[str, Any], stats: KVStats, base: str | None
 ) -> Marks:
-    """Marks of the model that was measured: saved, or of its weights where these are at hand."""
-    saved = report.get("marks")
-    if saved is not None:
-        return Marks.from_json(saved, f"'{source / CALIBRATION_FILE}'")
-    return take_marks(_measured_checkpoint(given, source, report, base), stats.layers)
-
-
-def _measured_checkpoint(
-    given: Path, source: Path, report: dict[str, Any], base: str | None
-) -> Checkpoint:
-    """The model that an output without marks was measured on: `base`, or the weights it holds."""
+    """Marks of the model that was measured: saved, or of `base`, or of the weights in `source`."""
+    if report.get("marks") is not None:
+        return Marks.from_json(report["marks"], f"'{source / CALIBRATION_FILE}'")
     if base is not None:
         checkpoint = find_checkpoint(base)
         if fingerprint(checkpoint) != report["checkpoint"]:
             raise InputError(f"'{base}' is not the model that '{given}' was measured on")
-        return checkpoint
+        return take_marks(checkpoint, stats.layers)
     try:
-        return open_checkpoint(source)
+        checkpoint = open_checkpoint(source)
     except InputError:
         raise InputError(
             f"'{given}' keeps neither marks nor weights of the model it was measured on; give that "
             "model with --base"
         ) from None
+    return take_marks(checkpoint, stats.layers)
 
 
-def _measured_on(report: dict[str, Any], likeness: Likeness) -> dict[str, Any]:
-    """What is kept of the model that was measured; of the first one, where there was a chain."""
-    before = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
-    return {**before, "compared": likeness.to_json()}
-
-
-def _notes(report: dict[str, Any], checkpoint: Checkpoint, likeness: Likeness) -> Iterable[str]:
-    measured = (report.get("measured_on") or report)["model"]
+def _notes(measured: str, checkpoint: Checkpoint, likeness: Likeness) -> Iterable[str]:
     yield (
         f"these scales were measured on {measured}, and not on {checkpoint.path.name}: what was "
         f"sampled of the weights for K and V differs by {likeness.largest_error:.1%} at most"

@@ -3,11 +3,13 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 from calib.choices import FORMATS
 from calib.errors import InputError
 from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, STATS_FILE
 from calib.scalefiles.header import read_header, read_values
+from calib.scalefiles.json import read_object
 
 _AMAX = re.compile(r".+\.(?P<layer>\d{1,6})\..+\.(?P<letter>[kvq])\.amax")
 
@@ -33,6 +35,18 @@ def read_amax(path: Path) -> Amax:
     if not found:
         raise InputError(f"'{path}' holds no statistics; give {STATS_FILE} of a calibration")
     return found
+
+
+def read_report(directory: Path) -> dict[str, Any]:
+    """What a finished calibration says of itself; InputError where `directory` holds none."""
+    file = directory / CALIBRATION_FILE
+    if not file.exists():
+        raise absent(directory, f"'{directory}' has no {CALIBRATION_FILE}: it is no calibration")
+    report = read_object(file)
+    needed = {"model", "checkpoint", "dataset", "warnings"}
+    if not needed <= report.keys() or not isinstance(report["dataset"], dict):
+        raise InputError(f"'{file}' does not say what was calibrated; calibrate again")
+    return report
 
 
 def statistics_file(path: Path) -> Path:

@@ -6,7 +6,6 @@ weights are part of the model, and stay where they are.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from calib.model.layouts.coded import (
     Module,
     Tensors,
     group_size_of,
-    groups_in,
-    setting,
+    known,
 )
+from calib.model.layouts.numbers import dequantise, unpack
 
 # output channel k of eight is in these bits
 _SHIFTS = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32) * 4
@@ -29,57 +28,51 @@ _SHIFTS = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32) * 4
 
 @dataclass(frozen=True)
 class Awq:
-    """`qweight` [in, out / 8], `qzeros` [groups, out / 8], `scales` [groups, out]."""
+    """Codes [in, out / 8], zero points [groups, out / 8], scales [groups, out], and their `names`.
+
+    Codes and zero points are from 0 to 15, or from -8 to 7 if `signed`.
+    """
 
     group_size: int | None
+    names: tuple[str, str, str] = ("qweight", "qzeros", "scales")
+    signed: bool = False
 
     label = "AWQ"
 
     @classmethod
     def read(cls, says: dict[str, Any]) -> "Awq":
         """Read a `quantization_config`."""
-        setting(says, "bits", (4,), None)
-        setting({"version": str(says.get("version", "gemm")).lower()}, "version", ("gemm",), None)
+        known("bits", says.get("bits"), (4,))
+        for key in ("version", "checkpoint_format"):  # AutoAWQ's, GPTQModel's
+            known(key, str(says.get(key, "gemm")).lower(), ("gemm",))
         return cls(group_size_of(says, 128))
 
     def weights(self, module: Module) -> Iterable[CodedWeight]:
         """The weight of a module that has a `qweight`."""
-        if "qweight" not in module.entries:
-            return
-        if "g_idx" in module.entries:
+        if "g_idx" in module.entries and "qweight" in module.entries:
             raise LayoutError(f"'{module.name}' has a g_idx, as GPTQ's weights do, not AWQ's")
-        yield awq_weight(module, self.group_size, ("qweight", "qzeros", "scales"))
+        if "qweight" in module.entries:
+            yield self.weight(module)
 
+    def weight(self, module: Module) -> CodedWeight:
+        """The weight of `module`."""
+        codes, zeros, scales = self.names
+        columns, packed = module.matrix(codes, ("I32",))
+        groups = module.groups(columns, self.group_size)
+        parts = {
+            "codes": f"{module.name}.{codes}",
+            "zeros": module.need(zeros, ("I32",), (groups, packed)),
+            "scales": module.need(scales, FLOATS, (groups, packed * 8)),
+        }
+        shape = (packed * 8, columns)
+        return CodedWeight(f"{module.name}.weight", shape, parts, self._rows, multiple=8)
 
-def awq_weight(
-    module: Module, group_size: int | None, names: tuple[str, str, str], *, signed: bool = False
-) -> CodedWeight:
-    """Codes [in, out / 8], zero points [groups, out / 8], scales [groups, out], by their `names`.
+    def _rows(self, tensors: Tensors, start: int, stop: int) -> Tensor:
+        words = slice(start // 8, stop // 8)
+        codes, zeros = (self._unpack(tensors[part][:, words]) for part in ("codes", "zeros"))
+        scales = tensors["scales"][:, start:stop].float()
+        return dequantise(codes.t(), scales.t(), zeros.t())
 
-    Codes and zero points are from 0 to 15, or from -8 to 7 if `signed`.
-    """
-    codes, zeros, scales = names
-    columns, packed = module.matrix(codes, ("I32",))
-    groups = groups_in(module, columns, group_size)
-    parts = {
-        "codes": f"{module.name}.{codes}",
-        "zeros": module.need(zeros, ("I32",), (groups, packed)),
-        "scales": module.need(scales, FLOATS, (groups, packed * 8)),
-    }
-    return CodedWeight(
-        f"{module.name}.weight", (packed * 8, columns), parts,
-        partial(_rows, groups=groups, signed=signed), ("scales",), multiple=8,
-    )  # fmt: skip
-
-
-def _rows(tensors: Tensors, start: int, stop: int, *, groups: int, signed: bool) -> Tensor:
-    words = slice(start // 8, stop // 8)
-    codes, zeros = (_unpack(tensors[part][:, words], signed) for part in ("codes", "zeros"))
-    scales = tensors["scales"][:, start:stop].float()
-    centred = codes.view(groups, -1, stop - start) - zeros[:, None]
-    return (centred * scales[:, None]).flatten(0, 1).t()
-
-
-def _unpack(words: Tensor, signed: bool) -> Tensor:
-    codes = ((words.unsqueeze(-1) >> _SHIFTS) & 15).flatten(-2)
-    return (codes ^ 8) - 8 if signed else codes
+    def _unpack(self, words: Tensor) -> Tensor:
+        codes = unpack(words, 4, words.shape[-1] * 8, first=_SHIFTS)
+        return (codes ^ 8) - 8 if self.signed else codes

@@ -1,7 +1,8 @@
 """One weight as a layout stores it: the tensors that make it up, and how to decode them."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from calib.errors import InputError
 from calib.scalefiles.header import Entry
 
 FLOATS = ("F32", "F16", "BF16")
+CODES = ("F8_E4M3", "I8", "U8", "I32")
 ADVICE = "which nothing here can read; give the model it was made from"
 # values decoded at a time: few, so that int32 codes and float32 values take little memory
 CHUNK = 1 << 20
@@ -54,6 +56,14 @@ class Module:
             raise LayoutError(f"'{self.name}.{part}' is {list(shape)}, and no matrix, {ADVICE}")
         return shape[0], shape[1]
 
+    def groups(self, columns: int, size: int | None) -> int:
+        """How many groups of `size` a row of `columns` values has; None: the row is the group."""
+        if size and columns % size:
+            raise LayoutError(
+                f"'{self.name}' has {columns} columns, which groups of {size} do not divide"
+            )
+        return columns // (size or columns)
+
 
 @dataclass(frozen=True)
 class CodedWeight:
@@ -63,17 +73,15 @@ class CodedWeight:
     shape: tuple[int, ...]  # of the weight
     parts: dict[str, str]  # what `rows` calls a tensor -> its name in the checkpoint
     rows: Callable[[Tensors, int, int], Tensor]  # its rows [start, stop) in float32
-    scales: tuple[str, ...] = ()  # the parts that must be finite
     multiple: int = 1  # `rows` starts at multiples of this
-    also: tuple[str, ...] = field(default=())  # stored tensors that say nothing of the weight
 
     def decode(self, tensors: Tensors, weight: Tensor) -> Tensor:
         """Fill `weight` from the tensors of `parts`; LayoutError where it is not finite.
 
         A value is computed in float32 and rounded once.
         """
-        for part in self.scales:
-            if not tensors[part].float().isfinite().all():
+        for part, tensor in tensors.items():
+            if "scale" in part and not tensor.float().isfinite().all():
                 raise LayoutError(f"'{self.parts[part]}' holds NaN or Inf; download it again")
         step = max(self.multiple, CHUNK // prod(self.shape[1:]) // self.multiple * self.multiple)
         for start in range(0, self.shape[0], step):
@@ -93,6 +101,14 @@ class CodedWeight:
             raise LayoutError(f"'{self.name}': {error}") from None
 
 
+class Scheme(Protocol):
+    """How one module's tensors make up its weight."""
+
+    def weight(self, module: Module) -> CodedWeight:
+        """The weight of `module`; LayoutError where names, types or shapes are others."""
+        ...
+
+
 class Layout(Protocol):
     """One form of quantised weights, as a quantization config describes it."""
 
@@ -109,9 +125,8 @@ class Layout(Protocol):
         ...
 
 
-def setting(says: Mapping[str, Any], key: str, allowed: Collection[Any], default: Any) -> Any:
-    """The value of a config's `key`, one of `allowed`; LayoutError for another."""
-    value = says.get(key, default)
+def known(key: str, value: Any, allowed: Collection[Any]) -> Any:
+    """`value`, which a config gives as `key`; LayoutError unless it is one of `allowed`."""
     # 4 and 4.0 and True are equal to Python
     if not any(value == one and type(value) is type(one) for one in allowed):
         raise LayoutError(f"{key} {value!r:.80} is none of {[*allowed]}, {ADVICE}")
@@ -136,11 +151,13 @@ def group_size_of(says: Mapping[str, Any], default: int | None = None) -> int | 
     return value
 
 
-def groups_in(module: Module, columns: int, group_size: int | None) -> int:
-    """How many groups a row of `columns` values has; LayoutError if the last one is smaller."""
-    size = group_size or columns
-    if columns % size:
-        raise LayoutError(
-            f"'{module.name}' has {columns} columns, which groups of {size} do not divide"
-        )
-    return columns // size
+def two_sizes(key: str, value: Any) -> tuple[int, int]:
+    """Rows and columns of a tile, which a config gives as `key`: `[128, 128]` or `128x128`."""
+    sizes = value.split("x") if isinstance(value, str) else value
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(map(_is_size, sizes)):
+        raise LayoutError(f"{key} {value!r:.80} is no two sizes, {ADVICE}")
+    return int(sizes[0]), int(sizes[1])
+
+
+def _is_size(value: Any) -> bool:
+    return re.fullmatch(r"[1-9][0-9]{0,8}", str(value)) is not None

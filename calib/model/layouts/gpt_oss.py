@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from calib.model.layouts.coded import ADVICE, CodedWeight, LayoutError, Module, Tensors
-from calib.model.layouts.scaled import E8M0, MXFP4_GROUP
-from calib.model.layouts.unpacking import powers_of_two, unpack_fp4
+from calib.model.layouts.numbers import powers_of_two, unpack_fp4
+from calib.model.layouts.scaled import E8M0
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,14 @@ class GptOss:
                 continue
             name, shape = part.removesuffix("_blocks"), module.entries[part].shape
             module.need(part, ("U8",))
-            if len(shape) != 4 or 2 * shape[3] != MXFP4_GROUP or 0 in shape:
+            if len(shape) != 4 or shape[3] != 16 or 0 in shape:
                 raise LayoutError(f"'{module.name}.{part}' is {list(shape)}, {ADVICE}")
             parts = {
                 "codes": f"{module.name}.{part}",
                 "scale": module.need(f"{name}_scales", E8M0, shape[:3]),
             }
             experts, rows, groups = shape[:3]
-            full = (experts, groups * MXFP4_GROUP, rows)
+            full = (experts, groups * 32, rows)
             yield CodedWeight(f"{module.name}.{name}", full, parts, _experts)
 
 

@@ -1,6 +1,7 @@
 """GPTQ: codes of 2, 3, 4 or 8 bits, packed down the columns, with groups of input channels.
 
-Source: `QuantLinear.pack` of AutoGPTQ 0.7 and GPTQModel 5 (`gptq` and `gptq_v2`).
+Source: `QuantLinear.pack` of AutoGPTQ 0.7 and GPTQModel 5 (`gptq` and `gptq_v2`), and
+`export_to_autoround` of AutoRound 0.16, whose own format holds GPTQ's or AWQ's tensors.
 """
 
 from collections.abc import Iterable
@@ -8,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from calib.model.layouts.awq import Awq
 from calib.model.layouts.coded import (
     ADVICE,
     FLOATS,
@@ -19,11 +20,14 @@ from calib.model.layouts.coded import (
     Module,
     Tensors,
     group_size_of,
-    groups_in,
+    known,
     section,
-    setting,
 )
-from calib.model.layouts.unpacking import unpack, unpack_down, words_for
+from calib.model.layouts.numbers import dequantise, order_of, unpack, unpack_down, words_for
+
+# AutoRound's own formats, by GPTQ's zero points
+_AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round": "gptq_v2"}
+_AUTO_AWQ = "auto_round:auto_awq"
 
 
 @dataclass(frozen=True)
@@ -36,22 +40,23 @@ class Gptq:
     bits: int
     group_size: int | None
     offset: int  # what is added to a stored zero point
+    symmetric: bool
+    ordered: bool
 
     label = "GPTQ"
 
     @classmethod
     def read(cls, says: dict[str, Any]) -> "Gptq":
         """Read a `quantization_config`."""
-        form = setting(
-            {"checkpoint_format": says.get("checkpoint_format", says.get("format", "gptq"))},
-            "checkpoint_format", ("gptq", "gptq_v2"), "gptq",
-        )  # fmt: skip
-        setting(says, "pack_dtype", ("int32",), "int32")
+        form = says.get("checkpoint_format", says.get("format", "gptq"))
+        known("checkpoint_format", form, ("gptq", "gptq_v2"))
+        known("pack_dtype", says.get("pack_dtype", "int32"), ("int32",))
         if any(not key.startswith("-:") for key in section(says, "dynamic")):
             raise LayoutError(f"'dynamic' gives modules bits of their own, {ADVICE}")
-        bits = setting(says, "bits", (2, 3, 4, 8), None)
+        bits = known("bits", says.get("bits"), (2, 3, 4, 8))
+        flags = [says.get(key) is True for key in ("sym", "desc_act")]
         # the first version stores zero points less one
-        return cls(bits, group_size_of(says, 128), 1 if form == "gptq" else 0)
+        return cls(bits, group_size_of(says, 128), 1 if form == "gptq" else 0, *flags)
 
     def weights(self, module: Module) -> Iterable[CodedWeight]:
         """The weight of a module that has a `qweight`."""
@@ -59,47 +64,57 @@ class Gptq:
             return
         packed, rows = module.matrix("qweight", ("I32",))
         columns = packed * 32 // self.bits
-        groups = groups_in(module, columns, self.group_size)
+        groups = module.groups(columns, self.group_size)
         if words_for(columns, self.bits) != packed or rows * self.bits % 32:
             raise LayoutError(
                 f"'{module.name}.qweight' is {[packed, rows]}: no whole number of words holds "
                 f"codes of {self.bits} bits"
             )
         parts = {
-            "qweight": f"{module.name}.qweight",
-            "qzeros": module.need("qzeros", ("I32",), (groups, rows * self.bits // 32)),
+            "codes": f"{module.name}.qweight",
+            "zeros": module.need("qzeros", ("I32",), (groups, rows * self.bits // 32)),
             "scales": module.need("scales", FLOATS, (groups, rows)),
         }
-        if "g_idx" in module.entries:
+        if self.ordered or "g_idx" in module.entries:
             parts["g_idx"] = module.need("g_idx", ("I32", "I64"), (columns,))
-        yield CodedWeight(
-            f"{module.name}.weight", (rows, columns), parts, partial(self._rows, groups=groups),
-            ("scales",), multiple=32,
-        )  # fmt: skip
+        rows_of = partial(self._rows, columns=columns, groups=groups)
+        yield CodedWeight(f"{module.name}.weight", (rows, columns), parts, rows_of, multiple=32)
 
-    def _rows(self, tensors: Tensors, start: int, stop: int, *, groups: int) -> Tensor:
-        packed = tensors["qweight"][:, start:stop]
-        columns = packed.shape[0] * 32 // self.bits
+    def _rows(
+        self, tensors: Tensors, start: int, stop: int, *, columns: int, groups: int
+    ) -> Tensor:
+        codes = unpack_down(tensors["codes"][:, start:stop], self.bits, columns)
         words = slice(start * self.bits // 32, words_for(stop, self.bits))
-        zeros = unpack(tensors["qzeros"][:, words], self.bits, stop - start) + self.offset
+        zeros = unpack(tensors["zeros"][:, words], self.bits, stop - start) + self.offset
+        self._check(zeros)
+        scales = tensors["scales"][:, start:stop].float()
+        order = order_of(tensors.get("g_idx"), columns, groups)
+        if order is not None:
+            scales, zeros = scales[order], zeros[order]
+        return dequantise(codes.t(), scales.t(), zeros.t())
+
+    def _check(self, zeros: Tensor) -> None:
+        """Refuse zero points that tools read differently."""
         if (zeros == 1 << self.bits).any():
             raise LayoutError(
                 f"a zero point is stored as {(1 << self.bits) - 1}, which AutoGPTQ reads as 0 and "
                 f"GPTQModel as {1 << self.bits}; give the model it was made from"
             )
-        scales = tensors["scales"][:, start:stop].float()
-        codes = unpack_down(packed, self.bits, columns)  # [in, out]
-        group = _order(tensors.get("g_idx"), columns, groups)
-        if group is not None:
-            return ((codes - zeros[group]) * scales[group]).t()
-        codes = codes.view(groups, -1, stop - start)
-        return ((codes - zeros[:, None]) * scales[:, None]).flatten(0, 1).t()
+        if self.symmetric and (zeros != 1 << (self.bits - 1)).any():
+            raise LayoutError(
+                "a zero point is not in the middle, where its config.json says sym, and engines "
+                "take it to be; give the model it was made from"
+            )
 
 
-def _order(group: Tensor | None, columns: int, groups: int) -> Tensor | None:
-    """The group of each input channel; None: groups follow each other."""
-    if group is None or torch.equal(group, torch.arange(columns).to(group) // (columns // groups)):
-        return None
-    if group.min() < 0 or group.max() >= groups:
-        raise LayoutError(f"a g_idx names a group beyond the {groups} there are")
-    return group.long()
+def read_auto_round(says: dict[str, Any]) -> Gptq | Awq:
+    """Read a `quantization_config` of AutoRound's own format."""
+    form = known("packing_format", says.get("packing_format"), (*_AUTO_ROUND, _AUTO_AWQ))
+    known("data_type", says.get("data_type", "int"), ("int",))
+    own = section(says, "extra_config")
+    # 16 bits: a module that is left alone
+    if any(section(own, module).get("bits") != 16 for module in own):
+        raise LayoutError(f"'extra_config' gives modules bits of their own, {ADVICE}")
+    if form == _AUTO_AWQ:
+        return Awq.read({**says, "version": "gemm"})
+    return Gptq.read({**says, "checkpoint_format": _AUTO_ROUND[form]})

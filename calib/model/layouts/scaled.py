@@ -3,110 +3,134 @@
 Several tools store these, under names and with settings of their own.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 
+import torch
 from torch import Tensor
 
-from calib.model.layouts.coded import FLOATS, CodedWeight, Module, Tensors, groups_in
-from calib.model.layouts.grid import Grid
-from calib.model.layouts.unpacking import powers_of_two, unpack_fp4
+from calib.model.layouts.coded import (
+    CODES,
+    FLOATS,
+    CodedWeight,
+    LayoutError,
+    Module,
+    Scheme,
+    Tensors,
+)
+from calib.model.layouts.numbers import dequantise, powers_of_two, unpack_fp4
 
-FP8 = ("F8_E4M3",)
-INT8 = ("I8",)
+FP8, INT8, FP4 = "F8_E4M3", "I8", "U8"
 E8M0 = ("U8", "F8_E8M0")
-# columns of a block of each kind of 4-bit floats
-NVFP4_GROUP = 16
-MXFP4_GROUP = 32
+
+Block = tuple[int | None, int | None]  # its rows and columns; None: all
 
 
-def scaled_weight(
-    module: Module,
-    block: tuple[int | None, int | None],
-    *,
-    codes: Collection[str] = FP8,
-    scale: str = "weight_scale",
-    scale_dtypes: Collection[str] = FLOATS,
-    zero_point: str | None = None,
-    also: tuple[str, ...] = (),
-) -> CodedWeight:
-    """`weight` [rows, columns] of the types `codes`, with a `scale` per `block` of it.
+@dataclass(frozen=True)
+class Grid:
+    """The blocks of a matrix [rows, columns]; each has one scale."""
 
-    A size of None is the whole of it. With `zero_point`, the name of a tensor like `scale` in the
-    type of the codes, a value is `(code - zero point) * scale`.
+    rows: int
+    columns: int
+    block: Block
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """How many blocks there are, down and across."""
+        high, wide = self.block
+        return -(-self.rows // (high or self.rows)), -(-self.columns // (wide or self.columns))
+
+    @property
+    def stored_shapes(self) -> list[tuple[int, ...]]:
+        """Shapes that the scales may have in a file."""
+        down, across = self.shape
+        found: list[tuple[int, ...]] = [(down, across), *([(down,)] if across == 1 else [])]
+        # the last is ModelOpt's of tiles
+        return [*found, *([()] if down * across == 1 else []), (down, 1, across, 1)]
+
+    def take(self, scales: Tensor, start: int, stop: int) -> Tensor:
+        """The scales of the rows [start, stop), [stop - start or 1, across], of a stored shape.
+
+        Where the last block of a row is narrower: of each column.
+        """
+        scales, (high, wide) = scales.reshape(self.shape), self.block
+        scales = scales[torch.arange(start, stop) // (high or 1)] if self.shape[0] > 1 else scales
+        if self.columns % (wide or self.columns):
+            return scales.repeat_interleave(wide or 1, dim=1)[:, : self.columns]
+        return scales
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """`code` [rows, columns] of a type, FP4 in pairs, times a `scale` per `block`.
+
+    With a `weight_zero_point` like the scales, in the codes' type, a value is `(code - zero) *
+    scale`; `has_zero_points` None: if it is there. `second` is a further scale of the whole weight,
+    by which the others are multiplied, or divided if it `divides`.
     """
-    rows, columns = module.matrix("weight", codes)
-    grid = Grid(rows, columns, (block[0] or rows, block[1] or columns))
-    parts = {
-        "codes": f"{module.name}.weight",
-        "scale": module.need(scale, scale_dtypes, *grid.stored_shapes),
-    }
-    if zero_point:
-        parts["zero_point"] = module.need(zero_point, codes, *grid.stored_shapes)
-    return CodedWeight(
-        f"{module.name}.weight", (rows, columns), parts, partial(_rows, grid=grid),
-        _finite(scale_dtypes), also=present(module, also),
-    )  # fmt: skip
+
+    block: Block = (None, None)
+    code: str = "weight"
+    dtype: str = FP8
+    scales: tuple[str, ...] = ("weight_scale",)  # names, of which a module has one
+    scale_dtypes: Collection[str] = FLOATS
+    has_zero_points: bool | None = False
+    second: str | None = None
+    divides: bool = False
+
+    def weight(self, module: Module) -> CodedWeight:
+        """The weight of `module`."""
+        rows, columns = module.matrix(self.code, (self.dtype,))
+        columns *= 2 if self.dtype == FP4 else 1
+        if self.block[0] == 1:
+            module.groups(columns, self.block[1])
+        grid = Grid(rows, columns, self.block)
+        scale = next((name for name in self.scales if name in module.entries), self.scales[-1])
+        parts = {
+            "codes": f"{module.name}.{self.code}",
+            "scale": module.need(scale, self.scale_dtypes, *grid.stored_shapes),
+        }
+        zero = "weight_zero_point"
+        if self.has_zero_points or (self.has_zero_points is None and zero in module.entries):
+            parts["zeros"] = module.need(zero, (self.dtype,), *grid.stored_shapes)
+        if self.second:
+            parts["second_scale"] = module.need(self.second, FLOATS, (), (1,), (1, 1))
+        rows_of = partial(self._rows, grid=grid)
+        return CodedWeight(f"{module.name}.weight", (rows, columns), parts, rows_of)
+
+    def _rows(self, tensors: Tensors, start: int, stop: int, *, grid: Grid) -> Tensor:
+        codes, scales = tensors["codes"][start:stop], powers_of_two(tensors["scale"])
+        codes = unpack_fp4(codes) if self.dtype == FP4 else codes.float()
+        if "second_scale" in tensors:
+            second = tensors["second_scale"].float().reshape(())
+            scales = scales / second if self.divides else scales * second
+        zeros = tensors.get("zeros")
+        zeros = None if zeros is None else grid.take(zeros.float(), start, stop)
+        return dequantise(codes, grid.take(scales, start, stop), zeros)
 
 
-def grouped_weight(module: Module, group_size: int, **options: Collection[str]) -> CodedWeight:
-    """A `scaled_weight` with a scale per group of a row; groups must divide the columns."""
-    columns = module.matrix("weight", options.get("codes", FP8))[1]
-    groups_in(module, columns, group_size)
-    return scaled_weight(module, (1, group_size), **options)  # type: ignore[arg-type]
+MXFP8 = Scaled((1, 32), scale_dtypes=E8M0)
+MXFP4 = Scaled((1, 32), dtype=FP4, scale_dtypes=E8M0)
+NVFP4 = Scaled((1, 16), dtype=FP4, scale_dtypes=(FP8,), second="weight_scale_2")
 
 
-def fp4_weight(
-    module: Module,
-    group_size: int,
-    *,
-    codes: str,
-    scale_dtypes: Collection[str],
-    second: str | None = None,
-    divides: bool = False,
-    also: tuple[str, ...] = (),
-) -> CodedWeight:
-    """FP4 pairs in `codes` [rows, columns / 2], `weight_scale` [rows, columns / group_size].
+@dataclass(frozen=True)
+class ByName:
+    """Modules whose `weight` is codes, each in the scheme of the first pattern of its name."""
 
-    `second` is the name of one more scale, of the whole weight, by which the others are multiplied,
-    or divided where it `divides`.
-    """
-    rows, packed = module.matrix(codes, ("U8",))
-    grid = Grid(rows, 2 * packed, (1, group_size))
-    groups_in(module, 2 * packed, group_size)
-    parts = {
-        "codes": f"{module.name}.{codes}",
-        "scale": module.need("weight_scale", scale_dtypes, grid.shape),
-    }
-    if second:
-        parts["second"] = module.need(second, FLOATS, (), (1,), (1, 1))
-    finite = (*_finite(scale_dtypes), *(["second"] if second else []))
-    return CodedWeight(
-        f"{module.name}.weight", (rows, 2 * packed), parts,
-        partial(_fp4_rows, grid=grid, divides=divides), finite, also=present(module, also),
-    )  # fmt: skip
+    label: str
+    scheme: Scheme | None  # of all others
+    by_pattern: tuple[tuple[str, Scheme], ...] = ()
 
-
-def present(module: Module, parts: tuple[str, ...]) -> tuple[str, ...]:
-    """The full names of those of `parts` that `module` has."""
-    return tuple(f"{module.name}.{part}" for part in parts if part in module.entries)
-
-
-def _finite(scale_dtypes: Collection[str]) -> tuple[str, ...]:
-    # any byte is a whole number: one that stands for NaN shows in the weight
-    return () if "U8" in scale_dtypes else ("scale",)
-
-
-def _rows(tensors: Tensors, start: int, stop: int, *, grid: Grid) -> Tensor:
-    codes = tensors["codes"][start:stop].float()
-    if "zero_point" in tensors:
-        codes = codes - grid.spread(tensors["zero_point"].float(), start, stop)
-    return codes * grid.spread(powers_of_two(tensors["scale"]), start, stop)
-
-
-def _fp4_rows(tensors: Tensors, start: int, stop: int, *, grid: Grid, divides: bool) -> Tensor:
-    scales = powers_of_two(tensors["scale"])
-    if "second" in tensors:
-        second = tensors["second"].float().reshape(())
-        scales = scales / second if divides else scales * second
-    return unpack_fp4(tensors["codes"][start:stop]) * grid.spread(scales, start, stop)
+    def weights(self, module: Module) -> Iterable[CodedWeight]:
+        """The weight of a module that holds codes."""
+        entry = module.entries.get("weight")
+        if entry is None or entry.dtype not in CODES:
+            return
+        named = (scheme for glob, scheme in self.by_pattern if fnmatchcase(module.name, glob))
+        scheme = next(named, self.scheme)
+        if scheme is None:
+            raise LayoutError(f"'{module.name}' holds codes, and its config does not name it")
+        yield scheme.weight(module)

@@ -128,7 +128,9 @@ def test_a_weight_beside_its_codes(name, model, tmp_path):
         ("gptq-4", {"dynamic": {"+:.*down_proj": {"bits": 8}}}, "'dynamic'"),
         ("gptq-4", {"quant_method": "awq"}, "model.layers.0"),
         ("gptq-4", {"quant_method": "modelopt", "quant_algo": "FP8"}, "no file holds such codes"),
+        ("gptq-4", {"sym": True}, "a zero point is not in the middle"),
         ("awq", {"bits": 8}, "bits 8"),
+        ("awq", {"checkpoint_format": "gemv"}, "checkpoint_format 'gemv'"),
         ("awq", {"version": "gemv"}, "'gemv'"),
         ("awq", {"quant_method": "gptq"}, "model.layers.0"),
         ("awq", {"group_size": 40}, "which groups of 40 do not divide"),
@@ -167,6 +169,7 @@ def test_groups_of_compressed_tensors(model, tmp_path):
     refuse(directory, tmp_path, "no regular expression")
     for weights, said in [
         ({"num_bits": 9}, "num_bits 9"),
+        ({"num_bits": 4.0}, "num_bits 4.0"),
         ({"type": "float"}, "type 'float'"),
         ({"strategy": "token"}, "'token'"),
         ({"strategy": "channel"}, "strategy channel with group_size 32"),
@@ -203,6 +206,14 @@ def test_a_group_that_there_is_not(name, model, tmp_path):
     part = "g_idx" if "gptq" in name else "weight_g_idx"
     edit(directory, lambda parts: parts[part].add_(1))
     refuse(directory, tmp_path, f"'{MODULE}.weight'", "_idx")
+
+
+@pytest.mark.parametrize("name", ["gptq-4-ordered", "compressed-w4-ordered"])
+def test_an_order_of_columns_that_is_lost(name, model, tmp_path):
+    directory = model(name)
+    part = "g_idx" if "gptq" in name else "weight_g_idx"
+    edit(directory, lambda parts: parts.pop(part))
+    refuse(directory, tmp_path, f"'{MODULE}' has no '{part}'")
 
 
 def test_two_configs_that_do_not_agree(model, tmp_path):

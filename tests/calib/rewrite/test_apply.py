@@ -180,6 +180,16 @@ def bias(tensors):
     tensors["model.layers.0.self_attn.v_proj.bias"] = torch.ones(32)
 
 
+def other_mlp(tensors):
+    weight = tensors["model.layers.2.mlp.up_proj.weight"]
+    weight += 0.1 * weight.roll(1, 0)
+
+
+def slightly_tuned(tensors):
+    weight = tensors[ATTENTION.format(2, "k")]
+    weight += 0.02 * weight.roll(1, 0)
+
+
 def final_norm(tensors):
     tensors["model.norm.weight"] *= 1.1
 
@@ -190,6 +200,8 @@ def final_norm(tensors):
         (norm_alone, ["norms differ", "layers.1.self_attn", "calibrate that model"]),
         (mlp_norm_alone, ["norms differ", "layers.1.mlp", "calibrate that model"]),
         (other_keys, ["'layers.2.self_attn.k_proj.weight'", "from what it was"]),
+        (other_mlp, ["'layers.2.mlp.up_proj.weight'", "from what it was"]),
+        (slightly_tuned, ["'layers.2.self_attn.k_proj.weight'", "from what it was"]),
         (other_embedding, ["embed_tokens.weight' differs"]),
         (bias, ["'layers.0.self_attn.v_proj.bias' is only in the second"]),
         (final_norm, ["'norm.weight' differs"]),
@@ -209,6 +221,26 @@ def test_another_architecture_and_other_sizes(measured, tmp_path):
     for count in (2, 4):
         layers = save_model(tiny_model("llama", num_hidden_layers=count), tmp_path / f"{count}")
         refused(measured, layers, tmp_path / "out", "is of another model", f"{count} layers")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_scaling": {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}},
+        {"rms_norm_eps": 1e-5},
+        {"hidden_act": "relu"},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_another_config_beside_the_same_weights(change, model, measured, tmp_path):
+    other = copy(model, tmp_path / "other", config=change)
+    refused(measured, other, tmp_path / "out", "is of another model: its config says")
+
+
+def test_the_same_config_in_other_words(model, measured, tmp_path):
+    older = {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": None, "dtype": None}
+    older |= {"use_cache": False, "eos_token_id": 7, "max_position_embeddings": 512}
+    applied(measured, copy(model, tmp_path / "other", config=older), tmp_path / "out")
 
 
 def test_keys_behind_a_norm_of_their_own(tmp_path):
@@ -294,7 +326,7 @@ def test_an_output_without_marks(model, measured, tmp_path):
     [
         {"layers": "3"},
         {"tensors": {}},
-        {"version": 2},
+        {"version": 1},
         {"tensors": {"a": {"shape": [2], "bits": 16, "values": "?"}}},
         {"tensors": {"a": {"shape": [2], "bits": 16, "values": ""}}},
         {"tensors": {"a": {"shape": [2], "bits": 16, "values": "gH8=" * 64}}},
