@@ -18,11 +18,13 @@ from calib.marks.taking import take_marks
 from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.model.find import find_checkpoint
+from calib.model.quantized import find_layout
 from calib.output.checkpoint_directory import check_output, write_json
 from calib.output.in_place import back_up, complete, local_directory
-from calib.recipe import load_recipe
+from calib.recipe import Recipe, load_recipe
 from calib.rescale.bake_card import write_card
 from calib.rescale.choosing import check_modules, factors_for_fp8, factors_for_int8
+from calib.rescale.edits import none_at_all, one_per_layer
 from calib.rescale.parameters import Factors
 from calib.rescale.proof import Observed
 from calib.rescale.rescaling import rescale
@@ -95,13 +97,17 @@ def bake(
     stats, report = load_stats(scales), _report(scales)
     _check_measured(scales, report, stats, name, checkpoint)
     recipe = load_recipe(None, {**overrides, "device": "cpu"})
+    _check_dtype(recipe, checkpoint, any_factor)
     choose = partial(_choose, scales, stats, report, purpose, any_factor)
     with (
         claimed(output, overwrite=overwrite or in_place) as claim,
         atomic_directory(output, claim=claim) as scratch,
     ):
         what = f"'{name}' cannot be baked"
-        done = rescale(checkpoint, scratch, recipe, choose, what=what, exact=not any_factor)
+        coarser = one_per_layer if purpose == "fp8" else none_at_all
+        done = rescale(
+            checkpoint, scratch, recipe, choose, what=what, coarser=coarser, exact=not any_factor
+        )
         if not done.changed:
             raise InputError(f"'{name}' is as an {purpose} cache wants it: nothing to bake")
         baked = Baked(
@@ -143,6 +149,16 @@ def _check_bakeable(checkpoint: Checkpoint) -> None:
         raise InputError(
             f"'{checkpoint.path}' has KV scales ('{scale}'), which would not fit what is baked; "
             "take them out with fp8kv strip"
+        )
+
+
+def _check_dtype(recipe: Recipe, checkpoint: Checkpoint, any_factor: bool) -> None:
+    if recipe.dtype not in ("auto", "float32"):
+        raise InputError(f"--dtype {recipe.dtype} may round weights; use auto or float32")
+    if find_layout(checkpoint) and (any_factor or recipe.dtype != "auto"):
+        raise InputError(
+            f"the weights of '{checkpoint.path}' are quantised: their scales take powers of two in "
+            "their own type; leave --any-factor and --dtype away"
         )
 
 

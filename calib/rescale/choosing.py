@@ -15,6 +15,8 @@ from calib.scales.stats import KVStats, LayerStats
 
 # a channel is enlarged by no more than this: its amax on other text may be larger
 _LARGEST = 2.0**10
+# the best of 0.5, 0.7 and 1 for an INT8 cache of SmolLM2, once for all models
+_POWER, _POWER_OF_ANY = 0.5, 0.7
 
 
 def factors_for_fp8(
@@ -41,13 +43,12 @@ def factors_for_int8(
     stats: KVStats,
     model: PreTrainedModel,
     modules: Mapping[str, CachedAttention],
-    power: float = 1.0,
     *,
     any_factor: bool = False,
 ) -> Factors:
     """Factors that bring the channels of a KV head nearer to its largest one.
 
-    K's are of RoPE pairs, V's of channels: `(largest / amax) ** power`, rounded to a power of two
+    K's are of RoPE pairs, V's of channels: a power of `largest / amax`, rounded to a power of two
     unless `any_factor`.
     """
     pairs: dict[int, Tensor] = {}
@@ -58,7 +59,7 @@ def factors_for_int8(
         k = stats.layers[name].k.amax
         k = k.maximum(k[:, pairs[module.head_dim]])
         k = k.amax(0, keepdim=True).expand_as(k) if shares_k(model, module) else k
-        each = (_evened(amax, power, any_factor) for amax in (k, stats.layers[name].v.amax))
+        each = (_evened(amax, any_factor) for amax in (k, stats.layers[name].v.amax))
         found[name] = LayerFactors(*each)
     return found
 
@@ -83,8 +84,9 @@ def _octave(scale: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(scale), -exponent + (mantissa == 0.5).int())
 
 
-def _evened(amax: Tensor, power: float, any_factor: bool) -> Tensor:
+def _evened(amax: Tensor, any_factor: bool) -> Tensor:
     """Factors [H, D] for channels of `amax` [H, D]."""
     largest = amax.amax(-1, keepdim=True)
-    ratio = torch.where(amax > 0, largest / amax, 1.0).clamp(max=_LARGEST) ** power
+    ratio = torch.where(amax > 0, largest / amax, 1.0).clamp(max=_LARGEST)
+    ratio = ratio ** (_POWER_OF_ANY if any_factor else _POWER)
     return ratio if any_factor else torch.exp2(ratio.log2().round())

@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.recipe import Recipe
-from calib.rescale.parameters import Factors, cached_attention, rescaled_parameters
+from calib.rescale.edits import Coarser, Editing, fitting, one_per_layer
+from calib.rescale.parameters import Factors, cached_attention
 from calib.rescale.proof import Observed, load_exact, observe, prove
-from calib.rescale.shards import plain_edits, write_rescaled
+from calib.rescale.shards import write_rescaled
 
 Choose = Callable[[PreTrainedModel, dict[str, CachedAttention]], Factors]
 
@@ -34,6 +35,7 @@ def rescale(
     choose: Choose,
     *,
     what: str,
+    coarser: Coarser = one_per_layer,
     advice: str = "",
     exact: bool = True,
 ) -> Rescaling:
@@ -41,14 +43,14 @@ def rescale(
 
     Unless `exact` is False, factors are powers of two, and the same outputs are proved bit for bit
     on what lies on disk. Refusals name `what` was to be made, with `advice` where a product is not
-    exact. The recipe's dtype is that of the written weights.
+    exact. The recipe's dtype is that of the written weights. `coarser` factors are for quantised
+    weights that cannot hold those.
     """
     model = load_exact(checkpoint, recipe)
     before, modules = observe(model), cached_attention(model)
-    factors = choose(model, modules)
-    changed = rescaled_parameters(model, modules, factors)
+    editing = Editing.of(checkpoint, advice, exact=exact)
+    factors, edits = fitting(editing, model, modules, choose(model, modules), coarser)
     del model  # one copy in memory is enough
-    edits = plain_edits(checkpoint, changed, advice, exact=exact)
     write_rescaled(checkpoint, edits, out, None if recipe.dtype == "auto" else torch.float32)
     after = observe(load_exact(open_checkpoint(out), recipe))
     if exact:

@@ -1,7 +1,7 @@
 """A checkpoint with some tensors multiplied: other weight files are linked, other bytes stay."""
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from calib.atomic import save_tensors
-from calib.errors import InputError, UnsupportedModelError
-from calib.export.base import checkpoint_prefix
+from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
 from calib.output.checkpoint_directory import copy_small_files, write_index, write_json
 from calib.output.placing import place_shard
@@ -45,25 +44,9 @@ def write_rescaled(
             shutil.copyfile(checkpoint.path / INDEX_FILE, out / INDEX_FILE)
 
 
-def plain_edits(
-    checkpoint: Checkpoint, changes: Sequence[Rescaled], advice: str, *, exact: bool
-) -> dict[str, Edit]:
-    """The edit of each tensor that holds a changed parameter, by its name in the checkpoint.
+def exact_product(change: Rescaled, advice: str) -> Edit:
+    """Multiplies a tensor by the factor of `change`; InputError, with `advice`, if it rounds."""
 
-    If `exact`, an edit raises InputError, with `advice`, where its product is not.
-    """
-    found = {}
-    for change in changes:
-        name = f"{checkpoint_prefix(change.module, checkpoint)}.{change.inner}"
-        if name not in checkpoint.entries:
-            raise UnsupportedModelError(
-                f"'{checkpoint.path}' has no '{name}', which must be multiplied"
-            )
-        found[name] = _exact_product(change, advice) if exact else change.product
-    return found
-
-
-def _exact_product(change: Rescaled, advice: str) -> Edit:
     def multiply(weight: Tensor) -> Tensor:
         if change.is_exact(weight):
             return change.product(weight)

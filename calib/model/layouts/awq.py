@@ -65,7 +65,8 @@ class Awq:
             "scales": module.need(scales, FLOATS, (groups, packed * 8)),
         }
         shape = (packed * 8, columns)
-        return CodedWeight(f"{module.name}.weight", shape, parts, self._rows, multiple=8)
+        name, block = f"{module.name}.weight", (1, self.group_size)
+        return CodedWeight(name, shape, parts, self._rows, multiple=8, block=block)
 
     def _rows(self, tensors: Tensors, start: int, stop: int) -> Tensor:
         words = slice(start // 8, stop // 8)

@@ -74,6 +74,7 @@ class CodedWeight:
     parts: dict[str, str]  # what `rows` calls a tensor -> its name in the checkpoint
     rows: Callable[[Tensors, int, int], Tensor]  # its rows [start, stop) in float32
     multiple: int = 1  # `rows` starts at multiples of this
+    block: tuple[int | None, int | None] = (1, None)  # rows and columns that share a scale
 
     def decode(self, tensors: Tensors, weight: Tensor) -> Tensor:
         """Fill `weight` from the tensors of `parts`; LayoutError where it is not finite.

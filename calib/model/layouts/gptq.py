@@ -78,7 +78,8 @@ class Gptq:
         if self.ordered or "g_idx" in module.entries:
             parts["g_idx"] = module.need("g_idx", ("I32", "I64"), (columns,))
         rows_of = partial(self._rows, columns=columns, groups=groups)
-        yield CodedWeight(f"{module.name}.weight", (rows, columns), parts, rows_of, multiple=32)
+        name, block = f"{module.name}.weight", (1, self.group_size)
+        yield CodedWeight(name, (rows, columns), parts, rows_of, multiple=32, block=block)
 
     def _rows(
         self, tensors: Tensors, start: int, stop: int, *, columns: int, groups: int

@@ -45,7 +45,8 @@ class Packed:
             parts["g_idx"] = module.need("weight_g_idx", ("I32", "I64"), (columns,))
         rows_of = partial(self._rows, grid=grid, across=across)
         multiple = 32 if across else 32 // self.bits
-        return CodedWeight(f"{module.name}.weight", (rows, columns), parts, rows_of, multiple)
+        name = f"{module.name}.weight"
+        return CodedWeight(name, (rows, columns), parts, rows_of, multiple, self.block)
 
     def _columns(self, module: Module, words: int) -> int:
         bits = self.bits

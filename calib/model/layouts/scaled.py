@@ -98,7 +98,8 @@ class Scaled:
         if self.second:
             parts["second_scale"] = module.need(self.second, FLOATS, (), (1,), (1, 1))
         rows_of = partial(self._rows, grid=grid)
-        return CodedWeight(f"{module.name}.weight", (rows, columns), parts, rows_of)
+        name = f"{module.name}.weight"
+        return CodedWeight(name, (rows, columns), parts, rows_of, block=self.block)
 
     def _rows(self, tensors: Tensors, start: int, stop: int, *, grid: Grid) -> Tensor:
         codes, scales = tensors["codes"][start:stop], powers_of_two(tensors["scale"])

@@ -1,0 +1,143 @@
+"""`fp8kv bake` of quantised weights: factors go into scales, as fine as these and engines hold."""
+
+import json
+
+import pytest
+import torch
+from coded_weights import FORMS
+from command_line import calibrate, fp8kv, one_line_error
+from families import save_model, tiny_model
+
+from calib.errors import UnsupportedModelError
+from calib.model.checkpoint import open_checkpoint
+from calib.model.layouts.coded import CodedWeight
+from calib.model.stored import stored_tensors
+from calib.recipe import load_recipe
+from calib.rescale.coded import rescaled_parts
+from calib.rescale.proof import load_exact, observe
+from calib.scales.derive import load_scales
+
+# finest factors of K and V: of each head, or of the layer
+HELD = {
+    "compressed-w4": ("head", "head"),
+    "compressed-w4-asymmetric": ("head", "head"),
+    "compressed-w4-ordered": ("head", "head"),
+    "compressed-w3": ("head", "head"),
+    "compressed-w8-channel": ("head", "layer"),
+    "compressed-fp8-channel": ("head", "layer"),
+    "compressed-int8": ("head", "layer"),
+    "compressed-int8-asymmetric": ("head", "layer"),
+    "compressed-mxfp4": ("head", "head"),
+    "gptq-4": ("head", "head"),
+    "gptq-4-ordered": ("head", "layer"),
+    "gptq-v2": ("head", "head"),
+    "awq": ("head", "head"),
+    "fp8-block": ("layer", "layer"),
+}
+REFUSED = {
+    "compressed-fp8": "engines requantise Q, K and V",
+    "compressed-nvfp4": "nobody has checked how engines fuse",
+    "modelopt-fp8": "engines requantise Q, K and V",
+}
+
+
+def quantised(form, path):
+    """A model whose heads are of different sizes, as `form` stores it."""
+    model = tiny_model("llama", hidden_size=128, head_dim=32)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            # scales in float16, which Q's and the output's become smaller in
+            layer.self_attn.q_proj.weight.mul_(8)
+            layer.self_attn.o_proj.weight.mul_(8)
+            for name, size in (("k_proj", 90.0), ("v_proj", 60.0)):
+                rows = getattr(layer.self_attn, name).weight
+                rows.mul_(torch.tensor([size, size / 9]).repeat_interleave(32)[:, None])
+                rows.mul_(torch.linspace(0, -4, 64).exp2()[:, None])
+    source = save_model(model.to(torch.bfloat16), path)
+    return FORMS[form].quantise(source, path.with_name("plain"))
+
+
+def calibrated(source, out):
+    done = calibrate(
+        source, "-o", out, "--dtype", "float32", "--strategy", "attn_head", "--format", "fp8kv"
+    )
+    assert done.exit_code == 0, done.stderr
+    return out
+
+
+def scales_of(directory):
+    layers = load_scales(directory).layers.values()
+    return torch.stack([torch.stack([layer.k, layer.v]) for layer in layers])
+
+
+@pytest.mark.parametrize("form", HELD)
+def test_scale_one_becomes_right(form, tmp_path):
+    source = quantised(form, tmp_path / "source")
+    before = calibrated(source, tmp_path / "before")
+    done = fp8kv("bake", source, "--scales", before, "--for", "fp8", "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    recipe = load_recipe(None, {"device": "cpu"})
+    old, new = (observe(load_exact(open_checkpoint(d), recipe)) for d in (source, tmp_path / "out"))
+    assert torch.equal(old.logits, new.logits)
+    after = scales_of(calibrated(tmp_path / "out", tmp_path / "after"))
+    factors = scales_of(before) / after
+    assert factors.log2().frac().abs().max() == 0
+    for index, held in enumerate(HELD[form]):
+        scales = after[:, index]
+        assert scales.max() <= 1
+        assert scales.min() > 0.5 if held == "head" else scales.amax(-1).min() > 0.5
+        assert bool((factors[:, index, 0] == factors[:, index, 1]).all()) == (held == "layer")
+    names = {"model.safetensors", "fp8kv_bake.json", "README.md"}
+    for file in source.iterdir():
+        same = (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
+        assert same != (file.name in names)
+
+
+@pytest.mark.parametrize("form", REFUSED)
+def test_what_engines_would_round(form, tmp_path):
+    source = quantised(form, tmp_path / "source")
+    scales = calibrated(source, tmp_path / "scales")
+    done = fp8kv("bake", source, "--scales", scales, "--for", "fp8", "-o", tmp_path / "out")
+    one_line_error(done, REFUSED[form])
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["compressed-w4", "compressed-fp8-channel", "gptq-4"])
+def test_channels_of_k_become_even(form, tmp_path):
+    source = quantised(form, tmp_path / "source")
+    scales = calibrated(source, tmp_path / "scales")
+    done = fp8kv(
+        "bake", source, "--scales", scales, "--for", "int8", "-o", tmp_path / "o", "--json"
+    )
+    assert done.exit_code == 0, done.stderr
+    # V would need factors per input channel of the output projection
+    assert json.loads(done.stdout)["layers_with_factors_per_head"] == {"k": 3, "v": 0}
+
+
+def test_other_factors_and_dtypes_are_refused(tmp_path):
+    source = quantised("compressed-w4", tmp_path / "source")
+    scales = calibrated(source, tmp_path / "scales")
+    for flags in (("--any-factor",), ("--dtype", "float32")):
+        done = fp8kv("bake", source, "--scales", scales, "--for", "int8", "-o", "o", *flags)
+        one_line_error(done, "are quantised", "leave --any-factor and --dtype away")
+
+
+def test_the_scale_of_what_goes_into_the_output_projection(tmp_path):
+    source = quantised("compressed-fp8-channel", tmp_path / "source")
+    from safetensors.torch import load_file, save_file
+
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    module = "model.layers.0.self_attn.o_proj"
+    save_file(tensors | {f"{module}.input_scale": torch.tensor([0.25])}, file)
+    stored = stored_tensors(open_checkpoint(source))
+    weight = CodedWeight(
+        f"{module}.weight", (128, 128), {"scale": f"{module}.weight_scale"}, lambda *_: None
+    )
+    found = rescaled_parts(weight, stored, torch.full((1, 128), 0.125))
+    assert found[f"{module}.input_scale"].item() == 2
+    assert torch.equal(found[f"{module}.weight_scale"], tensors[f"{module}.weight_scale"] / 8)
+    uneven = torch.ones(1, 128)
+    uneven[0, 0] = 2
+    with pytest.raises(UnsupportedModelError, match="different factors"):
+        rescaled_parts(weight, stored, uneven)
