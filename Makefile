@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast fuzz check fix compile-kernels interop engines bench bench-generate bench-eval bench-scale bench-peers bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
+.PHONY: help demo test test-fast fuzz check fix compile-kernels interop engines bench bench-generate bench-eval bench-scale bench-bake bench-peers bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -125,6 +125,9 @@ bench-eval: $(VENV)/.installed ## fp8kv-eval timed and recomputed; on a stress t
 
 bench-scale: $(VENV)/.installed ## larger than memory, more data, more processes, kills
 	$(BIN)/python benchmarks/scale.py
+
+bench-bake: $(VENV)/.installed ## baked models on an INT8 cache, and at scale 1.0
+	$(BIN)/python benchmarks/bake.py
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 	$(BIN)/python benchmarks/peer_speed.py --peer-python $(PEERS)/bin/python

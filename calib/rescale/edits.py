@@ -16,7 +16,7 @@ from calib.model.dequantized import coded_weights
 from calib.model.layouts.coded import CodedWeight
 from calib.model.quantized import find_layout
 from calib.model.stored import StoredTensor, stored_tensors
-from calib.rescale.coded import NotHeld, rescaled_parts, rounds_inputs
+from calib.rescale.coded_factors import NotHeld, rescaled_parts, rounds_inputs
 from calib.rescale.parameters import Factors, LayerFactors, Rescaled, rescaled_parameters
 from calib.rescale.shards import Edit, exact_product
 

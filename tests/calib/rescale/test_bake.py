@@ -1,7 +1,9 @@
 """`fp8kv bake`: the same outputs bit for bit, and K and V that need no scales."""
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +31,8 @@ EXACT = [
 # what their norms multiply by 1 + is not exact in bfloat16
 FLAGS = dict.fromkeys(("qwen3_next", "gemma3_text"), ("--dtype", "float32"))
 SHARED_BY_HEADS = {"qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"}
+DOCS = Path(__file__).parents[3] / "docs" / "bake.md"
+ROWS = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", DOCS.read_text(), re.MULTILINE))
 TOKENS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
@@ -97,6 +101,9 @@ def test_scale_one_becomes_right(model_type, tmp_path):
     # the largest head of each layer, and each head where no norm is shared, fills the upper octave
     smallest = new.amax(-1) if model_type in SHARED_BY_HEADS else new
     assert smallest.min() > 0.5
+    flags = f", `{' '.join(FLAGS[model_type])}`" if model_type in FLAGS else ""
+    k = f"per {'layer' if model_type in SHARED_BY_HEADS else 'head'}{flags}"
+    assert ROWS[model_type] == f"{k} | per head"
     verified = fp8kv("verify", tmp_path / "baked", "--json")
     assert verified.exit_code == 0
     assert json.loads(verified.stdout)["baked"]
@@ -294,7 +301,6 @@ def test_other_commands_know_a_baked_model(tmp_path):
         ("olmo", {"clip_qkv": 0.5}, "clips Q, K and V"),
         ("llama4_text", {}, "does not follow a factor in front of it"),
         ("bitnet", {}, "does not follow a factor in front of it"),
-        ("gemma3_text", FAMILIES["gemma3_text"], "is not exact in bfloat16; add --dtype float32"),
     ],
 )
 def test_what_cannot_be_baked(model_type, options, reason, tmp_path):
@@ -302,3 +308,15 @@ def test_what_cannot_be_baked(model_type, options, reason, tmp_path):
     scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
     one_line_error(bake(source, scales, tmp_path / "out", "--for", "fp8"), reason)
     assert not (tmp_path / "out").exists()
+    assert f"refused: {reason} |" in ROWS[model_type]
+
+
+def test_the_table_has_no_other_rows():
+    assert ROWS.keys() == {*EXACT, "gpt2", "gemma3n_text", "olmo", "llama4_text", "bitnet"}
+
+
+def test_a_norm_that_adds_one_needs_wider_weights(tmp_path):
+    source = model_directory(tmp_path / "source", "gemma3_text")
+    scales = calibrated(source, tmp_path / "scales")
+    done = bake(source, scales, tmp_path / "out", "--for", "fp8")
+    one_line_error(done, "is not exact in bfloat16; add --dtype float32")

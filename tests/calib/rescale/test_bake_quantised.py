@@ -13,7 +13,7 @@ from calib.model.checkpoint import open_checkpoint
 from calib.model.layouts.coded import CodedWeight
 from calib.model.stored import stored_tensors
 from calib.recipe import load_recipe
-from calib.rescale.coded import rescaled_parts
+from calib.rescale.coded_factors import rescaled_parts
 from calib.rescale.proof import load_exact, observe
 from calib.scales.derive import load_scales
 
