@@ -1,6 +1,6 @@
 """From statistics to an output: scales, each format's directory, the report; all or nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from calib.export.compressed_tensors import find_quantization_config
 from calib.marks.taking import marks_or_none
 from calib.model.checkpoint import Checkpoint
 from calib.model.quantized import find_layout
-from calib.output.card import Origin, calibration_report, origin_facts, output_card
+from calib.output.card import calibration_report, output_card
 from calib.output.checkpoint_directory import write_checkpoint, write_json
 from calib.output.in_place import back_up, complete
 from calib.output.placing import OnCopied
@@ -108,12 +108,12 @@ def finish(
     warnings: Sequence[str] = (),
     *,
     threads: int | None,
-    origin: Origin | None = None,
+    origin: Mapping[str, Any] | None = None,
 ) -> Result:
     """Derive the scales that `recipe` asks for and write them, all or nothing.
 
     `threads` computed on a CPU in each process; None: not known, or not the same in all runs.
-    `origin` is the model that was measured, where it is another than `model_name`.
+    `origin` is the report's facts about the model that was measured, where it is not `model_name`.
     """
     scales = derive_scales(stats, recipe)
     exports = make_exports(scales, checkpoint, recipe)
@@ -122,7 +122,7 @@ def finish(
     warned = [*dict.fromkeys([*warnings, *warnings_for(stats, scales, recipe), *notes, *doubts])]
     layers = summarize(stats, scales)
     report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned, threads)
-    report |= origin_facts(origin or Origin(marks_or_none(checkpoint, stats.layers)))
+    report |= origin or {"marks": marks_or_none(checkpoint, stats.layers)}
     parts = {name: name if len(exports) > 1 else "" for name in exports}
     directories = {name: destination.path / part for name, part in parts.items()}
     backup = _write(exports, parts, report, checkpoint, recipe, stats, destination)
