@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from coded_weights import FORMS, GPT_OSS
+from coded_forms import FORMS, GPT_OSS
 from command_line import calibrate, one_line_error
 from families import save_model, tiny_model, tiny_vision_language_model
 from quantized_models import edit_json
