@@ -63,8 +63,7 @@ def apply(
     # of the first model, where there was a chain
     first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
     warnings = [*report["warnings"], *_notes(first["model"], checkpoint, likeness)]
-    compared = {**first, "compared": asdict(likeness)}
-    origin = {"marks": marks.to_json(), "measured_on": compared}
+    origin = {"marks": marks.to_json(), "measured_on": {**first, "compared": asdict(likeness)}}
     with claimed(output, overwrite=overwrite or in_place) as claim:
         destination = Destination(output, in_place, overwrite, claim=claim)
         what = (model, checkpoint, recipe, stats, destination, report["dataset"])
