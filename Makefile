@@ -67,6 +67,9 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(INTEROP)/bin/python tests/interop/check_verify.py
 	$(BIN)/python tests/interop/write_conversions.py $(OUT)/conversions
 	$(INTEROP)/bin/python tests/interop/check_verify.py --only $(OUT)/conversions
+	$(BIN)/python tests/interop/write_quantized.py "$$($(SMOLLM2_DIRECTORY))" \
+		$(OUT)/tensor-kv/vllm $(OUT)/quantized
+	$(INTEROP)/bin/python tests/interop/check_quantized.py $(OUT)/quantized
 	$(INTEROP)/bin/python tests/interop/check_vllm_triton.py
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang.py
 	$(VLLM_CLASSES) --check

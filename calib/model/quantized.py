@@ -86,13 +86,13 @@ def find_layout(checkpoint: Checkpoint) -> Layout | None:
 
 
 def quantization_notes(checkpoint: Checkpoint) -> list[str]:
-    """One line on how quantised weights were measured; none where they are numbers."""
+    """One line on how quantised weights were read; none where they are numbers."""
     layout = find_layout(checkpoint)
     if layout is None:
         return []
     return [
-        f"the weights are quantised ({layout.label}): they were dequantised for measuring, and "
-        "activations were not quantised"
+        f"the weights are quantised ({layout.label}): they were dequantised, and activations were "
+        "not quantised"
     ]
 
 

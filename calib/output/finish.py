@@ -7,12 +7,9 @@ from typing import Any
 
 from calib.atomic import Claim, atomic_directory
 from calib.choices import FormatName
-from calib.errors import UnsupportedExportError
 from calib.export import FORMATS, Export, export
-from calib.export.compressed_tensors import find_quantization_config
 from calib.marks.taking import marks_or_none
 from calib.model.checkpoint import Checkpoint
-from calib.model.quantized import find_layout
 from calib.output.card import calibration_report, output_card
 from calib.output.checkpoint_directory import write_checkpoint, write_json
 from calib.output.in_place import back_up, complete
@@ -81,21 +78,10 @@ def default_output(model_name: str, recipe: Recipe) -> Path:
 def make_exports(scales: KVScales, source: Checkpoint, recipe: Recipe) -> dict[FormatName, Export]:
     """Each of the recipe's formats, with all that it adds; refuses what one cannot hold."""
     options = recipe.export
-    if {*options.formats} - {"fp8kv"}:
-        _check_announced(source)
     return {
         name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size)
         for name in options.formats
     }
-
-
-def _check_announced(source: Checkpoint) -> None:
-    # formats add a quantization_config where there is none: engines would read codes as numbers
-    if find_quantization_config(source.config) is None and find_layout(source):
-        raise UnsupportedExportError(
-            f"the weights of '{source.path}' are quantised, and its config.json has no "
-            "quantization_config that says so; add it, or use --format fp8kv"
-        )
 
 
 def finish(

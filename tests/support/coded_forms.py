@@ -31,7 +31,8 @@ class Form:
             if not re.search(self.weights, name):
                 coded[name] = tensor
                 continue
-            tensors, values[name] = self.make(name.removesuffix(".weight"), tensor, **self.options)
+            module = name.removesuffix(".weight")
+            tensors, values[name] = self.make(module, tensor.float(), **self.options)
             coded |= tensors
         save_file(coded, directory / "model.safetensors", {"format": "pt"})
         kept = {name: value.contiguous() for name, value in values.items()}

@@ -1,10 +1,11 @@
 """Weights as each tool stores them, made by the formats' documentation, and what they stand for.
 
-Written apart from the readers: codes are packed as whole numbers of Python.
+Written apart from the readers: codes are packed bit by bit.
 """
 
 import numpy as np
 import torch
+from torch.nn.functional import pad
 
 FP8 = torch.float8_e4m3fn
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -13,17 +14,13 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # nibble i of a word holds output channel 
 
 def words(codes, bits, per_word=None):
     """Codes [rows, n] to int32 [rows, words]; `per_word` leaves the other bits of a word over."""
-    rows = codes.tolist()
-    if per_word:
-        lines = [[row[i : i + per_word] for i in range(0, len(row), per_word)] for row in rows]
-        numbers = [b"".join(whole(part, bits, 4) for part in line) for line in lines]
-    else:
-        numbers = [whole(row, bits, -(-len(row) * bits // 32) * 4) for row in rows]
-    return torch.from_numpy(np.frombuffer(b"".join(numbers), "<i4").copy()).view(len(rows), -1)
-
-
-def whole(codes, bits, size):
-    return sum(code << (bits * i) for i, code in enumerate(codes)).to_bytes(size, "little")
+    rows, count = codes.shape
+    per = per_word or count
+    parts = np.pad(codes.numpy(), ((0, 0), (0, -count % per))).reshape(rows, -1, per, 1)
+    ones = (parts >> np.arange(bits) & 1).astype("u1").reshape(*parts.shape[:2], -1)
+    ones = np.pad(ones, ((0, 0), (0, 0), (0, -ones.shape[2] % 32)))
+    packed = np.packbits(ones, axis=2, bitorder="little").view("<i4")
+    return torch.from_numpy(packed.reshape(rows, -1))
 
 
 def integers(weight, bits, group, *, symmetric=False, order=None):
@@ -91,11 +88,9 @@ def packed(module, weight, *, bits=4, group=32, symmetric=True, ordered=False, p
 def blocked(weight, high, wide, largest):
     """The largest magnitude of each block over `largest`, and the same for every value."""
     rows, columns = weight.shape
-    scale = torch.empty(-(-rows // high), -(-columns // wide))
-    for i in range(scale.shape[0]):
-        for j in range(scale.shape[1]):
-            tile = weight[i * high : (i + 1) * high, j * wide : (j + 1) * wide]
-            scale[i, j] = tile.abs().max() / largest
+    tiles = pad(weight.abs(), (0, -columns % wide, 0, -rows % high))
+    tiles = tiles.unflatten(1, (-1, wide)).unflatten(0, (-1, high))
+    scale = tiles.amax((1, 3)) / largest
     return scale, scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
 
 

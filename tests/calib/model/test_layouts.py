@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from coded_forms import FORMS, GPT_OSS
-from command_line import calibrate, one_line_error
+from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model, tiny_vision_language_model
 from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
+from calib.eval.run import evaluate
+from calib.eval.schema import Suite
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, weight_sources
 from calib.model.stored import StoredTensor
@@ -75,7 +77,7 @@ def test_scales_are_those_of_the_dequantised_model(quantised, tmp_path):
 
 
 FP8KV = ("--format", "fp8kv", "--weights", "none")
-NOTE = "were dequantised for measuring, and activations were not quantised"
+NOTE = "were dequantised, and activations were not quantised"
 
 
 def test_layer_by_layer_is_the_same_bit_for_bit(quantised, tmp_path, monkeypatch):
@@ -222,3 +224,13 @@ def test_the_result_says_that_activations_were_not_quantised(tiny_directory, tmp
     card = (tmp_path / "out" / "README.md").read_text()
     for text in (done.stdout, card, *report["warnings"][:1]):
         assert f"the weights are quantised (GPTQ): they {NOTE}" in text
+
+
+def test_eval_and_generate_say_so_too(tiny_directory, tmp_path):
+    quantised = FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
+    suite = Suite(2, 2, 16, 2, 4, (), (), 2)
+    choices = {"data.dataset": "random", "device": "cpu", "evaluation.variants": ["none"]}
+    found = evaluate(str(quantised), load_recipe(None, choices), suite=suite)
+    assert NOTE in found.warnings[0]
+    done = fp8kv("generate", quantised, "w5", "--scales", "none", "--device", "cpu")
+    assert f"warning: the weights are quantised (GPTQ): they {NOTE}" in done.stdout
