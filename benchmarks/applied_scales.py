@@ -11,13 +11,11 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import machine, write_result
-from own_weights import compare_weights
 from workload import DATASET, MODEL, load_documents, make_recipe
 
 from calib.model.find import find_checkpoint
@@ -36,8 +34,7 @@ VERSIONS = {
     "w4a16-gptq": 32,
     "w4a16-awq": 4,
 }
-EXPLAINED = ("w4a16-rtn", "w4a16-gptq", "w4a16-awq")
-EVALUATED = ("w4a16-gptq",)
+RESAMPLED = ("w4a16-gptq",)
 SAME = 1e-3  # relative, of every head's amax
 
 Result = dict[str, Any]
@@ -95,12 +92,9 @@ def _write(args: argparse.Namespace, name: str, documents: Path) -> None:
     subprocess.run(list(map(str, command)), check=True)
 
 
-def _fp8kv(*arguments: object) -> float:
-    """Run a command; the seconds that it takes."""
-    began = time.perf_counter()
+def _fp8kv(*arguments: object) -> None:
     command = [sys.executable, "-m", "cli", *map(str, arguments)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - began
 
 
 def _calibrate(model: str | Path, output: Path, *options: object) -> None:
@@ -113,7 +107,7 @@ def _version(scratch: Path, name: str, measured: Path) -> Result:
     model, wrote = scratch / name, read_object(scratch / f"{name}.json")
     out = scratch / f"{name}-fp8kv"
     before = _digest(model)
-    seconds = _fp8kv("apply", measured, model, "-o", out / "applied", "--overwrite")
+    _fp8kv("apply", measured, model, "-o", out / "applied", "--overwrite")
     linked = _digest(model) == before and any(
         os.path.samefile(file, model / "model.safetensors")
         for file in (out / "applied").glob("*.safetensors")
@@ -123,26 +117,14 @@ def _version(scratch: Path, name: str, measured: Path) -> Result:
     _calibrate(model, out / "float32", *exact)
     found: Result = {
         "seconds_to_quantise": wrote["seconds"],
-        "seconds_to_apply": seconds,
         "linked": linked,
         "amax_off": _amax_off(out / "float32", wrote["amax"]),
         "applied": _compare(out / "applied", out / "own"),
     }
-    found |= _explain(scratch, model, out) if name in EXPLAINED else {}
-    return found | ({"kl": _evaluate(model, out)} if name in EVALUATED else {})
-
-
-def _explain(scratch: Path, model: Path, out: Path) -> Result:
-    """How far the model's own scales move with the text, and what moves the applied ones."""
-    _calibrate(model, out / "other-text", "--seed", 43)
-    texts = read_object(scratch / "documents.json")["measure"]
-    changed, errors = compare_weights(MODEL, str(model), texts)
-    return {
-        "other_text": _compare(out / "other-text", out / "own"),
-        # of K and V alone, the layers before being the original's
-        "own_weights": _summary(changed),
-        "errors": errors,
-    }
+    if name in RESAMPLED:  # how far the model's own scales move with the text
+        _calibrate(model, out / "other-text", "--seed", 43)
+        found["other_text"] = _compare(out / "other-text", out / "own")
+    return found
 
 
 def _digest(model: Path) -> str:
@@ -170,11 +152,6 @@ def _compare(one: Path, other: Path) -> Result:
         for a, b in pairs
         for letter in "kv"
     }
-    return _summary(off)
-
-
-def _summary(off: dict[str, float]) -> Result:
-    """How many relative differences are small, and where the largest are."""
     worst = sorted(off, key=lambda name: -abs(off[name]))
     sizes = [abs(value) for value in off.values()]
     return {
@@ -185,18 +162,6 @@ def _summary(off: dict[str, float]) -> Result:
         "largest": max(sizes),
         "worst": {name: off[name] for name in worst[:5]},
     }
-
-
-def _evaluate(model: Path, out: Path) -> Result:
-    """KL of the FP8 cache against the model's own, with both scales and on the same text."""
-    scales = ("--scales", out / "applied", "--scales", out / "own")
-    file = out / "eval" / "report.json"
-    if not file.exists():
-        options = ("--variants", "none", "--seq-len", SEQ_LEN)
-        _fp8kv("eval", model, *scales, *options, "-o", file.parent)
-    report = read_object(file)
-    kl = {name: row["kl"] for name, row in report["variants"].items() if name in ("applied", "own")}
-    return {"tokens": report["data"]["tokens"], **kl}
 
 
 if __name__ == "__main__":
