@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast fuzz check fix compile-kernels interop engines bench bench-generate bench-eval bench-scale bench-peers bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
+.PHONY: help demo test test-fast fuzz check fix compile-kernels interop engines bench bench-generate bench-eval bench-scale bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -131,6 +131,9 @@ bench-scale: $(VENV)/.installed ## larger than memory, more data, more processes
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 	$(BIN)/python benchmarks/peer_speed.py --peer-python $(PEERS)/bin/python
+
+bench-apply: $(VENV)/.installed $(PEERS)/.installed ## scales applied to versions that llm-compressor quantised
+	$(BIN)/python benchmarks/applied_scales.py --peer-python $(PEERS)/bin/python
 
 bench-kernels: ## the kernels, on a GPU; without one, whether they are right
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) benchmarks/kernel_speed.py
