@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast fuzz check fix compile-kernels interop engines bench bench-generate bench-eval bench-scale bench-bake bench-peers bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
+.PHONY: help demo test test-fast fuzz check fix compile-kernels interop engines bench bench-generate bench-eval bench-scale bench-bake bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -67,6 +67,9 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(INTEROP)/bin/python tests/interop/check_verify.py
 	$(BIN)/python tests/interop/write_conversions.py $(OUT)/conversions
 	$(INTEROP)/bin/python tests/interop/check_verify.py --only $(OUT)/conversions
+	$(BIN)/python tests/interop/write_quantized.py "$$($(SMOLLM2_DIRECTORY))" \
+		$(OUT)/tensor-kv/vllm $(OUT)/quantized
+	$(INTEROP)/bin/python tests/interop/check_quantized.py $(OUT)/quantized
 	$(INTEROP)/bin/python tests/interop/check_vllm_triton.py
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang.py
 	$(VLLM_CLASSES) --check
@@ -131,6 +134,9 @@ bench-bake: $(VENV)/.installed ## baked models on an INT8 cache, and at scale 1.
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 	$(BIN)/python benchmarks/peer_speed.py --peer-python $(PEERS)/bin/python
+
+bench-apply: $(VENV)/.installed $(PEERS)/.installed ## scales applied to versions that llm-compressor quantised
+	$(BIN)/python benchmarks/applied_scales.py --peer-python $(PEERS)/bin/python
 
 bench-kernels: ## the kernels, on a GPU; without one, whether they are right
 	$(firstword $(wildcard $(BIN)/python) $(PYTHON)) benchmarks/kernel_speed.py

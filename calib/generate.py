@@ -16,6 +16,7 @@ from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids, input_device
 from calib.model.find import find_checkpoint
 from calib.model.load import check_positions, load_config, load_model, load_tokenizer
+from calib.model.quantized import quantization_notes
 from calib.recipe import load_recipe
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError
@@ -60,6 +61,7 @@ class Generated:
     block_size: int
     bytes_per_token: int  # of K and V in FP8, over all layers
     cache_bytes: int  # of the FP8 blocks in use at the end
+    warnings: tuple[str, ...] = ()
 
     @property
     def bytes_per_token_16bit(self) -> int:
@@ -117,6 +119,7 @@ def generate_text(
     model = load_model(checkpoint, config, recipe)
     check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
     inputs = inputs.to(input_device(model))
+    notes = tuple(quantization_notes(checkpoint))
     try:
         with fp8_attention(model, opened(model), backend=options.backend):
             fp8, cache = _generate(model, tokenizer, inputs, options, on_text)
@@ -125,7 +128,8 @@ def generate_text(
     plain = _generate(model, tokenizer, inputs, options, None)[0] if options.compare else None
     blocks, tokens = paged_cache(cache), inputs["input_ids"].shape[0] * cache.get_seq_length()
     block_size, bytes_per_token = blocks.block_size, blocks.bytes_per_token
-    return Generated(fp8, plain, tokens, block_size, bytes_per_token, blocks.num_bytes_used)
+    used = blocks.num_bytes_used
+    return Generated(fp8, plain, tokens, block_size, bytes_per_token, used, notes)
 
 
 def unit_scales(model: PreTrainedModel) -> KVScales:

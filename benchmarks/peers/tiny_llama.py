@@ -83,8 +83,11 @@ def texts() -> list[str]:
 
 
 @torch.no_grad()
-def true_amax(model: LlamaForCausalLM) -> Amax:
-    """Largest |K|, |V| and |Q| that reach attention, after RoPE, per head."""
+def true_amax(model: LlamaForCausalLM, rows: Tensor | None = None) -> Amax:
+    """Largest |K|, |V| and |Q| that reach attention, after RoPE, per head, over `token_ids()`.
+
+    `rows` are other token ids, of one length.
+    """
     found: dict[str, dict[str, Tensor]] = {}
     names = {module: name for name, module in model.named_modules()}
 
@@ -101,7 +104,7 @@ def true_amax(model: LlamaForCausalLM) -> Amax:
     AttentionInterface.register("measuring", attend)
     before = model.config._attn_implementation
     model.set_attn_implementation("measuring")
-    for row in token_ids():
+    for row in token_ids() if rows is None else rows:
         model(row[None])
     model.set_attn_implementation(before)
     return {

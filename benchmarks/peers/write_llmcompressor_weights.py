@@ -45,40 +45,43 @@ def main() -> None:
 
 def _ordered() -> dict[str, list[Modifier]]:
     """With `weight_g_idx`, which later versions refuse to write and to read."""
-    scheme = _scheme("W4A16", strategy="group", group_size=32)
-    return {"w4a16-gptq-group": [_gptq(scheme, "group")]}
+    groups = scheme("W4A16", strategy="group", group_size=32)
+    return {"w4a16-gptq-group": [gptq(groups, "group")]}
 
 
 def _recipes() -> dict[str, list[Modifier]]:
-    presets = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4", "MXFP8")
-    plain = {name.lower().replace("_", "-"): [_plain(_scheme(name))] for name in presets}
+    names = ("FP8", "FP8_DYNAMIC", "FP8_BLOCK", "NVFP4", "NVFP4A16", "MXFP4", "MXFP8")
+    presets = {name.lower().replace("_", "-"): [plain(scheme(name))] for name in names}
     group = {"strategy": "group", "group_size": 32}
     smooth = SmoothQuantModifier(smoothing_strength=0.8)
     return {
-        **plain,
-        "w8a8-smoothquant": [smooth, _gptq(_scheme("W8A8"), "static")],
-        "w8a16": [_plain(_scheme("W8A16", strategy="channel", group_size=None))],
-        "w8a16-group": [_plain(_scheme("W8A16", **group))],
-        "w3a16": [_plain(_scheme("W3A16", **group))],
-        "w4a16": [_plain(_scheme("W4A16", **group))],
-        "w4a16-asym": [_plain(_scheme("W4A16_ASYM", **group))],
-        "w4a16-gptq": [_gptq(_scheme("W4A16", **group), None)],
-        "w4a16-gptq-static": [_gptq(_scheme("W4A16", **group), "static")],
-        "w4a16-awq": [AWQModifier(), _plain(_scheme("W4A16_ASYM", **group))],
+        **presets,
+        "w8a8-smoothquant": [smooth, gptq(scheme("W8A8"), "static")],
+        "w8a16": [plain(scheme("W8A16", strategy="channel", group_size=None))],
+        "w8a16-group": [plain(scheme("W8A16", **group))],
+        "w3a16": [plain(scheme("W3A16", **group))],
+        "w4a16": [plain(scheme("W4A16", **group))],
+        "w4a16-asym": [plain(scheme("W4A16_ASYM", **group))],
+        "w4a16-gptq": [gptq(scheme("W4A16", **group), None)],
+        "w4a16-gptq-static": [gptq(scheme("W4A16", **group), "static")],
+        "w4a16-awq": [AWQModifier(), plain(scheme("W4A16_ASYM", **group))],
     }
 
 
-def _scheme(name: str, **weights: Any) -> QuantizationScheme:
-    scheme = preset_name_to_scheme(name, ["Linear"])
-    changed = {**scheme.weights.model_dump(), **weights}
-    return QuantizationScheme(**{**scheme.model_dump(), "weights": changed})
+def scheme(name: str, **weights: Any) -> QuantizationScheme:
+    """A preset of all linear layers, its weights' settings changed."""
+    preset = preset_name_to_scheme(name, ["Linear"])
+    changed = {**preset.weights.model_dump(), **weights}
+    return QuantizationScheme(**{**preset.model_dump(), "weights": changed})
 
 
-def _plain(scheme: QuantizationScheme) -> Modifier:
+def plain(scheme: QuantizationScheme) -> Modifier:
+    """Round to nearest."""
     return QuantizationModifier(config_groups={"group_0": scheme}, ignore=IGNORE)
 
 
-def _gptq(scheme: QuantizationScheme, order: str | None) -> Modifier:
+def gptq(scheme: QuantizationScheme, order: str | None) -> Modifier:
+    """Round so that outputs change least; `order` is `actorder`."""
     return GPTQModifier(config_groups={"group_0": scheme}, ignore=IGNORE, actorder=order)
 
 
@@ -101,14 +104,15 @@ def _write(case: str, recipe: list[Modifier]) -> None:
         output = scratch / "output"
         model.save_pretrained(output, save_compressed=True)
         weights = {
-            module: _dequantized(parts, output)
+            module: dequantized(parts, output)
             for module, parts in quantized.attention_parts(output).items()
         }
         how = f"compressed_tensors {version('compressed_tensors')}, decompress, scales in float32"
         quantized.keep(output, "llmcompressor", case, weights, how)
 
 
-def _dequantized(parts: dict[str, Tensor], output: Path) -> Tensor:
+def dequantized(parts: dict[str, Tensor], output: Path) -> Tensor:
+    """The weight that stored `parts` stand for, in float32."""
     says = json.loads((output / "config.json").read_text())["quantization_config"]
     (group,) = says["config_groups"].values()
     scheme = QuantizationScheme(**group)

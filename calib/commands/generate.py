@@ -71,7 +71,7 @@ def generation_lines(result: "Generated") -> list[str]:
             f"{speed:.2f}x): {same}",
             plain.text,
         ]
-    return lines
+    return lines + [f"warning: {warning}" for warning in result.warnings]
 
 
 def _mib(count: int) -> str:

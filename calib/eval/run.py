@@ -21,6 +21,7 @@ from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Setup, Variant, build_variants
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, load_tokenizer
+from calib.model.quantized import quantization_notes
 from calib.output.card import versions
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.stats import KVStats
@@ -75,6 +76,7 @@ def evaluate(
     checkpoint = find_checkpoint(model_name)
     config = load_config(checkpoint, recipe)
     suite, notes = inputs.fitting_suite(config, wanted, suite)
+    notes += quantization_notes(checkpoint)
     recipe = inputs.evaluation_recipe(recipe, suite)
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
     opened = inputs.open_given(scales, checkpoint)

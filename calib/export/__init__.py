@@ -6,11 +6,17 @@ from typing import Any
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.errors import UnsupportedExportError
 from calib.export.base import Build, Export, Format
-from calib.export.compressed_tensors import compressed_tensors, is_scalar_only, sglang
+from calib.export.compressed_tensors import (
+    compressed_tensors,
+    find_quantization_config,
+    is_scalar_only,
+    sglang,
+)
 from calib.export.modelopt import modelopt, trtllm
 from calib.export.scales_json import scales_json
 from calib.export.tgi import tgi
 from calib.model.checkpoint import Checkpoint
+from calib.model.quantized import find_layout
 from calib.scalefiles.file_names import JSON_FILE
 from calib.scales.scales import KVScales
 from calib.verify.rules import Rules, all_rules
@@ -79,11 +85,22 @@ def export(
         measured=measured,
     )
     target = FORMATS[name]
+    if target.build is not _nothing:
+        _check_announced(checkpoint)
     fits = scales.strategy in target.strategies
     if fits and reduce == "max" and scales.strategy != "tensor":
         fits = not is_scalar_only(checkpoint)
     held = scales if fits else scales.reduce_max()
     return target.build(held, checkpoint, tp_size)
+
+
+def _check_announced(source: Checkpoint) -> None:
+    # formats add a quantization_config where there is none: engines would read codes as numbers
+    if find_quantization_config(source.config) is None and find_layout(source):
+        raise UnsupportedExportError(
+            f"the weights of '{source.path}' are quantised, and its config.json has no "
+            "quantization_config that says so; add it, or use --format fp8kv"
+        )
 
 
 def _formats_with(field: str, wanted: str, measured: bool) -> str | None:

@@ -49,9 +49,13 @@ def compressed_tensors(
     elif method in _SCALES_WITHOUT_SCHEME:
         notes = (_beside_quantized(str(method), scales, quantization),)
     else:
+        version = (
+            "which compressed-tensors' AutoAWQConverter makes" if method == "awq" else "if any"
+        )
         raise UnsupportedExportError(
-            f"engines read no KV scales beside '{method}' weights; "
-            "start from the unquantized, compressed-tensors or fp8 version of this model"
+            f"engines have no place for KV scales beside '{method}' weights, their FP8 cache "
+            "computes with 1.0 (`fp8kv eval` says what that costs); give a compressed-tensors "
+            f"version of this model, {version}, or use --format fp8kv for the bundled runtime"
         )
     kind = str(method or "compressed-tensors") + " attn_head" * (scales.strategy == "attn_head")
     name, doubts = loaded_name(rules, scales, checkpoint, kind, NAMES[0])

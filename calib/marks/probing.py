@@ -95,28 +95,21 @@ def read_rows(source: Source, places: list[int]) -> Tensor:
     if isinstance(source, StoredTensor):
         return torch.cat([_stored_rows(source, at, at + 1) for at in places]).float()
     assert isinstance(source, DequantizedTensor)
-    spans = _spans(source, places)
-    parts = {part: _part(source, part, spans) for part in source.stored}
-    pieces = {start: source.coded.rows(parts, start, stop) for start, stop in spans}
-    starts = [max(start for start in pieces if start <= at) for at in places]
-    return torch.stack([pieces[s][at - s] for s, at in zip(starts, places, strict=True)])
-
-
-def _spans(source: DequantizedTensor, places: list[int]) -> list[tuple[int, int]]:
-    """The rows [start, stop) to decode, which begin and end where a layout can."""
     step, rows = source.coded.multiple, source.shape[0]
-    last = {at - at % step: at for at in sorted(places)}
-    return [(start, min(-(-(at + 1) // step) * step, rows)) for start, at in last.items()]
+    spans = {start: min(start + step, rows) for start in (at - at % step for at in places)}
+    parts = {part: _part(source, part, spans) for part in source.stored}
+    pieces = {start: source.coded.rows(parts, start, stop) for start, stop in spans.items()}
+    return torch.stack([pieces[at - at % step][at % step] for at in places])
 
 
-def _part(source: DequantizedTensor, part: str, spans: list[tuple[int, int]]) -> Tensor:
+def _part(source: DequantizedTensor, part: str, spans: Mapping[int, int]) -> Tensor:
     stored = source.stored[part]
     by_row = source.coded.parts[part].rpartition(".")[2] in _BY_ROW
     if not (by_row and stored.shape[:1] == source.shape[:1]):
         return stored.read()
     # rows that nobody asks for are never filled: pages that are not touched take no memory
     whole = torch.empty(stored.shape, dtype=stored.dtype)
-    for start, stop in spans:
+    for start, stop in spans.items():
         whole[start:stop] = _stored_rows(stored, start, stop)
     return whole
 

@@ -50,10 +50,10 @@ _SILENT = re.compile(
 Weights = Mapping[str, Source]  # by their names below the language model
 
 
-def marks_or_none(checkpoint: Checkpoint, modules: Iterable[str]) -> Marks | None:
-    """The marks of a model that was calibrated; None if it is none whose K and V are compared."""
+def marks_or_none(checkpoint: Checkpoint, modules: Iterable[str]) -> dict[str, Any] | None:
+    """Marks to keep with a calibration; None if the model's K and V cannot be compared."""
     try:
-        return take_marks(checkpoint, modules)
+        return take_marks(checkpoint, modules).to_json()
     except Fp8kvError:
         return None
 

@@ -40,7 +40,7 @@ class DequantizedTensor(Source):
         memory = torch.empty(self.room, dtype=torch.uint8) if memory is None else memory
         weight = aligned(memory, self.nbytes).view(self.dtype).view(self.shape)
         tensors = {part: tensor.read() for part, tensor in self.stored.items()}
-        with naming(self.path):
+        with naming(_about(self.path)):
             return self.coded.decode(tensors, weight)
 
 
@@ -74,7 +74,7 @@ def coded_weights(checkpoint: Checkpoint, layout: Layout | None) -> list[CodedWe
     for name, entry in checkpoint.entries.items():
         module, _, part = name.rpartition(".")
         modules.setdefault(module, {})[part] = entry
-    with naming(checkpoint.path):
+    with naming(_about(checkpoint.path)):
         found = [w for name, parts in modules.items() for w in layout.weights(Module(name, parts))]
         if not found:
             raise LayoutError(f"its config says {layout.label}, and no file holds such codes")
@@ -101,11 +101,15 @@ def spent_names(coded: list[CodedWeight]) -> set[str]:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Say in a LayoutError whose weights cannot be read."""
+def naming(what: str) -> Iterator[None]:
+    """Say in a LayoutError what cannot be read."""
     try:
         yield
     except LayoutError as error:
         # names come from files, and may be of any length and several lines
         reason = " ".join(str(error).split())[:1000]
-        raise InputError(f"the weights of '{path}' are quantised: {reason}") from None
+        raise InputError(f"{what}: {reason}") from None
+
+
+def _about(path: Path) -> str:
+    return f"the weights of '{path}' are quantised"

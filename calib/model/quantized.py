@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint, quantization_configs
-from calib.model.dequantized import coded_weights, spent_names
+from calib.model.dequantized import coded_weights, naming, spent_names
 from calib.model.layouts import LAYOUTS
-from calib.model.layouts.coded import ADVICE, Layout, LayoutError
+from calib.model.layouts.coded import ADVICE, Layout
 from calib.scalefiles.file_names import MODELOPT_FILE
 from calib.scalefiles.header import read_values
 from calib.scalefiles.json import read_object
@@ -86,13 +86,13 @@ def find_layout(checkpoint: Checkpoint) -> Layout | None:
 
 
 def quantization_notes(checkpoint: Checkpoint) -> list[str]:
-    """One line on how quantised weights were measured; none where they are numbers."""
+    """One line on how quantised weights were read; none where they are numbers."""
     layout = find_layout(checkpoint)
     if layout is None:
         return []
     return [
-        f"the weights are quantised ({layout.label}): they were dequantised for measuring, and "
-        "activations were not quantised"
+        f"the weights are quantised ({layout.label}): they were dequantised, and activations were "
+        "not quantised"
     ]
 
 
@@ -156,11 +156,8 @@ def _layout(checkpoint: Checkpoint, place: str, says: dict[str, Any]) -> Layout 
         return None
     if place == "compression_config" and method != "compressed-tensors":
         return None
-    try:
+    with naming(_quantised(checkpoint, place, says)):
         return LAYOUTS[method](says)
-    except LayoutError as error:
-        reason = " ".join(str(error).split())[:1000]
-        raise InputError(f"{_quantised(checkpoint, place, says)}: {reason}") from None
 
 
 def _quantised(checkpoint: Checkpoint, place: str, says: dict[str, Any]) -> str:

@@ -47,12 +47,9 @@ class Stage:
     @property
     def converted_bytes(self) -> int:
         """Bytes of the sources that transformers converts to new tensors, and of decoding."""
+        decoding = [source.decoding_bytes for source in self.sources.values()]
         converted = sum(s.nbytes for name, s in self.sources.items() if name not in self.unchanged)
-        return converted + sum(heapq.nlargest(_READ_AT_ONCE, self._decoding_bytes))
-
-    @property
-    def _decoding_bytes(self) -> list[int]:
-        return [source.decoding_bytes for source in self.sources.values()]
+        return converted + sum(heapq.nlargest(_READ_AT_ONCE, decoding))
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:

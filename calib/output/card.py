@@ -2,7 +2,7 @@
 
 import platform
 import shlex
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from typing import Any
 from calib.choices import FormatName, Strategy
 from calib.data import CalibrationData
 from calib.export import FORMATS
-from calib.marks.record import Marks
 from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.recipe import Recipe
 from calib.scalefiles.identity import summary
@@ -44,20 +43,6 @@ def calibration_report(
         "layers": [asdict(layer) for layer in layers],
         "warnings": warnings,
     }
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What scales were measured on: its marks, and what it is, where it is another checkpoint."""
-
-    marks: Marks | None
-    measured_on: dict[str, Any] = field(default_factory=dict)
-
-
-def origin_facts(origin: Origin) -> dict[str, Any]:
-    """The report's facts about the model that was measured."""
-    facts: dict[str, Any] = {"marks": origin.marks and origin.marks.to_json()}
-    return facts | ({"measured_on": origin.measured_on} if origin.measured_on else {})
 
 
 def dataset_facts(data: CalibrationData) -> dict[str, Any]:

@@ -1,19 +1,16 @@
 """From statistics to an output: scales, each format's directory, the report; all or nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from calib.atomic import Claim, atomic_directory
 from calib.choices import FormatName
-from calib.errors import UnsupportedExportError
 from calib.export import FORMATS, Export, export
-from calib.export.compressed_tensors import find_quantization_config
 from calib.marks.taking import marks_or_none
 from calib.model.checkpoint import Checkpoint
-from calib.model.quantized import find_layout
-from calib.output.card import Origin, calibration_report, origin_facts, output_card
+from calib.output.card import calibration_report, output_card
 from calib.output.checkpoint_directory import write_checkpoint, write_json
 from calib.output.in_place import back_up, complete
 from calib.output.placing import OnCopied
@@ -81,21 +78,10 @@ def default_output(model_name: str, recipe: Recipe) -> Path:
 def make_exports(scales: KVScales, source: Checkpoint, recipe: Recipe) -> dict[FormatName, Export]:
     """Each of the recipe's formats, with all that it adds; refuses what one cannot hold."""
     options = recipe.export
-    if {*options.formats} - {"fp8kv"}:
-        _check_announced(source)
     return {
         name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size)
         for name in options.formats
     }
-
-
-def _check_announced(source: Checkpoint) -> None:
-    # formats add a quantization_config where there is none: engines would read codes as numbers
-    if find_quantization_config(source.config) is None and find_layout(source):
-        raise UnsupportedExportError(
-            f"the weights of '{source.path}' are quantised, and its config.json has no "
-            "quantization_config that says so; add it, or use --format fp8kv"
-        )
 
 
 def finish(
@@ -108,12 +94,12 @@ def finish(
     warnings: Sequence[str] = (),
     *,
     threads: int | None,
-    origin: Origin | None = None,
+    origin: Mapping[str, Any] | None = None,
 ) -> Result:
     """Derive the scales that `recipe` asks for and write them, all or nothing.
 
     `threads` computed on a CPU in each process; None: not known, or not the same in all runs.
-    `origin` is the model that was measured, where it is another than `model_name`.
+    `origin` is the report's facts about the model that was measured, where it is not `model_name`.
     """
     scales = derive_scales(stats, recipe)
     exports = make_exports(scales, checkpoint, recipe)
@@ -122,7 +108,7 @@ def finish(
     warned = [*dict.fromkeys([*warnings, *warnings_for(stats, scales, recipe), *notes, *doubts])]
     layers = summarize(stats, scales)
     report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned, threads)
-    report |= origin_facts(origin or Origin(marks_or_none(checkpoint, stats.layers)))
+    report |= origin or {"marks": marks_or_none(checkpoint, stats.layers)}
     parts = {name: name if len(exports) > 1 else "" for name in exports}
     directories = {name: destination.path / part for name, part in parts.items()}
     backup = _write(exports, parts, report, checkpoint, recipe, stats, destination)

@@ -15,7 +15,6 @@ from calib.marks.taking import take_marks
 from calib.model.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from calib.model.find import find_checkpoint
 from calib.model.quantized import quantization_notes
-from calib.output.card import Origin
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, Result, default_output, finish, make_exports
 from calib.output.in_place import check_in_place
@@ -70,7 +69,7 @@ def apply(
     # of the first model, where there was a chain
     first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
     warnings = [*report["warnings"], *_notes(first["model"], checkpoint, likeness)]
-    origin = Origin(marks, {**first, "compared": asdict(likeness)})
+    origin = {"marks": marks.to_json(), "measured_on": {**first, "compared": asdict(likeness)}}
     with claimed(output, overwrite=overwrite or in_place) as claim:
         destination = Destination(output, in_place, overwrite, claim=claim)
         what = (model, checkpoint, recipe, stats, destination, report["dataset"])

@@ -1,5 +1,6 @@
 """`fp8kv convert`, `strip` and `repair`: a checkpoint written again with other scales, or none."""
 
+import re
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -180,5 +181,5 @@ def _write(
 
 def _for_convert(refusal: str) -> str:
     """Its flag is --to, and it cannot write what only a calibration measures."""
-    refusal = refusal.replace("--format fp8kv", "calibrate again with --\0format fp8kv")
+    refusal = re.sub("(?:use )?--format fp8kv", "calibrate again with --\0format fp8kv", refusal)
     return refusal.replace("--format", "--to").replace("\0", "")

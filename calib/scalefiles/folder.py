@@ -31,12 +31,13 @@ from calib.scalefiles.names import (
 
 # what no model comes near
 _MAX_FILES = 100_000
-# weights that only an attention module has
+# weights that only an attention module has, or their codes
 _ATTENTION = re.compile(
-    r"(?P<module>.+(?<!linear_attn))\.(?:k_proj|qkv_proj|query_key_value|c_attn|Wqkv|qkv)\.(?:weight|qweight)"
+    r"(?P<module>.+(?<!linear_attn))\.(?:k_proj|qkv_proj|query_key_value|c_attn|Wqkv|qkv)"
+    r"\.(?:q?weight|weight_packed)"
 )
 # a layer that attends to another one's K and V has this alone
-_QUERY = re.compile(r"(?P<module>.+)\.q_proj\.(?:weight|qweight)")
+_QUERY = re.compile(r"(?P<module>.+)\.q_proj\.(?:q?weight|weight_packed)")
 # what configs call the number of layers
 LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _IN_STACK = re.compile(r"(.*?)\.?\b(\d{1,6})\.")

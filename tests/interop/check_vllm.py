@@ -52,13 +52,18 @@ def look(model: torch.nn.Module) -> dict[str, Layer]:
     }
 
 
-def run_vllm(directory: Path) -> tuple[dict[str, Layer], str]:
-    """Load `directory`, generate greedily, and return the layers and the text."""
-    llm = start(directory)
+def text_of(llm) -> str:
+    """How vLLM continues the prompt, greedily."""
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=20)
-    text = llm.generate([PROMPT], greedy, use_tqdm=False)[0].outputs[0].text
+    return llm.generate([PROMPT], greedy, use_tqdm=False)[0].outputs[0].text
+
+
+def run_vllm(directory: Path) -> tuple[dict[str, Layer], str]:
+    """Load `directory`, generate, and return the layers and the text."""
+    llm = start(directory)
+    text = text_of(llm)
     return llm.apply_model(look)[0], text
 
 
@@ -78,7 +83,7 @@ def as_held(output: Output, name: str, which: str) -> Tensor:
     if filed is None:
         # q is optional, k and v are not
         return torch.ones(output.scales_per_layer) if which == "q" else torch.empty(0)
-    if output.quantization["quant_method"] == "modelopt":
+    if output.quantization["quant_method"] != "compressed-tensors":
         filed = filed.to(torch.bfloat16).float()
     # query heads share the scale of their KV head
     return filed.view(output.scales_per_layer, -1).amax(dim=1) if which == "q" else filed.flatten()

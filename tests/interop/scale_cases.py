@@ -194,6 +194,7 @@ CASES = [
     Case("modelopt, per head", OPT, scales(K2, V2, names=PROJ), "refused"),
     Case("modelopt, no quant_algo", OPT | {"quant_algo": None}, scales(names=PROJ), "refused"),
     Case("modelopt, no KV cache", OPT | {"kv_cache_scheme": None}, scales(names=PROJ), "k v"),
+    Case("modelopt, tiles", OPT | {"quant_algo": "fp8_pb_wo"}, scales(names=PROJ), "k v"),
     Case("modelopt, nothing", OPT, nothing, ""),
     Case("fp8", FP8, scales(), "k v"),
     Case("fp8, Quark names", FP8, scales(names=QUARK), "k v"),

@@ -3,7 +3,7 @@
 import shutil
 
 import torch
-from coded_weights import compressed
+from coded_forms import compressed
 from quantized_models import edit_json, edit_tensors
 
 FP8 = torch.float8_e4m3fn

@@ -1,17 +1,11 @@
 """Weights as each tool stores them, made by the formats' documentation, and what they stand for.
 
-Written apart from the readers: codes are packed as whole numbers of Python.
+Written apart from the readers: codes are packed bit by bit.
 """
-
-import json
-import re
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
-from quantized_models import edit_json
-from safetensors.torch import load_file, save_file
+from torch.nn.functional import pad
 
 FP8 = torch.float8_e4m3fn
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -20,17 +14,13 @@ AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # nibble i of a word holds output channel 
 
 def words(codes, bits, per_word=None):
     """Codes [rows, n] to int32 [rows, words]; `per_word` leaves the other bits of a word over."""
-    rows = codes.tolist()
-    if per_word:
-        lines = [[row[i : i + per_word] for i in range(0, len(row), per_word)] for row in rows]
-        numbers = [b"".join(whole(part, bits, 4) for part in line) for line in lines]
-    else:
-        numbers = [whole(row, bits, -(-len(row) * bits // 32) * 4) for row in rows]
-    return torch.from_numpy(np.frombuffer(b"".join(numbers), "<i4").copy()).view(len(rows), -1)
-
-
-def whole(codes, bits, size):
-    return sum(code << (bits * i) for i, code in enumerate(codes)).to_bytes(size, "little")
+    rows, count = codes.shape
+    per = per_word or count
+    parts = np.pad(codes.numpy(), ((0, 0), (0, -count % per))).reshape(rows, -1, per, 1)
+    ones = (parts >> np.arange(bits) & 1).astype("u1").reshape(*parts.shape[:2], -1)
+    ones = np.pad(ones, ((0, 0), (0, 0), (0, -ones.shape[2] % 32)))
+    packed = np.packbits(ones, axis=2, bitorder="little").view("<i4")
+    return torch.from_numpy(packed.reshape(rows, -1))
 
 
 def integers(weight, bits, group, *, symmetric=False, order=None):
@@ -98,11 +88,9 @@ def packed(module, weight, *, bits=4, group=32, symmetric=True, ordered=False, p
 def blocked(weight, high, wide, largest):
     """The largest magnitude of each block over `largest`, and the same for every value."""
     rows, columns = weight.shape
-    scale = torch.empty(-(-rows // high), -(-columns // wide))
-    for i in range(scale.shape[0]):
-        for j in range(scale.shape[1]):
-            tile = weight[i * high : (i + 1) * high, j * wide : (j + 1) * wide]
-            scale[i, j] = tile.abs().max() / largest
+    tiles = pad(weight.abs(), (0, -columns % wide, 0, -rows % high))
+    tiles = tiles.unflatten(1, (-1, wide)).unflatten(0, (-1, high))
+    scale = tiles.amax((1, 3)) / largest
     return scale, scale.repeat_interleave(high, 0).repeat_interleave(wide, 1)[:rows, :columns]
 
 
@@ -178,146 +166,3 @@ def gpt_oss(name, weight):
     scales = tensors["x.weight_scale"].view(experts, rows, columns // 32)
     value = value.view(experts, rows, columns).transpose(1, 2)
     return {f"{name}_blocks": blocks, f"{name}_scales": scales}, value
-
-
-@dataclass(frozen=True)
-class Form:
-    """One layout: its quantization_config, and what makes tensors and values of a weight."""
-
-    says: dict[str, Any]
-    make: Any
-    options: dict[str, Any] = field(default_factory=dict)
-    file: str = "config.json"  # where the config is
-    weights: str = r"(?:_proj|experts\.\d+\.w\d)\.weight$"  # a pattern of their names
-
-    def quantise(self, directory, plain):
-        """Quantise the model in `directory`, and keep what its weights stand for in `plain`."""
-        plain.mkdir()
-        for file in directory.iterdir():
-            (plain / file.name).write_bytes(file.read_bytes())
-        coded, values = {}, {}
-        for name, tensor in load_file(directory / "model.safetensors").items():
-            values[name] = tensor
-            if not re.search(self.weights, name):
-                coded[name] = tensor
-                continue
-            tensors, values[name] = self.make(name.removesuffix(".weight"), tensor, **self.options)
-            coded |= tensors
-        save_file(coded, directory / "model.safetensors", {"format": "pt"})
-        kept = {name: value.contiguous() for name, value in values.items()}
-        save_file(kept, plain / "model.safetensors", {"format": "pt"})
-        if self.file == "config.json":
-            edit_json(directory / "config.json", quantization_config=self.says)
-        else:
-            (directory / self.file).write_text(json.dumps(self.says))
-        return directory
-
-
-def compressed(form, bits, kind="int", **weights):
-    weights = {"num_bits": bits, "type": kind, "symmetric": True, "dynamic": False, **weights}
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": form,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-    }
-
-
-def gptq_says(bits=4, **more):
-    says = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": False, "sym": False}
-    return {**says, **more}
-
-
-def quark_says(**weight):
-    return {
-        "quant_method": "quark",
-        "export": {"weight_format": "real_quantized", "pack_method": "reorder"},
-        "global_quant_config": {"weight": {"is_dynamic": False, **weight}},
-        "layer_quant_config": {},
-        "exclude": ["lm_head"],
-    }
-
-
-GPT_OSS = Form({"quant_method": "mxfp4"}, gpt_oss, weights=r"experts\.\w+_proj$")
-GROUP = {"strategy": "group", "group_size": 32}
-FORMS = {
-    "gptq-2": Form(gptq_says(2), gptq, {"bits": 2}),
-    "gptq-3": Form(gptq_says(3), gptq, {"bits": 3}),
-    "gptq-4": Form(gptq_says(), gptq),
-    "gptq-4-ordered": Form(gptq_says(desc_act=True), gptq, {"ordered": True}),
-    "gptq-8": Form(gptq_says(8), gptq, {"bits": 8}),
-    "gptq-v2": Form(gptq_says(checkpoint_format="gptq_v2"), gptq, {"version": 2}),
-    "awq": Form({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm"}, awq),
-    "compressed-fp8": Form(
-        compressed("float-quantized", 8, "float", strategy="tensor"),
-        fp8,
-        {"shape": [1], "extra": ["input_scale"]},
-    ),
-    "compressed-fp8-channel": Form(
-        compressed("float-quantized", 8, "float", strategy="channel"), fp8, {"high": 1}
-    ),
-    "compressed-fp8-block": Form(
-        compressed("float-quantized", 8, "float", strategy="block", block_structure=[40, 48]),
-        fp8,
-        {"high": 40, "wide": 48},
-    ),
-    "compressed-int8": Form(compressed("int-quantized", 8, strategy="channel"), int8),
-    "compressed-int8-asymmetric": Form(
-        compressed("int-quantized", 8, strategy="channel", symmetric=False),
-        int8,
-        {"symmetric": False},
-    ),
-    "compressed-w4": Form(compressed("pack-quantized", 4, **GROUP), packed),
-    "compressed-w4-asymmetric": Form(
-        compressed("pack-quantized", 4, symmetric=False, **GROUP), packed, {"symmetric": False}
-    ),
-    "compressed-w4-ordered": Form(
-        compressed("pack-quantized", 4, actorder="group", **GROUP), packed, {"ordered": True}
-    ),
-    "compressed-w3": Form(compressed("pack-quantized", 3, **GROUP), packed, {"bits": 3}),
-    "compressed-w3-of-0.17": Form(
-        compressed("pack-quantized", 3, **GROUP), packed, {"bits": 3, "per_word": 10}
-    ),
-    "compressed-w8-channel": Form(
-        compressed("pack-quantized", 8, strategy="channel"), packed, {"bits": 8, "group": None}
-    ),
-    "compressed-nvfp4": Form(
-        compressed("nvfp4-pack-quantized", 4, "float", strategy="tensor_group", group_size=16),
-        nvfp4,
-    ),
-    "compressed-mxfp4": Form(compressed("mxfp4-pack-quantized", 4, "float", **GROUP), mxfp4),
-    "compressed-mxfp8": Form(compressed("mxfp8-quantized", 8, "float", **GROUP), mxfp8),
-    "modelopt-fp8": Form(
-        {"quant_method": "modelopt", "quant_algo": "FP8"},
-        fp8,
-        {"shape": [], "extra": ["input_scale"]},
-    ),
-    "modelopt-nvfp4": Form(
-        {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}},
-        nvfp4,
-        {"form": "modelopt"},
-        "hf_quant_config.json",
-    ),
-    "fp8-block": Form(
-        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [40, 48]},
-        fp8,
-        {"high": 40, "wide": 48, "name": "weight_scale_inv"},
-    ),
-    "fp8-tensor": Form(
-        {"quant_method": "fp8", "activation_scheme": "static"},
-        fp8,
-        {"shape": [], "extra": ["input_scale"]},
-    ),
-    "quark-fp8": Form(
-        quark_says(dtype="fp8_e4m3", qscheme="per_tensor"),
-        fp8,
-        {"shape": [], "extra": ["input_scale"]},
-    ),
-    "quark-mxfp4": Form(
-        quark_says(dtype="fp4", qscheme="per_group", group_size=32, scale_format="e8m0"),
-        mxfp4,
-        {"name": "weight"},
-    ),
-}

@@ -5,8 +5,8 @@ Source: what Quark 0.13 exports for Hugging Face, and vLLM's `quark.py`, which r
 
 from typing import Any
 
-from calib.model.layouts.awq import Awq
 from calib.model.layouts.coded import ADVICE, LayoutError, Scheme, group_size_of, known, section
+from calib.model.layouts.gptq import Awq
 from calib.model.layouts.scaled import FP8, INT8, MXFP4, ByName, Scaled
 
 _SCHEMES = {

@@ -122,7 +122,7 @@ def test_modelopt_weights_get_their_own_kv_scheme(make_checkpoint):
 @pytest.mark.parametrize("method", ["gptq", "awq", "bitsandbytes"])
 def test_weights_that_rule_kv_scales_out_are_refused(method, make_checkpoint):
     checkpoint = make_checkpoint({"quantization_config": {"quant_method": method}})
-    with pytest.raises(UnsupportedExportError, match=f"no KV scales beside '{method}' weights"):
+    with pytest.raises(UnsupportedExportError, match=f"no place for KV scales beside '{method}'"):
         export(make_scales(), checkpoint, "vllm")
 
 

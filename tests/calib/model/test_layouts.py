@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from coded_weights import FORMS, GPT_OSS
-from command_line import calibrate, one_line_error
+from coded_forms import FORMS, GPT_OSS
+from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model, tiny_vision_language_model
+from largest import largest_qkv
 from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
+from calib.data import make_batches
 from calib.errors import InputError
+from calib.eval.run import evaluate
+from calib.eval.schema import Suite
+from calib.measure.loop import calibrate as calibrate_model
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, weight_sources
 from calib.model.stored import StoredTensor
@@ -53,6 +58,23 @@ def test_weights_are_what_the_tool_itself_makes_of_them(case):
         assert torch.equal(loaded[name], values.float()), name
 
 
+READ = [case for case in GOLDEN if case.name not in REFUSED]
+
+
+@pytest.mark.parametrize("case", READ, ids=lambda path: path.name)
+def test_the_largest_k_v_and_q_are_those_of_the_tools_weights(case):
+    model, ids = load(case), torch.arange(2, 62).view(2, 30)
+    stats = calibrate_model(model, make_batches(ids.tolist(), 2, pad_id=0), RECIPE)
+    tools = {n: w.float() for n, w in load_file(case / "dequantized.safetensors").items()}
+    assert not model.load_state_dict(tools, strict=False).unexpected_keys
+    expected = largest_qkv(model, ids)
+    assert expected.keys() == stats.layers.keys()
+    for name, layer in stats.layers.items():
+        for letter, amax in expected[name].items():
+            found = getattr(layer, letter).amax.amax(1)
+            assert torch.allclose(found, amax, rtol=1e-3, atol=0), (name, letter)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_rounded_once(quantised, tmp_path, dtype):
     recipe = load_recipe(None, {"device": "cpu", "dtype": str(dtype).removeprefix("torch.")})
@@ -70,12 +92,13 @@ def test_scales_are_those_of_the_dequantised_model(quantised, tmp_path):
     of_plain = load_stats(tmp_path / "of-plain").layers
     for name, layer in load_stats(tmp_path / "of-quantised").layers.items():
         # matrix kernels may add in another order where weights lie otherwise in memory
-        assert torch.allclose(layer.k.amax, of_plain[name].k.amax, rtol=1e-5)
-        assert torch.allclose(layer.v.amax, of_plain[name].v.amax, rtol=1e-5)
+        for letter in "kvq":
+            amax, plain = (getattr(each, letter).amax for each in (layer, of_plain[name]))
+            assert torch.allclose(amax, plain, rtol=1e-5), (name, letter)
 
 
 FP8KV = ("--format", "fp8kv", "--weights", "none")
-NOTE = "were dequantised for measuring, and activations were not quantised"
+NOTE = "were dequantised, and activations were not quantised"
 
 
 def test_layer_by_layer_is_the_same_bit_for_bit(quantised, tmp_path, monkeypatch):
@@ -222,3 +245,13 @@ def test_the_result_says_that_activations_were_not_quantised(tiny_directory, tmp
     card = (tmp_path / "out" / "README.md").read_text()
     for text in (done.stdout, card, *report["warnings"][:1]):
         assert f"the weights are quantised (GPTQ): they {NOTE}" in text
+
+
+def test_eval_and_generate_say_so_too(tiny_directory, tmp_path):
+    quantised = FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
+    suite = Suite(2, 2, 16, 2, 4, (), (), 2)
+    choices = {"data.dataset": "random", "device": "cpu", "evaluation.variants": ["none"]}
+    found = evaluate(str(quantised), load_recipe(None, choices), suite=suite)
+    assert NOTE in found.warnings[0]
+    done = fp8kv("generate", quantised, "w5", "--scales", "none", "--device", "cpu")
+    assert f"warning: the weights are quantised (GPTQ): they {NOTE}" in done.stdout

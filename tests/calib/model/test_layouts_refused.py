@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from coded_weights import FORMS
+from coded_forms import FORMS
 from command_line import calibrate, one_line_error
 from families import save_model, tiny_model
 from hypothesis import given, settings

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from coded_weights import FORMS
+from coded_forms import FORMS
 from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from coded_weights import FORMS
+from coded_forms import FORMS
 from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 from quantized_models import edit_json
@@ -126,10 +126,10 @@ def test_a_quantised_version(form, model, measured, tmp_path):
     assert "these scales were measured on" in (out / "README.md").read_text()
 
 
-@pytest.mark.parametrize("form", ["gptq-4", "awq"])
-def test_weights_beside_which_engines_load_no_scales(form, model, measured, tmp_path):
+@pytest.mark.parametrize(("form", "version"), [("gptq-4", "if any"), ("awq", "AutoAWQConverter")])
+def test_weights_beside_which_engines_load_no_scales(form, version, model, measured, tmp_path):
     other = FORMS[form].quantise(copy(model, tmp_path / "other"), tmp_path / "plain")
-    refused(measured, other, tmp_path / "out", "read no KV scales beside")
+    refused(measured, other, tmp_path / "out", "no place for KV scales beside", version)
 
 
 @pytest.mark.parametrize(

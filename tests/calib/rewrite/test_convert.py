@@ -10,6 +10,7 @@ import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
+from quantized_models import modelopt
 from safetensors.torch import load_file, save_file
 
 from calib.export import FORMATS
@@ -420,3 +421,17 @@ def test_scales_that_contradict_each_other_are_a_problem(tensor, tmp_path):
     done = fp8kv("verify", both, "--engine", "vllm")
     assert done.exit_code == 1
     assert "several K scales that differ" in done.stdout
+
+
+def test_codes_that_only_hf_quant_config_names_get_no_config_of_plain_weights(
+    tensor, tiny_directory, tmp_path
+):
+    modelopt(tiny_directory, config=False)
+    convert = fp8kv("convert", tiny_directory, "--to", "vllm", "-o", tmp_path / "out")
+    file = tiny_directory / "model.safetensors"
+    zero = {"model.layers.0.self_attn.k_proj.k_scale": torch.zeros(1)}
+    save_file(load_file(file) | zero, file, {"format": "pt"})
+    flags = ("--stats", tensor, "--to", "vllm", "-o", tmp_path / "out")
+    for done in (convert, fp8kv("repair", tiny_directory, *flags)):
+        one_line_error(done, "has no quantization_config", "calibrate again with --format fp8kv")
+    assert not (tmp_path / "out").exists()

@@ -1,6 +1,7 @@
 """Directories with scales of any tool: what is read, what is said, what is refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,16 @@ def layers(k=0.02, v=0.01, count=2, **more):
 
 def problems(directory):
     return read_scales(directory).problems
+
+
+@pytest.mark.parametrize(
+    "case",
+    sorted((Path(__file__).parents[2] / "golden" / "quantized").glob("*/*")),
+    ids=lambda path: path.name,
+)
+def test_attention_is_found_by_its_codes(case, tmp_path):
+    (tmp_path / "model.safetensors").symlink_to(case / "model.safetensors")
+    assert open_scales(tmp_path).modules == {LAYER.format(i) for i in range(2)}
 
 
 def test_scales_are_found_by_layer(tmp_path):
