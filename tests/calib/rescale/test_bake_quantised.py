@@ -41,18 +41,18 @@ REFUSED = {
 }
 
 
-def quantised(form, path):
-    """A model whose heads are of different sizes, as `form` stores it."""
+def quantised(form, path, octaves=2):
+    """A model whose heads and channels are of different sizes, as `form` stores it."""
     model = tiny_model("llama", hidden_size=128, head_dim=32)
     with torch.no_grad():
         for layer in model.model.layers:
             # scales in float16, which Q's and the output's become smaller in
-            layer.self_attn.q_proj.weight.mul_(8)
-            layer.self_attn.o_proj.weight.mul_(8)
+            layer.self_attn.q_proj.weight.mul_(32)
+            layer.self_attn.o_proj.weight.mul_(32)
             for name, size in (("k_proj", 90.0), ("v_proj", 60.0)):
                 rows = getattr(layer.self_attn, name).weight
-                rows.mul_(torch.tensor([size, size / 9]).repeat_interleave(32)[:, None])
-                rows.mul_(torch.linspace(0, -4, 64).exp2()[:, None])
+                rows.mul_(torch.tensor([size, size / 5]).repeat_interleave(32)[:, None])
+                rows.mul_(torch.linspace(0, -octaves, 64).exp2()[:, None])
     source = save_model(model.to(torch.bfloat16), path)
     return FORMS[form].quantise(source, path.with_name("plain"))
 
@@ -104,7 +104,7 @@ def test_what_engines_would_round(form, tmp_path):
 
 @pytest.mark.parametrize("form", ["compressed-w4", "compressed-fp8-channel", "gptq-4"])
 def test_channels_of_k_become_even(form, tmp_path):
-    source = quantised(form, tmp_path / "source")
+    source = quantised(form, tmp_path / "source", octaves=10)
     scales = calibrated(source, tmp_path / "scales")
     done = fp8kv(
         "bake", source, "--scales", scales, "--for", "int8", "-o", tmp_path / "o", "--json"
