@@ -63,6 +63,16 @@ def bake(
             f"{len(done.changed)} tensors changed; {same}",
             f"factors per head in {k} of {done.layers} layers for K, in {v} for V",
             f"written to {done.output}; its README.md says how to serve it",
+            *(_short_lines(done.short) if purpose == "fp8" else []),
             *([f"what was replaced is in {done.backup}"] if done.backup else []),
         ]
     )
+
+
+def _short_lines(short: tuple[float, float]) -> list[str]:
+    return [
+        f"note: {which} of some heads stays up to 2^{octaves:.0f} smaller than an FP8 cache holds "
+        "best: scales of quantised weights hold no larger factors"
+        for which, octaves in zip("KV", short, strict=True)
+        if octaves >= 1
+    ]

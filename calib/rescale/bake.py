@@ -24,7 +24,7 @@ from calib.output.in_place import back_up, complete, local_directory
 from calib.recipe import Recipe, load_recipe
 from calib.rescale.bake_card import write_card
 from calib.rescale.choosing import check_modules, factors_for_fp8, factors_for_int8
-from calib.rescale.edits import none_at_all, one_per_layer
+from calib.rescale.edits import FOR_FP8, FOR_INT8
 from calib.rescale.parameters import Factors
 from calib.rescale.proof import Observed
 from calib.rescale.rescaling import rescale
@@ -49,12 +49,13 @@ class Baked:
     changed: list[str]  # names of tensors
     per_head: tuple[int, int]  # layers whose heads have other factors than each other, in K and V
     layers: int
+    short: tuple[float, float]  # octaves by which a head's factor is too small at most, in K and V
     kl: float  # nats per token by which the outputs differ; 0 if exact
     backup: Path | None = None  # of the files that were replaced in place
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints, also kept beside the weights."""
-        k, v = self.per_head
+        (k, v), (k_short, v_short) = self.per_head, self.short
         return {
             "fp8kv_bake": 1,
             "model": self.model,
@@ -64,6 +65,7 @@ class Baked:
             "kl": self.kl,
             "layers": self.layers,
             "layers_with_factors_per_head": {"k": k, "v": v},
+            "octaves_short": {"k": k_short, "v": v_short},
             "changed": self.changed,
             "backup": self.backup and str(self.backup),
         }
@@ -104,7 +106,7 @@ def bake(
         atomic_directory(output, claim=claim) as scratch,
     ):
         what = f"'{name}' cannot be baked"
-        coarser = one_per_layer if purpose == "fp8" else none_at_all
+        coarser = FOR_FP8 if purpose == "fp8" else FOR_INT8
         done = rescale(
             checkpoint, scratch, recipe, choose, what=what, coarser=coarser, exact=not any_factor
         )
@@ -112,7 +114,8 @@ def bake(
             raise InputError(f"'{name}' is as an {purpose} cache wants it: nothing to bake")
         baked = Baked(
             name, output, purpose, not any_factor, done.changed, _per_head(done.factors),
-            len(done.factors), _difference(done.before, done.after),
+            len(done.factors), _short(done.wanted, done.factors),
+            _difference(done.before, done.after),
         )  # fmt: skip
         _describe(baked, checkpoint, scratch, done.factors, report["dataset"])
         if in_place:
@@ -209,6 +212,14 @@ def _difference(before: Observed, after: Observed) -> float:
 def _per_head(factors: Factors) -> tuple[int, int]:
     k = sum(bool((layer.k != layer.k[:1]).any()) for layer in factors.values())
     return k, sum(bool((layer.v != layer.v[:1]).any()) for layer in factors.values())
+
+
+def _short(wanted: Factors, factors: Factors) -> tuple[float, float]:
+    k, v = (
+        max((getattr(wanted[n], x) / getattr(factors[n], x)).log2().max().item() for n in wanted)
+        for x in "kv"
+    )
+    return k, v
 
 
 def _factors_json(factors: Factors) -> dict[str, Any]:

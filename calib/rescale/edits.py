@@ -1,6 +1,6 @@
 """Which stored tensors change, and how: numbers themselves, or the scales of codes."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -20,7 +20,8 @@ from calib.rescale.coded_factors import NotHeld, rescaled_parts, rounds_inputs
 from calib.rescale.parameters import Factors, LayerFactors, Rescaled, rescaled_parameters
 from calib.rescale.shards import Edit, exact_product
 
-Coarser = Callable[[Tensor], Tensor]  # factors [K, D] of a layer -> those where few are held
+# factors [K, D] of a layer -> others, that more weights hold
+Coarser = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -62,32 +63,42 @@ def fitting(
     model: PreTrainedModel,
     modules: Mapping[str, CachedAttention],
     factors: Factors,
-    coarser: Coarser,
+    coarser: Sequence[Coarser],
 ) -> tuple[Factors, dict[str, Edit]]:
     """The finest factors that the stored weights hold, layer by layer, and the edits they make.
 
-    Where K's or V's are not held, `coarser` ones are tried; NotHeld where these are not either.
+    Where K's or V's are not held, `coarser` ones are tried in turn; NotHeld where none are.
     """
     if not editing.coded:
         return factors, editing.edits(rescaled_parameters(model, modules, factors))
-    ways = [lambda each: each, coarser]
-    of_v = ways[1:] if rounds_inputs(editing.checkpoint) else ways
+    of_k = [_as_wanted, *coarser]
+    of_v = coarser if rounds_inputs(editing.checkpoint) else of_k
+    # the nearest to what was wanted first
+    ways = sorted(
+        product(enumerate(of_k), enumerate(of_v)), key=lambda pair: pair[0][0] + pair[1][0]
+    )
     found: dict[str, LayerFactors] = {}
     edits: dict[str, Edit] = {}
     for name, wanted in factors.items():
         problem = None
-        for of_k, v in product(ways, of_v):
-            tried = LayerFactors(of_k(wanted.k), v(wanted.v))
+        for (_, k), (_, v) in ways:
+            tried = LayerFactors(k(wanted.k), v(wanted.v))
             changes = rescaled_parameters(model, {name: modules[name]}, {name: tried})
+            if problem and not changes:
+                continue
             try:
                 edits |= editing.edits(changes)
                 found[name] = tried
                 break
             except NotHeld as error:
-                problem = error
+                problem = problem or error
         else:
             raise problem or NotHeld(name)
     return found, edits
+
+
+def _as_wanted(factors: Tensor) -> Tensor:
+    return factors
 
 
 def one_per_layer(factors: Tensor) -> Tensor:
@@ -95,9 +106,27 @@ def one_per_layer(factors: Tensor) -> Tensor:
     return factors.amin().expand_as(factors)
 
 
+def smaller(octaves: int) -> Coarser:
+    """One per layer, nearer to 1 by so many octaves, for scales that hold no larger ones.
+
+    Those below 1 stay: without them values would saturate.
+    """
+
+    def shrink(factors: Tensor) -> Tensor:
+        one = one_per_layer(factors)
+        return torch.where(one > 1, (one / 2**octaves).clamp(min=1), one)
+
+    return shrink
+
+
 def none_at_all(factors: Tensor) -> Tensor:
     """Ones."""
     return torch.ones_like(factors)
+
+
+# for FP8, where a factor too small still is better than none, and for integers
+FOR_FP8: tuple[Coarser, ...] = (one_per_layer, *map(smaller, range(1, 16)))
+FOR_INT8: tuple[Coarser, ...] = (none_at_all,)
 
 
 def _replaced_by(tensor: Tensor) -> Edit:

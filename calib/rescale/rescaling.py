@@ -1,6 +1,6 @@
 """Write a checkpoint whose K and V are multiplied, and prove that nothing else changed."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.recipe import Recipe
-from calib.rescale.edits import Coarser, Editing, fitting, one_per_layer
+from calib.rescale.edits import FOR_FP8, Coarser, Editing, fitting
 from calib.rescale.parameters import Factors, cached_attention
 from calib.rescale.proof import Observed, load_exact, observe, prove
 from calib.rescale.shards import write_rescaled
@@ -23,6 +23,7 @@ class Rescaling:
     """What was changed, and what was seen before and after."""
 
     factors: Factors
+    wanted: Factors  # where all weights would hold them
     changed: list[str]  # names of tensors in the checkpoint
     before: Observed
     after: Observed
@@ -35,7 +36,7 @@ def rescale(
     choose: Choose,
     *,
     what: str,
-    coarser: Coarser = one_per_layer,
+    coarser: Sequence[Coarser] = FOR_FP8,
     advice: str = "",
     exact: bool = True,
 ) -> Rescaling:
@@ -44,16 +45,17 @@ def rescale(
     Unless `exact` is False, factors are powers of two, and the same outputs are proved bit for bit
     on what lies on disk. Refusals name `what` was to be made, with `advice` where a product is not
     exact. The recipe's dtype is that of the written weights. `coarser` factors are for quantised
-    weights that cannot hold those.
+    weights that do not hold those.
     """
     model = load_exact(checkpoint, recipe)
     before, modules = observe(model), cached_attention(model)
     editing = Editing.of(checkpoint, advice, exact=exact)
-    factors, edits = fitting(editing, model, modules, choose(model, modules), coarser)
+    wanted = choose(model, modules)
+    factors, edits = fitting(editing, model, modules, wanted, coarser)
     del model  # one copy in memory is enough
     write_rescaled(checkpoint, edits, out, None if recipe.dtype == "auto" else torch.float32)
     after = observe(load_exact(open_checkpoint(out), recipe))
     if exact:
         prove(before, after, modules, factors, what)
     checkpoint.check_unchanged()
-    return Rescaling(factors, sorted(edits), before, after)
+    return Rescaling(factors, wanted, sorted(edits), before, after)

@@ -14,7 +14,7 @@ from check_stress import NEW_TOKENS, in_new_process, same_tokens
 from engine import kernels
 from outputs import report
 
-SURE = "Numbers: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,"
+SURE = "Monday, Tuesday, Wednesday, Thursday, Friday, Saturday, Sunday, " * 3
 
 
 def check(source: Path, baked: Path) -> None:

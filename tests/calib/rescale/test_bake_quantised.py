@@ -41,7 +41,7 @@ REFUSED = {
 }
 
 
-def quantised(form, path, octaves=2):
+def quantised(form, path, octaves=2, v_size=60.0):
     """A model whose heads and channels are of different sizes, as `form` stores it."""
     model = tiny_model("llama", hidden_size=128, head_dim=32)
     with torch.no_grad():
@@ -49,7 +49,7 @@ def quantised(form, path, octaves=2):
             # scales in float16, which Q's and the output's become smaller in
             layer.self_attn.q_proj.weight.mul_(32)
             layer.self_attn.o_proj.weight.mul_(32)
-            for name, size in (("k_proj", 90.0), ("v_proj", 60.0)):
+            for name, size in (("k_proj", 90.0), ("v_proj", v_size)):
                 rows = getattr(layer.self_attn, name).weight
                 rows.mul_(torch.tensor([size, size / 5]).repeat_interleave(32)[:, None])
                 rows.mul_(torch.linspace(0, -octaves, 64).exp2()[:, None])
@@ -91,6 +91,22 @@ def test_scale_one_becomes_right(form, tmp_path):
     for file in source.iterdir():
         same = (tmp_path / "out" / file.name).read_bytes() == file.read_bytes()
         assert same != (file.name in names)
+
+
+@pytest.mark.parametrize("form", ["gptq-4", "awq"])
+def test_factors_as_large_as_the_scales_hold(form, tmp_path):
+    source = quantised(form, tmp_path / "source", v_size=0.05)
+    before = calibrated(source, tmp_path / "before")
+    out = ("-o", tmp_path / "out")
+    done = fp8kv("bake", source, "--scales", before, "--for", "fp8", *out)
+    assert done.exit_code == 0, done.stderr
+    assert "note: V of some heads stays up to 2^" in " ".join(done.stdout.split())
+    said = json.loads((tmp_path / "out" / "fp8kv_bake.json").read_text())
+    after = scales_of(calibrated(tmp_path / "out", tmp_path / "after"))
+    lost = 2 ** said["octaves_short"]["v"]
+    assert 0.5 < after[:, 1].min() * lost <= 1
+    assert after[:, 1].min() > 8 * scales_of(before)[:, 1].min()
+    assert after.max() <= 1
 
 
 @pytest.mark.parametrize("form", REFUSED)
