@@ -8,7 +8,7 @@ from typing import Any
 from calib.atomic import Claim, atomic_directory
 from calib.choices import FormatName
 from calib.errors import UnsupportedExportError
-from calib.export import FORMATS, Export, export
+from calib.export import FORMATS, Command, Export, export
 from calib.export.compressed_tensors import find_quantization_config
 from calib.marks.taking import marks_or_none
 from calib.model.checkpoint import Checkpoint
@@ -78,13 +78,15 @@ def default_output(model_name: str, recipe: Recipe) -> Path:
     return Path(f"{base}-fp8kv-{recipe.strategy}")
 
 
-def make_exports(scales: KVScales, source: Checkpoint, recipe: Recipe) -> dict[FormatName, Export]:
+def make_exports(
+    scales: KVScales, source: Checkpoint, recipe: Recipe, by: Command = "calibrate"
+) -> dict[FormatName, Export]:
     """Each of the recipe's formats, with all that it adds; refuses what one cannot hold."""
     options = recipe.export
     if {*options.formats} - {"fp8kv"}:
         _check_announced(source)
     return {
-        name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size)
+        name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size, by=by)
         for name in options.formats
     }
 

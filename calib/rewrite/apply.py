@@ -57,11 +57,12 @@ def apply(
     if not in_place:
         check_output(output, checkpoint.path, overwrite=overwrite)
     stats = load_stats(given)
+    _check_statistics(source, report, stats)
     _check_fits(given, source, stats, checkpoint, recipe)
-    marks = _marks(given, source, report, stats, base)
-    likeness = judge(str(given), marks, model, take_marks(checkpoint, stats.layers))
     # of the first model, where there was a chain
     first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
+    marks = _marks(given, source, report.get("marks"), stats, base, first["checkpoint"])
+    likeness = judge(str(given), marks, model, take_marks(checkpoint, stats.layers))
     warnings = [*report["warnings"], *_notes(first["model"], checkpoint, likeness)]
     compared = {**first, "compared": asdict(likeness)}
     origin = {"marks": marks.to_json(), "measured_on": compared}
@@ -69,6 +70,17 @@ def apply(
         destination = Destination(output, in_place, overwrite, claim=claim)
         what = (model, checkpoint, recipe, stats, destination, report["dataset"])
         return finish(*what, warnings, threads=report.get("threads"), origin=origin)
+
+
+def _check_statistics(source: Path, report: dict[str, Any], stats: KVStats) -> None:
+    """Refuse statistics that are not those that the report beside them sums up."""
+    said = {row["module"]: (row["k_amax"], row["v_amax"]) for row in report["layers"]}
+    found = {n: (float(x.k.amax.max()), float(x.v.amax.max())) for n, x in stats.layers.items()}
+    if said != found:
+        raise InputError(
+            f"the statistics in '{source}' are not those that its {CALIBRATION_FILE} sums up; "
+            "calibrate again"
+        )
 
 
 def _check_fits(
@@ -86,7 +98,7 @@ def _check_fits(
         )
     for module in stats.layers:
         checkpoint_prefix(module, checkpoint)
-    make_exports(derive_scales(stats, recipe), checkpoint, recipe)
+    make_exports(derive_scales(stats, recipe), checkpoint, recipe, by="apply")
     _check_linked(checkpoint)
 
 
@@ -103,16 +115,16 @@ def _check_linked(checkpoint: Checkpoint) -> None:
 
 
 def _marks(
-    given: Path, source: Path, report: dict[str, Any], stats: KVStats, base: str | None
+    given: Path, source: Path, saved: Any, stats: KVStats, base: str | None, measured: str
 ) -> Marks:
-    """Marks of the model that was measured: saved, or of `base`, or of the weights in `source`."""
-    if report.get("marks") is not None:
-        return Marks.from_json(report["marks"], f"'{source / CALIBRATION_FILE}'")
+    """Marks of the `measured` model: of `base`, or saved, or of the weights in `source`."""
     if base is not None:
         checkpoint = find_checkpoint(base)
-        if fingerprint(checkpoint) != report["checkpoint"]:
+        if fingerprint(checkpoint) != measured:
             raise InputError(f"'{base}' is not the model that '{given}' was measured on")
         return take_marks(checkpoint, stats.layers)
+    if saved is not None:
+        return Marks.from_json(saved, f"'{source / CALIBRATION_FILE}'")
     try:
         checkpoint = open_checkpoint(source)
     except InputError:
@@ -125,8 +137,8 @@ def _marks(
 
 def _notes(measured: str, checkpoint: Checkpoint, likeness: Likeness) -> Iterable[str]:
     yield (
-        f"these scales were measured on {measured}, and not on {checkpoint.path.name}: what was "
-        f"sampled of the weights for K and V differs by {likeness.largest_error:.1%} at most"
+        f"these scales were measured on {measured}: what was sampled of the weights for K and V "
+        f"of '{checkpoint.path}' differs by {likeness.largest_error:.1%} at most"
     )
     if likeness.layers_with_moved_factors:
         yield (
