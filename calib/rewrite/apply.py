@@ -64,8 +64,7 @@ def apply(
     marks = _marks(given, source, report.get("marks"), stats, base, first["checkpoint"])
     likeness = judge(str(given), marks, model, take_marks(checkpoint, stats.layers))
     warnings = [*report["warnings"], *_notes(first["model"], checkpoint, likeness)]
-    compared = {**first, "compared": asdict(likeness)}
-    origin = {"marks": marks.to_json(), "measured_on": compared}
+    origin = {"marks": marks.to_json(), "measured_on": {**first, "compared": asdict(likeness)}}
     with claimed(output, overwrite=overwrite or in_place) as claim:
         destination = Destination(output, in_place, overwrite, claim=claim)
         what = (model, checkpoint, recipe, stats, destination, report["dataset"])

@@ -99,7 +99,7 @@ def layouts(data: bytes) -> None:
     entries = {part: entry for part, text in shapes.items() if (entry := _entry(text))}
     if read is None:
         return
-    with naming(SCRATCH):
+    with naming("a model"):
         for weight in read(says).weights(Module("m", entries)):
             if prod(weight.shape) <= 1 << 16:
                 parts = {part: name.partition(".")[2] for part, name in weight.parts.items()}
