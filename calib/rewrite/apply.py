@@ -56,8 +56,7 @@ def apply(
     checkpoint = find_checkpoint(model)
     if not in_place:
         check_output(output, checkpoint.path, overwrite=overwrite)
-    stats = load_stats(given)
-    _check_statistics(source, report, stats)
+    stats = _statistics(given, source, report)
     _check_fits(given, source, stats, checkpoint, recipe)
     # of the first model, where there was a chain
     first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
@@ -71,8 +70,9 @@ def apply(
         return finish(*what, warnings, threads=report.get("threads"), origin=origin)
 
 
-def _check_statistics(source: Path, report: dict[str, Any], stats: KVStats) -> None:
-    """Refuse statistics that are not those that the report beside them sums up."""
+def _statistics(given: Path, source: Path, report: dict[str, Any]) -> KVStats:
+    """Read the statistics; refuse those that the report beside them does not sum up."""
+    stats = load_stats(given)
     said = {row["module"]: (row["k_amax"], row["v_amax"]) for row in report["layers"]}
     found = {n: (float(x.k.amax.max()), float(x.v.amax.max())) for n, x in stats.layers.items()}
     if said != found:
@@ -80,6 +80,7 @@ def _check_statistics(source: Path, report: dict[str, Any], stats: KVStats) -> N
             f"the statistics in '{source}' are not those that its {CALIBRATION_FILE} sums up; "
             "calibrate again"
         )
+    return stats
 
 
 def _check_fits(

@@ -5,10 +5,10 @@ from typing import Any
 
 from calib.model.layouts.coded import Layout
 from calib.model.layouts.compressed import CompressedTensors
-from calib.model.layouts.fp8 import read_fp8
+from calib.model.layouts.fp8_tiles import read_fp8
 from calib.model.layouts.gpt_oss import GptOss
 from calib.model.layouts.gptq import Awq, Gptq, read_auto_round
-from calib.model.layouts.modelopt import read_modelopt
+from calib.model.layouts.modelopt_weights import read_modelopt
 from calib.model.layouts.quark import read_quark
 
 # quant_method -> what reads a config that says so

@@ -172,6 +172,24 @@ def mlp_norm_alone(tensors):
     tensors["model.layers.1.post_attention_layernorm.weight"][::2] *= 1.5
 
 
+def mlp_norm_as_a_whole(tensors):
+    tensors["model.layers.1.post_attention_layernorm.weight"] *= 100
+
+
+def all_but_queries(tensors):
+    tensors["model.layers.1.input_layernorm.weight"] /= 100
+    for letter in "kv":
+        tensors[ATTENTION.format(1, letter)] *= 100
+
+
+def other_queries(tensors):
+    tensors[ATTENTION.format(1, "q")] *= 10
+
+
+def larger_keys(tensors):
+    tensors[ATTENTION.format(1, "k")] *= 1.1
+
+
 def other_keys(tensors):
     tensors[ATTENTION.format(2, "k")] += 0.05 * torch.randn(32, 64) * 0.02
 
@@ -204,6 +222,10 @@ def final_norm(tensors):
         (norm_alone, ["norms differ", "layers.1.self_attn", "calibrate that model"]),
         (mlp_norm_alone, ["norms differ", "layers.1.mlp", "calibrate that model"]),
         (other_keys, ["'layers.2.self_attn.k_proj.weight'", "from what it was"]),
+        (mlp_norm_as_a_whole, ["norms differ", "a row of 'layers.1.mlp.gate_proj", " times"]),
+        (all_but_queries, ["norms differ", "a row of 'layers.1.self_attn.q_proj", "0.01 times"]),
+        (other_queries, ["a row of 'layers.1.self_attn.q_proj.weight' is 10.00 times"]),
+        (larger_keys, ["k_proj.weight' is 1.10 times what it was; calibrate that model"]),
         (other_mlp, ["'layers.2.mlp.up_proj.weight'", "from what it was"]),
         (slightly_tuned, ["'layers.2.self_attn.k_proj.weight'", "from what it was"]),
         (other_embedding, ["embed_tokens.weight' differs"]),
@@ -215,6 +237,33 @@ def final_norm(tensors):
 def test_another_model_of_the_same_sizes(edit, phrases, model, measured, tmp_path):
     other = copy(model, tmp_path / "other", edit)
     refused(measured, other, tmp_path / "out", *phrases)
+
+
+@pytest.mark.parametrize("form", ["compressed-fp8-channel", "compressed-int8"])
+def test_another_model_behind_codes_of_eight_bits(form, model, measured, tmp_path):
+    def edit(tensors):
+        weight = tensors[ATTENTION.format(1, "k")]
+        weight += 0.1 * weight.roll(1, 0)
+
+    other = FORMS[form].quantise(copy(model, tmp_path / "other", edit), tmp_path / "plain")
+    refused(measured, other, tmp_path / "out", "'layers.1.self_attn.k_proj.weight'", "more than")
+
+
+@pytest.mark.parametrize("head", [1, 6, 15])
+def test_one_head_of_many(head, tmp_path):
+    model = save_model(
+        tiny_model("llama", num_attention_heads=16, num_key_value_heads=16, head_dim=8),
+        tmp_path / "model",
+    )
+
+    def edit(tensors):
+        tensors[ATTENTION.format(0, "v")][8 * head : 8 * head + 8] *= 4
+
+    measured = calibrated(model, tmp_path / "measured")
+    other = copy(model, tmp_path / "other", edit)
+    refused(
+        measured, other, tmp_path / "out", "a row of 'layers.0.self_attn.v_proj.weight' is 4.00"
+    )
 
 
 def test_another_architecture_and_other_sizes(measured, tmp_path):
@@ -407,7 +456,9 @@ def test_damaged_marks(change, model, measured, tmp_path):
     report = json.loads(file.read_text())
     report["marks"] |= change
     file.write_text(json.dumps(report))
-    refused(broken, copy(model, tmp_path / "other"), tmp_path / "out", "the marks", "damaged")
+    done = fp8kv("apply", broken, model, "-o", tmp_path / "out")
+    one_line_error(done, "the marks", "damaged")
+    assert "pydantic" not in done.stderr
 
 
 def test_weights_with_scales_among_them_are_left_alone(model, measured, tmp_path):
