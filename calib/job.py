@@ -122,6 +122,8 @@ class _Run:
         kept = {"export", "evaluation", "description", "save_minutes"}
         same = {
             "model": fingerprint(checkpoint),
+            # values that the fingerprint did not sample
+            "state of the weight files": checkpoint.sizes_and_times(),
             "recipe": prepared.recipe.model_dump(mode="json", exclude=kept),
             "dataset": prepared.data.fingerprint,
             "number of processes": [self.world.rank, self.world.size],

@@ -9,6 +9,8 @@ from typing import Any
 
 from calib.atomic import claimed
 from calib.errors import InputError
+from calib.marks.judging import judge
+from calib.marks.record import Marks
 from calib.model.checkpoint import fingerprint
 from calib.model.find import find_checkpoint
 from calib.output.checkpoint_directory import check_output
@@ -87,6 +89,10 @@ def _check_same(first: _Run, other: _Run) -> None:
             f"{both} are of different models or revisions ({mine['model']}, {theirs['model']}); "
             "merge only runs of one"
         )
+    # values that the fingerprint did not sample
+    if mine.get("marks") and theirs.get("marks"):
+        marks = (Marks.from_json(run.report["marks"], f"'{run.path}'") for run in (first, other))
+        judge(str(first.path), next(marks), str(other.path), next(marks))
     wanted = _capture(other.recipe)
     for name, value in _capture(first.recipe).items():
         if value != wanted[name]:

@@ -21,7 +21,9 @@ ResourcesFlag = partial(Flag, panel="Resources")
 
 Model = Annotated[str, typer.Argument(help="Local directory, Hub id, or builtin:smollm2.")]
 Output = Annotated[Path, Flag("Directory to write.", "-o", "--output")]
-Overwrite = Annotated[bool, OutputFlag("Replace an earlier output.", "--overwrite")]
+Overwrite = Annotated[
+    bool, OutputFlag("Replace an earlier output and all else in its directory.", "--overwrite")
+]
 Quiet = Annotated[bool, OutputFlag("Print nothing but errors.", "--quiet")]
 AsJson = Annotated[bool, OutputFlag("Print one JSON object.", "--json")]
 Debug = Annotated[bool, OutputFlag("Show tracebacks.", "--debug")]

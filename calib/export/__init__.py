@@ -1,7 +1,7 @@
 """Every format engines load, in one table; to add one: an entry here and a golden file."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.errors import UnsupportedExportError
@@ -23,36 +23,39 @@ from calib.verify.rules import Rules, all_rules
 
 __all__ = ["FORMATS", "Export", "Format", "check_format", "export"]
 
+Command = Literal["calibrate", "apply", "convert"]  # of which messages name flags
+
 
 def check_format(
     name: FormatName, *, strategy: Strategy, fp8_dtype: FP8Name, with_q: bool,
-    reduce: Reduce | None, center_keys: bool = False, measured: bool = True,
+    reduce: Reduce | None, center_keys: bool = False, by: Command = "calibrate",
 ) -> None:  # fmt: skip
     """Refuse what the format cannot express, before anything is measured.
 
-    The message names the way out, by flags of the command: `reduce` is None where it has none, and
-    of scales that were not `measured` by it, it can change no more than the format.
+    The message names the way out, by flags of the command it is given `by`; `reduce` is None where
+    convert has none.
     """
-    target, flag = FORMATS[name], f"--format {name}"
+    target, flag, measured = FORMATS[name], f"--format {name}", by != "convert"
+    calibrates = by == "calibrate"
     if fp8_dtype not in target.fp8_dtypes:
         formats = _formats_with("fp8_dtypes", fp8_dtype, measured)
-        way_out = _use(measured and f"--fp8-dtype {target.fp8_dtypes[0]}", formats)
+        way_out = _use(calibrates and f"--fp8-dtype {target.fp8_dtypes[0]}", formats)
         raise UnsupportedExportError(
             f"{flag} holds {' or '.join(target.fp8_dtypes)} scales; these are for {fp8_dtype}. "
             + way_out
         )
     if with_q and not target.reads_q:
         raise UnsupportedExportError(
-            f"{flag} holds no query scales. {_use(measured and '--targets kv', '--format vllm')}"
+            f"{flag} holds no query scales. {_use(calibrates and '--targets kv', '--format vllm')}"
         )
     if center_keys and not target.reads_center:
         raise UnsupportedExportError(
             f"{flag}: {target.engine} subtracts nothing from K. "
-            "Use --format fp8kv, or leave --center-keys away"
+            + _use("--format fp8kv", calibrates and "leave --center-keys away")
         )
     if strategy not in target.strategies and reduce != "max":
         own = measured and f"--strategy {target.strategies[0]}"
-        reducing = reduce is not None and "add --reduce max"
+        reducing = reduce is not None and by != "apply" and "add --reduce max"
         formats = _formats_with("strategies", strategy, measured)
         raise UnsupportedExportError(
             f"{flag}: {target.engine} reads {' or '.join(target.strategies)} scales; these have "
@@ -68,7 +71,7 @@ def export(
     *,
     reduce: Reduce | None = "none",
     tp_size: int = 1,
-    measured: bool = True,
+    by: Command = "calibrate",
 ) -> Export:
     """Express `scales` in the format called `name`, for the model in `checkpoint`.
 
@@ -82,7 +85,7 @@ def export(
         with_q=scales.has_q,
         reduce=reduce,
         center_keys=scales.has_center,
-        measured=measured,
+        by=by,
     )
     target = FORMATS[name]
     if target.build is not _nothing:

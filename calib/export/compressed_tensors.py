@@ -99,7 +99,7 @@ def _beside_quantized(method: str, scales: KVScales, quantization: dict[str, Any
     if scales.strategy != "tensor":
         raise UnsupportedExportError(
             f"'{method}' weights allow one KV scale per layer; this calibration has strategy "
-            f"'{scales.strategy}'. Use --strategy tensor, or add --reduce max"
+            f"'{scales.strategy}'. Use --strategy tensor, or calibrate or convert with --reduce max"
         )
     if method == "modelopt":
         quantization["kv_cache_scheme"] = dict(FP8_SCHEME)

@@ -4,6 +4,7 @@ What quantisation changes in a weight is noise: it leaves a row's size as it was
 factors between weights changes the size of rows, and with them the range of K or V.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,12 +18,14 @@ from calib.marks.taking import is_cached, is_embedding, norm_of
 # of vectors and embeddings: rounding to bfloat16 differs by 0.4 %
 _SAME = 0.01
 # relative error of a weight in so many bits at most, and a margin. A value of normally distributed
-# weights has 2.6 % (FP8), 1 % (INT8), 11 % (4 bits in groups of 128), 25 % (3 bits); factors moved
-# into a weight before it was quantised can triple the first two.
-_NOISE = {16: 0.005, 8: 0.15, 6: 0.2, 5: 0.25, 4: 0.35, 3: 0.5}
+# weights has 2.6 % (FP8), 1 % (INT8), 11 % (4 bits in groups of 128), 25 % (3 bits)
+_NOISE = {16: 0.005, 8: 0.06, 6: 0.2, 5: 0.25, 4: 0.35, 3: 0.5}
+_MOVED = {**_NOISE, 8: 0.15}  # where factors were moved into it before it was quantised
 # by which the size of any row may differ, and of the median one, beside its own noise: less than
 # what would matter in a scale
 _ROW, _MEDIAN = 0.03, 0.02
+# beside those for K and V; AWQ moves factors from the rows of `up_proj` into `down_proj`
+_SIZED = re.compile(r".*\b(?:q_proj|gate_proj|w1)\.weight")
 # standard deviations of what probes see of that noise
 _ROW_DEVIATIONS, _MEDIAN_DEVIATIONS = 4, 2
 # half a step of E4M3, which a row takes over where one value is nearly all of it
@@ -122,13 +125,15 @@ class _Pair:
         mark, other = self.base[name], self.found[name]
         factors, errors = _factors(mark.values, other.values)
         error = _difference(mark.values * factors[:, None], other.values)
-        if error > _noise(mark, other):
+        if error > _noise(mark, other, _MOVED if how else _NOISE):
             raise self._refuse(f"{how}'{name}' is {error:.0%} from what it was, more than rounding")
-        if is_cached(name):
-            self._check_sizes(name, factors, errors, _step(mark) + _step(other))
+        if is_cached(name) or _SIZED.fullmatch(name):
+            self._check_sizes(name, factors, errors, _step(mark) + _step(other), how)
         return error, float((factors - 1).abs().max())
 
-    def _check_sizes(self, name: str, factors: Tensor, errors: Tensor, step: float) -> None:
+    def _check_sizes(
+        self, name: str, factors: Tensor, errors: Tensor, step: float, how: str
+    ) -> None:
         """Refuse a matrix whose rows have become larger or smaller by more than their noise."""
         off, seen = (factors - 1).abs(), errors / PROBES**0.5
         beyond = off - (_ROW + step + _ROW_DEVIATIONS * seen)
@@ -136,10 +141,10 @@ class _Pair:
         usual = _MEDIAN + _MEDIAN_DEVIATIONS * seen.median() + errors.median().square()
         if (beyond > 0).any() or off.median() > usual:
             worst = float(factors[beyond.argmax()])
-            raise self._refuse(
-                f"a row of '{name}' is {worst:.2f} times what it was, as where AWQ moves factors "
-                "between V and the output projection"
-            )
+            why = f"{how}a row of '{name}' is {worst:.2f} times what it was"
+            if name.endswith("v_proj.weight"):
+                why += ", as where AWQ moves factors between V and the output projection"
+            raise self._refuse(why)
 
     def _another(self, why: str) -> InputError:
         return InputError(f"'{self.given}' is of another model than '{self.model}': {why}")
@@ -156,17 +161,17 @@ def _sizes(name: str, mark: Mark) -> tuple[int, ...]:
     return (*shape, *mark.values.shape)
 
 
-def _noise(mark: Mark, other: Mark) -> float:
+def _noise(mark: Mark, other: Mark, table: Mapping[int, float] = _MOVED) -> float:
     """The largest error between two versions of one weight that quantisation explains."""
     total = 0.0
     for bits in (mark.bits, other.bits):
-        least = min((known for known in _NOISE if known >= bits), default=16)
-        if bits < min(_NOISE):
+        least = min((known for known in table if known >= bits), default=16)
+        if bits < min(table):
             raise InputError(
                 f"weights of {bits} bits are too far from any others to be compared; calibrate "
                 "that model"
             )
-        total += _NOISE[least]
+        total += table[least]
     return total
 
 

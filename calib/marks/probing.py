@@ -58,7 +58,10 @@ def sampled(rows: int, count: int) -> list[int]:
     Those of a large matrix are near rows from which codes can be decoded.
     """
     step = _DECODED_FROM if rows >= 1024 else 1
-    return sorted({min(i * rows // count // step * step + i, rows - 1) for i in range(count)})
+    part = max(rows // count, 1)
+    return sorted(
+        {min(i * rows // count // step * step + i % part, rows - 1) for i in range(count)}
+    )
 
 
 def sampled_heads(rows: int, heads: int, head_dim: int) -> list[int]:

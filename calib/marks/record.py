@@ -40,7 +40,7 @@ class Marks:
             for name, mark in self.tensors.items()
         }
         settings = dict(self.settings)
-        return {"version": 2, "layers": self.layers, "settings": settings, "tensors": tensors}
+        return {"version": 3, "layers": self.layers, "settings": settings, "tensors": tensors}
 
     @classmethod
     def from_json(cls, document: Any, where: str) -> "Marks":
@@ -52,7 +52,7 @@ class Marks:
                 for name, mark in found.tensors.items()
             }
         except (ValidationError, Base64Error, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
+            reason = _reason(error)[:200]
             raise InputError(f"the marks in {where} are damaged ({reason})") from None
         return cls(found.layers, tensors, found.settings)
 
@@ -66,10 +66,17 @@ class _Mark(BaseModel):
 
 class _Marks(BaseModel):
     model_config = ConfigDict(strict=True)
-    version: Literal[2]
+    version: Literal[3]
     layers: int = Field(ge=1)
     settings: dict[str, Any]
     tensors: dict[str, _Mark]
+
+
+def _reason(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return " ".join(str(error).split())
+    first = error.errors()[0]
+    return f"{'.'.join(str(part)[:80] for part in first['loc'])}: {first['msg']}"
 
 
 def _encode(values: Tensor) -> str:

@@ -172,7 +172,9 @@ def _places(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> l
         if head_dim and heads and shape[0] % head_dim == 0 and shape[0] // head_dim >= heads + 2:
             return sampled_heads(shape[0], heads, head_dim)
         return sampled(shape[0], 3 * _ROWS)
-    return sampled(shape[0], _ROWS if is_cached(name) else _OTHER_ROWS)
+    heads = settings.get("num_key_value_heads")
+    heads = heads if type(heads) is int and 0 < heads <= shape[0] else 1
+    return sampled(shape[0], max(_ROWS, heads) if is_cached(name) else _OTHER_ROWS)
 
 
 def _others(names: list[str], weights: Weights, sizes: set[int]) -> Iterator[str]:

@@ -52,6 +52,10 @@ class Checkpoint:
         found = (self.text_config.get(key) for key in LAYER_KEYS)
         return next((number for number in found if type(number) is int), None)
 
+    def sizes_and_times(self) -> dict[str, list[int]]:
+        """Bytes and nanoseconds of the last change of each weight file, by name."""
+        return {shard: [size, changed] for shard, (_, size, changed) in self.states.items()}
+
     def check_unchanged(self) -> None:
         """Check that the weight files are those that were opened: scales fit no others."""
         for shard, state in self.states.items():

@@ -71,8 +71,11 @@ def check_against_weights(
     shapes: Mapping[str, tuple[int, ...]],
     *,
     trust_remote_code: bool,
-) -> None:
-    """Check that the weights have the layers and the `shapes`, by name, that the config says."""
+) -> PreTrainedModel:
+    """Check that the weights have the layers and the `shapes`, by name, that the config says.
+
+    The model is returned, on the meta device.
+    """
     parts = {part for name in checkpoint.entries for part in name.split(".") if part.isdecimal()}
     numbered = max(map(int, parts), default=_MOST_LAYERS - 1) + 1
     for key in LAYER_KEYS:
@@ -92,6 +95,7 @@ def check_against_weights(
                 f"'{name}' is {list(shape)} in the weights of '{checkpoint.path}', and "
                 f"its config.json wants {list(expected)}; download the model again"
             )
+    return model
 
 
 def auto_class(config: PreTrainedConfig) -> Any:

@@ -27,6 +27,7 @@ from calib.model.config import (
 from calib.model.dequantized import all_weights, weight_shapes
 from calib.model.quantized import (
     check_left_over,
+    codes_without_use,
     find_layout,
     forget_quantization,
     is_quantized,
@@ -46,7 +47,8 @@ def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
     check_cacheable(config, checkpoint.config)
     forget_quantization(config, layout)
     shapes = {} if is_quantized(config) else weight_shapes(checkpoint, layout)
-    check_against_weights(config, checkpoint, shapes, trust_remote_code=trust)
+    model = check_against_weights(config, checkpoint, shapes, trust_remote_code=trust)
+    check_left_over(checkpoint, codes_without_use(model, shapes), shapes)
     return config
 
 

@@ -21,7 +21,7 @@ from calib.scalefiles.json import read_object
 from calib.scalefiles.names import is_of_cache
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # the places that transformers reads, too
 _READ = ("quantization_config", "text_config.quantization_config")
@@ -93,6 +93,20 @@ def quantization_notes(checkpoint: Checkpoint) -> list[str]:
     return [
         f"the weights are quantised ({layout.label}): they were dequantised, and activations were "
         "not quantised"
+    ]
+
+
+def codes_without_use(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+    """Those of `names` that a scale or a code of a matrix of `model` has, and `model` has not."""
+    held = model.state_dict()
+    matrices = [name for name, weight in held.items() if weight.dim() > 1]
+    beside = {*(name.removesuffix("weight") for name in matrices), *(f"{n}." for n in matrices)}
+    return [
+        name
+        for name in names
+        if name not in held
+        and (match := _SCALE_OR_CODE.search(name))
+        and name[: match.start() + 1] in beside
     ]
 
 

@@ -14,6 +14,7 @@ from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.recipe import Recipe
 from calib.scalefiles.identity import summary
 from calib.scales.summary import LayerSummary
+from calib.text import plain
 
 NO_WEIGHTS = "No weights are here: put the source's weight files beside these before serving."
 _SAME = "The weights are those of the source, bit for bit."
@@ -64,7 +65,7 @@ def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:
     """The README section of one output directory."""
     recipe, dataset = report["recipe"], report["dataset"]
     origin = report.get("measured_on")
-    about = f", measured on {origin['model']} and not on this checkpoint" if origin else ""
+    about = f", measured on {origin['model']} and applied to this checkpoint" if origin else ""
     about += (
         f", observer `{recipe['observer']['name']}`, {recipe['fp8_dtype']}; {dataset['tokens']} "
         f"tokens of {dataset['source']} in {dataset['samples']} samples. Made by fp8kv "
@@ -72,7 +73,7 @@ def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:
     )
     weights = NO_WEIGHTS if recipe["export"]["weights"] == "none" else _SAME
     card = format_card(report["model"], name, path, recipe["strategy"], about, weights)
-    return card + "".join(f"- {warning}\n" for warning in report["warnings"])
+    return card + "".join(f"- {plain(warning)}\n" for warning in report["warnings"])
 
 
 def format_card(
@@ -83,9 +84,9 @@ def format_card(
     command = serve_command(name, path, per_head=holds_per_head(name, strategy))
     weights = weights if target.with_weights else "No weights are here."
     lines = [
-        f"# FP8 KV-cache scales for {model}",
+        f"# FP8 KV-cache scales for {plain(model)}",
         "",
-        f"Format `{name}` for {target.engine}; strategy `{strategy}`{about} {weights}",
+        f"Format `{name}` for {target.engine}; strategy `{strategy}`{plain(about)} {weights}",
         "",
         *(["```bash", command, "```", ""] if command else []),
         *([f"Note: {target.note}.", ""] if target.note else []),

@@ -7,7 +7,7 @@ from typing import Any
 
 from calib.atomic import Claim, atomic_directory
 from calib.choices import FormatName
-from calib.export import FORMATS, Export, export
+from calib.export import FORMATS, Command, Export, export
 from calib.marks.taking import marks_or_none
 from calib.model.checkpoint import Checkpoint
 from calib.output.card import calibration_report, output_card
@@ -75,11 +75,13 @@ def default_output(model_name: str, recipe: Recipe) -> Path:
     return Path(f"{base}-fp8kv-{recipe.strategy}")
 
 
-def make_exports(scales: KVScales, source: Checkpoint, recipe: Recipe) -> dict[FormatName, Export]:
+def make_exports(
+    scales: KVScales, source: Checkpoint, recipe: Recipe, by: Command = "calibrate"
+) -> dict[FormatName, Export]:
     """Each of the recipe's formats, with all that it adds; refuses what one cannot hold."""
     options = recipe.export
     return {
-        name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size)
+        name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size, by=by)
         for name in options.formats
     }
 

@@ -29,13 +29,11 @@ from calib.rescale.parameters import Factors
 from calib.rescale.proof import Observed
 from calib.rescale.rescaling import rescale
 from calib.scalefiles.baked import baked_for, weights_digest
-from calib.scalefiles.calibrations import statistics_file
-from calib.scalefiles.file_names import BAKE_FILE, CALIBRATION_FILE
-from calib.scalefiles.json import read_object
+from calib.scalefiles.file_names import BAKE_FILE
 from calib.scalefiles.names import is_of_cache
 from calib.scales.derive import derive_scales
+from calib.scales.measured import load_measured
 from calib.scales.stats import KVStats
-from calib.scales.stats_file import load_stats
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def bake(
     if not in_place:
         check_output(output, checkpoint.path, overwrite=overwrite)
     _check_bakeable(checkpoint)
-    stats, report = load_stats(scales), _report(scales)
+    stats, report = load_measured(scales)
     _check_measured(scales, report, stats, name, checkpoint)
     recipe = load_recipe(None, {**overrides, "device": "cpu"})
     _check_dtype(recipe, checkpoint, any_factor)
@@ -163,14 +161,6 @@ def _check_dtype(recipe: Recipe, checkpoint: Checkpoint, any_factor: bool) -> No
             f"the weights of '{checkpoint.path}' are quantised: their scales take powers of two in "
             "their own type; leave --any-factor and --dtype away"
         )
-
-
-def _report(scales: Path) -> dict[str, Any]:
-    file = statistics_file(scales).parent / CALIBRATION_FILE
-    report = read_object(file) if file.exists() else {}
-    if not report.keys() >= {"checkpoint", "recipe", "dataset"}:
-        raise InputError(f"'{scales}' does not say what was measured; give a calibration's output")
-    return report
 
 
 def _check_measured(

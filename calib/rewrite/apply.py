@@ -20,13 +20,13 @@ from calib.output.finish import Destination, Result, default_output, finish, mak
 from calib.output.in_place import check_in_place
 from calib.recipe import Recipe, load_recipe
 from calib.scalefiles.baked import baked_for
-from calib.scalefiles.calibrations import read_report, statistics_file
+from calib.scalefiles.calibrations import statistics_file
 from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scalefiles.identity import check_same_model, identity
 from calib.scalefiles.names import is_of_cache
 from calib.scales.derive import derive_scales
+from calib.scales.measured import load_measured
 from calib.scales.stats import KVStats
-from calib.scales.stats_file import load_stats
 
 
 def apply(
@@ -49,7 +49,7 @@ def apply(
     if in_place and (output or overwrite):
         raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
     source = statistics_file(given).parent
-    report = read_report(source)
+    stats, report = load_measured(given)
     changes: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
     changes |= {"strategy": strategy} if strategy else {}
     recipe = load_recipe(str(source / CALIBRATION_FILE), changes)
@@ -57,17 +57,11 @@ def apply(
     checkpoint = find_checkpoint(model)
     if not in_place:
         check_output(output, checkpoint.path, overwrite=overwrite)
-    if purpose := baked_for(checkpoint.path):
-        raise InputError(
-            f"'{model}' is baked for {purpose}, so scales of the model it was made from do not fit "
-            "it; it needs none for FP8, or calibrate it"
-        )
-    stats = load_stats(given)
     _check_fits(given, source, stats, checkpoint, recipe)
-    marks = _marks(given, source, report, stats, base)
-    likeness = judge(str(given), marks, model, take_marks(checkpoint, stats.layers))
     # of the first model, where there was a chain
     first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
+    marks = _marks(given, source, report.get("marks"), stats, base, first["checkpoint"])
+    likeness = judge(str(given), marks, model, take_marks(checkpoint, stats.layers))
     warnings = [*report["warnings"], *_notes(first["model"], checkpoint, likeness)]
     origin = {"marks": marks.to_json(), "measured_on": {**first, "compared": asdict(likeness)}}
     with claimed(output, overwrite=overwrite or in_place) as claim:
@@ -80,6 +74,11 @@ def _check_fits(
     given: Path, source: Path, stats: KVStats, checkpoint: Checkpoint, recipe: Recipe
 ) -> None:
     """Refuse, by config and names, another model and what no engine would load."""
+    if purpose := baked_for(checkpoint.path):
+        raise InputError(
+            f"'{checkpoint.path}' is baked for {purpose}, so scales of the model it was made from "
+            "do not fit it; it needs none for FP8, or calibrate it"
+        )
     check_same_model(given, identity(source), checkpoint.path, checkpoint.config)
     layers = {layer.layer_idx for layer in stats.layers.values()}
     layers |= {shared.layer_idx for shared in stats.shared.values()}
@@ -91,7 +90,7 @@ def _check_fits(
         )
     for module in stats.layers:
         checkpoint_prefix(module, checkpoint)
-    make_exports(derive_scales(stats, recipe), checkpoint, recipe)
+    make_exports(derive_scales(stats, recipe), checkpoint, recipe, by="apply")
     _check_linked(checkpoint)
 
 
@@ -108,16 +107,16 @@ def _check_linked(checkpoint: Checkpoint) -> None:
 
 
 def _marks(
-    given: Path, source: Path, report: dict[str, Any], stats: KVStats, base: str | None
+    given: Path, source: Path, saved: Any, stats: KVStats, base: str | None, measured: str
 ) -> Marks:
-    """Marks of the model that was measured: saved, or of `base`, or of the weights in `source`."""
-    if report.get("marks") is not None:
-        return Marks.from_json(report["marks"], f"'{source / CALIBRATION_FILE}'")
+    """Marks of the `measured` model: of `base`, or saved, or of the weights in `source`."""
     if base is not None:
         checkpoint = find_checkpoint(base)
-        if fingerprint(checkpoint) != report["checkpoint"]:
+        if fingerprint(checkpoint) != measured:
             raise InputError(f"'{base}' is not the model that '{given}' was measured on")
         return take_marks(checkpoint, stats.layers)
+    if saved is not None:
+        return Marks.from_json(saved, f"'{source / CALIBRATION_FILE}'")
     try:
         checkpoint = open_checkpoint(source)
     except InputError:
@@ -130,8 +129,8 @@ def _marks(
 
 def _notes(measured: str, checkpoint: Checkpoint, likeness: Likeness) -> Iterable[str]:
     yield (
-        f"these scales were measured on {measured}, and not on {checkpoint.path.name}: what was "
-        f"sampled of the weights for K and V differs by {likeness.largest_error:.1%} at most"
+        f"these scales were measured on {measured}: what was sampled of the weights for K and V "
+        f"of '{checkpoint.path}' differs by {likeness.largest_error:.1%} at most"
     )
     if likeness.layers_with_moved_factors:
         yield (

@@ -157,7 +157,7 @@ def _write(
 ) -> tuple[str, ...]:
     plain = replace(checkpoint, config=config_without_scales(checkpoint.config))
     try:
-        made = export(scales, plain, to, reduce=reduce, tp_size=tp_size, measured=False)
+        made = export(scales, plain, to, reduce=reduce, tp_size=tp_size, by="convert")
     except UnsupportedExportError as error:
         raise UnsupportedExportError(_for_convert(str(error))) from None
     if not (made.tensors or made.documents):

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+
 from calib.choices import FORMATS
 from calib.errors import InputError
 from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, STATS_FILE
@@ -14,6 +16,33 @@ from calib.scalefiles.json import read_object
 _AMAX = re.compile(r".+\.(?P<layer>\d{1,6})\..+\.(?P<letter>[kvq])\.amax")
 
 Amax = dict[tuple[int, str], tuple[float, ...]]  # (layer, "k" | "v" | "q") -> one per head
+
+
+class _Dataset(BaseModel):
+    source: str
+    samples: int
+    tokens: int
+
+
+class _Model(BaseModel):
+    model: str
+    checkpoint: str
+
+
+class _Layer(BaseModel):
+    module: str
+    k_amax: FiniteFloat
+    v_amax: FiniteFloat
+
+
+class _Report(_Model):
+    """What is read of a calibration's file; there may be more."""
+
+    model_config = ConfigDict(strict=True)
+    dataset: _Dataset
+    warnings: list[str]
+    layers: list[_Layer]
+    measured_on: _Model | None = None
 
 
 def read_amax(path: Path) -> Amax:
@@ -43,15 +72,24 @@ def read_report(directory: Path) -> dict[str, Any]:
     if not file.exists():
         raise absent(directory, f"'{directory}' has no {CALIBRATION_FILE}: it is no calibration")
     report = read_object(file)
-    needed = {"model", "checkpoint", "dataset", "warnings"}
-    if not needed <= report.keys() or not isinstance(report["dataset"], dict):
-        raise InputError(f"'{file}' does not say what was calibrated; calibrate again")
+    if report.get("fp8kv_calibration") != 1:
+        raise InputError(f"'{file}' is not of this version of fp8kv; calibrate again")
+    try:
+        _Report.model_validate(report)
+    except ValidationError as error:
+        first = error.errors()[0]
+        at = ".".join(str(part)[:40] for part in first["loc"])
+        raise InputError(
+            f"'{file}' does not say what was calibrated ({at}: {first['msg']}); calibrate again"
+        ) from None
     return report
 
 
 def statistics_file(path: Path) -> Path:
     """The statistics file `path`, or the one in the directory `path`; an InputError without."""
     file = path / STATS_FILE if path.is_dir() else path
+    if not path.exists():
+        raise InputError(f"cannot read statistics: there is no '{path}'")
     if path.is_dir() and not file.exists():
         problem = f"cannot read statistics: '{path}' has no {STATS_FILE}"
         raise absent(path, f"{problem}; give a calibration's output")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from calib.choices import ObserverName, Strategy
+from calib.errors import InputError
 from fp8kv_runtime.fp8 import dequantize, quantize, scale_from_amax
 
 MANTISSA_BITS = 7
@@ -113,7 +114,7 @@ def group_amax(amax: Tensor, strategy: Strategy) -> Tensor:
 
 def _group_histogram(histogram: Tensor | None, strategy: Strategy) -> Tensor:
     if histogram is None:
-        raise ValueError("these statistics hold no histogram; calibrate with observer mse")
+        raise InputError("these statistics hold no histogram; calibrate with observer mse")
     return histogram.sum(0, keepdim=True) if strategy == "tensor" else histogram
 
 

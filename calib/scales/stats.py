@@ -12,9 +12,10 @@ from torch import Tensor
 
 from calib.choices import FP8Name, Strategy, Targets
 from calib.errors import CalibrationError, InputError
+from calib.scalefiles.reading import is_usable
 from calib.scales.observers import Observer, group_amax
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
-from fp8kv_runtime.fp8 import FP8_DTYPES, scale_from_amax
+from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 
 class Merge(NamedTuple):
@@ -117,20 +118,28 @@ class KVStats:
         With `center_keys` K's are for what is left of K without its mean per channel, `k_center`.
 
         Raises:
-            CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at float32's ends.
+            CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at the ends.
             InputError: keys are to be centred and their means were not collected.
         """
 
         def scale(tensor: TensorStats, where: str, left: Tensor | None = None) -> Tensor:
             _check(tensor.amax, where)
+            # before an observer divides by it
+            checked(_cover_dead(group_amax(tensor.amax, strategy), strategy), where)
             amax = _cover_dead(observer.amax(tensor.amax, tensor.histogram, strategy), strategy)
             if left is not None:  # nothing is left of a constant
                 rest = observer.amax(left, None, strategy)
                 amax = torch.where(rest > 0, rest, amax)
-            try:
-                return scale_from_amax(amax * headroom, FP8_DTYPES[fp8_dtype])
-            except ValueError as error:
-                raise CalibrationError(f"{where}: {error}; check the weights") from None
+            return checked(amax, where)
+
+        def checked(amax: Tensor, where: str) -> Tensor:
+            found = amax.float() * headroom / fp8_max(FP8_DTYPES[fp8_dtype])
+            if not is_usable(found.flatten().tolist()):
+                raise CalibrationError(
+                    f"{where}: a scale would be {float(found.min()):.3g} or "
+                    f"{float(found.max()):.3g}, which no engine loads; check the weights"
+                )
+            return found
 
         def layer(name: str, seen: LayerStats) -> LayerScales:
             center, left = centered(seen) if center_keys else (None, None)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
+from quantized_models import edit_json
 from safetensors.torch import load_file
 
 COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu")
@@ -73,6 +74,13 @@ def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path
     other = save_model(trained, tmp_path / "other")
     revision = calibrated(other, texts / "b.jsonl", tmp_path / "revision")
     one_line_error(fp8kv("merge", a, revision, *out), "different models or revisions")
+    changed = shutil.copytree(b, tmp_path / "changed")
+    report = json.loads((changed / "fp8kv_calibration.json").read_text())
+    marks = report["marks"]["tensors"]
+    keys = "layers.{}.self_attn.k_proj.weight"
+    marks[keys.format(0)] = marks[keys.format(1)]
+    edit_json(changed / "fp8kv_calibration.json", marks=report["marks"])
+    one_line_error(fp8kv("merge", a, changed, *out), f"do not fit '{changed}'", keys.format(0))
     options = ("--set", "means=false")
     plain = calibrated(model, texts / "b.jsonl", tmp_path / "plain", *options)
     one_line_error(fp8kv("merge", a, plain, *out), "captured with different means (True, False)")

@@ -107,9 +107,12 @@ class Scaled:
         if "second_scale" in tensors:
             second = tensors["second_scale"].float().reshape(())
             scales = scales / second if self.divides else scales * second
+        scales = grid.take(scales, start, stop)
+        if self.dtype in (FP8, FP4) and (scales < 0).any():  # AutoRound's integers have such
+            raise LayoutError("a scale of its floats is negative")
         zeros = tensors.get("zeros")
         zeros = None if zeros is None else grid.take(zeros.float(), start, stop)
-        return dequantise(codes, grid.take(scales, start, stop), zeros)
+        return dequantise(codes, scales, zeros)
 
 
 MXFP8 = Scaled((1, 32), scale_dtypes=E8M0)

@@ -175,6 +175,11 @@ def test_another_command_does_not_go_on(model, tmp_path):
     one_line_error(fp8kv("calibrate", model, *long, "--seed", 7), "is of a run with another recipe")
     other = save_model(tiny_model("llama", num_hidden_layers=2), tmp_path / "other")
     one_line_error(fp8kv("calibrate", other, *long), "is of a run with another model")
+    weights = model / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    os.utime(weights, ns=(before, before + 1))
+    one_line_error(fp8kv("calibrate", model, *long), "with another state of the weight files")
+    os.utime(weights, ns=(before, before))
     assert saved.exists()
     assert not out.exists()
 

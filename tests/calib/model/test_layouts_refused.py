@@ -62,6 +62,18 @@ def test_codes_without_scales(name, model, tmp_path):
     refuse(directory, tmp_path, f"'{MODULE}' has no ")
 
 
+@pytest.mark.parametrize("name", ["compressed-fp8", "compressed-nvfp4", "fp8-block"])
+def test_negative_scales_of_floats(name, model, tmp_path):
+    directory = model(name)
+
+    def change(parts):
+        scale = scale_of(parts)
+        parts[scale] = (-parts[scale].float()).to(parts[scale].dtype)
+
+    edit(directory, change)
+    refuse(directory, tmp_path, f"'{MODULE}.weight': a scale of its floats is negative")
+
+
 @pytest.mark.parametrize("name", KINDS)
 def test_scales_of_another_shape(name, model, tmp_path):
     directory = model(name)

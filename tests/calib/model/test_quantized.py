@@ -120,6 +120,8 @@ def test_quantisation_inside_text_config(tmp_path):
 def test_scales_that_the_loader_leaves_over(tiny_directory, suffix):
     edit_tensors(tiny_directory, lambda m, w: {f"{m}.weight": w, f"{m}.{suffix}": torch.ones(3)})
     refuse(tiny_directory, rf"layers.0.mlp.down_proj.{suffix}'.*give the model it was made from")
+    with pytest.raises(InputError, match=rf"down_proj.{suffix}'"):  # names alone tell
+        load_config(find_checkpoint(str(tiny_directory)), RECIPE)
 
 
 def test_codes_that_the_loader_leaves_over_are_named_before_missing_weights(tiny_directory):
@@ -129,6 +131,8 @@ def test_codes_that_the_loader_leaves_over_are_named_before_missing_weights(tiny
 
     edit_tensors(tiny_directory, gptq)
     refuse(tiny_directory, r"down_proj.g_idx'")
+    with pytest.raises(InputError, match=r"down_proj.g_idx'"):
+        load_config(find_checkpoint(str(tiny_directory)), RECIPE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])

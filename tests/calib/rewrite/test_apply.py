@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from safetensors.torch import load_file, save_file
 from calib.marks.record import Marks
 from calib.model.find import find_checkpoint
 from calib.scalefiles.reading import read_scales
+from calib.scales.stats import KVStats
+from calib.scales.stats_file import load_stats, save_stats
 
 LAYERS = range(3)
 ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"
@@ -112,7 +116,7 @@ def test_another_dtype_and_other_files(model, measured, tmp_path):
     assert report["measured_on"]["checkpoint"] == before["checkpoint"] != report["checkpoint"]
     assert report["measured_on"]["compared"]["largest_error"] < 0.01
     assert report["marks"] == before["marks"]
-    assert f"measured on {model} and not on this checkpoint" in (out / "README.md").read_text()
+    assert f"measured on {model} and applied to this checkpoint" in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("form", FITTING)
@@ -168,6 +172,24 @@ def mlp_norm_alone(tensors):
     tensors["model.layers.1.post_attention_layernorm.weight"][::2] *= 1.5
 
 
+def mlp_norm_as_a_whole(tensors):
+    tensors["model.layers.1.post_attention_layernorm.weight"] *= 100
+
+
+def all_but_queries(tensors):
+    tensors["model.layers.1.input_layernorm.weight"] /= 100
+    for letter in "kv":
+        tensors[ATTENTION.format(1, letter)] *= 100
+
+
+def other_queries(tensors):
+    tensors[ATTENTION.format(1, "q")] *= 10
+
+
+def larger_keys(tensors):
+    tensors[ATTENTION.format(1, "k")] *= 1.1
+
+
 def other_keys(tensors):
     tensors[ATTENTION.format(2, "k")] += 0.05 * torch.randn(32, 64) * 0.02
 
@@ -200,6 +222,10 @@ def final_norm(tensors):
         (norm_alone, ["norms differ", "layers.1.self_attn", "calibrate that model"]),
         (mlp_norm_alone, ["norms differ", "layers.1.mlp", "calibrate that model"]),
         (other_keys, ["'layers.2.self_attn.k_proj.weight'", "from what it was"]),
+        (mlp_norm_as_a_whole, ["norms differ", "a row of 'layers.1.mlp.gate_proj", " times"]),
+        (all_but_queries, ["norms differ", "a row of 'layers.1.self_attn.q_proj", "0.01 times"]),
+        (other_queries, ["a row of 'layers.1.self_attn.q_proj.weight' is 10.00 times"]),
+        (larger_keys, ["k_proj.weight' is 1.10 times what it was; calibrate that model"]),
         (other_mlp, ["'layers.2.mlp.up_proj.weight'", "from what it was"]),
         (slightly_tuned, ["'layers.2.self_attn.k_proj.weight'", "from what it was"]),
         (other_embedding, ["embed_tokens.weight' differs"]),
@@ -211,6 +237,33 @@ def final_norm(tensors):
 def test_another_model_of_the_same_sizes(edit, phrases, model, measured, tmp_path):
     other = copy(model, tmp_path / "other", edit)
     refused(measured, other, tmp_path / "out", *phrases)
+
+
+@pytest.mark.parametrize("form", ["compressed-fp8-channel", "compressed-int8"])
+def test_another_model_behind_codes_of_eight_bits(form, model, measured, tmp_path):
+    def edit(tensors):
+        weight = tensors[ATTENTION.format(1, "k")]
+        weight += 0.1 * weight.roll(1, 0)
+
+    other = FORMS[form].quantise(copy(model, tmp_path / "other", edit), tmp_path / "plain")
+    refused(measured, other, tmp_path / "out", "'layers.1.self_attn.k_proj.weight'", "more than")
+
+
+@pytest.mark.parametrize("head", [1, 6, 15])
+def test_one_head_of_many(head, tmp_path):
+    model = save_model(
+        tiny_model("llama", num_attention_heads=16, num_key_value_heads=16, head_dim=8),
+        tmp_path / "model",
+    )
+
+    def edit(tensors):
+        tensors[ATTENTION.format(0, "v")][8 * head : 8 * head + 8] *= 4
+
+    measured = calibrated(model, tmp_path / "measured")
+    other = copy(model, tmp_path / "other", edit)
+    refused(
+        measured, other, tmp_path / "out", "a row of 'layers.0.self_attn.v_proj.weight' is 4.00"
+    )
 
 
 def test_another_architecture_and_other_sizes(measured, tmp_path):
@@ -315,10 +368,74 @@ def test_an_output_without_marks(model, measured, tmp_path):
     )
     changed = copy(model, tmp_path / "changed", rescale_values, {"rope_theta": 7.0})
     wrong = ("--base", changed)
-    refused(old, other, tmp_path / "out", "is not the model that", flags=wrong)
+    for given in (old, measured):
+        refused(given, other, tmp_path / "out", "is not the model that", flags=wrong)
     out = applied(old, other, tmp_path / "from-the-base", "--base", model)
     assert scales(out) == scales(measured)
     refused(old, changed, tmp_path / "out", "do not fit", flags=("--base", model))
+
+
+def edited(measured, path, **changes):
+    """A calibration whose report somebody changed."""
+    shutil.copytree(measured, path)
+    edit_json(path / "fp8kv_calibration.json", **changes)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("change", "phrase"),
+    [
+        ({"fp8kv_calibration": 2}, "not of this version of fp8kv"),
+        ({"measured_on": {"model": "m"}}, "what was calibrated (measured_on.checkpoint: "),
+        ({"warnings": "none"}, "what was calibrated (warnings: "),
+        ({"dataset": {}}, "what was calibrated (dataset.source: "),
+    ],
+)
+def test_a_damaged_report(change, phrase, model, measured, tmp_path):
+    refused(edited(measured, tmp_path / "broken", **change), model, tmp_path / "out", phrase)
+
+
+def test_a_recipe_that_the_statistics_do_not_serve(model, measured, tmp_path):
+    recipe = json.loads((measured / "fp8kv_calibration.json").read_text())["recipe"]
+    recipe["observer"]["name"] = "mse"
+    given = edited(measured, tmp_path / "given", recipe=recipe)
+    refused(given, model, tmp_path / "out", "hold no histogram; calibrate with observer mse")
+
+
+def test_statistics_that_somebody_changed(model, measured, tmp_path):
+    given = shutil.copytree(measured, tmp_path / "given")
+    stats = load_stats(given)
+    name, layer = next(iter(stats.layers.items()))
+    louder = replace(layer, v=replace(layer.v, amax=layer.v.amax * 2))
+    (given / "fp8kv_stats.safetensors").unlink()
+    save_stats(KVStats({**stats.layers, name: louder}), given / "fp8kv_stats.safetensors")
+    refused(given, model, tmp_path / "out", "are not those that its fp8kv_calibration.json sums up")
+
+
+def test_a_card_that_steers_no_terminal(model, measured, tmp_path):
+    clear, dataset = "\x1b[2J\n# clear", {"source": "\x1b[3J", "samples": 1, "tokens": 1}
+    origin = {"model": "a\x1b[4J\nb", "checkpoint": "c"}
+    changes = {"warnings": [clear], "dataset": dataset, "measured_on": origin}
+    out = applied(edited(measured, tmp_path / "given", **changes), model, tmp_path / "out")
+    card = (out / "README.md").read_text()
+    assert all(text in card for text in ("[2J\ufffd# clear", "[3J", "[4J\ufffdb"))
+    assert "\x1b" not in card
+
+
+@pytest.mark.parametrize(
+    ("flags", "to", "advice"),
+    [
+        (("--targets", "qkv"), ("--format", "tgi"), "Use --format vllm"),
+        (("--strategy", "attn_head"), ("--format", "tgi"), "Use --strategy tensor, or --format"),
+        (("--fp8-dtype", "e5m2"), ("--format", "tgi"), "Use --format "),
+    ],
+)
+def test_advice_names_flags_that_apply_has(flags, to, advice, model, tmp_path):
+    measured = calibrated(model, tmp_path / "measured", *flags, "--format", "fp8kv")
+    done = fp8kv("apply", measured, model, "-o", tmp_path / "out", *to)
+    one_line_error(done, advice)
+    help = fp8kv("apply", "--help").output
+    assert all(flag in help for flag in re.findall(r"--[a-z0-9-]+", done.stderr))
 
 
 @pytest.mark.parametrize(
@@ -339,7 +456,9 @@ def test_damaged_marks(change, model, measured, tmp_path):
     report = json.loads(file.read_text())
     report["marks"] |= change
     file.write_text(json.dumps(report))
-    refused(broken, copy(model, tmp_path / "other"), tmp_path / "out", "the marks", "damaged")
+    done = fp8kv("apply", broken, model, "-o", tmp_path / "out")
+    one_line_error(done, "the marks", "damaged")
+    assert "pydantic" not in done.stderr
 
 
 def test_weights_with_scales_among_them_are_left_alone(model, measured, tmp_path):
@@ -358,7 +477,8 @@ def test_applied_scales_are_not_merged(model, measured, tmp_path):
 
 def test_what_is_no_calibration(model, tmp_path):
     refused(model, model, tmp_path / "out", "has no fp8kv_stats.safetensors")
-    refused(tmp_path / "gone", model, tmp_path / "out", "fp8kv_calibration.json")
+    gone = tmp_path / "gone"
+    refused(gone, model, tmp_path / "out", f"cannot read statistics: there is no '{gone}'")
 
 
 def test_marks_are_the_same_whatever_files_and_as_json(model, measured):

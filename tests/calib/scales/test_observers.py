@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from calib.errors import InputError
 from calib.scales.observers import OBSERVERS, AbsMax, Mse, Percentile, magnitude_histogram
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
@@ -67,7 +68,7 @@ def test_mse_clips_a_lone_outlier_in_e4m3_only_where_it_pays():
 @pytest.mark.parametrize("name", ["percentile", "mse"])
 def test_observers_that_need_a_histogram_say_so(name):
     observer = OBSERVERS[name](99, torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="hold no histogram"):
+    with pytest.raises(InputError, match="hold no histogram"):
         observer.amax(AMAX, None, "tensor")
 
 
