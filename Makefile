@@ -85,6 +85,15 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv
 	$(INTEROP)/bin/python tests/interop/check_stress.py \
 		"$$($(SMOLLM2_DIRECTORY))" $(OUT)/twin $(OUT)/twin-fp8kv
+	$(BIN)/fp8kv bake $(OUT)/twin --scales $(OUT)/twin-fp8kv --for fp8 -o $(OUT)/baked/twin --overwrite
+	for name in llmcompressor nvidia; do \
+		$(BIN)/fp8kv bake $(OUT)/quantized/sources/$$name --scales $(OUT)/quantized/served/$$name \
+			--for fp8 -o $(OUT)/baked/$$name --overwrite || exit 1; \
+	done
+	$(INTEROP)/bin/python tests/interop/check_baked.py \
+		"$$($(SMOLLM2_DIRECTORY))" $(OUT)/baked/twin \
+		$(OUT)/quantized/sources/llmcompressor $(OUT)/baked/llmcompressor \
+		$(OUT)/quantized/sources/nvidia $(OUT)/baked/nvidia
 	$(INTEROP)/bin/python tests/interop/check_served.py $(BIN)/fp8kv \
 		$(OUT)/twin $(OUT)/twin-fp8kv $(OUT)/tensor-kv/vllm
 	$(INTEROP)/bin/python tests/interop/check_transformers.py "$$($(SMOLLM2_DIRECTORY))" \

@@ -20,20 +20,19 @@ PROMPT = "Question: What is the capital of France? Answer: The capital of France
 NEW_TOKENS = 16
 
 
-def generate(directory: Path, cache_dtype: str, prompt: str) -> dict:
+def generate(directory: Path, cache_dtype: str) -> dict:
     """Continue the prompt greedily: the new tokens, and their text."""
     llm = start(directory, kv_cache_dtype=cache_dtype)
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    made = llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0]
+    made = llm.generate([PROMPT], greedy, use_tqdm=False)[0].outputs[0]
     return {"tokens": list(made.token_ids), "text": made.text}
 
 
-def in_new_process(directory: Path, cache_dtype: str, prompt: str = PROMPT) -> dict:
+def in_new_process(directory: Path, cache_dtype: str) -> dict:
     """The same; an engine keeps its memory until its process ends."""
-    flags = ["--cache-dtype", cache_dtype, "--prompt", prompt]
-    command = [sys.executable, __file__, str(directory), *flags]
+    command = [sys.executable, __file__, str(directory), "--cache-dtype", cache_dtype]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -68,12 +67,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directories", type=Path, nargs="+", metavar="DIR")
     parser.add_argument("--cache-dtype", help="generate with one DIR and print the tokens")
-    parser.add_argument("--prompt")
-    given = parser.parse_args()
-    if given.cache_dtype:
-        print(json.dumps(generate(*given.directories, given.cache_dtype, given.prompt)))
+    arguments = parser.parse_args()
+    if arguments.cache_dtype:
+        print(json.dumps(generate(*arguments.directories, arguments.cache_dtype)))
     else:
-        check(*given.directories)
+        check(*arguments.directories)
 
 
 if __name__ == "__main__":
