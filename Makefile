@@ -71,6 +71,7 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 		$(OUT)/tensor-kv/vllm $(OUT)/quantized
 	$(INTEROP)/bin/python tests/interop/check_quantized.py $(OUT)/quantized
 	$(INTEROP)/bin/python tests/interop/check_vllm_triton.py
+	$(INTEROP)/bin/python tests/interop/check_caches.py
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang.py
 	$(VLLM_CLASSES) --check
 	$(SGLANG_CLASSES) --check $(CHECKED_IN_SGLANG)

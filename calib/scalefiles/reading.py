@@ -9,6 +9,7 @@ from typing import Any
 
 from calib.choices import FP8Name, Strategy
 from calib.errors import InputError, NoScalesError
+from calib.scalefiles.baked import baked_for
 from calib.scalefiles.file_names import JSON_FILE, MODELOPT_FILE
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor, open_scales
 from calib.scalefiles.fp8_type import fp8_type
@@ -125,6 +126,11 @@ def read_scales(path: Path) -> FoundScales:
                 layer = found.setdefault(index, FoundLayer(index))
                 # ranks hold different heads: one scale for all of them is the largest
                 layer.k = layer.v = (max(scale, *(layer.k or (scale,))),)
+    if not found and baked_for(path) == "fp8":
+        raise NoScalesError(
+            f"'{path}' holds no KV-cache scales and needs none: it is baked for fp8, so that 1.0 "
+            "is right"
+        )
     if not found:
         raise NoScalesError(
             f"'{path}' holds no KV-cache scales: no tensor such as "

@@ -289,6 +289,9 @@ def test_other_commands_know_a_baked_model(tmp_path):
     baked = tmp_path / "baked"
     assert bake(source, scales, baked, "--for", "fp8").exit_code == 0
     one_line_error(fp8kv("apply", scales, baked, "-o", tmp_path / "no"), "is baked for fp8")
+    for command in ("inspect", ("convert", "--to", "sglang", "-o", tmp_path / "no")):
+        name, *flags = [command] if isinstance(command, str) else command
+        one_line_error(fp8kv(name, baked, *flags), "needs none: it is baked for fp8")
     done = calibrate(baked, "-o", tmp_path / "after")
     assert "this model is baked for fp8" in done.stdout + done.stderr
 
