@@ -72,7 +72,7 @@ def bake(
 def _short_lines(short: tuple[float, float]) -> list[str]:
     return [
         f"note: {which} of some heads stays up to 2^{octaves:.0f} smaller than an FP8 cache holds "
-        "best: scales of quantised weights hold no larger factors"
+        "best: its weights hold no larger factors"
         for which, octaves in zip("KV", short, strict=True)
         if octaves >= 1
     ]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calib.errors import UnsupportedModelError
+from calib.errors import InputError, UnsupportedModelError
 from calib.export.base import checkpoint_prefix
 from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint
@@ -30,19 +30,22 @@ class Editing:
 
     checkpoint: Checkpoint
     coded: Mapping[str, CodedWeight]
-    stored: Mapping[str, StoredTensor]  # where weights are coded
+    stored: Mapping[str, StoredTensor]
+    dtype: torch.dtype | None  # that floats get before they are edited; None: their own
     advice: str  # where a product is not exact
     exact: bool
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, advice: str, *, exact: bool) -> "Editing":
+    def of(
+        cls, checkpoint: Checkpoint, dtype: torch.dtype | None, advice: str, *, exact: bool
+    ) -> "Editing":
         """Read what a checkpoint holds."""
-        layout = find_layout(checkpoint)
-        coded = {weight.name: weight for weight in coded_weights(checkpoint, layout)}
-        return cls(checkpoint, coded, stored_tensors(checkpoint) if coded else {}, advice, exact)
+        coded = coded_weights(checkpoint, find_layout(checkpoint))
+        by_name = {weight.name: weight for weight in coded}
+        return cls(checkpoint, by_name, stored_tensors(checkpoint), dtype, advice, exact)
 
     def edits(self, changes: Iterable[Rescaled]) -> dict[str, Edit]:
-        """The edit of each stored tensor; NotHeld where codes cannot follow."""
+        """The edit of each stored tensor; NotHeld where codes, or 1 + a weight, cannot follow."""
         found: dict[str, Edit] = {}
         for change in changes:
             name = f"{checkpoint_prefix(change.module, self.checkpoint)}.{change.inner}"
@@ -50,12 +53,24 @@ class Editing:
                 parts = rescaled_parts(self.coded[name], self.stored, change.factor)
                 found |= {part: _replaced_by(tensor) for part, tensor in parts.items()}
             elif name in self.checkpoint.entries:
-                found[name] = exact_product(change, self.advice) if self.exact else change.product
+                found[name] = self._product(name, change)
             else:
                 raise UnsupportedModelError(
                     f"'{self.checkpoint.path}' has no '{name}', which must be multiplied"
                 )
         return found
+
+    def _product(self, name: str, change: Rescaled) -> Edit:
+        if not self.exact:
+            return change.product
+        edit = exact_product(change, self.advice)
+        if change.adds_one:  # that its type holds the product is rare
+            weight = self.stored[name].read()
+            try:
+                edit(weight if self.dtype is None else weight.to(self.dtype))
+            except InputError as error:
+                raise NotHeld(str(error)) from None
+        return edit
 
 
 def fitting(
@@ -69,10 +84,9 @@ def fitting(
 
     Where K's or V's are not held, `coarser` ones are tried in turn; NotHeld where none are.
     """
-    if not editing.coded:
-        return factors, editing.edits(rescaled_parameters(model, modules, factors))
-    of_k = [_as_wanted, *coarser]
-    of_v = coarser if rounds_inputs(editing.checkpoint) else of_k
+    of_k = of_v = [_as_wanted, *coarser]
+    if editing.coded and rounds_inputs(editing.checkpoint):
+        of_v = [*coarser]
     # the nearest to what was wanted first
     ways = sorted(
         product(enumerate(of_k), enumerate(of_v)), key=lambda pair: pair[0][0] + pair[1][0]
@@ -94,6 +108,7 @@ def fitting(
                 problem = problem or error
         else:
             raise problem or NotHeld(name)
+    rescaled_parameters(model, modules, found)  # refuses a tensor of two layers
     return found, edits
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.recipe import Recipe
-from calib.rescale.edits import FOR_FP8, Coarser, Editing, fitting
+from calib.rescale.edits import Coarser, Editing, fitting
 from calib.rescale.parameters import Factors, cached_attention
 from calib.rescale.proof import Observed, load_exact, observe, prove
 from calib.rescale.shards import write_rescaled
@@ -36,7 +36,7 @@ def rescale(
     choose: Choose,
     *,
     what: str,
-    coarser: Sequence[Coarser] = FOR_FP8,
+    coarser: Sequence[Coarser] = (),
     advice: str = "",
     exact: bool = True,
 ) -> Rescaling:
@@ -44,16 +44,17 @@ def rescale(
 
     Unless `exact` is False, factors are powers of two, and the same outputs are proved bit for bit
     on what lies on disk. Refusals name `what` was to be made, with `advice` where a product is not
-    exact. The recipe's dtype is that of the written weights. `coarser` factors are for quantised
-    weights that do not hold those.
+    exact. The recipe's dtype is that of the written weights. `coarser` factors are for weights
+    that do not hold those.
     """
     model = load_exact(checkpoint, recipe)
     before, modules = observe(model), cached_attention(model)
-    editing = Editing.of(checkpoint, advice, exact=exact)
+    dtype = None if recipe.dtype == "auto" else torch.float32
+    editing = Editing.of(checkpoint, dtype, advice, exact=exact)
     wanted = choose(model, modules)
     factors, edits = fitting(editing, model, modules, wanted, coarser)
     del model  # one copy in memory is enough
-    write_rescaled(checkpoint, edits, out, None if recipe.dtype == "auto" else torch.float32)
+    write_rescaled(checkpoint, edits, out, dtype)
     after = observe(load_exact(open_checkpoint(out), recipe))
     if exact:
         prove(before, after, modules, factors, what)

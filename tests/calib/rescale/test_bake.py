@@ -321,5 +321,13 @@ def test_the_table_has_no_other_rows():
 def test_a_norm_that_adds_one_needs_wider_weights(tmp_path):
     source = model_directory(tmp_path / "source", "gemma3_text")
     scales = calibrated(source, tmp_path / "scales")
-    done = bake(source, scales, tmp_path / "out", "--for", "fp8")
-    one_line_error(done, "is not exact in bfloat16; add --dtype float32")
+    done = bake(source, scales, tmp_path / "out", "--for", "fp8", "--json")
+    said = json.loads(done.stdout)
+    assert said["octaves_short"]["k"] >= 1
+    assert said["octaves_short"]["v"] == 0
+    assert not any("norm" in name for name in said["changed"])
+    shown = bake(source, scales, tmp_path / "again", "--for", "fp8").stdout
+    assert "note: K of some heads stays up to 2^" in " ".join(shown.split())
+    one_line_error(
+        fp8kv("stress", source, "-o", tmp_path / "twin"), "not exact in bfloat16", "--dtype float32"
+    )
