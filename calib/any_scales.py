@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from calib.errors import InputError
+from calib.model.checkpoint import fingerprint
+from calib.scalefiles.baked import baked_for
+from calib.scalefiles.calibrations import read_report
 from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, STATS_FILE
 from calib.scalefiles.fp8_type import fp8_type
 from calib.scalefiles.identity import check_same_model, identity
@@ -37,6 +40,7 @@ def open_any_scales(directory: Path, checkpoint: Checkpoint | None = None) -> Op
         check_same_model(directory, identity(directory), checkpoint.path, checkpoint.config)
     measured = None
     if (directory / CALIBRATION_FILE).exists():
+        _check_baked(directory, checkpoint)
         measured = load_scales(directory)
         files = {file.name for file in directory.glob("*.safetensors")} - {STATS_FILE}
         if not (files or (directory / JSON_FILE).exists()):  # format fp8kv
@@ -44,6 +48,17 @@ def open_any_scales(directory: Path, checkpoint: Checkpoint | None = None) -> Op
     found = read_scales(directory)
     fp8_type(found.directory)  # what is not known is refused before a model is loaded
     return partial(_of_files, found, measured)
+
+
+def _check_baked(directory: Path, checkpoint: Checkpoint | None) -> None:
+    """Refuse scales of the model that a baked one was made from."""
+    if checkpoint is None or not baked_for(checkpoint.path):
+        return
+    if read_report(directory)["checkpoint"] != fingerprint(checkpoint):
+        raise InputError(
+            f"'{checkpoint.path}' is baked, and the scales in '{directory}' were not measured on "
+            "it; calibrate the baked model"
+        )
 
 
 def to_scales(found: FoundScales, layers: Mapping[str, FoundLayer]) -> KVScales:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
-from calib.scalefiles.baked import add_files
+from calib.scalefiles.baked import add_files, weights_digest
 from calib.scalefiles.calibrations import no_model
 from calib.scalefiles.file_names import (
     CALIBRATION_FILE,
@@ -67,7 +67,8 @@ class Checkpoint:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """The sha256 of the config, and of every weight file's name, size, header and a few blocks.
+    """The sha256 of the config, of every weight file's name, size, header and a few blocks, and of
+    a few bytes of every tensor of attention.
 
     It tells models and revisions apart without reading hundreds of gigabytes; it is no proof that
     two checkpoints are the same. Files that have changed since they were opened are refused.
@@ -75,6 +76,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     checkpoint.check_unchanged()
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
     add_files(digest, checkpoint.path, checkpoint.shards)
+    digest.update(weights_digest(checkpoint.path).encode())
     return digest.hexdigest()
 
 

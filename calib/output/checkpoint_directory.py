@@ -30,16 +30,17 @@ from calib.scalefiles.names import is_of_cache
 RENAMED_SINGLE = "model-00001-of-00001.safetensors"
 # files of the source that an output replaces; it keeps them in a directory where no engine looks
 _REPLACED = (CARD_FILE, CONFIG_FILE, INDEX_FILE)
+ADAPTER_FILE = "adapter_config.json"
 _WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
 
 
-def check_output(out: Path, source: Path, *, overwrite: bool) -> None:
-    """Refuse an output path that would harm the source or something that is not ours."""
+def check_output(out: Path, source: Path, *, overwrite: bool, what: str = "model") -> None:
+    """Refuse an output path that would harm the source, which is `what`, or what is not ours."""
     # `resolve` fails on links that lead to themselves
     resolved, model = (Path(os.path.realpath(path)) for path in (out, source))
     if resolved == model or model in resolved.parents or resolved in model.parents:
         raise InputError(
-            f"output '{out}' would mix with the model in '{source}'; choose another -o"
+            f"output '{out}' would mix with the {what} in '{source}'; choose another -o"
         )
     ours = (
         *(CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE, BAKE_FILE),
@@ -125,11 +126,20 @@ def copy_small_files(checkpoint: Checkpoint, out: Path) -> None:
     for file in sorted(checkpoint.path.rglob("*")):
         relative = file.relative_to(checkpoint.path)
         hidden = any(part.startswith((".", "fp8kv_")) for part in relative.parts)
+        hidden = hidden and relative.name != BAKE_FILE  # which is true of the same weights
         is_weight = file.suffix in _WEIGHTS or file.name == INDEX_FILE
         if hidden or is_weight or not file.is_file():
             continue
         (out / relative).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, out / relative)
+
+
+def other_weights(checkpoint: Checkpoint) -> list[str]:
+    """Weight files in a model's directory that are not the checkpoint's; an adapter's config."""
+    files = (file for file in sorted(checkpoint.path.rglob("*")) if file.is_file())
+    names = {file.relative_to(checkpoint.path).as_posix(): file.suffix for file in files}
+    weights = {name for name, suffix in names.items() if suffix in _WEIGHTS or name == ADAPTER_FILE}
+    return sorted(weights - {*checkpoint.shards})
 
 
 def write_documents(export: Export, out: Path) -> None:

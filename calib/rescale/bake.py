@@ -19,7 +19,12 @@ from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.model.find import find_checkpoint
 from calib.model.quantized import find_layout
-from calib.output.checkpoint_directory import check_output, write_json
+from calib.output.checkpoint_directory import (
+    ADAPTER_FILE,
+    check_output,
+    other_weights,
+    write_json,
+)
 from calib.output.in_place import back_up, complete, local_directory
 from calib.recipe import Recipe, load_recipe
 from calib.rescale.bake_card import write_card
@@ -27,10 +32,11 @@ from calib.rescale.choosing import check_modules, factors_for_fp8, factors_for_i
 from calib.rescale.edits import FOR_FP8, FOR_INT8
 from calib.rescale.parameters import Factors
 from calib.rescale.proof import Observed
-from calib.rescale.rescaling import rescale
+from calib.rescale.rescaling import Rescaling, check_no_scales, rescale
 from calib.scalefiles.baked import baked_for, weights_digest
+from calib.scalefiles.calibrations import statistics_file
 from calib.scalefiles.file_names import BAKE_FILE
-from calib.scalefiles.names import is_of_cache
+from calib.scalefiles.fp8_type import FP8_MAX
 from calib.scales.derive import derive_scales
 from calib.scales.measured import load_measured
 from calib.scales.stats import KVStats
@@ -93,7 +99,9 @@ def bake(
     output = local_directory(name) if in_place else output or _default_output(name, purpose)
     if not in_place:
         check_output(output, checkpoint.path, overwrite=overwrite)
-    _check_bakeable(checkpoint)
+        measured = statistics_file(scales).parent
+        check_output(output, measured, overwrite=overwrite, what="calibration")
+    _check_bakeable(checkpoint, in_place=in_place)
     stats, report = load_measured(scales)
     _check_measured(scales, report, stats, name, checkpoint)
     recipe = load_recipe(None, {**overrides, "device": "cpu"})
@@ -103,23 +111,25 @@ def bake(
         claimed(output, overwrite=overwrite or in_place) as claim,
         atomic_directory(output, claim=claim) as scratch,
     ):
-        what = f"'{name}' cannot be baked"
-        coarser = FOR_FP8 if purpose == "fp8" else FOR_INT8
         done = rescale(
-            checkpoint, scratch, recipe, choose, what=what, coarser=coarser, exact=not any_factor
-        )
-        if not done.changed:
-            raise InputError(f"'{name}' is as an {purpose} cache wants it: nothing to bake")
-        baked = Baked(
-            name, output, purpose, not any_factor, done.changed, _per_head(done.factors),
-            len(done.factors), _short(done.wanted, done.factors),
-            _difference(done.before, done.after),
+            checkpoint, scratch, recipe, choose, what=f"'{name}' cannot be baked",
+            coarser=FOR_FP8 if purpose == "fp8" else FOR_INT8, exact=not any_factor,
         )  # fmt: skip
+        baked = _described(name, output, purpose, done, not any_factor)
+        _check_fits(scales, baked, done.after)
         _describe(baked, checkpoint, scratch, done.factors, report["dataset"])
         if in_place:
             complete(scratch, output)
             baked = replace(baked, backup=back_up(output, scratch))
     return baked
+
+
+def _described(name: str, output: Path, purpose: Purpose, done: Rescaling, exact: bool) -> Baked:
+    factors = done.factors
+    return Baked(
+        name, output, purpose, exact, done.changed, _per_head(factors), len(factors),
+        _short(done.wanted, factors), _difference(done.before, done.after),
+    )  # fmt: skip
 
 
 def _describe(
@@ -135,22 +145,38 @@ def _describe(
     write_card(checkpoint, out, baked.to_json(), dataset)
 
 
+def _check_fits(given: Path, baked: Baked, after: Observed) -> None:
+    """Refuse what changes nothing, and what the few tokens of the proof go far beyond."""
+    if not baked.changed:
+        raise InputError(
+            f"'{baked.model}' is as an {baked.purpose} cache wants it: nothing to bake"
+        )
+    largest = max(map(after.amax, "kv"))  # other text may go a little beyond
+    if baked.purpose == "fp8" and largest > 2 * FP8_MAX["e4m3fn"]:
+        raise InputError(
+            f"K or V reaches {largest:g} at 1.0, beyond FP8: '{given}' is not of this model, or "
+            "saw too little text; calibrate again"
+        )
+
+
 def _default_output(name: str, purpose: Purpose) -> Path:
     """`./<model>-baked-<purpose>`."""
     return Path(f"{Path(name.rstrip('/').removeprefix('builtin:')).name}-baked-{purpose}")
 
 
-def _check_bakeable(checkpoint: Checkpoint) -> None:
-    """Refuse a model that was baked, or has scales."""
+def _check_bakeable(checkpoint: Checkpoint, *, in_place: bool) -> None:
+    """Refuse a model that was baked, has scales, or more weights than those that are changed."""
+    others = other_weights(checkpoint)
+    if others and (in_place or ADAPTER_FILE in others):
+        raise InputError(
+            f"'{checkpoint.path}' holds '{others[0]}' too, which would not fit what is baked; "
+            "merge adapters first, and take other weights away or use -o"
+        )
     if purpose := baked_for(checkpoint.path):
         raise InputError(
             f"'{checkpoint.path}' is baked for {purpose}; bake the model it was made from"
         )
-    if scale := next(filter(is_of_cache, checkpoint.entries), None):
-        raise InputError(
-            f"'{checkpoint.path}' has KV scales ('{scale}'), which would not fit what is baked; "
-            "take them out with fp8kv strip"
-        )
+    check_no_scales(checkpoint)
 
 
 def _check_dtype(recipe: Recipe, checkpoint: Checkpoint, any_factor: bool) -> None:
@@ -167,12 +193,11 @@ def _check_measured(
     given: Path, report: dict[str, Any], stats: KVStats, name: str, checkpoint: Checkpoint
 ) -> None:
     """Refuse statistics of another model; of another checkpoint, unless K and V are the same."""
-    if report["checkpoint"] == fingerprint(checkpoint):
-        return
-    if report.get("marks") is None:
+    if report.get("marks") is not None:  # the fingerprint samples, and tells edited models less
+        marks = Marks.from_json(report["marks"], f"'{given}'")
+        judge(str(given), marks, name, take_marks(checkpoint, stats.layers))
+    elif report["checkpoint"] != fingerprint(checkpoint):
         raise InputError(f"'{given}' was not measured on '{name}'; calibrate '{name}'")
-    marks = Marks.from_json(report["marks"], f"'{given}'")
-    judge(str(given), marks, name, take_marks(checkpoint, stats.layers))
 
 
 def _choose(

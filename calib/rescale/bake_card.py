@@ -6,6 +6,7 @@ from typing import Any
 
 from calib.model.checkpoint import Checkpoint
 from calib.output.checkpoint_directory import prepend_card
+from calib.text import plain
 from calib.verify.rules import all_rules
 
 
@@ -29,7 +30,7 @@ def write_card(
         *_serving(baked["for"], path),
         "",
     ]
-    prepend_card(checkpoint.path, "\n".join(lines), out)
+    prepend_card(checkpoint.path, "\n".join(map(plain, lines)), out)
 
 
 def _serving(purpose: str, path: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Factors of K and V from what was measured: for FP8 at scale 1.0, and for integers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from calib.rescale.parameters import Factors, LayerFactors, shares_k
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats, LayerStats
 
+_LAYERS_TRIED = 8
 # a channel is enlarged by no more than this: its amax on other text may be larger
 _LARGEST = 2.0**10
 # the best of 0.5, 0.7 and 1 for an INT8 cache of SmolLM2, once for all models
@@ -55,7 +56,7 @@ def factors_for_int8(
     found = {}
     for name, module in modules.items():
         if module.head_dim not in pairs:
-            pairs[module.head_dim] = rotated_pairs(model, module)
+            pairs[module.head_dim] = _pairs_of_all(model, modules.values(), module.head_dim)
         k = stats.layers[name].k.amax
         k = k.maximum(k[:, pairs[module.head_dim]])
         k = k.amax(0, keepdim=True).expand_as(k) if shares_k(model, module) else k
@@ -64,14 +65,30 @@ def factors_for_int8(
     return found
 
 
+def _pairs_of_all(
+    model: PreTrainedModel, modules: Iterable[CachedAttention], head_dim: int
+) -> Tensor:
+    """The pairs of the first module that has RoPE: some layers go without, and may have pairs."""
+    alone = torch.arange(head_dim)
+    alike = [module for module in modules if module.head_dim == head_dim]
+    for module in alike[:_LAYERS_TRIED]:
+        found = rotated_pairs(model, module)
+        if not torch.equal(found, alone):
+            return found
+    return alone
+
+
 def check_modules(stats: KVStats, modules: Mapping[str, CachedAttention], given: str) -> None:
-    """Refuse statistics of other modules or head shapes than the model's."""
+    """Refuse statistics of other modules or head shapes than the model's, or with NaN or Inf."""
     wanted = {
         name: ((m.num_kv_heads, m.head_dim), (m.num_kv_heads, m.v_head_dim))
         for name, m in modules.items()
     }
     if wanted != {name: _shapes(layer) for name, layer in stats.layers.items()}:
         raise InputError(f"'{given}' is of another model: its attention modules are others")
+    for name, layer in stats.layers.items():
+        if not (layer.k.amax.isfinite().all() and layer.v.amax.isfinite().all()):
+            raise InputError(f"'{given}' saw NaN or Inf in {name}; calibrate again")
 
 
 def _shapes(layer: LayerStats) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -52,17 +52,25 @@ class Rescaled:
 
     def product(self, parameter: Tensor) -> Tensor:
         """The parameter, or 1 + it, times the factor, in its own dtype; exact or not."""
-        one = 1.0 if self.adds_one else 0.0  # added in float32
-        return ((parameter.float() + one) * self.factor - one).to(parameter.dtype)
+        return ((_wide(parameter) + self._one) * self.factor - self._one).to(parameter.dtype)
 
     def is_exact(self, parameter: Tensor) -> bool:
         """Whether nothing is lost in `product`."""
-        one = 1.0 if self.adds_one else 0.0
-        product, wanted = self.product(parameter), (parameter.float() + one) * self.factor
-        # what underflows in float32 does not come back
-        is_whole = self.adds_one or torch.equal(wanted / self.factor, parameter.float())
-        same = torch.equal(product.float() + one, wanted)
+        wide, product = _wide(parameter), self.product(parameter)
+        wanted = (wide + self._one) * self.factor
+        # what underflows does not come back
+        is_whole = self.adds_one or torch.equal(wanted / self.factor, wide)
+        same = torch.equal(_wide(product) + self._one, wanted)
         return is_whole and same and bool(product.isfinite().all())
+
+    @property
+    def _one(self) -> float:
+        return 1.0 if self.adds_one else 0.0
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    """As modules compute 1 + it."""
+    return parameter if parameter.dtype == torch.float64 else parameter.float()
 
 
 def cached_attention(model: PreTrainedModel) -> dict[str, CachedAttention]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
+from calib.errors import InputError
 from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.recipe import Recipe
@@ -14,6 +16,8 @@ from calib.rescale.edits import Coarser, Editing, fitting
 from calib.rescale.parameters import Factors, cached_attention
 from calib.rescale.proof import Observed, load_exact, observe, prove
 from calib.rescale.shards import write_rescaled
+from calib.scalefiles.file_names import JSON_FILE
+from calib.scalefiles.names import is_of_cache
 
 Choose = Callable[[PreTrainedModel, dict[str, CachedAttention]], Factors]
 
@@ -27,6 +31,16 @@ class Rescaling:
     changed: list[str]  # names of tensors in the checkpoint
     before: Observed
     after: Observed
+
+
+def check_no_scales(checkpoint: Checkpoint) -> None:
+    """Refuse a model with KV scales, which fit no other K and V."""
+    files = [JSON_FILE] if (checkpoint.path / JSON_FILE).exists() else []
+    if scale := next(chain(filter(is_of_cache, checkpoint.entries), files), None):
+        raise InputError(
+            f"'{checkpoint.path}' has KV scales ('{scale}'), which would not fit another K and V; "
+            "take them out with fp8kv strip"
+        )
 
 
 def rescale(

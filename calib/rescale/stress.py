@@ -24,7 +24,7 @@ from calib.output.checkpoint_directory import check_output, write_json
 from calib.recipe import load_recipe
 from calib.rescale.parameters import LayerFactors
 from calib.rescale.proof import PROBE_TOKENS
-from calib.rescale.rescaling import rescale
+from calib.rescale.rescaling import check_no_scales, rescale
 from calib.scalefiles.file_names import STRESS_FILE
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
@@ -97,6 +97,7 @@ def stress(
         )
     checkpoint = find_checkpoint(name)
     check_output(output, checkpoint.path, overwrite=overwrite)
+    check_no_scales(checkpoint)
     if find_quantization_config(checkpoint.config) is not None:
         raise InputError(
             f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "

@@ -1,16 +1,21 @@
 """Whether a directory's weights were baked, so that scale 1.0 is right for them."""
 
 import hashlib
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
 from calib.scalefiles.file_names import BAKE_FILE, SINGLE_FILE
 from calib.scalefiles.folder import read_index
+from calib.scalefiles.header import Entry, read_header
 from calib.scalefiles.json import read_object
+from calib.scalefiles.names import is_of_cache
 
 _SAMPLED_BLOCKS = 16
 _BLOCK_BYTES = 4096
+_SAMPLE_BYTES = 256
+_ATTENTION = re.compile("attn|attention")
 
 
 class Digest(Protocol):
@@ -31,10 +36,23 @@ def baked_for(path: Path) -> str | None:
 
 
 def weights_digest(path: Path) -> str:
-    """The sha256 of names, sizes, headers and a few blocks of a directory's weight files."""
+    """The sha256 of a few bytes of every tensor of attention; scales of the KV cache left out.
+
+    It does not change where files are renamed, or scales put beside the weights.
+    """
     shards = sorted({*(read_index(path) or {}).values()} or {SINGLE_FILE})
+    found: dict[str, tuple[Path, Entry]] = {}
+    for file in (path / shard for shard in shards):
+        header = read_header(file) if file.exists() else {}
+        found |= {name: (file, entry) for name, entry in header.items() if _ATTENTION.search(name)}
     digest = hashlib.sha256()
-    add_files(digest, path, (shard for shard in shards if (path / shard).exists()))
+    for name in sorted(name for name in found if not is_of_cache(name)):
+        file, entry = found[name]
+        digest.update(f"{name} {entry.dtype} {entry.shape} ".encode())
+        with file.open("rb") as opened:
+            for place in (entry.begin, (entry.begin + entry.end) // 2):
+                opened.seek(place)
+                digest.update(opened.read(min(_SAMPLE_BYTES, entry.end - place)))
     return digest.hexdigest()
 
 

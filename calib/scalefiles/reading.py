@@ -126,10 +126,9 @@ def read_scales(path: Path) -> FoundScales:
                 layer = found.setdefault(index, FoundLayer(index))
                 # ranks hold different heads: one scale for all of them is the largest
                 layer.k = layer.v = (max(scale, *(layer.k or (scale,))),)
-    if not found and baked_for(path) == "fp8":
+    if not found and (purpose := baked_for(path)):
         raise NoScalesError(
-            f"'{path}' holds no KV-cache scales and needs none: it is baked for fp8, so that 1.0 "
-            "is right"
+            f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}"
         )
     if not found:
         raise NoScalesError(

@@ -113,12 +113,16 @@ def check(name: str, path: Path, held: Held | str, rules: Rules) -> bool:
     return wrong is None
 
 
+# SGLang starts with no fp8_pb_wo, and its rules do not know it
+_UNKNOWN = {"modelopt, tiles"}
+
+
 def main() -> None:
     rules = choose_rules("sglang", None)[0]
     right = []
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         # whether files are there is checked by what is not run here
-        cases = [case for case in CASES if not case.also_indexed]
+        cases = [case for case in CASES if not case.also_indexed and case.name not in _UNKNOWN]
         made = {case.name: write_case(case, Path(scratch, str(i))) for i, case in enumerate(cases)}
         for name, path in (made | GOLDEN).items():
             right.append(check(name, path, held_by_sglang(path), rules))
