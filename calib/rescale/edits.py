@@ -49,6 +49,8 @@ class Editing:
             if name in self.coded:
                 parts = rescaled_parts(self.coded[name], self.stored, change.factor)
                 found |= {part: _replaced_by(tensor) for part, tensor in parts.items()}
+            elif name in self.stored and not change.is_exact(self.stored[name].read()):
+                raise NotHeld(f"'{name}' cannot hold its product with the factors")
             elif name in self.checkpoint.entries:
                 found[name] = exact_product(change, self.advice) if self.exact else change.product
             else:
