@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 
 from calib.atomic import atomic_directory, claimed
-from calib.choices import Purpose
+from calib.choices import FP8Name, Purpose
 from calib.errors import InputError
 from calib.marks.judging import judge
 from calib.marks.record import Marks
@@ -27,9 +28,9 @@ from calib.rescale.choosing import check_modules, factors_for_fp8, factors_for_i
 from calib.rescale.edits import FOR_FP8, FOR_INT8
 from calib.rescale.parameters import Factors
 from calib.rescale.proof import Observed
-from calib.rescale.rescaling import rescale
+from calib.rescale.rescaling import Rescaling, rescale
 from calib.scalefiles.baked import baked_for, weights_digest
-from calib.scalefiles.file_names import BAKE_FILE
+from calib.scalefiles.file_names import BAKE_FILE, JSON_FILE
 from calib.scalefiles.names import is_of_cache
 from calib.scales.derive import derive_scales
 from calib.scales.measured import load_measured
@@ -47,6 +48,7 @@ class Baked:
     changed: list[str]  # names of tensors
     per_head: tuple[int, int]  # layers whose heads have other factors than each other, in K and V
     layers: int
+    dtype: str  # of the weights: auto, the source's, or float32
     short: tuple[float, float]  # octaves by which a head's factor is too small at most, in K and V
     kl: float  # nats per token by which the outputs differ; 0 if exact
     backup: Path | None = None  # of the files that were replaced in place
@@ -60,6 +62,7 @@ class Baked:
             "output": str(self.output),
             "for": self.purpose,
             "exact": self.exact,
+            "dtype": self.dtype,
             "kl": self.kl,
             "layers": self.layers,
             "layers_with_factors_per_head": {"k": k, "v": v},
@@ -110,29 +113,35 @@ def bake(
         )
         if not done.changed:
             raise InputError(f"'{name}' is as an {purpose} cache wants it: nothing to bake")
-        baked = Baked(
-            name, output, purpose, not any_factor, done.changed, _per_head(done.factors),
-            len(done.factors), _short(done.wanted, done.factors),
-            _difference(done.before, done.after),
-        )  # fmt: skip
-        _describe(baked, checkpoint, scratch, done.factors, report["dataset"])
+        baked = _summed(name, output, purpose, recipe.dtype, not any_factor, done)
+        _describe(baked, checkpoint, scratch, done.factors, report)
         if in_place:
             complete(scratch, output)
             baked = replace(baked, backup=back_up(output, scratch))
     return baked
 
 
+def _summed(
+    name: str, output: Path, purpose: Purpose, dtype: str, exact: bool, done: Rescaling
+) -> Baked:
+    return Baked(
+        name, output, purpose, exact, done.changed, _per_head(done.factors), len(done.factors),
+        dtype, _short(done.wanted, done.factors), _difference(done.before, done.after),
+    )  # fmt: skip
+
+
 def _describe(
-    baked: Baked, checkpoint: Checkpoint, out: Path, factors: Factors, dataset: dict[str, Any]
+    baked: Baked, checkpoint: Checkpoint, out: Path, factors: Factors, report: dict[str, Any]
 ) -> None:
     facts = {
+        "fp8_dtype": _fp8_type(report),
         "source": fingerprint(checkpoint),
         "weights": weights_digest(out),
-        "dataset": dataset,
+        "dataset": report["dataset"],
         "factors": _factors_json(factors),
     }
     write_json(out / BAKE_FILE, baked.to_json() | facts)
-    write_card(checkpoint, out, baked.to_json(), dataset)
+    write_card(checkpoint, out, baked.to_json(), report["dataset"])
 
 
 def _default_output(name: str, purpose: Purpose) -> Path:
@@ -146,7 +155,8 @@ def _check_bakeable(checkpoint: Checkpoint) -> None:
         raise InputError(
             f"'{checkpoint.path}' is baked for {purpose}; bake the model it was made from"
         )
-    if scale := next(filter(is_of_cache, checkpoint.entries), None):
+    files = filter(Path.exists, [checkpoint.path / JSON_FILE])
+    if scale := next(chain(filter(is_of_cache, checkpoint.entries), (f.name for f in files)), None):
         raise InputError(
             f"'{checkpoint.path}' has KV scales ('{scale}'), which would not fit what is baked; "
             "take them out with fp8kv strip"
@@ -187,8 +197,14 @@ def _choose(
     check_modules(stats, modules, str(given))
     if purpose == "int8":
         return factors_for_int8(stats, model, modules, any_factor=any_factor)
-    recipe = load_recipe(None, report["recipe"] | {"strategy": "attn_head", "center_keys": False})
+    fixed = {"strategy": "attn_head", "center_keys": False, "fp8_dtype": _fp8_type(report)}
+    recipe = load_recipe(None, report["recipe"] | fixed)
     return factors_for_fp8(derive_scales(stats, recipe), model, modules)
+
+
+def _fp8_type(report: dict[str, Any]) -> FP8Name:
+    """E4M3, as MI300 has it or others: what fits that fits E5M2 as well."""
+    return "e4m3fnuz" if report["recipe"]["fp8_dtype"] == "e4m3fnuz" else "e4m3fn"
 
 
 def _difference(before: Observed, after: Observed) -> float:
