@@ -78,6 +78,8 @@ def _is_rope(partner: Tensor) -> bool:
     rotated = (partner != channels).nonzero().flatten()
     if not len(rotated):
         return True
+    if not torch.equal(partner[partner], channels):
+        return False
     start, half = int(rotated[0]), len(rotated) // 2
     block = torch.arange(len(rotated))
     if not torch.equal(rotated, start + block):

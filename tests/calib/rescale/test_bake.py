@@ -125,6 +125,23 @@ def test_pairs_that_turn_slowly_are_found():
     assert rotated_pairs(model, module).tolist() == [1, 0, 3, 2, 5, 4, 7, 6, *range(8, 16)]
 
 
+def test_layers_without_rope(tmp_path):
+    model = tiny_model("smollm3", no_rope_layers=[0, 1, 1], num_key_value_heads=2)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            rows = layer.self_attn.k_proj.weight
+            rows.mul_(torch.linspace(-6, 6, len(rows)).exp2()[:, None])
+    source = save_model(model.to(torch.bfloat16), tmp_path / "source")
+    scales = calibrated(source, tmp_path / "scales")
+    done = bake(source, scales, tmp_path / "baked", "--for", "int8")
+    assert done.exit_code == 0, done.stderr
+    said = json.loads((tmp_path / "baked" / "fp8kv_bake.json").read_text())["factors"]
+    first, second = (torch.tensor(said[f"model.layers.{i}.self_attn"]["k"]) for i in range(2))
+    half = first.shape[-1] // 2
+    assert not torch.equal(first[:, :half], first[:, half:])
+    assert torch.equal(second[:, :half], second[:, half:])
+
+
 def test_wrong_pairs_are_not_proved(tmp_path, monkeypatch):
     source = model_directory(tmp_path / "source", "llama")
     scales = calibrated(source, tmp_path / "scales")
