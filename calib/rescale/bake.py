@@ -5,12 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 
 from calib.atomic import atomic_directory, claimed
-from calib.choices import Purpose
+from calib.choices import FP8Name, Purpose
 from calib.errors import InputError
 from calib.marks.judging import judge
 from calib.marks.record import Marks
@@ -53,6 +51,7 @@ class Baked:
     changed: list[str]  # names of tensors
     per_head: tuple[int, int]  # layers whose heads have other factors than each other, in K and V
     layers: int
+    dtype: str  # of the weights: auto, the source's, or float32
     short: tuple[float, float]  # octaves by which a head's factor is too small at most, in K and V
     kl: float  # nats per token by which the outputs differ; 0 if exact
     backup: Path | None = None  # of the files that were replaced in place
@@ -66,6 +65,7 @@ class Baked:
             "output": str(self.output),
             "for": self.purpose,
             "exact": self.exact,
+            "dtype": self.dtype,
             "kl": self.kl,
             "layers": self.layers,
             "layers_with_factors_per_head": {"k": k, "v": v},
@@ -115,34 +115,36 @@ def bake(
             checkpoint, scratch, recipe, choose, what=f"'{name}' cannot be baked",
             coarser=FOR_FP8 if purpose == "fp8" else FOR_INT8, exact=not any_factor,
         )  # fmt: skip
-        baked = _described(name, output, purpose, done, not any_factor)
+        baked = _summed(name, output, purpose, recipe.dtype, not any_factor, done)
         _check_fits(scales, baked, done.after)
-        _describe(baked, checkpoint, scratch, done.factors, report["dataset"])
+        _describe(baked, checkpoint, scratch, done, report)
         if in_place:
             complete(scratch, output)
             baked = replace(baked, backup=back_up(output, scratch))
     return baked
 
 
-def _described(name: str, output: Path, purpose: Purpose, done: Rescaling, exact: bool) -> Baked:
-    factors = done.factors
+def _summed(
+    name: str, output: Path, purpose: Purpose, dtype: str, exact: bool, done: Rescaling
+) -> Baked:
     return Baked(
-        name, output, purpose, exact, done.changed, _per_head(factors), len(factors),
-        _short(done.wanted, factors), _difference(done.before, done.after),
+        name, output, purpose, exact, done.changed, done.per_head, len(done.factors), dtype,
+        done.short, done.kl,
     )  # fmt: skip
 
 
 def _describe(
-    baked: Baked, checkpoint: Checkpoint, out: Path, factors: Factors, dataset: dict[str, Any]
+    baked: Baked, checkpoint: Checkpoint, out: Path, done: Rescaling, report: dict[str, Any]
 ) -> None:
     facts = {
+        "fp8_dtype": _fp8_type(report),
         "source": fingerprint(checkpoint),
         "weights": weights_digest(out),
-        "dataset": dataset,
-        "factors": _factors_json(factors),
+        "dataset": report["dataset"],
+        "factors": done.factors_json(),
     }
     write_json(out / BAKE_FILE, baked.to_json() | facts)
-    write_card(checkpoint, out, baked.to_json(), dataset)
+    write_card(checkpoint, out, baked.to_json(), report["dataset"])
 
 
 def _check_fits(given: Path, baked: Baked, after: Observed) -> None:
@@ -212,36 +214,14 @@ def _choose(
     check_modules(stats, modules, str(given))
     if purpose == "int8":
         return factors_for_int8(stats, model, modules, any_factor=any_factor)
-    recipe = load_recipe(None, report["recipe"] | {"strategy": "attn_head", "center_keys": False})
+    # nothing that was measured saturates: observers and headroom that clip are for scales
+    headroom = max(1.0, report["recipe"].get("headroom", 1.0))
+    fixed = {"strategy": "attn_head", "center_keys": False, "fp8_dtype": _fp8_type(report)}
+    fixed |= {"headroom": headroom, "observer": {"name": "absmax"}}
+    recipe = load_recipe(None, report["recipe"] | fixed)
     return factors_for_fp8(derive_scales(stats, recipe), model, modules)
 
 
-def _difference(before: Observed, after: Observed) -> float:
-    after_log, before_log = (
-        each.logits.double().log_softmax(-1).flatten(0, 1) for each in (after, before)
-    )
-    found = kl_div(after_log, before_log, log_target=True, reduction="batchmean")
-    return found.clamp(min=0).item()
-
-
-def _per_head(factors: Factors) -> tuple[int, int]:
-    k = sum(bool((layer.k != layer.k[:1]).any()) for layer in factors.values())
-    return k, sum(bool((layer.v != layer.v[:1]).any()) for layer in factors.values())
-
-
-def _short(wanted: Factors, factors: Factors) -> tuple[float, float]:
-    k, v = (
-        max((getattr(wanted[n], x) / getattr(factors[n], x)).log2().max().item() for n in wanted)
-        for x in "kv"
-    )
-    return k, v
-
-
-def _factors_json(factors: Factors) -> dict[str, Any]:
-    """K's and V's by module: [K] where a head has one, else [K, D]."""
-
-    def plain(heads: Tensor) -> Any:
-        alike = bool((heads == heads[:, :1]).all())
-        return (heads[:, 0] if alike else heads).tolist()
-
-    return {name: {"k": plain(each.k), "v": plain(each.v)} for name, each in factors.items()}
+def _fp8_type(report: dict[str, Any]) -> FP8Name:
+    """E4M3, as MI300 has it or others: what fits that fits E5M2 as well."""
+    return "e4m3fnuz" if report["recipe"]["fp8_dtype"] == "e4m3fnuz" else "e4m3fn"

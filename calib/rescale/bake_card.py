@@ -27,17 +27,19 @@ def write_card(
         f"output projections to V. {same} Measured on {dataset['tokens']} tokens of "
         f"{dataset['source']}.",
         "",
-        *_serving(baked["for"], path),
+        *_serving(baked["for"], path, is_wide=baked["dtype"] == "float32"),
         "",
     ]
     prepend_card(checkpoint.path, "\n".join(map(plain, lines)), out)
 
 
-def _serving(purpose: str, path: str) -> list[str]:
+def _serving(purpose: str, path: str, *, is_wide: bool) -> list[str]:
+    # engines take float32 weights for bfloat16 unless told otherwise; two know no other way
+    wide = " --dtype float32" if is_wide else ""
     if purpose == "int8":
-        return ["```bash", f"vllm serve {path} --kv-cache-dtype int8_per_token_head", "```"]
+        return ["```bash", f"vllm serve {path} --kv-cache-dtype int8_per_token_head{wide}", "```"]
     rules = all_rules()
-    engines = (rules[name] for name in ("vllm", "sglang", "tensorrt-llm", "lmdeploy"))
-    commands = [f"{each.serve.format(path=path)} {each.flag}" for each in engines]
+    names = ("vllm", "sglang") if is_wide else ("vllm", "sglang", "tensorrt-llm", "lmdeploy")
+    commands = [f"{rules[x].serve.format(path=path)} {rules[x].flag}{wide}" for x in names]
     text = "Scale 1.0 is right for it, so an engine needs no scales:"
     return [text, "", "```bash", *commands, "```"]

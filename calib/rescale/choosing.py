@@ -1,6 +1,6 @@
 """Factors of K and V from what was measured: for FP8 at scale 1.0, and for integers."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from calib.rescale.parameters import Factors, LayerFactors, shares_k
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats, LayerStats
 
-_LAYERS_TRIED = 8
 # a channel is enlarged by no more than this: its amax on other text may be larger
 _LARGEST = 2.0**10
 # the best of 0.5, 0.7 and 1 for an INT8 cache of SmolLM2, once for all models
@@ -52,30 +51,18 @@ def factors_for_int8(
     K's are of RoPE pairs, V's of channels: a power of `largest / amax`, rounded to a power of two
     unless `any_factor`.
     """
-    pairs: dict[int, Tensor] = {}
+    pairs: dict[object, Tensor] = {}
     found = {}
     for name, module in modules.items():
-        if module.head_dim not in pairs:
-            pairs[module.head_dim] = _pairs_of_all(model, modules.values(), module.head_dim)
+        kind = _kind(model, module)
+        if kind not in pairs:
+            pairs[kind] = rotated_pairs(model, module)
         k = stats.layers[name].k.amax
-        k = k.maximum(k[:, pairs[module.head_dim]])
+        k = k.maximum(k[:, pairs[kind]])
         k = k.amax(0, keepdim=True).expand_as(k) if shares_k(model, module) else k
         each = (_evened(amax, any_factor) for amax in (k, stats.layers[name].v.amax))
         found[name] = LayerFactors(*each)
     return found
-
-
-def _pairs_of_all(
-    model: PreTrainedModel, modules: Iterable[CachedAttention], head_dim: int
-) -> Tensor:
-    """The pairs of the first module that has RoPE: some layers go without, and may have pairs."""
-    alone = torch.arange(head_dim)
-    alike = [module for module in modules if module.head_dim == head_dim]
-    for module in alike[:_LAYERS_TRIED]:
-        found = rotated_pairs(model, module)
-        if not torch.equal(found, alone):
-            return found
-    return alone
 
 
 def check_modules(stats: KVStats, modules: Mapping[str, CachedAttention], given: str) -> None:
@@ -93,6 +80,14 @@ def check_modules(stats: KVStats, modules: Mapping[str, CachedAttention], given:
 
 def _shapes(layer: LayerStats) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(layer.k.amax.shape), tuple(layer.v.amax.shape)
+
+
+def _kind(model: PreTrainedModel, module: CachedAttention) -> tuple[object, ...]:
+    """What layers with the same RoPE have in common, as far as the config says."""
+    config = model.config.get_text_config(decoder=True)
+    by_layer = (getattr(config, key, None) or () for key in ("layer_types", "no_rope_layers"))
+    here = slice(module.layer_idx, module.layer_idx + 1)
+    return module.head_dim, *(tuple(each[here]) for each in by_layer)
 
 
 def _octave(scale: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ class Editing:
         return cls(checkpoint, by_name, stored_tensors(checkpoint), dtype, advice, exact)
 
     def edits(self, changes: Iterable[Rescaled]) -> dict[str, Edit]:
-        """The edit of each stored tensor; NotHeld where codes, or 1 + a weight, cannot follow."""
+        """The edit of each stored tensor; NotHeld where one cannot hold it."""
         found: dict[str, Edit] = {}
         for change in changes:
             name = f"{checkpoint_prefix(change.module, self.checkpoint)}.{change.inner}"
@@ -64,7 +64,8 @@ class Editing:
         if not self.exact:
             return change.product
         edit = exact_product(change, self.advice)
-        if change.adds_one:  # that its type holds the product is rare
+        # types rarely hold products of 1 + a weight; biases beside codes may be narrow, too
+        if change.adds_one or self.coded:
             weight = self.stored[name].read()
             try:
                 edit(weight if self.dtype is None else weight.to(self.dtype))

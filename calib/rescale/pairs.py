@@ -4,6 +4,10 @@ Factors on single channels show it: a channel of K that is neither as before nor
 holds some of another one. Six to eight such trials tell, bit by bit, which one that is.
 """
 
+from contextlib import suppress
+from inspect import signature
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -12,7 +16,7 @@ from transformers import PreTrainedModel
 from calib.errors import UnsupportedModelError
 from calib.measure.attention import CachedAttention, observe_qkv
 from calib.rescale.parameters import LayerFactors, rescaled_parameters
-from calib.rescale.proof import probe_tokens
+from calib.rescale.proof import PROBE_TOKENS, probe_tokens
 
 
 @torch.inference_mode()
@@ -53,13 +57,19 @@ def _keys(model: PreTrainedModel, cached: CachedAttention, factor: Tensor) -> Te
     factors = LayerFactors(factor.expand(cached.num_kv_heads, -1), heads)
     changes = rescaled_parameters(model, {cached.name: cached}, {cached.name: factors})
     replaced = {each.name: each.product(model.get_parameter(each.name)) for each in changes}
-    with observe_qkv(model, note):
-        try:
-            given = {"input_ids": probe_tokens(model), "use_cache": False}
-            functional_call(model, replaced, kwargs=given)
-        except _Seen:
-            pass
+    with observe_qkv(model, note), suppress(_Seen):
+        functional_call(model, replaced, kwargs=_far_tokens(model))
     return found[0]
+
+
+def _far_tokens(model: PreTrainedModel) -> dict[str, Any]:
+    """The last positions a model knows: at the first ones its slowest pairs hardly turn."""
+    given = {"input_ids": probe_tokens(model), "use_cache": False}
+    last = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if last and "position_ids" in signature(model.forward).parameters:
+        places = torch.arange(last - PROBE_TOKENS, last).clamp(min=0)
+        given["position_ids"] = places[None]
+    return given
 
 
 def _is_rope(partner: Tensor) -> bool:
@@ -68,6 +78,8 @@ def _is_rope(partner: Tensor) -> bool:
     rotated = (partner != channels).nonzero().flatten()
     if not len(rotated):
         return True
+    if not torch.equal(partner[partner], channels):
+        return False
     start, half = int(rotated[0]), len(rotated) // 2
     block = torch.arange(len(rotated))
     if not torch.equal(rotated, start + block):

@@ -1,10 +1,11 @@
 """The proof that a rescaled model is the same: its outputs, and its K and V times their factors."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from calib.errors import UnsupportedModelError
@@ -12,7 +13,7 @@ from calib.measure.attention import CachedAttention, observe_qkv
 from calib.model.checkpoint import Checkpoint
 from calib.model.load import load_config, load_model
 from calib.recipe import Recipe
-from calib.rescale.parameters import Factors
+from calib.rescale.parameters import Factors, Rescaled
 
 PROBE_TOKENS = 24
 
@@ -40,11 +41,13 @@ def load_exact(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def observe(model: PreTrainedModel) -> Observed:
-    """Run a few tokens."""
+def observe(model: PreTrainedModel, changes: Iterable[Rescaled] = ()) -> Observed:
+    """Run a few tokens, with `changes` of the model's parameters."""
+    replaced = {each.name: each.product(model.get_parameter(each.name)) for each in changes}
     kv: dict[str, tuple[Tensor, Tensor]] = {}
     with observe_qkv(model, lambda name, _, k, v: kv.__setitem__(name, (k.clone(), v.clone()))):
-        logits = model(input_ids=probe_tokens(model), use_cache=False).logits
+        given = {"input_ids": probe_tokens(model), "use_cache": False}
+        logits = functional_call(model, replaced, kwargs=given).logits
     return Observed(logits, kv)
 
 

@@ -4,8 +4,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 
 from calib.errors import InputError
@@ -13,7 +16,12 @@ from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.recipe import Recipe
 from calib.rescale.edits import Coarser, Editing, fitting
-from calib.rescale.parameters import Factors, cached_attention
+from calib.rescale.parameters import (
+    Factors,
+    LayerFactors,
+    cached_attention,
+    rescaled_parameters,
+)
 from calib.rescale.proof import Observed, load_exact, observe, prove
 from calib.rescale.shards import write_rescaled
 from calib.scalefiles.file_names import JSON_FILE
@@ -31,6 +39,42 @@ class Rescaling:
     changed: list[str]  # names of tensors in the checkpoint
     before: Observed
     after: Observed
+
+    @property
+    def kl(self) -> float:
+        """Nats per token by which the outputs differ, on the few tokens of the proof."""
+        after, before = (
+            each.logits.double().log_softmax(-1).flatten(0, 1) for each in (self.after, self.before)
+        )
+        found = kl_div(after, before, log_target=True, reduction="batchmean")
+        return found.clamp(min=0).item()
+
+    @property
+    def per_head(self) -> tuple[int, int]:
+        """In how many layers heads have factors of their own, for K and for V."""
+        k = sum(bool((layer.k != layer.k[:1]).any()) for layer in self.factors.values())
+        return k, sum(bool((layer.v != layer.v[:1]).any()) for layer in self.factors.values())
+
+    @property
+    def short(self) -> tuple[float, float]:
+        """Octaves by which a head's factor is smaller than wanted at most, for K and for V."""
+        pairs = [(self.wanted[name], self.factors[name]) for name in self.wanted]
+        k, v = (
+            max((getattr(w, x) / getattr(f, x)).log2().max().item() for w, f in pairs) for x in "kv"
+        )
+        return k, v
+
+    def factors_json(self) -> dict[str, Any]:
+        """K's and V's factors by module: [K] where a head has one, else [K, D]."""
+        return {
+            name: {"k": _plain(each.k), "v": _plain(each.v)} for name, each in self.factors.items()
+        }
+
+
+def _plain(heads: Tensor) -> list[Any]:
+    alike = bool((heads == heads[:, :1]).all())
+    found: list[Any] = (heads[:, 0] if alike else heads).tolist()
+    return found
 
 
 def check_no_scales(checkpoint: Checkpoint) -> None:
@@ -57,15 +101,19 @@ def rescale(
     """Fill `out` with `checkpoint`, its K and V multiplied by the factors that are chosen.
 
     Unless `exact` is False, factors are powers of two, and the same outputs are proved bit for bit
-    on what lies on disk. Refusals name `what` was to be made, with `advice` where a product is not
-    exact. The recipe's dtype is that of the written weights. `coarser` factors are for weights
-    that do not hold those.
+    on what lies on disk; else on the model in memory, with the nearest powers. Refusals name `what`
+    was to be made, with `advice` where a product is not exact. The recipe's dtype is that of the
+    written weights. `coarser` factors are for weights that do not hold those.
     """
     model = load_exact(checkpoint, recipe)
     before, modules = observe(model), cached_attention(model)
     dtype = None if recipe.dtype == "auto" else torch.float32
     editing = Editing.of(checkpoint, dtype, advice, exact=exact)
     wanted = choose(model, modules)
+    if not exact:
+        near = {name: _powers_of_two(each) for name, each in wanted.items()}
+        tried = observe(model, rescaled_parameters(model, modules, near))
+        prove(before, tried, modules, near, what)
     factors, edits = fitting(editing, model, modules, wanted, coarser)
     del model  # one copy in memory is enough
     write_rescaled(checkpoint, edits, out, dtype)
@@ -74,3 +122,7 @@ def rescale(
         prove(before, after, modules, factors, what)
     checkpoint.check_unchanged()
     return Rescaling(factors, wanted, sorted(edits), before, after)
+
+
+def _powers_of_two(factors: LayerFactors) -> LayerFactors:
+    return LayerFactors(*(each.log2().round().exp2() for each in (factors.k, factors.v)))

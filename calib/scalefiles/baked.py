@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
 
+from calib.choices import FP8Name
 from calib.scalefiles.file_names import BAKE_FILE, SINGLE_FILE
 from calib.scalefiles.folder import read_index
 from calib.scalefiles.header import Entry, read_header
@@ -33,6 +34,12 @@ def baked_for(path: Path) -> str | None:
     purpose = says.get("for")
     is_own = purpose is not None and says.get("weights") == weights_digest(path)
     return str(purpose) if is_own else None
+
+
+def baked_fp8_type(path: Path) -> FP8Name:
+    """The FP8 type whose range K and V of a baked model fill."""
+    says = read_object(path / BAKE_FILE)
+    return "e4m3fnuz" if says.get("fp8_dtype") == "e4m3fnuz" else "e4m3fn"
 
 
 def weights_digest(path: Path) -> str:

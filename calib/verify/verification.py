@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from calib.errors import NoScalesError
-from calib.scalefiles.baked import baked_for
+from calib.scalefiles.baked import baked_for, baked_fp8_type
 from calib.scalefiles.calibrations import Amax, read_amax, statistics_file
 from calib.scalefiles.folder import open_scales
 from calib.scalefiles.fp8_type import FP8_MAX
@@ -90,17 +90,25 @@ def verify_directory(
     try:
         found = read_scales(path)
     except NoScalesError:
-        baked = baked_for(path) == "fp8" and against is None
+        baked = baked_for(path) == "fp8"
         if not baked:
             raise
         found = FoundScales(open_scales(path), [])
     problems, fits = [*found.problems], []
+    if baked and place.fnuz and baked_fp8_type(path) != "e4m3fnuz":
+        problems.append(
+            "K and V were baked for an FP8 type that ends at 448, so 1.0 clips them on one that "
+            "ends at 240; bake with scales of --fp8-dtype e4m3fnuz"
+        )
     if against:
         measured = identity(statistics_file(against).parent)
         check_same_model(against, measured, path, identity(path))
-        amax, fp8_max = read_amax(against), FP8_MAX[found.fp8_dtype]
-        fits = _compare_with(found.layers, amax, fp8_max)
-        problems += _fit_problems(found.layers, fits, amax, fp8_max)
+        amax, layers = read_amax(against), found.layers
+        if baked:
+            layers = [FoundLayer(layer, (1.0,), (1.0,)) for layer in sorted({i for i, _ in amax})]
+        fp8_max = (240.0 if place.fnuz else 448.0) if baked else FP8_MAX[found.fp8_dtype]
+        fits = _compare_with(layers, amax, fp8_max)
+        problems += _fit_problems(layers, fits, amax, fp8_max)
     simulations = [simulate(found.directory, each, place) for each in rules]
     return Verification(found, simulations, fits, problems, baked)
 

@@ -7,23 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from baking import OTHERS, bake, calibrated, in_float32, model_directory, scales_of, seen
 from command_line import calibrate, fp8kv, one_line_error
-from families import FAMILIES, HYBRIDS, SHARED_KV, save_model, tiny_model
+from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from calib.errors import InputError
-from calib.measure.attention import observe_qkv
 from calib.rescale import choosing, parameters
 from calib.rescale.pairs import rotated_pairs
 from calib.rescale.stress import Factors
-from calib.scales.derive import load_scales
 from calib.scales.stats_file import load_stats
 
-OTHERS = {
-    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
-    "qwen3_next": HYBRIDS["qwen3_next"],
-}
 EXACT = [
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "phi3", "glm4", "olmo2"),
     *("starcoder2", "gpt_neox", "gpt_oss", "granite", "cohere2", "falcon"),
@@ -34,56 +28,6 @@ FLAGS = dict.fromkeys(("qwen3_next", "gemma3_text"), ("--dtype", "float32"))
 SHARED_BY_HEADS = {"qwen3", "qwen3_moe", "qwen3_next", "gemma3_text"}
 DOCS = Path(__file__).parents[3] / "docs" / "bake.md"
 ROWS = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", DOCS.read_text(), re.MULTILINE))
-TOKENS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
-
-
-def model_directory(path, model_type, *, dtype=torch.bfloat16):
-    options = (FAMILIES | OTHERS)[model_type]
-    model = tiny_model(model_type, **options)
-    with torch.no_grad():
-        for module in parameters.cached_attention(model):
-            attention = model.get_submodule(module)
-            # K and V of any size, and heads and channels that differ
-            for child in attention.children():
-                if hasattr(child, "weight") and child.weight.dim() == 2:
-                    rows = torch.linspace(-3, 3, child.weight.shape[0]).exp2()
-                    child.weight.mul_(rows[:, None])
-    return save_model(model.to(dtype), path)
-
-
-def bake(source, scales, out, *flags):
-    return fp8kv("bake", source, "--scales", scales, "-o", out, *flags)
-
-
-def calibrated(source, out, *flags):
-    done = calibrate(source, "-o", out, "--dtype", "float32", *flags)
-    assert done.exit_code == 0, done.stderr
-    return out
-
-
-def in_float32(directory):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    for parameter in model.parameters():
-        # kernels may add in another order where memory is aligned otherwise, as in a mapped file
-        parameter.data = parameter.data.clone()
-    return model
-
-
-@torch.inference_mode()
-def seen(directory):
-    """Logits, and K and V of each layer, in float32."""
-    model, found = in_float32(directory), {}
-    with observe_qkv(model, lambda name, _, k, v: found.__setitem__(name, (k, v))):
-        logits = model(TOKENS, use_cache=False).logits
-    return logits, found
-
-
-def scales_of(directory):
-    """[layers, 2 (K, V), heads]."""
-    report = json.loads((directory / "fp8kv_calibration.json").read_text())
-    assert report["recipe"]["strategy"] == "attn_head"
-    layers = load_scales(directory).layers.values()
-    return torch.stack([torch.stack([layer.k, layer.v]) for layer in layers])
 
 
 @pytest.mark.parametrize("model_type", EXACT)
@@ -172,6 +116,31 @@ def test_pairs_are_found_by_trying(model_type, pairs):
     model = tiny_model(model_type, **(FAMILIES | OTHERS)[model_type]).float()
     module = next(iter(parameters.cached_attention(model).values()))
     assert rotated_pairs(model, module).tolist() == pairs
+
+
+def test_pairs_that_turn_slowly_are_found():
+    slow = {"rope_theta": 1e13, "rope_type": "default", "partial_rotary_factor": 0.5}
+    options = OTHERS["glm4"] | {"rope_parameters": slow, "max_position_embeddings": 2**20}
+    model = tiny_model("glm4", **options).float()
+    module = next(iter(parameters.cached_attention(model).values()))
+    assert rotated_pairs(model, module).tolist() == [1, 0, 3, 2, 5, 4, 7, 6, *range(8, 16)]
+
+
+def test_layers_without_rope(tmp_path):
+    model = tiny_model("smollm3", no_rope_layers=[0, 1, 1], num_key_value_heads=2)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            rows = layer.self_attn.k_proj.weight
+            rows.mul_(torch.linspace(-6, 6, len(rows)).exp2()[:, None])
+    source = save_model(model.to(torch.bfloat16), tmp_path / "source")
+    scales = calibrated(source, tmp_path / "scales")
+    done = bake(source, scales, tmp_path / "baked", "--for", "int8")
+    assert done.exit_code == 0, done.stderr
+    said = json.loads((tmp_path / "baked" / "fp8kv_bake.json").read_text())["factors"]
+    first, second = (torch.tensor(said[f"model.layers.{i}.self_attn"]["k"]) for i in range(2))
+    half = first.shape[-1] // 2
+    assert not torch.equal(first[:, :half], first[:, half:])
+    assert torch.equal(second[:, :half], second[:, half:])
 
 
 def test_wrong_pairs_are_not_proved(tmp_path, monkeypatch):
@@ -428,3 +397,15 @@ def test_statistics_far_below_what_the_model_computes(tmp_path, monkeypatch):
     done = bake(source, scales, tmp_path / "out", "--for", "fp8")
     one_line_error(done, "at 1.0, beyond FP8", "calibrate again")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "flags", [("--headroom", "0.1"), ("--observer", "percentile"), ("--fp8-dtype", "e5m2")]
+)
+def test_recipes_that_clip_or_reach_further(flags, tmp_path):
+    source = model_directory(tmp_path / "source", "llama")
+    scales = calibrated(source, tmp_path / "scales", *flags, "--format", "fp8kv")
+    assert bake(source, scales, tmp_path / "out", "--for", "fp8").exit_code == 0
+    after = calibrated(tmp_path / "out", tmp_path / "after", "--strategy", "attn_head")
+    assert scales_of(after).min() > 0.5
+    assert scales_of(after).max() <= 1

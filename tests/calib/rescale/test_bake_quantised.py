@@ -7,6 +7,8 @@ import torch
 from coded_forms import FORMS
 from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
+from quantized_models import edit_json
+from safetensors.torch import load_file, save_file
 
 from calib.errors import UnsupportedModelError
 from calib.model.checkpoint import open_checkpoint
@@ -109,6 +111,27 @@ def test_factors_as_large_as_the_scales_hold(form, tmp_path):
     assert after.max() <= 1
 
 
+def test_a_bias_that_holds_no_larger_factor(tmp_path):
+    source = quantised("gptq-4", tmp_path / "source")
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    small = {}
+    for module in (f"model.layers.{i}.self_attn" for i in range(3)):
+        for letter, size in {"q": 128, "k": 64, "v": 64, "o": 128}.items():
+            # halved, it is rounded
+            value = 2.0**-14 * 1.999 if letter == "q" else 0.0
+            bias = torch.full((size,), value, dtype=torch.float16)
+            small[f"{module}.{letter}_proj.bias"] = bias
+    save_file(tensors | small, file, {"format": "pt"})
+    edit_json(source / "config.json", attention_bias=True)
+    before = calibrated(source, tmp_path / "before")
+    done = fp8kv(
+        "bake", source, "--scales", before, "--for", "fp8", "-o", tmp_path / "out", "--json"
+    )
+    assert done.exit_code == 0, done.stderr
+    assert json.loads(done.stdout)["octaves_short"]["k"] > 0
+
+
 @pytest.mark.parametrize("form", REFUSED)
 def test_what_engines_would_round(form, tmp_path):
     source = quantised(form, tmp_path / "source")
@@ -140,8 +163,6 @@ def test_other_factors_and_dtypes_are_refused(tmp_path):
 
 def test_the_scale_of_what_goes_into_the_output_projection(tmp_path):
     source = quantised("compressed-fp8-channel", tmp_path / "source")
-    from safetensors.torch import load_file, save_file
-
     file = source / "model.safetensors"
     tensors = load_file(file)
     module = "model.layers.0.self_attn.o_proj"

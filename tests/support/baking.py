@@ -1,0 +1,67 @@
+"""Tiny models to bake, and what is seen of them before and after."""
+
+import json
+
+import torch
+from command_line import calibrate, fp8kv
+from families import FAMILIES, HYBRIDS, save_model, tiny_model
+from transformers import AutoModelForCausalLM
+
+from calib.measure.attention import observe_qkv
+from calib.rescale import parameters
+from calib.scales.derive import load_scales
+
+OTHERS = {
+    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "qwen3_next": HYBRIDS["qwen3_next"],
+}
+TOKENS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def model_directory(path, model_type, *, dtype=torch.bfloat16):
+    options = (FAMILIES | OTHERS)[model_type]
+    model = tiny_model(model_type, **options)
+    with torch.no_grad():
+        for module in parameters.cached_attention(model):
+            attention = model.get_submodule(module)
+            # K and V of any size, and heads and channels that differ
+            for child in attention.children():
+                if hasattr(child, "weight") and child.weight.dim() == 2:
+                    rows = torch.linspace(-3, 3, child.weight.shape[0]).exp2()
+                    child.weight.mul_(rows[:, None])
+    return save_model(model.to(dtype), path)
+
+
+def bake(source, scales, out, *flags):
+    return fp8kv("bake", source, "--scales", scales, "-o", out, *flags)
+
+
+def calibrated(source, out, *flags):
+    done = calibrate(source, "-o", out, "--dtype", "float32", *flags)
+    assert done.exit_code == 0, done.stderr
+    return out
+
+
+def in_float32(directory):
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        # kernels may add in another order where memory is aligned otherwise, as in a mapped file
+        parameter.data = parameter.data.clone()
+    return model
+
+
+@torch.inference_mode()
+def seen(directory):
+    """Logits, and K and V of each layer, in float32."""
+    model, found = in_float32(directory), {}
+    with observe_qkv(model, lambda name, _, k, v: found.__setitem__(name, (k, v))):
+        logits = model(TOKENS, use_cache=False).logits
+    return logits, found
+
+
+def scales_of(directory):
+    """[layers, 2 (K, V), heads]."""
+    report = json.loads((directory / "fp8kv_calibration.json").read_text())
+    assert report["recipe"]["strategy"] == "attn_head"
+    layers = load_scales(directory).layers.values()
+    return torch.stack([torch.stack([layer.k, layer.v]) for layer in layers])
