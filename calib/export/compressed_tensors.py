@@ -54,8 +54,9 @@ def compressed_tensors(
         )
         raise UnsupportedExportError(
             f"engines have no place for KV scales beside '{method}' weights, their FP8 cache "
-            "computes with 1.0 (`fp8kv eval` says what that costs); give a compressed-tensors "
-            f"version of this model, {version}, or use --format fp8kv for the bundled runtime"
+            "computes with 1.0 (`fp8kv eval` says what that costs, `fp8kv bake` makes it right "
+            "with a calibration of --format fp8kv); or give a compressed-tensors version of this "
+            f"model, {version}"
         )
     kind = str(method or "compressed-tensors") + " attn_head" * (scales.strategy == "attn_head")
     name, doubts = loaded_name(rules, scales, checkpoint, kind, NAMES[0])
