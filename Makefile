@@ -91,6 +91,8 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 		$(BIN)/fp8kv bake $(OUT)/quantized/sources/$$name --scales $(OUT)/quantized/served/$$name \
 			--for fp8 -o $(OUT)/baked/$$name --overwrite || exit 1; \
 	done
+	$(INTEROP)/bin/python tests/interop/check_stress.py "$$($(SMOLLM2_DIRECTORY))" $(OUT)/twin \
+		$(OUT)/baked/twin --prompt "Numbers: 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16,"
 	$(INTEROP)/bin/python tests/interop/check_baked.py \
 		"$$($(SMOLLM2_DIRECTORY))" $(OUT)/baked/twin \
 		$(OUT)/quantized/sources/llmcompressor $(OUT)/baked/llmcompressor \

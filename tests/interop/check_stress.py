@@ -3,7 +3,8 @@
 check_stress.py SOURCE TWIN CALIBRATED
 
 SOURCE writes a text with a bfloat16 cache. TWIN, its `fp8kv stress`, must write another one with an
-FP8 cache and no scales; CALIBRATED, the twin's `fp8kv calibrate`, the source's.
+FP8 cache and no scales; CALIBRATED, the twin's `fp8kv calibrate`, the source's. So must its `fp8kv
+bake`, without scales.
 """
 
 import argparse
@@ -20,19 +21,20 @@ PROMPT = "Question: What is the capital of France? Answer: The capital of France
 NEW_TOKENS = 16
 
 
-def generate(directory: Path, cache_dtype: str) -> dict:
+def generate(directory: Path, cache_dtype: str, prompt: str) -> dict:
     """Continue the prompt greedily: the new tokens, and their text."""
     llm = start(directory, kv_cache_dtype=cache_dtype)
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    made = llm.generate([PROMPT], greedy, use_tqdm=False)[0].outputs[0]
+    made = llm.generate([prompt], greedy, use_tqdm=False)[0].outputs[0]
     return {"tokens": list(made.token_ids), "text": made.text}
 
 
-def in_new_process(directory: Path, cache_dtype: str) -> dict:
+def in_new_process(directory: Path, cache_dtype: str, prompt: str) -> dict:
     """The same; an engine keeps its memory until its process ends."""
-    command = [sys.executable, __file__, str(directory), "--cache-dtype", cache_dtype]
+    flags = ["--cache-dtype", cache_dtype, "--prompt", prompt]
+    command = [sys.executable, __file__, str(directory), *flags]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -43,10 +45,10 @@ def same_tokens(first: dict, second: dict) -> int:
     return next((i for i, (a, b) in pairs if a != b), NEW_TOKENS)
 
 
-def check(source: Path, twin: Path, calibrated: Path) -> None:
+def check(source: Path, twin: Path, calibrated: Path, prompt: str) -> None:
     """Compare the three texts."""
-    wanted = in_new_process(source, "auto")
-    garbage, restored = in_new_process(twin, "fp8"), in_new_process(calibrated, "fp8")
+    wanted = in_new_process(source, "auto", prompt)
+    garbage, restored = (in_new_process(each, "fp8", prompt) for each in (twin, calibrated))
     without, with_scales = same_tokens(wanted, garbage), same_tokens(wanted, restored)
     problems = []
     if without > NEW_TOKENS // 4:
@@ -67,11 +69,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directories", type=Path, nargs="+", metavar="DIR")
     parser.add_argument("--cache-dtype", help="generate with one DIR and print the tokens")
-    arguments = parser.parse_args()
-    if arguments.cache_dtype:
-        print(json.dumps(generate(*arguments.directories, arguments.cache_dtype)))
+    parser.add_argument("--prompt", default=PROMPT)
+    given = parser.parse_args()
+    if given.cache_dtype:
+        print(json.dumps(generate(*given.directories, given.cache_dtype, given.prompt)))
     else:
-        check(*arguments.directories)
+        check(*given.directories, given.prompt)
 
 
 if __name__ == "__main__":
