@@ -6,12 +6,13 @@ import pydoc_data.topics
 
 import pytest
 import torch
+from baking import TOKENS, in_float32
 from command_line import calibrate, fp8kv, one_line_error
 from fake_quant import measured_scales
 from families import FAMILIES, MLA, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.generate import unit_scales
@@ -26,7 +27,6 @@ TWINS = {
     **dict.fromkeys(("qwen2", "qwen3", "falcon", "cohere2"), ()),
     "gemma3_text": ("--dtype", "float32"),
 }
-TOKENS = torch.randint(3, 128, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
 def stress(source, out, *flags):
@@ -35,14 +35,6 @@ def stress(source, out, *flags):
 
 def bf16_directory(path, model_type, **options):
     return save_model(tiny_model(model_type, **options).to(torch.bfloat16), path)
-
-
-def in_float32(directory):
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    for parameter in model.parameters():
-        # MKL may add in another order where memory is aligned otherwise, as in a mapped file
-        parameter.data = parameter.data.clone()
-    return model
 
 
 @torch.inference_mode()
