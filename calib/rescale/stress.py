@@ -97,7 +97,6 @@ def stress(
         )
     checkpoint = find_checkpoint(name)
     check_output(output, checkpoint.path, overwrite=overwrite)
-    check_no_scales(checkpoint)
     if find_quantization_config(checkpoint.config) is not None:
         raise InputError(
             f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
@@ -108,6 +107,7 @@ def stress(
             f"the weights of '{checkpoint.path}' are quantised, so they cannot be multiplied "
             "exactly; give the model it was made from"
         )
+    check_no_scales(checkpoint)
     with atomic_directory(output, overwrite=overwrite) as scratch:
         architecture = (checkpoint.config.get("architectures") or ["this model"])[0]
         done = rescale(
