@@ -127,7 +127,7 @@ GATED = [
 ]
 ABSENT = [
     DatasetNotFoundError("Dataset 'o/d' doesn't exist on the Hub or cannot be accessed."),
-    FileNotFoundError("Couldn't find any data file at /work/o/d."),
+    FileNotFoundError("Couldn't find any data file at /data/o/d."),
 ]
 
 
