@@ -34,7 +34,7 @@ def write_card(
 
 
 def _serving(purpose: str, path: str, *, is_wide: bool) -> list[str]:
-    # engines take float32 weights for bfloat16 unless told otherwise; two know no other way
+    # engines take float32 weights for bfloat16 unless told otherwise; how two are told is not known
     wide = " --dtype float32" if is_wide else ""
     if purpose == "int8":
         return ["```bash", f"vllm serve {path} --kv-cache-dtype int8_per_token_head{wide}", "```"]
