@@ -32,6 +32,10 @@ MODEL, DATASET = "builtin:smollm2", "builtin:python-docs"
 SUITE = SUITES["full"]
 # documents that the powers in calib/rescale/choosing.py were chosen on
 CHOSEN_ON = 5
+_PAIRS = (
+    ("int8 baked / int8", ("int8 baked", "int8")),
+    ("int8 any factor / int8", ("int8 any factor", "int8")),
+)
 Rounding = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
