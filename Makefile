@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast fuzz check fix compile-kernels interop engines bench bench-generate bench-eval bench-scale bench-bake bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
+.PHONY: help demo test test-fast fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -51,8 +51,10 @@ SMOLLM2_DIRECTORY = $(BIN)/python -c 'from calib.model.find import builtin_model
 LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn_head-qkv \
 	tgi-to-vllm heads-to-modelopt
 
-interop: export HF_HUB_OFFLINE = 1
-interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) and transformers
+interop interop-%: export HF_HUB_OFFLINE = 1
+interop: interop-scales interop-classes interop-models ## our outputs in vLLM (CPU) and transformers
+
+interop-outputs: $(VENV)/.installed $(INTEROP)/.installed
 	$(CALIBRATE) -o $(OUT)/tensor-kv --format vllm --format modelopt --format tgi
 	$(CALIBRATE) -o $(OUT)/tensor-qkv --targets qkv
 	$(CALIBRATE) -o $(OUT)/attn_head-kv --strategy attn_head
@@ -60,6 +62,8 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(BIN)/fp8kv convert $(OUT)/tensor-kv/tgi --to vllm -o $(OUT)/tgi-to-vllm --overwrite
 	$(BIN)/fp8kv convert $(OUT)/attn_head-kv --to modelopt --reduce max \
 		-o $(OUT)/heads-to-modelopt --overwrite
+
+interop-scales: interop-outputs
 	for name in $(LOADED_BY_VLLM); do \
 		$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/$$name || exit 1; \
 	done
@@ -67,18 +71,24 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(INTEROP)/bin/python tests/interop/check_verify.py
 	$(BIN)/python tests/interop/write_conversions.py $(OUT)/conversions
 	$(INTEROP)/bin/python tests/interop/check_verify.py --only $(OUT)/conversions
-	$(BIN)/python tests/interop/write_quantized.py "$$($(SMOLLM2_DIRECTORY))" \
-		$(OUT)/tensor-kv/vllm $(OUT)/quantized
-	$(INTEROP)/bin/python tests/interop/check_quantized.py $(OUT)/quantized
 	$(INTEROP)/bin/python tests/interop/check_vllm_triton.py
 	$(INTEROP)/bin/python tests/interop/check_caches.py
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang.py
+	$(INTEROP)/bin/python tests/interop/check_transformers.py "$$($(SMOLLM2_DIRECTORY))" \
+		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
+
+interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(VLLM_CLASSES) --check
 	$(SGLANG_CLASSES) --check $(CHECKED_IN_SGLANG)
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang_plugin.py
 	$(BIN)/python tests/interop/write_families.py $(OUT)/families
 	$(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families vllm
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families sglang
+
+interop-models: interop-outputs
+	$(BIN)/python tests/interop/write_quantized.py "$$($(SMOLLM2_DIRECTORY))" \
+		$(OUT)/tensor-kv/vllm $(OUT)/quantized
+	$(INTEROP)/bin/python tests/interop/check_quantized.py $(OUT)/quantized
 	rm -rf $(OUT)/wheel
 	$(BIN)/pip wheel -q --no-deps -w $(OUT)/wheel .
 	$(INTEROP)/bin/python tests/interop/check_plugin.py $(OUT)/wheel/fp8kv-*.whl
@@ -99,8 +109,6 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 		$(OUT)/quantized/sources/nvidia $(OUT)/baked/nvidia
 	$(INTEROP)/bin/python tests/interop/check_served.py $(BIN)/fp8kv \
 		$(OUT)/twin $(OUT)/twin-fp8kv $(OUT)/tensor-kv/vllm
-	$(INTEROP)/bin/python tests/interop/check_transformers.py "$$($(SMOLLM2_DIRECTORY))" \
-		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
 
 VLLM_CLASSES := $(INTEROP)/bin/python tests/interop/vllm_classes.py
 SGLANG_CLASSES := PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/sglang_classes.py
