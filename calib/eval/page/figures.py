@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from calib.eval.page import plots
+from calib.eval.page.frontier import Point, frontier, kl_by_bytes
 from calib.eval.page.histograms import Axis, Histogram, Panel, histogram, shared_axis
 from calib.eval.page.plots import HeatMap, Picture, Series
 from calib.eval.schema import LayerRow, Report, Tensors
@@ -42,6 +43,7 @@ def charts(report: Report) -> dict[str, Any]:
     """All charts by their names in the template; None or no entry: it was not measured."""
     shown, folded = _histogram_charts(report)
     return {
+        "bytes": _bytes_chart(report),
         "position": _position_chart(report),
         "layers": _layer_chart(report),
         "search": _search_chart(report),
@@ -49,6 +51,27 @@ def charts(report: Report) -> dict[str, Any]:
         "histograms": shown,
         "folded": folded,
     }
+
+
+def _bytes_chart(report: Report) -> Chart | None:
+    """KL against bytes; None where all caches take the same."""
+    whole = report.bytes_per_token["16bit"]
+    points = [
+        Point("given" if row.kind == "given" else name, row.bytes_per_token / whole, row.kl,
+              name == report.subject)
+        for name, row in report.variants.items()
+        if row.bytes_per_token and row.kl.low > 0
+    ]  # fmt: skip
+    if len({point.share for point in points}) < 2:
+        return None
+    best = ", ".join(f"{each.name} ({each.kl.value:.2g})" for each in frontier(points))
+    caption = (
+        f"Each cache that was measured, with 95 % intervals; {whole:,} bytes a token are 100 %. "
+        f"Filled: no other one has both fewer bytes and a lower KL, from the smallest: {best}. "
+        "Diamond: what the verdict is about. Dotted: the noise floor."
+    )
+    label = "Scatter plot: KL against bytes per token. " + caption
+    return Chart(kl_by_bytes(points, report.noise_floor), label, caption)
 
 
 def _position_chart(report: Report) -> Chart | None:

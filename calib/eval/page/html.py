@@ -10,7 +10,6 @@ from typing import Any
 
 from calib.choices import REFERENCE
 from calib.errors import InputError
-from calib.eval.advice import SERVED
 from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, markdown, task_table
 from calib.eval.schema import REPORT_FILE, Continuation, Report, Row
@@ -18,7 +17,6 @@ from calib.progress import WRITTEN
 
 # control characters that are no white space, halves of characters, and what is no character
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
-_GROUPS = ("given", "engines can load", "for comparison", "reference and controls")
 _SUMMARY = 80  # characters of a folded prompt
 
 
@@ -82,28 +80,34 @@ def _tiles(report: Report, row: Row) -> list[tuple[str, str, str]]:
 def _table(report: Report) -> dict[str, Any]:
     """Groups of rows, and the axis that their KL intervals are drawn on."""
     axis = _axis(report.variants.values(), report.noise_floor)
-    groups: dict[str, list[dict[str, Any]]] = {title: [] for title in _GROUPS}
+    groups: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for name, row in report.variants.items():
         # eight columns have to fit: the value says what unit its interval has
         cells = [(value, interval.replace("%", "")) for value, interval in figures(row)]
         places = {end: axis.place(x) for end, x in row.kl}
         is_subject = name == report.subject
-        groups[_group(name, row)].append(
+        group = _group(row, report.bytes_per_token["16bit"])
+        groups.setdefault(group, []).append(
             {"name": name, "row": row, "figures": cells, "kl": places, "is_subject": is_subject}
         )
     return {
-        "groups": [(title, rows) for title, rows in groups.items() if rows],
+        "groups": [(title, rows) for (_, title), rows in sorted(groups.items())],
         "ends": (f"{axis.low:g}", f"{axis.high:g}"),
         "floor": axis.place(report.noise_floor),
     }
 
 
-def _group(name: str, row: Row) -> str:
-    if row.kind == "given":
-        return "given"
+def _group(row: Row, whole: int) -> tuple[int, str]:
+    """Place and title of the rows of a table: by bytes, those with the most first."""
     if row.kind in ("control", REFERENCE):
-        return "reference and controls"
-    return "engines can load" if name in SERVED else "for comparison"
+        return 100, "reference and controls"
+    if row.kind == "given":
+        return 0, "given with --scales"
+    if not row.bytes_per_token:
+        return 99, "for comparison"
+    # scales of tokens and blocks take up to two
+    bits = 2 * int(8 * row.bytes_per_token / whole)
+    return 16 - bits, f"about {bits} bits a value"
 
 
 def _axis(rows: Iterable[Row], floor: float) -> Axis:

@@ -6,22 +6,24 @@ from calib.choices import REFERENCE
 from calib.eval.schema import Figure, Report, Row, TaskFigure
 from calib.text import plain
 
-HEADINGS = ("cache", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
+HEADINGS = ("cache", "bytes", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
 
 
 def table_rows(report: Report) -> list[tuple[str, ...]]:
     """One row per variant, intervals in brackets."""
-    return [_row(name, row) for name, row in report.variants.items() if name != REFERENCE]
+    whole = report.bytes_per_token["16bit"]
+    return [_row(name, row, whole) for name, row in report.variants.items() if name != REFERENCE]
 
 
-def _row(name: str, row: Row) -> tuple[str, ...]:
+def _row(name: str, row: Row, whole: int) -> tuple[str, ...]:
     cells = figures(row)
     kl, ppl = (f"{value} {interval}".strip() for value, interval in (cells[0], cells[2]))
-    return (name, kl, cells[1][0], ppl, *(value for value, _ in cells[3:]))
+    share = f"{row.bytes_per_token / whole:.0%}" if row.bytes_per_token else ""
+    return (name, share, kl, cells[1][0], ppl, *(value for value, _ in cells[3:]))
 
 
 def figures(row: Row) -> list[tuple[str, str]]:
-    """Value and interval of each figure of a variant, as text, in the order of `HEADINGS`."""
+    """Value and interval of each figure of a variant, as text: KL and what follows in `HEADINGS`."""
     kl = _figure(row.kl, "{:.2g}") if row.measurable else ("no measurable difference", "")
     return [
         kl,
@@ -93,7 +95,7 @@ def markdown(report: Report) -> str:
     return (
         f"# FP8 KV cache of {_escape(report.model)}\n\n{lines}\n\n"
         f"{_table(HEADINGS, table_rows(report))}\n\n"
-        "KL(reference || variant) in nats per token, mean with its 95 % bootstrap interval over "
+        "Bytes per token beside 16 bits; KL(reference || variant) in nats per token, mean with its 95 % bootstrap interval over "
         "documents, and 99th percentile; change of perplexity; share of positions with the same "
         "likeliest token; greedy tokens before the first that differs; passkeys found.\n\n"
         f"{legend}\n{_tasks(report)}"

@@ -72,7 +72,7 @@ def kl_by_position(series: list[Series]) -> Picture:
         ends = [0, *(each.to for each in bins)]
         axes.set_xticks([i - 0.5 for i in range(len(ends))], list(map(_tokens, ends)))
         axes.set_xlabel("position in the text, tokens")
-        _log_axis(axes, "KL, nats per token", _plain)
+        log_axis(axes, "KL, nats per token", plain_number)
 
     return draw(_SIZE, paint)
 
@@ -95,7 +95,7 @@ def layer_error(series: list[Series], subject: str | None) -> Picture:
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
         axes.margins(x=0.02)
         axes.set_xlabel("layer")
-        _log_axis(axes, "relative RMS error of attention output", _percent)
+        log_axis(axes, "relative RMS error of attention output", _percent)
 
     return draw(_SIZE, paint)
 
@@ -111,7 +111,7 @@ def layers_alone(kl: dict[int, float], skipped: set[int]) -> Picture:
             fill = "none" if layer in skipped else color
             axes.bar(layer, value, 0.7, facecolor=fill, edgecolor=color)
         axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True))
-        axes.yaxis.set_major_formatter(_plain)
+        axes.yaxis.set_major_formatter(plain_number)
         axes.grid(visible=False, axis="x")
         axes.margins(x=0.02)
         axes.set(xlabel="layer", ylabel="KL, nats per token")
@@ -137,7 +137,7 @@ def _line(axes: Axes, series: Series, xs: Any, ys: Any, size: float) -> None:
     axes.plot(xs, ys, color=color, linestyle=dashes, marker=series.marker, markersize=size)
 
 
-def _log_axis(axes: Axes, title: str, form: Any) -> None:
+def log_axis(axes: Axes, title: str, form: Any) -> None:
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(_log_ticks(*axes.get_ylim(), 12))
     axes.yaxis.set_major_formatter(form)
@@ -190,7 +190,7 @@ def _paint(figure: Figure, axes: Axes, panel: HeatMap) -> None:
     assert bar.solids is not None
     bar.solids.set_rasterized(True)
     bar.outline.set_visible(False)
-    bar.formatter = ticker.FuncFormatter(_percent if panel.is_share else _plain)
+    bar.formatter = ticker.FuncFormatter(_percent if panel.is_share else plain_number)
     bar.locator = ticker.MaxNLocator(4) if panel.is_share else _log_ticks(*image.get_clim(), 5)
     bar.update_ticks()
     bar.ax.yaxis.set_minor_locator(ticker.NullLocator())
@@ -205,7 +205,7 @@ def _norm(cells: NDArray[Any], is_share: bool) -> Normalize:
     return LogNorm(low, high if high > low else 2 * low)
 
 
-def _plain(value: float, _: Any) -> str:
+def plain_number(value: float, _: Any) -> str:
     # not matplotlib's own, which marks up powers of ten
     return f"{value:g}"
 
