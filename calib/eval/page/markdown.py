@@ -23,7 +23,7 @@ def _row(name: str, row: Row, whole: int) -> tuple[str, ...]:
 
 
 def figures(row: Row) -> list[tuple[str, str]]:
-    """Value and interval of each figure of a variant, as text: KL and what follows in `HEADINGS`."""
+    """Value and interval of each figure of a variant, as text, from KL on in `HEADINGS`."""
     kl = _figure(row.kl, "{:.2g}") if row.measurable else ("no measurable difference", "")
     return [
         kl,
@@ -95,8 +95,8 @@ def markdown(report: Report) -> str:
     return (
         f"# FP8 KV cache of {_escape(report.model)}\n\n{lines}\n\n"
         f"{_table(HEADINGS, table_rows(report))}\n\n"
-        "Bytes per token beside 16 bits; KL(reference || variant) in nats per token, mean with its 95 % bootstrap interval over "
-        "documents, and 99th percentile; change of perplexity; share of positions with the same "
+        "Bytes per token beside 16 bits; KL(reference || variant) in nats per token, mean with its "
+        "95 % bootstrap interval over documents, and 99th percentile; change of perplexity; share of positions with the same "
         "likeliest token; greedy tokens before the first that differs; passkeys found.\n\n"
         f"{legend}\n{_tasks(report)}"
     )

@@ -138,6 +138,7 @@ def _line(axes: Axes, series: Series, xs: Any, ys: Any, size: float) -> None:
 
 
 def log_axis(axes: Axes, title: str, form: Any) -> None:
+    """Make the axis of values logarithmic; `form` writes its numbers."""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(_log_ticks(*axes.get_ylim(), 12))
     axes.yaxis.set_major_formatter(form)
@@ -206,6 +207,7 @@ def _norm(cells: NDArray[Any], is_share: bool) -> Normalize:
 
 
 def plain_number(value: float, _: Any) -> str:
+    """A number on an axis."""
     # not matplotlib's own, which marks up powers of ten
     return f"{value:g}"
 
