@@ -96,8 +96,9 @@ def markdown(report: Report) -> str:
         f"# FP8 KV cache of {_escape(report.model)}\n\n{lines}\n\n"
         f"{_table(HEADINGS, table_rows(report))}\n\n"
         "Bytes per token beside 16 bits; KL(reference || variant) in nats per token, mean with its "
-        "95 % bootstrap interval over documents, and 99th percentile; change of perplexity; share of positions with the same "
-        "likeliest token; greedy tokens before the first that differs; passkeys found.\n\n"
+        "95 % bootstrap interval over documents, and 99th percentile; change of perplexity; share "
+        "of positions with the same likeliest token; greedy tokens before the first that differs; "
+        "passkeys found.\n\n"
         f"{legend}\n{_tasks(report)}"
     )
 
