@@ -20,6 +20,11 @@ VariantName = Literal[
     "qkv", "channel+k_center", "k only+k_center", "random",
 ]  # fmt: skip
 
+CacheName = Literal[
+    "all", "fp8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4",
+    "nvfp4_4over6", "fp8_k_nvfp4_v", "lmdeploy_int8", "lmdeploy_int4",
+]  # fmt: skip
+
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 VARIANTS: tuple[VariantName, ...] = get_args(VariantName)
 

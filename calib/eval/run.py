@@ -11,6 +11,15 @@ from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
 from calib.eval import inputs
 from calib.eval.advice import check_variant, failures
+from calib.eval.cache_variants import (
+    STATIC,
+    Shape,
+    cache_names,
+    cache_variants,
+    layer_shapes,
+    wanted_types,
+    with_bytes,
+)
 from calib.eval.material import Material, cut_text
 from calib.eval.page.html import check_report_directory, write_report
 from calib.eval.reader import Measured, measure, search
@@ -24,7 +33,6 @@ from calib.model.load import load_config, load_model, load_tokenizer
 from calib.model.quantized import quantization_notes
 from calib.output.card import versions
 from calib.recipe import EvaluationRecipe, Recipe
-from calib.scales.stats import KVStats
 from calib.text import Condition, parse_condition
 from fp8kv_runtime.errors import AttentionError
 
@@ -34,7 +42,10 @@ def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> list[Condition]:
     wanted = recipe.evaluation
     conditions = [parse_condition(text) for text in wanted.fail_if]
     for condition in conditions:
-        check_variant(condition, [*_built_in(wanted), *inputs.given_names(scales)])
+        check_variant(
+            condition,
+            [*_built_in(wanted), *cache_names(wanted.caches), *inputs.given_names(scales)],
+        )
     if wanted.tasks:
         name_tasks(wanted.tasks)
     return conditions
@@ -83,6 +94,8 @@ def evaluate(
     progress("load")
     tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
     setup = Setup(model, tokenizer, wanted.backend, progress)
+    shapes = layer_shapes(setup)
+    types, left_out = wanted_types(wanted.caches, shapes)
     given = [
         Variant(name, "given with --scales", "given", checked(model))
         for name, checked in opened.items()
@@ -101,11 +114,14 @@ def evaluate(
         backend=setup.resolved_backend,
         dtype=str(model.dtype).removeprefix("torch."),
         data=inputs.describe(data, material, stats.tokens),
-        bytes_per_token=_bytes_per_token(stats),
+        bytes_per_token=_bytes_per_token(shapes),
     )
     chosen = [variant for variant in variants if variant.name in _built_in(wanted)]
-    results = _results(setup, chosen + given, material, tasks, wanted)
-    return Evaluation(conditions, warnings=(*notes, *data.warnings, *warnings), **results)
+    caches, unbaked = cache_variants(setup, checkpoint, wanted.caches, types, stats)
+    measured = with_bytes([*chosen, *given, *caches], shapes)
+    results = _results(setup, measured, material, tasks, wanted)
+    warnings = [*notes, *data.warnings, *warnings, *left_out, *unbaked]
+    return Evaluation(conditions, warnings=warnings, **results)
 
 
 def _results(
@@ -126,7 +142,8 @@ def _results(
 
 
 def _built_in(wanted: EvaluationRecipe) -> tuple[str, ...]:
-    return (*(VARIANTS if wanted.variants is None else wanted.variants), *CONTROLS)
+    static = STATIC if {"all", "fp8"} & set(wanted.caches) else ()
+    return (*(VARIANTS if wanted.variants is None else wanted.variants), *static, *CONTROLS)
 
 
 def _search(setup: Setup, variants: list[Variant], material: Material, budget: float) -> Search:
@@ -150,6 +167,6 @@ def _texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> T
     return Texts(prompts=prompts, continuations=continuations)
 
 
-def _bytes_per_token(stats: KVStats) -> dict[str, int]:
-    values = sum(layer.k.amax.numel() + layer.v.amax.numel() for layer in stats.layers.values())
+def _bytes_per_token(shapes: Sequence[Shape]) -> dict[str, int]:
+    values = sum(heads * (k + v) for heads, k, v in shapes)
     return {"fp8": values, "16bit": 2 * values}

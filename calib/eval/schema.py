@@ -75,7 +75,10 @@ class Row(_Part):
     """The figures of one cache; what was not measured is absent."""
 
     what: str
-    kind: Literal["reference", "control", "fp8", "given"]
+    kind: Literal["reference", "control", "fp8", "given", "cache"]
+    cache: str | None = None  # its type, where that is not static FP8
+    is_baked: bool = False  # on weights as `fp8kv bake` writes them
+    bytes_per_token: int | None = None  # in all layers, with all overhead
     strategy: Strategy | None = None
     fp8_dtype: FP8Name | None = None
     tensors: str | None = None  # those of q, k and v that are in FP8

@@ -38,6 +38,8 @@ def summarize(evaluation: Evaluation) -> Report:
         name: _row(m, measured[REFERENCE], kl[name], name != REFERENCE and kl[name].low > floor)
         for name, m in measured.items()
     }
+    size = evaluation.conditions.bytes_per_token["16bit"]
+    rows[REFERENCE] = rows[REFERENCE].model_copy(update={"bytes_per_token": size})
     return Report(
         **dict(evaluation.conditions),
         noise_floor=floor,
@@ -79,9 +81,12 @@ def _present(measured: Measured) -> dict[str, Any]:
     """Make the entries that not every variant has: scales, greedy text, passkeys, layers."""
     found: dict[str, Any] = {}
     variant, scales = measured.variant, measured.variant.scales
+    size = variant.bytes_per_token
+    held = {"cache": variant.cache, "is_baked": variant.is_baked or None, "bytes_per_token": size}
     if scales is not None:
         found = {"strategy": scales.strategy, "fp8_dtype": scales.fp8_dtype}
         found["tensors"] = variant.tensors
+    found |= {name: each for name, each in held.items() if each is not None}
     greedy, keys = measured.same_tokens, measured.found_passkeys
     numbers: dict[str, Sequence[float]] = {"same_tokens": greedy, "passkey": keys}
     for name, values in numbers.items():
