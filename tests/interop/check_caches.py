@@ -14,7 +14,7 @@ import torch
 from outputs import report
 from triton.backends import backends
 
-from calib.eval.caches import int8_codes
+from calib.caches.per_head import int8_codes
 
 # tokens, heads, head_dim, size of the values
 SHAPES = [

@@ -2,7 +2,7 @@
 
 import torch
 
-from calib.eval.caches import int8_codes, int8_per_token_head
+from calib.caches.per_head import int8_codes, int8_per_token_head
 
 
 def test_one_scale_per_token_and_head():
