@@ -41,11 +41,9 @@ def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> list[Condition]:
     """Read the conditions; refuse unknown variants and tasks. `scales` may not be there yet."""
     wanted = recipe.evaluation
     conditions = [parse_condition(text) for text in wanted.fail_if]
+    names = [*_built_in(wanted), *cache_names(wanted.caches), *inputs.given_names(scales)]
     for condition in conditions:
-        check_variant(
-            condition,
-            [*_built_in(wanted), *cache_names(wanted.caches), *inputs.given_names(scales)],
-        )
+        check_variant(condition, names)
     if wanted.tasks:
         name_tasks(wanted.tasks)
     return conditions

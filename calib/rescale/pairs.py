@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from calib.errors import UnsupportedModelError
 from calib.measure.attention import CachedAttention, observe_qkv
+from calib.model.devices import input_device
 from calib.rescale.parameters import LayerFactors, rescaled_parameters
 from calib.rescale.proof import PROBE_TOKENS, probe_tokens
 
@@ -68,7 +69,7 @@ def _far_tokens(model: PreTrainedModel) -> dict[str, Any]:
     last = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if last and "position_ids" in signature(model.forward).parameters:
         places = torch.arange(last - PROBE_TOKENS, last).clamp(min=0)
-        given["position_ids"] = places[None].to(given["input_ids"].device)
+        given["position_ids"] = places[None].to(input_device(model))
     return given
 
 

@@ -171,8 +171,7 @@ def _of_norm(module: str, name: str, norm: nn.Module, heads: Tensor) -> Iterator
 
 def _adds_one(name: str, norm: nn.Module, parameters: Mapping[str, Tensor]) -> bool:
     weight = parameters["weight"]
-    like = {"dtype": weight.dtype, "device": weight.device}
-    x = torch.linspace(-1, 2, weight.numel(), **like).view(1, 1, *weight.shape)
+    x = torch.linspace(-1, 2, weight.numel()).to(weight).view(1, 1, *weight.shape)
     zeros = {key: torch.zeros_like(parameter) for key, parameter in parameters.items()}
     for adds_one, neutral in ((False, 0.0), (True, -1.0)):
         silent = {**zeros, "weight": torch.full_like(weight, neutral)}
