@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from calib.caches.rounding import rounding
@@ -27,6 +28,7 @@ from calib.scales.stats import KVStats
 
 # static FP8: the variants that `fp8` stands for
 STATIC = ("none", "tensor", "attn_head")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 Shape = tuple[int, int, int]  # KV heads, head_dim of K, of V
 
 
@@ -74,7 +76,8 @@ def cache_variants(
     Baked weights are not written: K and V are multiplied by their factors before rounding and
     divided after it. Factors are powers of two, so the numbers are those of the baked model.
     """
-    plain = {each.name: _plain(each) for each in types}
+    dtype = _served_dtype(checkpoint)
+    plain = {each.name: _plain(each, dtype) for each in types}
     to_bake: dict[Purpose, list[Variant]] = {
         "fp8": [_at_one(stats)] if {"all", "fp8"} & set(names) else [],
         "int8": [plain[each.name] for each in types if each.integers],
@@ -116,8 +119,15 @@ def _at_one(stats: KVStats) -> Variant:
     return Variant("fp8", "FP8 at scale 1.0", "cache", cache="fp8", rounding=rounded)
 
 
-def _plain(kind: CacheType) -> Variant:
-    return Variant(kind.name, kind.what, "cache", cache=kind.name, rounding=rounding(kind.name))
+def _served_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """The 16-bit type that engines load the weights in, as far as the config says."""
+    says = checkpoint.config
+    return _DTYPES.get(str(says.get("dtype") or says.get("torch_dtype")))
+
+
+def _plain(kind: CacheType, dtype: torch.dtype | None) -> Variant:
+    rounded = rounding(kind.name, dtype=dtype)
+    return Variant(kind.name, kind.what, "cache", cache=kind.name, rounding=rounded)
 
 
 def _on_baked(variant: Variant, factors: Mapping[int, LayerFactors]) -> Variant:
