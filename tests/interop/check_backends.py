@@ -1,12 +1,14 @@
-"""Where vLLM serves a cache type: its own backend checks, for GPUs that are not there, and ours.
+"""Where vLLM serves a cache type, in how many bytes: its own backends, for GPUs not there, and us.
 
 vLLM's flags accept every type everywhere, and so do its backends an FP8 type on an A100, where
 its Triton writer then fails: that it can be compiled is asked as well.
 """
 
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -20,19 +22,21 @@ from triton.compiler import ASTSource
 from calib.caches.types import CACHES, CacheType, Serving, cache_type
 
 HEAD_DIMS = (32, 64, 72, 80, 96, 112, 128, 160, 192, 256, 512)
+HEADS = 3
 FLAG = "--kv-cache-dtype "
 # where bytes are stored: their type in Triton
 _STORED = {"fp8_per_token_head": "fp8e4nv", "int8_per_token_head": "i8"}
 
 
-def names(cache_type: CacheType) -> set[str]:
+def names(kind: CacheType) -> set[str]:
     """What vLLM calls the type: what its flags say."""
-    flags = [s.flag for s in cache_type.servings if s.engine == "vllm"]
+    flags = [s.flag for s in kind.servings if s.engine == "vllm"]
     return {flag.removeprefix(FLAG).split()[0] for flag in flags}
 
 
-def serves(platform, name: str, head_dim: int) -> bool:
-    """Whether a backend of vLLM takes the type there and can write it."""
+def backends(platform, name: str, head_dim: int) -> list[type]:
+    """The backends of vLLM that take the type there and can write it."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     config = AttentionSelectorConfig(
@@ -41,10 +45,10 @@ def serves(platform, name: str, head_dim: int) -> bool:
     capability = platform.get_device_capability()
     found, _ = platform.get_valid_backends(capability, config)
     # tuples of other fields on CUDA and on ROCm
-    chosen = {getattr(candidate, "backend", candidate[0]).name for candidate in found}
+    chosen = {getattr(candidate, "backend", candidate[0]) for candidate in found}
     if not triton_writes(platform, name):
-        chosen.discard("TRITON_ATTN")
-    return bool(chosen)
+        chosen.discard(AttentionBackendEnum.TRITON_ATTN)
+    return [backend.get_class() for backend in chosen]
 
 
 def triton_writes(platform, name: str) -> bool:
@@ -71,35 +75,58 @@ def compiles(stored: str, capability: int) -> bool:
     source = ASTSource(fn=kernel, signature=signature, constexprs=numbers)
     try:
         triton.compile(source, target=GPUTarget("cuda", capability, 32))
-    except (ValueError, triton.CompilationError) as error:
-        assert "fp8e4nv" in f"{error}{error.__cause__}", error
-        return False
-    return True
+    except triton.CompilationError as error:
+        reason = f"{error} {error.__cause__}"
+    else:
+        return True
+    assert "fp8e4nv" in reason, reason
+    return False
 
 
-def compare(platform, cache_type: CacheType, gpu: str, name: str) -> list[str]:
-    """Head sizes of which vLLM and our facts say different things."""
-    problems = []
+def compare(platform, kind: CacheType, gpu: str, name: str) -> Iterator[str]:
+    """What vLLM and our facts say differently of a type on a GPU, for every head size."""
     for head_dim in HEAD_DIMS:
-        ours = cache_type.serving("vllm", gpu, head_dim)
-        theirs = serves(platform, name, head_dim)
-        if theirs != isinstance(ours, Serving):
-            said = "takes" if theirs else "refuses"
-            problems.append(f"{cache_type.name} on {gpu}, {head_dim}: vLLM {said} it; we: {ours}")
-    return problems
+        ours = kind.serving("vllm", gpu, head_dim)
+        chosen = backends(platform, name, head_dim)
+        if bool(chosen) != isinstance(ours, Serving):
+            said = "takes" if chosen else "refuses"
+            yield f"{kind.name} on {gpu}, {head_dim}: vLLM {said} it; we: {ours}"
+        for backend in chosen:
+            if (theirs := bytes_per_token(backend, name, head_dim)) != (
+                mine := kind.bytes_per_token([(HEADS, head_dim, head_dim)])
+            ):
+                where = f"{backend.get_name()} on {gpu}"
+                yield f"{kind.name}, {head_dim}, {where}: {theirs} bytes per token; we: {mine}"
+
+
+def bytes_per_token(backend, name: str, head_dim: int) -> float:
+    """What vLLM allocates for a token of a layer of HEADS heads."""
+    from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, get_kv_quant_mode
+
+    spec = FullAttentionSpec(
+        block_size=16,
+        num_kv_heads=HEADS,
+        head_size=head_dim,
+        dtype=STR_DTYPE_TO_TORCH_DTYPE[name],
+        kv_quant_mode=get_kv_quant_mode(name),
+    )
+    return backend.customize_spec(spec).page_size_bytes / spec.block_size
 
 
 def flags_parse(types: list[CacheType]) -> None:
-    """Give every flag to vLLM's own parser."""
+    """Give every flag to vLLM's own parser, and see that it does not have the other types."""
+    from vllm.config.cache import CacheDType
     from vllm.engine.arg_utils import EngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
-    for cache_type in types:
-        for serving in cache_type.servings:
+    for kind in types:
+        assert names(kind) or kind.name not in get_args(CacheDType), kind.name
+        for serving in kind.servings:
             if serving.engine == "vllm":
                 given = parser.parse_args(serving.flag.split())
-                assert given.kv_cache_dtype in names(cache_type), serving.flag
+                assert given.kv_cache_dtype in names(kind), serving.flag
 
 
 def main() -> None:
@@ -114,7 +141,11 @@ def main() -> None:
             problems += compare(platform, one, gpu, name)
     flags_parse(types)
     count = len(asked) * len(fake_gpu.GPUS) * len(HEAD_DIMS)
-    report(Path("cache types in vLLM"), problems, f"{count} answers of its backends, the same")
+    report(
+        Path("cache types in vLLM"),
+        problems,
+        f"{count} answers of its backends and sizes, the same",
+    )
 
 
 if __name__ == "__main__":
