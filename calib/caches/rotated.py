@@ -14,8 +14,8 @@ from calib.caches.per_head import LEAST_SCALE
 from calib.errors import InputError
 
 STEPS = 15
-_SEED = 0x9E3779B9
-_ZERO_BITS = 4  # of the scale's float32, which hold the zero point
+SEED = 0x9E3779B9
+ZERO_BITS = 4  # of the scale's float32, which hold the zero point
 
 
 def int4_per_token_head(x: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def int4_codes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     scale = ((high - low) / STEPS).clamp(min=LEAST_SCALE)
     zero = _rounded(-low / scale)
     codes = _rounded(x * (1.0 / scale) + zero)
-    return codes, (scale.view(torch.int32) & -(1 << _ZERO_BITS)).view(torch.float32), zero
+    return codes, (scale.view(torch.int32) & -(1 << ZERO_BITS)).view(torch.float32), zero
 
 
 def _rounded(x: Tensor) -> Tensor:
@@ -50,14 +50,14 @@ def rotate(x: Tensor) -> Tensor:
     square root of the block's size.
     """
     blocks = _blocks(x)
-    return _hadamard(blocks * _signs(blocks.shape[-1]).to(x.device)).reshape(x.shape)
+    return _hadamard(blocks * signs(blocks.shape[-1]).to(x.device)).reshape(x.shape)
 
 
 def rotate_back(x: Tensor) -> Tensor:
     """What `rotate` was given."""
     blocks = _blocks(x)
     size = blocks.shape[-1]
-    return (_hadamard(blocks) * _signs(size).to(x.device) / size).reshape(x.shape)
+    return (_hadamard(blocks) * signs(size).to(x.device) / size).reshape(x.shape)
 
 
 def _blocks(x: Tensor) -> Tensor:
@@ -77,6 +77,7 @@ def _hadamard(x: Tensor) -> Tensor:
 
 
 @cache
-def _signs(size: int) -> Tensor:
-    generator = torch.Generator().manual_seed(_SEED)
+def signs(size: int) -> Tensor:
+    """The rotation's signs, the same in every layer and head."""
+    generator = torch.Generator().manual_seed(SEED)
     return 2 * torch.bernoulli(torch.full((size,), 0.5), generator=generator) - 1

@@ -10,17 +10,20 @@ from torch import Tensor
 
 from calib.errors import InputError
 
+INT8_STEPS = 255
+INT4_STEPS = 15
+
 
 def lmdeploy_int8(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """`x` [..., D] as LMDeploy's `--quant-policy 8` holds it, where the model runs in `dtype`."""
-    return _held(x, 255, dtype)
+    return _held(x, INT8_STEPS, dtype)
 
 
 def lmdeploy_int4(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """As `lmdeploy_int8`, in 4 bits; an InputError where D is odd."""
     if x.shape[-1] % 2:
         raise InputError(f"lmdeploy_int4: head size {x.shape[-1]} is not a multiple of 2")
-    return _held(x, 15, dtype)
+    return _held(x, INT4_STEPS, dtype)
 
 
 def zero_point_codes(x: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
