@@ -30,4 +30,5 @@ VARIANTS: tuple[VariantName, ...] = get_args(VariantName)
 
 REFERENCE = "reference"  # the model's own cache, which all variants are compared with
 CONTROLS = ("bf16", "eager")  # variants that are measured whatever is chosen
+KL_BUDGET = 0.005  # nats per token, of a recommendation
 METRICS = ("kl", "kl_p99", "kl_p999", "ppl_change", "top1", "same_tokens", "passkey")

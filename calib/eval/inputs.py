@@ -47,6 +47,13 @@ def fitting_suite(
     return replace(suite, documents=documents, seq_len=seq_len), notes
 
 
+def whole_text_only(suite: Suite) -> Suite:
+    """`suite` without generated text, passkeys, long documents and errors per layer."""
+    return replace(
+        suite, prompts=0, new_tokens=0, passkey_tokens=(), layer_documents=0, long_tokens=0
+    )
+
+
 def evaluation_recipe(recipe: Recipe, suite: Suite) -> Recipe:
     """Complete `recipe`: the suite's lengths, and all statistics that a variant may need."""
     data, other = recipe.data, recipe.evaluation.dataset

@@ -21,13 +21,16 @@ from calib.eval.cache_variants import (
     with_bytes,
 )
 from calib.eval.material import Material, cut_text
+from calib.eval.offers import Offers
 from calib.eval.page.html import check_report_directory, write_report
 from calib.eval.reader import Measured, measure, search
-from calib.eval.schema import SCHEMA, Conditions, Report, Search, Suite, Texts
+from calib.eval.recommend import Wish
+from calib.eval.schema import SCHEMA, Conditions, Recommendation, Report, Search, Suite, Texts
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Setup, Variant, build_variants
+from calib.model.checkpoint import Checkpoint
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, load_tokenizer
 from calib.model.quantized import quantization_notes
@@ -78,13 +81,18 @@ def evaluate(
     *,
     scales: Sequence[Path] = (),
     suite: Suite | None = None,
+    wish: Wish | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Evaluation:
-    """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's."""
+    """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's.
+
+    With a `wish` nothing is measured that cannot be served there.
+    """
     wanted = recipe.evaluation
     checkpoint = find_checkpoint(model_name)
     config = load_config(checkpoint, recipe)
     suite, notes = inputs.fitting_suite(config, wanted, suite)
+    suite = suite if wish is None else inputs.whole_text_only(suite)
     notes += quantization_notes(checkpoint)
     recipe = inputs.evaluation_recipe(recipe, suite)
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
@@ -101,7 +109,9 @@ def evaluate(
     data, material, warnings = inputs.load_material(setup, recipe, suite, scales)
     progress("calibrate")
     stats = inputs.calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
-    variants = build_variants(stats, inputs.calibrate_on_random_tokens(setup, recipe))
+    needs_random = "random" in _built_in(wanted)
+    random = inputs.calibrate_on_random_tokens(setup, recipe) if needs_random else stats
+    variants = build_variants(stats, random)
     conditions = Conditions(
         version=SCHEMA,
         versions=versions(),
@@ -116,10 +126,13 @@ def evaluate(
     )
     chosen = [variant for variant in variants if variant.name in _built_in(wanted)]
     caches, unbaked = cache_variants(setup, checkpoint, wanted.caches, types, stats)
+    offers = Offers(_served_name(model_name, checkpoint), checkpoint, recipe.data.dataset, shapes)
     measured = with_bytes([*chosen, *given, *caches], shapes)
+    if wish is not None:
+        measured = [each for each in measured if _is_wished(each, offers, wish)]
     results = _results(setup, measured, material, tasks, wanted)
     warnings = [*notes, *data.warnings, *warnings, *left_out, *unbaked]
-    return Evaluation(conditions, warnings=warnings, **results)
+    return Evaluation(conditions, warnings=warnings, offers=offers, **results)
 
 
 def _results(
@@ -137,6 +150,17 @@ def _results(
         }
     except AttentionError as error:
         raise InputError(str(error)) from error
+
+
+def _is_wished(variant: Variant, offers: Offers, wish: Wish) -> bool:
+    return variant.kind == "control" or not isinstance(
+        offers.of(variant, wish.engine, wish.gpu), str
+    )
+
+
+def _served_name(model: str, checkpoint: Checkpoint) -> str:
+    """What engines are given for `model`."""
+    return str(checkpoint.path) if model.startswith("builtin:") else model
 
 
 def _built_in(wanted: EvaluationRecipe) -> tuple[str, ...]:
@@ -168,3 +192,17 @@ def _texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> T
 def _bytes_per_token(shapes: Sequence[Shape]) -> dict[str, int]:
     values = sum(heads * (k + v) for heads, k, v in shapes)
     return {"fp8": values, "16bit": 2 * values}
+
+
+def run_recommendation(
+    model_name: str, recipe: Recipe, wish: Wish, *, progress: Callable[[str], None]
+) -> tuple[Recommendation, list[str]]:
+    """Measure whole texts with all caches that can be served, and choose one; warnings as well."""
+    types = wish.types
+    static = STATIC if "fp8" in types else ()
+    chosen = {"caches": types, "variants": static}
+    evaluation = recipe.evaluation.model_copy(update=chosen)
+    recipe = recipe.model_copy(update={"evaluation": evaluation})
+    report = summarize(evaluate(model_name, recipe, wish=wish, progress=progress), wish)
+    assert report.recommended is not None
+    return report.recommended, report.warnings

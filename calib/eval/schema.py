@@ -145,6 +145,45 @@ class Search(_Part):
     kl: float  # with those in 16 bits
 
 
+class Passed(_Part):
+    """A cache that was measured and can be served, and why it was not chosen."""
+
+    cache: str  # name of the variant
+    what: str
+    kl: Figure
+    bytes_per_token: int
+    share: float  # of the bytes in 16 bits
+    why: str
+
+
+class Way(_Part):
+    """A cache and how to serve it."""
+
+    cache: str
+    what: str
+    kl: Figure
+    bytes_per_token: int
+    share: float
+    needs: str
+    engine: str
+    engine_version: str  # whose rules and kernels are known; empty: any
+    gpus: tuple[str, ...]
+    notes: tuple[str, ...]
+    commands: tuple[str, ...]  # the last one serves
+
+
+class Recommendation(_Part):
+    """The cheapest cache within `budget_kl`, or the best within `budget_bytes`, a share."""
+
+    budget_kl: float | None
+    budget_bytes: float | None
+    engine: str | None  # None: any
+    gpu: str | None
+    chosen: Way
+    passed: list[Passed]
+    not_served: dict[str, str]  # variant: why
+
+
 class TaskFigure(_Part):
     """A metric of a task; None: lm-eval has no number."""
 
@@ -199,6 +238,7 @@ class Report(Conditions):
     advised: str | None
     advice: list[str]
     search: Search | None
+    recommended: Recommendation | None = None
     tasks: dict[str, dict[str, dict[str, TaskFigure]]] = {}  # task, variant, metric
     harness: Harness | None = None
     warnings: list[str]

@@ -11,8 +11,10 @@ from torch import Tensor
 from calib.choices import REFERENCE
 from calib.eval.advice import advise, advised, subject, verdict
 from calib.eval.layer_errors import layer_row, value_rows
+from calib.eval.offers import Offers
 from calib.eval.reader import Measured
-from calib.eval.schema import Conditions, Figure, Report, Row, Search, Texts
+from calib.eval.recommend import Wish, advised_cache, recommend
+from calib.eval.schema import Conditions, Figure, Recommendation, Report, Row, Search, Texts
 from calib.eval.statistics import Values, estimate, kl_by_position, quantile
 
 
@@ -25,10 +27,11 @@ class Evaluation(NamedTuple):
     search: Search | None
     tasks: dict[str, Any]  # as in the report; empty: none were asked for
     warnings: Sequence[str]
+    offers: Offers | None = None  # to recommend by
 
 
-def summarize(evaluation: Evaluation) -> Report:
-    """Make the report: figures with their intervals, verdict and advice."""
+def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
+    """Make the report: figures with their intervals, verdict and advice; a cache by `wish`."""
     measured = evaluation.measured
     kl = {name: estimate(_values(d.kl for d in m.documents)) for name, m in measured.items()}
     controls = [name for name, m in measured.items() if m.variant.kind == "control"]
@@ -40,6 +43,7 @@ def summarize(evaluation: Evaluation) -> Report:
     }
     size = evaluation.conditions.bytes_per_token["16bit"]
     rows[REFERENCE] = rows[REFERENCE].model_copy(update={"bytes_per_token": size})
+    recommended = _recommended(evaluation, rows, wish)
     return Report(
         **dict(evaluation.conditions),
         noise_floor=floor,
@@ -49,11 +53,22 @@ def summarize(evaluation: Evaluation) -> Report:
         verdict=verdict(measured, rows, floor),
         subject=subject(measured, rows),
         advised=advised(measured, rows),
-        advice=advise(measured, rows, evaluation.search),
+        advice=[*advise(measured, rows, evaluation.search), *advised_cache(recommended, wish)],
+        recommended=recommended,
         search=evaluation.search,
         **evaluation.tasks,
         warnings=list(evaluation.warnings),
     )
+
+
+def _recommended(
+    evaluation: Evaluation, rows: dict[str, Row], wish: Wish | None
+) -> Recommendation | None:
+    """What to serve, if other caches than static FP8 were measured or it was asked for."""
+    asked = wish is not None or any(row.kind == "cache" for row in rows.values())
+    if evaluation.offers is None or not asked:
+        return None
+    return recommend(evaluation.measured, rows, evaluation.offers, wish or Wish())
 
 
 def _row(measured: Measured, reference: Measured, kl: Figure, measurable: bool) -> Row:
