@@ -32,21 +32,9 @@ app = typer.Typer(
 )
 app.command()(calibrate)
 app.command("eval")(evaluate)
-listed = (
-    recommend,
-    inspect,
-    verify,
-    apply,
-    bake,
-    convert,
-    strip,
-    repair,
-    compare,
-    plan,
-    merge,
-    generate,
-)
-for each in (*listed, stress, bench, recipes, doctor):
+of_scales = (inspect, verify, apply, bake, convert, strip, repair)
+others = (compare, recommend, plan, merge, generate, stress, bench, recipes, doctor)
+for each in (*of_scales, *others):
     app.command()(each)
 
 
