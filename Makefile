@@ -72,6 +72,7 @@ interop: $(VENV)/.installed $(INTEROP)/.installed ## our outputs in vLLM (CPU) a
 	$(INTEROP)/bin/python tests/interop/check_quantized.py $(OUT)/quantized
 	$(INTEROP)/bin/python tests/interop/check_vllm_triton.py
 	$(INTEROP)/bin/python tests/interop/check_caches.py
+	$(INTEROP)/bin/python tests/interop/check_backends.py
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang.py
 	$(VLLM_CLASSES) --check
 	$(SGLANG_CLASSES) --check $(CHECKED_IN_SGLANG)
@@ -125,6 +126,8 @@ $(INTEROP)/.installed: tests/interop/requirements.py
 	# SGLang's loader code alone: what it serves with needs a GPU
 	$(INTEROP)/bin/pip install -q --no-deps --target $(INTEROP)/sglang \
 		sglang==0.5.23 orjson==3.13.0 ipython==9.18.1 traitlets==5.16.1 gguf==0.19.0
+	# and LMDeploy's Triton kernels
+	$(INTEROP)/bin/pip install -q --no-deps --target $(INTEROP)/lmdeploy lmdeploy==0.18.0
 	touch $@
 
 # ---- benchmarks: leave the machine alone while they run ----

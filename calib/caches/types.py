@@ -90,7 +90,7 @@ class CacheType(_Strict):
         asked = [s for s in self.servings if engine in (None, s.engine)]
         if not asked:
             names = _listed(s.engine for s in self.servings)
-            return f"{engine} does not have {self.name}: {names} does"
+            return f"{engine} does not have {self.name}; {names} does"
         there = [s for s in asked if gpu is None or gpu in s.gpus]
         if not there:
             names = _listed(name for s in asked for name in s.gpus)
