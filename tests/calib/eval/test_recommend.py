@@ -20,9 +20,9 @@ from calib.eval.summarize import summarize
 from calib.eval.variants import UNCHANGED, Variant
 from calib.recipe import load_recipe
 
-ANYWHERE = SimpleNamespace(
-    of=lambda variant, engine, gpu: Offer("vllm", "1", ("h100",), (), ("x",))
-)
+OFFER = Offer("vllm", "1", ("h100",), (), ("x",))
+ANYWHERE = SimpleNamespace(of=lambda variant, engine, gpu: OFFER)
+PLACES = [*product([None, "vllm", "sglang", "lmdeploy"], [None, "a100", "h100", "b200"])]
 RECIPE = load_recipe(
     None,
     {
