@@ -1,6 +1,7 @@
 """The recommendation: what is chosen within a budget, and how it is served."""
 
 import shlex
+from itertools import product
 from types import SimpleNamespace
 
 import pytest
