@@ -22,7 +22,7 @@ from calib.commands.flags import (
 from calib.commands.running import command, print_json, print_lines, print_table, warn
 
 if TYPE_CHECKING:
-    from calib.eval.schema import Recommendation
+    from calib.eval.found import Recommendation
 
 _HEADINGS = ("cache", "bytes", "of 16 bits", "KL", "why not")
 

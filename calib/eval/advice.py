@@ -7,8 +7,9 @@ import numpy as np
 
 from calib.choices import REFERENCE
 from calib.errors import InputError
+from calib.eval.found import Search
 from calib.eval.reader import Measured
-from calib.eval.schema import Figure, LayerRow, Report, Row, Search
+from calib.eval.schema import Figure, LayerRow, Report, Row
 from calib.eval.statistics import estimate
 from calib.text import Condition
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 from calib.choices import KL_BUDGET, REFERENCE
 from calib.errors import InputError
 from calib.eval.advice import SERVED, is_worse, simplest
+from calib.eval.found import Passed, Recommendation, Way
 from calib.eval.offers import Offer, Offers, offered
 from calib.eval.reader import Measured
-from calib.eval.schema import Passed, Recommendation, Row, Way
+from calib.eval.schema import Row
 
 _NEEDS = ("nothing", "calibrated scales", "baked weights")
 

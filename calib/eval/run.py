@@ -20,12 +20,13 @@ from calib.eval.cache_variants import (
     wanted_types,
     with_bytes,
 )
+from calib.eval.found import Recommendation, Search
 from calib.eval.material import Material, cut_text
 from calib.eval.offers import Offers
 from calib.eval.page.html import check_report_directory, write_report
 from calib.eval.reader import Measured, measure, search
 from calib.eval.recommend import Wish
-from calib.eval.schema import SCHEMA, Conditions, Recommendation, Report, Search, Suite, Texts
+from calib.eval.schema import SCHEMA, Conditions, Report, Suite, Texts
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants

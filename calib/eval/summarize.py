@@ -10,11 +10,12 @@ from torch import Tensor
 
 from calib.choices import REFERENCE
 from calib.eval.advice import advise, advised, subject, verdict
+from calib.eval.found import Recommendation, Search
 from calib.eval.layer_errors import layer_row, value_rows
 from calib.eval.offers import Offers
 from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, recommend
-from calib.eval.schema import Conditions, Figure, Recommendation, Report, Row, Search, Texts
+from calib.eval.schema import Conditions, Figure, Report, Row, Texts
 from calib.eval.statistics import Values, estimate, kl_by_position, quantile
 
 

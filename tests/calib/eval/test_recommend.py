@@ -73,7 +73,7 @@ FIELD = [
         (0.03, "tensor"),  # none is within as well, as cheap, and measurably worse
         (0.01, "tensor"),
         (0.005, "int8, baked"),
-        (0.00052, REFERENCE),  # the upper end is beyond, the mean is not
+        (0.0004, REFERENCE),
         (1e-9, REFERENCE),
     ],
 )
@@ -104,10 +104,11 @@ def test_the_best_within_a_budget_of_bytes(share, expected):
 
 def test_what_does_not_differ_measurably_goes_to_the_simpler():
     same = [
-        figures("int8, baked", 0.00100, 106, baked=True, noise=NOISE.flip(0)),
-        figures("attn_head", 0.00101, 106, kind="fp8", noise=NOISE.flip(1)),
-        figures("tensor", 0.00102, 106, kind="fp8", noise=NOISE.roll(7, 1)),
-        figures("int8", 0.00103, 106, noise=NOISE.roll(3, 1)),
+        # documents in another order: which one is worse differs from one to the next
+        figures("int8, baked", 1e-3, 106, baked=True, noise=NOISE.flip(0)),
+        figures("attn_head", 1.0001e-3, 106, kind="fp8", noise=NOISE.roll(1, 0)),
+        figures("tensor", 1.0002e-3, 106, kind="fp8", noise=NOISE.roll(2, 0)),
+        figures("int8", 1.0003e-3, 106),
     ]
     for wish in ({"kl": 0.01}, {"kl": None, "share": 0.6}):
         for given in (same, same[::-1]):
