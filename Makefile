@@ -73,6 +73,7 @@ interop-scales: interop-outputs
 	$(INTEROP)/bin/python tests/interop/check_verify.py --only $(OUT)/conversions
 	$(INTEROP)/bin/python tests/interop/check_vllm_triton.py
 	$(INTEROP)/bin/python tests/interop/check_caches.py
+	$(INTEROP)/bin/python tests/interop/check_backends.py
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang.py
 	$(INTEROP)/bin/python tests/interop/check_transformers.py "$$($(SMOLLM2_DIRECTORY))" \
 		$(addprefix $(OUT)/,$(LOADED_BY_VLLM) tensor-kv/tgi)
@@ -133,6 +134,8 @@ $(INTEROP)/.installed: tests/interop/requirements.py
 	# SGLang's loader code alone: what it serves with needs a GPU
 	$(INTEROP)/bin/pip install -q --no-deps --target $(INTEROP)/sglang \
 		sglang==0.5.23 orjson==3.13.0 ipython==9.18.1 traitlets==5.16.1 gguf==0.19.0
+	# and LMDeploy's Triton kernels
+	$(INTEROP)/bin/pip install -q --no-deps --target $(INTEROP)/lmdeploy lmdeploy==0.18.0
 	touch $@
 
 # ---- benchmarks: leave the machine alone while they run ----

@@ -20,6 +20,7 @@ from calib.commands.inspect import inspect
 from calib.commands.merge import merge
 from calib.commands.plan import plan
 from calib.commands.recipes import recipes
+from calib.commands.recommend import recommend
 from calib.commands.stress import stress
 from calib.commands.verify import verify
 
@@ -31,8 +32,9 @@ app = typer.Typer(
 )
 app.command()(calibrate)
 app.command("eval")(evaluate)
-listed = (inspect, verify, apply, bake, convert, strip, repair, compare, plan, merge, generate)
-for each in (*listed, stress, bench, recipes, doctor):
+of_scales = (inspect, verify, apply, bake, convert, strip, repair)
+others = (compare, recommend, plan, merge, generate, stress, bench, recipes, doctor)
+for each in (*of_scales, *others):
     app.command()(each)
 
 

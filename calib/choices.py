@@ -20,9 +20,15 @@ VariantName = Literal[
     "qkv", "channel+k_center", "k only+k_center", "random",
 ]  # fmt: skip
 
+CacheName = Literal[
+    "all", "fp8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4",
+    "nvfp4_4over6", "fp8_k_nvfp4_v", "lmdeploy_int8", "lmdeploy_int4",
+]  # fmt: skip
+
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 VARIANTS: tuple[VariantName, ...] = get_args(VariantName)
 
 REFERENCE = "reference"  # the model's own cache, which all variants are compared with
 CONTROLS = ("bf16", "eager")  # variants that are measured whatever is chosen
+KL_BUDGET = 0.005  # nats per token, of a recommendation
 METRICS = ("kl", "kl_p99", "kl_p999", "ppl_change", "top1", "same_tokens", "passkey")

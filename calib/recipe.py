@@ -69,6 +69,7 @@ class EvaluationRecipe(_Strict):
     samples: int | None = Field(None, ge=2, description="held-out documents; default: the suite's")
     seq_len: int | None = Field(None, ge=8, description="tokens of each; default: the suite's")
     variants: tuple[choices.VariantName, ...] | None = Field(None, description="default: all")
+    caches: tuple[choices.CacheName, ...] = Field((), description="types beside static FP8, or all")
     backend: choices.Backend = "auto"
     kl_budget: float | None = Field(
         None, ge=0, allow_inf_nan=False, description="nats; find the fewest layers in 16 bits"

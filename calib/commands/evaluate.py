@@ -39,6 +39,9 @@ def evaluate(
     variants: Annotated[
         str | None, Flag("Names to keep, such as none,tensor. Default: all.")
     ] = None,
+    caches: Annotated[
+        str | None, Flag("Types of caches beside: names, or all.", metavar="NAME,...")
+    ] = None,
     recipe: Annotated[
         str | None, Flag("Recipe with an `evaluation` section; flags override it.")
     ] = None,

@@ -13,7 +13,7 @@ _FIELDS = {
 }
 # flags that are not called what their key is
 _KEYS = {"observer": "observer.name", "format": "export.formats", "search": "evaluation.kl_budget"}
-_COMMA_SEPARATED = ("variants", "tasks")
+_COMMA_SEPARATED = ("variants", "caches", "tasks")
 
 
 def overrides(

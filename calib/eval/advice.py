@@ -1,14 +1,15 @@
 """Verdict in one sentence, advice on what to serve, and `--fail-if`, from the figures."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from calib.choices import REFERENCE
 from calib.errors import InputError
+from calib.eval.found import Search
 from calib.eval.reader import Measured
-from calib.eval.schema import Figure, LayerRow, Report, Row, Search
+from calib.eval.schema import Figure, LayerRow, Report, Row
 from calib.eval.statistics import estimate
 from calib.text import Condition
 
@@ -29,8 +30,13 @@ def advised(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
     served = [name for name in SERVED if name in rows]
     if not served:
         return None
-    best = min(served, key=lambda name: rows[name].kl.value)
-    return next(name for name in served if not _worse(measured[name], measured[best]))
+    return simplest(served, measured, rows)
+
+
+def simplest(names: Sequence[str], measured: dict[str, Measured], rows: dict[str, Row]) -> str:
+    """The first of `names`, which begin with the simplest, no worse than the best of them."""
+    best = min(names, key=lambda name: rows[name].kl.value)
+    return next(name for name in names if not is_worse(measured[name], measured[best]))
 
 
 def subject(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
@@ -98,17 +104,17 @@ def _figures(row: Row, floor: float) -> str:
 def _beside(name: str, measured: dict[str, Measured], rows: dict[str, Row]) -> str:
     """How the other scales that engines load compare."""
     others = [each for each in SERVED if each in rows and each != name]
-    better = [each for each in others if _worse(measured[name], measured[each])]
+    better = [each for each in others if is_worse(measured[name], measured[each])]
     if better:
         best = min(better, key=lambda each: rows[each].kl.value)
         return f"; {rows[best].what} is measurably better (KL {rows[best].kl.value:.2g})"
     found = "; no other scales that engines load are measurably better" if others else ""
-    if "none" in others and _worse(measured["none"], measured[name]):
+    if "none" in others and is_worse(measured["none"], measured[name]):
         found += f", scale 1.0 is measurably worse (KL {rows['none'].kl.value:.2g})"
     return found
 
 
-def _worse(one: Measured, other: Measured) -> bool:
+def is_worse(one: Measured, other: Measured) -> bool:
     """Whether the KL is higher by more than chance, document by document."""
     if one is other:
         return False

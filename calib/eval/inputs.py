@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from calib.any_scales import Opened, open_any_scales
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.errors import InputError
+from calib.eval.cache_variants import cache_names
 from calib.eval.material import Material, make_material
 from calib.eval.schema import Data, Suite
 from calib.eval.variants import BUILT_IN, Setup
@@ -46,6 +47,13 @@ def fitting_suite(
     return replace(suite, documents=documents, seq_len=seq_len), notes
 
 
+def whole_text_only(suite: Suite) -> Suite:
+    """`suite` without generated text, passkeys, long documents and errors per layer."""
+    return replace(
+        suite, prompts=0, new_tokens=0, passkey_tokens=(), layer_documents=0, long_tokens=0
+    )
+
+
 def evaluation_recipe(recipe: Recipe, suite: Suite) -> Recipe:
     """Complete `recipe`: the suite's lengths, and all statistics that a variant may need."""
     data, other = recipe.data, recipe.evaluation.dataset
@@ -64,9 +72,10 @@ def evaluation_recipe(recipe: Recipe, suite: Suite) -> Recipe:
 
 def given_names(directories: Sequence[Path]) -> list[str]:
     """Name the scales in each directory after it, or after its path where its name is taken."""
+    taken = {*BUILT_IN, *cache_names(["all"])}
     short = [path.resolve().name for path in directories]
     return [
-        name if short.count(name) == 1 and name not in BUILT_IN else str(path)
+        name if short.count(name) == 1 and name not in taken else str(path)
         for name, path in zip(short, directories, strict=True)
     ]
 

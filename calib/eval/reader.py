@@ -8,9 +8,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from calib.choices import REFERENCE
+from calib.eval.found import Search
 from calib.eval.layer_errors import LayerError, LayerValues, layer_errors
 from calib.eval.material import Material, continue_greedily, retrieve, same_tokens
-from calib.eval.schema import Search
 from calib.eval.statistics import Divergence, chunks, compare, join
 from calib.eval.variants import UNCHANGED, Setup, Variant
 

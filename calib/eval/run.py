@@ -11,20 +11,32 @@ from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
 from calib.eval import inputs
 from calib.eval.advice import check_variant, failures
+from calib.eval.cache_variants import (
+    STATIC,
+    Shape,
+    cache_names,
+    cache_variants,
+    layer_shapes,
+    wanted_types,
+    with_bytes,
+)
+from calib.eval.found import Recommendation, Search
 from calib.eval.material import Material, cut_text
+from calib.eval.offers import Offers
 from calib.eval.page.html import check_report_directory, write_report
 from calib.eval.reader import Measured, measure, search
-from calib.eval.schema import SCHEMA, Conditions, Report, Search, Suite, Texts
+from calib.eval.recommend import Wish
+from calib.eval.schema import SCHEMA, Conditions, Report, Suite, Texts
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Setup, Variant, build_variants
+from calib.model.checkpoint import Checkpoint
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, load_tokenizer
 from calib.model.quantized import quantization_notes
 from calib.output.card import versions
 from calib.recipe import EvaluationRecipe, Recipe
-from calib.scales.stats import KVStats
 from calib.text import Condition, parse_condition
 from fp8kv_runtime.errors import AttentionError
 
@@ -33,8 +45,9 @@ def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> list[Condition]:
     """Read the conditions; refuse unknown variants and tasks. `scales` may not be there yet."""
     wanted = recipe.evaluation
     conditions = [parse_condition(text) for text in wanted.fail_if]
+    names = [*_built_in(wanted), *cache_names(wanted.caches), *inputs.given_names(scales)]
     for condition in conditions:
-        check_variant(condition, [*_built_in(wanted), *inputs.given_names(scales)])
+        check_variant(condition, names)
     if wanted.tasks:
         name_tasks(wanted.tasks)
     return conditions
@@ -69,13 +82,18 @@ def evaluate(
     *,
     scales: Sequence[Path] = (),
     suite: Suite | None = None,
+    wish: Wish | None = None,
     progress: Callable[[str], None] = lambda stage: None,
 ) -> Evaluation:
-    """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's."""
+    """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's.
+
+    With a `wish` nothing is measured that cannot be served there.
+    """
     wanted = recipe.evaluation
     checkpoint = find_checkpoint(model_name)
     config = load_config(checkpoint, recipe)
     suite, notes = inputs.fitting_suite(config, wanted, suite)
+    suite = suite if wish is None else inputs.whole_text_only(suite)
     notes += quantization_notes(checkpoint)
     recipe = inputs.evaluation_recipe(recipe, suite)
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
@@ -83,6 +101,8 @@ def evaluate(
     progress("load")
     tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
     setup = Setup(model, tokenizer, wanted.backend, progress)
+    shapes = layer_shapes(setup)
+    types, left_out = wanted_types(wanted.caches, shapes)
     given = [
         Variant(name, "given with --scales", "given", checked(model))
         for name, checked in opened.items()
@@ -90,7 +110,9 @@ def evaluate(
     data, material, warnings = inputs.load_material(setup, recipe, suite, scales)
     progress("calibrate")
     stats = inputs.calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
-    variants = build_variants(stats, inputs.calibrate_on_random_tokens(setup, recipe))
+    needs_random = "random" in _built_in(wanted)
+    random = inputs.calibrate_on_random_tokens(setup, recipe) if needs_random else stats
+    variants = build_variants(stats, random)
     conditions = Conditions(
         version=SCHEMA,
         versions=versions(),
@@ -101,11 +123,17 @@ def evaluate(
         backend=setup.resolved_backend,
         dtype=str(model.dtype).removeprefix("torch."),
         data=inputs.describe(data, material, stats.tokens),
-        bytes_per_token=_bytes_per_token(stats),
+        bytes_per_token=_bytes_per_token(shapes),
     )
     chosen = [variant for variant in variants if variant.name in _built_in(wanted)]
-    results = _results(setup, chosen + given, material, tasks, wanted)
-    return Evaluation(conditions, warnings=(*notes, *data.warnings, *warnings), **results)
+    caches, unbaked = cache_variants(setup, checkpoint, wanted.caches, types, stats)
+    offers = Offers(_served_name(model_name, checkpoint), checkpoint, recipe.data.dataset, shapes)
+    measured = with_bytes([*chosen, *given, *caches], shapes)
+    if wish is not None:
+        measured = [each for each in measured if _is_wished(each, offers, wish)]
+    results = _results(setup, measured, material, tasks, wanted)
+    warnings = [*notes, *data.warnings, *warnings, *left_out, *unbaked]
+    return Evaluation(conditions, warnings=warnings, offers=offers, **results)
 
 
 def _results(
@@ -125,8 +153,20 @@ def _results(
         raise InputError(str(error)) from error
 
 
+def _is_wished(variant: Variant, offers: Offers, wish: Wish) -> bool:
+    return variant.kind == "control" or not isinstance(
+        offers.of(variant, wish.engine, wish.gpu), str
+    )
+
+
+def _served_name(model: str, checkpoint: Checkpoint) -> str:
+    """What engines are given for `model`."""
+    return str(checkpoint.path) if model.startswith("builtin:") else model
+
+
 def _built_in(wanted: EvaluationRecipe) -> tuple[str, ...]:
-    return (*(VARIANTS if wanted.variants is None else wanted.variants), *CONTROLS)
+    static = STATIC if {"all", "fp8"} & set(wanted.caches) else ()
+    return (*(VARIANTS if wanted.variants is None else wanted.variants), *static, *CONTROLS)
 
 
 def _search(setup: Setup, variants: list[Variant], material: Material, budget: float) -> Search:
@@ -150,6 +190,20 @@ def _texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> T
     return Texts(prompts=prompts, continuations=continuations)
 
 
-def _bytes_per_token(stats: KVStats) -> dict[str, int]:
-    values = sum(layer.k.amax.numel() + layer.v.amax.numel() for layer in stats.layers.values())
+def _bytes_per_token(shapes: Sequence[Shape]) -> dict[str, int]:
+    values = sum(heads * (k + v) for heads, k, v in shapes)
     return {"fp8": values, "16bit": 2 * values}
+
+
+def run_recommendation(
+    model_name: str, recipe: Recipe, wish: Wish, *, progress: Callable[[str], None]
+) -> tuple[Recommendation, list[str]]:
+    """Measure whole texts with all caches that can be served, and choose one; warnings as well."""
+    types = wish.types
+    static = STATIC if "fp8" in types else ()
+    chosen = {"caches": types, "variants": static}
+    evaluation = recipe.evaluation.model_copy(update=chosen)
+    recipe = recipe.model_copy(update={"evaluation": evaluation})
+    report = summarize(evaluate(model_name, recipe, wish=wish, progress=progress), wish)
+    assert report.recommended is not None
+    return report.recommended, report.warnings

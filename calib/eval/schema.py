@@ -5,9 +5,11 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from calib.choices import FP8Name, Strategy
+from calib.eval.found import Figure as Figure
+from calib.eval.found import Part, Recommendation, Search
 
 SCHEMA: Literal[1] = 1
 REPORT_FILE = "report.json"
@@ -29,19 +31,7 @@ class Suite:
     long_tokens: int = 0  # one long document, as far as the model has positions; 0: none
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, populate_by_name=True)
-
-
-class Figure(_Part):
-    """A figure with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-class PositionBin(_Part):
+class PositionBin(Part):
     """Mean KL of the positions `from` to `to` (exclusive), with its interval over documents."""
 
     start: int = Field(alias="from")
@@ -52,14 +42,14 @@ class PositionBin(_Part):
     high: float
 
 
-class Extremes(_Part):
+class Extremes(Part):
     """The smallest and the largest of thousands of scales."""
 
     min: float
     max: float
 
 
-class LayerRow(_Part):
+class LayerRow(Part):
     """What one variant does to one layer; shares are of each KV head."""
 
     layer_idx: int
@@ -71,11 +61,14 @@ class LayerRow(_Part):
     scale: dict[Tensors, float | list[float] | Extremes]  # per tensor, KV head or channel
 
 
-class Row(_Part):
+class Row(Part):
     """The figures of one cache; what was not measured is absent."""
 
     what: str
-    kind: Literal["reference", "control", "fp8", "given"]
+    kind: Literal["reference", "control", "fp8", "given", "cache"]
+    cache: str | None = None  # its type, where that is not static FP8
+    is_baked: bool = False  # on weights as `fp8kv bake` writes them
+    bytes_per_token: int | None = None  # in all layers, with all overhead
     strategy: Strategy | None = None
     fp8_dtype: FP8Name | None = None
     tensors: str | None = None  # those of q, k and v that are in FP8
@@ -90,11 +83,11 @@ class Row(_Part):
     kl_by_position: list[PositionBin]
     same_tokens: Figure | None = None
     passkey: Figure | None = None
-    layers: list[LayerRow] = []
+    layers: list[LayerRow] = Field([])
     measurable: bool  # whether `kl.low` is above the noise floor
 
 
-class Magnitudes(_Part):
+class Magnitudes(Part):
     """|x| of K or V of one layer: a histogram in half octaves."""
 
     amax: list[float]  # of each KV head
@@ -103,7 +96,7 @@ class Magnitudes(_Part):
     counts: list[int]
 
 
-class Layer(_Part):
+class Layer(Part):
     """K and V of one layer as the reference holds them."""
 
     layer_idx: int
@@ -116,7 +109,7 @@ class Layer(_Part):
         return {"k": self.k, "v": self.v}
 
 
-class Continuation(_Part):
+class Continuation(Part):
     """Greedy text after a prompt, cut where it leaves the reference's."""
 
     same_tokens: int
@@ -124,33 +117,21 @@ class Continuation(_Part):
     rest: str  # empty: all of it is the reference's
 
 
-class Texts(_Part):
+class Texts(Part):
     """Prompts, and what each variant that generates wrote after them."""
 
     prompts: list[str]
     continuations: dict[str, list[Continuation]]
 
 
-class Search(_Part):
-    """What `--search` found; KL in nats, mean over the tokens of `documents` documents."""
-
-    variant: str
-    budget: float
-    documents: int
-    kl_of_all: float  # every layer in FP8
-    kl_alone: dict[int, float]  # by layer_idx: that layer alone in FP8
-    skipped: tuple[int, ...]  # layer_idx of those left in 16 bits
-    kl: float  # with those in 16 bits
-
-
-class TaskFigure(_Part):
+class TaskFigure(Part):
     """A metric of a task; None: lm-eval has no number."""
 
     value: float | None
     stderr: float | None
 
 
-class Harness(_Part):
+class Harness(Part):
     """What ran the tasks, on how many documents of each; None: all."""
 
     name: str
@@ -158,7 +139,7 @@ class Harness(_Part):
     limit: int | None
 
 
-class Data(_Part):
+class Data(Part):
     """The text that was measured on."""
 
     source: str
@@ -170,7 +151,7 @@ class Data(_Part):
     new_tokens: int
 
 
-class Conditions(_Part):
+class Conditions(Part):
     """What was measured, where, and on what."""
 
     version: Literal[1] = Field(alias="schema")
@@ -197,7 +178,8 @@ class Report(Conditions):
     advised: str | None
     advice: list[str]
     search: Search | None
-    tasks: dict[str, dict[str, dict[str, TaskFigure]]] = {}  # task, variant, metric
+    recommended: Recommendation | None = None
+    tasks: dict[str, dict[str, dict[str, TaskFigure]]] = Field({})  # task, variant, metric
     harness: Harness | None = None
     warnings: list[str]
 

@@ -10,9 +10,12 @@ from torch import Tensor
 
 from calib.choices import REFERENCE
 from calib.eval.advice import advise, advised, subject, verdict
+from calib.eval.found import Recommendation, Search
 from calib.eval.layer_errors import layer_row, value_rows
+from calib.eval.offers import Offers
 from calib.eval.reader import Measured
-from calib.eval.schema import Conditions, Figure, Report, Row, Search, Texts
+from calib.eval.recommend import Wish, advised_cache, recommend
+from calib.eval.schema import Conditions, Figure, Report, Row, Texts
 from calib.eval.statistics import Values, estimate, kl_by_position, quantile
 
 
@@ -25,10 +28,11 @@ class Evaluation(NamedTuple):
     search: Search | None
     tasks: dict[str, Any]  # as in the report; empty: none were asked for
     warnings: Sequence[str]
+    offers: Offers | None = None  # to recommend by
 
 
-def summarize(evaluation: Evaluation) -> Report:
-    """Make the report: figures with their intervals, verdict and advice."""
+def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
+    """Make the report: figures with their intervals, verdict and advice; a cache by `wish`."""
     measured = evaluation.measured
     kl = {name: estimate(_values(d.kl for d in m.documents)) for name, m in measured.items()}
     controls = [name for name, m in measured.items() if m.variant.kind == "control"]
@@ -38,6 +42,9 @@ def summarize(evaluation: Evaluation) -> Report:
         name: _row(m, measured[REFERENCE], kl[name], name != REFERENCE and kl[name].low > floor)
         for name, m in measured.items()
     }
+    size = evaluation.conditions.bytes_per_token["16bit"]
+    rows[REFERENCE] = rows[REFERENCE].model_copy(update={"bytes_per_token": size})
+    recommended = _recommended(evaluation, rows, wish)
     return Report(
         **dict(evaluation.conditions),
         noise_floor=floor,
@@ -47,11 +54,22 @@ def summarize(evaluation: Evaluation) -> Report:
         verdict=verdict(measured, rows, floor),
         subject=subject(measured, rows),
         advised=advised(measured, rows),
-        advice=advise(measured, rows, evaluation.search),
+        advice=[*advise(measured, rows, evaluation.search), *advised_cache(recommended, wish)],
+        recommended=recommended,
         search=evaluation.search,
         **evaluation.tasks,
         warnings=list(evaluation.warnings),
     )
+
+
+def _recommended(
+    evaluation: Evaluation, rows: dict[str, Row], wish: Wish | None
+) -> Recommendation | None:
+    """What to serve, if other caches than static FP8 were measured or it was asked for."""
+    asked = wish is not None or any(row.kind == "cache" for row in rows.values())
+    if evaluation.offers is None or not asked:
+        return None
+    return recommend(evaluation.measured, rows, evaluation.offers, wish or Wish())
 
 
 def _row(measured: Measured, reference: Measured, kl: Figure, measurable: bool) -> Row:
@@ -79,9 +97,12 @@ def _present(measured: Measured) -> dict[str, Any]:
     """Make the entries that not every variant has: scales, greedy text, passkeys, layers."""
     found: dict[str, Any] = {}
     variant, scales = measured.variant, measured.variant.scales
+    size = variant.bytes_per_token
+    held = {"cache": variant.cache, "is_baked": variant.is_baked or None, "bytes_per_token": size}
     if scales is not None:
         found = {"strategy": scales.strategy, "fp8_dtype": scales.fp8_dtype}
         found["tensors"] = variant.tensors
+    found |= {name: each for name, each in held.items() if each is not None}
     greedy, keys = measured.same_tokens, measured.found_passkeys
     numbers: dict[str, Sequence[float]] = {"same_tokens": greedy, "passkey": keys}
     for name, values in numbers.items():

@@ -21,6 +21,8 @@ BUILT_IN = (REFERENCE, *VARIANTS)
 QKV = tuple[Tensor, Tensor, Tensor]
 # (layer_idx, query, key, value) -> what attention is given
 Rounding = Callable[[int, Tensor, Tensor, Tensor], QKV]
+# (layer_idx, key, value) -> what a cache gives back
+CacheRounding = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,14 @@ class Variant:
 
     name: str
     what: str  # for the report
-    kind: Literal["reference", "control", "fp8", "given"]
+    kind: Literal["reference", "control", "fp8", "given", "cache"]
     scales: KVScales | None = None  # None: the reference, or a control
     tensors: str = "kv"  # which of q, k and v are rounded to FP8
     eager: bool = False  # control: the reference through another attention kernel
+    cache: str | None = None  # a type of `calib.caches`, and how it rounds
+    rounding: CacheRounding | None = None
+    is_baked: bool = False  # on weights as `fp8kv bake` writes them
+    bytes_per_token: int | None = None
 
     @property
     def layers(self) -> dict[int, LayerScales]:
@@ -58,7 +64,8 @@ class Variant:
     @property
     def generates(self) -> bool:
         """Whether text is generated with it: one rounded tensor alone is no FP8 cache."""
-        return self.scales is not None and {"k", "v"} <= set(self.tensors)
+        is_fp8 = self.scales is not None and {"k", "v"} <= set(self.tensors)
+        return is_fp8 or self.rounding is not None
 
     @property
     def served(self) -> bool:
@@ -75,6 +82,8 @@ class Variant:
             return nullcontext()
         if self.eager:
             return _eager(model)
+        if self.rounding is not None:
+            return _rounded(model, _beside_queries(self.rounding))
         if self.scales is None:
             return _rounded(model, _to_bfloat16)
         if self.generates:
@@ -96,7 +105,7 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
     return [
         Variant("bf16", "K and V rounded to bfloat16", "control"),
         Variant("eager", "the reference through another attention kernel", "control", eager=True),
-        Variant("none", "scale 1.0, what engines use without scales", "fp8", _ones(tensor)),
+        Variant("none", "scale 1.0, what engines use without scales", "fp8", all_ones(tensor)),
         Variant("e5m2", "one scale per layer, e5m2", "fp8", e5m2),
         Variant("tensor", "one scale per layer", "fp8", tensor),
         Variant("mse", "one scale per layer, observer mse", "fp8", mse),
@@ -148,10 +157,15 @@ def broadcast_scale(scale: Tensor, x: Tensor) -> Tensor:
     return scale.view(-1, 1, 1) if scale.dim() == 1 else scale.unsqueeze(1)
 
 
-def _ones(scales: KVScales) -> KVScales:
+def all_ones(scales: KVScales) -> KVScales:
+    """Scale 1.0 for the layers of `scales`."""
     one = torch.ones(1)
     layers = {name: LayerScales(s.layer_idx, one, one) for name, s in scales.layers.items()}
     return KVScales("tensor", "e4m3fn", layers, scales.shared)
+
+
+def _beside_queries(rounding: CacheRounding) -> Rounding:
+    return lambda layer_idx, query, key, value: (query, *rounding(layer_idx, key, value))
 
 
 def _to_bfloat16(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> QKV:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from calib.errors import UnsupportedModelError
 from calib.measure.attention import CachedAttention, observe_qkv
+from calib.model.devices import input_device
 from calib.rescale.parameters import LayerFactors, rescaled_parameters
 from calib.rescale.proof import PROBE_TOKENS, probe_tokens
 
@@ -50,7 +51,7 @@ def _keys(model: PreTrainedModel, cached: CachedAttention, factor: Tensor) -> Te
 
     def note(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         if name == cached.name:
-            found.append(key.clone())
+            found.append(key.to("cpu", copy=True))
             raise _Seen
 
     heads = torch.ones(cached.num_kv_heads, cached.v_head_dim)
@@ -68,7 +69,7 @@ def _far_tokens(model: PreTrainedModel) -> dict[str, Any]:
     last = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if last and "position_ids" in signature(model.forward).parameters:
         places = torch.arange(last - PROBE_TOKENS, last).clamp(min=0)
-        given["position_ids"] = places[None]
+        given["position_ids"] = places[None].to(input_device(model))
     return given
 
 

@@ -52,7 +52,8 @@ class Rescaled:
 
     def product(self, parameter: Tensor) -> Tensor:
         """The parameter, or 1 + it, times the factor, in its own dtype; exact or not."""
-        return ((_wide(parameter) + self._one) * self.factor - self._one).to(parameter.dtype)
+        factor = self.factor.to(parameter.device)
+        return ((_wide(parameter) + self._one) * factor - self._one).to(parameter.dtype)
 
     def is_exact(self, parameter: Tensor) -> bool:
         """Whether nothing is lost in `product`."""
@@ -170,7 +171,7 @@ def _of_norm(module: str, name: str, norm: nn.Module, heads: Tensor) -> Iterator
 
 def _adds_one(name: str, norm: nn.Module, parameters: Mapping[str, Tensor]) -> bool:
     weight = parameters["weight"]
-    x = torch.linspace(-1, 2, weight.numel(), dtype=weight.dtype).view(1, 1, *weight.shape)
+    x = torch.linspace(-1, 2, weight.numel()).to(weight).view(1, 1, *weight.shape)
     zeros = {key: torch.zeros_like(parameter) for key, parameter in parameters.items()}
     for adds_one, neutral in ((False, 0.0), (True, -1.0)):
         silent = {**zeros, "weight": torch.full_like(weight, neutral)}

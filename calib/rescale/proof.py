@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from calib.errors import UnsupportedModelError
 from calib.measure.attention import CachedAttention, observe_qkv
 from calib.model.checkpoint import Checkpoint
+from calib.model.devices import input_device
 from calib.model.load import load_config, load_model
 from calib.recipe import Recipe
 from calib.rescale.parameters import Factors, Rescaled
@@ -45,17 +46,22 @@ def observe(model: PreTrainedModel, changes: Iterable[Rescaled] = ()) -> Observe
     """Run a few tokens, with `changes` of the model's parameters."""
     replaced = {each.name: each.product(model.get_parameter(each.name)) for each in changes}
     kv: dict[str, tuple[Tensor, Tensor]] = {}
-    with observe_qkv(model, lambda name, _, k, v: kv.__setitem__(name, (k.clone(), v.clone()))):
+
+    def keep(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
+        kv[name] = (key.to("cpu", copy=True), value.to("cpu", copy=True))
+
+    with observe_qkv(model, keep):
         given = {"input_ids": probe_tokens(model), "use_cache": False}
         logits = functional_call(model, replaced, kwargs=given).logits
-    return Observed(logits, kv)
+    return Observed(logits.cpu(), kv)
 
 
 def probe_tokens(model: PreTrainedModel) -> Tensor:
     """The tokens [1, PROBE_TOKENS] that are run, at random, the same for ever."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(vocabulary, (1, PROBE_TOKENS), generator=generator)
+    tokens = torch.randint(vocabulary, (1, PROBE_TOKENS), generator=generator)
+    return tokens.to(input_device(model))
 
 
 def prove(

@@ -1,0 +1,88 @@
+"""`fp8kv recommend`."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from calib import choices
+from calib.commands.evaluate import DATASET
+from calib.commands.flags import (
+    AsJson,
+    DataFlag,
+    Debug,
+    Device,
+    DType,
+    Flag,
+    Model,
+    Quiet,
+    ResourcesFlag,
+    Seed,
+    TrustRemoteCode,
+)
+from calib.commands.running import command, print_json, print_lines, print_table, warn
+
+if TYPE_CHECKING:
+    from calib.eval.found import Recommendation
+
+_HEADINGS = ("cache", "bytes", "of 16 bits", "KL", "why not")
+
+
+@command
+def recommend(
+    context: typer.Context,
+    model: Model,
+    budget_kl: Annotated[
+        str | None, Flag(f"Nats per token that may be lost. Default: {choices.KL_BUDGET}.")
+    ] = None,
+    budget_bytes: Annotated[
+        str | None, Flag("Or the share of 16 bits' bytes to spend, such as 0.55.")
+    ] = None,
+    engine: Annotated[str | None, Flag("vllm, sglang or lmdeploy. Default: any.")] = None,
+    gpu: Annotated[str | None, Flag("Such as a100, h100, b200. Default: any.")] = None,
+    suite: Annotated[choices.SuiteName | None, Flag("How much to measure. Default: quick.")] = None,
+    dataset: Annotated[str | None, Flag(f"As for calibrate. Default: {DATASET}.")] = None,
+    device: Device = None,
+    samples: Annotated[int | None, DataFlag("Held-out documents. Default: the suite's.")] = None,
+    seq_len: Annotated[int | None, DataFlag("Tokens per document. Default: the suite's.")] = None,
+    seed: Seed = None,
+    backend: Annotated[
+        choices.Backend | None, ResourcesFlag("auto: Triton on a GPU, torch elsewhere.")
+    ] = None,
+    dtype: DType = None,
+    trust_remote_code: TrustRemoteCode = False,
+    quiet: Quiet = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Measure the caches that engines offer; name the cheapest that keeps the model's output."""
+    from calib.commands.overrides import overrides
+    from calib.commands.progress_bar import progress_bar
+    from calib.eval.recommend import answer_lines, make_wish
+    from calib.eval.run import run_recommendation
+    from calib.recipe import load_recipe
+
+    wish = make_wish(budget_kl, budget_bytes, engine, gpu)
+    given = overrides(context.params, ("data", "evaluation"))
+    recipe = load_recipe(None, {"data.dataset": DATASET, **given})
+    with progress_bar(show=not (quiet or as_json)) as progress:
+        found, warnings = run_recommendation(model, recipe, wish, progress=progress.stage)
+    if as_json:
+        print_json({**found.model_dump(), "warnings": warnings})
+        return
+    warn(warnings)
+    if not quiet:
+        print_table(f"KV caches of {model}, not chosen", _HEADINGS, _rows(found))
+    print_lines(answer_lines(found))
+
+
+def _rows(found: "Recommendation") -> list[tuple[str, ...]]:
+    return [
+        (
+            each.cache,
+            f"{each.bytes_per_token:,}",
+            f"{each.share:.1%}",
+            f"{each.kl.value:.2g} [{each.kl.low:.2g}, {each.kl.high:.2g}]",
+            each.why,
+        )
+        for each in found.passed
+    ]

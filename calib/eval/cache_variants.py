@@ -1,0 +1,158 @@
+"""Variants of other cache types than static FP8, plain and on baked weights."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from calib.caches.rounding import rounding
+from calib.caches.types import CACHES, CacheType, cache_type
+from calib.choices import Purpose
+from calib.errors import InputError, UnsupportedModelError
+from calib.eval.variants import (
+    CacheRounding,
+    Setup,
+    Variant,
+    all_ones,
+    broadcast_scale,
+    fp8_rounding,
+)
+from calib.measure.attention import map_attention
+from calib.model.checkpoint import Checkpoint
+from calib.rescale.in_memory import baked_factors
+from calib.rescale.parameters import LayerFactors
+from calib.scalefiles.baked import baked_for
+from calib.scales.observers import AbsMax
+from calib.scales.stats import KVStats
+
+# static FP8: the variants that `fp8` stands for
+STATIC = ("none", "tensor", "attn_head")
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+Shape = tuple[int, int, int]  # KV heads, head_dim of K, of V
+
+
+def cache_names(names: Sequence[str]) -> list[str]:
+    """Names of the variants that `names`, of types or `all`, can become."""
+    types = ["fp8", *CACHES] if "all" in names else names
+    return [*types, *(f"{name}, baked" for name in types)]
+
+
+def layer_shapes(setup: Setup) -> list[Shape]:
+    """KV heads, K's head size and V's, of every layer that holds a cache."""
+    modules = map_attention(setup.model).cached.values()
+    return [(m.num_kv_heads, m.head_dim, m.v_head_dim) for m in modules]
+
+
+def wanted_types(
+    names: Sequence[str], shapes: Sequence[Shape]
+) -> tuple[list[CacheType], list[str]]:
+    """The types in `names`, and warnings; `all` leaves out those that the head sizes do not allow.
+
+    InputError where a type was asked for by its name.
+    """
+    found, warnings = {}, []
+    for name in dict.fromkeys([*names, *(CACHES if "all" in names else ())]):
+        try:
+            if name not in ("all", "fp8"):
+                cache_type(name).bytes_per_token(shapes)
+                found[name] = cache_type(name)
+        except InputError as error:
+            if name in names:
+                raise InputError(f"{error}; leave it out of --caches") from None
+            warnings.append(f"{error}: left out")
+    return list(found.values()), warnings
+
+
+def cache_variants(
+    setup: Setup,
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    types: Sequence[CacheType],
+    stats: KVStats,
+) -> tuple[list[Variant], list[str]]:
+    """Variants of `types`, each also on baked weights where `bake` can matter; and warnings.
+
+    Baked weights are not written: K and V are multiplied by their factors before rounding and
+    divided after it. Factors are powers of two, so the numbers are those of the baked model.
+    """
+    dtype = _served_dtype(checkpoint)
+    plain = {each.name: _plain(each, dtype) for each in types}
+    to_bake: dict[Purpose, list[Variant]] = {
+        "fp8": [_at_one(stats)] if {"all", "fp8"} & set(names) else [],
+        "int8": [plain[each.name] for each in types if each.integers],
+    }
+    if baked_for(checkpoint.path):
+        return list(plain.values()), []
+    made, warnings = [], []
+    for purpose, variants in to_bake.items():
+        try:
+            factors = baked_factors(setup.model, checkpoint, stats, purpose) if variants else {}
+            made += [_on_baked(each, factors) for each in variants]
+        except (InputError, UnsupportedModelError) as error:
+            warnings.append(f"no rows on weights baked for {purpose}: {error}")
+    both = [*plain.values(), *made]
+    order = ["fp8", *plain]
+    return sorted(both, key=lambda variant: order.index(str(variant.cache))), warnings
+
+
+def with_bytes(variants: Sequence[Variant], shapes: Sequence[Shape]) -> list[Variant]:
+    """The variants, with bytes per token where they are a whole cache."""
+    return [replace(each, bytes_per_token=_bytes(each, shapes)) for each in variants]
+
+
+def _bytes(variant: Variant, shapes: Sequence[Shape]) -> int | None:
+    if not variant.generates:
+        return None
+    return cache_type(variant.cache or "fp8").bytes_per_token(shapes)
+
+
+def _at_one(stats: KVStats) -> Variant:
+    """Static FP8 at scale 1.0."""
+    ones = all_ones(stats.scales(strategy="tensor", observer=AbsMax(), targets="kv"))
+    of_all = fp8_rounding(ones, "kv")
+
+    def rounded(layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        _, key, value = of_all(layer_idx, key, key, value)
+        return key, value
+
+    return Variant("fp8", "FP8 at scale 1.0", "cache", cache="fp8", rounding=rounded)
+
+
+def _served_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """The 16-bit type that engines load the weights in, as far as the config says."""
+    says = checkpoint.config
+    return _DTYPES.get(str(says.get("dtype") or says.get("torch_dtype")))
+
+
+def _plain(kind: CacheType, dtype: torch.dtype | None) -> Variant:
+    rounded = rounding(kind.name, dtype=dtype)
+    return Variant(kind.name, kind.what, "cache", cache=kind.name, rounding=rounded)
+
+
+def _on_baked(variant: Variant, factors: Mapping[int, LayerFactors]) -> Variant:
+    assert variant.rounding is not None
+    return replace(
+        variant,
+        name=f"{variant.name}, baked",
+        what=f"{variant.what}, on baked weights",
+        rounding=_rescaled(variant.rounding, factors),
+        is_baked=True,
+    )
+
+
+def _rescaled(rounded: CacheRounding, factors: Mapping[int, LayerFactors]) -> CacheRounding:
+    """Round K and V times their factors, and divide again."""
+
+    def around(layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        layer = factors.get(layer_idx)
+        if layer is None:
+            return rounded(layer_idx, key, value)
+        k, v = (
+            broadcast_scale(factor, x).to(x.dtype)
+            for factor, x in ((layer.k, key), (layer.v, value))
+        )
+        key, value = rounded(layer_idx, key * k, value * v)
+        return key / k, value / v
+
+    return around

@@ -1,0 +1,68 @@
+"""What an evaluation finds beside its rows: figures, layers to leave alone, a cache to serve."""
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Part(BaseModel):
+    """A part of the report."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+
+class Figure(Part):
+    """A figure with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class Search(Part):
+    """What `--search` found; KL in nats, mean over the tokens of `documents` documents."""
+
+    variant: str
+    budget: float
+    documents: int
+    kl_of_all: float  # every layer in FP8
+    kl_alone: dict[int, float]  # by layer_idx: that layer alone in FP8
+    skipped: tuple[int, ...]  # layer_idx of those left in 16 bits
+    kl: float  # with those in 16 bits
+
+
+class Passed(Part):
+    """A cache that was measured and can be served, and why it was not chosen."""
+
+    cache: str  # name of the variant
+    what: str
+    kl: Figure
+    bytes_per_token: int
+    share: float  # of the bytes in 16 bits
+    why: str
+
+
+class Way(Part):
+    """A cache and how to serve it."""
+
+    cache: str
+    what: str
+    kl: Figure
+    bytes_per_token: int
+    share: float
+    needs: str
+    engine: str
+    engine_version: str  # whose rules and kernels are known; empty: any
+    gpus: tuple[str, ...]
+    notes: tuple[str, ...]
+    commands: tuple[str, ...]  # the last one serves
+
+
+class Recommendation(Part):
+    """The cheapest cache within `budget_kl`, or the best within `budget_bytes`, a share."""
+
+    budget_kl: float | None
+    budget_bytes: float | None
+    engine: str | None  # None: any
+    gpu: str | None
+    chosen: Way
+    passed: list[Passed]
+    not_served: dict[str, str]  # variant: why

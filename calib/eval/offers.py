@@ -1,0 +1,191 @@
+"""How engines serve each variant: flags, GPUs, and what has to be made first."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from calib.caches.types import CACHES, ENGINES, GPUS, Serving, cache_type
+from calib.choices import REFERENCE, FormatName, Strategy
+from calib.errors import InputError, UnsupportedExportError
+from calib.eval.cache_variants import Shape
+from calib.eval.variants import Variant
+from calib.export import FORMATS, export
+from calib.model.checkpoint import Checkpoint
+from calib.rescale.rescaling import check_no_scales
+from calib.scales.scales import KVScales
+
+_SERVE = {
+    "vllm": "vllm serve {path}",
+    "sglang": "python -m sglang.launch_server --model-path {path}",
+    "lmdeploy": "lmdeploy serve api_server {path}",
+}
+# FlashAttention 3 and 4: rules of vLLM in calib/verify
+_PER_HEAD_GPUS = ("h100", "h200", "b200")
+_FNUZ_GPUS = ("mi300x",)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One way to serve a variant."""
+
+    engine: str
+    version: str
+    gpus: tuple[str, ...]
+    notes: tuple[str, ...]
+    commands: tuple[str, ...]  # in their order; the last one serves
+
+
+@dataclass(frozen=True)
+class Offers:
+    """Engines for the caches of one model."""
+
+    model: str  # as commands are given it
+    checkpoint: Checkpoint
+    dataset: str
+    shapes: Sequence[Shape]
+
+    def of(self, variant: Variant, engine: str | None, gpu: str | None) -> Offer | str:
+        """The first engine that serves `variant` there, or one line why none does."""
+        if variant.kind == REFERENCE:
+            name = engine or "vllm"
+            return Offer(name, "", (gpu,) if gpu else (), (), (_serve(name, self.model),))
+        if variant.scales is not None and variant.name != "none":
+            return self._calibrated(variant, engine, gpu)
+        if variant.name == "none" and (scales := self._own_scales()):
+            return scales
+        found = self._fitting(variant.cache or "fp8", engine, gpu)
+        if isinstance(found, str):
+            return found
+        first, path = found[0], self.model
+        made: tuple[str, ...] = ()
+        if variant.is_baked:
+            path, made = self._baking("fp8" if variant.cache == "fp8" else "int8")
+        return _offer(found, tuple(g for s in found for g in s.gpus), made, path, first.flag)
+
+    def _own_scales(self) -> str | None:
+        """That the checkpoint has scales, which engines load instead of 1.0."""
+        try:
+            check_no_scales(self.checkpoint)
+        except InputError as error:
+            return str(error)
+        return None
+
+    def _fitting(self, name: str, engine: str | None, gpu: str | None) -> list[Serving] | str:
+        """All servings by the first engine that has the type for every head size, or why none."""
+        kind, dims = cache_type(name), {dim for _, k, v in self.shapes for dim in (k, v)}
+        answers = [kind.serving(engine, gpu, dim) for dim in sorted(dims)]
+        if refusal := next((each for each in answers if isinstance(each, str)), None):
+            return refusal
+        fitting = [
+            each
+            for each in kind.servings
+            if engine in (None, each.engine)
+            and (gpu is None or gpu in each.gpus)
+            and (each.head_dims is None or dims <= set(each.head_dims))
+        ]
+        found = [each for each in fitting if each.engine == fitting[0].engine]
+        return found or f"no engine serves {name} with all of these head sizes: {sorted(dims)}"
+
+    def _calibrated(self, variant: Variant, engine: str | None, gpu: str | None) -> Offer | str:
+        assert variant.scales is not None
+        why = f"{engine or 'no engine'} reads no such scales"
+        for name in ("vllm", "sglang"):
+            if engine not in (None, name):
+                continue
+            found = self._fitting("fp8", name, gpu)
+            if isinstance(found, str):
+                why = found
+                continue
+            made = self._loaded(name, variant.scales, gpu, [g for s in found for g in s.gpus])
+            if isinstance(made, str):
+                why = made
+                continue
+            format_name, gpus = made
+            return self._with_scales(variant, found, format_name, gpus)
+        return why
+
+    def _loaded(
+        self, engine: str, scales: KVScales, gpu: str | None, gpus: Sequence[str]
+    ) -> tuple[FormatName, tuple[str, ...]] | str:
+        """The format that `engine` loads `scales` from, and on which GPUs; or why none."""
+        name: FormatName = "sglang" if engine == "sglang" else "vllm"
+        if engine == "vllm" and gpu in _FNUZ_GPUS:
+            name = "modelopt"
+        elif engine == "vllm":
+            gpus = [each for each in gpus if each not in _FNUZ_GPUS]
+        if scales.strategy == "attn_head":
+            gpus = [each for each in gpus if each in _PER_HEAD_GPUS]
+        if not gpus or (gpu is not None and gpu not in gpus):
+            return f"{engine} has no scales per head on {gpu or 'the GPUs that serve FP8'}"
+        if scales.strategy not in FORMATS[name].strategies:
+            return f"{FORMATS[name].engine} reads one scale per layer"
+        try:
+            export(scales, self.checkpoint, name)
+        except (UnsupportedExportError, InputError) as error:
+            return str(error)
+        return name, tuple(gpus)
+
+    def _with_scales(
+        self, variant: Variant, found: Sequence[Serving], name: FormatName, gpus: tuple[str, ...]
+    ) -> Offer:
+        assert variant.scales is not None
+        strategy: Strategy = variant.scales.strategy
+        clipped = " --observer mse" if variant.name == "mse" else ""
+        out = f"{self._stem}-fp8kv-{variant.name}"
+        flags = f"--strategy {strategy}{clipped} --format {name}"
+        per_head = FORMATS[name].per_head_flags if strategy == "attn_head" else ""
+        return _offer(found, gpus, (self._calibrate(flags, out),), out, found[0].flag + per_head)
+
+    def _baking(self, purpose: str) -> tuple[str, tuple[str, ...]]:
+        """The directory of the baked model, and what makes it."""
+        scales, out = f"{self._stem}-calibration", f"{self._stem}-baked-{purpose}"
+        paths = shlex.join([self.model, "--scales", scales, "--for", purpose, "-o", out])
+        return out, (self._calibrate("--format fp8kv", scales), f"fp8kv bake {paths}")
+
+    def _calibrate(self, flags: str, out: str) -> str:
+        data = shlex.join([self.model, "--dataset", self.dataset])
+        return f"fp8kv-calibrate {data} {flags} -o {shlex.quote(out)}"
+
+    @property
+    def _stem(self) -> str:
+        return Path(self.model.rstrip("/").removeprefix("builtin:")).name
+
+
+def _serve(engine: str, path: str, flag: str = "") -> str:
+    return f"{_SERVE[engine].format(path=shlex.quote(path))} {flag}".strip()
+
+
+def _offer(
+    found: Sequence[Serving], gpus: Sequence[str], made: Sequence[str], path: str, flag: str
+) -> Offer:
+    first = found[0]
+    notes = dict.fromkeys(s.note for s in found if s.note and set(s.gpus) & set(gpus))
+    last = _serve(first.engine, path, flag)
+    return Offer(
+        first.engine, first.version, tuple(dict.fromkeys(gpus)), tuple(notes), (*made, last)
+    )
+
+
+@cache
+def offered(engine: str | None, gpu: str | None) -> tuple[str, ...]:
+    """Types, `fp8` among them, that `engine` has on `gpu` for some head size; None: any.
+
+    InputError where one is not known, or there is no type at all.
+    """
+    for what, name, names in (("--engine", engine, ENGINES), ("--gpu", gpu, GPUS)):
+        if name not in (None, *names):
+            raise InputError(f"{what} '{name}' is not one of {', '.join(names)}")
+    found = tuple(
+        name
+        for name in ("fp8", *CACHES)
+        if any(
+            engine in (None, each.engine) and (gpu is None or gpu in each.gpus)
+            for each in cache_type(name).servings
+        )
+    )
+    if not found:
+        where = " on ".join(filter(None, (engine or "any engine", gpu)))
+        raise InputError(f"no type of KV cache but 16 bits is known for {where}")
+    return found

@@ -1,0 +1,43 @@
+"""The factors that `fp8kv bake` would put into a model's weights, without writing them."""
+
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from calib.choices import Purpose
+from calib.errors import InputError
+from calib.model.checkpoint import Checkpoint
+from calib.rescale.choosing import factors_for_fp8, factors_for_int8
+from calib.rescale.edits import FOR_FP8, FOR_INT8, Editing, fitting
+from calib.rescale.parameters import LayerFactors, cached_attention, rescaled_parameters
+from calib.rescale.proof import observe, prove
+from calib.rescale.rescaling import check_no_scales
+from calib.scales.observers import AbsMax
+from calib.scales.stats import KVStats
+
+
+def baked_factors(
+    model: PreTrainedModel, checkpoint: Checkpoint, stats: KVStats, purpose: Purpose
+) -> dict[int, LayerFactors]:
+    """What K and V of each layer_idx would be multiplied by, proved on a few tokens.
+
+    InputError or UnsupportedModelError where `bake` refuses the model, or has nothing to change.
+    """
+    check_no_scales(checkpoint)
+    modules = cached_attention(model)
+    if purpose == "fp8":
+        scales = stats.scales(strategy="attn_head", observer=AbsMax(), targets="kv")
+        wanted, coarser = factors_for_fp8(scales, model, modules), FOR_FP8
+    else:
+        wanted, coarser = factors_for_int8(stats, model, modules), FOR_INT8
+    editing = Editing.of(checkpoint, None, "", exact=True)
+    factors, _ = fitting(editing, model, modules, wanted, coarser)
+    changes = rescaled_parameters(model, modules, factors)
+    if not changes:
+        raise InputError(f"K and V are as an {purpose} cache wants them: nothing to bake")
+    # times 1 as well: kernels may add in another order where memory is aligned otherwise
+    same = [replace(each, factor=torch.ones_like(each.factor)) for each in changes]
+    before, after = observe(model, same), observe(model, changes)
+    prove(before, after, modules, factors, "the model cannot be baked")
+    return {modules[name].layer_idx: each for name, each in factors.items()}
