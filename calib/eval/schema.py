@@ -72,7 +72,6 @@ class Row(Part):
     strategy: Strategy | None = None
     fp8_dtype: FP8Name | None = None
     tensors: str | None = None  # those of q, k and v that are in FP8
-    bytes_per_token: int | None = None  # of K and V over all layers, with all overhead
     kl: Figure
     kl_p99: Figure
     kl_p999: Figure
