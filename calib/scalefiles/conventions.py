@@ -56,9 +56,7 @@ def convention(directory: ScaleDirectory) -> Convention | None:
             f"ModelOpt {version} writes it so from Hugging Face models; from Megatron, absmax / "
             "2688: compare with verify --against STATS",
         )
-    return Convention(
-        None, "not known: no file says who wrote it; verify --against STATS finds out"
-    )
+    return Convention(None, "not known: no file says who wrote them; verify --against STATS tells")
 
 
 def compared(
