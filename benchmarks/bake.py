@@ -17,8 +17,8 @@ from machine import machine, write_result
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
+from calib.caches.per_head import int8_per_token_head
 from calib.data import load_data
-from calib.eval.caches import int8_per_token_head
 from calib.eval.inputs import SUITES
 from calib.eval.statistics import Values, compare, estimate, ratio
 from calib.eval.variants import fp8_rounding

@@ -16,7 +16,7 @@ PACKAGES = ("calib", "fp8kv_runtime", "recipes")
 # floors of the house, lowest first: a room (a direct child of `calib`) imports from floors below
 FLOORS = (
     {"fp8kv_runtime", "recipes", "choices", "errors", "progress"},
-    {"atomic", "doctor", "strict_yaml", "text"},
+    {"atomic", "caches", "doctor", "strict_yaml", "text"},
     {"recipe", "scalefiles"},
     {"model", "scales", "verify"},
     {"data", "export", "serving"},

@@ -1,20 +1,21 @@
-"""Caches as our evaluation simulates them beside vLLM's own Triton writers, in the interpreter."""
+"""Caches as our evaluation simulates them beside the engines' own Triton writers, byte for byte.
 
-import os
+And attention over them beside vLLM's own reader; and proof that a changed constant is noticed.
+"""
+
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import patch
 
-# Triton looks when it is imported
-os.environ["TRITON_INTERPRET"] = "1"
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import cache_writers as writers
 import torch
 from outputs import report
-from triton.backends import backends
+from torch import Tensor
 
-from calib.eval.caches import int8_codes
+from calib.caches import per_head, rotated, zero_points
 
 # tokens, heads, head_dim, size of the values
 SHAPES = [
@@ -22,41 +23,122 @@ SHAPES = [
     for tokens, heads in ((1, 1), (7, 3), (16, 8), (33, 2))
     for dim, size in ((64, 1.0), (128, 30.0), (96, 1e-4), (80, 4e3), (256, 1e-9))
 ]
+DTYPES = (torch.float32, torch.bfloat16)
+
+# what is stored: arrays to compare with the engine's
+Stored = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def written(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales of `x` [tokens, heads, head_dim] as vLLM writes them."""
-    from vllm.v1.attention.ops import triton_reshape_and_cache_flash as ops
-    from vllm.v1.kv_cache_interface import KVQuantMode
+def int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Our int8_per_token_head."""
+    codes, scale = per_head.int8_codes(x)
+    return codes.to(torch.int8), scale.squeeze(-1)
 
-    tokens, heads, dim = x.shape
-    codes = [torch.zeros(1, tokens, heads, dim, dtype=torch.int8) for _ in "kv"]
-    scales = [torch.zeros(1, tokens, heads) for _ in "kv"]
-    mode = KVQuantMode.INT8_PER_TOKEN_HEAD
-    ops.triton_reshape_and_cache_flash_per_token_head_quant(
-        x, x, *codes, *scales, torch.arange(tokens), mode
-    )
-    assert torch.equal(codes[0], codes[1])
-    return codes[0][0], scales[0][0]
+
+def fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Our fp8_per_token_head, before the cast."""
+    scaled, scale = per_head.fp8_scaled(x)
+    return scaled, scale.squeeze(-1)
+
+
+def int4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Our int4_per_token_head: even channels in the low bits."""
+    codes, scale, zero = rotated.int4_codes(rotated.rotate(x.float()).to(x.dtype))
+    packed = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
+    return packed, (scale.view(torch.int32) | zero.int()).view(torch.float32).squeeze(-1)
+
+
+def lmdeploy_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Our lmdeploy_int8."""
+    codes, scale, zero = zero_points.zero_point_codes(x, zero_points.INT8_STEPS)
+    return codes.to(torch.uint8), torch.cat((scale, zero), -1)
+
+
+def lmdeploy_int4(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Our lmdeploy_int4: the first half of the head in the low bits."""
+    codes, scale, zero = zero_points.zero_point_codes(x, zero_points.INT4_STEPS)
+    low, high = codes.chunk(2, -1)
+    return (low + 16 * high).to(torch.uint8), torch.cat((scale, zero), -1)
+
+
+TYPES: dict[str, tuple[Stored, Stored]] = {
+    "int8_per_token_head": (int8, writers.vllm_int8),
+    "fp8_per_token_head": (fp8, writers.vllm_fp8),
+    "int4_per_token_head": (int4, writers.vllm_int4),
+    "lmdeploy_int8": (lmdeploy_int8, lambda x: writers.lmdeploy(x, 8)),
+    "lmdeploy_int4": (lmdeploy_int4, lambda x: writers.lmdeploy(x, 4)),
+}
+
+# a constant of ours, and what it is not
+CHANGED = (
+    ("int8_per_token_head", per_head, "INT8_MAX", 128),
+    ("int8_per_token_head", per_head, "LEAST_SCALE", 1e-7),
+    ("fp8_per_token_head", per_head, "FP8", torch.float8_e4m3fnuz),
+    ("fp8_per_token_head", per_head, "LEAST_SCALE", 1e-5),
+    ("int4_per_token_head", rotated, "STEPS", 16),
+    ("int4_per_token_head", rotated, "SEED", rotated.SEED + 1),
+    ("int4_per_token_head", rotated, "LEAST_SCALE", 1e-7),
+    ("int4_per_token_head", rotated, "ZERO_BITS", 5),
+    ("lmdeploy_int8", zero_points, "INT8_STEPS", 256),
+    ("lmdeploy_int4", zero_points, "INT4_STEPS", 16),
+)
+
+
+def values(number: int, has_zeros: bool) -> Tensor:
+    """Normal values of a shape, some of them the same and some of them halves of others."""
+    tokens, heads, dim, size = SHAPES[number]
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(tokens, heads, dim, generator=generator) * size
+    x[0, 0, : dim // 2] = x[0, 0, 0]
+    x[0, 0, 0] *= 2
+    if has_zeros:
+        x[-1, -1] = 0
+    return x.to(DTYPES[number % len(DTYPES)])
+
+
+def differences(name: str) -> Iterator[str]:
+    """Shapes of which ours and the engine's differ."""
+    ours, theirs = TYPES[name]
+    for number, shape in enumerate(SHAPES):
+        # LMDeploy divides by zero there: NaN, which no integer holds
+        x = values(number, has_zeros=not name.startswith("lmdeploy"))
+        for what, mine, other in zip(("codes", "scales"), ours(x), theirs(x), strict=True):
+            if not torch.equal(mine, other):
+                yield f"{name}, {shape}: other {what}"
+
+
+def unnoticed() -> Iterator[str]:
+    """Constants of ours that can be changed without a difference."""
+    for name, module, constant, other in CHANGED:
+        rotated.signs.cache_clear()
+        with patch.object(module, constant, other):
+            if next(differences(name), None) is None:
+                yield f"{name}: {constant} of {other} is not noticed"
+    rotated.signs.cache_clear()
+
+
+def misread() -> Iterator[str]:
+    """Types whose rounded K and V give another attention than vLLM's reader computes."""
+    for bits, rounded in ((8, per_head.int8_per_token_head), (4, rotated.int4_per_token_head)):
+        for dim in (64, 96):
+            generator = torch.Generator().manual_seed(dim)
+            x, query = (torch.randn(16, 2, dim, generator=generator) for _ in "kq")
+            held = rounded(x)
+            scores = torch.einsum("hd,thd->ht", query[0], held) * dim**-0.5
+            expected = torch.einsum("ht,thd->hd", scores.softmax(-1), held)
+            error = (writers.vllm_attention(query[0], x, bits) - expected).abs().max().item()
+            # sums of float32 in another order; an INT4 step is a tenth
+            if not error < 1e-4:
+                yield f"INT{bits}, heads of {dim}: attention differs by {error:.1e}"
 
 
 def main() -> None:
-    """Compare every shape, byte for byte."""
-    # vLLM's build for CPUs asks for a backend that the interpreter does not need
-    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False))
-    problems = []
-    for number, (tokens, heads, dim, size) in enumerate(SHAPES):
-        generator = torch.Generator().manual_seed(number)
-        x = torch.randn(tokens, heads, dim, generator=generator) * size
-        x[0, 0, : dim // 2] = x[0, 0, 0]  # halves of steps, and one magnitude many times
-        x[-1, -1] = 0
-        codes, scale = int8_codes(x)
-        theirs, their_scale = written(x)
-        if not torch.equal(codes.to(torch.int8), theirs):
-            problems.append(f"{tokens} x {heads} x {dim} of {size:g}: other codes")
-        if not torch.equal(scale.squeeze(-1), their_scale):
-            problems.append(f"{tokens} x {heads} x {dim} of {size:g}: other scales")
-    report(Path("int8_per_token_head"), problems, f"{len(SHAPES)} shapes, the same bytes")
+    """Compare every type and shape."""
+    writers.install()
+    problems = [line for name in TYPES for line in differences(name)]
+    problems += [*misread(), *unnoticed()]
+    told = f"{len(SHAPES)} shapes of {len(TYPES)} types, the same bytes"
+    report(Path("cache types"), problems, f"{told}; {len(CHANGED)} changed constants noticed")
 
 
 if __name__ == "__main__":
