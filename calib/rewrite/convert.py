@@ -75,6 +75,11 @@ def repair(
     directory: Path, statistics: Path, to: FormatName, output: Path, *, overwrite: bool = False
 ) -> Rewritten:
     """Write the checkpoint with missing or useless scales derived from measured absmax."""
+    if FORMATS[to].nvfp4:
+        raise UnsupportedExportError(
+            f"--to {to}: repair mends FP8 scales, which need not be absmax / 448; calibrate the "
+            f"model again with --format {to}"
+        )
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     measured = statistics_file(statistics).parent

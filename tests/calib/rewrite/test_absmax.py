@@ -9,6 +9,7 @@ from families import save_model
 from scale_directories import model
 
 from calib.scalefiles.calibrations import read_amax
+from calib.scalefiles.folder import open_scales
 from calib.scalefiles.reading import read_scales
 
 PROJ = "{module}.{x}_proj.{x}_scale"
@@ -112,3 +113,24 @@ def test_the_config_names_the_convention(calibrated):
         config = json.loads((calibrated / name / "config.json").read_text())
         producer = config["quantization_config"]["producer"]
         assert producer == {"name": "fp8kv", "nvfp4_kv_divisor": FORMATS[name]}
+
+
+def test_repair_does_not_make_them_of_scales_that_are_no_absmax(calibrated, tmp_path):
+    given = ("--stats", calibrated / "vllm", "--to", "vllm-nvfp4", "-o", tmp_path / "out")
+    one_line_error(fp8kv("repair", calibrated / "vllm", *given), "repair mends FP8 scales")
+
+
+@pytest.mark.parametrize("name", ["vllm-nvfp4", "sglang-nvfp4"])
+def test_stripped_nothing_is_left_of_them(name, calibrated, tmp_path):
+    assert fp8kv("strip", calibrated / name, "-o", tmp_path / "out").exit_code == 0
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    assert not open_scales(tmp_path / "out").tensors
+
+
+def test_strip_leaves_no_word_of_the_cache_beside_nvfp4_weights(tmp_path):
+    config = NVFP4 | {"quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    source = model(tmp_path / "a", names=PROJ, config=config)
+    assert fp8kv("strip", source, "-o", tmp_path / "out").exit_code == 0
+    left = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert left == {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
