@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from calib.choices import FP8Name
 from calib.errors import InputError
 from calib.model.checkpoint import fingerprint
 from calib.scalefiles.baked import baked_for
@@ -61,7 +62,7 @@ def _check_baked(directory: Path, checkpoint: Checkpoint | None) -> None:
         )
 
 
-def to_scales(found: FoundScales, layers: Mapping[str, FoundLayer]) -> KVScales:
+def to_scales(found: FoundScales, layers: Mapping[str, FoundLayer], fp8_dtype: FP8Name) -> KVScales:
     """Tensors of the scales of `layers`, by module; an InputError where one is of no use."""
     made = {}
     for module, layer in sorted(layers.items(), key=lambda item: item[1].layer):
@@ -78,7 +79,7 @@ def to_scales(found: FoundScales, layers: Mapping[str, FoundLayer]) -> KVScales:
         q = None if layer.q is None else torch.tensor(layer.q)
         made[module] = LayerScales(layer.layer, k, v, q)
     several = any(scale.numel() > 1 for layer in made.values() for _, scale in layer.items())
-    return KVScales("attn_head" if several else "tensor", found.fp8_dtype, made)
+    return KVScales("attn_head" if several else "tensor", fp8_dtype, made)
 
 
 def _of_calibration(directory: Path, scales: KVScales, model: PreTrainedModel) -> KVScales:
@@ -99,7 +100,7 @@ def _of_files(found: FoundScales, measured: KVScales | None, model: PreTrainedMo
     by_layer = {layer.layer: layer for layer in found.layers}
     _check_layers(path, {*by_layer}, attention)
     layers = {name: by_layer[module.layer_idx] for name, module in attention.cached.items()}
-    scales = to_scales(found, layers)
+    scales = to_scales(found, layers, found.fp8_dtype)
     for name, module in attention.cached.items():
         _check_heads(path, scales.layers[name], module)
     return KVScales(scales.strategy, scales.fp8_dtype, scales.layers, attention.shared)

@@ -5,7 +5,10 @@ from typing import Literal, get_args
 Strategy = Literal["tensor", "attn_head", "channel"]
 ObserverName = Literal["absmax", "percentile", "mse"]
 Targets = Literal["kv", "qkv"]
-FormatName = Literal["vllm", "aphrodite", "sglang", "tgi", "json", "modelopt", "trtllm", "fp8kv"]
+FormatName = Literal[
+    "vllm", "aphrodite", "sglang", "tgi", "json", "modelopt", "trtllm", "vllm-nvfp4",
+    "sglang-nvfp4", "fp8kv",
+]  # fmt: skip
 FP8Name = Literal["e4m3fn", "e4m3fnuz", "e5m2"]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]

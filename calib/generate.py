@@ -1,7 +1,8 @@
-"""Generate text on an FP8 KV cache, and beside it on transformers' own, to see what FP8 changes."""
+"""Generate text on a quantised KV cache, and on transformers' own, to see what that changes."""
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from calib.any_scales import Opened, open_any_scales
+from calib.caches.applied import rounded_attention
+from calib.caches.rounding import rounding
+from calib.caches.types import CacheType, cache_type
 from calib.errors import InputError
 from calib.measure.attention import map_attention
 from calib.model.checkpoint import Checkpoint
@@ -22,6 +26,7 @@ from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import Backend, fp8_attention, paged_cache
 
+STATIC_FP8 = "fp8"
 UNIT_SCALES = "none"  # what --scales takes for scale 1.0 everywhere
 
 
@@ -35,6 +40,7 @@ class GenerationOptions:
     chat: bool = False  # put the prompt into the model's chat template
     compare: bool = False  # generate with transformers' own cache too
     backend: Backend = "auto"
+    cache: str = STATIC_FP8  # a type of `calib.caches`
 
 
 @dataclass(frozen=True)
@@ -53,20 +59,23 @@ class Generation:
 
 @dataclass(frozen=True)
 class Generated:
-    """The continuation on the FP8 cache, and on a 16-bit cache where that was asked for."""
+    """The continuation on the quantised cache, and on a 16-bit one where that was asked for."""
 
-    fp8: Generation
+    fp8: Generation  # whatever the type of the cache
     plain: Generation | None
     cached_tokens: int
-    block_size: int
-    bytes_per_token: int  # of K and V in FP8, over all layers
-    cache_bytes: int  # of the FP8 blocks in use at the end
+    block_size: int | None  # None: the cache was simulated
+    bytes_per_token: int  # of K and V, over all layers
+    cache_bytes: int  # of the blocks in use at the end
     warnings: tuple[str, ...] = ()
+    cache: str = STATIC_FP8
+    simulated: str = ""  # how it is known what the cache computes
+    values_per_token: int | None = None  # None: one in each byte
 
     @property
     def bytes_per_token_16bit(self) -> int:
         """Bytes of a token's K and V in float16 or bfloat16."""
-        return 2 * self.bytes_per_token
+        return 2 * (self.values_per_token or self.bytes_per_token)
 
     @property
     def cache_bytes_16bit(self) -> int:
@@ -100,9 +109,10 @@ def generate_text(
     overrides: dict[str, Any],
     on_text: Callable[[str], None] | None = None,
 ) -> Generated:
-    """Continue `prompt` with the model's K and V in FP8.
+    """Continue `prompt` with the model's K and V in FP8, or as another cache would hold them.
 
-    `scales` is a directory with scales of any tool, `none` for scale 1.0, by default the model's.
+    `scales`, for FP8 alone, is a directory with scales of any tool, `none` for scale 1.0, by
+    default the model's.
     `overrides` are recipe keys: device, dtype, trust_remote_code. `on_text` is called with each
     piece of text as it comes. What a user can put right is an Fp8kvError.
     """
@@ -110,7 +120,8 @@ def generate_text(
         raise InputError("the prompt is empty; give the text to continue")
     recipe = load_recipe(None, overrides)
     checkpoint = find_checkpoint(model_name)
-    opened = unit_scales if scales == UNIT_SCALES else _open_scales(checkpoint, scales)
+    kind = _cache_type(options, scales)
+    opened = None if kind else _open_scales(checkpoint, scales)
     config = load_config(checkpoint, recipe)
     tokenizer = load_tokenizer(checkpoint, recipe)
     inputs = _tokenize(tokenizer, prompt, chat=options.chat)
@@ -120,16 +131,48 @@ def generate_text(
     check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
     inputs = inputs.to(input_device(model))
     notes = tuple(quantization_notes(checkpoint))
+    heads = _heads(model) if kind else []
+    size = kind.bytes_per_token(heads) if kind else 0  # a head size that is refused, before a wait
     try:
-        with fp8_attention(model, opened(model), backend=options.backend):
+        with _applied(model, opened, options):
             fp8, cache = _generate(model, tokenizer, inputs, options, on_text)
     except AttentionError as error:
         raise InputError(str(error)) from error
     plain = _generate(model, tokenizer, inputs, options, None)[0] if options.compare else None
-    blocks, tokens = paged_cache(cache), inputs["input_ids"].shape[0] * cache.get_seq_length()
-    block_size, bytes_per_token = blocks.block_size, blocks.bytes_per_token
-    used = blocks.num_bytes_used
-    return Generated(fp8, plain, tokens, block_size, bytes_per_token, used, notes)
+    tokens = inputs["input_ids"].shape[0] * cache.get_seq_length()
+    if kind:
+        values = sum(count * (k + v) for count, k, v in heads)
+        known = (notes, kind.name, kind.simulated, values)
+        return Generated(fp8, plain, tokens, None, size, size * tokens, *known)
+    blocks = paged_cache(cache)
+    block_size, size, used = blocks.block_size, blocks.bytes_per_token, blocks.num_bytes_used
+    return Generated(fp8, plain, tokens, block_size, size, used, notes)
+
+
+def _cache_type(options: GenerationOptions, scales: str | None) -> CacheType | None:
+    """The type of cache to simulate; None for FP8 with static scales, which our runtime holds."""
+    kind = cache_type(options.cache)
+    if kind.name == STATIC_FP8:
+        return None
+    given = "--scales" if scales is not None else "--backend triton"
+    if scales is not None or options.backend == "triton":
+        raise InputError(f"{given} is for --cache fp8, not for {kind.name}; leave it away")
+    return kind
+
+
+def _applied(
+    model: PreTrainedModel, opened: Opened | None, options: GenerationOptions
+) -> AbstractContextManager[Any]:
+    if opened is not None:
+        return fp8_attention(model, opened(model), backend=options.backend)
+    rounded = rounding(options.cache)
+    return rounded_attention(model, lambda layer, q, k, v: (q, *rounded(layer, k, v)))
+
+
+def _heads(model: PreTrainedModel) -> list[tuple[int, int, int]]:
+    """KV heads, K's head size and V's of every layer with a cache."""
+    cached = map_attention(model).cached.values()
+    return [(each.num_kv_heads, each.head_dim, each.v_head_dim) for each in cached]
 
 
 def unit_scales(model: PreTrainedModel) -> KVScales:
@@ -141,6 +184,8 @@ def unit_scales(model: PreTrainedModel) -> KVScales:
 
 
 def _open_scales(checkpoint: Checkpoint, scales: str | None) -> Opened:
+    if scales == UNIT_SCALES:
+        return unit_scales
     if scales is not None:
         return open_any_scales(Path(scales).expanduser(), checkpoint)
     try:

@@ -111,6 +111,16 @@ class Recipe(_Strict):
         return self.means or self.center_keys
 
     @model_validator(mode="after")
+    def _nvfp4_has_another_grid(self) -> "Recipe":
+        nvfp4 = [name for name in self.export.formats if name.endswith("-nvfp4")]
+        if nvfp4 and (self.observer.name == "mse" or self.fp8_dtype != "e4m3fn"):
+            raise ValueError(
+                f"format '{nvfp4[0]}' is made from absmax, which observer 'mse' and other FP8 "
+                "types replace; use observer absmax and fp8_dtype e4m3fn"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _some_need_absmax(self) -> "Recipe":
         asked = {"strategy 'channel'": self.strategy == "channel", "center_keys": self.center_keys}
         if self.observer.name != "absmax" and any(asked.values()):

@@ -131,7 +131,7 @@ def keep(written: Path, package: str, case: str, amax: Amax) -> None:
             "values": t.double().flatten().tolist(),
         }
         for name, t in sorted(tensors.items())
-        if name.endswith(("k_scale", "v_scale", "q_scale"))
+        if name.endswith((*(f"{x}_scale" for x in "kvq"), "k_global_scale", "v_global_scale"))
     }
     expected = {"package": package, "version": version(package), "scales": scales, "amax": amax}
     (golden / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")

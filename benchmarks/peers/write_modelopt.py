@@ -1,4 +1,4 @@
-"""What ModelOpt writes of the tiny Llama: FP8 K and V alone, and with FP8 weights.
+"""What ModelOpt writes of the tiny Llama: K and V in FP8 or NVFP4, alone and with FP8 weights.
 
 Runs in an environment that holds nvidia-modelopt, not ours: `make golden`.
 """
@@ -16,11 +16,12 @@ from modelopt.torch.export import export_hf_checkpoint
 def main() -> None:
     """Write and keep each."""
     nothing = {"quantizer_name": "*", "enable": False}
-    keys_and_values = mtq.FP8_KV_CFG["quant_cfg"]
-    _write("kv", {"quant_cfg": [nothing, *keys_and_values], "algorithm": "max"})
-    both = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
-    both["quant_cfg"] = [*both["quant_cfg"], *keys_and_values]
-    _write("fp8-kv", both)
+    for name, cache in (("kv", mtq.FP8_KV_CFG), ("nvfp4-kv", mtq.NVFP4_KV_CFG)):
+        keys_and_values = cache["quant_cfg"]
+        _write(name, {"quant_cfg": [nothing, *keys_and_values], "algorithm": "max"})
+        both = copy.deepcopy(mtq.FP8_DEFAULT_CFG)
+        both["quant_cfg"] = [*both["quant_cfg"], *keys_and_values]
+        _write(f"fp8-{name}", both)
 
 
 def _write(case: str, config: dict[str, Any]) -> None:

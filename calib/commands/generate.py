@@ -26,6 +26,9 @@ def generate(
     seed: Annotated[int, Flag("Seed of the sampling.", min=0, max=2**63 - 1)] = 42,
     chat: Annotated[bool, Flag("Apply the model's chat template.", "--chat")] = False,
     compare: Annotated[bool, Flag("Also generate with a 16-bit cache.", "--compare")] = False,
+    cache: Annotated[
+        str, Flag("Type of cache, such as int8_per_token_head (docs/runtime.md).", metavar="TYPE")
+    ] = "fp8",
     backend: Annotated[choices.Backend, Flag("auto: Triton on a GPU, torch elsewhere.")] = "auto",
     device: Device = None,
     dtype: DType = None,
@@ -33,11 +36,11 @@ def generate(
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Continue a prompt with the model's KV cache in FP8."""
+    """Continue a prompt with the model's KV cache in FP8, or another type."""
     from calib.commands.overrides import overrides
     from calib.generate import GenerationOptions, generate_text
 
-    options = GenerationOptions(max_new_tokens, temperature, seed, chat, compare, backend)
+    options = GenerationOptions(max_new_tokens, temperature, seed, chat, compare, backend, cache)
     given = overrides(context.params)
     on_text = None if as_json else partial(print, end="", flush=True)
     result = generate_text(
@@ -52,23 +55,27 @@ def generate(
 def generation_lines(result: "Generated") -> list[str]:
     """Speed and cache sizes, which follow the text."""
     fp8, plain = result.fp8, result.plain
+    name = "FP8" if result.block_size else result.cache
+    blocks = f" in blocks of {result.block_size}" if result.block_size else ""
     ratio = result.bytes_per_token / result.bytes_per_token_16bit
     lines = [
         "",
         f"{len(fp8.token_ids)} tokens in {fp8.seconds:.1f} s ({fp8.tokens_per_second:.1f} "
         "tokens/s, prompt included)",
-        f"KV cache: {result.bytes_per_token:,} bytes a token in FP8, "
+        f"KV cache: {result.bytes_per_token:,} bytes a token in {name}, "
         f"{result.bytes_per_token_16bit:,} in 16 bits ({ratio:.2f}x)",
-        f"{result.cached_tokens} tokens in blocks of {result.block_size}: "
+        f"{result.cached_tokens} tokens{blocks}: "
         f"{_mib(result.cache_bytes)}; in 16 bits {_mib(result.cache_bytes_16bit)}",
     ]
+    if result.simulated:
+        lines.append(f"simulated, so the speed is no engine's; known from {result.simulated}")
     if plain is not None:
-        speed = fp8.tokens_per_second / plain.tokens_per_second
+        speed = f"; FP8 runs at {fp8.tokens_per_second / plain.tokens_per_second:.2f}x"
         same = f"the first {result.same_tokens} of {len(fp8.token_ids)} tokens are the same"
         lines += [
             "",
-            f"with a 16-bit cache ({plain.tokens_per_second:.1f} tokens/s; FP8 runs at "
-            f"{speed:.2f}x): {same}",
+            f"with a 16-bit cache ({plain.tokens_per_second:.1f} tokens/s"
+            f"{'' if result.simulated else speed}): {same}",
             plain.text,
         ]
     return lines + [f"warning: {warning}" for warning in result.warnings]

@@ -22,6 +22,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Show the FP8 KV-cache scales of a directory, whatever tool wrote them; reads no weights."""
+    from calib.scalefiles.conventions import convention
     from calib.scalefiles.reading import read_scales
 
     found = read_scales(directory)
@@ -30,7 +31,8 @@ def inspect(
 
         plot_scales(found, plot)
     if as_json:
-        print_json(found.to_json())
+        nvfp4 = convention(found.directory)
+        print_json(found.to_json() | {"nvfp4": nvfp4 and nvfp4._asdict()})
         return
     print_lines(_opening_lines(found))
     print_table(str(directory), _HEADINGS, [_row(layer) for layer in found.layers])
@@ -38,13 +40,16 @@ def inspect(
 
 
 def _opening_lines(found: "FoundScales") -> list[str]:
+    from calib.scalefiles.conventions import convention
     from calib.scalefiles.reading import quantization
 
     directory, files = found.directory, len(found.directory.files)
     index = "no index" if directory.index is None else "an index"
+    nvfp4 = convention(directory)
     return [
         f"{len(found.layers)} layers, {found.strategy}; names of {', '.join(found.formats)}",
         f"{files} safetensors file{'s' * (files != 1)}, {index}; {quantization(directory)}",
+        *([f"values of an NVFP4 cache: {nvfp4}"] if nvfp4 else []),
     ]
 
 

@@ -66,7 +66,8 @@ def verify(
 def _print_found(found: "Verification", place: "Place") -> None:
     model = found.architecture or "no architecture named"
     title = f"{found.scales.directory.path}, {model}, on {place}"
-    print_table(title, _HEADINGS, [_engine_row(each, found.baked) for each in found.simulations])
+    headings = (*_HEADINGS[:-1], "NVFP4 cache") if found.nvfp4 else _HEADINGS
+    print_table(title, headings, [_engine_row(each, found.baked) for each in found.simulations])
     if found.fits:
         print_table("Measured absmax", _FIT_HEADINGS, [_fit_row(fit) for fit in found.fits])
     print_lines(_closing_lines(found))
@@ -153,6 +154,7 @@ def _closing_lines(found: "Verification") -> list[str]:
         said = [*dict.fromkeys(reasons), *dict.fromkeys(more), each.problem]
         lines += [f"{each.rules.title}: {reason}" for reason in filter(None, said)][:4]
     lines += [f"problem: {problem}" for problem in found.problems]
+    lines += [f"values of an NVFP4 cache: {found.nvfp4}"] if found.nvfp4 else []
     stored = {tensor.dtype for layer in found.scales.layers for tensor in layer.tensors}
     lines += [f"note: scales are stored as {x}, rounded" for x in sorted(stored & {"BF16", "F16"})]
     read = sorted({each.rules.engine for each in found.simulations if not each.rules.ran})

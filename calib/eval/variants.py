@@ -4,18 +4,19 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from calib.caches.applied import rounded_attention as _rounded
 from calib.choices import REFERENCE, VARIANTS
 from calib.scales.observers import AbsMax, Mse
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
-from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
+from fp8kv_runtime.hf import Backend, fp8_attention
 
 BUILT_IN = (REFERENCE, *VARIANTS)
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -170,15 +171,6 @@ def _beside_queries(rounding: CacheRounding) -> Rounding:
 
 def _to_bfloat16(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> QKV:
     return query, key.bfloat16().to(key.dtype), value.bfloat16().to(value.dtype)
-
-
-def _rounded(model: PreTrainedModel, rounding: Rounding) -> AbstractContextManager[None]:
-    def attend(
-        original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
-    ) -> Any:
-        return original(module, *rounding(module.layer_idx, query, key, value), *args, **kw)
-
-    return swap_attention(model, attend)
 
 
 @contextmanager

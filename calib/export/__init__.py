@@ -12,7 +12,7 @@ from calib.export.compressed_tensors import (
     is_scalar_only,
     sglang,
 )
-from calib.export.modelopt import modelopt, trtllm
+from calib.export.modelopt import modelopt, nvfp4, trtllm
 from calib.export.scales_json import scales_json
 from calib.export.tgi import tgi
 from calib.model.checkpoint import Checkpoint
@@ -128,7 +128,8 @@ def _nothing(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
 def _of(name: FormatName, build: Build, rules: Rules, **fields: Any) -> Format:
     """A format whose facts of the engine are those of `rules`, unless `fields` say otherwise."""
     fields.setdefault("engine", rules.engine)
-    fields.setdefault("serve", f"{rules.serve} {rules.flag}")
+    flag = rules.nvfp4.flag if rules.nvfp4 and fields.get("nvfp4") else rules.flag
+    fields.setdefault("serve", f"{rules.serve} {flag}")
     note = rules.formats.get(name, "").format(note=rules.note, since=rules.since)
     return Format(build=build, note=note, **fields)
 
@@ -167,6 +168,8 @@ FORMATS: dict[FormatName, Format] = {
         engine=f"vLLM on MI300, {_OLD_SGLANG.engine} {_OLD_SGLANG.versions}",
     ),
     "trtllm": _of("trtllm", partial(trtllm, rules=_TRTLLM), _TRTLLM),
+    "vllm-nvfp4": _of("vllm-nvfp4", partial(nvfp4, rules=_VLLM), _VLLM, nvfp4=True),
+    "sglang-nvfp4": _of("sglang-nvfp4", partial(nvfp4, rules=_SGLANG), _SGLANG, nvfp4=True),
     "fp8kv": Format(
         engine="the bundled runtime",
         build=_nothing,

@@ -44,6 +44,7 @@ class Format:
     reads_q: bool = False
     reads_center: bool = False  # of K
     with_weights: bool = True
+    nvfp4: bool = False  # the values of an NVFP4 cache, not FP8 scales
     per_head_flags: str = ""  # appended to `serve` for strategy attn_head
     note: str = ""  # what the engine does with the file, where that may surprise
 

@@ -2,8 +2,10 @@
 
 `trtllm` is what ModelOpt writes for a KV-only calibration. vLLM and SGLang refuse its null
 `quant_algo`, so `modelopt` says FP8 and then ignores every weight, which both accept.
+`nvfp4` is that with an NVFP4 cache's values, in the convention that the engine reads.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ from calib.errors import UnsupportedExportError
 from calib.export.base import Export, by_prefix, loaded_name
 from calib.export.compressed_tensors import FP8_SCHEME, find_quantization_config
 from calib.model.checkpoint import Checkpoint
+from calib.scalefiles.conventions import LARGER, PRODUCER_KEY
 from calib.scalefiles.file_names import MODELOPT_FILE
 from calib.scales.scales import KVScales
 from calib.verify.rules import Rules
@@ -24,12 +27,13 @@ _READ_UNDER = ("self_attn", "mixer")
 
 def _export(
     scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, quant_algo: str | None, ignore: str,
-    rules: Rules,
+    rules: Rules, cache: str = "FP8",
 ) -> Export:  # fmt: skip
     if find_quantization_config(checkpoint.config) is not None:
+        keeps = "for FP8 scales " * (cache != "FP8") + "use --format vllm"
         raise UnsupportedExportError(
             f"'{checkpoint.path}' already has a quantization_config, which this format would "
-            "replace; use --format vllm, which keeps it"
+            f"replace; {keeps}, which keeps it"
         )
     quantization: dict[str, Any] = {
         "quant_method": "modelopt",
@@ -43,7 +47,7 @@ def _export(
         "producer": _PRODUCER,
         "quantization": {
             "quant_algo": quant_algo,
-            "kv_cache_quant_algo": "FP8",
+            "kv_cache_quant_algo": cache,
             "exclude_modules": [ignore],
         },
     }
@@ -63,6 +67,24 @@ def _tensors(scales: KVScales, checkpoint: Checkpoint, name: str) -> dict[str, T
             )
         tensors |= {name.format(module=prefix, x=x): getattr(layer, x) for x in "kv"}
     return tensors
+
+
+def nvfp4(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules) -> Export:
+    """Export the values of an NVFP4 cache as the engine of `rules` wants them.
+
+    `scales` are those of FP8: absmax / 448.
+    """
+    divisor = rules.nvfp4.divisor if rules.nvfp4 else LARGER
+    made = _export(
+        scales, checkpoint, tp_size, quant_algo="FP8", ignore="*", rules=rules, cache="NVFP4"
+    )
+    tensors = {name: scale / (divisor / LARGER) for name, scale in made.tensors.items()}
+    config = made.config or {}
+    said = {"kv_cache_scheme": "NVFP4", "kv_cache_quant_algo": "NVFP4"}
+    producer = {"producer": _PRODUCER | {PRODUCER_KEY: divisor}}
+    config["quantization_config"] |= said | producer
+    documents = {name: document | producer for name, document in made.documents.items()}
+    return replace(made, tensors=tensors, config=config, documents=documents)
 
 
 modelopt = partial(_export, quant_algo="FP8", ignore="*")

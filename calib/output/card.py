@@ -84,7 +84,7 @@ def format_card(
     command = serve_command(name, path, per_head=holds_per_head(name, strategy))
     weights = weights if target.with_weights else "No weights are here."
     lines = [
-        f"# FP8 KV-cache scales for {plain(model)}",
+        f"# {'NVFP4' if target.nvfp4 else 'FP8'} KV-cache scales for {plain(model)}",
         "",
         f"Format `{name}` for {target.engine}; strategy `{strategy}`{plain(about)} {weights}",
         "",

@@ -13,6 +13,7 @@ from calib.export import FORMATS, export
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.output.card import format_card
 from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
+from calib.rewrite.absmax import Read, for_nvfp4, from_nvfp4
 from calib.rewrite.plain import config_without_scales, remove_documents, write_plain
 from calib.scalefiles.calibrations import statistics_file
 from calib.scalefiles.identity import check_same_model, identity
@@ -48,7 +49,7 @@ def convert(
     """Write the checkpoint `directory` to `output` with its scales in the format `to`."""
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
-    scales = existing_scales(directory)
+    scales, notes = existing_scales(directory, to)
     if scales.has_q and (without_q or not FORMATS[to].reads_q):
         if not without_q:
             raise UnsupportedExportError(
@@ -57,7 +58,7 @@ def convert(
             )
         layers = {name: replace(layer, q=None) for name, layer in scales.layers.items()}
         scales = replace(scales, layers=layers)
-    notes = _write(scales, checkpoint, to, output, overwrite, reduce=reduce, tp_size=tp_size)
+    notes += _write(scales, checkpoint, to, output, overwrite, reduce=reduce, tp_size=tp_size)
     return Rewritten(scales, [], notes)
 
 
@@ -74,6 +75,11 @@ def repair(
     directory: Path, statistics: Path, to: FormatName, output: Path, *, overwrite: bool = False
 ) -> Rewritten:
     """Write the checkpoint with missing or useless scales derived from measured absmax."""
+    if FORMATS[to].nvfp4:
+        raise UnsupportedExportError(
+            f"--to {to}: repair mends FP8 scales, which need not be absmax / 448; calibrate the "
+            f"model again with --format {to}"
+        )
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     measured = statistics_file(statistics).parent
@@ -87,15 +93,19 @@ def repair(
             if not is_usable(getattr(layer, letter)):
                 replaced.append(f"{module} {letter}")
                 setattr(layer, letter, tuple(getattr(derived[module], letter).tolist()))
-    scales = to_scales(found, layers)
+    scales = to_scales(found, layers, found.fp8_dtype)
     notes = _write(scales, checkpoint, to, output, overwrite, reduce=None, tp_size=1)
     return Rewritten(scales, replaced, notes)
 
 
-def existing_scales(directory: Path) -> KVScales:
-    """The scales of a checkpoint; an InputError where K or V is missing or of no use."""
+def existing_scales(directory: Path, to: FormatName) -> Read:
+    """The scales of a checkpoint for the format `to`, and notes on how they were read.
+
+    An InputError where K or V is missing or of no use.
+    """
     found = read_scales(directory)
-    return to_scales(found, found.by_module())
+    read = from_nvfp4(found) or (for_nvfp4(found) if FORMATS[to].nvfp4 else None)
+    return read or (to_scales(found, found.by_module(), found.fp8_dtype), ())
 
 
 def _derive(

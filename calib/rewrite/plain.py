@@ -84,6 +84,7 @@ def config_without_scales(config: dict[str, Any]) -> dict[str, Any]:
     quantization = find_quantization_config(config)
     if quantization is not None:
         quantization.pop("kv_cache_scheme", None)
+        quantization.pop("kv_cache_quant_algo", None)
         groups = quantization.get("config_groups")
         if isinstance(groups, dict):
             kept = {name: group for name, group in groups.items() if not is_of_attention(group)}

@@ -23,6 +23,7 @@ _ENDINGS = [
     (r"\.(?P<which>kv|k|v)_cache_scaling_factor", "tensorrt-llm"),
     (r"\.(?:(?P<which>q)|(?P<other>[kv])_cache)\.scale", "hy"),
     (r"\.(?P<which>[qkv])_scale", "compressed-tensors"),
+    (r"\.(?P<which>[kv])_global_scale", "auto-round"),  # NVFP4
 ]
 _PATTERNS = [(re.compile(f"(?P<module>.+?){ending}"), dialect) for ending, dialect in _ENDINGS]
 _ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")

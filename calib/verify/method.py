@@ -3,12 +3,17 @@
 from typing import Any
 
 from calib.scalefiles.folder import ScaleDirectory
+from calib.scalefiles.fp8_type import names_nvfp4
 from calib.verify.result import NotKnown, Refused
 from calib.verify.rules import Method, Rules
 
 IGNORED_SCHEME = Method(
     kind="none",
     why="its kv_cache_scheme is not static FP8 with one scale per layer, so scales are ignored",
+)
+IGNORED_NVFP4 = Method(
+    kind="none",
+    why="its config has no kv_cache_quant_algo, so no layer has a place for scales",
 )
 IGNORED_CACHE = Method(
     kind="none", why="its config names no FP8 KV cache, so no layer has a place for scales"
@@ -24,6 +29,9 @@ def choose_method(directory: ScaleDirectory, rules: Rules) -> Method | None:
     method = rules.methods.get(name, rules.methods.get("*"))
     if method is None:
         raise Refused(f"quant_method {name[:40]!r} is not one that it reads KV scales under")
+    nvfp4 = names_nvfp4(directory)
+    if nvfp4:
+        _check_nvfp4(name, method, rules)
     if method.kind == "none":
         return method
     _check_algorithm(directory, method)
@@ -33,8 +41,10 @@ def choose_method(directory: ScaleDirectory, rules: Rules) -> Method | None:
     groups = config.get("config_groups")
     if method.groups_need_weights and isinstance(groups, dict):
         _check_groups(groups)
-    if method.needs_fp8_cache and not names_fp8_cache(directory):
+    if method.needs_fp8_cache and not nvfp4 and not names_fp8_cache(directory):
         return IGNORED_CACHE
+    if method.needs_fp8_cache and nvfp4 and not _has_nvfp4_place(directory):
+        return IGNORED_NVFP4
     scheme = config.get("kv_cache_scheme")
     if method.scheme == "tensor":
         return method if _is_static_tensor(scheme) else IGNORED_SCHEME
@@ -56,6 +66,15 @@ def names_fp8_cache(directory: ScaleDirectory) -> bool:
     if isinstance(scheme, dict) and algorithms is directory.quantization:
         return scheme.get("type") == "float" and scheme.get("num_bits") == 8
     return str(algorithms.get("kv_cache_quant_algo")).upper() == "FP8"
+
+
+def _has_nvfp4_place(directory: ScaleDirectory) -> bool:
+    """Whether SGLang's layers get a place: beside FP8 weights the word must be under this key."""
+    algorithms = directory.algorithms
+    if algorithms.get("quant_algo") != "FP8":
+        return True
+    scheme = algorithms.get("kv_cache_scheme")
+    return not isinstance(scheme, dict) and bool(algorithms.get("kv_cache_quant_algo"))
 
 
 def _is_own_file(directory: ScaleDirectory) -> bool:
@@ -82,6 +101,18 @@ def _check_algorithm(directory: ScaleDirectory, method: Method) -> None:
         raise NotKnown(
             "not known: engines read a nested config in hf_quant_config.json, by the producer "
             "'modelopt', and do not agree on others; move its keys into config.json"
+        )
+
+
+def _check_nvfp4(name: str, method: Method, rules: Rules) -> None:
+    """Say of values for an NVFP4 cache what is not known; FP8's rules do not hold for them."""
+    if rules.nvfp4 is None:
+        if method.kind != "none":
+            raise NotKnown("not known: it was never run with values for an NVFP4 cache")
+    elif name not in rules.nvfp4.methods:
+        raise NotKnown(
+            f"not known: its NVFP4 cache was never run under {name[:40]}; it wants absmax / "
+            f"{rules.nvfp4.divisor}"
         )
 
 

@@ -11,6 +11,7 @@ from packaging.version import Version
 from pydantic import BaseModel, ConfigDict
 
 from calib.errors import InputError
+from calib.scalefiles.conventions import Divisor
 from calib.scalefiles.names import pattern_of
 from calib.verify.classes import Fates, architecture, load_classes
 
@@ -50,6 +51,16 @@ class Method(_Strict):
     remap: tuple[Remap, ...] = ()  # before the engine's own
 
 
+class Nvfp4(_Strict):
+    """What an engine does with the calibrated value of an NVFP4 cache."""
+
+    divisor: Divisor  # the value is to be absmax / this
+    methods: tuple[str, ...]  # under which it was run
+    flag: str  # what turns that cache on
+    format: str = ""  # of ours, which holds what it wants
+    other: str = ""  # what the other convention does there
+
+
 class Rules(_Strict):
     """One engine."""
 
@@ -74,6 +85,7 @@ class Rules(_Strict):
     first_remap: bool = False  # only the first pattern that fits is applied, not one after another
     serve: str = ""  # the command that serves {path}, without the flag
     flag: str  # what turns an FP8 cache on
+    nvfp4: Nvfp4 | None = None  # None: not known
     asked: str = ""  # the version that the user named
     per_head_flag: str = ""  # and what a scale per head needs besides
     note: str = ""

@@ -3,7 +3,9 @@
 from collections import defaultdict
 from collections.abc import Collection
 
+from calib.scalefiles.conventions import Convention, convention
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
+from calib.scalefiles.fp8_type import names_nvfp4
 from calib.scalefiles.names import layer_of
 from calib.verify.classes import K_ALONE, Fates, fate_of, naming, owner
 from calib.verify.method import choose_method, method_name, names_fp8_cache
@@ -24,11 +26,21 @@ _FATES = {
 ONE_GPU = Place()
 
 
-def simulate(directory: ScaleDirectory, rules: Rules, place: Place = ONE_GPU) -> Simulation:
-    """Load `directory` as the engine would in `place`."""
+def simulate(
+    directory: ScaleDirectory,
+    rules: Rules,
+    place: Place = ONE_GPU,
+    nvfp4: Convention | None = None,
+) -> Simulation:
+    """Load `directory` as the engine would in `place`; `nvfp4`: what its values follow, if known.
+
+    By default that is what its files say.
+    """
     found = Simulation(rules)
     try:
         _load(directory, place, found)
+        if found.is_good and (nvfp4 := nvfp4 or convention(directory)):
+            found.problem = _of_other_convention(nvfp4, rules)
     except Refused as error:
         found.refused, found.outcomes = str(error), []
     except NotKnown as error:
@@ -50,9 +62,10 @@ def _load(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
         return
     if rules.reads == "index" and (missing := directory.missing):
         raise Refused(f"the index names {missing[0]}, which is not there; write the index again")
-    found.flag = rules.flag
+    nvfp4 = names_nvfp4(directory)
+    found.flag = rules.nvfp4.flag if nvfp4 and rules.nvfp4 else rules.flag
     method = choose_method(directory, rules)
-    if method and method.turns_fp8_on and names_fp8_cache(directory):
+    if not nvfp4 and method and method.turns_fp8_on and names_fp8_cache(directory):
         found.flag = None
     params = _params(directory, method, _fates(directory, rules, method), found)
     for module in sorted(directory.modules, key=_by_layer):
@@ -62,6 +75,20 @@ def _load(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
             "the engine does not double scales for an FP8 type that ends at 240, and files hold "
             "them for 448: K and V are clipped at 0.54 of absmax; export --format modelopt"
         )
+
+
+def _of_other_convention(nvfp4: Convention, rules: Rules) -> str | None:
+    """What is wrong with the values for an NVFP4 cache that the engine loads."""
+    wants = rules.nvfp4
+    if wants is None or nvfp4.divisor == wants.divisor:
+        return None
+    if nvfp4.divisor is None:
+        return f"it wants absmax / {wants.divisor}, and whether these are that is {nvfp4.because}"
+    size = "small" if nvfp4.divisor > wants.divisor else "large"
+    return (
+        f"it wants absmax / {wants.divisor}, and these are absmax / {nvfp4.divisor}, 6 times too "
+        f"{size}: {wants.other}; fp8kv convert --to {wants.format}"
+    )
 
 
 def _check_split(directory: ScaleDirectory, place: Place) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from calib.errors import NoScalesError
 from calib.scalefiles.baked import baked_for, baked_fp8_type
 from calib.scalefiles.calibrations import Amax, read_amax, statistics_file
+from calib.scalefiles.conventions import LARGER, Convention, compared, convention
 from calib.scalefiles.folder import open_scales
 from calib.scalefiles.fp8_type import FP8_MAX
 from calib.scalefiles.identity import check_same_model, identity
@@ -45,6 +46,7 @@ class Verification:
     fits: list[Fit]  # beside measured absmax, where that was given
     problems: list[str]
     baked: bool = False  # 1.0 is the right scale, and there are no others
+    nvfp4: Convention | None = None  # of the values of an NVFP4 cache
 
     @property
     def architecture(self) -> str | None:
@@ -64,6 +66,7 @@ class Verification:
             "architecture": self.architecture,
             "good": self.is_good,
             "baked": self.baked,
+            "nvfp4": self.nvfp4 and self.nvfp4._asdict(),
             "problems": self.problems,
             "engines": [
                 each.rules.model_dump(include={"engine", "versions", "ran"})
@@ -94,7 +97,7 @@ def verify_directory(
         if not baked:
             raise
         found = FoundScales(open_scales(path), [])
-    problems, fits = [*found.problems], []
+    problems, fits, nvfp4 = [*found.problems], [], convention(found.directory)
     if baked and place.fnuz and baked_fp8_type(path) != "e4m3fnuz":
         problems.append(
             "K and V were baked for an FP8 type that ends at 448, so 1.0 clips them on one that "
@@ -104,13 +107,19 @@ def verify_directory(
         measured = identity(statistics_file(against).parent)
         check_same_model(against, measured, path, identity(path))
         amax, layers = read_amax(against), found.layers
+        if nvfp4:
+            nvfp4, wrong = compared(nvfp4, layers, amax)
+            problems += wrong
         if baked:
             layers = [FoundLayer(layer, (1.0,), (1.0,)) for layer in sorted({i for i, _ in amax})]
-        fp8_max = (240.0 if place.fnuz else 448.0) if baked else FP8_MAX[found.fp8_dtype]
+        if nvfp4:
+            fp8_max = float(nvfp4.divisor or LARGER)
+        else:
+            fp8_max = (240.0 if place.fnuz else 448.0) if baked else FP8_MAX[found.fp8_dtype]
         fits = _compare_with(layers, amax, fp8_max)
         problems += _fit_problems(layers, fits, amax, fp8_max)
-    simulations = [simulate(found.directory, each, place) for each in rules]
-    return Verification(found, simulations, fits, problems, baked)
+    simulations = [simulate(found.directory, each, place, nvfp4) for each in rules]
+    return Verification(found, simulations, fits, problems, baked, nvfp4)
 
 
 def _compare_with(layers: Sequence[FoundLayer], amax: Amax, fp8_max: float) -> list[Fit]:

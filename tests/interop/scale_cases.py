@@ -132,6 +132,11 @@ Q4 = heads(0.04, 0.05, 0.06, 0.07)
 PROJ = "{module}.{x}_proj.{x}_scale"
 QUARK = "{module}.{x}_proj.output_scale"
 
+# the values of an NVFP4 cache, as our formats write them, and as ModelOpt and AutoRound do
+NVFP4 = OPT | {"kv_cache_scheme": "NVFP4", "kv_cache_quant_algo": "NVFP4"}
+NO_KEY = OPT | {"kv_cache_scheme": "NVFP4"}
+GLOBAL = "{module}.{x}_global_scale"
+
 CASES = [
     Case("one scale per layer, [1]", CT, ONE, "k v"),
     Case("one scale per layer, []", CT, scales(), "k v"),
@@ -196,6 +201,11 @@ CASES = [
     Case("modelopt, no KV cache", OPT | {"kv_cache_scheme": None}, scales(names=PROJ), "k v"),
     Case("modelopt, tiles", OPT | {"quant_algo": "fp8_pb_wo"}, scales(names=PROJ), "k v"),
     Case("modelopt, nothing", OPT, nothing, ""),
+    Case("NVFP4", NVFP4, scales(names=PROJ), "k v"),
+    Case("NVFP4, compressed-tensors names", NVFP4, ONE, "k v"),
+    Case("NVFP4, no kv_cache_quant_algo", NO_KEY, scales(names=PROJ), "k v"),
+    Case("NVFP4, no quant_algo", NVFP4 | {"quant_algo": None}, scales(names=PROJ), "refused"),
+    Case("NVFP4, AutoRound", with_scheme(num_bits=4), scales(names=GLOBAL), "refused"),
     Case("fp8", FP8, scales(), "k v"),
     Case("fp8, Quark names", FP8, scales(names=QUARK), "k v"),
     Case("quark", QUARKED, scales(names=QUARK), "k v"),

@@ -9,14 +9,19 @@ from command_line import fp8kv
 from safetensors.torch import save_file
 from scale_directories import lines_of
 
+from calib.scalefiles.calibrations import read_amax
+from calib.scalefiles.conventions import compared, convention
 from calib.scalefiles.folder import open_scales
 from calib.scalefiles.reading import read_scales
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = sorted(path.parent for path in GOLDEN.glob("*/*/expected.json"))
-# AutoRound keeps the absmax of its last forward
-RUNNING_MAX = [case for case in CASES if "auto-round" not in case.parent.name]
+# AutoRound keeps the absmax of its last forward, for FP8
+LAST = [c for c in CASES if "auto-round" in c.parent.name and c.name != "nvfp4"]
+RUNNING_MAX = [case for case in CASES if case not in LAST]
 FP8_MAX = 448.0
+# 6 of E2M1 times 448 of E4M3: as AutoRound derives it
+NVFP4_MAX = 2688.0
 # the model runs in bfloat16, 2^-9 each rounding: attention by another kernel shifts K of the next
 # layer by a step or two, and llm-compressor divides and stores in bfloat16 as well
 BFLOAT16 = 2**-6
@@ -48,12 +53,13 @@ def test_every_scale_is_found_and_exact(case):
 @pytest.mark.parametrize("case", RUNNING_MAX, ids=named)
 def test_k_and_v_are_what_was_measured(case):
     amax = expected(case)["amax"]
+    largest = NVFP4_MAX if case.match("auto-round-*/nvfp4") else FP8_MAX
     for layer in read_scales(case).layers:
         measured = amax[f"model.layers.{layer.layer}.self_attn"]
         for letter in "kv":
             scales, heads = getattr(layer, letter), measured[letter]
             wanted = heads if len(scales) == len(heads) else [max(heads)]
-            assert scales == pytest.approx([x / FP8_MAX for x in wanted], rel=BFLOAT16)
+            assert scales == pytest.approx([x / largest for x in wanted], rel=BFLOAT16)
 
 
 def statistics(case, directory):
@@ -74,8 +80,26 @@ def test_what_is_wrong_with_them_is_said(case, tmp_path):
     # llm-compressor never measures Q: uninitialised memory, which is not the same every time
     assert ("problem: Q scales " in said) == case.name.endswith("qkv")
     # AutoRound keeps the last forward's absmax only
-    assert ("layers clip what was measured" in said) == case.parent.name.startswith("auto-round")
-    assert ("quant_algo is missing" in said) == (case.match("nvidia-modelopt-*/kv"))
+    assert ("layers clip what was measured" in said) == (case in LAST)
+    alone = case.match("nvidia-modelopt-*/kv") or case.match("nvidia-modelopt-*/nvfp4-kv")
+    assert ("quant_algo is missing" in said) == alone
+
+
+@pytest.mark.parametrize(
+    ("tool", "name", "said"),
+    [
+        ("nvidia-modelopt", "nvfp4-kv", "absmax / 448 (ModelOpt 0.47.0 writes it so"),
+        ("nvidia-modelopt", "fp8-nvfp4-kv", "absmax / 448 (ModelOpt 0.47.0 writes it so"),
+        ("auto-round", "nvfp4", "absmax / 2688 (k_global_scale is AutoRound's name)"),
+    ],
+)
+def test_the_convention_of_nvfp4_values_is_named(tool, name, said, tmp_path):
+    (case,) = (c for c in CASES if c.parent.name.startswith(tool) and c.name == name)
+    assert f"values of an NVFP4 cache: {said}" in lines_of(fp8kv("inspect", case))
+    # what was measured says the same
+    found = convention(open_scales(case))
+    amax = read_amax(statistics(case, tmp_path))
+    assert compared(found, read_scales(case).layers, amax) == (found, [])
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "llmcompressor" in c.parent.name], ids=named)

@@ -159,7 +159,7 @@ def _loads(engine, architecture, name):
         ({}, "loaded", "loaded"),
         ({"kv_cache_scheme": None}, "loaded with a flag", "1.0"),
         ({"kv_cache_scheme": None, "kv_cache_quant_algo": "FP8"}, "loaded", "loaded"),
-        ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "loaded with a flag", "1.0"),
+        ({"kv_cache_scheme": {"num_bits": 4, "type": "int"}}, "loaded with a flag", "1.0"),
         ({"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "loaded with a flag", "1.0"),
         ({"quant_algo": "NVFP4"}, "loaded", "loaded"),
         ({"quant_algo": "NVFP4_AWQ"}, "not known", "loaded"),

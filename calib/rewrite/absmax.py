@@ -1,0 +1,65 @@
+"""Scales read for, or from, the values of an NVFP4 cache."""
+
+from dataclasses import replace
+
+from calib.any_scales import to_scales
+from calib.errors import InputError
+from calib.recipe import load_recipe
+from calib.scalefiles.conventions import LARGER, convention
+from calib.scalefiles.file_names import CALIBRATION_FILE, STATS_FILE
+from calib.scalefiles.reading import FoundScales
+from calib.scales.derive import derive_scales
+from calib.scales.scales import KVScales
+from calib.scales.stats_file import load_stats
+
+Read = tuple[KVScales, tuple[str, ...]]  # scales for E4M3, absmax / 448; notes on them
+
+
+def from_nvfp4(found: FoundScales) -> Read | None:
+    """The values of an NVFP4 cache as absmax / 448; None where the directory holds FP8 scales.
+
+    An InputError where their convention is not known.
+    """
+    followed = convention(found.directory)
+    if followed is None:
+        return None
+    if followed.divisor is None:
+        raise InputError(
+            f"'{found.directory.path}': whether its values of an NVFP4 cache are absmax / 448 or "
+            f"absmax / 2688 is {followed.because}; calibrate the model again"
+        )
+    scales = to_scales(found, found.by_module(), "e4m3fn")
+    factor = followed.divisor / LARGER
+    layers = {
+        name: replace(layer, k=layer.k * factor, v=layer.v * factor)
+        for name, layer in scales.layers.items()
+    }
+    return replace(scales, layers=layers), (f"values were read as {followed}",)
+
+
+def for_nvfp4(found: FoundScales) -> Read | None:
+    """Scales that are absmax / 448, of a directory with FP8 scales; None: those in its files are.
+
+    An InputError where that is not known: scales may be other than absmax, clipped on purpose.
+    """
+    path = found.directory.path
+    producer = (found.directory.quantization or {}).get("producer")
+    if (path / STATS_FILE).exists() and (path / CALIBRATION_FILE).exists():
+        recipe = load_recipe(
+            str(path / CALIBRATION_FILE),
+            {
+                "observer.name": "absmax",
+                "strategy": "tensor",
+                "targets": "kv",
+                "fp8_dtype": "e4m3fn",
+                "center_keys": False,
+            },
+        )
+        scales = derive_scales(load_stats(path), recipe)
+        return scales, ("values were made from the absmax in the calibration's statistics",)
+    if isinstance(producer, dict) and producer.get("name") == "modelopt":
+        return None
+    raise InputError(
+        f"'{path}': whether its FP8 scales are absmax / 448 is not known, and values of an NVFP4 "
+        "cache are made from absmax; calibrate the model again with that --format"
+    )
