@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from calib.caches.applied import rounded_attention as _rounded
+from calib.caches.applied import rounded_attention
 from calib.choices import REFERENCE, VARIANTS
 from calib.scales.observers import AbsMax, Mse
 from calib.scales.scales import KVScales, LayerScales
@@ -84,12 +84,12 @@ class Variant:
         if self.eager:
             return _eager(model)
         if self.rounding is not None:
-            return _rounded(model, _beside_queries(self.rounding))
+            return rounded_attention(model, _beside_queries(self.rounding))
         if self.scales is None:
-            return _rounded(model, _to_bfloat16)
+            return rounded_attention(model, _to_bfloat16)
         if self.generates:
             return fp8_attention(model, self.scales, backend=setup.backend, quantize_query=query)
-        return _rounded(model, fp8_rounding(self.scales, self.tensors))
+        return rounded_attention(model, fp8_rounding(self.scales, self.tensors))
 
 
 UNCHANGED = Variant(REFERENCE, "the model's own cache", "reference")
