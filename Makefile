@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
+.PHONY: help demo test test-fast fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -154,6 +154,9 @@ bench-scale: $(VENV)/.installed ## larger than memory, more data, more processes
 
 bench-bake: $(VENV)/.installed ## baked models on an INT8 cache, and at scale 1.0
 	$(BIN)/python benchmarks/bake.py
+
+bench-caches: $(VENV)/.installed ## every cache type on a real model and its stress twin
+	$(BIN)/python benchmarks/caches.py
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 	$(BIN)/python benchmarks/peer_speed.py --peer-python $(PEERS)/bin/python

@@ -53,25 +53,35 @@ def charts(report: Report) -> dict[str, Any]:
     }
 
 
-def _bytes_chart(report: Report) -> Chart | None:
-    """KL against bytes; None where all caches take the same."""
+def _bytes_points(report: Report) -> list[Point]:
     whole = report.bytes_per_token["16bit"]
-    points = [
+    return [
         Point("given" if row.kind == "given" else name, row.bytes_per_token / whole, row.kl,
               name == report.subject)
         for name, row in report.variants.items()
         if row.bytes_per_token and row.kl.low > 0
     ]  # fmt: skip
+
+
+def bytes_picture(report: Report) -> Picture:
+    """KL against bytes per token of all whole caches in the report."""
+    return kl_by_bytes(_bytes_points(report), report.noise_floor)
+
+
+def _bytes_chart(report: Report) -> Chart | None:
+    """KL against bytes; None where all caches take the same."""
+    points = _bytes_points(report)
     if len({point.share for point in points}) < 2:
         return None
     best = ", ".join(f"{each.name} ({each.kl.value:.2g})" for each in frontier(points))
     caption = (
-        f"Each cache that was measured, with 95 % intervals; {whole:,} bytes a token are 100 %. "
-        f"Filled: no other one has both fewer bytes and a lower KL, from the smallest: {best}. "
-        "Diamond: what the verdict is about. Dotted: the noise floor."
+        "Each cache that was measured, with 95 % intervals; 100 % are "
+        f"{report.bytes_per_token['16bit']:,} bytes a token. Filled: no other one has both fewer "
+        f"bytes and a lower KL, from the smallest: {best}. Diamond: what the verdict is about. "
+        "Dotted: the noise floor."
     )
     label = "Scatter plot: KL against bytes per token. " + caption
-    return Chart(kl_by_bytes(points, report.noise_floor), label, caption)
+    return Chart(bytes_picture(report), label, caption)
 
 
 def _position_chart(report: Report) -> Chart | None:

@@ -1,0 +1,122 @@
+"""Every KV cache type on SmolLM2 and its stress twin, full suite; and whether `recommend` is right.
+
+Writes results/caches.json, and the picture of the README. `fp8kv recommend` measures less text:
+its answers are compared with those that the full suite gives.
+"""
+
+import argparse
+import base64
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from machine import machine, write_result
+
+from calib.eval.inputs import SUITES, whole_text_only
+from calib.eval.page.figures import bytes_picture
+from calib.eval.reader import Measured
+from calib.eval.recommend import Wish, recommend
+from calib.eval.run import evaluate
+from calib.eval.schema import Report
+from calib.eval.statistics import ratio
+from calib.eval.summarize import Evaluation, summarize
+from calib.recipe import load_recipe
+
+MODEL, DATASET = "builtin:smollm2", "builtin:python-docs"
+STATIC = ("none", "tensor", "mse", "attn_head")
+# answered by the quick suite and by the full one
+WISHES = (Wish(kl=0.02, gpu="h100"), Wish(kl=0.005, gpu="h100"))
+ROOT = Path(__file__).parents[1]
+
+
+def main() -> None:
+    """Measure, compare, draw, write the JSON."""
+    args, facts = _arguments(), machine()
+    twin = args.scratch / "twin"
+    _fp8kv("stress", MODEL, "-o", twin, "--overwrite")
+    found: dict[str, Any] = {"machine": facts, "models": {}}
+    for name, model in (("SmolLM2", MODEL), ("stress twin", str(twin))):
+        evaluation = _evaluate(model)
+        report = summarize(evaluation)
+        found["models"][name] = _figures(evaluation, report)
+        found["models"][name]["answers"] = [
+            _answers(model, evaluation, report, wish) for wish in WISHES
+        ]
+        if model == MODEL:
+            _draw(report)
+    write_result(args.output, found)
+    for name, each in found["models"].items():
+        print(name, json.dumps(each["ratios"] | {"answers": each["answers"]}, indent=1))
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scratch", type=Path, default=Path("build/caches"))
+    results = Path(__file__).parent / "results"
+    parser.add_argument("--output", type=Path, default=results / "caches.json")
+    return parser.parse_args()
+
+
+def _fp8kv(*arguments: object) -> str:
+    command = [sys.executable, "-m", "cli", *map(str, arguments)]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
+def _evaluate(model: str) -> Evaluation:
+    choices = {"data.dataset": DATASET, "evaluation.caches": ["all"]}
+    recipe = load_recipe(None, choices | {"evaluation.variants": list(STATIC)})
+    return evaluate(model, recipe, suite=whole_text_only(SUITES["full"]))
+
+
+def _figures(evaluation: Evaluation, report: Report) -> dict[str, Any]:
+    rows = report.variants
+    kl = {
+        name: row.kl.model_dump() | {"bytes_per_token": row.bytes_per_token}
+        for name, row in rows.items()
+    }
+    best = min(STATIC, key=lambda name: rows[name].kl.value)
+    measured, int8 = evaluation.measured, "int8_per_token_head"
+    pairs = [(int8, best), (f"{int8}, baked", best), (f"{int8}, baked", int8)]
+    ratios = {
+        f"{one} / {other}": ratio(*(_sums(measured[name]) for name in (one, other))).model_dump()
+        for one, other in pairs
+    }
+    return {"kl": kl, "noise_floor": report.noise_floor, "ratios": ratios}
+
+
+def _sums(measured: Measured) -> Any:
+    return np.array([float(each.kl.double().sum()) for each in measured.documents])
+
+
+def _answers(model: str, evaluation: Evaluation, report: Report, wish: Wish) -> dict[str, Any]:
+    """What the command says, how long it takes, and what the full suite says."""
+    assert evaluation.offers is not None
+    full = recommend(evaluation.measured, report.variants, evaluation.offers, wish)
+    start = time.perf_counter()
+    flags = ("--budget-kl", wish.kl, "--gpu", wish.gpu, "--json")
+    said = json.loads(_fp8kv("recommend", model, *flags))["chosen"]
+    seconds = time.perf_counter() - start
+    return {
+        "budget_kl": wish.kl,
+        "gpu": wish.gpu,
+        "quick": said["cache"],
+        "quick_kl": said["kl"],
+        "full": full.chosen.cache,
+        "full_kl": full.chosen.kl.model_dump(),
+        "seconds": seconds,
+        "serve": said["commands"][-1].replace(model, "MODEL"),
+    }
+
+
+def _draw(report: Report) -> None:
+    for scheme, data in bytes_picture(report)._asdict().items():
+        svg = base64.b64decode(data.partition(",")[2])
+        (ROOT / f"docs/caches-{scheme}.svg").write_bytes(svg)
+
+
+if __name__ == "__main__":
+    main()
