@@ -74,6 +74,9 @@ class EvaluationRecipe(_Strict):
     kl_budget: float | None = Field(
         None, ge=0, allow_inf_nan=False, description="nats; find the fewest layers in 16 bits"
     )
+    bits_budget: float | None = Field(
+        None, gt=0, le=16, description="mean bits per value; find a type for each layer"
+    )
     tasks: tuple[str, ...] = Field((), description="of lm-eval: names, or paths of YAML files")
     task_limit: int | None = Field(None, ge=1, description="documents of each; default: all")
     fail_if: Annotated[tuple[str, ...], AfterValidator(_conditions)] = Field(

@@ -12,7 +12,12 @@ _FIELDS = {
     "evaluation": EvaluationRecipe.model_fields,
 }
 # flags that are not called what their key is
-_KEYS = {"observer": "observer.name", "format": "export.formats", "search": "evaluation.kl_budget"}
+_KEYS = {
+    "observer": "observer.name",
+    "format": "export.formats",
+    "search": "evaluation.kl_budget",
+    "search_bits": "evaluation.bits_budget",
+}
 _COMMA_SEPARATED = ("variants", "caches", "tasks")
 
 

@@ -14,7 +14,6 @@ from calib.commands.flags import (
     DType,
     Flag,
     Model,
-    Quiet,
     ResourcesFlag,
     Seed,
     TrustRemoteCode,
@@ -50,7 +49,6 @@ def recommend(
     ] = None,
     dtype: DType = None,
     trust_remote_code: TrustRemoteCode = False,
-    quiet: Quiet = False,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -64,14 +62,13 @@ def recommend(
     wish = make_wish(budget_kl, budget_bytes, engine, gpu)
     given = overrides(context.params, ("data", "evaluation"))
     recipe = load_recipe(None, {"data.dataset": DATASET, **given})
-    with progress_bar(show=not (quiet or as_json)) as progress:
+    with progress_bar(show=not as_json) as progress:
         found, warnings = run_recommendation(model, recipe, wish, progress=progress.stage)
     if as_json:
         print_json({**found.model_dump(), "warnings": warnings})
         return
     warn(warnings)
-    if not quiet:
-        print_table(f"KV caches of {model}, not chosen", _HEADINGS, _rows(found))
+    print_table(f"KV caches of {model}, not chosen", _HEADINGS, _rows(found))
     print_lines(answer_lines(found))
 
 

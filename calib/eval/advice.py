@@ -42,7 +42,8 @@ def simplest(names: Sequence[str], measured: dict[str, Measured], rows: dict[str
 def subject(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
     """The variant that the verdict is about: what the user gave, or what is advised."""
     given = [name for name, row in rows.items() if row.kind == "given"]
-    whole = [name for name, m in measured.items() if m.variant.generates]
+    fp8 = {name: m.variant for name, m in measured.items() if m.variant.scales is not None}
+    whole = [name for name, variant in fp8.items() if variant.generates]
     return next(iter([*given, *filter(None, [advised(measured, rows)]), *whole]), None)
 
 

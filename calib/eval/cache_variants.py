@@ -24,6 +24,7 @@ from calib.rescale.in_memory import baked_factors
 from calib.rescale.parameters import LayerFactors
 from calib.scalefiles.baked import baked_for
 from calib.scales.observers import AbsMax
+from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
 
 # static FP8: the variants that `fp8` stands for
@@ -78,8 +79,9 @@ def cache_variants(
     """
     dtype = _served_dtype(checkpoint)
     plain = {each.name: _plain(each, dtype) for each in types}
+    ones = all_ones(stats.scales(strategy="tensor", observer=AbsMax(), targets="kv"))
     to_bake: dict[Purpose, list[Variant]] = {
-        "fp8": [_at_one(stats)] if {"all", "fp8"} & set(names) else [],
+        "fp8": [as_cache(ones, "FP8 at scale 1.0")] if {"all", "fp8"} & set(names) else [],
         "int8": [plain[each.name] for each in types if each.integers],
     }
     if baked_for(checkpoint.path):
@@ -107,16 +109,15 @@ def _bytes(variant: Variant, shapes: Sequence[Shape]) -> int | None:
     return cache_type(variant.cache or "fp8").bytes_per_token(shapes)
 
 
-def _at_one(stats: KVStats) -> Variant:
-    """Static FP8 at scale 1.0."""
-    ones = all_ones(stats.scales(strategy="tensor", observer=AbsMax(), targets="kv"))
-    of_all = fp8_rounding(ones, "kv")
+def as_cache(scales: KVScales, what: str) -> Variant:
+    """Static FP8 as one type among others, with rounding of its own."""
+    of_all = fp8_rounding(scales, "kv")
 
     def rounded(layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         _, key, value = of_all(layer_idx, key, key, value)
         return key, value
 
-    return Variant("fp8", "FP8 at scale 1.0", "cache", cache="fp8", rounding=rounded)
+    return Variant("fp8", what, "cache", cache="fp8", rounding=rounded)
 
 
 def _served_dtype(checkpoint: Checkpoint) -> torch.dtype | None:

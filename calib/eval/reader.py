@@ -101,10 +101,10 @@ def search(setup: Setup, variant: Variant, documents: Sequence[Tensor], budget: 
     def kl(skipped: Iterable[int]) -> float:
         kept = set(layers) - set(skipped)
         setup.progress(f"search: {len(kept)} of {len(layers)} layers in FP8")
-        return _mean_kl(setup, [_only(variant, kept)], documents)[0] if kept else 0.0
+        return mean_kl(setup, [_only(variant, kept)], documents)[0] if kept else 0.0
 
     setup.progress("search: each layer alone")
-    alone = dict(zip(layers, _mean_kl(setup, ranking, documents), strict=True))
+    alone = dict(zip(layers, mean_kl(setup, ranking, documents), strict=True))
     worst_first = sorted(layers, key=lambda layer: -alone[layer])
     measured = {0: kl([]), len(layers): 0.0}
     few, enough = (0, 0) if measured[0] <= budget else (0, len(layers))
@@ -130,7 +130,8 @@ def _only(variant: Variant, kept: set[int]) -> Variant:
     return replace(variant, name=name, scales=replace(variant.scales, layers=layers))
 
 
-def _mean_kl(setup: Setup, variants: Sequence[Variant], documents: Sequence[Tensor]) -> list[float]:
+def mean_kl(setup: Setup, variants: Sequence[Variant], documents: Sequence[Tensor]) -> list[float]:
+    """Mean KL of each variant over all tokens of `documents`."""
     total = {variant.name: 0.0 for variant in variants}
     for token_ids in documents:
         for few in chunks(len(variants), _AT_ONCE):

@@ -14,19 +14,21 @@ from calib.eval.advice import check_variant, failures
 from calib.eval.cache_variants import (
     STATIC,
     Shape,
+    as_cache,
     cache_names,
     cache_variants,
     layer_shapes,
     wanted_types,
     with_bytes,
 )
-from calib.eval.found import Recommendation, Search
+from calib.eval.found import Mixture, Recommendation, Search
 from calib.eval.material import Material, cut_text
+from calib.eval.mixture import mix, write_layer_map
 from calib.eval.offers import Offers
 from calib.eval.page.html import check_report_directory, write_report
 from calib.eval.reader import Measured, measure, search
 from calib.eval.recommend import Wish
-from calib.eval.schema import SCHEMA, Conditions, Report, Suite, Texts
+from calib.eval.schema import SCHEMA, Conditions, Data, Report, Suite, Texts
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
@@ -37,6 +39,7 @@ from calib.model.load import load_config, load_model, load_tokenizer
 from calib.model.quantized import quantization_notes
 from calib.output.card import versions
 from calib.recipe import EvaluationRecipe, Recipe
+from calib.scales.stats import KVStats
 from calib.text import Condition, parse_condition
 from fp8kv_runtime.errors import AttentionError
 
@@ -72,6 +75,7 @@ def run_evaluation(
         report = summarize(evaluate(model_name, recipe, scales=scales, progress=progress))
         if output is not None:
             write_report(report, output)
+            write_layer_map(report.mixture, output)
     failed = [line for each in conditions for line in failures(each, report, report.subjects)]
     return report, failed
 
@@ -103,32 +107,16 @@ def evaluate(
     setup = Setup(model, tokenizer, wanted.backend, progress)
     shapes = layer_shapes(setup)
     types, left_out = wanted_types(wanted.caches, shapes)
-    given = [
-        Variant(name, "given with --scales", "given", checked(model))
-        for name, checked in opened.items()
-    ]
+    given = [Variant(n, "given with --scales", "given", of(model)) for n, of in opened.items()]
     data, material, warnings = inputs.load_material(setup, recipe, suite, scales)
     progress("calibrate")
     stats = inputs.calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
-    needs_random = "random" in _built_in(wanted)
-    random = inputs.calibrate_on_random_tokens(setup, recipe) if needs_random else stats
-    variants = build_variants(stats, random)
-    conditions = Conditions(
-        version=SCHEMA,
-        versions=versions(),
-        machine=inputs.machine(model.device.type),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        model=model_name,
-        suite=suite,
-        backend=setup.resolved_backend,
-        dtype=str(model.dtype).removeprefix("torch."),
-        data=inputs.describe(data, material, stats.tokens),
-        bytes_per_token=_bytes_per_token(shapes),
-    )
-    chosen = [variant for variant in variants if variant.name in _built_in(wanted)]
+    variants = _static(setup, recipe, stats)
+    about = inputs.describe(data, material, stats.tokens)
+    conditions = _conditions(setup, model_name, suite, about, shapes)
     caches, unbaked = cache_variants(setup, checkpoint, wanted.caches, types, stats)
     offers = Offers(_served_name(model_name, checkpoint), checkpoint, recipe.data.dataset, shapes)
-    measured = with_bytes([*chosen, *given, *caches], shapes)
+    measured = with_bytes([*variants, *given, *caches], shapes)
     if wish is not None:
         measured = [each for each in measured if _is_wished(each, offers, wish)]
     results = _results(setup, measured, material, tasks, wanted)
@@ -144,6 +132,7 @@ def _results(
     try:
         measured = measure(setup, variants, material)
         return {
+            "mixture": _mixture(setup, variants, material, asked),
             "measured": measured,
             "texts": _texts(setup, material, measured),
             "search": None if budget is None else _search(setup, variants, material, budget),
@@ -164,6 +153,13 @@ def _served_name(model: str, checkpoint: Checkpoint) -> str:
     return str(checkpoint.path) if model.startswith("builtin:") else model
 
 
+def _static(setup: Setup, recipe: Recipe, stats: KVStats) -> list[Variant]:
+    """The variants with scales that are wanted, and the controls."""
+    names = _built_in(recipe.evaluation)
+    random = inputs.calibrate_on_random_tokens(setup, recipe) if "random" in names else stats
+    return [variant for variant in build_variants(stats, random) if variant.name in names]
+
+
 def _built_in(wanted: EvaluationRecipe) -> tuple[str, ...]:
     static = STATIC if {"all", "fp8"} & set(wanted.caches) else ()
     return (*(VARIANTS if wanted.variants is None else wanted.variants), *static, *CONTROLS)
@@ -179,6 +175,19 @@ def _search(setup: Setup, variants: list[Variant], material: Material, budget: f
     return search(setup, subject, material.layer_documents, budget)
 
 
+def _mixture(
+    setup: Setup, variants: list[Variant], material: Material, asked: EvaluationRecipe
+) -> Mixture | None:
+    """A type for each layer, if a budget of bits was given."""
+    if asked.bits_budget is None:
+        return None
+    types = [each for each in variants if each.kind == "cache" and not each.is_baked]
+    scaled = next((each for each in variants if each.name == "tensor"), None)
+    if {"all", "fp8"} & set(asked.caches) and scaled and scaled.scales:
+        types.insert(0, as_cache(scaled.scales, scaled.what))
+    return mix(setup, types, material.layer_documents, asked.bits_budget)
+
+
 def _texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> Texts:
     tokenizer = setup.tokenizer
     continuations = {
@@ -190,9 +199,23 @@ def _texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> T
     return Texts(prompts=prompts, continuations=continuations)
 
 
-def _bytes_per_token(shapes: Sequence[Shape]) -> dict[str, int]:
+def _conditions(
+    setup: Setup, model: str, suite: Suite, data: Data, shapes: Sequence[Shape]
+) -> Conditions:
+    """What is measured, where, and on what."""
     values = sum(heads * (k + v) for heads, k, v in shapes)
-    return {"fp8": values, "16bit": 2 * values}
+    return Conditions(
+        version=SCHEMA,
+        versions=versions(),
+        machine=inputs.machine(setup.model.device.type),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        model=model,
+        suite=suite,
+        backend=setup.resolved_backend,
+        dtype=str(setup.model.dtype).removeprefix("torch."),
+        data=data,
+        bytes_per_token={"fp8": values, "16bit": 2 * values},
+    )
 
 
 def run_recommendation(

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from calib.choices import FP8Name, Strategy
 from calib.eval.found import Figure as Figure
-from calib.eval.found import Part, Recommendation, Search
+from calib.eval.found import Mixture, Part, Recommendation, Search
 
 SCHEMA: Literal[1] = 1
 REPORT_FILE = "report.json"
@@ -178,6 +178,7 @@ class Report(Conditions):
     advice: list[str]
     search: Search | None
     recommended: Recommendation | None = None
+    mixture: Mixture | None = None
     tasks: dict[str, dict[str, dict[str, TaskFigure]]] = Field({})  # task, variant, metric
     harness: Harness | None = None
     warnings: list[str]

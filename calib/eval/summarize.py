@@ -10,8 +10,9 @@ from torch import Tensor
 
 from calib.choices import REFERENCE
 from calib.eval.advice import advise, advised, subject, verdict
-from calib.eval.found import Recommendation, Search
+from calib.eval.found import Mixture, Recommendation, Search
 from calib.eval.layer_errors import layer_row, value_rows
+from calib.eval.mixture import mixture_lines
 from calib.eval.offers import Offers
 from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, recommend
@@ -29,6 +30,7 @@ class Evaluation(NamedTuple):
     tasks: dict[str, Any]  # as in the report; empty: none were asked for
     warnings: Sequence[str]
     offers: Offers | None = None  # to recommend by
+    mixture: Mixture | None = None
 
 
 def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
@@ -45,6 +47,9 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
     size = evaluation.conditions.bytes_per_token["16bit"]
     rows[REFERENCE] = rows[REFERENCE].model_copy(update={"bytes_per_token": size})
     recommended = _recommended(evaluation, rows, wish)
+    mixture = evaluation.mixture
+    lines = [*advise(measured, rows, evaluation.search), *advised_cache(recommended, wish)]
+    lines += mixture_lines(mixture) if mixture else []
     return Report(
         **dict(evaluation.conditions),
         noise_floor=floor,
@@ -54,8 +59,9 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
         verdict=verdict(measured, rows, floor),
         subject=subject(measured, rows),
         advised=advised(measured, rows),
-        advice=[*advise(measured, rows, evaluation.search), *advised_cache(recommended, wish)],
+        advice=lines,
         recommended=recommended,
+        mixture=mixture,
         search=evaluation.search,
         **evaluation.tasks,
         warnings=list(evaluation.warnings),

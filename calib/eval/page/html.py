@@ -10,6 +10,11 @@ from typing import Any
 
 from calib.choices import REFERENCE
 from calib.errors import InputError
+<<<<<<< HEAD
+=======
+from calib.eval.advice import SERVED
+from calib.eval.mixture import LAYER_MAP_FILE
+>>>>>>> recommend
 from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, markdown, task_table
 from calib.eval.schema import REPORT_FILE, Continuation, Report, Row
@@ -159,7 +164,8 @@ def check_report_directory(directory: Path) -> None:
     """Refuse a file, and a directory that holds something else than a report."""
     if directory.exists() and not directory.is_dir():
         raise InputError(f"'{directory}' is a file; give another --output")
-    others = [p for p in directory.glob("*") if p.name.removeprefix(".") not in _FORMS]
+    known = {*_FORMS, LAYER_MAP_FILE}
+    others = [p for p in directory.glob("*") if p.name.removeprefix(".") not in known]
     if others:
         raise InputError(
             f"'{directory}' holds '{others[0].name}', which is no report; give another --output"

@@ -1,0 +1,99 @@
+"""`--search-bits`: a type for each layer within a mean of bits per value."""
+
+import json
+from itertools import product
+
+import pytest
+from command_line import fp8kv, one_line_error
+from families import save_model, tiny_model
+
+from calib.errors import InputError
+from calib.eval.found import Mixture
+from calib.eval.mixture import choose, mixture_lines, write_layer_map
+
+BITS = {i: {"16 bits": 16.0, "fp8": 8.0, "nvfp4": 4.5, "": 32.0} for i in range(4)}
+ALONE = {
+    "16 bits": dict.fromkeys(range(4), 0.0),
+    "fp8": {0: 0.01, 1: 0.002, 2: 0.03, 3: 0.001},
+    "nvfp4": {0: 0.2, 1: 0.05, 2: 0.9, 3: 0.01},
+}
+
+
+def mean(chosen):
+    return sum(BITS[i][name] for i, name in chosen.items()) / len(chosen)
+
+
+def kl(chosen):
+    return sum(ALONE[name][i] for i, name in chosen.items())
+
+
+@pytest.mark.parametrize("budget", [4.5, 5.4, 6.0, 7.1, 8.0, 10.0, 13.0, 16.0])
+def test_greedy_is_within_budget_and_near_the_best(budget):
+    chosen = choose(ALONE, BITS, budget)
+    assert mean(chosen) <= budget
+    every = (dict(enumerate(names)) for names in product(ALONE, repeat=4))
+    best = min(kl(each) for each in every if mean(each) <= budget)
+    # what greedy steps can lose here is at most one step of the layer that comes next
+    assert kl(chosen) <= best + 0.2
+    if budget in (4.5, 8.0, 16.0):
+        assert kl(chosen) == pytest.approx(best)
+
+
+def test_the_worst_layer_is_enlarged_first():
+    assert choose(ALONE, BITS, 5.4) == {0: "nvfp4", 1: "nvfp4", 2: "fp8", 3: "nvfp4"}
+
+
+def test_a_budget_below_the_smallest_type():
+    with pytest.raises(InputError, match="--search-bits 4: the smallest of these types has 4.5"):
+        choose(ALONE, BITS, 4.0)
+
+
+def found(layers):
+    modules = {i: f"model.layers.{i}.self_attn" for i in layers}
+    return Mixture(
+        budget=9, bits=8.5, documents=1, kl=0.01, kl_alone={}, layers=layers, modules=modules
+    )
+
+
+def test_one_type_and_16_bits_is_served_by_vllm(tmp_path):
+    mixture = found({0: "fp8", 1: "16 bits", 2: "fp8", 3: "16 bits"})
+    (line,) = mixture_lines(mixture)
+    assert line.endswith("--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 1 3")
+    (line,) = mixture_lines(found({0: "fp8", 1: "nvfp4"}))
+    assert "no released engine" in line
+    write_layer_map(mixture, tmp_path)
+    written = json.loads((tmp_path / "modelopt_kv_cache_layers.json").read_text())
+    assert "not yet read by vLLM" in written["note"]
+    assert written["quantization"] == {
+        "kv_cache_quant_algo": "MIXED_PRECISION",
+        "kv_cache_schema_version": 1,
+        "kv_cache_quantized_layers": {
+            "model.layers.0.self_attn": {"quant_algo": "FP8"},
+            "model.layers.2.self_attn": {"quant_algo": "FP8"},
+        },
+    }
+    # ModelOpt has no name for this type: the map of an earlier report must not stay
+    write_layer_map(found({0: "int8_per_token_head"}), tmp_path)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_the_command_line(tmp_path):
+    directory = save_model(tiny_model("llama"), tmp_path / "tiny")
+    flags = ("--dataset", "random", "--samples", "2", "--seq-len", "16", "--device", "cpu")
+    caches = ("--variants", "none", "--caches", "fp8,nvfp4")
+    out = tmp_path / "report"
+    done = fp8kv("eval", directory, *flags, *caches, "--search-bits", "7", "-o", out)
+    assert done.exit_code == 0, done.stderr
+    report = json.loads((out / "report.json").read_text())
+    mixture = report["mixture"]
+    assert mixture["bits"] <= 7
+    assert set(mixture["layers"].values()) <= {"fp8", "nvfp4", "16 bits"}
+    assert set(mixture["kl_alone"]) == {"fp8", "nvfp4"}
+    assert any("7 bits a value are met" in line for line in report["advice"])
+    layers = json.loads((out / "modelopt_kv_cache_layers.json").read_text())["quantization"]
+    assert all(name.startswith("model.layers.") for name in layers["kv_cache_quantized_layers"])
+    # again into the same directory
+    assert fp8kv("eval", directory, *flags, *caches, "-o", out).exit_code == 0
+    assert not (out / "modelopt_kv_cache_layers.json").exists()
+    one_line_error(fp8kv("eval", directory, *flags, "--search-bits", "7"), "--caches")
+    one_line_error(fp8kv("eval", directory, "--search-bits", "0"), "evaluation.bits_budget")
