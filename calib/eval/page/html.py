@@ -10,11 +10,7 @@ from typing import Any
 
 from calib.choices import REFERENCE
 from calib.errors import InputError
-<<<<<<< HEAD
-=======
-from calib.eval.advice import SERVED
 from calib.eval.mixture import LAYER_MAP_FILE
->>>>>>> recommend
 from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, markdown, task_table
 from calib.eval.schema import REPORT_FILE, Continuation, Report, Row
