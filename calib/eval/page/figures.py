@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from calib.eval.page import plots
-from calib.eval.page.frontier import Point, frontier, kl_by_bytes
+from calib.eval.page.frontier import GIVEN, Point, frontier, kl_by_bytes
 from calib.eval.page.histograms import Axis, Histogram, Panel, histogram, shared_axis
 from calib.eval.page.plots import HeatMap, Picture, Series
 from calib.eval.schema import LayerRow, Report, Tensors
@@ -56,7 +56,7 @@ def charts(report: Report) -> dict[str, Any]:
 def _bytes_points(report: Report) -> list[Point]:
     whole = report.bytes_per_token["16bit"]
     return [
-        Point("given" if row.kind == "given" else name, row.bytes_per_token / whole, row.kl,
+        Point(GIVEN if row.kind == "given" else name, row.bytes_per_token / whole, row.kl,
               name == report.subject)
         for name, row in report.variants.items()
         if row.bytes_per_token and row.kl.low > 0
