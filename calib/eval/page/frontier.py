@@ -68,6 +68,10 @@ def kl_by_bytes(points: Sequence[Point], floor: float) -> Picture:
     return draw(_SIZE, paint)
 
 
+def _importance(point: Point) -> tuple[bool, bool]:
+    return not point.is_subject, point.name != GIVEN
+
+
 def _point(axes: Axes, point: Point, *, is_best: bool) -> None:
     color = "C2" if point.is_subject else "C1" if is_best else "C8"
     axes.vlines(point.share, point.kl.low, point.kl.high, color=color, linewidth=1.2)
