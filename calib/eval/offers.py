@@ -62,7 +62,8 @@ class Offers:
         made: tuple[str, ...] = ()
         if variant.is_baked:
             path, made = self._baking("fp8" if variant.cache == "fp8" else "int8")
-        return _offer(found, tuple(g for s in found for g in s.gpus), made, path, first.flag)
+        gpus = [gpu] if gpu else [each for serving in found for each in serving.gpus]
+        return _offer(found, gpus, made, path, first.flag)
 
     def _own_scales(self) -> str | None:
         """That the checkpoint has scales, which engines load instead of 1.0."""
@@ -125,7 +126,7 @@ class Offers:
             export(scales, self.checkpoint, name)
         except (UnsupportedExportError, InputError) as error:
             return str(error)
-        return name, tuple(gpus)
+        return name, (gpu,) if gpu else tuple(gpus)
 
     def _with_scales(
         self, variant: Variant, found: Sequence[Serving], name: FormatName, gpus: tuple[str, ...]
@@ -161,7 +162,9 @@ def _offer(
     found: Sequence[Serving], gpus: Sequence[str], made: Sequence[str], path: str, flag: str
 ) -> Offer:
     first = found[0]
-    notes = dict.fromkeys(s.note for s in found if s.note and set(s.gpus) & set(gpus))
+    there = [each for each in found if each.note and set(each.gpus) & set(gpus)]
+    on_amd = set(_FNUZ_GPUS) & set(gpus)
+    notes = dict.fromkeys(each.note for each in there if on_amd or "MI300X" not in each.note)
     last = _serve(first.engine, path, flag)
     return Offer(
         first.engine, first.version, tuple(dict.fromkeys(gpus)), tuple(notes), (*made, last)
