@@ -48,6 +48,7 @@ OUT := build/interop
 CALIBRATE := $(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs \
 	--samples 4 --seq-len 128 --overwrite --quiet
 SMOLLM2_DIRECTORY = $(BIN)/python -c 'from calib.model.find import builtin_model as b; print(b("builtin:smollm2"))'
+WISH := --budget-kl 0.02 --engine vllm --gpu h100 --samples 2 --seq-len 128 --json
 LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn_head-qkv \
 	tgi-to-vllm heads-to-modelopt
 
@@ -97,6 +98,10 @@ interop-models: interop-outputs
 	$(subst builtin:smollm2,$(OUT)/twin,$(CALIBRATE)) -o $(OUT)/twin-fp8kv
 	$(INTEROP)/bin/python tests/interop/check_stress.py \
 		"$$($(SMOLLM2_DIRECTORY))" $(OUT)/twin $(OUT)/twin-fp8kv
+	$(BIN)/fp8kv recommend builtin:smollm2 $(WISH) > $(OUT)/recommended.json
+	$(BIN)/fp8kv recommend $(OUT)/twin $(WISH) > $(OUT)/recommended-twin.json
+	$(INTEROP)/bin/python tests/interop/check_recommended.py $(OUT)/recommended.json \
+		$(OUT)/recommended-twin.json
 	$(BIN)/fp8kv bake $(OUT)/twin --scales $(OUT)/twin-fp8kv --for fp8 -o $(OUT)/baked/twin --overwrite
 	for name in llmcompressor nvidia; do \
 		$(BIN)/fp8kv bake $(OUT)/quantized/sources/$$name --scales $(OUT)/quantized/served/$$name \
