@@ -21,6 +21,13 @@ _ADVICE = {
     "attn_head": "use one scale per KV head (--strategy attn_head)",
 }
 SERVED = tuple(_ADVICE)
+
+
+def can_be_served(name: str, row: Row) -> bool:
+    """Whether a variant is a cache that could be served, not one that only explains others."""
+    return row.kind in ("cache", "given") or name in SERVED
+
+
 # a layer stands out where its error is this many times the median layer's
 _OUTLIER = 3.0
 

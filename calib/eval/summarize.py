@@ -41,7 +41,10 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
     # what the controls reach is no difference
     floor = max((kl[name].high for name in controls), default=0.0)
     rows = {
-        name: _row(m, measured[REFERENCE], kl[name], name != REFERENCE and kl[name].low > floor)
+        # what is no number is a difference
+        name: _row(
+            m, measured[REFERENCE], kl[name], name != REFERENCE and not kl[name].low <= floor
+        )
         for name, m in measured.items()
     }
     size = evaluation.conditions.bytes_per_token["16bit"]

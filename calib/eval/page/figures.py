@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from calib.eval.advice import can_be_served
 from calib.eval.page import plots
 from calib.eval.page.frontier import GIVEN, Point, frontier, kl_by_bytes
 from calib.eval.page.histograms import Axis, Histogram, Panel, histogram, shared_axis
@@ -59,7 +60,7 @@ def _bytes_points(report: Report) -> list[Point]:
         Point(GIVEN if row.kind == "given" else name, row.bytes_per_token / whole, row.kl,
               name == report.subject)
         for name, row in report.variants.items()
-        if row.bytes_per_token and row.kl.low > 0
+        if row.bytes_per_token and row.kl.low > 0 and can_be_served(name, row)
     ]  # fmt: skip
 
 

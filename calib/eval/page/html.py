@@ -10,6 +10,7 @@ from typing import Any
 
 from calib.choices import REFERENCE
 from calib.errors import InputError
+from calib.eval.advice import can_be_served
 from calib.eval.mixture import LAYER_MAP_FILE
 from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, markdown, task_table
@@ -87,7 +88,7 @@ def _table(report: Report) -> dict[str, Any]:
         cells = [(value, interval.replace("%", "")) for value, interval in figures(row)]
         places = {end: axis.place(x) for end, x in row.kl}
         is_subject = name == report.subject
-        group = _group(row, report.bytes_per_token["16bit"])
+        group = _group(name, row, report.bytes_per_token["16bit"])
         groups.setdefault(group, []).append(
             {"name": name, "row": row, "figures": cells, "kl": places, "is_subject": is_subject}
         )
@@ -98,13 +99,13 @@ def _table(report: Report) -> dict[str, Any]:
     }
 
 
-def _group(row: Row, whole: int) -> tuple[int, str]:
+def _group(name: str, row: Row, whole: int) -> tuple[int, str]:
     """Place and title of the rows of a table: by bytes, those with the most first."""
     if row.kind in ("control", REFERENCE):
         return 100, "reference and controls"
     if row.kind == "given":
         return 0, "given with --scales"
-    if not row.bytes_per_token:
+    if not (row.bytes_per_token and can_be_served(name, row)):
         return 99, "for comparison"
     # scales of tokens and blocks take up to two
     bits = 2 * int(8 * row.bytes_per_token / whole)

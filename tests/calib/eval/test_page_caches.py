@@ -1,14 +1,18 @@
 """What a page says of caches: KL against bytes, the frontier, and rows in groups of bytes."""
 
 import base64
+import math
 import re
+from dataclasses import replace
 
 import pytest
 
 from calib.eval.page.figures import bytes_picture
 from calib.eval.page.frontier import Point, frontier
 from calib.eval.page.html import html
+from calib.eval.page.markdown import table_rows
 from calib.eval.schema import Figure, Report
+from calib.eval.summarize import summarize
 
 
 def point(name, share, kl):
@@ -53,7 +57,8 @@ def test_the_picture_comes_first_and_says_what_it_shows(report):
 def test_what_others_named_is_not_drawn(report):
     hostile = "<b>hostile</b>"
     given = report.variants["tensor"].model_copy(update={"kind": "given"})
-    text = drawn(report.model_copy(update={"variants": report.variants | {hostile: given}}))
+    changes = {"variants": report.variants | {hostile: given}, "subject": hostile}
+    text = drawn(report.model_copy(update=changes))
     assert "hostile" not in text
     assert "given" in text
 
@@ -75,3 +80,15 @@ def test_without_other_caches_there_is_no_picture(small_report):
     page = html(Report.model_validate(small_report))
     assert 'id="bytes"' not in page
     assert "about 8 bits a value" in page
+
+
+def test_what_is_no_number_is_no_missing_difference(small_evaluation):
+    measured = dict(small_evaluation.measured)
+    lost = [each._replace(kl=each.kl * math.nan) for each in measured["tensor"].documents]
+    measured["tensor"] = replace(measured["tensor"], documents=lost)
+    report = summarize(small_evaluation._replace(measured=measured))
+    assert report.variants["tensor"].measurable
+    row = next(row for row in table_rows(report) if row[0] == "tensor")
+    assert row[2] == "nan [nan, nan]"
+    assert report.advised != "tensor"
+    assert html(report)
