@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from calib.caches.types import cache_type
 from calib.choices import REFERENCE
 from calib.errors import InputError
 from calib.eval.found import Search
@@ -24,8 +25,9 @@ SERVED = tuple(_ADVICE)
 
 
 def can_be_served(name: str, row: Row) -> bool:
-    """Whether a variant is a cache that could be served, not one that only explains others."""
-    return row.kind in ("cache", "given") or name in SERVED
+    """Whether a variant is a cache that some engine has, not one that only explains others."""
+    is_offered = row.cache is not None and bool(cache_type(row.cache).servings)
+    return row.kind == "given" or name in SERVED or is_offered
 
 
 # a layer stands out where its error is this many times the median layer's

@@ -76,7 +76,7 @@ def _bytes_chart(report: Report) -> Chart | None:
         return None
     best = ", ".join(f"{each.name} ({each.kl.value:.2g})" for each in frontier(points))
     caption = (
-        "Each cache that was measured, with 95 % intervals; 100 % are "
+        "Caches that engines have, with 95 % intervals; 100 % is "
         f"{report.bytes_per_token['16bit']:,} bytes a token. Filled: no other one has both fewer "
         f"bytes and a lower KL, from the smallest: {best}. Diamond: what the verdict is about. "
         "Dotted: the noise floor."

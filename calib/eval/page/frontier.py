@@ -58,12 +58,8 @@ def kl_by_bytes(points: Sequence[Point], floor: float) -> Picture:
         axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
         axes.set_xlabel("bytes per token, beside a 16-bit cache")
         log_axis(axes, "KL, nats per token", plain_number)
-        _name(
-            axes,
-            sorted(
-                shown, key=lambda p: (not p.is_subject, p.name != GIVEN, p not in best, p.kl.value)
-            ),
-        )
+        named = sorted(shown, key=lambda p: (*_importance(p), p not in best, p.kl.value))
+        _name(axes, named)
 
     return draw(_SIZE, paint)
 

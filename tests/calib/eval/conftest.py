@@ -3,6 +3,7 @@
 import pytest
 from families import FAMILIES, save_model, tiny_model
 
+from calib.caches.types import CACHES
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
@@ -47,6 +48,7 @@ def cache_report(small_report):
             value = kl * factor
             variants[name + suffix] = variants["tensor"] | {
                 "kind": "cache",
+                "cache": name if name in CACHES else "int8_per_token_head",
                 "kl": {"value": value, "low": 0.9 * value, "high": 1.1 * value},
                 "bytes_per_token": round(share * whole),
             }
