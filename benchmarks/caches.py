@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 from machine import machine, write_result
 
+from calib.caches.types import CACHES, cache_type
+from calib.eval.found import Figure
 from calib.eval.inputs import SUITES, whole_text_only
-from calib.eval.page.figures import bytes_picture
+from calib.eval.page.frontier import Point, kl_by_bytes
 from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, recommend
 from calib.eval.run import evaluate
@@ -43,9 +45,8 @@ def main() -> None:
         report = summarize(evaluation)
         found["models"][name] = _figures(evaluation, report)
         found["models"][name]["recommend"] = _answers(model, evaluation, report)
-        if model == MODEL:
-            _draw(report)
     write_result(args.output, found)
+    _draw(found["models"]["SmolLM2"])
     for name, each in found["models"].items():
         print(name, json.dumps(each["ratios"] | {"recommend": each["recommend"]}, indent=1))
 
@@ -109,10 +110,22 @@ def _answers(model: str, evaluation: Evaluation, report: Report) -> dict[str, An
     }
 
 
-def _draw(report: Report) -> None:
-    for scheme, data in bytes_picture(report)._asdict().items():
+def _draw(found: dict[str, Any]) -> None:
+    """The README's picture: caches that an engine has."""
+    whole = found["kl"]["reference"]["bytes_per_token"]
+    points = [
+        Point(name, kl["bytes_per_token"] / whole, Figure(**kl), name == "int8_per_token_head")
+        for name, kl in found["kl"].items()
+        if name in STATIC or _is_offered(name)
+    ]
+    for scheme, data in kl_by_bytes(points, found["noise_floor"])._asdict().items():
         svg = base64.b64decode(data.partition(",")[2])
         (ROOT / f"docs/caches-{scheme}.svg").write_bytes(svg)
+
+
+def _is_offered(name: str) -> bool:
+    kind = name.removesuffix(", baked")
+    return kind in ("fp8", *CACHES) and bool(cache_type(kind).servings)
 
 
 if __name__ == "__main__":

@@ -64,11 +64,6 @@ def _bytes_points(report: Report) -> list[Point]:
     ]  # fmt: skip
 
 
-def bytes_picture(report: Report) -> Picture:
-    """KL against bytes per token of all whole caches in the report."""
-    return kl_by_bytes(_bytes_points(report), report.noise_floor)
-
-
 def _bytes_chart(report: Report) -> Chart | None:
     """KL against bytes; None where all caches take the same."""
     points = _bytes_points(report)
@@ -82,7 +77,7 @@ def _bytes_chart(report: Report) -> Chart | None:
         "Dotted: the noise floor."
     )
     label = "Scatter plot: KL against bytes per token. " + caption
-    return Chart(bytes_picture(report), label, caption)
+    return Chart(kl_by_bytes(points, report.noise_floor), label, caption)
 
 
 def _position_chart(report: Report) -> Chart | None:

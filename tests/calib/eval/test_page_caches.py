@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from calib.eval.page.figures import bytes_picture
+from calib.eval.page.figures import charts
 from calib.eval.page.frontier import Point, frontier
 from calib.eval.page.html import html
 from calib.eval.page.markdown import table_rows
@@ -37,7 +37,8 @@ def report(cache_report):
 
 
 def drawn(report):
-    return base64.b64decode(bytes_picture(report).light.partition(",")[2]).decode()
+    picture = charts(report)["bytes"].picture
+    return base64.b64decode(picture.light.partition(",")[2]).decode()
 
 
 def test_the_picture_names_the_frontier(report):
