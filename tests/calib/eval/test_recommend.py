@@ -14,7 +14,7 @@ from families import save_model, tiny_model
 from calib.choices import REFERENCE
 from calib.eval.offers import Offer, Offers
 from calib.eval.reader import Measured
-from calib.eval.recommend import Wish, answer_lines, recommend
+from calib.eval.recommend import Wish, advised_cache, answer_lines, recommend
 from calib.eval.run import evaluate
 from calib.eval.schema import Row, Suite
 from calib.eval.statistics import Divergence, estimate
@@ -203,14 +203,23 @@ def test_what_is_made_is_what_is_served(evaluation):
 
 def test_the_report_advises_the_same(evaluation, report):
     assert report.recommended.chosen.cache in report.advice[-1]
-    assert report.advice[-1].endswith(" && ".join(report.recommended.chosen.commands))
+    assert report.recommended.chosen.commands[-1] in report.advice[-1]
+
+
+def test_advice_has_every_command():
+    found = chosen([FIELD[3]], kl=1.0)
+    way = found.chosen.model_copy(update={"commands": ("make", "serve")})
+    (line,) = advised_cache(found.model_copy(update={"chosen": way}), None)
+    assert line.endswith(": make && serve")
 
 
 def test_trust_is_asked_of_every_command(evaluation):
     offers = replace(evaluation.offers, trust_remote_code=True)
     for name in ("tensor", "fp8, baked", REFERENCE):
         commands = offers.of(evaluation.measured[name].variant, None, None).commands
-        assert all(" --trust-remote-code" in each for each in commands)
+        assert all(each.endswith(" --trust-remote-code") for each in commands)
+        untold = evaluation.offers.of(evaluation.measured[name].variant, None, None)
+        assert not any("--trust-remote-code" in each for each in untold.commands)
         assert len(commands) == {"tensor": 2, "fp8, baked": 3, REFERENCE: 1}[name]
 
 
