@@ -90,19 +90,18 @@ class CacheType(_Strict):
         asked = [s for s in self.servings if engine in (None, s.engine)]
         if not asked:
             names = _listed(s.engine for s in self.servings)
-            return f"{engine} does not have {self.name}; {names} does"
+            return f"{engine} does not have {self.name}, which is in {names}"
         there = [s for s in asked if gpu is None or gpu in s.gpus]
         if not there:
             names = _listed(name for s in asked for name in s.gpus)
-            return f"{_listed(s.engine for s in asked)} serves {self.name} on {names}, not on {gpu}"
+            engines = _listed(s.engine for s in asked)
+            return f"{self.name} is served on {names} ({engines}), not on {gpu}"
         fitting = [s for s in there if s.head_dims is None or head_dim in s.head_dims]
         if not fitting:
-            sizes = sorted({size for s in there for size in s.head_dims or ()})
-            return (
-                f"{_listed(s.engine for s in there)} serves {self.name} "
-                f"{f'on {gpu} ' if gpu else ''}with heads of {_listed(map(str, sizes))}, "
-                f"not of {head_dim}"
-            )
+            sizes = _listed(map(str, sorted({d for s in there for d in s.head_dims or ()})))
+            where = f"{f'on {gpu} ' if gpu else ''}with heads of {sizes}"
+            engines = _listed(s.engine for s in there)
+            return f"{self.name} is served {where} ({engines}), not of {head_dim}"
         return fitting[0]
 
 

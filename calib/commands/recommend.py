@@ -69,6 +69,7 @@ def recommend(
         return
     warn(warnings)
     print_table(f"KV caches of {model}, not chosen", _HEADINGS, _rows(found))
+    print_lines([f"{name} cannot be served: {why}" for name, why in found.not_served.items()])
     print_lines(answer_lines(found))
 
 

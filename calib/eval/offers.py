@@ -2,8 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from calib.caches.types import CACHES, ENGINES, GPUS, Serving, cache_type
@@ -24,6 +23,13 @@ _SERVE = {
 # FlashAttention 3 and 4: rules of vLLM in calib/verify
 _PER_HEAD_GPUS = ("h100", "h200", "b200")
 _FNUZ_GPUS = ("mi300x",)
+# types whose scales are fixed: 1.0, unless the checkpoint has some
+_STATIC_TYPES = ("fp8", "nvfp4", "nvfp4_4over6", "fp8_k_nvfp4_v")
+_OWN_SCALES = (
+    "the checkpoint has KV scales of its own, which engines load instead of 1.0; "
+    "take them out with fp8kv strip"
+)
+_ENDS_AT_240 = "FP8 at scale 1.0 is measured up to 448, and on {} FP8 ends at 240"
 
 
 @dataclass(frozen=True)
@@ -45,33 +51,45 @@ class Offers:
     checkpoint: Checkpoint
     dataset: str
     shapes: Sequence[Shape]
+    trust_remote_code: bool = False
 
     def of(self, variant: Variant, engine: str | None, gpu: str | None) -> Offer | str:
         """The first engine that serves `variant` there, or one line why none does."""
+        found = self._of(variant, engine, gpu)
+        if isinstance(found, str) or not self.trust_remote_code:
+            return found
+        commands = tuple(f"{command} --trust-remote-code" for command in found.commands)
+        return replace(found, commands=commands)
+
+    def _of(self, variant: Variant, engine: str | None, gpu: str | None) -> Offer | str:
         if variant.kind == REFERENCE:
             name = engine or "vllm"
             return Offer(name, "", (gpu,) if gpu else (), (), (_serve(name, self.model),))
         if variant.scales is not None and variant.name != "none":
             return self._calibrated(variant, engine, gpu)
-        if variant.name == "none" and (scales := self._own_scales()):
-            return scales
-        found = self._fitting(variant.cache or "fp8", engine, gpu)
+        kind = variant.cache or "fp8"
+        if kind in _STATIC_TYPES and self._has_scales():
+            return _OWN_SCALES
+        found = self._fitting(kind, engine, gpu)
         if isinstance(found, str):
             return found
+        gpus = [gpu] if gpu else [each for serving in found for each in serving.gpus]
+        if kind == "fp8":
+            gpus = [each for each in gpus if each not in _FNUZ_GPUS]
+        if not gpus:
+            return _ENDS_AT_240.format(gpu)
         first, path = found[0], self.model
         made: tuple[str, ...] = ()
         if variant.is_baked:
-            path, made = self._baking("fp8" if variant.cache == "fp8" else "int8")
-        gpus = [gpu] if gpu else [each for serving in found for each in serving.gpus]
+            path, made = self._baking("fp8" if kind == "fp8" else "int8")
         return _offer(found, gpus, made, path, first.flag)
 
-    def _own_scales(self) -> str | None:
-        """That the checkpoint has scales, which engines load instead of 1.0."""
+    def _has_scales(self) -> bool:
         try:
             check_no_scales(self.checkpoint)
-        except InputError as error:
-            return str(error)
-        return None
+        except InputError:
+            return True
+        return False
 
     def _fitting(self, name: str, engine: str | None, gpu: str | None) -> list[Serving] | str:
         """All servings by the first engine that has the type for every head size, or why none."""
@@ -110,7 +128,9 @@ class Offers:
     def _loaded(
         self, engine: str, scales: KVScales, gpu: str | None, gpus: Sequence[str]
     ) -> tuple[FormatName, tuple[str, ...]] | str:
-        """The format that `engine` loads `scales` from, and on which GPUs; or why none."""
+        """The format that `engine` loads K's and V's from, and on which GPUs; or why none."""
+        layers = {key: replace(layer, q=None) for key, layer in scales.layers.items()}
+        scales = replace(scales, layers=layers)
         name: FormatName = "sglang" if engine == "sglang" else "vllm"
         if engine == "vllm" and gpu in _FNUZ_GPUS:
             name = "modelopt"
@@ -171,24 +191,12 @@ def _offer(
     )
 
 
-@cache
-def offered(engine: str | None, gpu: str | None) -> tuple[str, ...]:
-    """Types, `fp8` among them, that `engine` has on `gpu` for some head size; None: any.
-
-    InputError where one is not known, or there is no type at all.
-    """
+def check_place(engine: str | None, gpu: str | None) -> None:
+    """Refuse an engine or a GPU that is not known, or a pair that has no type at all."""
     for what, name, names in (("--engine", engine, ENGINES), ("--gpu", gpu, GPUS)):
         if name not in (None, *names):
             raise InputError(f"{what} '{name}' is not one of {', '.join(names)}")
-    found = tuple(
-        name
-        for name in ("fp8", *CACHES)
-        if any(
-            engine in (None, each.engine) and (gpu is None or gpu in each.gpus)
-            for each in cache_type(name).servings
-        )
-    )
-    if not found:
+    servings = [each for name in ("fp8", *CACHES) for each in cache_type(name).servings]
+    if not any(engine in (None, s.engine) and gpu in (None, *s.gpus) for s in servings):
         where = " on ".join(filter(None, (engine or "any engine", gpu)))
         raise InputError(f"no type of KV cache but 16 bits is known for {where}")
-    return found

@@ -9,7 +9,7 @@ from calib.choices import KL_BUDGET, REFERENCE
 from calib.errors import InputError
 from calib.eval.advice import SERVED, is_worse, simplest
 from calib.eval.found import Passed, Recommendation, Way
-from calib.eval.offers import Offer, Offers, offered
+from calib.eval.offers import Offer, Offers, check_place
 from calib.eval.reader import Measured
 from calib.eval.schema import Row
 
@@ -24,11 +24,6 @@ class Wish:
     share: float | None = None
     engine: str | None = None
     gpu: str | None = None
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """Types that can be served there."""
-        return offered(self.engine, self.gpu)
 
 
 class _Candidate(NamedTuple):
@@ -61,7 +56,7 @@ def make_wish(
     """The wish of the flags; InputError for what cannot be meant."""
     if budget_kl and budget_bytes:
         raise InputError("--budget-kl and --budget-bytes: give one of them")
-    offered(engine, gpu)
+    check_place(engine, gpu)
     if budget_bytes is None:
         budget = KL_BUDGET if budget_kl is None else _positive("--budget-kl", budget_kl, "nats")
         return Wish(kl=budget, engine=engine, gpu=gpu)
@@ -139,6 +134,8 @@ def _why(
     measured: dict[str, Measured],
 ) -> str:
     """Why `each` is not chosen."""
+    if not math.isfinite(each.row.kl.high):
+        return "its KL is not a finite number"
     if not _is_within(each, full, wish):
         if wish.share is not None:
             return "more bytes than the budget"
@@ -179,7 +176,7 @@ def answer_lines(found: Recommendation) -> Sequence[str]:
     """The answer as lines of text, without what it was chosen over."""
     way, budget = found.chosen, budget_text(found)
     if way.cache == REFERENCE:
-        return [f"16 bits: nothing else that can be served stays within {budget}", *way.commands]
+        return [f"16 bits: {_why_full(found)}", *way.commands]
     kl = f"KL {way.kl.value:.2g} nats [{way.kl.low:.2g}, {way.kl.high:.2g}]"
     where = f"{way.engine} {way.engine_version} on {', '.join(way.gpus)}"
     notes = f" ({'; '.join(way.notes)})" if way.notes else ""
@@ -192,6 +189,15 @@ def answer_lines(found: Recommendation) -> Sequence[str]:
     ]
 
 
+def _why_full(found: Recommendation) -> str:
+    budget = budget_text(found)
+    if found.budget_bytes == 1:  # where 16 bits is within the budget itself
+        return f"nothing that can be served has a lower KL within {budget}"
+    has_nan = any(not math.isfinite(each.kl.high) for each in found.passed)
+    finite = " with a finite KL" if has_nan else ""
+    return f"nothing else that can be served{finite} stays within {budget}"
+
+
 def advised_cache(found: Recommendation | None, wish: Wish | None) -> list[str]:
     """The answer in a line of advice, where nobody wished for another budget."""
     if found is None or wish is not None:
@@ -199,7 +205,8 @@ def advised_cache(found: Recommendation | None, wish: Wish | None) -> list[str]:
     way, budget = found.chosen, budget_text(found)
     if way.cache == REFERENCE:
         return [f"within {budget}: 16 bits, as no other cache that can be served stays below"]
-    return [f"within {budget}: {way.cache}, {way.share:.1%} of 16 bits' bytes: {way.commands[-1]}"]
+    commands = " && ".join(way.commands)
+    return [f"within {budget}: {way.cache}, {way.share:.1%} of 16 bits' bytes: {commands}"]
 
 
 def budget_text(found: Recommendation) -> str:

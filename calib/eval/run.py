@@ -115,13 +115,13 @@ def evaluate(
     about = inputs.describe(data, material, stats.tokens)
     conditions = _conditions(setup, model_name, suite, about, shapes)
     caches, unbaked = cache_variants(setup, checkpoint, wanted.caches, types, stats)
-    offers = Offers(_served_name(model_name, checkpoint), checkpoint, recipe.data.dataset, shapes)
-    measured = with_bytes([*variants, *given, *caches], shapes)
-    if wish is not None:
-        measured = [each for each in measured if _is_wished(each, offers, wish)]
-    results = _results(setup, measured, material, tasks, wanted)
+    served_name, trust = _served_name(model_name, checkpoint), recipe.trust_remote_code
+    offers = Offers(served_name, checkpoint, recipe.data.dataset, shapes, trust)
+    refused = _refused([*variants, *caches], offers, wish)
+    measured = [each for each in (*variants, *given, *caches) if each.name not in refused]
+    results = _results(setup, with_bytes(measured, shapes), material, tasks, wanted)
     warnings = [*notes, *data.warnings, *warnings, *left_out, *unbaked]
-    return Evaluation(conditions, warnings=warnings, offers=offers, **results)
+    return Evaluation(conditions, warnings=warnings, offers=offers, refused=refused, **results)
 
 
 def _results(
@@ -142,10 +142,13 @@ def _results(
         raise InputError(str(error)) from error
 
 
-def _is_wished(variant: Variant, offers: Offers, wish: Wish) -> bool:
-    return variant.kind == "control" or not isinstance(
-        offers.of(variant, wish.engine, wish.gpu), str
-    )
+def _refused(variants: Sequence[Variant], offers: Offers, wish: Wish | None) -> dict[str, str]:
+    """Why variants cannot be served where the wish is to, by their names."""
+    if wish is None:
+        return {}
+    caches = [each for each in variants if each.kind != "control"]
+    answers = {each.name: offers.of(each, wish.engine, wish.gpu) for each in caches}
+    return {name: answer for name, answer in answers.items() if isinstance(answer, str)}
 
 
 def _served_name(model: str, checkpoint: Checkpoint) -> str:
@@ -222,10 +225,7 @@ def run_recommendation(
     model_name: str, recipe: Recipe, wish: Wish, *, progress: Callable[[str], None]
 ) -> tuple[Recommendation, list[str]]:
     """Measure whole texts with all caches that can be served, and choose one; warnings as well."""
-    types = wish.types
-    static = STATIC if "fp8" in types else ()
-    chosen = {"caches": types, "variants": static}
-    evaluation = recipe.evaluation.model_copy(update=chosen)
+    evaluation = recipe.evaluation.model_copy(update={"caches": ("all",), "variants": ()})
     recipe = recipe.model_copy(update={"evaluation": evaluation})
     report = summarize(evaluate(model_name, recipe, wish=wish, progress=progress), wish)
     assert report.recommended is not None

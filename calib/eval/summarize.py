@@ -31,6 +31,7 @@ class Evaluation(NamedTuple):
     warnings: Sequence[str]
     offers: Offers | None = None  # to recommend by
     mixture: Mixture | None = None
+    refused: dict[str, str] | None = None  # what was not measured: why it cannot be served
 
 
 def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
@@ -78,7 +79,9 @@ def _recommended(
     asked = wish is not None or any(row.kind == "cache" for row in rows.values())
     if evaluation.offers is None or not asked:
         return None
-    return recommend(evaluation.measured, rows, evaluation.offers, wish or Wish())
+    found = recommend(evaluation.measured, rows, evaluation.offers, wish or Wish())
+    refused = {**(evaluation.refused or {}), **found.not_served}
+    return found.model_copy(update={"not_served": refused})
 
 
 def _row(measured: Measured, reference: Measured, kl: Figure, measurable: bool) -> Row:

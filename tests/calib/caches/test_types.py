@@ -57,18 +57,18 @@ def test_the_first_engine_that_serves_it():
         (
             "int8_per_token_head",
             ("sglang", "h100", 64),
-            "sglang does not have int8_per_token_head; vllm does",
+            "sglang does not have int8_per_token_head, which is in vllm",
         ),
-        ("nvfp4_4over6", (None, "h100", 128), "vllm serves nvfp4_4over6 on b200, not on h100"),
+        ("nvfp4_4over6", (None, "h100", 128), "nvfp4_4over6 is served on b200 (vllm), not on h100"),
         (
             "nvfp4",
             ("vllm", "h100", 64),
-            "vllm serves nvfp4 on h100 with heads of 128, 256, 512, not of 64",
+            "nvfp4 is served on h100 with heads of 128, 256, 512 (vllm), not of 64",
         ),
         (
             "nvfp4_4over6",
             ("vllm", None, 80),
-            "vllm serves nvfp4_4over6 with heads of 64, 128, 256, 512, not of 80",
+            "nvfp4_4over6 is served with heads of 64, 128, 256, 512 (vllm), not of 80",
         ),
     ],
 )

@@ -1,24 +1,26 @@
 """The recommendation: what is chosen within a budget, and how it is served."""
 
+import json
 import shlex
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
 import pytest
 import torch
-from command_line import fp8kv, one_line_error
+from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 
 from calib.choices import REFERENCE
-from calib.eval.advice import simplest
 from calib.eval.offers import Offer, Offers
 from calib.eval.reader import Measured
-from calib.eval.recommend import Wish, answer_lines, recommend
+from calib.eval.recommend import Wish, advised_cache, answer_lines, recommend
 from calib.eval.run import evaluate
 from calib.eval.schema import Row, Suite
 from calib.eval.statistics import Divergence, estimate
 from calib.eval.summarize import summarize
-from calib.eval.variants import UNCHANGED, Variant
+from calib.eval.variants import Variant
+from calib.model.find import find_checkpoint
 from calib.recipe import load_recipe
 
 OFFER = Offer("vllm", "1", ("h100",), (), ("x",))
@@ -125,7 +127,15 @@ def test_what_does_not_differ_measurably_goes_to_the_simpler():
 def test_no_number_is_never_chosen():
     broken = figures("lmdeploy_int8", float("nan"), 50)
     assert chosen([broken], kl=1.0).chosen.cache == REFERENCE
-    assert chosen([broken, FIELD[3]], kl=None, share=0.6).chosen.cache == "int8"
+    found = chosen([broken, FIELD[3]], kl=None, share=0.6)
+    assert found.chosen.cache == "int8"
+    assert found.passed[0].why == "its KL is not a finite number"
+    assert "with a finite KL" in answer_lines(chosen([broken], kl=None, share=0.6))[0]
+
+
+def test_16_bits_may_be_within_the_budget_as_well():
+    for share, words in ((1.0, "nothing that can be served has a lower KL"), (0.2, "nothing else")):
+        assert answer_lines(chosen(FIELD, kl=None, share=share))[0].startswith(f"16 bits: {words}")
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +174,23 @@ def test_every_answer_can_be_served(engine, gpu, evaluation, report, directory):
         else:
             assert needs == []
             assert str(directory) in shlex.split(offer.commands[-1])
-    if engine in ("sglang", "lmdeploy"):
-        assert "attn_head" in found.not_served
+    assert ("attn_head" in served) == (engine in (None, "vllm") and gpu in (None, "h100", "b200"))
+    # on an A100 vLLM has FP8 for larger heads than these
+    has_no_tensor = engine == "lmdeploy" or (engine, gpu) == ("vllm", "a100")
+    assert ("tensor" in served) != has_no_tensor
+
+
+@pytest.mark.parametrize(("engine", "name"), [("vllm", "modelopt"), ("sglang", "sglang")])
+def test_fp8_that_ends_at_240(engine, name, evaluation):
+    """It is given scales that the engine doubles there, and never 1.0, which clips."""
+    of = {key: m.variant for key, m in evaluation.measured.items()}
+    offer = evaluation.offers.of(of["tensor"], engine, "mi300x")
+    assert offer.gpus == ("mi300x",)
+    assert f"--format {name} " in offer.commands[0]
+    for at_1 in ("none", "fp8, baked"):
+        assert "ends at 240" in evaluation.offers.of(of[at_1], engine, "mi300x")
+        assert "mi300x" not in evaluation.offers.of(of[at_1], engine, None).gpus
+    assert evaluation.offers.of(of["int8_per_token_head"], "vllm", "mi300x").gpus == ("mi300x",)
 
 
 def test_what_is_made_is_what_is_served(evaluation):
@@ -177,29 +202,42 @@ def test_what_is_made_is_what_is_served(evaluation):
 
 
 def test_the_report_advises_the_same(evaluation, report):
-    asked = recommend(evaluation.measured, report.variants, evaluation.offers, Wish())
-    assert report.recommended == asked
     assert report.recommended.chosen.cache in report.advice[-1]
     assert report.recommended.chosen.commands[-1] in report.advice[-1]
-    assert answer_lines(asked)[0].startswith(report.recommended.chosen.cache)
 
 
-def test_advised_scales_and_the_recommendation_are_one_rule(evaluation, report):
-    names = [name for name in ("none", "tensor", "attn_head") if name in report.variants]
-    assert report.advised == simplest(names, evaluation.measured, report.variants)
+def test_advice_has_every_command():
+    found = chosen([FIELD[3]], kl=1.0)
+    way = found.chosen.model_copy(update={"commands": ("make", "serve")})
+    (line,) = advised_cache(found.model_copy(update={"chosen": way}), None)
+    assert line.endswith(": make && serve")
 
 
-def test_scales_in_the_checkpoint_are_not_1(evaluation, directory, tmp_path):
-    from command_line import calibrate
+def test_trust_is_asked_of_every_command(evaluation):
+    offers = replace(evaluation.offers, trust_remote_code=True)
+    for name in ("tensor", "fp8, baked", REFERENCE):
+        commands = offers.of(evaluation.measured[name].variant, None, None).commands
+        assert all(each.endswith(" --trust-remote-code") for each in commands)
+        untold = evaluation.offers.of(evaluation.measured[name].variant, None, None)
+        assert not any("--trust-remote-code" in each for each in untold.commands)
+        assert len(commands) == {"tensor": 2, "fp8, baked": 3, REFERENCE: 1}[name]
 
-    from calib.model.find import find_checkpoint
 
-    assert calibrate(directory, "-o", tmp_path / "out").exit_code == 0
+@pytest.mark.parametrize("format_name", ["vllm", "vllm-nvfp4"])
+def test_scales_in_the_checkpoint_are_not_1(format_name, evaluation, directory, tmp_path):
+    done = calibrate(directory, "-o", tmp_path / "out", "--format", format_name)
+    assert done.exit_code == 0, done.stderr
     checkpoint = find_checkpoint(str(tmp_path / "out"))
-    offers = Offers("m", checkpoint, "random", [(2, 16, 16)])
-    refusal = offers.of(evaluation.measured["none"].variant, None, None)
-    assert "has KV scales" in refusal
-    assert not isinstance(offers.of(UNCHANGED, None, None), str)
+    shapes = [(2, 128, 128)]
+    before, after = replace(evaluation.offers, shapes=shapes), Offers("m", checkpoint, "", shapes)
+    for name in ("none", "fp8, baked", "nvfp4", "nvfp4_4over6"):
+        variant = evaluation.measured[name].variant
+        assert not isinstance(before.of(variant, None, None), str)
+        refusal = after.of(variant, None, None)
+        assert "has KV scales of its own" in refusal
+        assert "fp8kv strip" in refusal
+    for name in (REFERENCE, "int8_per_token_head"):
+        assert not isinstance(after.of(evaluation.measured[name].variant, None, None), str)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +268,21 @@ def test_the_command_line(directory):
     assert "speed was not measured" in done.stdout
     assert "int4_per_token_head" in done.stdout
     assert "vllm serve" in done.stdout.splitlines()[-1]
+    assert "lmdeploy_int4 cannot be served: vllm does not have lmdeploy_int4" in done.stdout
     none = fp8kv("recommend", directory, "--budget-kl", "1e-30", *flags)
     assert none.exit_code == 0, none.stderr
     assert none.stdout.splitlines()[-2].startswith("16 bits: nothing else")
+
+
+def test_a_head_size_that_a_type_does_not_allow(tmp_path):
+    directory = save_model(tiny_model("llama", head_dim=24), tmp_path / "24")
+    flags = ("--dataset", "random", "--samples", "3", "--seq-len", "16", "--device", "cpu")
+    done = fp8kv("recommend", directory, *flags, "--engine", "vllm", "--gpu", "h100", "--json")
+    assert done.exit_code == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert any("nvfp4: head size 24" in each for each in found["warnings"])
+    measured = {found["chosen"]["cache"], *(each["cache"] for each in found["passed"])}
+    assert {"int8_per_token_head", "tensor"} <= measured
+    assert set(found["not_served"]) == {"lmdeploy_int8", "lmdeploy_int4"} | {
+        f"lmdeploy_{each}, baked" for each in ("int8", "int4")
+    }
