@@ -101,7 +101,9 @@ def test_what_modelopts_version_tells_is_said(tmp_path):
     assert values_of(tmp_path / "out") == six
 
 
-@pytest.mark.parametrize("flags", [("--observer", "mse"), ("--fp8-dtype", "e4m3fnuz")])
+@pytest.mark.parametrize(
+    "flags", [("--observer", "mse"), ("--observer", "percentile"), ("--fp8-dtype", "e4m3fnuz")]
+)
 def test_a_calibration_for_fp8s_grid_alone_is_refused(flags, tiny_directory, tmp_path):
     done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", "vllm-nvfp4", *flags)
     one_line_error(done, "format 'vllm-nvfp4' is made from absmax")
