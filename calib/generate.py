@@ -11,15 +11,15 @@ import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from calib.any_scales import Opened, open_any_scales
-from calib.caches.applied import rounded_attention
+from calib.caches.applied import beside_queries, rounded_attention
 from calib.caches.rounding import rounding
 from calib.caches.types import CacheType, cache_type
 from calib.errors import InputError
-from calib.measure.attention import map_attention
+from calib.measure.attention import Shape, layer_shapes, map_attention
 from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids, input_device
 from calib.model.find import find_checkpoint
-from calib.model.load import check_positions, load_config, load_model, load_tokenizer
+from calib.model.load import check_positions, load_config, load_model, load_tokenizer, served_dtype
 from calib.model.quantized import quantization_notes
 from calib.recipe import load_recipe
 from calib.scales.scales import KVScales, LayerScales
@@ -100,6 +100,9 @@ class Generated:
         return facts
 
 
+Made = tuple[Generation, Generation | None, int]  # on the cache, on 16 bits; tokens in the cache
+
+
 def generate_text(
     model_name: str,
     prompt: str,
@@ -131,22 +134,32 @@ def generate_text(
     check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
     inputs = inputs.to(input_device(model))
     notes = tuple(quantization_notes(checkpoint))
-    heads = _heads(model) if kind else []
-    size = kind.bytes_per_token(heads) if kind else 0  # a head size that is refused, before a wait
+    heads = layer_shapes(model) if kind else []
+    if kind:
+        kind.bytes_per_token(heads)  # a head size that is refused, before a wait
     try:
-        with _applied(model, opened, options):
+        with _applied(model, opened, options, served_dtype(checkpoint)):
             fp8, cache = _generate(model, tokenizer, inputs, options, on_text)
     except AttentionError as error:
         raise InputError(str(error)) from error
     plain = _generate(model, tokenizer, inputs, options, None)[0] if options.compare else None
-    tokens = inputs["input_ids"].shape[0] * cache.get_seq_length()
-    if kind:
-        values = sum(count * (k + v) for count, k, v in heads)
-        known = (notes, kind.name, kind.simulated, values)
-        return Generated(fp8, plain, tokens, None, size, size * tokens, *known)
+    made = (fp8, plain, inputs["input_ids"].shape[0] * cache.get_seq_length())
+    return _held(cache, made, notes) if kind is None else _simulated(kind, made, notes, heads)
+
+
+def _held(cache: Cache, made: Made, notes: tuple[str, ...]) -> Generated:
+    """What the blocks of our FP8 cache take."""
     blocks = paged_cache(cache)
-    block_size, size, used = blocks.block_size, blocks.bytes_per_token, blocks.num_bytes_used
-    return Generated(fp8, plain, tokens, block_size, size, used, notes)
+    sizes = (blocks.block_size, blocks.bytes_per_token, blocks.num_bytes_used)
+    return Generated(*made, *sizes, notes)
+
+
+def _simulated(
+    kind: CacheType, made: Made, notes: tuple[str, ...], shapes: list[Shape]
+) -> Generated:
+    """What a cache of this type would take."""
+    size, values = kind.bytes_per_token(shapes), sum(heads * (k + v) for heads, k, v in shapes)
+    return Generated(*made, None, size, size * made[2], notes, kind.name, kind.simulated, values)
 
 
 def _cache_type(options: GenerationOptions, scales: str | None) -> CacheType | None:
@@ -156,23 +169,19 @@ def _cache_type(options: GenerationOptions, scales: str | None) -> CacheType | N
         return None
     given = "--scales" if scales is not None else "--backend triton"
     if scales is not None or options.backend == "triton":
-        raise InputError(f"{given} is for --cache fp8, not for {kind.name}; leave it away")
+        raise InputError(f"{given} is for --cache fp8, not for {kind.name}; leave it out")
     return kind
 
 
 def _applied(
-    model: PreTrainedModel, opened: Opened | None, options: GenerationOptions
+    model: PreTrainedModel,
+    opened: Opened | None,
+    options: GenerationOptions,
+    dtype: torch.dtype | None,
 ) -> AbstractContextManager[Any]:
     if opened is not None:
         return fp8_attention(model, opened(model), backend=options.backend)
-    rounded = rounding(options.cache)
-    return rounded_attention(model, lambda layer, q, k, v: (q, *rounded(layer, k, v)))
-
-
-def _heads(model: PreTrainedModel) -> list[tuple[int, int, int]]:
-    """KV heads, K's head size and V's of every layer with a cache."""
-    cached = map_attention(model).cached.values()
-    return [(each.num_kv_heads, each.head_dim, each.v_head_dim) for each in cached]
+    return rounded_attention(model, beside_queries(rounding(options.cache, dtype=dtype)))
 
 
 def unit_scales(model: PreTrainedModel) -> KVScales:

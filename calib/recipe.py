@@ -116,9 +116,9 @@ class Recipe(_Strict):
     @model_validator(mode="after")
     def _nvfp4_has_another_grid(self) -> "Recipe":
         nvfp4 = [name for name in self.export.formats if name.endswith("-nvfp4")]
-        if nvfp4 and (self.observer.name == "mse" or self.fp8_dtype != "e4m3fn"):
+        if nvfp4 and (self.observer.name != "absmax" or self.fp8_dtype != "e4m3fn"):
             raise ValueError(
-                f"format '{nvfp4[0]}' is made from absmax, which observer 'mse' and other FP8 "
+                f"format '{nvfp4[0]}' is made from absmax, which other observers and FP8 "
                 "types replace; use observer absmax and fp8_dtype e4m3fn"
             )
         return self

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from calib.caches.rounding import CacheRounding
 from fp8kv_runtime.hf import swap_attention
 
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -27,3 +28,8 @@ def rounded_attention(
         return original(module, *rounding(module.layer_idx, query, key, value), *args, **kw)
 
     return swap_attention(model, attend)
+
+
+def beside_queries(rounding: CacheRounding) -> Callable[[int, Tensor, Tensor, Tensor], QKV]:
+    """`rounding` for K and V, with queries as they are."""
+    return lambda layer_idx, query, key, value: (query, *rounding(layer_idx, key, value))

@@ -43,8 +43,12 @@ def rounding(
 
 
 def _fp8(x: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:
-    unit = torch.tensor([scale], device=x.device)
-    return dequantize(quantize(x, unit), unit).to(x.dtype)
+    return round_fp8(x, torch.tensor([scale], device=x.device))
+
+
+def round_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+    """Round `x` to FP8 codes and back; `scale` must broadcast against it."""
+    return dequantize(quantize(x, scale, dtype), scale).to(x.dtype)
 
 
 def _dynamic(function: Callable[[Tensor], Tensor]) -> _Rounding:

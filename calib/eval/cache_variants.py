@@ -6,20 +6,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from calib.caches.rounding import rounding
+from calib.caches.rounding import CacheRounding, rounding
 from calib.caches.types import CACHES, CacheType, cache_type
 from calib.choices import Purpose
 from calib.errors import InputError, UnsupportedModelError
 from calib.eval.variants import (
-    CacheRounding,
     Setup,
     Variant,
     all_ones,
     broadcast_scale,
     fp8_rounding,
 )
-from calib.measure.attention import map_attention
+from calib.measure.attention import Shape as Shape
 from calib.model.checkpoint import Checkpoint
+from calib.model.load import served_dtype
 from calib.rescale.in_memory import baked_factors
 from calib.rescale.parameters import LayerFactors
 from calib.scalefiles.baked import baked_for
@@ -29,20 +29,13 @@ from calib.scales.stats import KVStats
 
 # static FP8: the variants that `fp8` stands for
 STATIC = ("none", "tensor", "attn_head")
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-Shape = tuple[int, int, int]  # KV heads, head_dim of K, of V
 
 
 def cache_names(names: Sequence[str]) -> list[str]:
-    """Names of the variants that `names`, of types or `all`, can become."""
-    types = ["fp8", *CACHES] if "all" in names else names
-    return [*types, *(f"{name}, baked" for name in types)]
-
-
-def layer_shapes(setup: Setup) -> list[Shape]:
-    """KV heads, K's head size and V's, of every layer that holds a cache."""
-    modules = map_attention(setup.model).cached.values()
-    return [(m.num_kv_heads, m.head_dim, m.v_head_dim) for m in modules]
+    """Names of the variants that `names`, of types or `all`, can become, beside STATIC."""
+    types = dict.fromkeys(["fp8", *CACHES] if "all" in names else names)
+    baked = [f"{name}, baked" for name in types if name == "fp8" or cache_type(name).integers]
+    return [*(name for name in types if name != "fp8"), *baked]
 
 
 def wanted_types(
@@ -77,7 +70,7 @@ def cache_variants(
     Baked weights are not written: K and V are multiplied by their factors before rounding and
     divided after it. Factors are powers of two, so the numbers are those of the baked model.
     """
-    dtype = _served_dtype(checkpoint)
+    dtype = served_dtype(checkpoint)
     plain = {each.name: _plain(each, dtype) for each in types}
     ones = all_ones(stats.scales(strategy="tensor", observer=AbsMax(), targets="kv"))
     to_bake: dict[Purpose, list[Variant]] = {
@@ -118,12 +111,6 @@ def as_cache(scales: KVScales, what: str) -> Variant:
         return key, value
 
     return Variant("fp8", what, "cache", cache="fp8", rounding=rounded)
-
-
-def _served_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
-    """The 16-bit type that engines load the weights in, as far as the config says."""
-    says = checkpoint.config
-    return _DTYPES.get(str(says.get("dtype") or says.get("torch_dtype")))
 
 
 def _plain(kind: CacheType, dtype: torch.dtype | None) -> Variant:

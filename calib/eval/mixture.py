@@ -1,7 +1,8 @@
 """`--search-bits`: a type of cache for each layer, within a mean of bits per value."""
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ def mix(
     """The types of `variants` that cost least KL within a mean of `budget` bits, overhead included.
 
     Layers go from the smallest type upwards where that saves most KL for a bit, by the KL of each
-    layer alone. The KL of the mixture itself is measured. InputError where nothing is that small.
+    layer alone. The KL of the mixture itself is measured. InputError where nothing is that small,
+    or where that KL is no number.
     """
     if not variants:
         raise InputError("--search-bits chooses among --caches: name some, or all")
@@ -46,6 +48,11 @@ def mix(
         by_name = {each.name: each for each in variants}
         together = mixed({i: by_name[name] for i, name in chosen.items() if name != _16_BITS})
         kl = mean_kl(setup, [together], documents)[0]
+    if not math.isfinite(kl):
+        raise InputError(
+            f"--search-bits {budget:g}: the KL of the mixture is {kl}, though that of each layer "
+            "alone is a number; give more bits or other --caches"
+        )
     values = {i: bits[i][""] for i in bits}
     mean = sum(bits[i][name] * values[i] for i, name in chosen.items()) / sum(values.values())
     modules = {m.layer_idx: name for name, m in map_attention(setup.model).cached.items()}
@@ -84,17 +91,25 @@ def _bits(setup: Setup, variants: Sequence[Variant]) -> dict[int, dict[str, floa
 def choose(
     alone: Mapping[str, Mapping[int, float]], bits: Mapping[int, Mapping[str, float]], budget: float
 ) -> dict[int, str]:
-    """The type of each layer: KL saved per bit decides, from each layer's KL alone."""
-    chosen = {i: min(alone, key=lambda n: (bits[i][n], alone[n][i])) for i in bits}
+    """The type of each layer: KL saved per bit decides, from each layer's KL alone.
+
+    A type is left out of the layers where that KL is no number.
+    """
+    usable = {i: [name for name in alone if math.isfinite(alone[name][i])] for i in bits}
+    chosen = {i: min(usable[i], key=lambda n: (bits[i][n], alone[n][i])) for i in bits}
     values = {i: bits[i][""] for i in bits}
     room = budget * sum(values.values()) - sum(bits[i][n] * values[i] for i, n in chosen.items())
     if room < 0:
         least = budget - room / sum(values.values())
-        raise InputError(f"--search-bits {budget:g}: the smallest of these types has {least:g}")
+        lost = sum(map(len, usable.values())) < len(alone) * len(bits)
+        without = " where the KL is a number" if lost else ""
+        raise InputError(
+            f"--search-bits {budget:g}: the smallest of these types has {least:g}{without}"
+        )
     while True:
         steps = []
         for i, now in chosen.items():
-            for name in alone:
+            for name in usable[i]:
                 cost = (bits[i][name] - bits[i][now]) * values[i]
                 saved = alone[now][i] - alone[name][i]
                 if saved > 0 and cost <= room:
@@ -105,22 +120,32 @@ def choose(
         chosen[i], room = name, room - cost
 
 
-def mixture_lines(found: Mixture) -> list[str]:
-    """The mixture in words, and how vLLM serves it where it can."""
+def mixture_lines(found: Mixture, head_dims: Iterable[int]) -> list[str]:
+    """The mixture in words, and how vLLM serves it where it can hold heads of `head_dims`."""
     counts = {name: [*found.layers.values()].count(name) for name in found.layers.values()}
-    parts = ", ".join(f"{count} layers in {name}" for name, count in sorted(counts.items()))
+    parts = ", ".join(
+        f"{count} layer{'s' * (count > 1)} in {name}" for name, count in sorted(counts.items())
+    )
     line = (
         f"{found.budget:g} bits a value are met ({found.bits:.3g}) with {parts}: KL {found.kl:.2g}"
     )
     types = sorted(counts.keys() - {_16_BITS})
-    if len(types) != 1:
+    if len(types) > 1:
         return [f"{line}; no released engine serves such a mixture"]
-    serving = cache_type(types[0]).serving("vllm", None, 128) if types else ""
-    skipped = [i for i, name in found.layers.items() if name == _16_BITS]
-    if isinstance(serving, str):
-        return [line]
+    return [f"{line}; {_served(types[0], found, head_dims)}" if types else line]
+
+
+def _served(name: str, found: Mixture, head_dims: Iterable[int]) -> str:
+    """How vLLM serves one type beside layers in 16 bits, or why it does not."""
+    answers = [cache_type(name).serving("vllm", None, size) for size in sorted(set(head_dims))]
+    for answer in answers:
+        if isinstance(answer, str):
+            return answer
+    skipped = [i for i, each in found.layers.items() if each == _16_BITS]
     skip = f" {skip_argument(skipped)}" if skipped else ""
-    return [f"{line}; vLLM: {serving.flag}{skip}"]
+    scales = ", with calibrated scales (`fp8kv calibrate`)" if name == "fp8" else ""
+    flags = {answer.flag for answer in answers if not isinstance(answer, str)}
+    return f"vLLM: {' or '.join(sorted(flags))}{skip}{scales}"
 
 
 def write_layer_map(found: Mixture | None, directory: Path) -> None:

@@ -6,6 +6,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedConfig
+
 from calib.atomic import claimed
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
@@ -17,7 +19,6 @@ from calib.eval.cache_variants import (
     as_cache,
     cache_names,
     cache_variants,
-    layer_shapes,
     wanted_types,
     with_bytes,
 )
@@ -33,6 +34,7 @@ from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import Setup, Variant, build_variants
+from calib.measure.attention import layer_shapes
 from calib.model.checkpoint import Checkpoint
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, load_tokenizer
@@ -102,18 +104,17 @@ def evaluate(
     recipe = inputs.evaluation_recipe(recipe, suite)
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
     opened = inputs.open_given(scales, checkpoint)
-    progress("load")
-    tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
-    setup = Setup(model, tokenizer, wanted.backend, progress)
-    shapes = layer_shapes(setup)
+    setup = _loaded(checkpoint, config, recipe, progress)
+    model = setup.model
+    shapes = layer_shapes(model)
     types, left_out = wanted_types(wanted.caches, shapes)
     given = [Variant(n, "given with --scales", "given", of(model)) for n, of in opened.items()]
     data, material, warnings = inputs.load_material(setup, recipe, suite, scales)
     progress("calibrate")
     stats = inputs.calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
-    variants = _static(setup, recipe, stats)
     about = inputs.describe(data, material, stats.tokens)
     conditions = _conditions(setup, model_name, suite, about, shapes)
+    variants = _static(setup, recipe, stats)
     caches, unbaked = cache_variants(setup, checkpoint, wanted.caches, types, stats)
     served_name, trust = _served_name(model_name, checkpoint), recipe.trust_remote_code
     offers = Offers(served_name, checkpoint, recipe.data.dataset, shapes, trust)
@@ -124,15 +125,27 @@ def evaluate(
     return Evaluation(conditions, warnings=warnings, offers=offers, refused=refused, **results)
 
 
+def _loaded(
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    progress: Callable[[str], None],
+) -> Setup:
+    progress("load")
+    tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
+    return Setup(model, tokenizer, recipe.evaluation.backend, progress)
+
+
 def _results(
     setup: Setup, variants: list[Variant], material: Material, tasks: Tasks, asked: EvaluationRecipe
 ) -> dict[str, Any]:
     """The measurements, by their names in `Evaluation`."""
     budget = asked.kl_budget
     try:
+        mixture = _mixture(setup, variants, material, asked)  # what refuses comes first
         measured = measure(setup, variants, material)
         return {
-            "mixture": _mixture(setup, variants, material, asked),
+            "mixture": mixture,
             "measured": measured,
             "texts": _texts(setup, material, measured),
             "search": None if budget is None else _search(setup, variants, material, budget),

@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from calib.caches.applied import rounded_attention
+from calib.caches.applied import beside_queries, rounded_attention
+from calib.caches.rounding import CacheRounding, round_fp8
 from calib.choices import REFERENCE, VARIANTS
 from calib.scales.observers import AbsMax, Mse
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats
-from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
+from fp8kv_runtime.fp8 import FP8_DTYPES
 from fp8kv_runtime.hf import Backend, fp8_attention
 
 BUILT_IN = (REFERENCE, *VARIANTS)
 QKV = tuple[Tensor, Tensor, Tensor]
 # (layer_idx, query, key, value) -> what attention is given
 Rounding = Callable[[int, Tensor, Tensor, Tensor], QKV]
-# (layer_idx, key, value) -> what a cache gives back
-CacheRounding = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Variant:
         if self.eager:
             return _eager(model)
         if self.rounding is not None:
-            return rounded_attention(model, _beside_queries(self.rounding))
+            return rounded_attention(model, beside_queries(self.rounding))
         if self.scales is None:
             return rounded_attention(model, _to_bfloat16)
         if self.generates:
@@ -146,8 +145,7 @@ def fp8_rounding(scales: KVScales, tensors: str) -> Rounding:
 
 
 def _round_fp8(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    scale = broadcast_scale(scale, x)
-    return dequantize(quantize(x, scale, dtype), scale).to(x.dtype)
+    return round_fp8(x, broadcast_scale(scale, x), dtype)
 
 
 def broadcast_scale(scale: Tensor, x: Tensor) -> Tensor:
@@ -163,10 +161,6 @@ def all_ones(scales: KVScales) -> KVScales:
     one = torch.ones(1)
     layers = {name: LayerScales(s.layer_idx, one, one) for name, s in scales.layers.items()}
     return KVScales("tensor", "e4m3fn", layers, scales.shared)
-
-
-def _beside_queries(rounding: CacheRounding) -> Rounding:
-    return lambda layer_idx, query, key, value: (query, *rounding(layer_idx, key, value))
 
 
 def _to_bfloat16(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> QKV:

@@ -21,6 +21,7 @@ from fp8kv_runtime.hf import swap_attention
 
 # query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm
 QKV = tuple[Tensor, Tensor, Tensor]
+Shape = tuple[int, int, int]  # KV heads, head_dim of K, of V
 QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
 
 _PROBE_TOKENS = 8
@@ -62,6 +63,12 @@ def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager
 
 
 @torch.inference_mode()
+def layer_shapes(model: PreTrainedModel) -> list[Shape]:
+    """KV heads, K's head size and V's, of every layer that holds a cache."""
+    modules = map_attention(model).cached.values()
+    return [(m.num_kv_heads, m.head_dim, m.v_head_dim) for m in modules]
+
+
 def map_attention(model: PreTrainedModel) -> AttentionMap:
     """Find the modules whose K and V the model caches; refuse encoders and compressed latents."""
     if model.config.is_encoder_decoder:

@@ -37,6 +37,7 @@ from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
 
 _CAUSAL = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
+_SERVED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
@@ -219,3 +220,9 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenize
         return AutoTokenizer.from_pretrained(
             checkpoint.path, trust_remote_code=recipe.trust_remote_code
         )
+
+
+def served_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+    """The 16-bit type that engines load the weights in, as far as the config says."""
+    says = checkpoint.config
+    return _SERVED_DTYPES.get(str(says.get("dtype") or says.get("torch_dtype")))

@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+from packaging.version import Version
+
 from calib.any_scales import to_scales
 from calib.errors import InputError
 from calib.recipe import load_recipe
-from calib.scalefiles.conventions import LARGER, convention
+from calib.scalefiles.conventions import LARGER, convention, release
 from calib.scalefiles.file_names import CALIBRATION_FILE, STATS_FILE
 from calib.scalefiles.reading import FoundScales
 from calib.scales.derive import derive_scales
@@ -13,6 +15,8 @@ from calib.scales.scales import KVScales
 from calib.scales.stats_file import load_stats
 
 Read = tuple[KVScales, tuple[str, ...]]  # scales for E4M3, absmax / 448; notes on them
+# before, its exporter clamped scales below 1.0
+_MODELOPT_UNCLAMPED = Version("0.43")
 
 
 def from_nvfp4(found: FoundScales) -> Read | None:
@@ -43,7 +47,6 @@ def for_nvfp4(found: FoundScales) -> Read | None:
     An InputError where that is not known: scales may be other than absmax, clipped on purpose.
     """
     path = found.directory.path
-    producer = (found.directory.quantization or {}).get("producer")
     if (path / STATS_FILE).exists() and (path / CALIBRATION_FILE).exists():
         recipe = load_recipe(
             str(path / CALIBRATION_FILE),
@@ -57,9 +60,17 @@ def for_nvfp4(found: FoundScales) -> Read | None:
         )
         scales = derive_scales(load_stats(path), recipe)
         return scales, ("values were made from the absmax in the calibration's statistics",)
-    if isinstance(producer, dict) and producer.get("name") == "modelopt":
+    if _is_of_an_unclamped_modelopt(found):
         return None
     raise InputError(
         f"'{path}': whether its FP8 scales are absmax / 448 is not known, and values of an NVFP4 "
         "cache are made from absmax; calibrate the model again with that --format"
     )
+
+
+def _is_of_an_unclamped_modelopt(found: FoundScales) -> bool:
+    producer = (found.directory.quantization or {}).get("producer")
+    if not isinstance(producer, dict) or producer.get("name") != "modelopt":
+        return False
+    version = release(producer.get("version"))
+    return version is not None and version >= _MODELOPT_UNCLAMPED

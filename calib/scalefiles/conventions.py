@@ -48,7 +48,7 @@ def convention(directory: ScaleDirectory) -> Convention | None:
     name, said = producer.get("name"), producer.get(PRODUCER_KEY)
     if name == "fp8kv" and said in (LARGER, SMALLER):
         return Convention(said, "fp8kv wrote it so")
-    if name == "modelopt" and (version := _version(producer.get("version"))):
+    if name == "modelopt" and (version := release(producer.get("version"))):
         if version < _MODELOPT_CHANGED:
             return Convention(SMALLER, f"ModelOpt {version} writes it so")
         return Convention(
@@ -83,7 +83,8 @@ def _measured_divisor(layers: list[FoundLayer], amax: Amax) -> Divisor | None:
     return SMALLER if median(ratios) ** 2 > LARGER * SMALLER else LARGER
 
 
-def _version(said: object) -> Version | None:
+def release(said: object) -> Version | None:
+    """The release that a producer's version is of or comes before; None where it names none."""
     found = re.match(r"\d+\.\d+(?:\.\d+)?", str(said))
     try:
         return Version(found[0]) if found else None

@@ -1,12 +1,16 @@
 """`fp8kv generate --cache TYPE`: text on a cache that is simulated, and what refuses."""
 
+import json
+
 import pytest
+import torch
 from command_line import one_line_error
 from families import save_model, tiny_model
 from generation import PROMPT, as_json, continuation, generate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calib.caches.per_head import int8_per_token_head
+from calib.caches.rounding import rounding
 from fp8kv_runtime.hf import swap_attention
 
 VALUES = 3 * 2 * 2 * 16  # layers, K and V, KV heads, head_dim
@@ -36,6 +40,20 @@ def test_int8_is_what_attention_reads(tiny_directory):
     assert facts["bytes_per_token_16bit"] == 2 * VALUES
     assert facts["cache_bytes"] == (6 + 9 - 1) * (VALUES + SCALES)
     assert facts["block_size"] is None
+
+
+def test_lmdeploy_keeps_its_scales_in_the_dtype_of_the_config(tiny_llama, tmp_path, monkeypatch):
+    taken = []
+    monkeypatch.setattr(
+        "calib.generate.rounding",
+        lambda name, dtype: taken.append(dtype) or rounding(name, dtype=dtype),
+    )
+    directory = save_model(tiny_llama, tmp_path / "tiny")
+    config = json.loads((directory / "config.json").read_text())
+    config.pop("dtype", None)
+    (directory / "config.json").write_text(json.dumps(config | {"torch_dtype": "bfloat16"}))
+    as_json(directory, PROMPT, "--cache", "lmdeploy_int4", "--dtype", "float32")
+    assert taken == [torch.bfloat16]
 
 
 def test_a_coarser_cache_writes_other_text(tiny_directory):

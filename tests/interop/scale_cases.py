@@ -109,8 +109,7 @@ def scales(
     return make
 
 
-def heads(*values: float) -> list[list[list[float]]]:
-    """[H, 1, 1]."""
+def heads(*values: float) -> list[list[list[float]]]:  # [H, 1, 1]
     return [[[value]] for value in values]
 
 
@@ -119,19 +118,12 @@ def with_zero_points() -> Tensors:
     return made | {n.replace("_scale", "_zero_point"): torch.zeros(1) for n in made}
 
 
-def nothing() -> Tensors:
-    return {}
-
-
 CT, HEAD, OPT = compressed(), compressed(PER_HEAD), MODELOPT
 NO_GROUPS = compressed(PER_HEAD, config_groups=None)
-ABSENT = ("model-9.safetensors",)
 ONE = scales([0.02], [0.01])
-K2, V2 = heads(0.02, 0.03), heads(0.01, 0.015)
-Q4 = heads(0.04, 0.05, 0.06, 0.07)
+K2, V2, Q4 = heads(0.02, 0.03), heads(0.01, 0.015), heads(0.04, 0.05, 0.06, 0.07)
 PROJ = "{module}.{x}_proj.{x}_scale"
 QUARK = "{module}.{x}_proj.output_scale"
-
 # the values of an NVFP4 cache, as our formats write them, and as ModelOpt and AutoRound do
 NVFP4 = OPT | {"kv_cache_scheme": "NVFP4", "kv_cache_quant_algo": "NVFP4"}
 NO_KEY = OPT | {"kv_cache_scheme": "NVFP4"}
@@ -180,10 +172,10 @@ CASES = [
     Case("constant 1.0", CT, scales([1.0], [1.0]), "k v"),
     Case("not in the index", CT, ONE, "", indexed=False),
     Case("no index, two files", CT, ONE, "k v", index=False),
-    Case("a shard that is not there", CT, ONE, "refused", also_indexed=ABSENT),
+    Case("a shard that is not there", CT, ONE, "refused", also_indexed=("model-9.safetensors",)),
     Case("no quantization_config", None, ONE, "refused"),
-    Case("no scales, no quantization_config", None, nothing, ""),
-    Case("no scales", CT, nothing, ""),
+    Case("no scales, no quantization_config", None, dict, ""),
+    Case("no scales", CT, dict, ""),
     Case("compression_config", CT, ONE, "k v", key="compression_config"),
     Case("an unknown quant_method", {"quant_method": "nonsense"}, ONE, "refused"),
     Case("modelopt", OPT, scales(names=PROJ), "k v"),
@@ -200,7 +192,7 @@ CASES = [
     Case("modelopt, no quant_algo", OPT | {"quant_algo": None}, scales(names=PROJ), "refused"),
     Case("modelopt, no KV cache", OPT | {"kv_cache_scheme": None}, scales(names=PROJ), "k v"),
     Case("modelopt, tiles", OPT | {"quant_algo": "fp8_pb_wo"}, scales(names=PROJ), "k v"),
-    Case("modelopt, nothing", OPT, nothing, ""),
+    Case("modelopt, nothing", OPT, dict, ""),
     Case("NVFP4", NVFP4, scales(names=PROJ), "k v"),
     Case("NVFP4, compressed-tensors names", NVFP4, ONE, "k v"),
     Case("NVFP4, no kv_cache_quant_algo", NO_KEY, scales(names=PROJ), "k v"),
@@ -232,10 +224,8 @@ def write_case(case: Case, directory: Path) -> Path:
     for name, document in case.documents.items():
         (directory / name).write_text(json.dumps(document))
     weights, made = _weights(), case.tensors()
-    if not case.index:
-        save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    else:
-        save_file(weights, directory / "model-1.safetensors", {"format": "pt"})
+    weights_file = "model-1.safetensors" if case.index else "model.safetensors"
+    save_file(weights, directory / weights_file, {"format": "pt"})
     if made:
         save_file(made, directory / "scales.safetensors", {"format": "pt"})
     if case.index:

@@ -11,6 +11,13 @@ COMPRESSED = {
     "config_groups": {},
     "kv_cache_scheme": {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True},
 }
+NVFP4 = {  # of the cache alone, as ModelOpt writes it
+    "quant_method": "modelopt",
+    "quant_algo": "FP8",
+    "ignore": ["*"],
+    "kv_cache_scheme": "NVFP4",
+    "kv_cache_quant_algo": "NVFP4",
+}
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4}
 CONFIG |= {"num_key_value_heads": 2, "architectures": ["LlamaForCausalLM"]}
 NAMES = "{module}.{x}_scale"

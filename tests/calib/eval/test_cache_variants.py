@@ -161,8 +161,16 @@ def test_a_head_size_that_is_not_allowed(dims):
 
 
 def test_names_are_those_that_can_be_gated():
-    assert cache_names(["fp8", "nvfp4"]) == ["fp8", "nvfp4", "fp8, baked", "nvfp4, baked"]
+    assert cache_names(["fp8", "nvfp4"]) == ["nvfp4", "fp8, baked"]
+    assert cache_names(["int8_per_token_head"])[1:] == ["int8_per_token_head, baked"]
     assert set(CACHES) < set(cache_names(["all"]))
+
+
+def test_a_gate_on_a_row_that_cannot_be_is_refused_at_once(directory, monkeypatch):
+    monkeypatch.setattr("calib.eval.run.find_checkpoint", lambda _: pytest.fail("measured"))
+    for name in ("nvfp4, baked", "fp8"):
+        done = fp8kv("eval", directory, "--caches", "fp8,nvfp4", "--fail-if", f"{name}:kl>1")
+        one_line_error(done, f"'{name}'")
 
 
 def test_what_bake_refuses_has_no_baked_rows(tmp_path):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
 from families import save_model
-from scale_directories import model
+from scale_directories import NVFP4, model
 
 from calib.scalefiles.calibrations import read_amax
 from calib.scalefiles.folder import open_scales
@@ -14,13 +14,6 @@ from calib.scalefiles.reading import read_scales
 
 PROJ = "{module}.{x}_proj.{x}_scale"
 FORMATS = {"vllm": 448, "vllm-nvfp4": 448, "sglang-nvfp4": 2688}
-NVFP4 = {
-    "quant_method": "modelopt",
-    "quant_algo": "FP8",
-    "ignore": ["*"],
-    "kv_cache_scheme": "NVFP4",
-    "kv_cache_quant_algo": "NVFP4",
-}
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +64,26 @@ def test_fp8_scales_of_unknown_origin_are_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_modelopts_fp8_scales_are_absmax(tmp_path):
+def of_modelopt(directory, version):
     config = NVFP4 | {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
-    config |= {"kv_cache_quant_algo": "FP8", "producer": {"name": "modelopt", "version": "0.47.0"}}
-    source = model(tmp_path / "a", names=PROJ, config=config)
+    config |= {"kv_cache_quant_algo": "FP8", "producer": {"name": "modelopt", "version": version}}
+    return model(directory, names=PROJ, config=config)
+
+
+@pytest.mark.parametrize("version", ["0.43.0", "0.47.0"])
+def test_modelopts_fp8_scales_are_absmax(version, tmp_path):
+    source = of_modelopt(tmp_path / "a", version)
     done = fp8kv("convert", source, "--to", "sglang-nvfp4", "-o", tmp_path / "out")
     assert done.exit_code == 0, done.stderr
     six = {at: torch.tensor(value).div(6).item() for at, value in values_of(source).items()}
     assert values_of(tmp_path / "out") == six
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.42.0", None])
+def test_before_0_43_modelopt_clamped_fp8_scales(version, tmp_path):
+    source = of_modelopt(tmp_path / "a", version)
+    done = fp8kv("convert", source, "--to", "sglang-nvfp4", "-o", tmp_path / "out")
+    one_line_error(done, "whether its FP8 scales are absmax / 448 is not known")
 
 
 def test_values_of_unknown_convention_are_refused(tmp_path):
@@ -96,7 +101,9 @@ def test_what_modelopts_version_tells_is_said(tmp_path):
     assert values_of(tmp_path / "out") == six
 
 
-@pytest.mark.parametrize("flags", [("--observer", "mse"), ("--fp8-dtype", "e4m3fnuz")])
+@pytest.mark.parametrize(
+    "flags", [("--observer", "mse"), ("--observer", "percentile"), ("--fp8-dtype", "e4m3fnuz")]
+)
 def test_a_calibration_for_fp8s_grid_alone_is_refused(flags, tiny_directory, tmp_path):
     done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", "vllm-nvfp4", *flags)
     one_line_error(done, "format 'vllm-nvfp4' is made from absmax")

@@ -2,20 +2,13 @@
 
 import pytest
 from command_line import fp8kv
-from scale_directories import lines_of, model
+from scale_directories import NVFP4, lines_of, model
 
 from calib.scalefiles.conventions import compared, convention
 from calib.scalefiles.folder import open_scales
 from calib.scalefiles.reading import read_scales
 
 PROJ = "{module}.{x}_proj.{x}_scale"
-NVFP4 = {
-    "quant_method": "modelopt",
-    "quant_algo": "FP8",
-    "ignore": ["*"],
-    "kv_cache_scheme": "NVFP4",
-    "kv_cache_quant_algo": "NVFP4",
-}
 FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
 COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
 

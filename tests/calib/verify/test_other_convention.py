@@ -6,20 +6,13 @@ import pytest
 import torch
 from command_line import fp8kv
 from safetensors.torch import save_file
-from scale_directories import lines_of, model
+from scale_directories import NVFP4, lines_of, model
 
 from calib.scalefiles.folder import open_scales
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
 
 PROJ = "{module}.{x}_proj.{x}_scale"
-NVFP4 = {
-    "quant_method": "modelopt",
-    "quant_algo": "FP8",
-    "ignore": ["*"],
-    "kv_cache_scheme": "NVFP4",
-    "kv_cache_quant_algo": "NVFP4",
-}
 
 
 def written(directory, divisor, **changes):
