@@ -85,8 +85,8 @@ def recommend(
     full = by_name[REFERENCE]
     within = [each for each in found if _is_within(each, full, wish)] or [full]
     if wish.kl is not None:
-        least = min(each.bytes_per_token for each in within)
-        within = [each for each in within if each.bytes_per_token == least]
+        least = min((each.bytes_per_token, each.needs) for each in within)
+        within = [each for each in within if (each.bytes_per_token, each.needs) == least]
     chosen = by_name[simplest([each.name for each in within], measured, rows)]
     others = [each for each in found if each is not chosen]
     return Recommendation(
@@ -144,8 +144,9 @@ def _why(
         return "more bytes"
     if is_worse(measured[each.name], measured[chosen.name]):
         return "measurably worse"
-    same = "not measurably better"
-    return f"{same}, needs {_NEEDS[each.needs]}" if each.needs > chosen.needs else same
+    is_better = is_worse(measured[chosen.name], measured[each.name])
+    found = "measurably better" if is_better else "not measurably better"
+    return f"{found}, needs {_NEEDS[each.needs]}" if each.needs > chosen.needs else found
 
 
 def _figures(each: _Candidate, full: _Candidate) -> dict[str, object]:

@@ -72,9 +72,10 @@ FIELD = [
     ("budget", "expected"),
     [
         (0.5, "int4"),  # the cheapest
-        (0.03, "tensor"),  # none is within as well, as cheap, and measurably worse
+        (0.03, "none"),  # tensor is measurably better, and needs calibrated scales
         (0.01, "tensor"),
-        (0.005, "int8, baked"),
+        (0.005, "int8"),  # as cheap, and needs no baked weights
+        (0.0007, "int8, baked"),
         (0.0004, REFERENCE),
         (1e-9, REFERENCE),
     ],
@@ -86,6 +87,12 @@ def test_the_cheapest_within_a_budget(budget, expected):
     assert {each.cache for each in found.passed} == {
         name for name, *_ in [(REFERENCE,), *FIELD] if name != expected
     }
+
+
+def test_what_is_better_and_needs_more_is_named():
+    why = {each.cache: each.why for each in chosen(FIELD, kl=0.03).passed}
+    assert why["tensor"] == "measurably better, needs calibrated scales"
+    assert why["int8"] == "more bytes"
 
 
 def test_the_upper_end_of_the_interval_counts():
