@@ -206,8 +206,10 @@ def test_serve_lines_are_quoted_for_the_shell(tiny_directory, tmp_path):
     out = tmp_path / "it's out; rm"
     done = calibrate(tiny_directory, "-o", out, *FORMATS)
     assert done.exit_code == 0, done.stderr
-    assert commands_in(done.stdout, "vllm serve") == [str(out / "vllm"), str(out / "modelopt")]
-    for name in ("vllm", "aphrodite", "sglang", "tgi", "json", "trtllm"):
+    assert commands_in(done.stdout, "vllm serve") == [
+        str(out / name) for name in ("vllm", "modelopt", "vllm-nvfp4")
+    ]
+    for name in ("vllm", "aphrodite", "sglang", "tgi", "json", "trtllm", "sglang-nvfp4"):
         card = (out / name / "README.md").read_text()
         [command] = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)
         assert any(str(out / name) in word for word in shlex.split(command))

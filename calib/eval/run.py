@@ -106,10 +106,10 @@ def evaluate(
     opened = inputs.open_given(scales, checkpoint)
     setup = _loaded(checkpoint, config, recipe, progress)
     model = setup.model
-    shapes = layer_shapes(model)
-    types, left_out = wanted_types(wanted.caches, shapes)
     given = [Variant(n, "given with --scales", "given", of(model)) for n, of in opened.items()]
     data, material, warnings = inputs.load_material(setup, recipe, suite, scales)
+    shapes = layer_shapes(model)  # runs the model, whose tokens are checked now
+    types, left_out = wanted_types(wanted.caches, shapes)
     progress("calibrate")
     stats = inputs.calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
     about = inputs.describe(data, material, stats.tokens)

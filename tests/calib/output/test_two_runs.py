@@ -239,7 +239,7 @@ def test_every_command_knows_it_before_it_loads(
         monkeypatch.setattr(f"calib.{module}.load_model", lambda *_: pytest.fail("it was loaded"))
     (tmp_path / "file").write_text("x")
     (tmp_path / "dangling").symlink_to("gone")
-    monkeypatch.setattr("calib.rewrite.convert.existing_scales", lambda *_: make_scales())
+    monkeypatch.setattr("calib.rewrite.convert.existing_scales", lambda *_: (make_scales(), ()))
     done = fp8kv(*command.split(), tiny_directory, "-o", tmp_path / place)
     one_line_error(done, f"cannot write '{tmp_path / place}'", "choose another output")
     assert names(tmp_path) == ["dangling", "file", "tiny-llama"]
