@@ -14,7 +14,7 @@ from calib.model.checkpoint import Checkpoint
 from calib.model.config import making_sense
 from calib.model.devices import check_token_ids, input_device
 from calib.model.find import find_checkpoint
-from calib.model.load import fit_seq_len, load_config, load_model, load_tokenizer
+from calib.model.load import caches_latents, fit_seq_len, load_config, load_model, load_tokenizer
 from calib.model.quantized import quantization_notes
 from calib.offload.layerwise import LayerwiseModel, open_layers
 from calib.offload.memory import resolve_offload
@@ -24,6 +24,7 @@ from calib.output.finish import Destination, make_exports
 from calib.recipe import Recipe
 from calib.scalefiles.baked import baked_for
 from calib.scales.scales import KVScales, LayerScales
+from calib.scales.stats import check_latent
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,10 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     With batch size 'auto' each of `processes` gets a batch, if there are samples enough.
     """
     config = load_config(checkpoint, recipe)
+    if caches_latents(config):
+        check_latent(
+            strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys
+        )
     given = "seq_len" in recipe.data.model_fields_set
     seq_len, notes = fit_seq_len(config, recipe.data.seq_len, given=given)
     recipe = _with_data(recipe, seq_len=seq_len) if notes else recipe
@@ -96,6 +101,9 @@ def _with_data(recipe: Recipe, **changes: int) -> Recipe:
 def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -> None:
     # an export that must fail should do so before hours of calibration
     one = torch.ones(1)
-    layers = {name: LayerScales(m.layer_idx, one, one) for name, m in attention.cached.items()}
+    layers = {
+        name: LayerScales(m.layer_idx, one, one, latent=m.latent)
+        for name, m in attention.cached.items()
+    }
     scales = KVScales(recipe.strategy, recipe.fp8_dtype, layers, attention.shared)
     make_exports(scales, checkpoint, recipe)

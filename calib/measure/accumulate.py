@@ -67,9 +67,8 @@ class RunningLayer:
 
     def result(self) -> LayerStats:
         """The statistics, on the CPU."""
-        return LayerStats(
-            self.module.layer_idx, self.tokens, self.k.result(), self.v.result(), self.q.result()
-        )
+        parts = (self.k.result(), self.v.result(), self.q.result())
+        return LayerStats(self.module.layer_idx, self.tokens, *parts, self.module.latent)
 
 
 def _tokens(x: Tensor, valid: Tensor | None) -> Tensor:

@@ -1,7 +1,9 @@
 """Which modules cache K and V, proved on the model itself, and how to watch them.
 
 A short forward pass with a real cache shows what each layer stores. A module counts as cached
-attention only if the K and V handed to its attention function are bitwise what the cache holds.
+attention only if the K and V handed to its attention function are bitwise what the cache holds. Of
+multi-head latent attention (MLA), K is the latent and V is k_pe, the shared and rotated part of the
+keys; the model's own `expand_kv` makes of them what it attends to.
 """
 
 from collections.abc import Callable, Iterable
@@ -17,9 +19,10 @@ from calib.errors import UnsupportedModelError
 from calib.model.config import making_sense
 from calib.model.devices import input_device
 from calib.scales.scales import SharedAttention
-from fp8kv_runtime.hf import swap_attention
+from fp8kv_runtime.hf import is_latent, swap_attention
 
-# query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm
+# query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm; or the latent
+# [B, 1, T, R] and k_pe [B, 1, T, P]
 QKV = tuple[Tensor, Tensor, Tensor]
 Shape = tuple[int, int, int]  # KV heads, head_dim of K, of V
 QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
@@ -38,6 +41,7 @@ class CachedAttention:
     kv_repeat: int  # how often transformers repeats each KV head in its cache; engines never do
     head_dim: int  # of K
     v_head_dim: int
+    latent: bool = False  # caches a latent of `head_dim` and a k_pe of `v_head_dim` values (MLA)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def layer_shapes(model: PreTrainedModel) -> list[Shape]:
 
 
 def map_attention(model: PreTrainedModel) -> AttentionMap:
-    """Find the modules whose K and V the model caches; refuse encoders and compressed latents."""
+    """Find the modules whose K and V, or latent, the model caches; refuse encoders."""
     if model.config.is_encoder_decoder:
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported"
@@ -95,19 +99,25 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
 
 def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAttention | None:
     query, key, value = qkv
-    layer_idx = int(model.get_submodule(name).layer_idx)
+    module = model.get_submodule(name)
+    layer_idx, latent = int(module.layer_idx), is_latent(module)
     stored = _stored(cache, layer_idx)
     if stored is None:
         return None
     if not all(_is_tail(part, whole) for part, whole in zip(stored, (key, value), strict=True)):
         raise UnsupportedModelError(
-            f"{name} caches {list(stored[0].shape)} but attends to {list(key.shape)}: it stores "
-            "compressed latents (MLA), so it has no K and V per head that a scale could describe"
+            f"{name} caches {list(stored[0].shape)} but attends to {list(key.shape)}: it changes "
+            "K or V after they are cached, so what engines cache is not known"
+        )
+    if hasattr(module, "kv_b_proj") and not (latent and value.numel()):
+        raise UnsupportedModelError(
+            f"{name} is latent attention (MLA) of a kind that is not known: it has "
+            + ("no k_pe" if latent else "no expand_kv to tell the latent that engines cache")
         )
     repeat = _kv_repeat(model, key, value)
     heads, kv_heads = query.shape[1], key.shape[1] // repeat
     dims = (key.shape[-1], value.shape[-1])
-    return CachedAttention(name, layer_idx, heads, kv_heads, repeat, *dims)
+    return CachedAttention(name, layer_idx, heads, kv_heads, repeat, *dims, latent)
 
 
 def _shared(
@@ -122,7 +132,7 @@ def _shared(
 
 def _is_tail(stored: Tensor, attended: Tensor) -> bool:
     # a sliding-window layer keeps only its last tokens
-    # NaN weights are the calibration's business, not a reason to call this MLA
+    # NaN weights are the calibration's business, not a reason to refuse the model
     return torch.equal(stored.nan_to_num(), attended[:, :, -stored.shape[2] :].nan_to_num())
 
 

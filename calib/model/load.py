@@ -54,7 +54,7 @@ def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
 
 
 def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
-    """Refuse a model that caches no K and V per head; `document` is its config.json."""
+    """Refuse a model that caches no K and V; `document` is its config.json."""
     named = document.get("architectures")
     named = named if isinstance(named, list) else [named]
     names = [name for name in named if isinstance(name, str)] or [config.model_type]
@@ -67,11 +67,11 @@ def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
         raise UnsupportedModelError(
             f"{names[0]} is not a causal language model; give a ...ForCausalLM checkpoint"
         )
-    if getattr(config.get_text_config(decoder=True), "kv_lora_rank", None):
-        raise UnsupportedModelError(
-            f"{config.model_type} uses multi-head latent attention (MLA): it caches one compressed "
-            "latent per token, so it has no K and V per head that a scale could describe"
-        )
+
+
+def caches_latents(config: PreTrainedConfig) -> bool:
+    """Whether layers cache a latent instead of K and V per head (MLA), by the config."""
+    return bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
 
 
 def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:

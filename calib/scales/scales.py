@@ -19,6 +19,7 @@ class LayerScales:
     v: Tensor  # [1], [K] or [K, D] float32
     q: Tensor | None = None  # [1], [H] or [H, D] float32
     k_center: Tensor | None = None  # [K, D] float32, subtracted before storing; our runtime only
+    latent: bool = False  # K is the compressed latent, V the rotated k_pe, under one scale (MLA)
 
     def __post_init__(self) -> None:
         for name, scale in self.items():
@@ -57,6 +58,11 @@ class KVScales:
     def has_center(self) -> bool:
         """Whether something is subtracted from K before it is stored."""
         return any(layer.k_center is not None for layer in self.layers.values())
+
+    @property
+    def latent(self) -> bool:
+        """Whether a layer caches a latent instead of K and V per head (MLA)."""
+        return any(layer.latent for layer in self.layers.values())
 
     def with_shared(self) -> Mapping[str, LayerScales]:
         """All modules an engine asks about; one that shares a cache has its owner's scales.

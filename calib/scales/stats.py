@@ -4,7 +4,7 @@ Every entry merges by max or by sum, so batches, processes and runs combine in a
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -54,6 +54,14 @@ class LayerStats:
     k: TensorStats  # H = num_kv_heads
     v: TensorStats  # H = num_kv_heads
     q: TensorStats  # H = num_heads
+    latent: bool = False  # K is the compressed latent, V the rotated k_pe (MLA): H = 1
+
+    def jointly(self) -> TensorStats:
+        """K and V as one tensor of one head: of a latent and its k_pe, which share a scale."""
+        amax = torch.cat([each.amax.flatten() for each in (self.k, self.v)])[None]
+        if self.k.histogram is None or self.v.histogram is None:
+            return TensorStats(amax)
+        return TensorStats(amax, self.k.histogram + self.v.histogram)
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,11 @@ class KVStats:
     def tokens(self) -> int:
         """Tokens seen by each layer, padding excluded."""
         return max((layer.tokens for layer in self.layers.values()), default=0)
+
+    @property
+    def latent(self) -> bool:
+        """Whether a layer caches a latent instead of K and V per head (MLA)."""
+        return any(layer.latent for layer in self.layers.values())
 
     def tensors(self) -> dict[tuple[str, str, str], Tensor]:
         """Every tensor by (module name, "k", "v" or "q", field of `TensorStats`)."""
@@ -88,7 +101,7 @@ class KVStats:
                 TensorStats(**{at[2]: x for at, x in tensors.items() if at[:2] == (name, which)})
                 for which in "kvq"
             )
-            layers[name] = LayerStats(layer.layer_idx, count, k, v, q)
+            layers[name] = replace(layer, tokens=count, k=k, v=v, q=q)
         return KVStats(layers, self.shared)
 
     def merge(self, other: "KVStats") -> "KVStats":
@@ -119,8 +132,11 @@ class KVStats:
 
         Raises:
             CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at the ends.
-            InputError: keys are to be centred and their means were not collected.
+            InputError: keys are to be centred and their means were not collected; a layer that
+                caches a latent is to have more than its one scale.
         """
+        if self.latent:
+            check_latent(strategy=strategy, targets=targets, center_keys=center_keys)
 
         def scale(tensor: TensorStats, where: str, left: Tensor | None = None) -> Tensor:
             _check(tensor.amax, where)
@@ -142,6 +158,9 @@ class KVStats:
             return found
 
         def layer(name: str, seen: LayerStats) -> LayerScales:
+            if seen.latent:
+                both = scale(seen.jointly(), f"{name} latent and k_pe")
+                return LayerScales(seen.layer_idx, k=both, v=both, latent=True)
             center, left = centered(seen) if center_keys else (None, None)
             return LayerScales(
                 seen.layer_idx,
@@ -153,6 +172,21 @@ class KVStats:
 
         layers = {name: layer(name, seen) for name, seen in self.layers.items()}
         return KVScales(strategy, fp8_dtype, layers, self.shared)
+
+
+def check_latent(*, strategy: Strategy, targets: Targets, center_keys: bool) -> None:
+    """Refuse, for a model that caches latents (MLA), what its one scale per layer cannot be."""
+    given = [
+        strategy != "tensor" and f"--strategy {strategy}",
+        targets != "kv" and f"--targets {targets}",
+        center_keys and "--center-keys",
+    ]
+    if wrong := next(filter(None, given), None):
+        raise InputError(
+            f"{wrong}: this model caches one latent per token and layer (MLA), of which engines "
+            "make K and V of all heads, and they hold one scale for it; use --strategy tensor "
+            "--targets kv, without --center-keys"
+        )
 
 
 def centered(layer: LayerStats) -> tuple[Tensor, Tensor]:

@@ -30,6 +30,7 @@ def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = 
     tensors = {".".join(place): tensor for place, tensor in stats.tensors().items()}
     modules = {
         name: {"layer_idx": layer.layer_idx, "tokens": layer.tokens}
+        | ({"latent": True} if layer.latent else {})
         for name, layer in stats.layers.items()
     }
     shared = {name: asdict(module) for name, module in stats.shared.items()}
@@ -67,6 +68,7 @@ class _Strict(BaseModel):
 class _Module(_Strict):
     layer_idx: int = Field(ge=0)
     tokens: int = Field(ge=1, lt=2**63)
+    latent: bool = False
 
 
 class _Shared(_Strict):
@@ -124,9 +126,12 @@ def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) ->
             raise _damaged(where, f"{name}.{which} needs total, low and high, or none of them")
         return TensorStats(**found)  # type: ignore[arg-type]
 
-    layer = LayerStats(facts.layer_idx, facts.tokens, read("k"), read("v"), read("q"))
+    parts = (read("k"), read("v"), read("q"))
+    layer = LayerStats(facts.layer_idx, facts.tokens, *parts, facts.latent)
     if len(layer.k.amax) != len(layer.v.amax):
         raise _damaged(where, f"{name} has other heads in K than in V")
+    if layer.latent and len(layer.k.amax) != 1:
+        raise _damaged(where, f"{name} has {len(layer.k.amax)} heads, a latent has one")
     return layer
 
 

@@ -7,12 +7,11 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf.batch import Batch
-from fp8kv_runtime.hf.layers import Fp8CacheLayer, LayerScales, layer_of
+from fp8kv_runtime.hf.layers import STAND_INS, Fp8CacheLayer, LayerScales, layer_of
 from fp8kv_runtime.hf.swap import swap_attention
 from fp8kv_runtime.options import AttentionOptions
 
@@ -82,7 +81,8 @@ class _Session:
         self._block_size = block_size
         # models that bypass the attention interface are given all of K and V in their own dtype
         self.swaps = bool(model.get_decoder()._can_set_attn_implementation())
-        self._use_triton = _use_triton(model, backend, self.swaps)
+        latent = any(layer.latent for layer in layers)
+        self._use_triton = _use_triton(model, backend, self.swaps, latent)
         self._options: dict[tuple[Any, ...], AttentionOptions] = {}
         self._check_query_scales()
 
@@ -177,7 +177,8 @@ class _Session:
         lead = min(self._scales)
         for layer_idx, scales in self._scales.items():
             _check_convertible(cache, layer_idx)
-            cache.layers[layer_idx] = Fp8CacheLayer(
+            stand_in = STAND_INS[type(cache.layers[layer_idx])]
+            cache.layers[layer_idx] = stand_in(
                 batch, scales, leads=layer_idx == lead, restore=not self.swaps
             )
         return batch
@@ -195,10 +196,15 @@ class _Session:
                 )
 
 
-def _use_triton(model: PreTrainedModel, backend: Backend, swaps: bool) -> bool:
+def _use_triton(model: PreTrainedModel, backend: Backend, swaps: bool, latent: bool) -> bool:
     on_gpu = all(p.device.type == "cuda" for p in model.parameters())
     if backend != "triton":
-        return backend == "auto" and on_gpu and swaps
+        return backend == "auto" and on_gpu and swaps and not latent
+    if latent:
+        raise AttentionError(
+            f"{type(model).__name__} caches a latent (MLA), for which there is no Triton kernel; "
+            "use the torch backend"
+        )
     if not swaps:
         raise AttentionError(
             f"{type(model).__name__} calls attention itself and cannot be given kernels; "
@@ -213,7 +219,7 @@ def _use_triton(model: PreTrainedModel, backend: Backend, swaps: bool) -> bool:
 
 def _check_convertible(cache: Cache, layer_idx: int) -> None:
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if layer is None or type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+    if layer is None or type(layer) not in STAND_INS:
         raise AttentionError(
             f"layer {layer_idx} of the cache is {type(layer).__name__}; give generate a "
             "DynamicCache, or no cache at all"

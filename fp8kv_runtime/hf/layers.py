@@ -6,7 +6,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from fp8kv_runtime import reference
 from fp8kv_runtime.cache import PagedKVCache
@@ -28,10 +33,15 @@ class LayerScales(Protocol):
     def q(self) -> Tensor | None: ...  # noqa: D102
     @property
     def k_center(self) -> Tensor | None: ...  # noqa: D102
+    @property
+    def latent(self) -> bool: ...  # noqa: D102
 
 
 class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
-    """One attention layer of a transformers cache, in FP8 blocks."""
+    """One attention layer of a transformers cache, in FP8 blocks.
+
+    A token's latent and k_pe, which have one scale, lie there as one row, in two halves.
+    """
 
     is_sliding = False  # windows are the attention's business; every token is kept
     is_croppable = True
@@ -80,6 +90,20 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         With the Triton kernels that is K and V as they came, marked with this layer; else all of
         K and V that this layer holds, dequantised.
         """
+        if self.scales.latent:
+            return self._update_latent(key_states, value_states)
+        return self._update(key_states, value_states)
+
+    def _update_latent(self, latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the latent [B, 1, T, R] and k_pe [B, 1, T, P]; returns all that is held of both."""
+        row, rank = torch.cat([latent, k_pe], -1), latent.shape[-1]
+        if row.shape[-1] % 2:
+            raise AttentionError(f"a latent and k_pe of {row.shape[-1]} values: must be even")
+        halves = row.chunk(2, -1)
+        held = torch.cat(self._update(*halves), -1).to(latent.dtype)
+        return held[..., :rank], held[..., rank:]
+
+    def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
         rows, _, tokens, _ = key_states.shape
         if self._leads:
             self.batch.extend(rows, tokens)
@@ -140,6 +164,44 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def prefetch(self) -> None:
         """FP8 blocks stay where they are."""
+
+
+class Fp8IndexedLayer(Fp8CacheLayer):
+    """The same for sparse attention: keys of its indexer, [B, T, D], lie beside it as they are."""
+
+    indexer_keys: Tensor | None = None
+
+    def update_indexer(self, keys: Tensor) -> Tensor:
+        """Store the indexer's keys [B, T, D]; returns all of them."""
+        held = self.indexer_keys
+        self.indexer_keys = keys if held is None else torch.cat([held, keys], 1)
+        return self.indexer_keys
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, a number that is 0 or negative."""
+        super().crop(tokens_to_remove)
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[:, : self._length]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes row `beam_idx[i]`."""
+        super().reorder_cache(beam_idx)
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys[beam_idx.to(self.indexer_keys.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        if self.indexer_keys is not None:
+            self.indexer_keys = self.indexer_keys.repeat_interleave(repeats, 0)
+
+
+# what stands in for a layer of a transformers cache
+STAND_INS: dict[type, type[Fp8CacheLayer]] = {
+    DynamicLayer: Fp8CacheLayer,
+    DynamicSlidingWindowLayer: Fp8CacheLayer,
+    DynamicIndexedLayer: Fp8IndexedLayer,
+}
 
 
 def layer_of(key: Tensor) -> Fp8CacheLayer | None:

@@ -1,7 +1,9 @@
 """Stand in for a model's attention function, and leave no trace.
 
 transformers hands K, V and Q to one attention function after RoPE and QK-norm: what an engine
-caches. Models that call `scaled_dot_product_attention` themselves are met there instead.
+caches. Models that call `scaled_dot_product_attention` themselves are met there instead. Multi-head
+latent attention (MLA) caches a latent, from which `expand_kv` makes K and V for that function: it
+is put off, so that a replacement meets the latent.
 """
 
 import inspect
@@ -10,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -21,7 +23,8 @@ from transformers import (
 )
 
 # replacement(original, module, query, key, value, *args, **kwargs) -> what original returns
-# query [B, H, T, D]; key, value [B, K, T, D]
+# query [B, H, T, D]; key, value [B, K, T, D], of latent attention the latent [B, 1, T, R] and k_pe
+# [B, 1, T, P], the shared and rotated part of the keys
 Replacement = Callable[..., Any]
 
 
@@ -42,10 +45,13 @@ def swap_attention(
 @contextmanager
 def _swap_interface(decoder: nn.Module, replacement: Replacement) -> Iterator[None]:
     with ExitStack() as stack:
+        for module in filter(is_latent, decoder.modules()):
+            if "expand_kv" not in vars(module):  # or another stand-in put it off
+                module.expand_kv = _as_cached
+                stack.callback(delattr, module, "expand_kv")
         for config in _attention_configs(decoder):
             implementation = config._attn_implementation
-            # the original's name stays inside, for code that looks for "flash" in it
-            name = f"{implementation}_fp8kv_{id(replacement):x}"
+            name = _Name.of(implementation, replacement)
             AttentionInterface.register(name, _stand_in(implementation, replacement))
             stack.callback(AttentionInterface._global_mapping.pop, name, None)
             # without a mask function of the same name transformers drops the padding mask
@@ -58,9 +64,56 @@ def _swap_interface(decoder: nn.Module, replacement: Replacement) -> Iterator[No
         yield
 
 
+class _Name(str):
+    """A name of its own for a stand-in, which models take for that of the original.
+
+    They ask whether it is "eager" or "sdpa", or has "flash" in it, for instance to know whether
+    they must mask what their indexer leaves out.
+    """
+
+    original = ""
+
+    @classmethod
+    def of(cls, original: str, replacement: Replacement) -> "_Name":
+        name = cls(f"{original}_fp8kv_{id(replacement):x}")
+        name.original = original
+        return name
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True or other == self.original
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__  # tables find the stand-in
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Whether an attention module caches a latent, which its `expand_kv` turns into K and V."""
+    return callable(getattr(module, "expand_kv", None))
+
+
+def _as_cached(latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+    return latent, k_pe
+
+
+def _expanding(original: Replacement) -> Replacement:
+    """`original` for a module that is given its latent and k_pe."""
+
+    def attend(
+        module: nn.Module, query: Tensor, latent: Tensor, k_pe: Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        key, value = type(module).expand_kv(module, latent, k_pe)
+        return original(module, query, key, value, *args, **kwargs)
+
+    return attend
+
+
 def _stand_in(implementation: str, replacement: Replacement) -> Replacement:
     def attend(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         original = AttentionInterface._global_mapping.get(implementation) or _eager(module)
+        if is_latent(module) and not isinstance(implementation, _Name):
+            original = _expanding(original)
         return replacement(original, module, *args, **kwargs)
 
     return attend

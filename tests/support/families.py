@@ -70,6 +70,7 @@ SHARED_KV = {
     "intermediate_size": [96] * 3,
 }
 MLA = {
+    "num_key_value_heads": 4,
     "q_lora_rank": 16,
     "kv_lora_rank": 16,
     "qk_rope_head_dim": 8,
@@ -80,6 +81,34 @@ MLA = {
     "n_group": 1,
     "topk_group": 1,
     "num_experts_per_tok": 2,
+}
+_SPARSE = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
+_LINEAR_BEFORE = {"layer_types": ["linear_attention", "linear_attention", "full_attention"]}
+# multi-head latent attention; of `_SPARSE` ones an indexer chooses the tokens that are attended to
+LATENT: dict[str, dict] = {
+    family: MLA | options
+    for family, options in {
+        "deepseek_v2": {},
+        "deepseek_v3": {},
+        "deepseek_v32": _SPARSE,
+        "minicpm3": {},
+        "longcat_flash": {
+            "num_layers": 2,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
+            "moe_topk": 2,
+            "zero_expert_num": 2,
+            "head_dim": 8,
+        },
+        "kimi_linear": _LINEAR_BEFORE,
+        "bailing_hybrid": _LINEAR_BEFORE,
+        "glm4_moe_lite": {},
+        "glm_moe_dsa": _SPARSE,
+        "youtu": {},
+        "axk1": {},
+        "axk2": _SPARSE,
+        "hy_v4": _SPARSE,
+    }.items()
 }
 
 

@@ -4,7 +4,14 @@ import sys
 
 import pytest
 import torch
-from families import FAMILIES, HYBRIDS, MLA, SHARED_KV, tiny_model, tiny_vision_language_model
+from families import (
+    FAMILIES,
+    HYBRIDS,
+    LATENT,
+    SHARED_KV,
+    tiny_model,
+    tiny_vision_language_model,
+)
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
@@ -124,9 +131,43 @@ def test_a_layer_that_shares_kv_is_left_out_and_its_owner_named():
     assert mapped.shared == {"model.layers.2.self_attn": owner}
 
 
-def test_mla_is_refused_with_its_reason():
-    with pytest.raises(UnsupportedModelError, match=r"compressed latents \(MLA\)"):
-        map_attention(tiny_model("deepseek_v3", **MLA))
+@pytest.mark.parametrize("family", LATENT)
+def test_of_latent_attention_the_latent_and_k_pe_are_seen_as_they_are_cached(family):
+    model = tiny_model(family, **LATENT[family])
+    caching = list(map_attention(model).cached.values())
+    assert all(module.latent for module in caching)
+    cache = cached(model, DynamicCache(config=model.config))
+    for module, (_, latent, k_pe) in zip(caching, observed(model).values(), strict=True):
+        assert torch.equal(latent, cache.layers[module.layer_idx].keys)
+        assert torch.equal(k_pe, cache.layers[module.layer_idx].values)
+        assert (latent.shape[1:], k_pe.shape[1:]) == (
+            (1, latent.shape[2], 16),
+            (1, k_pe.shape[2], 8),
+        )
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_while_latents_are_watched_a_model_computes_the_same_bits(family):
+    model = tiny_model(family, **LATENT[family])
+    tokens = torch.arange(3, 51).view(2, 24)
+    mask = torch.ones_like(tokens)
+    mask[1, :5] = 0
+    with torch.inference_mode():
+        plain = model(tokens, attention_mask=mask).logits
+        with observe_qkv(model, lambda *_: None):
+            watched = model(tokens, attention_mask=mask).logits
+    assert torch.equal(plain, watched)
+    assert not any("expand_kv" in vars(module) for module in model.modules())
+
+
+def test_latent_attention_that_caches_k_and_v_of_heads_is_refused():
+    model = tiny_model("llama")
+    for layer in model.model.layers:
+        layer.self_attn.kv_b_proj = torch.nn.Linear(16, 64)
+    with pytest.raises(
+        UnsupportedModelError, match=r"latent attention \(MLA\) of a kind .* no expand"
+    ):
+        map_attention(model)
 
 
 def test_an_encoder_is_refused():
