@@ -1,8 +1,9 @@
 """SmolLM2 rewritten as a DeepSeek-V3 model: a real text model whose cache is latent.
 
-It computes the same function, in transformers alone: engines have no attention of its shape. The
-latent is the layer's input before `input_layernorm`'s weight: its RMS is 1. `k_pe` is the keys of
-all KV heads, rotated. The weights fit float32 and bfloat16; float16 has too small a range.
+It computes the same function, in transformers alone: vLLM 0.32 and SGLang 0.5.23 make any rope of
+DeepSeek-V3 yarn, and give `kv_a_layernorm` another eps. The latent is the layer's input before
+`input_layernorm`'s weight: its RMS is 1. `k_pe` is the keys of all KV heads, rotated. The weights
+fit float32 and bfloat16; float16 has too small a range.
 """
 
 import argparse
