@@ -1,6 +1,7 @@
 """Models that cache latents (MLA): their scales, recomputed in plain transformers, and who sums."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from calibrate_each import RECIPE
 from command_line import calibrate as calibrate_command
 from command_line import one_line_error
 from families import LATENT, save_model, tiny_model
+from quantized_models import edit_json
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
@@ -163,3 +165,16 @@ def test_statistics_of_latents_give_no_scales_per_head():
     stats = calibrate(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), batches(), MSE)
     with pytest.raises(InputError, match="one latent per token"):
         derive_scales(stats, MSE.model_copy(update={"strategy": "attn_head"}))
+
+
+def test_kimi_k2_is_read_as_the_deepseek_that_it_is(saved, tmp_path):
+    shutil.copytree(saved["deepseek_v3"], tmp_path / "kimi")
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    code |= {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    edit_json(tmp_path / "kimi" / "config.json", model_type="kimi_k2", auto_map=code)
+    for name, model in (("kimi", tmp_path / "kimi"), ("deepseek", saved["deepseek_v3"])):
+        run(str(model), load_recipe(None, RECIPE), tmp_path / "of" / name)
+    kimi, deepseek = (load_stats(tmp_path / "of" / name) for name in ("kimi", "deepseek"))
+    assert kimi.latent
+    for name, layer in deepseek.layers.items():
+        assert torch.equal(kimi.layers[name].jointly().amax, layer.jointly().amax)
