@@ -11,7 +11,7 @@ import torch
 from calibrate_each import RECIPE
 from command_line import calibrate as calibrate_command
 from command_line import one_line_error
-from families import LATENT, save_model, tiny_model
+from families import LATENT, mixed_model, save_model, tiny_model
 from quantized_models import edit_json
 from safetensors.torch import load_file
 from transformers import DynamicCache
@@ -134,6 +134,19 @@ def test_two_processes_change_no_bit_of_any_family(saved, tmp_path):
         )
         assert one.keys() == two.keys()
         assert all(torch.equal(one[name], two[name]) for name in one), family
+
+
+def test_layers_with_k_and_v_beside_latents_have_two_scales():
+    model = mixed_model()
+    stats = calibrate(model, batches(), load_recipe(None))
+    assert [layer.latent for layer in stats.layers.values()] == [True, False, True]
+    first, plain, _ = derive_scales(stats, load_recipe(None)).layers.values()
+    assert torch.equal(first.k, first.v)
+    cached = [layer.v.amax.max() / 448 for layer in stats.layers.values()]
+    assert plain.v == cached[1]
+    assert plain.k != plain.v
+    largest = largest_in_cache(model)
+    assert max(plain.k, plain.v).item() == pytest.approx(largest[1] / 448, rel=1e-6)
 
 
 def test_statistics_say_that_they_are_of_latents(tmp_path):
