@@ -39,11 +39,16 @@ def nvfp4_latent(latent: Tensor) -> Tensor:
 
     Raises an InputError where R is not a multiple of 16.
     """
+    rounded, scale = nvfp4_blocks(latent)
+    return (rounded * scale).reshape(latent.shape).to(latent.dtype)
+
+
+def nvfp4_blocks(latent: Tensor) -> tuple[Tensor, Tensor]:
+    """E2M1 [..., blocks, 16] and E4M3 scales [..., blocks, 1], as float32."""
     blocks = in_blocks(latent)
     amax = blocks.abs().amax(-1, keepdim=True)
-    scale = (amax * (1.0 / E2M1_MAX)).clamp(min=LEAST_BLOCK_SCALE)
-    scale = fp8_k_pe(scale)
-    return (e2m1(blocks * (1.0 / scale)) * scale).reshape(latent.shape).to(latent.dtype)
+    scale = fp8_k_pe((amax * (1.0 / E2M1_MAX)).clamp(min=LEAST_BLOCK_SCALE))
+    return e2m1(blocks * (1.0 / scale)), scale
 
 
 def fp8_k_pe(k_pe: Tensor) -> Tensor:
