@@ -26,9 +26,9 @@ from calib.output.checkpoint_directory import (
 from calib.output.in_place import back_up, complete, local_directory
 from calib.recipe import Recipe, load_recipe
 from calib.rescale.bake_card import write_card
-from calib.rescale.choosing import check_modules, factors_for_fp8, factors_for_int8
+from calib.rescale.choosing import check_modules, factors_for_fp8, factors_for_int8, per_part
 from calib.rescale.edits import FOR_FP8, FOR_INT8
-from calib.rescale.parameters import Factors
+from calib.rescale.products import Factors
 from calib.rescale.proof import Observed
 from calib.rescale.rescaling import Rescaling, check_no_scales, rescale
 from calib.scalefiles.baked import baked_for, weights_digest
@@ -219,7 +219,7 @@ def _choose(
     fixed = {"strategy": "attn_head", "center_keys": False, "fp8_dtype": _fp8_type(report)}
     fixed |= {"headroom": headroom, "observer": {"name": "absmax"}}
     recipe = load_recipe(None, report["recipe"] | fixed)
-    return factors_for_fp8(derive_scales(stats, recipe), model, modules)
+    return factors_for_fp8(derive_scales(per_part(stats), recipe), model, modules)
 
 
 def _fp8_type(report: dict[str, Any]) -> FP8Name:

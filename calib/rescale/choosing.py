@@ -1,6 +1,7 @@
 """Factors of K and V from what was measured: for FP8 at scale 1.0, and for integers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,7 +10,8 @@ from transformers import PreTrainedModel
 from calib.errors import InputError
 from calib.measure.attention import CachedAttention
 from calib.rescale.pairs import rotated_pairs
-from calib.rescale.parameters import Factors, LayerFactors, shares_k
+from calib.rescale.parameters import shares_k
+from calib.rescale.products import Factors, LayerFactors
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats, LayerStats
 
@@ -24,7 +26,7 @@ def factors_for_fp8(
 ) -> Factors:
     """Powers of two, per KV head where the weights allow it, that bring scales into (1/2, 1].
 
-    `scales` are those of the model per KV head.
+    `scales` are those of the model per KV head, of `per_part` statistics.
     """
     found = {}
     for name, module in modules.items():
@@ -39,6 +41,12 @@ def factors_for_fp8(
     return found
 
 
+def per_part(stats: KVStats) -> KVStats:
+    """The statistics with latents and k_pe as K and V of one head each, to get a scale of each."""
+    layers = {name: replace(layer, latent=False) for name, layer in stats.layers.items()}
+    return replace(stats, layers=layers)
+
+
 def factors_for_int8(
     stats: KVStats,
     model: PreTrainedModel,
@@ -49,8 +57,12 @@ def factors_for_int8(
     """Factors that bring the channels of a KV head nearer to its largest one.
 
     K's are of RoPE pairs, V's of channels: a power of `largest / amax`, rounded to a power of two
-    unless `any_factor`.
+    unless `any_factor`. InputError for a model that caches latents.
     """
+    if stats.latent:
+        raise InputError(
+            "integers hold K and V per head, and no engine holds a latent (MLA) so; use --for fp8"
+        )
     pairs: dict[object, Tensor] = {}
     found = {}
     for name, module in modules.items():

@@ -17,7 +17,8 @@ from calib.model.layouts.coded import CodedWeight
 from calib.model.quantized import find_layout
 from calib.model.stored import StoredTensor, stored_tensors
 from calib.rescale.coded_factors import NotHeld, rescaled_parts, rounds_inputs
-from calib.rescale.parameters import Factors, LayerFactors, Rescaled, rescaled_parameters
+from calib.rescale.parameters import rescaled_parameters
+from calib.rescale.products import Factors, LayerFactors, Rescaled
 from calib.rescale.shards import Edit, exact_product
 
 # factors [K, D] of a layer -> others, that more weights hold

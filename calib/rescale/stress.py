@@ -22,7 +22,7 @@ from calib.model.find import find_checkpoint
 from calib.model.quantized import find_layout
 from calib.output.checkpoint_directory import check_output, write_json
 from calib.recipe import load_recipe
-from calib.rescale.parameters import LayerFactors
+from calib.rescale.products import LayerFactors
 from calib.rescale.proof import PROBE_TOKENS
 from calib.rescale.rescaling import check_no_scales, rescale
 from calib.scalefiles.file_names import STRESS_FILE
