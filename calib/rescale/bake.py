@@ -26,7 +26,13 @@ from calib.output.checkpoint_directory import (
 from calib.output.in_place import back_up, complete, local_directory
 from calib.recipe import Recipe, load_recipe
 from calib.rescale.bake_card import write_card
-from calib.rescale.choosing import check_modules, factors_for_fp8, factors_for_int8, per_part
+from calib.rescale.choosing import (
+    check_modules,
+    check_purpose,
+    factors_for_fp8,
+    factors_for_int8,
+    per_part,
+)
 from calib.rescale.edits import FOR_FP8, FOR_INT8
 from calib.rescale.products import Factors
 from calib.rescale.proof import Observed
@@ -103,6 +109,7 @@ def bake(
         check_output(output, measured, overwrite=overwrite, what="calibration")
     _check_bakeable(checkpoint, in_place=in_place)
     stats, report = load_measured(scales)
+    check_purpose(stats, purpose)
     _check_measured(scales, report, stats, name, checkpoint)
     recipe = load_recipe(None, {**overrides, "device": "cpu"})
     _check_dtype(recipe, checkpoint, any_factor)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from calib.choices import Purpose
 from calib.errors import InputError
 from calib.measure.attention import CachedAttention
 from calib.rescale.pairs import rotated_pairs
@@ -57,12 +58,8 @@ def factors_for_int8(
     """Factors that bring the channels of a KV head nearer to its largest one.
 
     K's are of RoPE pairs, V's of channels: a power of `largest / amax`, rounded to a power of two
-    unless `any_factor`. InputError for a model that caches latents.
+    unless `any_factor`.
     """
-    if stats.latent:
-        raise InputError(
-            "integers hold K and V per head, and no engine holds a latent (MLA) so; use --for fp8"
-        )
     pairs: dict[object, Tensor] = {}
     found = {}
     for name, module in modules.items():
@@ -75,6 +72,15 @@ def factors_for_int8(
         each = (_evened(amax, any_factor) for amax in (k, stats.layers[name].v.amax))
         found[name] = LayerFactors(*each)
     return found
+
+
+def check_purpose(stats: KVStats, purpose: Purpose) -> None:
+    """Refuse integers for a model that caches latents."""
+    if stats.latent and purpose == "int8":
+        raise InputError(
+            "--for int8: this model caches latents (MLA), which no engine holds as integers: these "
+            "are of K and V per head; use --for fp8"
+        )
 
 
 def check_modules(stats: KVStats, modules: Mapping[str, CachedAttention], given: str) -> None:

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from calib.choices import Purpose
 from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
-from calib.rescale.choosing import factors_for_fp8, factors_for_int8, per_part
+from calib.rescale.choosing import check_purpose, factors_for_fp8, factors_for_int8, per_part
 from calib.rescale.edits import FOR_FP8, FOR_INT8, Editing, fitting
 from calib.rescale.parameters import cached_attention, rescaled_parameters
 from calib.rescale.products import LayerFactors
@@ -25,6 +25,7 @@ def baked_factors(
 
     InputError or UnsupportedModelError where `bake` refuses the model, or has nothing to change.
     """
+    check_purpose(stats, purpose)
     check_no_scales(checkpoint)
     modules = cached_attention(model)
     if purpose == "fp8":
