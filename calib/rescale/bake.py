@@ -60,6 +60,7 @@ class Baked:
     dtype: str  # of the weights: auto, the source's, or float32
     short: tuple[float, float]  # octaves by which a head's factor is too small at most, in K and V
     kl: float  # nats per token by which the outputs differ; 0 if exact
+    latent: bool = False  # K are latents, V k_pe (MLA), in at least one layer
     backup: Path | None = None  # of the files that were replaced in place
 
     def to_json(self) -> dict[str, Any]:
@@ -74,6 +75,7 @@ class Baked:
             "dtype": self.dtype,
             "kl": self.kl,
             "layers": self.layers,
+            "latent": self.latent,
             "layers_with_factors_per_head": {"k": k, "v": v},
             "octaves_short": {"k": k_short, "v": v_short},
             "changed": self.changed,
@@ -122,7 +124,7 @@ def bake(
             checkpoint, scratch, recipe, choose, what=f"'{name}' cannot be baked",
             coarser=FOR_FP8 if purpose == "fp8" else FOR_INT8, exact=not any_factor,
         )  # fmt: skip
-        baked = _summed(name, output, purpose, recipe.dtype, not any_factor, done)
+        baked = _summed(name, output, purpose, recipe.dtype, not any_factor, done, stats.latent)
         _check_fits(scales, baked, done.after)
         _describe(baked, checkpoint, scratch, done, report)
         if in_place:
@@ -132,11 +134,17 @@ def bake(
 
 
 def _summed(
-    name: str, output: Path, purpose: Purpose, dtype: str, exact: bool, done: Rescaling
+    name: str,
+    output: Path,
+    purpose: Purpose,
+    dtype: str,
+    exact: bool,
+    done: Rescaling,
+    latent: bool,
 ) -> Baked:
     return Baked(
         name, output, purpose, exact, done.changed, done.per_head, len(done.factors), dtype,
-        done.short, done.kl,
+        done.short, done.kl, latent,
     )  # fmt: skip
 
 
@@ -163,7 +171,7 @@ def _check_fits(given: Path, baked: Baked, after: Observed) -> None:
     largest = max(map(after.amax, "kv"))  # other text may go a little beyond
     if baked.purpose == "fp8" and largest > 2 * FP8_MAX["e4m3fn"]:
         raise InputError(
-            f"K or V reaches {largest:g} at 1.0, beyond FP8: '{given}' is not of this model, or "
+            f"{'A latent or k_pe' if baked.latent else 'K or V'} reaches {largest:g} at 1.0, beyond FP8: '{given}' is not of this model, or "
             "saw too little text; calibrate again"
         )
 
