@@ -169,9 +169,10 @@ def _check_fits(given: Path, baked: Baked, after: Observed) -> None:
             f"'{baked.model}' is as an {baked.purpose} cache wants it: nothing to bake"
         )
     largest = max(map(after.amax, "kv"))  # other text may go a little beyond
+    parts = "a latent or k_pe" if baked.latent else "K or V"
     if baked.purpose == "fp8" and largest > 2 * FP8_MAX["e4m3fn"]:
         raise InputError(
-            f"{'A latent or k_pe' if baked.latent else 'K or V'} reaches {largest:g} at 1.0, beyond FP8: '{given}' is not of this model, or "
+            f"{parts} reaches {largest:g} at 1.0, beyond FP8: '{given}' is not of this model, or "
             "saw too little text; calibrate again"
         )
 

@@ -26,8 +26,8 @@ def write_card(
     lines = [
         f"# {baked['model']}, baked for an {baked['for'].upper()} KV cache",
         "",
-        f"Made by `fp8kv bake --for {baked['for']}`: factors were moved {moved}. {same} Measured on "
-        f"{dataset['tokens']} tokens of {dataset['source']}.",
+        f"Made by `fp8kv bake --for {baked['for']}`: factors were moved {moved}. {same} "
+        f"Measured on {dataset['tokens']} tokens of {dataset['source']}.",
         "",
         *_serving(baked, path),
         "",
