@@ -1,11 +1,20 @@
 """`fp8kv bake` of latent attention (MLA): 1.0 becomes right for the latent and k_pe together."""
 
+import json
+
 import pytest
 import torch
 from baking import TOKENS, bake, calibrated, in_float32
+from command_line import fp8kv, one_line_error
 from families import LATENT, save_model, tiny_model
+from safetensors.torch import load_file
 from transformers import DynamicCache
 
+from calib.errors import InputError, UnsupportedModelError
+from calib.model.checkpoint import open_checkpoint
+from calib.rescale import latent, parameters
+from calib.rescale.in_memory import baked_factors
+from calib.rescale.stress import Factors
 from calib.scales.stats_file import load_stats
 
 FLAGS = ("--strategy", "tensor", "--format", "fp8kv")
@@ -69,3 +78,116 @@ def test_scale_one_becomes_right(model_type, tmp_path):
     assert torch.equal(after, amax(before) * factors)
     assert after.min() > 224
     assert after.max() <= 448
+
+
+def test_biases_take_the_factor_of_k_pe_alone(tmp_path):
+    source = latent_directory(tmp_path / "source", "deepseek_v3", attention_bias=True)
+    before = calibrated(source, tmp_path / "before", *FLAGS)
+    done = bake(source, before, tmp_path / "baked", "--for", "fp8", "--json")
+    name = "model.layers.0.self_attn.kv_a_proj_with_mqa.bias"
+    assert name in json.loads(done.stdout)["changed"]
+    old, new = (load_file(tmp_path / d / "model.safetensors")[name] for d in ("source", "baked"))
+    rank = LATENT["deepseek_v3"]["kv_lora_rank"]
+    assert torch.equal(old[:rank], new[:rank])
+    assert len((new[rank:] / old[rank:]).unique()) == 1
+    assert torch.equal(cached(source)[0], cached(tmp_path / "baked")[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_queries_without_a_latent_of_their_own(dtype, tmp_path):
+    source = latent_directory(tmp_path / "source", "deepseek_v3", dtype=dtype, q_lora_rank=None)
+    before = calibrated(source, tmp_path / "before", *FLAGS)
+    done = bake(source, before, tmp_path / "baked", "--for", "fp8", "--json")
+    assert "model.layers.0.self_attn.q_proj.weight" in json.loads(done.stdout)["changed"]
+    assert torch.equal(cached(source)[0], cached(tmp_path / "baked")[0])
+    assert amax(calibrated(tmp_path / "baked", tmp_path / "after", *FLAGS)).min() > 224
+
+
+def test_what_is_said(tmp_path):
+    source = latent_directory(tmp_path / "source", "deepseek_v2")
+    scales = calibrated(source, tmp_path / "scales", *FLAGS)
+    baked = tmp_path / "baked"
+    shown = bake(source, scales, baked, "--for", "fp8").stdout
+    assert "one factor for the latent and one for k_pe in each of 3 layers" in shown
+    said = json.loads((baked / "fp8kv_bake.json").read_text())
+    assert said["latent"]
+    assert said["layers_with_factors_per_head"] == {"k": 0, "v": 0}
+    assert said["octaves_short"] == {"k": 0, "v": 0}
+    card = (baked / "README.md").read_text()
+    assert "moved into latents and k_pe, from queries and what reads latents" in card
+    assert f"vllm serve {baked} --kv-cache-dtype fp8\n" in card
+    assert "lmdeploy" not in card  # where latents were not tried
+    verified = fp8kv("verify", baked)
+    assert verified.exit_code == 0
+    assert "baked: right at 1.0" in " ".join(verified.stdout.split())
+    against = calibrated(baked, tmp_path / "again", *FLAGS)
+    assert fp8kv("verify", baked, "--against", against).exit_code == 0
+    one_line_error(bake(baked, against, tmp_path / "no", "--for", "fp8"), "is baked for fp8")
+
+
+def test_integers_are_refused(tmp_path):
+    source = latent_directory(tmp_path / "source", "deepseek_v3")
+    scales = calibrated(source, tmp_path / "scales", *FLAGS)
+    done = bake(source, scales, tmp_path / "out", "--for", "int8")
+    one_line_error(done, "caches latents (MLA), which no engine holds as integers", "--for fp8")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("forget", "problem"),
+    [
+        ("kv_a_layernorm.weight", "K of model.layers.0.self_attn is not the source's"),
+        ("kv_a_proj_with_mqa.weight", "V of model.layers.0.self_attn is not the source's"),
+        ("kv_b_proj.weight", "is not the source's"),
+        ("q_b_proj.weight", "is not the source's"),
+    ],
+)
+def test_a_weight_that_is_forgotten_is_found(forget, problem, tmp_path, monkeypatch):
+    source = latent_directory(tmp_path / "source", "deepseek_v3")
+    scales = calibrated(source, tmp_path / "scales", *FLAGS)
+
+    def forgetful(*args):
+        return (each for each in latent.of_latent(*args) if each.inner != forget)
+
+    monkeypatch.setattr(parameters, "of_latent", forgetful)
+    done = bake(source, scales, tmp_path / "out", "--for", "fp8")
+    one_line_error(done, problem, "Nothing was written")
+
+
+@pytest.mark.parametrize("lacking", ["kv_a_layernorm", "kv_b_proj", "qk_nope_head_dim"])
+def test_a_module_that_is_not_known(lacking):
+    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
+    name, module = next(iter(parameters.cached_attention(model).items()))
+    factors = {name: Factors(2.0, 0.5).of(module)}
+    delattr(model.get_submodule(name), lacking)
+    with pytest.raises(UnsupportedModelError, match=f"has no .*{lacking}"):
+        parameters.rescaled_parameters(model, {name: module}, factors)
+
+
+def test_a_norm_of_k_pe_takes_its_factor():
+    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
+    name, module = next(iter(parameters.cached_attention(model).items()))
+    attention, factors = model.get_submodule(name), {name: Factors(2.0, 0.5).of(module)}
+    attention.k_rope_only_layernorm = type(attention.kv_a_layernorm)(module.v_head_dim)
+    changes = parameters.rescaled_parameters(model, {name: module}, factors)
+    assert {each.inner: each.factor.min().item() for each in changes} == {
+        "kv_a_layernorm.weight": 2,
+        "k_rope_only_layernorm.weight": 0.5,
+        "q_b_proj.weight": 2,
+        "kv_b_proj.weight": 0.25,
+    }
+
+
+@torch.inference_mode()
+def test_the_factors_that_an_evaluation_takes_are_those(tmp_path):
+    source = latent_directory(tmp_path / "source", "deepseek_v3", dtype=torch.float32)
+    scales = calibrated(source, tmp_path / "scales", *FLAGS)
+    assert bake(source, scales, tmp_path / "baked", "--for", "fp8").exit_code == 0
+    said = json.loads((tmp_path / "baked" / "fp8kv_bake.json").read_text())["factors"]
+    model, checkpoint = in_float32(source), open_checkpoint(source)
+    found = baked_factors(model, checkpoint, load_stats(scales), "fp8")
+    for layer, module in zip(found.values(), said.values(), strict=True):
+        assert layer.k.unique().tolist() == module["k"]
+        assert layer.v.unique().tolist() == module["v"]
+    with pytest.raises(InputError, match="no engine holds as integers"):
+        baked_factors(model, checkpoint, load_stats(scales), "int8")
