@@ -137,16 +137,7 @@ def stress(
         )
     checkpoint = find_checkpoint(name)
     check_output(output, checkpoint.path, overwrite=overwrite)
-    if find_quantization_config(checkpoint.config) is not None:
-        raise InputError(
-            f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
-            "quantised weights cannot be multiplied exactly"
-        )
-    if find_layout(checkpoint):
-        raise InputError(
-            f"the weights of '{checkpoint.path}' are quantised, so they cannot be multiplied "
-            "exactly; give the model it was made from"
-        )
+    _check_plain(checkpoint)
     check_no_scales(checkpoint)
     latent = caches_latents(load_config(checkpoint, recipe))
     factors = Factors.chosen(k_factor, v_factor, latent=latent)
@@ -166,6 +157,20 @@ def stress(
         write_json(scratch / STRESS_FILE, twin.to_json())
         (scratch / "README.md").write_text(_card(twin))
     return twin
+
+
+def _check_plain(checkpoint: Checkpoint) -> None:
+    """Refuse quantised weights."""
+    if find_quantization_config(checkpoint.config) is not None:
+        raise InputError(
+            f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
+            "quantised weights cannot be multiplied exactly"
+        )
+    if find_layout(checkpoint):
+        raise InputError(
+            f"the weights of '{checkpoint.path}' are quantised, so they cannot be multiplied "
+            "exactly; give the model it was made from"
+        )
 
 
 def parse_factor(text: str, flag: str) -> float:

@@ -1,6 +1,8 @@
 """`fp8kv bake` of latent attention (MLA): 1.0 becomes right for the latent and k_pe together."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from calib.rescale.in_memory import baked_factors
 from calib.rescale.stress import Factors
 from calib.scales.stats_file import load_stats
 
+DOCS = Path(__file__).parents[3] / "docs" / "bake.md"
 FLAGS = ("--strategy", "tensor", "--format", "fp8kv")
 # what the latent and k_pe of one layer after the other are multiplied by
 SIZES = ((0.003, 9000.0), (3000.0, 0.002), (0.7, 40.0), (1.3, 0.9))
@@ -123,6 +126,22 @@ def test_what_is_said(tmp_path):
     against = calibrated(baked, tmp_path / "again", *FLAGS)
     assert fp8kv("verify", baked, "--against", against).exit_code == 0
     one_line_error(bake(baked, against, tmp_path / "no", "--for", "fp8"), "is baked for fp8")
+
+
+def test_the_docs_name_every_family():
+    [section] = re.findall(r"## Latent attention\n(.*?)\n## ", DOCS.read_text(), re.DOTALL)
+    named = set(re.findall(r"`(\w+)`", section[section.index("The tests bake") :]))
+    assert named == LATENT.keys()
+
+
+def test_scales_of_another_model(tmp_path):
+    source = latent_directory(tmp_path / "source", "deepseek_v3")
+    scales = calibrated(source, tmp_path / "scales", *FLAGS)
+    assert fp8kv("stress", source, "-o", tmp_path / "twin").exit_code == 0
+    done = bake(tmp_path / "twin", scales, tmp_path / "out", "--for", "fp8")
+    one_line_error(done, "kv_a_layernorm.weight' differs")
+    other = latent_directory(tmp_path / "other", "deepseek_v3", kv_lora_rank=24)
+    assert bake(other, scales, tmp_path / "out", "--for", "fp8").exit_code == 2
 
 
 def test_integers_are_refused(tmp_path):
