@@ -22,7 +22,7 @@ from calib.model.find import find_checkpoint
 from calib.model.load import check_positions, load_config, load_model, load_tokenizer, served_dtype
 from calib.model.quantized import quantization_notes
 from calib.recipe import load_recipe
-from calib.scales.scales import KVScales, LayerScales
+from calib.scales.scales import KVScales
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import Backend, fp8_attention, paged_cache
 
@@ -186,10 +186,7 @@ def _applied(
 
 def unit_scales(model: PreTrainedModel) -> KVScales:
     """Scale 1.0 for every attention module that caches K and V: what engines do without scales."""
-    one = torch.ones(1)
-    cached = map_attention(model).cached.items()
-    layers = {name: LayerScales(module.layer_idx, one, one) for name, module in cached}
-    return KVScales("tensor", "e4m3fn", layers)
+    return map_attention(model).unit_scales()
 
 
 def _open_scales(checkpoint: Checkpoint, scales: str | None) -> Opened:

@@ -4,7 +4,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 
-import torch
 from transformers import PreTrainedModel
 
 from calib.data import CalibrationData, load_data, shared_batch_size
@@ -23,7 +22,6 @@ from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, make_exports
 from calib.recipe import Recipe
 from calib.scalefiles.baked import baked_for
-from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import check_latent
 
 
@@ -100,10 +98,4 @@ def _with_data(recipe: Recipe, **changes: int) -> Recipe:
 
 def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -> None:
     # an export that must fail should do so before hours of calibration
-    one = torch.ones(1)
-    layers = {
-        name: LayerScales(m.layer_idx, one, one, latent=m.latent)
-        for name, m in attention.cached.items()
-    }
-    scales = KVScales(recipe.strategy, recipe.fp8_dtype, layers, attention.shared)
-    make_exports(scales, checkpoint, recipe)
+    make_exports(attention.unit_scales(recipe.strategy, recipe.fp8_dtype), checkpoint, recipe)

@@ -28,7 +28,7 @@ class LayerError(NamedTuple):
     power: Tensor  # [documents, H] squared attention output
     saturated: Tensor  # [documents, 2, K] values beyond the format's largest
     underflowed: Tensor  # [documents, 2, K] values that became 0
-    values: Tensor  # [documents] per head, of each of K and V
+    values: Tensor  # [documents, 2] per head, of K and of V
     amax: Tensor  # [documents, 2, K] largest |x| / scale
 
 
@@ -109,7 +109,7 @@ def _layer_error(
     counts = (torch.stack(pair)[None].cpu() for pair in zip(*counted, strict=True))
     saturated, underflowed, amax = counts
     error, power = (x.square().sum((0, 2))[None].double().cpu() for x in (other - out, out))
-    values = torch.tensor([key.shape[2] * key.shape[3]])
+    values = torch.tensor([[x.shape[2] * x.shape[3] for x in (key, value)]])
     return LayerError(error, power, saturated, underflowed, values, amax)
 
 
@@ -131,7 +131,7 @@ def _histogram(x: Tensor) -> Tensor:
 def layer_row(layer_idx: int, layer: LayerError, scales: LayerScales) -> LayerRow:
     """Errors of one layer, shares of its values, and its scales."""
     heads = (layer.error.sum(0) / layer.power.sum(0).clamp(min=1e-30)).sqrt()
-    values = layer.values.sum()
+    values = layer.values.sum(0)[:, None]
     return LayerRow(
         layer_idx=layer_idx,
         rel_rms_layer=_over_heads(layer),

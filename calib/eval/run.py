@@ -41,7 +41,7 @@ from calib.model.load import load_config, load_model, load_tokenizer
 from calib.model.quantized import quantization_notes
 from calib.output.card import versions
 from calib.recipe import EvaluationRecipe, Recipe
-from calib.scales.stats import KVStats
+from calib.scales.stats import LATENT_NOTE, KVStats
 from calib.text import Condition, parse_condition
 from fp8kv_runtime.errors import AttentionError
 
@@ -112,6 +112,7 @@ def evaluate(
     types, left_out = wanted_types(wanted.caches, shapes)
     progress("calibrate")
     stats = inputs.calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
+    notes += [LATENT_NOTE] if stats.latent else []
     about = inputs.describe(data, material, stats.tokens)
     conditions = _conditions(setup, model_name, suite, about, shapes)
     variants = _static(setup, recipe, stats)
@@ -173,7 +174,14 @@ def _static(setup: Setup, recipe: Recipe, stats: KVStats) -> list[Variant]:
     """The variants with scales that are wanted, and the controls."""
     names = _built_in(recipe.evaluation)
     random = inputs.calibrate_on_random_tokens(setup, recipe) if "random" in names else stats
-    return [variant for variant in build_variants(stats, random) if variant.name in names]
+    made = build_variants(stats, random)
+    asked = {*(recipe.evaluation.variants or ())}
+    if missing := asked - {variant.name for variant in made}:
+        raise InputError(
+            f"--variants {min(missing)}: this model caches latents (MLA), which have one scale per "
+            f"layer; choose from {', '.join(v.name for v in made if v.kind != 'control')}"
+        )
+    return [variant for variant in made if variant.name in names]
 
 
 def _built_in(wanted: EvaluationRecipe) -> tuple[str, ...]:

@@ -96,6 +96,8 @@ UNCHANGED = Variant(REFERENCE, "the model's own cache", "reference")
 
 def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
     """Make all variants, controls first, from statistics with means and histograms."""
+    if stats.latent:
+        return _of_latents(stats, random_stats)
     absmax = partial(stats.scales, observer=AbsMax(), targets="qkv")
     tensor, head = absmax(strategy="tensor"), absmax(strategy="attn_head")
     e5m2 = absmax(strategy="tensor", fp8_dtype="e5m2")
@@ -116,6 +118,25 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
         Variant("qkv", "queries in FP8 as well, one scale per head", "fp8", head, "qkv"),
         Variant("channel+k_center", "per channel, K's mean subtracted", "fp8", centred),
         Variant("k only+k_center", "K alone, per channel, mean subtracted", "fp8", centred, "k"),
+        Variant("random", "one scale per layer, from random token ids", "fp8", random),
+    ]
+
+
+def _of_latents(stats: KVStats, random_stats: KVStats) -> list[Variant]:
+    """The variants of a model that caches latents, which have one scale per layer."""
+    tensor = stats.scales(strategy="tensor", observer=AbsMax())
+    e5m2 = stats.scales(strategy="tensor", observer=AbsMax(), fp8_dtype="e5m2")
+    mse = stats.scales(strategy="tensor", observer=Mse(FP8_DTYPES["e4m3fn"]))
+    random = random_stats.scales(strategy="tensor", observer=AbsMax())
+    return [
+        Variant("bf16", "latent and k_pe rounded to bfloat16", "control"),
+        Variant("eager", "the reference through another attention kernel", "control", eager=True),
+        Variant("none", "scale 1.0, what engines use without scales", "fp8", all_ones(tensor)),
+        Variant("e5m2", "one scale per layer, e5m2", "fp8", e5m2),
+        Variant("tensor", "one scale per layer", "fp8", tensor),
+        Variant("mse", "one scale per layer, observer mse", "fp8", mse),
+        Variant("k only", "the latent alone in FP8", "fp8", tensor, "k"),
+        Variant("v only", "k_pe alone in FP8", "fp8", tensor, "v"),
         Variant("random", "one scale per layer, from random token ids", "fp8", random),
     ]
 

@@ -25,7 +25,8 @@ from calib.model.stored import Source
 from calib.scalefiles.names import is_of_cache, is_of_senses
 
 _FUSED = {"qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv"}
-_CACHED = {"k_proj", "v_proj", *_FUSED}
+_LATENT = "kv_a_proj_with_mqa"  # rows of the latent, then of k_pe
+_CACHED = {"k_proj", "v_proj", _LATENT, *_FUSED}
 _ROWS = 8
 _TOKENS = 256  # whose embeddings are marked: a vocabulary may grow
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -171,6 +172,8 @@ def _places(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> l
         head_dim = settings.get("head_dim") or (shape[1] // heads if heads else 0)
         if head_dim and heads and shape[0] % head_dim == 0 and shape[0] // head_dim >= heads + 2:
             return sampled_heads(shape[0], heads, head_dim)
+        return sampled(shape[0], 3 * _ROWS)
+    if name.split(".")[-2] == _LATENT:
         return sampled(shape[0], 3 * _ROWS)
     heads = settings.get("num_key_value_heads")
     heads = heads if type(heads) is int and 0 < heads <= shape[0] else 1

@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedModelError
 from calib.model.config import making_sense
 from calib.model.devices import input_device
-from calib.scales.scales import SharedAttention
+from calib.scales.scales import KVScales, LayerScales, SharedAttention
 from fp8kv_runtime.hf import is_latent, swap_attention
 
 # query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm; or the latent
@@ -50,6 +51,15 @@ class AttentionMap:
 
     cached: dict[str, CachedAttention]
     shared: dict[str, SharedAttention]
+
+    def unit_scales(self, strategy: Strategy = "tensor", fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
+        """Scale 1.0 for every module, which engines use where they have no other."""
+        one = torch.ones(1)
+        layers = {
+            name: LayerScales(module.layer_idx, one, one, latent=module.latent)
+            for name, module in self.cached.items()
+        }
+        return KVScales(strategy, fp8_dtype, layers, self.shared)
 
 
 def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager[None]:

@@ -25,6 +25,12 @@ class Merge(NamedTuple):
     combine: Callable[..., Tensor]
 
 
+# for tables and reports
+LATENT_NOTE = (
+    "this model caches latents (MLA): K stands for the latent, V for k_pe, the rotated part of the "
+    "keys that all heads share; one scale is for both"
+)
+
 STATISTICS = {
     "amax": Merge(torch.float32, torch.maximum),
     "histogram": Merge(torch.int64, torch.add),

@@ -8,7 +8,7 @@ from torch import Tensor
 from calib.choices import Strategy
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales, LayerScales
-from calib.scales.stats import KVStats, LayerStats, centered, dead_groups
+from calib.scales.stats import LATENT_NOTE, KVStats, LayerStats, centered, dead_groups
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 OUTLIER_HEAD = 20  # times the median of the other heads
@@ -38,7 +38,7 @@ def summarize(stats: KVStats, scales: KVScales) -> list[LayerSummary]:
 
 def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
     """Return what the user should know before trusting the scales, one line each."""
-    found = []
+    found = [LATENT_NOTE] if stats.latent else []
     for is_so, text in _checks(scales.strategy):
         for which in ("k", "v"):
             layers = [

@@ -47,7 +47,7 @@ def _swap_interface(decoder: nn.Module, replacement: Replacement) -> Iterator[No
     with ExitStack() as stack:
         for module in filter(is_latent, decoder.modules()):
             if "expand_kv" not in vars(module):  # or another stand-in put it off
-                module.expand_kv = _as_cached
+                vars(module)["expand_kv"] = _as_cached
                 stack.callback(delattr, module, "expand_kv")
         for config in _attention_configs(decoder):
             implementation = config._attn_implementation
@@ -103,7 +103,8 @@ def _expanding(original: Replacement) -> Replacement:
     def attend(
         module: nn.Module, query: Tensor, latent: Tensor, k_pe: Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        key, value = type(module).expand_kv(module, latent, k_pe)
+        of_class: Any = type(module)
+        key, value = of_class.expand_kv(module, latent, k_pe)
         return original(module, query, key, value, *args, **kwargs)
 
     return attend

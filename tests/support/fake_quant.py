@@ -18,8 +18,14 @@ def scales_for(model, *, strategy="attn_head", fp8_dtype="e4m3fn", with_q=False)
         shape = {"tensor": (1,), "attn_head": (heads,), "channel": (heads, head_dim(model))}
         return low + (high - low) * torch.rand(shape[strategy], generator=generator)
 
+    def latent(module):
+        one = scale(1, 0.002, 0.01)  # for the latent and k_pe
+        return LayerScales(module.layer_idx, one, one, latent=True)
+
     layers = {
-        name: LayerScales(
+        name: latent(module)
+        if module.latent
+        else LayerScales(
             module.layer_idx,
             scale(module.num_kv_heads, 0.002, 0.01),
             scale(module.num_kv_heads, 0.0005, 0.005),

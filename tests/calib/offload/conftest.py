@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import FAMILIES, HYBRIDS, SHARED_KV, tiny_model, tiny_vision_language_model
+from families import (
+    FAMILIES,
+    HYBRIDS,
+    LATENT,
+    SHARED_KV,
+    tiny_model,
+    tiny_vision_language_model,
+)
 
 from calib.data import make_batches
 from calib.measure.loop import calibrate
@@ -32,7 +39,7 @@ PER_LAYER_INPUTS = {
 
 def every_model():
     """Name -> what builds the model, for each one that calibrates in memory."""
-    models = {**FAMILIES, **HYBRIDS, "gemma3n_text": PER_LAYER_INPUTS}
+    models = {**FAMILIES, **HYBRIDS, **LATENT, "gemma3n_text": PER_LAYER_INPUTS}
     builders = {
         name: lambda n=name, o=options: tiny_model(n, **o) for name, options in models.items()
     }

@@ -10,7 +10,7 @@ import pytest
 import torch
 from coded_forms import FORMS
 from command_line import calibrate, fp8kv, one_line_error
-from families import save_model, tiny_model
+from families import LATENT, save_model, tiny_model
 from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
@@ -308,6 +308,22 @@ def test_keys_behind_a_norm_of_their_own(tmp_path):
     refused(measured, other, tmp_path / "no", "'layers.1.self_attn.k_norm.weight' differs")
 
 
+@pytest.mark.parametrize(
+    ("rows", "weight"),
+    [(slice(0, 16), "kv_a_proj_with_mqa"), (slice(16, 24), "kv_a_proj_with_mqa")],
+)
+def test_a_latent_or_k_pe_of_another_size(rows, weight, tmp_path):
+    model = save_model(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), tmp_path / "model")
+    measured = calibrated(model, tmp_path / "measured", "--format", "fp8kv")
+
+    def edit(tensors):
+        tensors[f"model.layers.1.self_attn.{weight}.weight"][rows] *= 1.2
+
+    other = copy(model, tmp_path / "other", edit)
+    flags = ("--format", "fp8kv")
+    refused(measured, other, tmp_path / "no", f"layers.1.self_attn.{weight}", flags=flags)
+
+
 def test_a_vocabulary_that_has_grown(tmp_path):
     model = save_model(tiny_model("llama", vocab_size=300), tmp_path / "model")
 
@@ -320,9 +336,12 @@ def test_a_vocabulary_that_has_grown(tmp_path):
     assert scales(applied(measured, other, tmp_path / "out")) == scales(measured)
 
 
-@pytest.mark.parametrize("family", ["phi3", "gemma2", "olmo2", "mixtral", "starcoder2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family",
+    ["phi3", "gemma2", "olmo2", "mixtral", "starcoder2", "gpt_neox", *("deepseek_v3", "minicpm3")],
+)
 def test_other_families(family, tmp_path):
-    model = save_model(tiny_model(family), tmp_path / "model")
+    model = save_model(tiny_model(family, **LATENT.get(family, {})), tmp_path / "model")
     measured = calibrated(model, tmp_path / "measured", "--format", "fp8kv")
     out = applied(measured, copy(model, tmp_path / "same"), tmp_path / "out", "--format", "fp8kv")
     assert json.loads((out / "fp8kv_calibration.json").read_text())["measured_on"]

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from fake_quant import fake_quantized, scales_for
-from families import FAMILIES, HYBRIDS, SHARED_KV, tiny_model
+from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, tiny_model
 from transformers import DynamicCache
 
 from fp8kv_runtime.hf import fp8_attention, paged_cache
 
-ALL = {**FAMILIES, **HYBRIDS, "gemma3n_text": SHARED_KV}
+# sparse ones attend to all tokens: where indices tie, they take others with a cache than without
+LATENT = {name: o | ({"index_topk": 64} if "index_topk" in o else {}) for name, o in LATENT.items()}
+ALL = {**FAMILIES, **HYBRIDS, "gemma3n_text": SHARED_KV, **LATENT}
 IDS = torch.tensor([[0, 0, 0, 5, 81, 7, 44, 9], [3, 99, 12, 6, 70, 8, 31, 20]])
 MASK = (IDS != 0).long()
 # the same float32 sums in another order
@@ -60,7 +62,9 @@ def test_generation_is_that_of_rounded_k_and_v(family, mode):
     assert share_of_equal(plain.logits[:1], expected.logits[:1]) < 0.5
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "falcon", "gemma3n_text"])
+@pytest.mark.parametrize(
+    "family", ["llama", "mistral", "falcon", "gemma3n_text", "deepseek_v3", "deepseek_v32"]
+)
 def test_a_cache_goes_on_over_several_calls(family):
     model = tiny_model(family, **ALL[family])
     scales = scales_for(model)
@@ -122,6 +126,47 @@ def test_16_bit_models_keep_their_type(family, dtype):
     assert logits.dtype == dtype
     # the model's own 8 or 11 bits, and roundings of K and V that they tip over
     assert (logits.float() - expected).norm() <= 0.05 * expected.norm()
+
+
+@pytest.mark.parametrize("family", LATENT)
+def test_a_latent_and_k_pe_are_what_attention_expands(family, monkeypatch):
+    model = tiny_model(family, **LATENT[family])
+    scales = scales_for(model)
+    by_index = {layer.layer_idx: layer.k for layer in scales.layers.values()}
+
+    def expand_rounded(self, latent, k_pe):
+        scale = by_index[self.layer_idx]
+        rounded = ((x / scale).clamp(-448, 448).to(torch.float8_e4m3fn) for x in (latent, k_pe))
+        return expand(self, *(x.float() * scale for x in rounded))
+
+    with torch.inference_mode(), fp8_attention(model, scales, block_size=4):
+        found = model(IDS[1:]).logits
+    attention = type(model.get_submodule(next(iter(scales.layers))))
+    expand = attention.expand_kv
+    monkeypatch.setattr(attention, "expand_kv", expand_rounded)
+    with torch.inference_mode():
+        expected = model(IDS[1:], use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+def test_latents_are_cropped_and_shared_by_beams(family):
+    model = tiny_model(family, **ALL[family])
+    scales, cache = scales_for(model), DynamicCache(config=model.config)
+    with torch.inference_mode(), fp8_attention(model, scales, block_size=4):
+        whole = model(IDS[1:], past_key_values=cache).logits
+        cache.crop(-3)
+        again = model(IDS[1:, 5:], past_key_values=cache).logits
+        cache.batch_repeat_interleave(3)
+        cache.batch_select_indices(torch.tensor([2]))
+        four = model(IDS[:1, 3:4], past_key_values=cache).logits
+    torch.testing.assert_close(again, whole[:, 5:], rtol=0, atol=ROUNDING)
+    longer = torch.cat([IDS[1:], IDS[:1, 3:4]], 1)
+    with torch.inference_mode(), fake_quantized(model, scales):
+        expected = model(longer, use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(four, expected, rtol=0, atol=ROUNDING)
+    layers = len(scales.layers)
+    assert paged_cache(cache).bytes_per_token == layers * (16 + 8)
 
 
 def test_layers_without_scales_stay_as_they_are():
