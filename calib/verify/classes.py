@@ -101,8 +101,9 @@ def naming(tensor: str, parsed: ScaleName, module: str) -> str:
 
 
 def owner(parsed: ScaleName, modules: Collection[str]) -> str | None:
-    """The attention module whose scale a name is: its own, or the one around it."""
-    around = (parsed.module, parsed.module.rpartition(".")[0])
+    """The attention module whose scale a name is: its own, or one around it."""
+    own = parsed.module
+    around = (own, own.rpartition(".")[0], own.rpartition(".")[0].rpartition(".")[0])
     return next((module for module in around if module in modules), None)
 
 
