@@ -88,6 +88,7 @@ interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families sglang
 	$(BIN)/python tests/interop/write_families.py $(OUT)/latents DeepseekV2ForCausalLM Glm4MoeLiteForCausalLM
 	$(INTEROP)/bin/python tests/interop/check_mla.py vllm $(OUT)/latents
+	$(INTEROP)/bin/python tests/interop/check_mla.py kernel
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_mla.py sglang
 
 interop-models: interop-outputs

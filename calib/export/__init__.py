@@ -84,7 +84,8 @@ def export(
     Raises:
         UnsupportedExportError: the format, or its engine, cannot hold them; see `check_format`.
     """
-    if checkpoint.caches_latents:  # files of other tools do not say what their scales are of
+    # files of other tools do not say what their scales are of
+    if scales.latent or checkpoint.caches_latents:
         check_latent(name)
     check_format(
         name,

@@ -52,7 +52,7 @@ def _export(
         },
     }
     config = {**checkpoint.config, "quantization_config": quantization}
-    if checkpoint.caches_latents:
+    if scales.latent or checkpoint.caches_latents:
         name, flags = latents_name(rules, scales, checkpoint, "modelopt", _NAME)
         made = Export(notes=(_latents_note(rules, flags),), flags=flags)
     else:

@@ -2,9 +2,11 @@
 
 check_mla.py vllm OUT   OUT as write_families.py leaves it: with `--model-impl transformers` vLLM
                         holds our scales, its own classes 1.0, and mended ones would hold them
-check_mla.py sglang     its class holds the scales, its cache is written without, a backend reads with
+check_mla.py sglang     its class holds scales, its cache is written without, a backend reads with
+check_mla.py kernel     vLLM's TRITON_MLA, in Triton's interpreter, is right with such a cache
 """
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,10 +15,22 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from unittest.mock import patch
 
+if sys.argv[1:] == ["kernel"]:  # Triton looks when it is imported
+    os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
 import no_pictures  # noqa: F401 (before an engine)
 import torch
-from engine_cases import MLA_NAMINGS, NAMINGS, QUANTIZATIONS, build, fixtures, run_case
-from engine_cases import scale_tensors, wanted, write
+from engine_cases import (
+    MLA_NAMINGS,
+    NAMINGS,
+    QUANTIZATIONS,
+    build,
+    fixtures,
+    run_case,
+    scale_tensors,
+    wanted,
+    write,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -56,7 +70,7 @@ def check_vllm(out: Path) -> Iterator[tuple[str, bool]]:
 
 
 def scales_of(directory: Path, kind: type, **options: str) -> dict[tuple[str, str], tuple]:
-    """The scales in force in the model that vLLM's loader makes of the checkpoint, weights and all."""
+    """The scales in force in what vLLM's loader makes of the checkpoint, weights and all."""
     from engine import load
 
     model = load(directory, kv_cache_dtype="fp8", **options)
@@ -72,7 +86,7 @@ def scales_of(directory: Path, kind: type, **options: str) -> dict[tuple[str, st
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """vLLM without its first renaming of scales, and with a place for those of compressed-tensors."""
+    """vLLM without its first renaming, and with a place for scales of compressed-tensors."""
     from vllm.model_executor.layers.attention import Attention, MLAAttention
     from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
     from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
@@ -120,9 +134,38 @@ def check_sglang() -> Iterator[tuple[str, bool]]:
     yield "trtllm_mla reads with it", factor == layer.k_scale_float != 1.0
 
 
+def check_kernel() -> Iterator[tuple[str, bool]]:
+    """Whether vLLM's kernel computes with the latents that lie in an FP8 cache by a scale."""
+    from triton.backends import backends
+
+    # vLLM's build for CPUs asks for a backend that the interpreter does not need
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: False))
+    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
+
+    torch.manual_seed(0)
+    (rank, rope), heads, tokens, page, scale = (512, 64), 4, 40, 16, torch.tensor(0.046875)
+    stored = (torch.randn(tokens, rank + rope) * 6 / scale).clamp(-448, 448)
+    cache = torch.zeros(48, rank + rope, dtype=torch.float8_e4m3fn)
+    cache[:tokens] = stored.to(cache.dtype)
+    held, query = cache[:tokens].float() * scale, torch.randn(1, heads, rank + rope) / 20
+    output, pages = torch.zeros(1, heads, rank), cache.view(3, page, 1, rank + rope)
+    decode_attention_fwd(
+        *(query, pages, pages[..., :rank], output, torch.zeros(1, heads)),
+        *(torch.arange(3, dtype=torch.int32)[None], torch.tensor([tokens], dtype=torch.int32)),
+        *(torch.zeros(1, heads, 2, rank + 1), 2, 0.1, page),
+        k_scale=scale,
+        v_scale=scale,
+        is_mla=True,
+    )
+    expected = torch.softmax(query[0] @ held.T * 0.1, -1) @ held[:, :rank]
+    # float32 in another order
+    yield "TRITON_MLA multiplies by the scale", torch.allclose(output[0], expected, 1e-4, 1e-4)
+
+
 def main() -> None:
-    """Check one engine."""
-    checks = check_vllm(Path(sys.argv[2])) if sys.argv[1] == "vllm" else check_sglang()
+    """Check what the command line names."""
+    kinds = {"sglang": check_sglang, "kernel": check_kernel}
+    checks = check_vllm(Path(sys.argv[2])) if sys.argv[1] == "vllm" else kinds[sys.argv[1]]()
     wrong = 0
     for name, is_right in checks:
         wrong += not is_right
