@@ -75,7 +75,7 @@ def _of_input(module: str, stored: Mapping[str, StoredTensor], factor: Tensor) -
     for name, multiplies in _OF_INPUT.items():
         scale = stored.get(f"{module}.{name}")
         if scale is not None and min(factor.shape) > 1:
-            raise NotHeld(f"the factors of what goes into '{module}' are not known by themselves")
+            raise NotHeld(f"'{module}' has one scale of its input, and its rows differ in factors")
         if scale is not None and len(factor) == 1:
             one = factor.flatten()[:1]
             if not bool((factor == one).all()):
