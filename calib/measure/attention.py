@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from calib.caches.types import Attention, Shape
 from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedModelError
 from calib.model.config import making_sense
@@ -25,7 +26,6 @@ from fp8kv_runtime.hf import is_latent, swap_attention
 # query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm; or the latent
 # [B, 1, T, R] and k_pe [B, 1, T, P]
 QKV = tuple[Tensor, Tensor, Tensor]
-Shape = tuple[int, int, int]  # KV heads, head_dim of K, of V
 QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
 
 _PROBE_TOKENS = 8
@@ -43,6 +43,12 @@ class CachedAttention:
     head_dim: int  # of K
     v_head_dim: int
     latent: bool = False  # caches a latent of `head_dim` and a k_pe of `v_head_dim` values (MLA)
+
+    def shape(self, *, is_sparse: bool = False) -> Shape:
+        """What it caches of a token; `is_sparse` where the model's latents have an indexer."""
+        of_latents: Attention = "sparse latents" if is_sparse else "latents"
+        kind = of_latents if self.latent else "heads"
+        return Shape(self.num_kv_heads, self.head_dim, self.v_head_dim, kind)
 
 
 @dataclass(frozen=True)
@@ -78,9 +84,9 @@ def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager
 
 @torch.inference_mode()
 def layer_shapes(model: PreTrainedModel) -> list[Shape]:
-    """KV heads, K's head size and V's, of every layer that holds a cache."""
-    modules = map_attention(model).cached.values()
-    return [(m.num_kv_heads, m.head_dim, m.v_head_dim) for m in modules]
+    """The shape of every layer that holds a cache."""
+    is_sparse = bool(getattr(model.config.get_text_config(decoder=True), "index_topk", None))
+    return [module.shape(is_sparse=is_sparse) for module in map_attention(model).cached.values()]
 
 
 def map_attention(model: PreTrainedModel) -> AttentionMap:

@@ -4,9 +4,11 @@ Arguments: pairs of a model and where its output goes.
 """
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
-from calib.job import run
+from calib import job
+from calib.measure.distributed import joined_world
 from calib.recipe import load_recipe
 
 RECIPE = {
@@ -20,5 +22,7 @@ RECIPE = {
 }
 
 if __name__ == "__main__":
-    for model, output in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
-        run(model, load_recipe(None, RECIPE), Path(output))
+    with joined_world() as world:
+        job.joined_world = lambda: nullcontext(world)  # processes meet once, for all models
+        for model, output in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+            job.run(model, load_recipe(None, RECIPE), Path(output))

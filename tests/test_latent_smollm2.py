@@ -1,0 +1,150 @@
+"""The benchmark's latent model is its source: the same function, with a DeepSeek's cache."""
+
+import sys
+
+import latent_smollm2 as script
+import pytest
+import torch
+from families import save_model, tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausalLM
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
+
+from calib.errors import InputError
+from calib.model.find import find_checkpoint
+
+# three KV heads as in SmolLM2; an eps that shows, where the second norm divides again
+SHAPE = {
+    "hidden_size": 96,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 0.01,
+}
+TOKENS = torch.arange(2 * 60).reshape(2, 60) % 128
+# of the largest value: a hundred roundings of float32, which has 6e-8
+NEAR = 1e-5
+
+
+def tiny_llama():
+    """A Llama whose random queries are long enough to prefer some tokens."""
+    llama = tiny_model("llama", **SHAPE)
+    for layer in llama.model.layers:
+        layer.self_attn.q_proj.weight.data *= 30
+    return llama
+
+
+def latent_of(llama):
+    """The latent model of a Llama, in memory."""
+    model = DeepseekV3ForCausalLM(script.latent_config(llama.config)).eval()
+    model.load_state_dict(script.latent_weights(llama.state_dict(), llama.config))
+    return model
+
+
+@torch.no_grad()
+def distance(model, other):
+    expected = model(TOKENS).logits
+    return far(other(TOKENS).logits, expected)
+
+
+def far(found, expected):
+    return ((found - expected).abs().max() / expected.abs().max()).item()
+
+
+def run(monkeypatch, out, *lengths):
+    """The script on SmolLM2, with shorter texts: 2,000 tokens take half a minute."""
+    monkeypatch.setattr(script, "LENGTHS", lengths)
+    monkeypatch.setattr(sys, "argv", ["latent_smollm2.py", str(out)])
+    script.main()
+
+
+def test_smollm2_is_written_whole_and_computes_the_same(
+    smollm2_directory, monkeypatch, tmp_path, capsys
+):
+    run(monkeypatch, tmp_path / "latent", 64, 512)
+    assert "greedy tokens agree" in capsys.readouterr().out
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "latent").eval()
+    source = AutoModelForCausalLM.from_pretrained(smollm2_directory, dtype=torch.float32).eval()
+    assert isinstance(model, DeepseekV3ForCausalLM)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert distance(source, model) <= script.BOUND
+    frequencies = source.model.rotary_emb.inv_freq
+    assert torch.equal(model.model.rotary_emb.inv_freq, frequencies.repeat(3))
+    assert model.generation_config.to_dict() == source.generation_config.to_dict()
+    chat = [{"role": "user", "content": "Hello"}]
+    ours, theirs = map(AutoTokenizer.from_pretrained, (tmp_path / "latent", smollm2_directory))
+    assert ours.apply_chat_template(chat) == theirs.apply_chat_template(chat)
+
+
+def test_another_function_is_not_left_behind(smollm2_directory, monkeypatch, tmp_path):
+    monkeypatch.setattr(script, "key_rows", lambda k, _: k)
+    with pytest.raises(SystemExit, match="not the same function"):
+        run(monkeypatch, tmp_path / "latent", 32)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_is_there_is_not_replaced(monkeypatch, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        run(monkeypatch, tmp_path)
+    assert "exists; give another directory" in capsys.readouterr().err
+
+
+def test_a_llama_with_a_large_eps_computes_the_same():
+    llama = tiny_llama()
+    assert distance(llama, latent_of(llama)) <= NEAR
+
+
+@torch.no_grad()
+def test_the_cache_holds_the_normalised_input_and_all_keys():
+    llama = tiny_llama()
+    cache = latent_of(llama)(TOKENS).past_key_values
+    expected = llama(TOKENS, output_hidden_states=True)
+    for layer, hidden in zip(cache.layers, expected.hidden_states, strict=False):
+        normalised = DeepseekV3RMSNorm(hidden.shape[-1], SHAPE["rms_norm_eps"])(hidden)
+        assert far(layer.keys[:, 0], normalised) <= NEAR
+    for layer, its in zip(cache.layers, expected.past_key_values.layers, strict=True):
+        halves = its.keys.unflatten(-1, (2, -1)).permute(0, 2, 3, 1, 4)
+        assert far(layer.values[:, 0], halves.flatten(2)) <= NEAR
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("key_rows", lambda k, config: k),
+        ("query_rows", lambda q, config, right=script.query_rows: right(q, config) / 2),
+        ("query_rows", lambda q, config, right=script.query_rows: right(q.roll(16, 0), config)),
+        ("value_rows", lambda v, config, right=script.value_rows: right(v.roll(16, 0), config)),
+        ("latent_norm", torch.ones),
+    ],
+    ids=["keys", "softmax", "query heads", "values", "norm"],
+)
+def test_a_wrong_arrangement_shows(monkeypatch, name, wrong):
+    llama = tiny_llama()
+    monkeypatch.setattr(script, name, wrong)
+    assert distance(llama, latent_of(llama)) > 100 * NEAR
+
+
+def test_the_norm_at_its_natural_size_divides_twice(monkeypatch):
+    llama = tiny_llama()
+    monkeypatch.setattr(script, "_TINY", 1.0)
+    assert distance(llama, latent_of(llama)) > 100 * NEAR
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_attention_heads": 4, "num_key_value_heads": 4},
+        {"attention_bias": True},
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}},
+    ],
+)
+def test_other_models_are_refused(options, tmp_path):
+    source = save_model(tiny_model("llama", **options), tmp_path / "source")
+    with pytest.raises(InputError, match="fewer than 4 KV heads"):
+        script.write_latent_model(find_checkpoint(str(source)), tmp_path / "latent")
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_weight_of_zero_cannot_be_undone():
+    llama = tiny_llama()
+    llama.model.layers[1].input_layernorm.weight.data[3] = 0
+    with pytest.raises(InputError, match=r"layers\.1\.input_layernorm\.weight has zeros"):
+        latent_of(llama)
