@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from calib.caches.rounding import rounding
 from calib.caches.types import CACHES, LATENT_CACHES, cache_type
 from calib.data import load_data
-from calib.eval.cache_variants import wanted_types
+from calib.eval.cache_variants import types_to_mix, wanted_types
 from calib.eval.recommend import Wish, recommend
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
@@ -91,6 +91,16 @@ def test_a_cache_is_the_rounding_of_latent_and_k_pe(name, evaluation, directory)
         # the logits are float32's
         torch.testing.assert_close(found.kl.double(), kl, rtol=0.02, atol=1e-8)
         assert kl.max() > 1e-7
+
+
+def test_layers_are_mixed_of_what_engines_store(evaluation):
+    variants = [each.variant for each in evaluation.measured.values()]
+    static, *others = types_to_mix(variants, ["all"])
+    assert [each.name for each in (static, *others)] == ["fp8", *LATENT_CACHES]
+    x = torch.randn(1, 1, 4, 512, generator=torch.Generator().manual_seed(0)) * 1e-3
+    # at scale 1.0, where the least E4M3 number is 2^-9: nothing that was calibrated
+    assert not static.rounding(0, x, x)[0][x.abs() < 2**-10].any()
+    assert types_to_mix(variants, [LATENT_CACHES[0]]) == others
 
 
 def test_bytes(evaluation, directory):
