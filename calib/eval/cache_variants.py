@@ -20,7 +20,7 @@ from calib.eval.variants import (
 from calib.model.checkpoint import Checkpoint
 from calib.model.load import served_dtype
 from calib.rescale.in_memory import baked_factors
-from calib.rescale.parameters import LayerFactors
+from calib.rescale.products import LayerFactors
 from calib.scalefiles.baked import baked_for
 from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales

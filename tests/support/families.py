@@ -4,6 +4,7 @@ import json
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 _BASE = {
     "vocab_size": 128,
@@ -117,6 +118,14 @@ def tiny_model(model_type: str, **options):
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**_BASE, **options})
     return spread(AutoModelForCausalLM.from_config(config)).eval()
+
+
+def mixed_model():
+    """Latent attention in all layers but the second, which has K and V per head."""
+    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
+    torch.manual_seed(1)
+    model.model.layers[1].self_attn = LlamaAttention(model.config, 1)
+    return model.eval()
 
 
 def tiny_vision_language_model(model_type="gemma3"):

@@ -1,6 +1,7 @@
 """Models that cache latents (MLA): their scales, recomputed in plain transformers, and who sums."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ import torch
 from calibrate_each import RECIPE
 from command_line import calibrate as calibrate_command
 from command_line import one_line_error
-from families import LATENT, save_model, tiny_model
+from families import LATENT, mixed_model, save_model, tiny_model
+from quantized_models import edit_json
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
@@ -134,6 +136,19 @@ def test_two_processes_change_no_bit_of_any_family(saved, tmp_path):
         assert all(torch.equal(one[name], two[name]) for name in one), family
 
 
+def test_layers_with_k_and_v_beside_latents_have_two_scales():
+    model = mixed_model()
+    stats = calibrate(model, batches(), load_recipe(None))
+    assert [layer.latent for layer in stats.layers.values()] == [True, False, True]
+    first, plain, _ = derive_scales(stats, load_recipe(None)).layers.values()
+    assert torch.equal(first.k, first.v)
+    cached = [layer.v.amax.max() / 448 for layer in stats.layers.values()]
+    assert plain.v == cached[1]
+    assert plain.k != plain.v
+    largest = largest_in_cache(model)
+    assert max(plain.k, plain.v).item() == pytest.approx(largest[1] / 448, rel=1e-6)
+
+
 def test_statistics_say_that_they_are_of_latents(tmp_path):
     model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
     stats = calibrate(model, batches(), MSE)
@@ -163,3 +178,16 @@ def test_statistics_of_latents_give_no_scales_per_head():
     stats = calibrate(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), batches(), MSE)
     with pytest.raises(InputError, match="one latent per token"):
         derive_scales(stats, MSE.model_copy(update={"strategy": "attn_head"}))
+
+
+def test_kimi_k2_is_read_as_the_deepseek_that_it_is(saved, tmp_path):
+    shutil.copytree(saved["deepseek_v3"], tmp_path / "kimi")
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    code |= {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    edit_json(tmp_path / "kimi" / "config.json", model_type="kimi_k2", auto_map=code)
+    for name, model in (("kimi", tmp_path / "kimi"), ("deepseek", saved["deepseek_v3"])):
+        run(str(model), load_recipe(None, RECIPE), tmp_path / "of" / name)
+    kimi, deepseek = (load_stats(tmp_path / "of" / name) for name in ("kimi", "deepseek"))
+    assert kimi.latent
+    for name, layer in deepseek.layers.items():
+        assert torch.equal(kimi.layers[name].jointly().amax, layer.jointly().amax)

@@ -1,0 +1,106 @@
+"""`fp8kv stress` of latent attention (MLA): one factor for the latent and k_pe, as their scale is.
+
+The twin is garbage at 1.0, and with its scales, or baked, as good as the source.
+"""
+
+import json
+
+import pytest
+import torch
+from baking import TOKENS, bake, calibrated, in_float32
+from command_line import fp8kv
+from families import LATENT, save_model, tiny_model
+
+from calib.generate import unit_scales
+from calib.measure.attention import observe_qkv
+from calib.scales.derive import load_scales
+from fp8kv_runtime.hf import fp8_attention
+
+
+@pytest.fixture
+def source(tmp_path):
+    return save_model(
+        tiny_model("deepseek_v3", **LATENT["deepseek_v3"]).bfloat16(), tmp_path / "source"
+    )
+
+
+@torch.inference_mode()
+def seen(directory):
+    """Logits, and the amax of the latent and of k_pe in each layer."""
+    model, amax = in_float32(directory), {}
+
+    def note(name, query, latent, k_pe):
+        amax[name] = (latent.abs().max().item(), k_pe.abs().max().item())
+
+    with observe_qkv(model, note):
+        logits = model(TOKENS, use_cache=False).logits
+    return logits, amax
+
+
+@pytest.mark.parametrize("model_type", LATENT)
+def test_the_same_logits_and_other_latents(model_type, tmp_path):
+    model = tiny_model(model_type, **LATENT[model_type])
+    source = save_model(model.bfloat16(), tmp_path / "source")
+    done = fp8kv("stress", source, "-o", tmp_path / "twin")
+    assert done.exit_code == 0, done.stderr
+    assert "warning" not in done.stdout
+    (logits, amax), (same, twin) = seen(source), seen(tmp_path / "twin")
+    assert torch.equal(logits, same)
+    assert twin == {name: (k / 2**14, v / 2**14) for name, (k, v) in amax.items()}
+
+
+@torch.inference_mode()
+def test_one_scale_per_layer_makes_all_the_difference(tmp_path):
+    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
+    for layer in model.model.layers:  # attention must matter, and to whom it attends
+        layer.self_attn.o_proj.weight.mul_(30)
+        layer.self_attn.kv_a_proj_with_mqa.weight.mul_(8)
+        layer.self_attn.q_b_proj.weight.mul_(8)
+    source = save_model(model.bfloat16(), tmp_path / "source")
+    twin, baked, flags = tmp_path / "twin", tmp_path / "baked", ("--format", "fp8kv")
+    assert fp8kv("stress", source, "-o", twin).exit_code == 0
+    scales = [calibrated(each, tmp_path / f"{each.name}-s", *flags) for each in (source, twin)]
+    assert bake(twin, scales[1], baked, "--for", "fp8").exit_code == 0
+    expected = in_float32(source)(TOKENS).logits
+
+    def loss(directory, given=None):
+        model = in_float32(directory)
+        scales = unit_scales(model) if given is None else load_scales(given)
+        with fp8_attention(model, scales, backend="torch"):
+            found = model(TOKENS).logits
+        return ((found - expected).norm() / expected.norm()).item()
+
+    as_the_source = loss(source, scales[0])
+    assert as_the_source < 0.1
+    assert loss(twin) > 0.5
+    # the same latents times a power of two, so the same rounding
+    assert loss(twin, scales[1]) == as_the_source
+    assert loss(baked) < 1.5 * as_the_source
+
+
+def test_one_factor_that_is_given_is_for_both(source, tmp_path):
+    for flag in ("--k-factor", "--v-factor"):
+        done = fp8kv("stress", source, "-o", tmp_path / flag, flag, "2**20", "--json")
+        said = json.loads(done.stdout)
+        assert (said["k_factor"], said["v_factor"]) == (2**20, 2**20)
+        assert said["latent"]
+
+
+def test_factors_that_no_scale_serves_and_that_fp8_holds(source, tmp_path):
+    flags = ("--k-factor", "4", "--v-factor", "2")
+    done = fp8kv("stress", source, "-o", tmp_path / "twin", *flags)
+    shown = " ".join(done.stdout.split())
+    assert "which FP8 holds: use a smaller factor" in shown
+    assert "one scale serves the latent and k_pe" in shown
+
+
+def test_what_the_twin_says(source, tmp_path):
+    twin = tmp_path / "twin"
+    shown = fp8kv("stress", source, "-o", twin).stdout
+    assert "latent amax" in shown
+    assert "k_pe amax" in shown
+    card = (twin / "README.md").read_text()
+    assert "Its latents are the source's times 1/16384, its k_pe times\n1/16384;" in card
+    assert f"fp8kv-calibrate {twin} --format sglang -o {twin}-fp8kv\n" in card
+    assert f"--model-path {twin}-fp8kv --kv-cache-dtype fp8_e4m3 " in card
+    assert "vllm serve" not in card
