@@ -86,6 +86,10 @@ interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(BIN)/python tests/interop/write_families.py $(OUT)/families
 	$(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families vllm
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families sglang
+	$(BIN)/python tests/interop/write_families.py $(OUT)/latents DeepseekV2ForCausalLM Glm4MoeLiteForCausalLM
+	$(INTEROP)/bin/python tests/interop/check_mla.py vllm $(OUT)/latents
+	$(INTEROP)/bin/python tests/interop/check_mla.py kernel
+	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_mla.py sglang
 
 interop-models: interop-outputs
 	$(BIN)/python tests/interop/write_quantized.py "$$($(SMOLLM2_DIRECTORY))" \

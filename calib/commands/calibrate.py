@@ -185,7 +185,8 @@ def closing_lines(result: "Result") -> list[str]:
         if form.with_weights and result.recipe.export.weights == "none":
             lines.append(f"note ({name}): {NO_WEIGHTS}")
         if form.serve:
-            command_line = serve_command(name, directory, per_head=per_head)
+            flags = result.flags.get(name, "")
+            command_line = serve_command(name, directory, per_head=per_head, flags=flags)
             lines += ["", f"serve with {form.engine}:", f"  {command_line}"]
     return lines
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.errors import UnsupportedExportError
-from calib.export.base import Build, Export, Format
+from calib.export.base import BAKE, Build, Export, Format
 from calib.export.compressed_tensors import (
     compressed_tensors,
     find_quantization_config,
@@ -21,7 +21,7 @@ from calib.scalefiles.file_names import JSON_FILE
 from calib.scales.scales import KVScales
 from calib.verify.rules import Rules, all_rules
 
-__all__ = ["FORMATS", "Export", "Format", "check_format", "export"]
+__all__ = ["FORMATS", "Export", "Format", "check_format", "check_latent", "export"]
 
 Command = Literal["calibrate", "apply", "convert"]  # of which messages name flags
 
@@ -64,6 +64,12 @@ def check_format(
         )
 
 
+def check_latent(name: FormatName) -> None:
+    """Refuse a format in which no engine computes with scales of latents (MLA)."""
+    if reason := FORMATS[name].latent:
+        raise UnsupportedExportError(f"--format {name}: {reason}")
+
+
 def export(
     scales: KVScales,
     checkpoint: Checkpoint,
@@ -78,6 +84,9 @@ def export(
     Raises:
         UnsupportedExportError: the format, or its engine, cannot hold them; see `check_format`.
     """
+    # files of other tools do not say what their scales are of
+    if scales.latent or checkpoint.caches_latents:
+        check_latent(name)
     check_format(
         name,
         strategy=scales.strategy,
@@ -131,7 +140,13 @@ def _of(name: FormatName, build: Build, rules: Rules, **fields: Any) -> Format:
     flag = rules.nvfp4.flag if rules.nvfp4 and fields.get("nvfp4") else rules.flag
     fields.setdefault("serve", f"{rules.serve} {flag}")
     note = rules.formats.get(name, "").format(note=rules.note, since=rules.since)
+    fields.setdefault("latent", _latent(rules))
     return Format(build=build, note=note, **fields)
+
+
+def _latent(rules: Rules) -> str:
+    """Why no scales of latents (MLA) are written for an engine, and the way out."""
+    return f"{rules.latent_fate}. Use {', or '.join([BAKE, *rules.latent_ways])}"
 
 
 _BOTH: tuple[Strategy, ...] = ("tensor", "attn_head")
@@ -166,6 +181,7 @@ FORMATS: dict[FormatName, Format] = {
     "modelopt": _of(
         *("modelopt", partial(modelopt, rules=_VLLM), _VLLM),
         engine=f"vLLM on MI300, {_OLD_SGLANG.engine} {_OLD_SGLANG.versions}",
+        latent="",  # that depends on the model's class
     ),
     "trtllm": _of("trtllm", partial(trtllm, rules=_TRTLLM), _TRTLLM),
     "vllm-nvfp4": _of("vllm-nvfp4", partial(nvfp4, rules=_VLLM), _VLLM, nvfp4=True),

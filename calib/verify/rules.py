@@ -86,6 +86,10 @@ class Rules(_Strict):
     serve: str = ""  # the command that serves {path}, without the flag
     flag: str  # what turns an FP8 cache on
     nvfp4: Nvfp4 | None = None  # None: not known
+    latent: str = ""  # what becomes of scales of latents (MLA); none: not known
+    latent_spoils: bool = False  # loaded ones make answers wrong
+    latent_ways: tuple[str, ...] = ()  # what serves latents all the same
+    other_flag: str = ""  # what chooses its backend for transformers' own code
     asked: str = ""  # the version that the user named
     per_head_flag: str = ""  # and what a scale per head needs besides
     note: str = ""
@@ -101,6 +105,15 @@ class Rules(_Strict):
     def classes_version(self) -> str | None:
         """The version whose classes were run."""
         return load_classes(self.classes).version if self.classes else None
+
+    @property
+    def latent_fate(self) -> str:
+        """What becomes of scales where latents are cached (MLA)."""
+        return self.latent or f"whether {self.engine} computes with scales of latents is not known"
+
+    def caches_latents(self, config: Mapping[str, Any]) -> bool:
+        """Whether the class that config.json names was run and caches latents (MLA)."""
+        return bool(self.classes) and architecture(config) in load_classes(self.classes).latent
 
     def fates(
         self, config: Mapping[str, Any], quantization: str, modules: Iterable[str] = ()
