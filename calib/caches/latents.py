@@ -2,7 +2,7 @@
 
 Source: `_fused_norm_rope_kernel` in models/deepseek_v32/common/kernels.py of vLLM 0.32, which
 writes for DeepSeek-V3.2 and GLM-5. `concat_and_cache_ds_mla_kernel` in
-csrc/libtorch_stable/cache_kernels.cu, which writes for other models, and SGLang 0.5.23's
+csrc/libtorch_stable/cache_kernels.cu, which writes for other models, and SGLang's
 `quantize_k_cache` have the same layout, but do not round a tile's scale up to a power of two.
 """
 
