@@ -29,8 +29,9 @@ _OWN_SCALES = (
     "take them out with fp8kv strip"
 )
 _LATENT_SCALES = (
-    "no engine stores latents with scales from a checkpoint: vLLM 0.32 loads none, and SGLang "
-    "0.5.23 loads them but stores without them; bake the model, which makes scale 1.0 right"
+    "no engine stores latents with scales from a checkpoint by itself: vLLM 0.32 does with "
+    "--format modelopt and --model-impl transformers alone, and SGLang 0.5.23 loads them but "
+    "stores without them; bake the model, which makes scale 1.0 right"
 )
 _ENDS_AT_240 = "FP8 at scale 1.0 is measured up to 448, and on {} FP8 ends at 240"
 

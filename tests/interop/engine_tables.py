@@ -166,6 +166,11 @@ def named(architectures: Mapping[str, Iterable[str]], of: Collection[str]) -> Fl
     return {(name, "attention", pattern): "runs" for name, pattern in pairs if name in of}
 
 
+def caching(latent: Iterable[str], of: Collection[str]) -> Flat:
+    """One entry for every architecture that caches latents (MLA)."""
+    return {(name, "cache"): "of latents" for name in latent if name in of}
+
+
 def compare(
     engine: Engine, found: dict[str, Results | str], known: list[Fixture], *, whole: bool
 ) -> None:
@@ -176,6 +181,8 @@ def compare(
         before = {name: before[name] for name in found if name in before}
     wrong = differences(flat(before), flat(found))
     wrong += differences(named(classes.modules, found), named(modules(known), found))
+    latent = [fixture.architecture for fixture in known if caches_latents(engine, fixture)]
+    wrong += differences(caching(classes.latent, found), caching(latent, found))
     if classes.version != engine.version:
         wrong.append(f"recorded with {engine.name} {classes.version}, now {engine.version}")
     print(*wrong, sep="\n", end="\n" if wrong else "")

@@ -171,5 +171,5 @@ def test_convert_writes_them_for_no_other_engine(deepseek, tmp_path):
     for to in ("vllm", "sglang"):
         one_line_error(fp8kv("convert", out, "--to", to, "-o", again), f"--to {to}:", "fp8kv bake")
     assert fp8kv("convert", out, "--to", "modelopt", "-o", again).exit_code == 0
-    assert FLAG in (again / "README.md").read_text()
+    assert f"vllm serve {again} --kv-cache-dtype fp8 {FLAG}\n" in (again / "README.md").read_text()
     assert fp8kv("verify", again, "--engine", "vllm").exit_code == 0

@@ -4,15 +4,20 @@ The twin is garbage at 1.0, and with its scales, or baked, as good as the source
 """
 
 import json
+import pydoc_data.topics
 
+import latent_smollm2
 import pytest
 import torch
 from baking import TOKENS, bake, calibrated, in_float32
 from command_line import fp8kv
 from families import LATENT, save_model, tiny_model
+from torch.nn.functional import kl_div
+from transformers import AutoTokenizer
 
 from calib.generate import unit_scales
 from calib.measure.attention import observe_qkv
+from calib.model.find import find_checkpoint
 from calib.scales.derive import load_scales
 from fp8kv_runtime.hf import fp8_attention
 
@@ -76,6 +81,39 @@ def test_one_scale_per_layer_makes_all_the_difference(tmp_path):
     # the same latents times a power of two, so the same rounding
     assert loss(twin, scales[1]) == as_the_source
     assert loss(baked) < 1.5 * as_the_source
+
+
+@torch.inference_mode()
+def test_on_a_real_model(smollm2_directory, tmp_path, monkeypatch):
+    # that it is SmolLM2 is tested beside the script
+    same = {"logits": {1: 0.0}, "same_text": True}
+    monkeypatch.setattr(latent_smollm2, "compare", lambda *_: same)
+    source, twin, baked = (tmp_path / name for name in ("source", "twin", "baked"))
+    latent_smollm2.write_latent_model(find_checkpoint(str(smollm2_directory)), source)
+    assert fp8kv("stress", source, "-o", twin).exit_code == 0
+    docs = ("--dataset", "builtin:python-docs", "--samples", "4", "--seq-len", "128")
+    flags = (*docs, "--format", "fp8kv", "--device", "cpu", "--dtype", "float32")
+    for each in (source, twin):
+        assert fp8kv("calibrate", each, "-o", f"{each}-s", *flags).exit_code == 0
+    assert bake(twin, f"{twin}-s", baked, "--for", "fp8").exit_code == 0
+    text = pydoc_data.topics.topics["assert"]
+    tokens = AutoTokenizer.from_pretrained(source)(text, return_tensors="pt")["input_ids"][:, :128]
+    expected = in_float32(source)(tokens).logits
+
+    def divergence(directory, scales=None):
+        model = in_float32(directory)
+        scales = unit_scales(model) if scales is None else load_scales(tmp_path / scales)
+        with fp8_attention(model, scales, backend="torch"):
+            found = model(tokens).logits
+        logs = [x.log_softmax(-1).flatten(0, 1) for x in (found, expected)]
+        return kl_div(*logs, log_target=True, reduction="batchmean").item()
+
+    assert torch.equal(in_float32(twin)(tokens).logits, expected)
+    assert divergence(source) < 0.1
+    assert divergence(twin) > 1
+    calibrated_source = divergence(source, "source-s")
+    assert divergence(twin, "twin-s") == calibrated_source
+    assert divergence(baked) < 1.3 * calibrated_source
 
 
 def test_one_factor_that_is_given_is_for_both(source, tmp_path):
