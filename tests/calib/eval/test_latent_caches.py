@@ -122,7 +122,7 @@ def test_fp8_at_one_on_baked_weights_is_the_baked_model(evaluation, directory, t
     for ours, theirs, other in zip(simulated, found["none"].documents, plain, strict=True):
         # the FP8 cache of our runtime hands attention a copy, laid out otherwise
         torch.testing.assert_close(ours.kl, theirs.kl, rtol=1e-3, atol=1e-7)
-        assert ours.kl.mean() < other.kl.mean() / 4
+        assert ours.kl.mean() < other.kl.mean() / 2
     *_, bake, serve = answers(evaluation, "vllm")["fp8, baked"]
     assert (bake.split()[:2], serve.split()[0]) == (["fp8kv", "bake"], "vllm")
     assert serve.endswith("--kv-cache-dtype fp8")
