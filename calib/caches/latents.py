@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from calib.caches.nvfp4 import E2M1_MAX, e2m1, in_blocks
-from fp8kv_runtime.fp8 import dequantize, quantize
+from fp8kv_runtime.fp8 import dequantize, fp8_max, quantize
 
 TILE = 128
-E4M3_MAX = 448.0
+E4M3_MAX = fp8_max(torch.float8_e4m3fn)
 LEAST_TILE_SCALE = 1e-4  # before it is rounded up
 LEAST_BLOCK_SCALE = 2.0**-9  # the smallest E4M3
 

@@ -82,7 +82,7 @@ def _bits(setup: Setup, variants: Sequence[Variant]) -> dict[int, dict[str, floa
     """Bits per value of each type, by layer_idx; the entry "" is the number of values."""
     found = {}
     for module in map_attention(setup.model).cached.values():
-        shape = module.shape()
+        shape = module.shape
         sizes = {v.name: cache_type(v.cache or "fp8").bytes_per_token([shape]) for v in variants}
         bits = {name: 8 * size / shape.values for name, size in sizes.items()}
         found[module.layer_idx] = {**bits, _16_BITS: 16.0, "": float(shape.values)}

@@ -18,6 +18,7 @@ from calib.export.tgi import tgi
 from calib.model.checkpoint import Checkpoint
 from calib.model.quantized import find_layout
 from calib.scalefiles.file_names import JSON_FILE
+from calib.scalefiles.names import layer_of
 from calib.scales.scales import KVScales
 from calib.verify.rules import Rules, all_rules
 
@@ -99,6 +100,7 @@ def export(
     target = FORMATS[name]
     if target.build is not _nothing:
         _check_announced(checkpoint)
+        _check_layers(scales, flag=f"--format {name}")
     fits = scales.strategy in target.strategies
     if fits and reduce == "max" and scales.strategy != "tensor":
         fits = not is_scalar_only(checkpoint)
@@ -112,6 +114,15 @@ def _check_announced(source: Checkpoint) -> None:
         raise UnsupportedExportError(
             f"the weights of '{source.path}' are quantised, and its config.json has no "
             "quantization_config that says so; add it, or use --format fp8kv"
+        )
+
+
+def _check_layers(scales: KVScales, flag: str) -> None:
+    modules = scales.with_shared()
+    if len({*map(layer_of, modules)}) < len(modules):
+        raise UnsupportedExportError(
+            f"{flag}: layers of this model have several attention modules (as LongCat), whose "
+            f"scales `verify` and `convert` do not tell apart. Use --format fp8kv, or {BAKE}"
         )
 
 

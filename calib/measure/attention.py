@@ -42,13 +42,17 @@ class CachedAttention:
     kv_repeat: int  # how often transformers repeats each KV head in its cache; engines never do
     head_dim: int  # of K
     v_head_dim: int
-    latent: bool = False  # caches a latent of `head_dim` and a k_pe of `v_head_dim` values (MLA)
+    attention: Attention = "heads"
 
-    def shape(self, *, is_sparse: bool = False) -> Shape:
-        """What it caches of a token; `is_sparse` where the model's latents have an indexer."""
-        of_latents: Attention = "sparse latents" if is_sparse else "latents"
-        kind = of_latents if self.latent else "heads"
-        return Shape(self.num_kv_heads, self.head_dim, self.v_head_dim, kind)
+    @property
+    def latent(self) -> bool:
+        """Whether it caches a latent of `head_dim` and a k_pe of `v_head_dim` values (MLA)."""
+        return self.attention != "heads"
+
+    @property
+    def shape(self) -> Shape:
+        """What it caches of a token."""
+        return Shape(self.num_kv_heads, self.head_dim, self.v_head_dim, self.attention)
 
 
 @dataclass(frozen=True)
@@ -85,8 +89,7 @@ def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager
 @torch.inference_mode()
 def layer_shapes(model: PreTrainedModel) -> list[Shape]:
     """The shape of every layer that holds a cache."""
-    is_sparse = bool(getattr(model.config.get_text_config(decoder=True), "index_topk", None))
-    return [module.shape(is_sparse=is_sparse) for module in map_attention(model).cached.values()]
+    return [module.shape for module in map_attention(model).cached.values()]
 
 
 def map_attention(model: PreTrainedModel) -> AttentionMap:
@@ -116,7 +119,7 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
 def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAttention | None:
     query, key, value = qkv
     module = model.get_submodule(name)
-    layer_idx, latent = int(module.layer_idx), is_latent(module)
+    layer_idx, attention = int(module.layer_idx), _kind(module)
     stored = _stored(cache, layer_idx)
     if stored is None:
         return None
@@ -125,15 +128,22 @@ def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAt
             f"{name} caches {list(stored[0].shape)} but attends to {list(key.shape)}: it changes "
             "K or V after they are cached, so what engines cache is not known"
         )
-    if hasattr(module, "kv_b_proj") and not (latent and value.numel()):
+    if hasattr(module, "kv_b_proj") and not (is_latent(module) and value.numel()):
         raise UnsupportedModelError(
-            f"{name} is latent attention (MLA) of a kind that is not known: it has "
-            + ("no k_pe" if latent else "no expand_kv to tell the latent that engines cache")
+            f"{name} is latent attention (MLA) of a kind that is not known: it has no "
+            + ("k_pe" if is_latent(module) else "expand_kv to tell the latent that engines cache")
         )
     repeat = _kv_repeat(model, key, value)
     heads, kv_heads = query.shape[1], key.shape[1] // repeat
     dims = (key.shape[-1], value.shape[-1])
-    return CachedAttention(name, layer_idx, heads, kv_heads, repeat, *dims, latent)
+    return CachedAttention(name, layer_idx, heads, kv_heads, repeat, *dims, attention)
+
+
+def _kind(module: nn.Module) -> Attention:
+    if not is_latent(module):
+        return "heads"
+    # a layer without an indexer of its own may use that of the layer before it
+    return "sparse latents" if getattr(module, "indexer", False) is not False else "latents"
 
 
 def _shared(

@@ -62,8 +62,11 @@ def read_config(
 def _same_as_known(document: dict[str, Any]) -> PreTrainedConfig | None:
     """The config of a model type that transformers knows under another name alone."""
     known = _SAME.get(str(document.get("model_type")))
-    fields = {key: document[key] for key in document.keys() - {"auto_map", "model_type"}}
-    return AutoConfig.for_model(known, **fields) if known else None
+    if known is None:
+        return None
+    own = {"auto_map", "model_type"}
+    fields = {key: value for key, value in document.items() if key not in own}
+    return AutoConfig.for_model(known, **fields)
 
 
 def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:

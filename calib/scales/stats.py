@@ -142,7 +142,7 @@ class KVStats:
                 caches a latent is to have more than its one scale.
         """
         if self.latent:
-            check_latent(strategy=strategy, targets=targets, center_keys=center_keys)
+            check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
 
         how = _Deriving(strategy, observer, headroom, fp8_max(FP8_DTYPES[fp8_dtype]))
 
@@ -194,7 +194,7 @@ class _Deriving:
         return found
 
 
-def check_latent(*, strategy: Strategy, targets: Targets, center_keys: bool) -> None:
+def check_one_scale(*, strategy: Strategy, targets: Targets, center_keys: bool) -> None:
     """Refuse, for a model that caches latents (MLA), what its one scale per layer cannot be."""
     given = [
         strategy != "tensor" and f"--strategy {strategy}",

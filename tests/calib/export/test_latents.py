@@ -103,12 +103,16 @@ def test_a_class_that_vllm_lacks_needs_no_flag(of_latents):
 
 
 def test_they_have_the_name_that_arrives(make_checkpoint):
-    modules = [f"model.layers.0.self_attn.{i}" for i in range(2)]
+    # as LongCat's, of which there are two in a layer: with both it is refused
+    modules = [f"model.layers.{i}.self_attn.0" for i in range(2)]
     config = {"architectures": ["LongcatFlashForCausalLM"], "kv_lora_rank": 16}
     source = make_checkpoint(config, [f"{module}.kv_b_proj.weight" for module in modules])
     made = export(make_scales(modules=modules), source, "modelopt")
     assert {*made.tensors} == {f"{module}.{x}_scale" for module in modules for x in "kv"}
     assert made.flags == FLAG
+    both = make_scales(modules=[*modules, "model.layers.0.self_attn.1"])
+    with pytest.raises(UnsupportedExportError, match="several attention modules"):
+        export(both, source, "modelopt")
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import pytest
 import torch
 from calibrate_each import RECIPE
 from command_line import calibrate as calibrate_command
-from command_line import one_line_error
+from command_line import fp8kv, one_line_error
 from families import LATENT, mixed_model, save_model, tiny_model
 from quantized_models import edit_json
-from safetensors.torch import load_file
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from calib.data import make_batches
@@ -21,6 +22,7 @@ from calib.errors import InputError
 from calib.job import run
 from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
+from calib.scalefiles.calibrations import read_amax
 from calib.scales.derive import derive_scales
 from calib.scales.stats_file import load_stats, save_stats
 
@@ -191,3 +193,59 @@ def test_kimi_k2_is_read_as_the_deepseek_that_it_is(saved, tmp_path):
     assert kimi.latent
     for name, layer in deepseek.layers.items():
         assert torch.equal(kimi.layers[name].jointly().amax, layer.jointly().amax)
+
+
+def renamed(directory, out):
+    """A calibration of latents whose statistics call them K and V."""
+    shutil.copytree(directory, out)
+    path = out / "fp8kv_stats.safetensors"
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    names = {n: n.replace(".latent.", ".k.").replace(".k_pe.", ".v.") for n in tensors}
+    assert set(names.values()).isdisjoint(set(tensors) - {n for n in tensors if ".q." in n})
+    save_file({names[n]: tensor for n, tensor in tensors.items()}, path, metadata)
+    return out
+
+
+def test_statistics_that_call_latents_k_and_v_fit_no_model_with_latents(saved, tmp_path):
+    run(str(saved["deepseek_v3"]), load_recipe(None, RECIPE), tmp_path / "right")
+    wrong = renamed(tmp_path / "right", tmp_path / "wrong")
+    assert not load_stats(wrong).latent
+    done = fp8kv("generate", saved["deepseek_v3"], "w4 w5", "--scales", wrong)
+    one_line_error(done, "they are of K and V, which it does not cache", status=2)
+
+
+def test_absmax_of_latents_is_that_which_their_scale_is_for(saved, tmp_path):
+    run(str(saved["deepseek_v3"]), load_recipe(None, RECIPE), tmp_path / "out")
+    amax = read_amax(tmp_path / "out")
+    for layer in load_stats(tmp_path / "out").layers.values():
+        largest = float(layer.jointly().amax.max())
+        assert amax[layer.layer_idx, "k"] == amax[layer.layer_idx, "v"] == (largest,)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "phrase"),
+    [
+        ("deepseek_v3", "vllm", "compute with 1.0"),
+        ("deepseek_v3", "sglang", "stores latents"),
+        ("longcat_flash", "modelopt", "several attention modules"),
+    ],
+)
+def test_formats_that_spoil_or_drop_scales_are_refused_early(
+    family, name, phrase, saved, tmp_path, monkeypatch
+):
+    if family == "deepseek_v3":
+        monkeypatch.setattr("calib.prepare.load_model", None)  # nothing is loaded
+    done = calibrate_command(saved[family], "--format", name, "-o", tmp_path / "out")
+    one_line_error(done, phrase, "bake", status=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_attention_modules_of_a_layer_are_not_converted(saved, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(saved["longcat_flash"], model)
+    scale = {f"model.layers.0.self_attn.{i}.k_scale": torch.tensor(0.1 + i) for i in range(2)}
+    save_file(scale, model / "scales.safetensors", {"format": "pt"})
+    done = fp8kv("convert", model, "--to", "modelopt", "-o", tmp_path / "out")
+    one_line_error(done, "several attention modules", "fp8kv", status=2)

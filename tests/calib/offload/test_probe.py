@@ -81,7 +81,6 @@ def test_quantised_weights_are_refused(llama):
         llama.open(llama.recipe())
 
 
-@pytest.mark.usefixtures("_reads_nothing")
 def test_a_missing_weight_is_named(llama):
     index = llama.path / "model.safetensors.index.json"
     document = json.loads(index.read_text())
