@@ -120,6 +120,16 @@ def tiny_model(model_type: str, **options):
     return spread(AutoModelForCausalLM.from_config(config)).eval()
 
 
+def kimi_k25():
+    """Kimi-K2.5: a DeepSeek-V3 that sees."""
+    torch.manual_seed(0)
+    text = {**_BASE, **LATENT["deepseek_v3"], "model_type": "deepseek_v3"}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    vision = {**sizes, "num_attention_heads": 2, "patch_size": 14}
+    config = AutoConfig.for_model("kimi_k25", text_config=text, vision_config=vision)
+    return spread(AutoModelForImageTextToText.from_config(config)).eval()
+
+
 def mixed_model():
     """Latent attention in all layers but the second, which has K and V per head."""
     model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])

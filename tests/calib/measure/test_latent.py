@@ -11,7 +11,7 @@ import torch
 from calibrate_each import RECIPE
 from command_line import calibrate as calibrate_command
 from command_line import fp8kv, one_line_error
-from families import LATENT, mixed_model, save_model, tiny_model
+from families import LATENT, kimi_k25, mixed_model, save_model, tiny_model
 from quantized_models import edit_json
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -136,6 +136,14 @@ def test_two_processes_change_no_bit_of_any_family(saved, tmp_path):
         )
         assert one.keys() == two.keys()
         assert all(torch.equal(one[name], two[name]) for name in one), family
+
+
+def test_a_model_that_sees_caches_latents_of_its_text(tmp_path):
+    save_model(kimi_k25(), tmp_path / "model")
+    run(str(tmp_path / "model"), load_recipe(None, RECIPE), tmp_path / "out")
+    stats = load_stats(tmp_path / "out")
+    assert [*stats.layers] == [f"model.language_model.layers.{i}.self_attn" for i in range(3)]
+    assert all(layer.latent for layer in stats.layers.values())
 
 
 def test_layers_with_k_and_v_beside_latents_have_two_scales():
