@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any
 
 from calib.errors import NoScalesError
-from calib.scalefiles.baked import baked_for, baked_fp8_type
+from calib.scalefiles.baked import baked_for, baked_fp8_type, bakes_latents
 from calib.scalefiles.calibrations import Amax, read_amax, statistics_file
 from calib.scalefiles.conventions import LARGER, Convention, compared, convention
 from calib.scalefiles.folder import open_scales
@@ -56,7 +56,7 @@ class Verification:
     @property
     def is_good(self) -> bool:
         """Whether nothing is wrong, and at least one of the engines loads all scales, if any."""
-        served = (not s.refused if self.baked else s.is_good for s in self.simulations)
+        served = (s.is_known if self.baked else s.is_good for s in self.simulations)
         return not self.problems and any(served)
 
     def to_json(self) -> dict[str, Any]:
@@ -118,7 +118,8 @@ def verify_directory(
             fp8_max = (240.0 if place.fnuz else 448.0) if baked else FP8_MAX[found.fp8_dtype]
         fits = _compare_with(layers, amax, fp8_max)
         problems += _fit_problems(layers, fits, amax, fp8_max)
-    simulations = [simulate(found.directory, each, place, nvfp4) for each in rules]
+    at_one = baked and bakes_latents(path)
+    simulations = [simulate(found.directory, e, place, nvfp4, at_one=at_one) for e in rules]
     return Verification(found, simulations, fits, problems, baked, nvfp4)
 
 
