@@ -1,6 +1,6 @@
 """What formats share: what an exporter is and makes, and names of modules in the checkpoint."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,24 +81,28 @@ def loaded_name(
 
 
 def latents_name(
-    rules: Rules, scales: KVScales, checkpoint: Checkpoint, kind: str, usual: str
+    rules: Rules, modules: Iterable[str], checkpoint: Checkpoint, kind: str, usual: str
 ) -> tuple[str, str]:
     """The name under which the engine loads scales of latents (MLA), and the flag that it needs.
+
+    `modules` are attention modules, as the checkpoint names them.
 
     Raises:
         UnsupportedExportError: under none, or that is not known.
     """
-    modules = by_prefix(scales, checkpoint)
-    if rules.caches_latents(checkpoint.config):
+    # whether the backend for transformers' code attends to what an indexer chooses is not known
+    is_sparse = "index_topk" in checkpoint.text_config
+    if not is_sparse and rules.caches_latents(checkpoint.config):
         for flag, suffix in (("", ""), (rules.other_flag, OTHER)):
-            found = rules.fates(checkpoint.config, kind + suffix, modules)
+            found = rules.fates(checkpoint.config, kind + suffix, [*modules])
             fates = found if isinstance(found, Mapping) else {}
             name = next((name for name in (usual, *NAMES) if fates.get(name) == "loaded"), None)
             if name is not None:
                 return name, flag
     raise UnsupportedExportError(
-        f"whether {rules.engine} loads scales of latents (MLA) of "
-        f"{architecture(checkpoint.config)} is not known, or it caches K and V in their place. "
+        f"whether {rules.engine} loads {'and uses ' * is_sparse}scales of latents (MLA) of "
+        f"{architecture(checkpoint.config)} is not known"
+        f"{', as its attention is sparse' * is_sparse or ', or it caches K and V in their place'}. "
         f"Use {BAKE}"
     )
 

@@ -21,7 +21,7 @@ from calib.scales.scales import KVScales
 from calib.verify.rules import Rules
 
 _PRODUCER = {"name": "fp8kv"}
-_NAME = "{module}.{x}_proj.{x}_scale"
+MODELOPT_NAME = "{module}.{x}_proj.{x}_scale"
 _READ_UNDER = ("self_attn", "mixer")
 
 
@@ -53,10 +53,12 @@ def _export(
     }
     config = {**checkpoint.config, "quantization_config": quantization}
     if scales.latent or checkpoint.caches_latents:
-        name, flags = latents_name(rules, scales, checkpoint, "modelopt", _NAME)
+        name, flags = latents_name(
+            rules, by_prefix(scales, checkpoint), checkpoint, "modelopt", MODELOPT_NAME
+        )
         made = Export(notes=(_latents_note(rules, flags),), flags=flags)
     else:
-        name, doubts = loaded_name(rules, scales, checkpoint, "modelopt", _NAME)
+        name, doubts = loaded_name(rules, scales, checkpoint, "modelopt", MODELOPT_NAME)
         made = Export(doubts=doubts)
     tensors = _tensors(scales, checkpoint, name)
     return replace(made, tensors=tensors, config=config, documents={MODELOPT_FILE: document})
@@ -70,7 +72,7 @@ def _latents_note(rules: Rules, flags: str) -> str:
 def _tensors(scales: KVScales, checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for prefix, layer in by_prefix(scales, checkpoint).items():
-        if name == _NAME and not prefix.endswith(_READ_UNDER):
+        if name == MODELOPT_NAME and not prefix.endswith(_READ_UNDER):
             raise UnsupportedExportError(
                 f"engines read k_proj.k_scale only under {' or '.join(_READ_UNDER)}; this model "
                 f"has '{prefix}'. Use --format vllm"

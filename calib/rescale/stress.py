@@ -7,7 +7,6 @@ small a one that at 1.0 nothing is left of them.
 """
 
 import re
-import shlex
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -28,6 +27,7 @@ from calib.recipe import load_recipe
 from calib.rescale.products import LayerFactors
 from calib.rescale.proof import PROBE_TOKENS
 from calib.rescale.rescaling import check_no_scales, rescale
+from calib.rescale.stress_card import write_card
 from calib.scalefiles.file_names import STRESS_FILE
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
@@ -155,7 +155,7 @@ def stress(
         dtype = _dtype(open_checkpoint(scratch))
         twin = Stressed(name, output, factors, dtype, done.changed, k, v, latent)
         write_json(scratch / STRESS_FILE, twin.to_json())
-        (scratch / "README.md").write_text(_card(twin))
+        write_card(twin.to_json(), checkpoint, done.factors, scratch)
     return twin
 
 
@@ -195,33 +195,3 @@ def _dtype(checkpoint: Checkpoint) -> str:
     """What its config says of the weights' dtype."""
     text = checkpoint.text_config
     return str(text.get("dtype") or text.get("torch_dtype") or checkpoint.config.get("dtype"))
-
-
-def _card(done: Stressed) -> str:
-    # engines take float32 weights for bfloat16 unless told otherwise
-    twin, scaled = (shlex.quote(f"{done.output}{end}") for end in ("", "-fp8kv"))
-    wide = " --dtype float32" if done.dtype == "float32" else ""
-    serve, flags, export = "vllm serve", f"--kv-cache-dtype fp8{wide}", ""
-    k, v, divided = "K", "V", "Q and the output projections are"
-    if done.latent:  # vLLM reads no scales of these
-        serve, export = "python -m sglang.launch_server --model-path", " --format sglang"
-        flags = f"--kv-cache-dtype fp8_e4m3{wide}"
-        k, v, divided = "latents", "k_pe", "Queries and what reads latents are"
-    return f"""# Stress twin of {done.model}
-
-Made by `fp8kv stress`. Its {k} are the source's times {Fraction(done.factors.k)}, its {v} times
-{Fraction(done.factors.v)}; {divided} divided by the same. In float32 its
-outputs are the source's, bit for bit. On {PROBE_TOKENS} tokens {k} reached
-{done.k_amax[1]:.4g} and {v} {done.v_amax[1]:.4g}; FP8 (E4M3) ends at
-{_FP8.max:g} and has full precision from {_FP8.tiny:g} on.
-
-It shows whether a serving stack uses the scales of an FP8 KV cache:
-
-```bash
-{serve} {twin} {flags}           # no scales: garbage
-fp8kv-calibrate {twin}{export} -o {scaled}
-{serve} {scaled} {flags}     # with scales: the source's text
-```
-
-If the second server writes garbage too, it does not use the scales.
-"""

@@ -7,6 +7,7 @@ from calib.scalefiles.conventions import Convention, convention
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
 from calib.scalefiles.fp8_type import names_nvfp4
 from calib.scalefiles.names import layer_of
+from calib.verify.at_one import flags_at_one
 from calib.verify.classes import K_ALONE, OTHER, Fates, fate_of, naming, owner
 from calib.verify.method import choose_method, method_name, names_fp8_cache
 from calib.verify.model import check_model
@@ -31,14 +32,19 @@ def simulate(
     rules: Rules,
     place: Place = ONE_GPU,
     nvfp4: Convention | None = None,
+    *,
+    at_one: bool = False,
 ) -> Simulation:
     """Load `directory` as the engine would in `place`; `nvfp4`: what its values follow, if known.
 
-    By default that is what its files say.
+    By default that is what its files say. `at_one`: it has no scales, but latents (MLA) that were
+    baked, and is simulated with the flags with which the engine caches these.
     """
     found = Simulation(rules)
     try:
         _load(directory, place, found)
+        if at_one:
+            found.flag = flags_at_one(rules, directory.config or {})
         if found.is_good:
             found.problem = _of_latents(directory, found)
         if found.is_good and (nvfp4 := nvfp4 or convention(directory)):

@@ -126,6 +126,14 @@ def test_modelopt_is_refused_where_they_were_not_seen_to_arrive(architecture, of
         export(scales(), of_latents(architecture), "modelopt")
 
 
+def test_modelopt_is_refused_where_attention_is_sparse(of_latents):
+    source = of_latents("AXK2ForCausalLM", index_topk=8)
+    message = f"loads and uses scales of latents .* as its attention is sparse. Use {BAKE}"
+    with pytest.raises(UnsupportedExportError, match=message):
+        export(scales(), source, "modelopt")
+    assert export(scales(), of_latents("AXK2ForCausalLM"), "modelopt").tensors
+
+
 def test_beside_quantised_weights_the_way_out_is_to_bake(of_latents):
     source = of_latents(quantization_config={"quant_method": "fp8"})
     with pytest.raises(UnsupportedExportError, match=f"would replace; use {BAKE}"):

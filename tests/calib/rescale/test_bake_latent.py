@@ -18,6 +18,7 @@ from calib.rescale import latent, parameters
 from calib.rescale.in_memory import baked_factors
 from calib.rescale.stress import Factors
 from calib.scales.stats_file import load_stats
+from calib.verify.rules import all_rules
 
 DOCS = Path(__file__).parents[3] / "docs" / "bake.md"
 FLAGS = ("--strategy", "tensor", "--format", "fp8kv")
@@ -119,13 +120,56 @@ def test_what_is_said(tmp_path):
     card = (baked / "README.md").read_text()
     assert "moved into latents and k_pe, from queries and what reads latents" in card
     assert f"vllm serve {baked} --kv-cache-dtype fp8\n" in card
-    assert "lmdeploy" not in card  # where latents were not tried
+    assert "lmdeploy" not in card  # which has no FP8 cache of latents
     verified = fp8kv("verify", baked)
     assert verified.exit_code == 0
     assert "baked: right at 1.0" in " ".join(verified.stdout.split())
     against = calibrated(baked, tmp_path / "again", *FLAGS)
     assert fp8kv("verify", baked, "--against", against).exit_code == 0
     one_line_error(bake(baked, against, tmp_path / "no", "--for", "fp8"), "is baked for fp8")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "engine", "flag"),
+    [
+        ("deepseek_v3", "vllm", "--kv-cache-dtype fp8"),
+        ("deepseek_v3", "sglang", "--kv-cache-dtype fp8_e4m3"),
+        ("deepseek_v3", "tensorrt-llm", "--kv_cache_dtype fp8"),
+        ("minicpm3", "tensorrt-llm", None),
+        ("deepseek_v3", "lmdeploy", None),
+        ("deepseek_v3", "tgi", None),
+        ("deepseek_v3", "aphrodite", None),
+        # its class caches K and V of heads, which are as large as k_pe's factor makes them
+        ("minicpm3", "vllm", "--model-impl transformers --kv-cache-dtype fp8"),
+        ("minicpm3", "sglang", "--kv-cache-dtype fp8_e4m3"),
+        ("kimi_linear", "vllm", "--kv-cache-dtype fp8"),  # which was not built: by its model type
+        ("youtu", "sglang", None),
+    ],
+)
+def test_one_is_right_only_where_latents_are_known_to_be_cached(model_type, engine, flag, tmp_path):
+    source, baked = latent_directory(tmp_path / "source", model_type), tmp_path / "baked"
+    scales = calibrated(source, tmp_path / "scales", *FLAGS)
+    assert bake(source, scales, baked, "--for", "fp8").exit_code == 0
+    verified = fp8kv("verify", baked, "--engine", engine)
+    shown, card = " ".join(verified.stdout.split()), (baked / "README.md").read_text()
+    assert verified.exit_code == (flag is None)
+    assert ("right at 1.0" in shown) == (flag is not None)
+    (said,) = json.loads(fp8kv("verify", baked, "--engine", engine, "--json").stdout)["engines"]
+    served = said["flag"] if flag else said["refused"] or said["layers"][0]["reason"]
+    assert served == flag if flag else "latents (MLA)" in served
+    rules = all_rules()[engine]
+    command = rules.serve.format(path=baked)
+    assert (f"{command} {flag}\n" in card) if flag else (command not in card)
+    assert (f"with {rules.other_flag} alone" in shown) == ("transformers" in (flag or ""))
+
+
+def test_another_version_than_that_whose_classes_were_run(tmp_path):
+    source, baked = latent_directory(tmp_path / "source", "deepseek_v3"), tmp_path / "baked"
+    scales = calibrated(source, tmp_path / "scales", *FLAGS)
+    assert bake(source, scales, baked, "--for", "fp8").exit_code == 0
+    for version, status in (("0.32.0", 0), ("0.31.0", 1), ("0.4.2", 1)):
+        flags = ("--engine", "vllm", "--version", version)
+        assert fp8kv("verify", baked, *flags).exit_code == status
 
 
 def test_the_docs_name_every_family():

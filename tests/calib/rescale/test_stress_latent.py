@@ -5,12 +5,14 @@ The twin is garbage at 1.0, and with its scales, or baked, as good as the source
 
 import json
 import pydoc_data.topics
+import re
+import shlex
 
 import latent_smollm2
 import pytest
 import torch
 from baking import TOKENS, bake, calibrated, in_float32
-from command_line import fp8kv
+from command_line import calibrate, fp8kv
 from families import LATENT, save_model, tiny_model
 from torch.nn.functional import kl_div
 from transformers import AutoTokenizer
@@ -138,7 +140,37 @@ def test_what_the_twin_says(source, tmp_path):
     assert "latent amax" in shown
     assert "k_pe amax" in shown
     card = (twin / "README.md").read_text()
-    assert "Its latents are the source's times 1/16384, its k_pe times\n1/16384;" in card
-    assert f"fp8kv-calibrate {twin} --format sglang -o {twin}-fp8kv\n" in card
-    assert f"--model-path {twin}-fp8kv --kv-cache-dtype fp8_e4m3 " in card
-    assert "vllm serve" not in card
+    assert "Its latents are the source's times 1/16384, its k_pe times\n1/16384; queries" in card
+
+
+@pytest.mark.parametrize(
+    ("model_type", "ending"),
+    [
+        ("deepseek_v3", "--kv-cache-dtype fp8 --model-impl transformers"),
+        ("youtu", "--kv-cache-dtype fp8"),  # vLLM has no class of its own for it
+        # no engine is known to compute with its scales, so it is baked
+        ("minicpm3", "--model-impl transformers --kv-cache-dtype fp8"),
+        ("deepseek_v32", "--kv-cache-dtype fp8"),
+        ("axk2", "--kv-cache-dtype fp8"),
+    ],
+)
+def test_the_commands_of_its_card_work(model_type, ending, tmp_path):
+    model = tiny_model(model_type, **LATENT[model_type]).bfloat16()
+    source, twin = save_model(model, tmp_path / "source"), tmp_path / "twin"
+    assert fp8kv("stress", source, "-o", twin).exit_code == 0
+    [block] = re.findall(r"```bash\n(.*?)```", (twin / "README.md").read_text(), re.DOTALL)
+    commands = [line.partition("  #")[0].strip() for line in block.splitlines()]
+    ours = [shlex.split(line) for line in commands if line.startswith("fp8kv")]
+    for name, *arguments in ours:
+        done = calibrate(*arguments) if name == "fp8kv-calibrate" else fp8kv(*arguments)
+        assert done.exit_code == 0, (arguments, done.stderr)
+    served = ours[-1][-1]  # what the last of them wrote
+    garbage, right = (line for line in commands if not line.startswith("fp8kv"))
+    assert garbage == f"vllm serve {twin} {ending}"
+    assert right == f"vllm serve {served} {ending}"
+    done = fp8kv("verify", served, "--engine", "vllm", "--json")
+    assert done.exit_code == 0, done.stdout
+    (engine,) = json.loads(done.stdout)["engines"]
+    # FP8 is on by itself where the config says so
+    assert {*(engine["flag"] or "").split()} <= {*ending.split()}
+    assert ("transformers" in (engine["flag"] or "")) == ("transformers" in ending)
