@@ -16,7 +16,7 @@ from calib.verify.rules import Rules, all_rules
 
 # layers, index and the attention module itself must agree
 _TAIL = 3
-BAKE = "fp8kv bake, with a calibration of --format fp8kv"  # where an engine loads nothing
+BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"  # where an engine loads nothing
 
 
 @dataclass(frozen=True)

@@ -84,15 +84,21 @@ def format_card(
     target = FORMATS[name]
     command = serve_command(name, path, per_head=holds_per_head(name, strategy), flags=flags)
     weights = weights if target.with_weights else "No weights are here."
+    engine = engine_of(name, flags)
     lines = [
         f"# {'NVFP4' if target.nvfp4 else 'FP8'} KV-cache scales for {plain(model)}",
         "",
-        f"Format `{name}` for {target.engine}; strategy `{strategy}`{plain(about)} {weights}",
+        f"Format `{name}` for {engine}; strategy `{strategy}`{plain(about)} {weights}",
         "",
         *(["```bash", command, "```", ""] if command else []),
         *([f"Note: {target.note}.", ""] if target.note else []),
     ]
     return "\n".join(lines) + "\n"
+
+
+def engine_of(name: FormatName, flags: str = "") -> str:
+    """Who serves a format; `flags` that serving needs besides are vLLM's alone."""
+    return "vLLM" if flags else FORMATS[name].engine
 
 
 def serve_command(name: FormatName, path: Path, *, per_head: bool, flags: str = "") -> str:

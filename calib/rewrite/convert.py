@@ -192,5 +192,6 @@ def _write(
 
 def _for_convert(refusal: str) -> str:
     """Its flag is --to, and it cannot write what only a calibration measures."""
+    refusal = refusal.replace("calibrate --format", "calibrate --\0format")
     refusal = re.sub("(?:use )?--format fp8kv", "calibrate again with --\0format fp8kv", refusal)
     return refusal.replace("--format", "--to").replace("\0", "")

@@ -16,7 +16,7 @@ from calib.export import FORMATS, check_latent, export
 REFUSED = [name for name in NAMES if name not in ("modelopt", "fp8kv")]
 WEIGHTS = [f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(2)]
 FLAG = "--model-impl transformers"
-BAKE = "fp8kv bake, with a calibration of --format fp8kv"
+BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"
 
 
 @pytest.fixture

@@ -269,3 +269,13 @@ def test_two_attention_modules_of_a_layer_are_not_converted(saved, tmp_path):
     save_file(scale, model / "scales.safetensors", {"format": "pt"})
     done = fp8kv("convert", model, "--to", "modelopt", "-o", tmp_path / "out")
     one_line_error(done, "several attention modules", "fp8kv", status=2)
+
+
+def test_what_convert_refuses_names_a_command_that_there_is(saved, tmp_path):
+    out = ("--format", "modelopt", "-o", tmp_path / "scaled")
+    done = calibrate_command(saved["deepseek_v3"], *out)
+    assert done.exit_code == 0
+    assert "serve with vLLM:" in done.stdout
+    assert "for vLLM; strategy" in (tmp_path / "scaled" / "README.md").read_text()
+    done = fp8kv("convert", tmp_path / "scaled", "--to", "vllm", "-o", tmp_path / "no")
+    one_line_error(done, "Use fp8kv bake after fp8kv calibrate --format fp8kv, or --to", status=2)
