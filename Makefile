@@ -89,7 +89,10 @@ interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(BIN)/python tests/interop/write_families.py $(OUT)/latents DeepseekV2ForCausalLM Glm4MoeLiteForCausalLM
 	$(INTEROP)/bin/python tests/interop/check_mla.py vllm $(OUT)/latents
 	$(INTEROP)/bin/python tests/interop/check_mla.py kernel
-	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_mla.py sglang
+	$(BIN)/python tests/interop/write_latents.py $(OUT)/stressed-latents
+	$(INTEROP)/bin/python tests/interop/check_mla.py baked $(OUT)/stressed-latents
+	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_mla.py sglang \
+		$(OUT)/stressed-latents
 
 interop-models: interop-outputs
 	$(BIN)/python tests/interop/write_quantized.py "$$($(SMOLLM2_DIRECTORY))" \

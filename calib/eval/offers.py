@@ -29,9 +29,9 @@ _OWN_SCALES = (
     "take them out with fp8kv strip"
 )
 _LATENT_SCALES = (
-    "no engine stores latents with scales from a checkpoint by itself: vLLM does with "
-    "--format modelopt and --model-impl transformers alone, and SGLang loads them but "
-    "stores without them; bake the model, which makes scale 1.0 right"
+    "no engine stores latents with scales from a checkpoint by itself: vLLM loads those of "
+    "--format modelopt with --model-impl transformers, which was not run on a GPU and so is not "
+    "offered, and SGLang stores without them; bake the model, which makes scale 1.0 right"
 )
 _ENDS_AT_240 = "FP8 at scale 1.0 is measured up to 448, and on {} FP8 ends at 240"
 

@@ -5,9 +5,10 @@ its Triton writer then fails: that it can be compiled is asked as well. Of laten
 Triton reader refuses an A100 when it is made, which was read.
 """
 
+import json
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,8 +29,9 @@ from calib.caches.types import CACHES, LATENT_CACHES, CacheType, Shape, cache_ty
 HEAD_DIMS = (32, 64, 72, 80, 96, 112, 128, 160, 192, 256, 512)
 HEADS = 3
 LATENTS = ((512, 64), (576, 192), (256, 32), (256, 64))
-# model types of which vLLM caches K and V of heads, though they are of latent attention
-EXPANDED = ("minicpm3", "youtu", "axk2", "mistral4")
+# a model type of which vLLM caches K and V of heads, though it is of latent attention
+EXPANDED = "minicpm3"
+ARCHITECTURES = Path(__file__).parent / "architectures"
 FLAG = "--kv-cache-dtype "
 # where bytes are stored: their type in Triton
 _STORED = {"fp8_per_token_head": "fp8e4nv", "int8_per_token_head": "i8"}
@@ -182,13 +184,21 @@ def latent_bytes(name: str, shape: Shape) -> float:
 
 def model_types(types: list[CacheType]) -> Iterator[str]:
     """Model types whose latents we say vLLM caches and it does not, and the other way round."""
+    from vllm.config.model import ModelConfig
+    from vllm.model_executor.models.registry import ModelRegistry
     from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
+    fixtures = {json.loads(f.read_text())["model_type"]: f.stem for f in ARCHITECTURES.iterdir()}
+    own = {None, *ModelRegistry.get_supported_archs()}  # of others transformers' code is served
     servings = [s for kind in types for s in kind.servings if s.engine == "vllm"]
     named = {model for serving in servings for model in serving.models or ()}
-    for model_type in sorted({*named, *EXPANDED}):
+    for model_type in sorted({*named, EXPANDED}):
         text = SimpleNamespace(model_type=model_type, kv_lora_rank=512)
-        is_mla = ModelArchConfigConvertorBase.is_deepseek_mla(SimpleNamespace(hf_text_config=text))
+        config = SimpleNamespace(hf_text_config=text)
+        config.is_deepseek_mla = ModelArchConfigConvertorBase.is_deepseek_mla(config)
+        is_other = fixtures.get(model_type) not in own
+        config.using_transformers_backend = partial(bool, is_other)
+        is_mla = ModelConfig.use_mla.fget(config)
         if is_mla != (model_type in named):
             yield f"{model_type}: vLLM caches {'' if is_mla else 'no '}latents"
 

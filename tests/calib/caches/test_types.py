@@ -1,9 +1,13 @@
 """Facts about cache types."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from calib.caches.types import ALL_CACHES, CACHES, ENGINES, GPUS, cache_type
+from calib.caches.types import ALL_CACHES, CACHES, ENGINES, GPUS, Shape, cache_type
 from calib.errors import InputError
+from calib.verify.classes import load_classes
 
 # of one head of 64 values of K and V; NVFP4 as 32 bytes and 4 scales
 BYTES = {
@@ -103,3 +107,17 @@ def test_every_engine_and_gpu_serves_something():
     servings = [s for name in ALL_CACHES for s in cache_type(name).servings]
     assert {s.engine for s in servings} == set(ENGINES)
     assert {gpu for s in servings for gpu in s.gpus} == set(GPUS)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_latents_are_served_for_the_model_types_whose_classes_were_seen_to_cache_them(engine):
+    classes = load_classes(engine)
+    for file in (Path(__file__).parents[2] / "interop" / "architectures").glob("*.json"):
+        config = json.loads(file.read_text())
+        was_run = file.stem in classes.results
+        if not was_run or "kv_lora_rank" not in config or "index_topk" in config:
+            continue
+        served = cache_type("fp8").serving(
+            engine, None, [Shape(1, 512, 64, "latents")], config["model_type"]
+        )
+        assert isinstance(served, list) == (file.stem in classes.latent), file.stem
