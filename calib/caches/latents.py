@@ -45,7 +45,7 @@ def nvfp4_latent(latent: Tensor) -> Tensor:
 
 def nvfp4_blocks(latent: Tensor) -> tuple[Tensor, Tensor]:
     """E2M1 [..., blocks, 16] and E4M3 scales [..., blocks, 1], as float32."""
-    blocks = in_blocks(latent)
+    blocks = in_blocks(latent, "latent size")
     amax = blocks.abs().amax(-1, keepdim=True)
     scale = fp8_k_pe((amax * (1.0 / E2M1_MAX)).clamp(min=LEAST_BLOCK_SCALE))
     return e2m1(blocks * (1.0 / scale)), scale

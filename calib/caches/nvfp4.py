@@ -50,10 +50,13 @@ def _rounded(blocks: Tensor, largest: float, scale: float) -> Tensor:
     return e2m1(blocks * factor) * block_scale
 
 
-def in_blocks(x: Tensor) -> Tensor:
-    """`x` [..., D] as float32 [..., D / 16, 16]; an InputError where D is no multiple of 16."""
+def in_blocks(x: Tensor, what: str = "head size") -> Tensor:
+    """`x` [..., D] as float32 [..., D / 16, 16]; an InputError where D is no multiple of 16.
+
+    `what` is what the message calls D.
+    """
     if x.shape[-1] % BLOCK:
-        raise InputError(f"NVFP4: head size {x.shape[-1]} is not a multiple of {BLOCK}")
+        raise InputError(f"NVFP4: {what} {x.shape[-1]} is not a multiple of {BLOCK}")
     return x.float().reshape(*x.shape[:-1], -1, BLOCK)
 
 

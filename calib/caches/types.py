@@ -43,6 +43,11 @@ class Shape(NamedTuple):
     attention: Attention = "heads"
 
     @property
+    def k_size(self) -> str:
+        """What its number of values in K is called."""
+        return "head size" if self.attention == "heads" else "latent size"
+
+    @property
     def values(self) -> int:
         """Values of a token."""
         return self.heads * (self.k + self.v)
@@ -64,11 +69,14 @@ class Layout(_Strict):
     scale_bytes: int = 1  # of a block's scale
     is_ragged: bool = False  # the last block may be shorter
 
-    def size(self, head_dim: int) -> int:
-        """Bytes of `head_dim` values; an InputError where they do not fill bytes or blocks."""
+    def size(self, head_dim: int, what: str = "head size") -> int:
+        """Bytes of `head_dim` values; an InputError where they do not fill bytes or blocks.
+
+        `what` is what the message calls the number.
+        """
         multiple = 1 if self.is_ragged else self.block or max(1, 8 // self.bits)
         if head_dim < 1 or head_dim % multiple:
-            raise InputError(f"head size {head_dim} is not a multiple of {multiple}")
+            raise InputError(f"{what} {head_dim} is not a multiple of {multiple}")
         blocks = -(-head_dim // self.block) if self.block else 0
         return head_dim * self.bits // 8 + self.head_bytes + blocks * self.scale_bytes
 
@@ -118,7 +126,8 @@ class CacheType(_Strict):
             raise InputError(f"{self.name} holds {self._what_it_holds()}")
         try:
             return sum(
-                shape.heads * (self.k.size(shape.k) + self.v.size(shape.v)) for shape in shapes
+                shape.heads * (self.k.size(shape.k, shape.k_size) + self.v.size(shape.v))
+                for shape in shapes
             )
         except InputError as error:
             raise InputError(f"{self.name}: {error}") from None

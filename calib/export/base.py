@@ -92,7 +92,7 @@ def latents_name(
     """
     # whether the backend for transformers' code attends to what an indexer chooses is not known
     is_sparse = "index_topk" in checkpoint.text_config
-    if not is_sparse and rules.caches_latents(checkpoint.config):
+    if not is_sparse and rules.class_caches_latents(checkpoint.config):
         for flag, suffix in (("", ""), (rules.other_flag, OTHER)):
             found = rules.fates(checkpoint.config, kind + suffix, [*modules])
             fates = found if isinstance(found, Mapping) else {}

@@ -119,8 +119,8 @@ def _attending(model: PreTrainedModel, layers: list[nn.Module], text: Any) -> li
     ]
     if not attending or not getattr(text, "num_attention_heads", None):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no attention layer that caches K and V per head, which "
-            "a scale could describe: it is a state-space or recurrent model"
+            f"{type(model).__name__} has no attention layer that caches K and V, or a latent, "
+            "which a scale could describe: it is a state-space or recurrent model"
         )
     return attending
 

@@ -12,7 +12,7 @@ from calib.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class LayerFactors:
-    """What K and V are multiplied by; Q and the output projection are divided by the same."""
+    """What K and V are multiplied by, or a latent and k_pe; what reads them is divided by it."""
 
     k: Tensor  # [K, D] float32, positive
     v: Tensor  # [K, D] float32, positive
@@ -114,7 +114,7 @@ def linear_child(module: nn.Module, name: str, names: tuple[str, ...]) -> tuple[
             return child, linear
     raise UnsupportedModelError(
         f"{name} ({type(module).__name__}) has no linear layer named {' or '.join(names)}, so "
-        "fp8kv does not know which weights make its K and V"
+        "fp8kv does not know which weights make what it caches, or read it"
     )
 
 

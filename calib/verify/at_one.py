@@ -23,7 +23,7 @@ def flags_at_one(rules: Rules, config: Mapping[str, Any]) -> str:
         return rules.flag
     model_type = (text if isinstance(text, dict) else config).get("model_type")
     if rules.is_of_classes:
-        if rules.caches_latents(config) or _is_listed(rules, model_type):
+        if rules.class_caches_latents(config) or _is_listed(rules, model_type):
             return rules.flag
         results = load_classes(rules.classes).results.get(name or "", {})
         if any(kind.endswith(OTHER) for kind in results):

@@ -119,7 +119,7 @@ class Rules(_Strict):
         """What becomes of scales where latents are cached (MLA)."""
         return self.latent or f"whether {self.engine} computes with scales of latents is not known"
 
-    def caches_latents(self, config: Mapping[str, Any]) -> bool:
+    def class_caches_latents(self, config: Mapping[str, Any]) -> bool:
         """Whether the class that config.json names was run and caches latents (MLA)."""
         return bool(self.classes) and architecture(config) in load_classes(self.classes).latent
 

@@ -92,7 +92,7 @@ def _of_latents(directory: ScaleDirectory, found: Simulation) -> str | None:
     """What is wrong with loaded scales of latents (MLA); 1.0 does no harm."""
     rules = found.rules
     needless = all(value == 1.0 for outcome in found.outcomes for value in outcome.values)
-    if needless or not (rules.latent_spoils and rules.caches_latents(directory.config or {})):
+    if needless or not (rules.latent_spoils and rules.class_caches_latents(directory.config or {})):
         return None
     return f"{rules.latent}; fp8kv strip removes them, fp8kv bake makes 1.0 right"
 
@@ -138,7 +138,7 @@ def _of_other_backend(directory: ScaleDirectory, rules: Rules, fates: Fates) -> 
     """The fates in the engine's backend for transformers' code, where it alone loads latents'."""
     config = directory.config or {}
     others = rules.fates(config, method_name(directory) + OTHER)
-    if not rules.caches_latents(config) or isinstance(others, str | None):
+    if not rules.class_caches_latents(config) or isinstance(others, str | None):
         return None
     owners = {t.name: owner(t.parsed, directory.modules) or "" for t in directory.tensors}
     names = {naming(t.name, t.parsed, owners[t.name]) for t in directory.tensors}

@@ -113,9 +113,9 @@ def test_a_shorter_last_tile_has_a_scale_of_its_own():
 
 
 def test_a_latent_that_blocks_do_not_divide():
-    with pytest.raises(InputError, match=r"nvfp4_ds_mla: head size 24 is not a multiple of 16"):
+    with pytest.raises(InputError, match=r"nvfp4_ds_mla: latent size 24 is not a multiple of 16"):
         cache_type("nvfp4_ds_mla").bytes_per_token([Shape(1, 24, 8, "latents")])
-    with pytest.raises(InputError, match="24 is not a multiple of 16"):
+    with pytest.raises(InputError, match="NVFP4: latent size 24 is not a multiple of 16"):
         rounding("nvfp4_ds_mla")(0, *values(24, 8))
 
 

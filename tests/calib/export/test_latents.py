@@ -11,7 +11,7 @@ from families import LATENT, save_model, tiny_model
 
 from calib.choices import FORMATS as NAMES
 from calib.errors import UnsupportedExportError
-from calib.export import FORMATS, check_latent, export
+from calib.export import FORMATS, export
 
 REFUSED = [name for name in NAMES if name not in ("modelopt", "fp8kv")]
 WEIGHTS = [f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(2)]
@@ -40,16 +40,12 @@ def scales():
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_format_that_no_engine_reads_is_refused_with_the_way_out(name, of_latents):
-    with pytest.raises(UnsupportedExportError, match=f"--format {name}: .* Use {BAKE}") as early:
-        check_latent(name)
-    with pytest.raises(UnsupportedExportError) as late:
+    with pytest.raises(UnsupportedExportError, match=f"--format {name}: .* Use {BAKE}") as refused:
         export(scales(), of_latents(), name)
-    assert str(late.value) == str(early.value)
-    assert "\n" not in str(early.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_the_others_are_not_refused_by_their_name():
-    assert (check_latent("modelopt"), check_latent("fp8kv")) == (None, None)
     assert [name for name in NAMES if not FORMATS[name].latent] == ["modelopt", "fp8kv"]
 
 
@@ -66,9 +62,9 @@ def test_the_others_are_not_refused_by_their_name():
         ("trtllm", "TensorRT-LLM's PyTorch backend computes .* with 1.0"),
     ],
 )
-def test_the_reason_is_the_engines(name, reason):
+def test_the_reason_is_the_engines(name, reason, of_latents):
     with pytest.raises(UnsupportedExportError, match=reason):
-        check_latent(name)
+        export(scales(), of_latents(), name)
 
 
 @pytest.mark.parametrize("name", REFUSED)
