@@ -47,8 +47,8 @@ def _commands(done: dict[str, Any], checkpoint: Checkpoint, modules: Iterable[st
     twin, scaled, baked = (shlex.quote(f"{done['output']}{x}") for x in ("", "-fp8kv", "-baked"))
     if not done["latent"]:
         return _scaling(done, vllm, vllm.flag, (twin, scaled))
-    names = [checkpoint_prefix(module, checkpoint) for module in modules]
     try:
+        names = [checkpoint_prefix(module, checkpoint) for module in modules]
         _, flag = latents_name(vllm, names, checkpoint, "modelopt", MODELOPT_NAME)
     except UnsupportedExportError:
         return _baking(done, checkpoint, (twin, scaled, baked))
