@@ -22,7 +22,7 @@ from calib.scalefiles.names import layer_of
 from calib.scales.scales import KVScales
 from calib.verify.rules import Rules, all_rules
 
-__all__ = ["FORMATS", "Export", "Format", "check_format", "export"]
+__all__ = ["FORMATS", "Export", "Format", "check_format", "check_latent", "export"]
 
 Command = Literal["calibrate", "apply", "convert"]  # of which messages name flags
 
@@ -65,6 +65,12 @@ def check_format(
         )
 
 
+def check_latent(name: FormatName) -> None:
+    """Refuse a format in which no engine computes with scales of latents (MLA)."""
+    if reason := FORMATS[name].latent:
+        raise UnsupportedExportError(f"--format {name}: {reason}")
+
+
 def export(
     scales: KVScales,
     checkpoint: Checkpoint,
@@ -79,10 +85,9 @@ def export(
     Raises:
         UnsupportedExportError: the format, or its engine, cannot hold them; see `check_format`.
     """
-    target = FORMATS[name]
     # files of other tools do not say what their scales are of
-    if target.latent and (scales.latent or checkpoint.caches_latents):
-        raise UnsupportedExportError(f"--format {name}: {target.latent}")
+    if scales.latent or checkpoint.caches_latents:
+        check_latent(name)
     check_format(
         name,
         strategy=scales.strategy,
@@ -92,6 +97,7 @@ def export(
         center_keys=scales.has_center,
         by=by,
     )
+    target = FORMATS[name]
     if target.build is not _nothing:
         _check_announced(checkpoint)
         _check_layers(scales, flag=f"--format {name}")
