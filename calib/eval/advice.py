@@ -22,7 +22,7 @@ _ADVICE = {
     "attn_head": "use one scale per KV head (--strategy attn_head)",
 }
 _OF_LATENTS = (
-    "engines use 1.0 for latents, whatever the files say: `fp8kv bake` makes it right; see "
+    "engines' own classes use no scales of latents, or wrongly: `fp8kv bake` makes 1.0 right; see "
     "docs/latent.md"
 )
 SERVED = tuple(_ADVICE)
