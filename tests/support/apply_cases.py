@@ -1,0 +1,70 @@
+"""`fp8kv apply` on a tiny Llama and on edited copies of it."""
+
+import shutil
+
+import torch
+from command_line import calibrate, fp8kv, one_line_error
+from quantized_models import edit_json
+from safetensors.torch import load_file, save_file
+
+from calib.scalefiles.reading import read_scales
+
+LAYERS = range(3)
+ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"
+FITTING = [
+    *("compressed-fp8", "compressed-fp8-channel", "compressed-fp8-block", "compressed-int8"),
+    *("compressed-int8-asymmetric", "compressed-w4", "compressed-w4-asymmetric"),
+    *("compressed-w4-ordered", "compressed-w3", "compressed-w8-channel", "compressed-nvfp4"),
+]
+
+
+def calibrated(model, out, *flags):
+    done = calibrate(model, "-o", out, *flags)
+    assert done.exit_code == 0, done.stderr
+    return out
+
+
+def scales(directory):
+    return [(layer.layer, layer.k, layer.v, layer.q) for layer in read_scales(directory).layers]
+
+
+def applied(measured, model, out, *flags):
+    done = fp8kv("apply", measured, model, "-o", out, *flags)
+    assert done.exit_code == 0, done.stderr
+    return out
+
+
+def refused(measured, model, out, *phrases, flags=(), status=2):
+    one_line_error(fp8kv("apply", measured, model, "-o", out, *flags), *phrases, status=status)
+    assert not out.exists()
+
+
+def copy(model, path, edit=lambda tensors: None, config=None):
+    """A copy of the model whose tensors `edit` changed."""
+    shutil.copytree(model, path)
+    tensors = load_file(path / "model.safetensors")
+    edit(tensors)
+    kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(kept, path / "model.safetensors", {"format": "pt"})
+    edit_json(path / "config.json", **(config or {}))
+    return path
+
+
+def smooth(tensors, size=0.5):
+    """Move factors from norms into the weights that read them, as AWQ and SmoothQuant do."""
+    generator = torch.Generator().manual_seed(1)
+    for layer in LAYERS:
+        of = f"model.layers.{layer}."
+        attention, mlp = (torch.rand(64, generator=generator) * 2 * size + 1 - size for _ in "ab")
+        tensors[f"{of}input_layernorm.weight"] /= attention
+        tensors[f"{of}post_attention_layernorm.weight"] /= mlp
+        for letter in "qkv":
+            tensors[ATTENTION.format(layer, letter)] *= attention
+        for name in ("gate", "up"):
+            tensors[f"{of}mlp.{name}_proj.weight"] *= mlp
+
+
+def rescale_values(tensors, factor=1.5, channels=slice(None)):
+    """Factors per channel from V to the output projection."""
+    for layer in LAYERS:
+        tensors[ATTENTION.format(layer, "v")][channels] *= factor
