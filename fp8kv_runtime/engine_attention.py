@@ -5,8 +5,9 @@ rounds neither. These two round more, in the order in which the kernels walk the
 rounded beside the largest score so far, and rescaled when a larger one comes.
 
 FlashAttention 3, as vLLM 0.32 runs it on Hopper: by the source of vllm-project/flash-attention at
-617264c (2026-08-06), hopper/: `tile_size_fwd_sm90`, `CollectiveMainloopFwdSm90::mma`, `Softmax`
-(`max_get_scale`, `online_softmax`, `finalize`, `finalize_aux`), `gemm` in utils.h.
+617264c (2026-08-06; which commit vLLM 0.32 is built from was not found out), hopper/:
+`tile_size_fwd_sm90`, `CollectiveMainloopFwdSm90::mma`, `Softmax` (`max_get_scale`,
+`online_softmax`, `finalize`, `finalize_aux`), `gemm` in utils.h.
 
 vLLM's Triton kernel: by the source of vLLM 0.32.0, v1/attention/ops/triton_unified_attention.py
 (`kernel_unified_attention`, `_cast_kv_tile`) and triton_attention_helpers.py (`softmax_step`), and
