@@ -1,8 +1,8 @@
 """What engines' attention adds to an FP8 cache: `--attention` on a model and its stress twin.
 
 4,096 held-out tokens, float32; KL is against the model with its own cache and attention. Ratios are
-of the same documents, with an interval over these. Baked models are served at scale 1.0, queries
-too.
+of the same documents, with an interval over these. The baked model, which is also what the twin
+becomes, is served at scale 1.0, queries too.
 """
 
 import argparse
@@ -37,7 +37,6 @@ def main() -> None:
         "SmolLM2": (MODEL, VARIANTS),
         "its stress twin": (twin, VARIANTS),
         "SmolLM2, baked": (_baked(MODEL, args.scratch / "smollm2"), BAKED),
-        "the twin, baked": (_baked(twin, args.scratch / "twin"), BAKED),
     }
     found: dict[str, Any] = {"machine": facts, "models": {}}
     for name, (model, modes) in models.items():
