@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
+.PHONY: help demo test test-fast fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -172,6 +172,9 @@ bench-caches: $(VENV)/.installed ## every cache type on a real model and its str
 
 bench-latent: $(VENV)/.installed ## FP8 caches of latents (MLA) on a real model and its stress twin
 	$(BIN)/python benchmarks/latent.py
+
+bench-modes: $(VENV)/.installed ## what engines' attention adds to an FP8 cache
+	$(BIN)/python benchmarks/engine_modes.py
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 	$(BIN)/python benchmarks/peer_speed.py --peer-python $(PEERS)/bin/python

@@ -16,6 +16,7 @@ Purpose = Literal["fp8", "int8"]  # of baked factors
 Reduce = Literal["none", "max"]
 Offload = Literal["auto", "none", "layerwise"]
 Backend = Literal["auto", "triton", "torch"]
+AttentionMode = Literal["exact", "fa3", "vllm_triton", "vllm_triton_fp8"]
 SuiteName = Literal["quick", "full"]
 Weights = Literal["link", "copy", "none"]
 VariantName = Literal[

@@ -71,6 +71,7 @@ class EvaluationRecipe(_Strict):
     variants: tuple[choices.VariantName, ...] | None = Field(None, description="default: all")
     caches: tuple[choices.CacheName, ...] = Field((), description="types beside static FP8, or all")
     backend: choices.Backend = "auto"
+    attention: choices.AttentionMode = Field("exact", description="of an engine, simulated")
     kl_budget: float | None = Field(
         None, ge=0, allow_inf_nan=False, description="nats; find the fewest layers in 16 bits"
     )
@@ -82,6 +83,22 @@ class EvaluationRecipe(_Strict):
     fail_if: Annotated[tuple[str, ...], AfterValidator(_conditions)] = Field(
         (), description="conditions such as 'kl>0.02': exit status 1 if one holds"
     )
+
+    @model_validator(mode="after")
+    def _engines_are_simulated_in_torch(self) -> "EvaluationRecipe":
+        if self.attention == "exact":
+            return self
+        if self.backend == "triton":
+            raise ValueError(
+                f"attention '{self.attention}' is simulated in plain torch, and backend 'triton' "
+                "runs kernels of ours: use backend torch or auto"
+            )
+        if self.bits_budget is not None:
+            raise ValueError(
+                f"attention '{self.attention}' is simulated for static FP8 alone, and a budget of "
+                "bits mixes it with other types: use attention exact"
+            )
+        return self
 
 
 class Recipe(_Strict):

@@ -73,6 +73,10 @@ def evaluate(
     backend: Annotated[
         choices.Backend | None, ResourcesFlag("auto: Triton on a GPU, torch elsewhere.")
     ] = None,
+    attention: Annotated[
+        choices.AttentionMode | None,
+        Flag("Engine whose attention to FP8 caches is simulated. Default: exact, none."),
+    ] = None,
     dtype: DType = None,
     trust_remote_code: TrustRemoteCode = False,
     quiet: Quiet = False,
@@ -97,7 +101,7 @@ def measure(
 ) -> "tuple[Report, list[str]]":
     """Evaluate; unless `silent`, show progress, print the tables and what follows from them."""
     from calib.commands.progress_bar import progress_bar
-    from calib.eval.page.markdown import HEADINGS, closing_lines, table_rows, task_table
+    from calib.eval.page.markdown import HEADINGS, closing_lines, table_rows, task_table, title
     from calib.eval.run import run_evaluation
 
     with progress_bar(show=not silent) as progress:
@@ -105,7 +109,7 @@ def measure(
             model, recipe, scales=scales, output=output, progress=progress.stage
         )
     if not silent:
-        print_table(f"FP8 KV cache of {report.model}", HEADINGS, table_rows(report))
+        print_table(title(report), HEADINGS, table_rows(report))
         if report.tasks:
             print_table(*task_table(report))
         print_lines(closing_lines(report))

@@ -27,6 +27,7 @@ _CONDITIONS = (
      "so do the scales that were derived from them"),
     ("the dtype", "dtype", _NOISE),
     ("the backend", "backend", _NOISE),
+    ("the engine's attention", "attention", _NOT_COMPARABLE),
 )  # fmt: skip
 
 
@@ -66,6 +67,7 @@ class Report(_Part):
 
     model: str
     backend: str
+    attention: str = "exact"
     dtype: str
     data: Data
     suite: dict[str, Any] = Field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from calib.eval.variants import BUILT_IN, Setup
 from calib.measure.loop import calibrate
 from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids
-from calib.model.load import fit_seq_len
+from calib.model.load import fit_seq_len, load_model, load_tokenizer
 from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe, load_recipe
 from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scales.stats import KVStats
@@ -87,6 +87,19 @@ def open_given(directories: Sequence[Path], checkpoint: Checkpoint) -> dict[str,
         raise InputError(f"--scales '{twice}' is given twice; give every directory once")
     opened = [open_any_scales(directory, checkpoint) for directory in directories]
     return dict(zip(given_names(directories), opened, strict=True))
+
+
+def load_setup(
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    recipe: Recipe,
+    progress: Callable[[str], None],
+) -> Setup:
+    """Load the model and its tokenizer."""
+    progress("load")
+    tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
+    asked = recipe.evaluation
+    return Setup(model, tokenizer, asked.backend, progress, asked.attention)
 
 
 def load_material(

@@ -6,11 +6,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from calib.eval.schema import Extremes, Figure, Layer, LayerRow, Magnitudes, Tensors
 from calib.eval.statistics import ratio
-from calib.eval.variants import Variant, broadcast_scale, fp8_rounding
+from calib.eval.variants import Setup, Variant, broadcast_scale, fp8_rounding
 from calib.measure.attention import map_attention
 from calib.scales.scales import LayerScales
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
@@ -42,15 +41,19 @@ class LayerValues(NamedTuple):
 
 @torch.inference_mode()
 def layer_errors(
-    model: PreTrainedModel, documents: Iterable[Tensor], variants: Sequence[Variant]
+    setup: Setup, documents: Iterable[Tensor], variants: Sequence[Variant]
 ) -> tuple[dict[str, dict[int, LayerError]], dict[int, LayerValues]]:
     """Errors by variant and layer, and K and V by layer; each layer is given the reference's input.
 
     Layers that read another layer's cache are left out.
     """
+    model = setup.model
     repeats = {m.layer_idx: m.kv_repeat for m in map_attention(model).cached.values()}
     scaled = [(v, v.scales) for v in variants if v.scales]
-    probes = [(v, FP8_DTYPES[s.fp8_dtype], fp8_rounding(s, v.tensors)) for v, s in scaled]
+    probes = [
+        (v, FP8_DTYPES[s.fp8_dtype], fp8_rounding(s, v.tensors), v.engine(setup) or _as_it_is)
+        for v, s in scaled
+    ]
     errors: dict[str, dict[int, list[LayerError]]] = {variant.name: {} for variant, *_ in probes}
     values: dict[int, list[LayerValues]] = {}
 
@@ -63,9 +66,10 @@ def layer_errors(
             return out
         stored = (key[:, :: repeats[idx]], value[:, :: repeats[idx]])
         values.setdefault(idx, []).append(layer_values(*stored))
-        for variant, dtype, rounding in probes:
+        for variant, dtype, rounding, through in probes:
             if idx in variant.layers:
-                other = original(module, *rounding(idx, query, key, value), *args, **kw)
+                rounded = rounding(idx, query, key, value)
+                other = through(original, module, *rounded, *args, **kw)
                 outputs = _tokens_last(out), _tokens_last(other)
                 error = _layer_error(*outputs, *stored, variant.layers[idx], dtype)
                 errors[variant.name].setdefault(idx, []).append(error)
@@ -76,6 +80,10 @@ def layer_errors(
             model.get_decoder()(input_ids=token_ids[None].to(model.device), use_cache=False)
     joined = {name: {i: _joined(e) for i, e in layers.items()} for name, layers in errors.items()}
     return joined, {idx: _added(each) for idx, each in values.items()}
+
+
+def _as_it_is(original: Any, *args: Any, **kw: Any) -> Any:
+    return original(*args, **kw)
 
 
 def _joined(documents: Sequence[LayerError]) -> LayerError:

@@ -47,7 +47,7 @@ def measure(setup: Setup, variants: Sequence[Variant], material: Material) -> di
         for name, divergence in read(setup, token_ids, served).items():
             found[name].long_documents.append(divergence)
     setup.progress("per-layer errors")
-    errors, found[REFERENCE].values = layer_errors(setup.model, material.layer_documents, variants)
+    errors, found[REFERENCE].values = layer_errors(setup, material.layer_documents, variants)
     for name, layers in errors.items():
         found[name].layers = layers
     for measured in found.values():

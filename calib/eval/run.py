@@ -6,8 +6,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from calib.atomic import claimed
 from calib.caches.types import Shape
 from calib.choices import CONTROLS, VARIANTS
@@ -25,6 +23,7 @@ from calib.eval.cache_variants import (
 from calib.eval.found import Mixture, Recommendation, Search
 from calib.eval.material import Material, cut_text
 from calib.eval.mixture import mix, write_layer_map
+from calib.eval.modes import check_model, in_mode
 from calib.eval.offers import Offers
 from calib.eval.page.html import check_report_directory, write_report
 from calib.eval.reader import Measured, measure, search
@@ -37,7 +36,7 @@ from calib.eval.variants import Setup, Variant, build_variants
 from calib.measure.attention import layer_shapes
 from calib.model.checkpoint import Checkpoint
 from calib.model.find import find_checkpoint
-from calib.model.load import load_config, load_model, load_tokenizer
+from calib.model.load import load_config
 from calib.model.quantized import quantization_notes
 from calib.output.card import versions
 from calib.recipe import EvaluationRecipe, Recipe
@@ -104,11 +103,12 @@ def evaluate(
     recipe = inputs.evaluation_recipe(recipe, suite)
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
     opened = inputs.open_given(scales, checkpoint)
-    setup = _loaded(checkpoint, config, recipe, progress)
+    setup = inputs.load_setup(checkpoint, config, recipe, progress)
     model = setup.model
     given = [Variant(n, "given with --scales", "given", of(model)) for n, of in opened.items()]
     data, material, warnings = inputs.load_material(setup, recipe, suite, scales)
     shapes = layer_shapes(model)  # runs the model, whose tokens are checked now
+    check_model(setup.attention, model, shapes)
     types, left_out = wanted_types(wanted.caches, shapes)
     progress("calibrate")
     stats = inputs.calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
@@ -121,20 +121,10 @@ def evaluate(
     offers = Offers(served_name, checkpoint, recipe.data.dataset, shapes, trust)
     refused = _refused([*variants, *caches], offers, wish)
     measured = [each for each in (*variants, *given, *caches) if each.name not in refused]
+    measured, unlike = in_mode(setup, measured, wanted.variants)
     results = _results(setup, with_bytes(measured, shapes), material, tasks, wanted)
-    warnings = [*notes, *data.warnings, *warnings, *left_out, *unbaked]
+    warnings = [*notes, *data.warnings, *warnings, *left_out, *unbaked, *unlike]
     return Evaluation(conditions, warnings=warnings, offers=offers, refused=refused, **results)
-
-
-def _loaded(
-    checkpoint: Checkpoint,
-    config: PreTrainedConfig,
-    recipe: Recipe,
-    progress: Callable[[str], None],
-) -> Setup:
-    progress("load")
-    tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
-    return Setup(model, tokenizer, recipe.evaluation.backend, progress)
 
 
 def _results(
@@ -233,6 +223,7 @@ def _conditions(
         model=model,
         suite=suite,
         backend=setup.resolved_backend,
+        attention=setup.attention,
         dtype=str(setup.model.dtype).removeprefix("torch."),
         data=data,
         bytes_per_token={"fp8": values, "16bit": 2 * values},

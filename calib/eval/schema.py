@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from calib.choices import FP8Name, Strategy
+from calib.choices import AttentionMode, FP8Name, Strategy
 from calib.eval.found import Figure as Figure
 from calib.eval.found import Mixture, Part, Recommendation, Search
 
@@ -72,6 +72,7 @@ class Row(Part):
     strategy: Strategy | None = None
     fp8_dtype: FP8Name | None = None
     tensors: str | None = None  # those of q, k and v that are in FP8
+    attention: AttentionMode = "exact"  # whose rounding it was given
     kl: Figure
     kl_p99: Figure
     kl_p999: Figure
@@ -160,6 +161,7 @@ class Conditions(Part):
     model: str
     suite: Suite
     backend: str
+    attention: AttentionMode = "exact"  # whose rounding FP8 caches were given
     dtype: str
     data: Data
     bytes_per_token: dict[Literal["fp8", "16bit"], int]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from calib.choices import REFERENCE
+from calib.choices import REFERENCE, AttentionMode
 from calib.eval.advice import advise, advised, subject, verdict
 from calib.eval.found import Mixture, Recommendation, Search
 from calib.eval.layer_errors import layer_row, value_rows
@@ -44,7 +44,11 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
     rows = {
         # what is no number is a difference
         name: _row(
-            m, measured[REFERENCE], kl[name], name != REFERENCE and not kl[name].low <= floor
+            m,
+            measured[REFERENCE],
+            kl[name],
+            name != REFERENCE and not kl[name].low <= floor,
+            evaluation.conditions.attention,
         )
         for name, m in measured.items()
     }
@@ -85,7 +89,13 @@ def _recommended(
     return found.model_copy(update={"not_served": refused})
 
 
-def _row(measured: Measured, reference: Measured, kl: Figure, measurable: bool) -> Row:
+def _row(
+    measured: Measured,
+    reference: Measured,
+    kl: Figure,
+    measurable: bool,
+    attention: AttentionMode,
+) -> Row:
     divergences = _values(d.kl for d in measured.documents)
     agrees = _values(d.agrees for d in measured.documents)
     pairs = zip(measured.documents, reference.documents, strict=True)
@@ -101,12 +111,12 @@ def _row(measured: Measured, reference: Measured, kl: Figure, measurable: bool) 
         top1=estimate(agrees),
         top1_count=int(sum(a.sum() for a in agrees)),
         kl_by_position=kl_by_position(divergences + _values(d.kl for d in measured.long_documents)),
-        **_present(measured),
+        **_present(measured, attention),
         measurable=measurable,
     )
 
 
-def _present(measured: Measured) -> dict[str, Any]:
+def _present(measured: Measured, attention: AttentionMode) -> dict[str, Any]:
     """Make the entries that not every variant has: scales, greedy text, passkeys, layers."""
     found: dict[str, Any] = {}
     variant, scales = measured.variant, measured.variant.scales
@@ -115,6 +125,8 @@ def _present(measured: Measured) -> dict[str, Any]:
     if scales is not None:
         found = {"strategy": scales.strategy, "fp8_dtype": scales.fp8_dtype}
         found["tensors"] = variant.tensors
+    if variant.in_mode:
+        found["attention"] = attention
     found |= {name: each for name, each in held.items() if each is not None}
     greedy, keys = measured.same_tokens, measured.found_passkeys
     numbers: dict[str, Sequence[float]] = {"same_tokens": greedy, "passkey": keys}

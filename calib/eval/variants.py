@@ -12,12 +12,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.caches.applied import beside_queries, rounded_attention
 from calib.caches.rounding import CacheRounding, round_fp8
-from calib.choices import REFERENCE, VARIANTS
+from calib.choices import REFERENCE, VARIANTS, AttentionMode
+from calib.eval.simulated import simulated
 from calib.scales.observers import AbsMax, Mse
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats
 from fp8kv_runtime.fp8 import FP8_DTYPES
-from fp8kv_runtime.hf import Backend, fp8_attention
+from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
+from fp8kv_runtime.hf.swap import Replacement
 
 BUILT_IN = (REFERENCE, *VARIANTS)
 QKV = tuple[Tensor, Tensor, Tensor]
@@ -33,11 +35,13 @@ class Setup:
     tokenizer: PreTrainedTokenizerBase
     backend: Backend = "auto"
     progress: Callable[[str], None] = lambda stage: None
+    attention: AttentionMode = "exact"  # of FP8 caches
 
     @property
     def resolved_backend(self) -> str:
         """The backend that `auto` stands for on the model's device."""
         automatic = "triton" if self.model.device.type == "cuda" else "torch"
+        automatic = automatic if self.attention == "exact" else "torch"
         return automatic if self.backend == "auto" else self.backend
 
 
@@ -68,6 +72,11 @@ class Variant:
         return is_fp8 or self.rounding is not None
 
     @property
+    def in_mode(self) -> bool:
+        """Whether an engine's attention is simulated for it: static FP8, of K and V."""
+        return self.generates and self.scales is not None
+
+    @property
     def served(self) -> bool:
         """Whether engines can load such scales: E4M3, per tensor or head, for K and V."""
         scales = self.scales
@@ -86,9 +95,19 @@ class Variant:
             return rounded_attention(model, beside_queries(self.rounding))
         if self.scales is None:
             return rounded_attention(model, _to_bfloat16)
+        if (engine := self.engine(setup)) is not None:
+            return _simulated(model, self.scales, engine)
         if self.generates:
             return fp8_attention(model, self.scales, backend=setup.backend, quantize_query=query)
         return rounded_attention(model, fp8_rounding(self.scales, self.tensors))
+
+    def engine(self, setup: Setup) -> Replacement | None:
+        """The attention of the engine that the setup simulates; None: the model's own."""
+        if setup.attention == "exact" or self.scales is None or not self.in_mode:
+            return None
+        with_queries = "q" in self.tensors or self.kind == "given"  # which the engine would load
+        dtype = setup.model.dtype
+        return simulated(setup.attention, self.scales, with_queries=with_queries, dtype=dtype)
 
 
 UNCHANGED = Variant(REFERENCE, "the model's own cache", "reference")
@@ -185,6 +204,12 @@ def all_ones(scales: KVScales) -> KVScales:
 
 def _to_bfloat16(layer_idx: int, query: Tensor, key: Tensor, value: Tensor) -> QKV:
     return query, key.bfloat16().to(key.dtype), value.bfloat16().to(value.dtype)
+
+
+@contextmanager
+def _simulated(model: PreTrainedModel, scales: KVScales, engine: Replacement) -> Iterator[None]:
+    with swap_attention(model, engine), fp8_attention(model, scales, backend="torch"):
+        yield
 
 
 @contextmanager

@@ -1,22 +1,20 @@
 """vLLM's own Triton writer of latents for DeepSeek-V3.2, in Triton's interpreter.
 
-The interpreter's casts to 8 and 16 bits cut bits off, which no GPU does, and it knows no PTX: casts
-are PyTorch's here, and E2M1 is ours.
+The interpreter knows no PTX: E2M1 is ours here.
 """
 
 from typing import NamedTuple
 from unittest.mock import patch
 
 import cache_writers  # noqa: F401  (tells Triton to interpret)
-import numpy as np
 import torch
 import triton.language as tl
+from right_casts import right_casts
 from torch import Tensor
 from triton.runtime import interpreter
 
 from calib.caches.nvfp4 import e2m1
 
-_CASTS = {tl.float8e4nv: torch.float8_e4m3fn, tl.bfloat16: torch.bfloat16}
 _BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 _LATENT, _K_PE = 512, 64
 
@@ -39,7 +37,7 @@ def write(name: str, x: Tensor, weight: Tensor, k_pe: Tensor) -> Written:
     angles = torch.cat([one(tokens, _K_PE // 2), torch.zeros(tokens, _K_PE // 2)], 1)
     slots = torch.arange(tokens)
     with (
-        patch.object(interpreter, "_convert_float", _cast),
+        right_casts(),
         patch.object(kernels.tl, "inline_asm_elementwise", _packed),
     ):
         kernels.fused_norm_rope(
@@ -50,17 +48,6 @@ def write(name: str, x: Tensor, weight: Tensor, k_pe: Tensor) -> Written:
         )  # fmt: skip
     assert torch.equal(rotated, k_pe)
     return Written(latent, k_pe, cache[0])
-
-
-def _cast(data, from_dtype, to_dtype, rounding_mode, *, original=interpreter._convert_float):
-    source, target = (_CASTS.get(each, torch.float32) for each in (from_dtype, to_dtype))
-    if tl.float32 not in (from_dtype, to_dtype) or source == target:
-        return original(data, from_dtype, to_dtype, rounding_mode)
-    array = torch.from_numpy(np.ascontiguousarray(data))
-    limit = torch.finfo(target).max
-    values = array.view(source).float().clamp(-limit, limit).to(target)
-    width = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[target.itemsize]
-    return values.view(width).numpy()
 
 
 def _packed(asm, constraints, args, dtype, **_):

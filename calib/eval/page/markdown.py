@@ -9,6 +9,12 @@ from calib.text import plain
 HEADINGS = ("cache", "bytes", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
 
 
+def title(report: Report) -> str:
+    """What the table is of."""
+    mode = "" if report.attention == "exact" else f", attention of {report.attention} simulated"
+    return f"FP8 KV cache of {report.model}{mode}"
+
+
 def table_rows(report: Report) -> list[tuple[str, ...]]:
     """One row per variant, intervals in brackets."""
     whole = report.bytes_per_token["16bit"]
@@ -93,7 +99,7 @@ def markdown(report: Report) -> str:
     )
     lines = "\n".join(f"- {_escape(line)}" for line in closing_lines(report))
     return (
-        f"# FP8 KV cache of {_escape(report.model)}\n\n{lines}\n\n"
+        f"# {_escape(title(report))}\n\n{lines}\n\n"
         f"{_table(HEADINGS, table_rows(report))}\n\n"
         "Bytes per token beside 16 bits; KL(reference || variant) in nats per token, mean with its "
         "95 % bootstrap interval over documents, and 99th percentile; change of perplexity; share "

@@ -20,7 +20,7 @@ from calib.eval.layer_errors import FIRST_BIN, layer_errors, layer_values
 from calib.eval.reader import Measured
 from calib.eval.schema import Figure, Report, Row
 from calib.eval.statistics import Divergence, kl_by_position, ratio
-from calib.eval.variants import Variant
+from calib.eval.variants import Setup, Variant
 from calib.measure.attention import observe_qkv
 from calib.model.find import find_checkpoint
 from calib.model.load import load_tokenizer
@@ -106,7 +106,7 @@ def test_histogram_bins_are_exact_where_logarithms_round():
 
 def test_heads_that_transformers_repeats_are_counted_once():
     model = tiny_model("falcon", **FAMILIES["falcon"])
-    _, values = layer_errors(model, [torch.arange(9)], [])
+    _, values = layer_errors(Setup(model, None), [torch.arange(9)], [])
     assert [layer.amax.shape for layer in values.values()] == [(2, 2)] * 3
     assert [int(layer.histogram[0].sum()) for layer in values.values()] == [2 * 9 * 16] * 3
 

@@ -1,0 +1,45 @@
+"""Triton's interpreter with the casts and products of a GPU.
+
+Its own casts to 8 and 16 bits cut bits off, which no GPU does, and it multiplies bfloat16 as if the
+bits were integers.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime import interpreter
+
+_CASTS = {tl.float8e4nv: torch.float8_e4m3fn, tl.bfloat16: torch.bfloat16}
+_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+
+
+@contextmanager
+def right_casts() -> Iterator[None]:
+    """Inside the block casts between float32 and E4M3 or bfloat16 are PyTorch's."""
+    with (
+        patch.object(interpreter, "_convert_float", _cast),
+        patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),
+    ):
+        yield
+
+
+def _cast(data, from_dtype, to_dtype, rounding_mode, *, original=interpreter._convert_float):
+    source, target = (_CASTS.get(each, torch.float32) for each in (from_dtype, to_dtype))
+    if tl.float32 not in (from_dtype, to_dtype) or source == target:
+        return original(data, from_dtype, to_dtype, rounding_mode)
+    array = torch.from_numpy(np.ascontiguousarray(data))
+    limit = torch.finfo(target).max
+    values = array.view(source).float().clamp(-limit, limit).to(target)
+    return values.view(_UNSIGNED[target.itemsize]).numpy()
+
+
+def _dot(self, a, b, d, *args, original=interpreter.InterpreterBuilder.create_dot):
+    a, b = (
+        self.create_fp_ext(each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each
+        for each in (a, b)
+    )
+    return original(self, a, b, d, *args)

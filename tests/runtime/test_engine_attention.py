@@ -1,0 +1,198 @@
+"""Engines' rounding beside the same walk over the keys written as a loop, in float64."""
+
+import math
+
+import pytest
+import torch
+
+from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
+from fp8kv_runtime.options import AttentionOptions
+
+# fp32 sums of a few hundred terms beside float64
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+def e4m3(x):
+    return x.float().to(torch.float8_e4m3fn).double()
+
+
+def bf16(x):
+    return x.bfloat16().double()
+
+
+def walk(query, key, value, visible, options, tiles, weight, *, from_sink):
+    """One row after the other, [T, H, D]; `tiles`: parts, each a list of slices of the keys.
+
+    `weight` rounds exp(score - largest so far); every part has a largest of its own.
+    """
+    tokens, heads, dim = query.shape
+    out = torch.zeros(tokens, heads, dim, dtype=torch.float64)
+    scale = dim**-0.5 if options.softmax_scale is None else options.softmax_scale
+    for t in range(tokens):
+        for h in range(heads):
+            head = h // (heads // key.shape[1])
+            sink = -math.inf if options.sinks is None else float(options.sinks[h])
+            parts = []
+            for number, part in enumerate(tiles):
+                largest, total, acc = -math.inf, 0.0, torch.zeros(dim, dtype=torch.float64)
+                if from_sink and number == 0 and sink > -math.inf:
+                    largest, total = sink, 1.0
+                for tile in part:
+                    scores = scale * (key[tile, head] @ query[t, h])
+                    if options.softcap is not None:
+                        scores = options.softcap * torch.tanh(scores / options.softcap)
+                    scores = scores[visible[t, tile]]
+                    if not len(scores):
+                        continue
+                    before, largest = largest, max(largest, float(scores.max()))
+                    again = math.exp(before - largest)
+                    p = (scores - largest).exp()
+                    total = total * again + float(p.sum())
+                    acc = acc * again + weight(p) @ value[tile, head][visible[t, tile]]
+                parts.append((largest, total, acc))
+            most = max(largest for largest, *_ in parts)
+            if most == -math.inf:
+                continue
+            shares = [math.exp(largest - most) for largest, *_ in parts]
+            total = sum(s * part[1] for s, part in zip(shares, parts, strict=True))
+            if not from_sink and sink > -math.inf:
+                total += math.exp(sink - most)
+            acc = sum(s * part[2] for s, part in zip(shares, parts, strict=True))
+            out[t, h] = acc / total
+    return out
+
+
+def slices(length, size):
+    return [slice(start, min(start + size, length)) for start in range(0, length, size)]
+
+
+def inputs(tokens, length, heads, kv_heads, dim, window=None):
+    """Query and restored K and V, tokens first, in float64; and what each token sees.
+
+    Scales are powers of two, so that fp32 has the scores as float64 has them, nearly.
+    """
+    generator = torch.Generator().manual_seed(tokens + length + dim)
+    query = 2 * torch.randn(tokens, heads, dim, generator=generator)
+    key, value = (
+        e4m3(100 * torch.randn(length, kv_heads, dim, generator=generator)) * scale
+        for scale in (2.0**-6, 2.0**-5)
+    )
+    rows, columns = torch.arange(length - tokens, length)[:, None], torch.arange(length)
+    visible = columns <= rows
+    if window is not None:
+        visible &= columns > rows - window
+    return query.double(), key, value, visible
+
+
+def dense(attention, query, key, value, visible, options, **kwargs):
+    """Call with batch and heads first, in float32."""
+    batched = (x.float().transpose(0, 1)[None] for x in (query, key, value))
+    return attention(*batched, visible[None, None], options, **kwargs)[0].transpose(0, 1).double()
+
+
+OPTIONS = {
+    "plain": AttentionOptions(),
+    "scale": AttentionOptions(0.05),
+    "softcap": AttentionOptions(softcap=3.0),
+    "sinks": AttentionOptions(sinks=torch.linspace(-2, 4, 4)),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    ("tokens", "length", "dim", "tile"),
+    [(40, 300, 64, 128), (3, 300, 64, 128), (40, 400, 128, 192), (1, 300, 128, 96),
+     (40, 250, 80, 128), (33, 200, 192, 96), (33, 300, 256, 128)],
+)  # fmt: skip
+def test_flash_attention_3_walks_back_from_the_last_tile(tokens, length, dim, tile, options):
+    query, key, value, visible = inputs(tokens, length, 4, 2, dim)
+    back = [slices(length, tile)[::-1]]
+    want = walk(
+        e4m3(query), key, value, visible, options, back, lambda p: e4m3(256 * p) / 256,
+        from_sink=False,
+    )  # fmt: skip
+    made = dense(fa3_attention, query, key, value, visible, options)
+    _nearly_all_close(made, want)
+
+
+def _nearly_all_close(made, want):
+    """A weight in the middle of two codes may go the other way in float64: in few rows of many."""
+    rows = ((made - want).abs() > CLOSE["atol"] + CLOSE["rtol"] * want.abs()).any(-1)
+    assert rows.double().mean() <= 0.03
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("fp8_query", [False, True])
+@pytest.mark.parametrize(("tokens", "window"), [(20, None), (20, 30), (1, None)])
+def test_vllms_kernel_walks_forward_in_tiles_of_32(tokens, window, fp8_query, options):
+    length = 600
+    query, key, value, visible = inputs(tokens, length, 4, 2, 64, window)
+    tiles = [slices(length, 32)]
+    if tokens == 1:  # 16 parts of whole tiles
+        size = 32 if fp8_query else 16
+        all_tiles, each = slices(length, size), -(-length // (16 * size))
+        tiles = [all_tiles[i : i + each] for i in range(0, len(all_tiles), each)]
+    if fp8_query:
+        rounded, weight = (e4m3(query), key, value), lambda p: e4m3(256 * p) / 256
+    else:
+        rounded, weight = tuple(map(bf16, (query, key, value))), bf16
+    want = walk(*rounded, visible, options, tiles, weight, from_sink=True)
+    dtype = None if fp8_query else torch.bfloat16
+    _nearly_all_close(
+        dense(vllm_triton_attention, query, key, value, visible, options, dtype=dtype), want
+    )
+
+
+@pytest.mark.parametrize(
+    ("attention", "kwargs"),
+    [(fa3_attention, {}), (vllm_triton_attention, {}), (vllm_triton_attention, {"dtype": None})],
+    ids=["fa3", "vllm_triton", "vllm_triton_fp8"],
+)
+def test_a_token_that_sees_nothing_gets_zeros(attention, kwargs):
+    query, key, value, visible = inputs(4, 6, 4, 2, 64)
+    visible[0] = False
+    made = dense(attention, query, key, value, visible, AttentionOptions(), **kwargs)
+    assert (made[0] == 0).all()
+    assert made[1:].isfinite().all()
+    assert (made[1:] != 0).any()
+
+
+@pytest.mark.parametrize(
+    ("below", "left"), [(16, 2.0**-16), (17, 2.0**-17), (18, 0.0)], ids=["", "last", "gone"]
+)
+def test_weights_far_below_the_largest_leave_the_numerator_and_not_the_sum(below, left):
+    """The offset of 8 keeps 2^-17 of the largest weight: 2^-9, E4M3's smallest number."""
+    query, value = torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 2, 64)
+    key, value[0, 0, 1] = torch.zeros(1, 1, 2, 64), 1.0
+    query[..., 0], key[0, 0, 1, 0] = 1.0, -below * math.log(2)
+    visible = torch.ones(1, 1, 1, 2, dtype=torch.bool)
+    made = fa3_attention(query, key, value, visible, AttentionOptions(1.0))
+    want = torch.full_like(made, left / (1 + 2.0**-below))
+    torch.testing.assert_close(made, want, rtol=1e-6, atol=0)
+
+
+def test_queries_have_scale_1_unless_one_is_given():
+    query, key, value, visible = inputs(8, 8, 4, 2, 64)
+    query /= 2**14  # at scale 1.0 all of them are 0
+    rounded = dense(fa3_attention, query, 2**14 * key, value, visible, AttentionOptions())
+    zeros = torch.zeros_like(query)
+    assert torch.equal(
+        rounded, dense(fa3_attention, zeros, key, value, visible, AttentionOptions())
+    )
+    scale = torch.full((4,), 2.0**-14)
+    scaled = AttentionOptions(q_scale=scale)
+    made = dense(fa3_attention, query, 2**14 * key, value, visible, scaled)
+    plain = dense(fa3_attention, 2**14 * query, key, value, visible, AttentionOptions())
+    torch.testing.assert_close(made, plain, **CLOSE)
+
+
+def test_query_heads_that_share_keys_have_the_largest_of_their_scales():
+    query, key, value, visible = inputs(8, 8, 4, 2, 64)
+    runs = [
+        dense(fa3_attention, query, key, value, visible, AttentionOptions(q_scale=scale))
+        for scale in (
+            torch.tensor([0.01, 0.03, 0.02, 0.001]),
+            torch.tensor([0.03, 0.03, 0.02, 0.02]),
+        )
+    ]
+    assert torch.equal(*runs)
