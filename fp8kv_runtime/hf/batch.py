@@ -43,6 +43,8 @@ class Batch:
         self._slots = self.cache.slots(self._rows, start, num_tokens).flatten()
         self._where = {}
         self._checked = []
+        for layer in self.cache.layers.values():
+            self.where(layer.codes.device)
 
     def where(self, device: torch.device) -> tuple[PagedSequences, Tensor]:
         """Where the rows lie, and the slots of the newest tokens [B * T]."""
@@ -55,7 +57,7 @@ class Batch:
         return self._where[device]
 
     def check_once(
-        self, mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None
+        self, mask: Tensor, num_tokens: int, sequences: PagedSequences, window: int | None
     ) -> None:
         """`check_mask`, once for each mask of a forward pass.
 
@@ -64,7 +66,11 @@ class Batch:
         """
         # a layer's mask is the same object in all layers of its type
         if not any(mask is seen and window == size for seen, size in self._checked):
-            check_mask(mask, num_tokens, starts, window)
+            given = mask, num_tokens, sequences.seq_starts, window
+            if torch.compiler.is_compiling():
+                torch.ops.fp8kv.check_mask(*given, sequences.seq_lens)
+            else:
+                check_mask(*given)
             self._checked.append((mask, window))
 
     def truncate(self, length: int) -> None:
@@ -127,3 +133,13 @@ def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int
             "the Triton kernels apply causal masks with a sliding window and left padding; this "
             "model or input needs another one. Pad on the left, or use the torch backend"
         )
+
+
+_LIBRARY = torch.library.Library("fp8kv", "FRAGMENT")
+# the lengths are not written to, but said to be: compilers drop what returns and writes nothing
+_LIBRARY.define(
+    "check_mask(Tensor mask, SymInt num_tokens, Tensor? starts, SymInt? window, "
+    "Tensor(a!) seq_lens) -> ()"
+)
+_LIBRARY.impl("check_mask", lambda *given: check_mask(*given[:4]), "CompositeExplicitAutograd")
+torch.library.register_fake("fp8kv::check_mask", lambda *_: None, lib=_LIBRARY)

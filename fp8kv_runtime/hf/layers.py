@@ -1,5 +1,6 @@
 """One attention layer of a transformers cache, stored in FP8 blocks."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from fp8kv_runtime import reference
+from fp8kv_runtime import ops, reference
 from fp8kv_runtime.cache import PagedKVCache
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf.batch import Batch
@@ -54,7 +55,12 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the blocks, whose shape is that of the first keys [B, K, T, D]."""
-        num_heads, head_dim = key_states.shape[1], key_states.shape[3]
+        self.make_blocks(key_states.shape[1], key_states.shape[3], key_states.device)
+
+    def make_blocks(self, num_heads: int, head_dim: int, device: torch.device) -> None:
+        """Make the blocks, if there are none yet."""
+        if self.is_initialized:
+            return
         cache, center = self.batch.cache, self.scales.k_center
         assert cache is not None
         # a later forward pass may run outside inference mode
@@ -68,7 +74,7 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 v_scale=_for_heads(self.scales.v, num_heads),
                 k_center=None if center is None else _for_heads(center, num_heads),
                 dtype=self.batch.dtype,
-                device=key_states.device,
+                device=device,
             )
         cache.add_layer(self.scales.layer_idx, new)
         self.is_initialized = True
@@ -102,19 +108,17 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return held[..., :rank], held[..., rank:]
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        rows, _, tokens, _ = key_states.shape
-        if self._leads:
-            self.batch.extend(rows, tokens)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._length += tokens
+        self._length += key_states.shape[2]
         sequences, slots = self.batch.where(key_states.device)
         append_kv = _append(self.batch.use_triton)
         append_kv(_tokens(key_states), _tokens(value_states), self.blocks, slots)
         if self.batch.use_triton:
             key_states.fp8kv_layer = self  # type: ignore[attr-defined]
             return key_states, value_states
-        key, value = self.blocks.dense(sequences.block_tables, self._length)
+        dense = ops.dense if torch.compiler.is_compiling() else KVBlocks.dense
+        key, value = dense(self.blocks, sequences.block_tables, self._length)
         if self._restore:
             return key.to(key_states.dtype), value.to(value_states.dtype)
         return key, value
@@ -230,6 +234,8 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _append(use_triton: bool) -> Callable[..., None]:
+    if torch.compiler.is_compiling():
+        return functools.partial(ops.append_kv, use_triton=use_triton)
     if use_triton:
         from fp8kv_runtime.kernels.append_kv import append_kv
 
