@@ -83,7 +83,7 @@ def _of_attention(
 ) -> tuple[Any, ...]:
     """The arguments that decode and extend share, in the order of `_ATTENTION`."""
     return (
-        query, *_of_blocks(blocks),
+        query.detach(), *_of_blocks(blocks),
         sequences.block_tables, sequences.seq_lens, sequences.seq_starts,
         options.softmax_scale, options.sliding_window, options.softcap, options.sinks,
         options.q_scale,

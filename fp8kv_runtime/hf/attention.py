@@ -109,8 +109,9 @@ class _Session:
         given = (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1])
         inputs = next(each for each in given if each is not None)
         batch.extend(*inputs.shape[:2])
-        for layer_idx, shape in self._shapes.items():
-            cache.layers[layer_idx].make_blocks(*shape)
+        for layer_idx, (num_heads, head_dim, device) in self._shapes.items():
+            cache.layers[layer_idx].make_blocks(num_heads, head_dim, device)
+            batch.where(device)
         return cache, bool(self._shapes)
 
     @torch.compiler.disable

@@ -43,8 +43,6 @@ class Batch:
         self._slots = self.cache.slots(self._rows, start, num_tokens).flatten()
         self._where = {}
         self._checked = []
-        for layer in self.cache.layers.values():
-            self.where(layer.codes.device)
 
     def where(self, device: torch.device) -> tuple[PagedSequences, Tensor]:
         """Where the rows lie, and the slots of the newest tokens [B * T]."""
