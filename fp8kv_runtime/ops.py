@@ -6,7 +6,7 @@ an operator rebuilds costs time. `Library.impl` because a call of `custom_op` ta
 long as one of these.
 """
 
-from types import ModuleType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,19 +24,26 @@ _ATTENTION = (
     "Tensor? sinks, Tensor? q_scale"
 )
 
-_LIBRARY = torch.library.Library("fp8kv", "DEF")
+_LIBRARY: Any = torch.library.Library("fp8kv", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "append_kv(Tensor key, Tensor value, Tensor slot_mapping, " + _BLOCKS.format("(a!)") + ", "
     "Tensor(b!)? counts, bool use_triton) -> ()"
 )
-_LIBRARY.define(
-    "dense(" + _BLOCKS.format("") + ", Tensor block_tables, SymInt length) -> Tensor"
-)
+_LIBRARY.define("dense(" + _BLOCKS.format("") + ", Tensor block_tables, SymInt length) -> Tensor")
 _LIBRARY.define(f"decode_attention({_ATTENTION}, bool use_triton) -> Tensor")
 _LIBRARY.define(
     f"extend_attention({_ATTENTION}, Tensor cu_seqlens, SymInt max_query_len, bool use_triton) "
     "-> Tensor"
 )
+
+
+def attention_functions() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Decode and extend attention: operators while torch.compile is tracing, else launchers."""
+    if torch.compiler.is_compiling():
+        return decode_attention, extend_attention
+    from fp8kv_runtime.kernels import decode, extend
+
+    return decode.decode_attention, extend.extend_attention
 
 
 def append_kv(
@@ -153,10 +160,11 @@ def _dense_shape(codes: Tensor, *given: Any) -> Tensor:
     return codes.new_empty(shape, dtype=torch.float32)
 
 
-_KERNELS = {"dense": _dense, "append_kv": _append, "decode_attention": _decode, "extend_attention": _extend}
-_FAKE = {"dense": _dense_shape, "append_kv": lambda *given: None, "decode_attention": _like_query,
-         "extend_attention": _like_query}  # fmt: skip
-for _name, _kernel in _KERNELS.items():
-    # no autograd: kernels have no backward, and what they return needs none
+for _name, _kernel, _fake in (
+    ("append_kv", _append, lambda *given: None),
+    ("dense", _dense, _dense_shape),
+    ("decode_attention", _decode, _like_query),
+    ("extend_attention", _extend, _like_query),
+):
     _LIBRARY.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fp8kv::{_name}", _FAKE[_name], lib=_LIBRARY)
+    torch.library.register_fake(f"fp8kv::{_name}", _fake, lib=_LIBRARY)

@@ -1,37 +1,23 @@
 """`fp8_attention`: run a model of transformers on an FP8 paged KV cache, and leave no trace."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from fp8kv_runtime import ops
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf.batch import Batch
-from fp8kv_runtime.hf.layers import (
-    STAND_INS,
-    Fp8CacheLayer,
-    LayerScales,
-    layer_of,
-    of_latent,
-    paged_cache,
-)
+from fp8kv_runtime.hf.layers import STAND_INS, Fp8CacheLayer, layer_of, paged_cache
+from fp8kv_runtime.hf.scales import LayerScales, Scales, of_latent
 from fp8kv_runtime.hf.swap import swap_attention, swap_forward
 from fp8kv_runtime.options import AttentionOptions
 
 Backend = Literal["auto", "triton", "torch"]
-
-
-class Scales(Protocol):
-    """Scales of a model by the names of its attention modules, as `calib.KVScales`."""
-
-    @property
-    def layers(self) -> Mapping[str, Any]: ...  # noqa: D102
-    @property
-    def fp8_dtype(self) -> str: ...  # noqa: D102
 
 
 @contextmanager
@@ -91,14 +77,14 @@ class _Session:
         self._check_query_scales()
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Stand in for the decoder's `forward`: no graph of `torch.compile` holds what is first."""
+        """Stand in for the decoder's `forward`; the graph of `torch.compile` breaks once, here."""
         cache, made = self._prepare(args, kwargs)
         kwargs = {**kwargs, "past_key_values": cache}
         return forward(*args, **kwargs) if made else self._first(forward, cache, args, kwargs)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Cache, bool]:
-        """Reserve the tokens of a forward pass in a cache that is ours, and whether it has blocks."""
+        """Reserve a forward pass's tokens in a cache of ours; whether all its blocks are there."""
         cache = kwargs.get("past_key_values")
         if cache is None:
             cache = DynamicCache(config=self._config)
@@ -114,10 +100,10 @@ class _Session:
             batch.where(device)
         return cache, bool(self._shapes)
 
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _first(
-        self, forward: Callable[..., Any], cache: Cache, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:  # fmt: skip
+        self, forward: Callable[..., Any], cache: Cache, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
         """The first forward pass, which tells the shapes of K and V."""
         out = forward(*args, **kwargs)
         self._shapes = {
@@ -162,11 +148,7 @@ class _Session:
         self, layer: Fp8CacheLayer, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor:
         """[B, H, T, D] against the layer's blocks: [B, T, H, D]."""
-        if torch.compiler.is_compiling():
-            from fp8kv_runtime.ops import decode_attention, extend_attention
-        else:
-            from fp8kv_runtime.kernels.decode import decode_attention
-            from fp8kv_runtime.kernels.extend import extend_attention
+        decode_attention, extend_attention = ops.attention_functions()
         if kwargs.get("position_bias") is not None:
             raise AttentionError("the Triton kernels have no position bias; use the torch backend")
         rows, num_heads, tokens, head_dim = query.shape

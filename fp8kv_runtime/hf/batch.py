@@ -1,6 +1,7 @@
 """The rows of a transformers cache as sequences of one `PagedKVCache`, under the kernels' masks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -133,7 +134,7 @@ def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int
         )
 
 
-_LIBRARY = torch.library.Library("fp8kv", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("fp8kv", "FRAGMENT")  # type: ignore[no-untyped-call]
 # the lengths are not written to, but said to be: compilers drop what returns and writes nothing
 _LIBRARY.define(
     "check_mask(Tensor mask, SymInt num_tokens, Tensor? starts, SymInt? window, "

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +18,8 @@ from fp8kv_runtime import ops, reference
 from fp8kv_runtime.cache import PagedKVCache
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf.batch import Batch
+from fp8kv_runtime.hf.scales import LayerScales, for_heads, of_latent
 from fp8kv_runtime.storage import KVBlocks
-
-
-class LayerScales(Protocol):
-    """Scales of one attention module, as `calib` derives them."""
-
-    @property
-    def layer_idx(self) -> int: ...  # noqa: D102
-    @property
-    def k(self) -> Tensor: ...  # noqa: D102
-    @property
-    def v(self) -> Tensor: ...  # noqa: D102
-    @property
-    def q(self) -> Tensor | None: ...  # noqa: D102
-    @property
-    def k_center(self) -> Tensor | None: ...  # noqa: D102
 
 
 class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -44,6 +30,7 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False  # windows are the attention's business; every token is kept
     is_croppable = True
+    is_initialized: bool
 
     def __init__(self, batch: Batch, scales: LayerScales, *, leads: bool, restore: bool) -> None:
         super().__init__()
@@ -70,9 +57,9 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 cache.block_size,
                 num_kv_heads=num_heads,
                 head_dim=head_dim,
-                k_scale=_for_heads(self.scales.k, num_heads),
-                v_scale=_for_heads(self.scales.v, num_heads),
-                k_center=None if center is None else _for_heads(center, num_heads),
+                k_scale=for_heads(self.scales.k, num_heads),
+                v_scale=for_heads(self.scales.v, num_heads),
+                k_center=None if center is None else for_heads(center, num_heads),
                 dtype=self.batch.dtype,
                 device=device,
             )
@@ -206,11 +193,6 @@ STAND_INS: dict[type, type[Fp8CacheLayer]] = {
 }
 
 
-def of_latent(scales: LayerScales) -> bool:
-    """Whether they are of a latent and k_pe (MLA); scales that do not say so are of K and V."""
-    return bool(getattr(scales, "latent", False))
-
-
 def layer_of(key: Tensor) -> Fp8CacheLayer | None:
     """The layer that `update` marked these keys with."""
     return getattr(key, "fp8kv_layer", None)
@@ -241,13 +223,3 @@ def _append(use_triton: bool) -> Callable[..., None]:
 
         return append_kv
     return reference.append_kv
-
-
-def _for_heads(scale: Tensor, num_heads: int) -> Tensor:
-    """Scales [1], [K] or [K, D] for a cache in which each KV head was repeated to `num_heads`."""
-    if num_heads % scale.shape[0]:
-        raise AttentionError(
-            f"scales for {scale.shape[0]} KV heads do not fit a layer with {num_heads}: "
-            "they are of another model"
-        )
-    return scale if scale.shape[0] == 1 else scale.repeat_interleave(num_heads // scale.shape[0], 0)
