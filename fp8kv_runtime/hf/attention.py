@@ -12,8 +12,8 @@ from fp8kv_runtime import ops
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf.batch import Batch
+from fp8kv_runtime.hf.given import LayerScales, Scales, of_latent
 from fp8kv_runtime.hf.layers import STAND_INS, Fp8CacheLayer, layer_of, paged_cache
-from fp8kv_runtime.hf.scales import LayerScales, Scales, of_latent
 from fp8kv_runtime.hf.swap import swap_attention, swap_forward
 from fp8kv_runtime.options import AttentionOptions
 

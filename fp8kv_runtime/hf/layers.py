@@ -18,7 +18,7 @@ from fp8kv_runtime import ops, reference
 from fp8kv_runtime.cache import PagedKVCache
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf.batch import Batch
-from fp8kv_runtime.hf.scales import LayerScales, for_heads, of_latent
+from fp8kv_runtime.hf.given import LayerScales, for_heads, of_latent
 from fp8kv_runtime.storage import KVBlocks
 
 
