@@ -42,8 +42,8 @@ def quantize(x: Tensor, scale: Tensor, dtype: torch.dtype = torch.float8_e4m3fn)
 
 def dequantize(x: Tensor, scale: Tensor) -> Tensor:
     """Restore float32 values from FP8: `x * scale`. `scale` must broadcast against `x`."""
-    # beside a scale without dimensions the product would stay float16
-    if x.is_cpu and scale.dim() > 0 and not _has_nan(x):
+    # beside a scale without dimensions the product would stay float16; a graph cannot ask for NaN
+    if x.is_cpu and scale.dim() > 0 and not torch.compiler.is_compiling() and not _has_nan(x):
         # torch's own cast takes ten times as long on a CPU
         half, unit = _as_half(x)
         return torch.mul(half, scale * unit)

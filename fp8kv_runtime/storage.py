@@ -185,16 +185,18 @@ class KVBlocks:
         tensors = (*self.stored, self.k_scale, self.v_scale, self.k_center, self.counts)
         return self.codes.device, *map(specialization, tensors)
 
-    def dense(self, block_tables: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """First `length` tokens of sequences [S, blocks], dequantised: 2 x [S, K, T, D] float32."""
+    def dense(self, block_tables: Tensor, length: int) -> Tensor:
+        """First `length` tokens of sequences [S, blocks], dequantised: [2, S, K, T, D] float32."""
         used = block_tables[:, : -(-length // self.block_size)]
         # as bytes, because torch cannot index FP8 on every device
         codes = self.codes.view(torch.uint8)
         taken = codes.index_select(1, used.flatten())
         taken = taken.view(2, *used.shape, *codes.shape[2:])  # [2, S, n, K, block_size, D]
         taken = taken.transpose(2, 3).flatten(3, 4)[:, :, :, :length]
-        key, value = dequantize(taken.view(self.codes.dtype), self.scales[:, None])
-        return key if self.k_center is None else key + per_channel(self.k_center), value
+        dense = dequantize(taken.view(self.codes.dtype), self.scales[:, None])
+        if self.k_center is not None:
+            dense[0] += per_channel(self.k_center)
+        return dense
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy the bytes of one block over another."""

@@ -1,30 +1,23 @@
 """`fp8_attention`: run a model of transformers on an FP8 paged KV cache, and leave no trace."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from fp8kv_runtime import ops
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf.batch import Batch
-from fp8kv_runtime.hf.layers import STAND_INS, Fp8CacheLayer, LayerScales, layer_of, of_latent
-from fp8kv_runtime.hf.swap import swap_attention
+from fp8kv_runtime.hf.given import LayerScales, Scales, of_latent
+from fp8kv_runtime.hf.layers import STAND_INS, Fp8CacheLayer, layer_of, paged_cache
+from fp8kv_runtime.hf.swap import swap_attention, swap_forward
 from fp8kv_runtime.options import AttentionOptions
 
 Backend = Literal["auto", "triton", "torch"]
-
-
-class Scales(Protocol):
-    """Scales of a model by the names of its attention modules, as `calib.KVScales`."""
-
-    @property
-    def layers(self) -> Mapping[str, Any]: ...  # noqa: D102
-    @property
-    def fp8_dtype(self) -> str: ...  # noqa: D102
 
 
 @contextmanager
@@ -53,15 +46,11 @@ def fp8_attention(
         AttentionError: the model or the scales do not fit the backend.
     """
     session = _Session(model, scales, backend, quantize_query, block_size)
-    handle = model.get_decoder().register_forward_pre_hook(session.prepare, with_kwargs=True)
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(swap_forward(model.get_decoder(), session.run))
         if session.swaps:
-            with swap_attention(model, session.attend):
-                yield
-        else:
-            yield
-    finally:
-        handle.remove()
+            stack.enter_context(swap_attention(model, session.attend))
+        yield
 
 
 class _Session:
@@ -84,12 +73,18 @@ class _Session:
         latent = any(map(of_latent, layers))
         self._use_triton = _use_triton(model, backend, self.swaps, latent)
         self._options: dict[tuple[Any, ...], AttentionOptions] = {}
+        self._shapes: dict[int, tuple[int, int, torch.device]] = {}  # heads, head_dim and where
         self._check_query_scales()
 
-    def prepare(
-        self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Before a forward pass: see that it has a cache and that the cache is ours."""
+    def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the decoder's `forward`; the graph of `torch.compile` breaks once, here."""
+        cache, made = self._prepare(args, kwargs)
+        kwargs = {**kwargs, "past_key_values": cache}
+        return forward(*args, **kwargs) if made else self._first(forward, cache, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Cache, bool]:
+        """Reserve a forward pass's tokens in a cache of ours; whether all its blocks are there."""
         cache = kwargs.get("past_key_values")
         if cache is None:
             cache = DynamicCache(config=self._config)
@@ -97,7 +92,25 @@ class _Session:
         mask = kwargs.get("attention_mask")
         is_padding = isinstance(mask, Tensor) and mask.dim() == 2
         batch.padding = mask if is_padding else None
-        return args, {**kwargs, "past_key_values": cache}
+        given = (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1])
+        inputs = next(each for each in given if each is not None)
+        batch.extend(*inputs.shape[:2])
+        for layer_idx, (num_heads, head_dim, device) in self._shapes.items():
+            cache.layers[layer_idx].make_blocks(num_heads, head_dim, device)
+            batch.where(device)
+        return cache, bool(self._shapes)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _first(
+        self, forward: Callable[..., Any], cache: Cache, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """The first forward pass, which tells the shapes of K and V."""
+        out = forward(*args, **kwargs)
+        self._shapes = {
+            layer_idx: (layer.num_kv_heads, layer.head_dim, layer.codes.device)
+            for layer_idx, layer in paged_cache(cache).layers.items()
+        }
+        return out
 
     def attend(
         self, original: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor,
@@ -135,16 +148,14 @@ class _Session:
         self, layer: Fp8CacheLayer, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
     ) -> Tensor:
         """[B, H, T, D] against the layer's blocks: [B, T, H, D]."""
-        from fp8kv_runtime.kernels.decode import decode_attention
-        from fp8kv_runtime.kernels.extend import extend_attention
-
+        decode_attention, extend_attention = ops.attention_functions()
         if kwargs.get("position_bias") is not None:
             raise AttentionError("the Triton kernels have no position bias; use the torch backend")
         rows, num_heads, tokens, head_dim = query.shape
         sequences, _ = layer.batch.where(query.device)
         window = kwargs.get("sliding_window")
         if mask is not None:
-            layer.batch.check_once(mask, tokens, sequences.seq_starts, window)
+            layer.batch.check_once(mask, tokens, sequences, window)
         options = self._options_of(layer, kwargs, query.device)
         if tokens == 1:
             return decode_attention(query[:, :, 0], layer.blocks, sequences, options)[:, None]

@@ -1,6 +1,7 @@
 """The rows of a transformers cache as sequences of one `PagedKVCache`, under the kernels' masks."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class Batch:
         return self._where[device]
 
     def check_once(
-        self, mask: Tensor, num_tokens: int, starts: Tensor | None, window: int | None
+        self, mask: Tensor, num_tokens: int, sequences: PagedSequences, window: int | None
     ) -> None:
         """`check_mask`, once for each mask of a forward pass.
 
@@ -64,7 +65,11 @@ class Batch:
         """
         # a layer's mask is the same object in all layers of its type
         if not any(mask is seen and window == size for seen, size in self._checked):
-            check_mask(mask, num_tokens, starts, window)
+            given = mask, num_tokens, sequences.seq_starts, window
+            if torch.compiler.is_compiling():
+                torch.ops.fp8kv.check_mask(*given, sequences.seq_lens)
+            else:
+                check_mask(*given)
             self._checked.append((mask, window))
 
     def truncate(self, length: int) -> None:
@@ -127,3 +132,13 @@ def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int
             "the Triton kernels apply causal masks with a sliding window and left padding; this "
             "model or input needs another one. Pad on the left, or use the torch backend"
         )
+
+
+_LIBRARY: Any = torch.library.Library("fp8kv", "FRAGMENT")  # type: ignore[no-untyped-call]
+# the lengths are not written to, but said to be: compilers drop what returns and writes nothing
+_LIBRARY.define(
+    "check_mask(Tensor mask, SymInt num_tokens, Tensor? starts, SymInt? window, "
+    "Tensor(a!) seq_lens) -> ()"
+)
+_LIBRARY.impl("check_mask", lambda *given: check_mask(*given[:4]), "CompositeExplicitAutograd")
+torch.library.register_fake("fp8kv::check_mask", lambda *_: None, lib=_LIBRARY)

@@ -1,7 +1,8 @@
 """One attention layer of a transformers cache, stored in FP8 blocks."""
 
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,26 +14,12 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from fp8kv_runtime import reference
+from fp8kv_runtime import ops, reference
 from fp8kv_runtime.cache import PagedKVCache
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf.batch import Batch
+from fp8kv_runtime.hf.given import LayerScales, for_heads, of_latent
 from fp8kv_runtime.storage import KVBlocks
-
-
-class LayerScales(Protocol):
-    """Scales of one attention module, as `calib` derives them."""
-
-    @property
-    def layer_idx(self) -> int: ...  # noqa: D102
-    @property
-    def k(self) -> Tensor: ...  # noqa: D102
-    @property
-    def v(self) -> Tensor: ...  # noqa: D102
-    @property
-    def q(self) -> Tensor | None: ...  # noqa: D102
-    @property
-    def k_center(self) -> Tensor | None: ...  # noqa: D102
 
 
 class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -43,6 +30,7 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     is_sliding = False  # windows are the attention's business; every token is kept
     is_croppable = True
+    is_initialized: bool
 
     def __init__(self, batch: Batch, scales: LayerScales, *, leads: bool, restore: bool) -> None:
         super().__init__()
@@ -54,7 +42,12 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Make the blocks, whose shape is that of the first keys [B, K, T, D]."""
-        num_heads, head_dim = key_states.shape[1], key_states.shape[3]
+        self.make_blocks(key_states.shape[1], key_states.shape[3], key_states.device)
+
+    def make_blocks(self, num_heads: int, head_dim: int, device: torch.device) -> None:
+        """Make the blocks, if there are none yet."""
+        if self.is_initialized:
+            return
         cache, center = self.batch.cache, self.scales.k_center
         assert cache is not None
         # a later forward pass may run outside inference mode
@@ -64,11 +57,11 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 cache.block_size,
                 num_kv_heads=num_heads,
                 head_dim=head_dim,
-                k_scale=_for_heads(self.scales.k, num_heads),
-                v_scale=_for_heads(self.scales.v, num_heads),
-                k_center=None if center is None else _for_heads(center, num_heads),
+                k_scale=for_heads(self.scales.k, num_heads),
+                v_scale=for_heads(self.scales.v, num_heads),
+                k_center=None if center is None else for_heads(center, num_heads),
                 dtype=self.batch.dtype,
-                device=key_states.device,
+                device=device,
             )
         cache.add_layer(self.scales.layer_idx, new)
         self.is_initialized = True
@@ -102,19 +95,17 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         return held[..., :rank], held[..., rank:]
 
     def _update(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        rows, _, tokens, _ = key_states.shape
-        if self._leads:
-            self.batch.extend(rows, tokens)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self._length += tokens
+        self._length += key_states.shape[2]
         sequences, slots = self.batch.where(key_states.device)
         append_kv = _append(self.batch.use_triton)
         append_kv(_tokens(key_states), _tokens(value_states), self.blocks, slots)
         if self.batch.use_triton:
             key_states.fp8kv_layer = self  # type: ignore[attr-defined]
             return key_states, value_states
-        key, value = self.blocks.dense(sequences.block_tables, self._length)
+        dense = ops.dense if torch.compiler.is_compiling() else KVBlocks.dense
+        key, value = dense(self.blocks, sequences.block_tables, self._length)
         if self._restore:
             return key.to(key_states.dtype), value.to(value_states.dtype)
         return key, value
@@ -202,11 +193,6 @@ STAND_INS: dict[type, type[Fp8CacheLayer]] = {
 }
 
 
-def of_latent(scales: LayerScales) -> bool:
-    """Whether they are of a latent and k_pe (MLA); scales that do not say so are of K and V."""
-    return bool(getattr(scales, "latent", False))
-
-
 def layer_of(key: Tensor) -> Fp8CacheLayer | None:
     """The layer that `update` marked these keys with."""
     return getattr(key, "fp8kv_layer", None)
@@ -230,18 +216,10 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _append(use_triton: bool) -> Callable[..., None]:
+    if torch.compiler.is_compiling():
+        return functools.partial(ops.append_kv, use_triton=use_triton)
     if use_triton:
         from fp8kv_runtime.kernels.append_kv import append_kv
 
         return append_kv
     return reference.append_kv
-
-
-def _for_heads(scale: Tensor, num_heads: int) -> Tensor:
-    """Scales [1], [K] or [K, D] for a cache in which each KV head was repeated to `num_heads`."""
-    if num_heads % scale.shape[0]:
-        raise AttentionError(
-            f"scales for {scale.shape[0]} KV heads do not fit a layer with {num_heads}: "
-            "they are of another model"
-        )
-    return scale if scale.shape[0] == 1 else scale.repeat_interleave(num_heads // scale.shape[0], 0)

@@ -6,6 +6,7 @@ latent attention (MLA) caches a latent, from which `expand_kv` makes K and V for
 is put off, so that a replacement meets the latent.
 """
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -43,6 +44,25 @@ def swap_attention(
 
 
 @contextmanager
+def swap_forward(decoder: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
+    """Let `replacement(forward, *args, **kwargs)` run for the decoder's `forward` in the block."""
+    original, own = decoder.forward, vars(decoder).get("forward")
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return replacement(original, *args, **kwargs)
+
+    vars(decoder)["forward"] = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del vars(decoder)["forward"]
+        else:
+            vars(decoder)["forward"] = own
+
+
+@contextmanager
 def _swap_interface(decoder: nn.Module, replacement: Replacement) -> Iterator[None]:
     with ExitStack() as stack:
         for module in filter(is_latent, decoder.modules()):
@@ -71,21 +91,23 @@ class _Name(str):
     they must mask what their indexer leaves out.
     """
 
-    original = ""
+    # plain strings, as torch.compile cannot look into this one
+    text = original = ""
 
     @classmethod
     def of(cls, original: str, replacement: Replacement) -> "_Name":
         name = cls(f"{original}_fp8kv_{id(replacement):x}")
-        name.original = original
+        name.text, name.original = str(name), original
         return name
 
     def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) is True or other == self.original
+        return other == self.text or other == self.original
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = str.__hash__  # tables find the stand-in
+    def __hash__(self) -> int:  # tables find the stand-in
+        return hash(self.text)
 
 
 def is_latent(module: nn.Module) -> bool:

@@ -25,12 +25,13 @@ def scales(model):
 
 
 def fingerprint(model):
-    """Hooks and attention implementation of every module."""
+    """Hooks, `forward` and attention implementation of every module."""
     return [
         (
             name,
             dict(module._forward_pre_hooks),
             dict(module._forward_hooks),
+            vars(module).get("forward"),
             getattr(getattr(module, "config", None), "_attn_implementation", None),
         )
         for name, module in model.named_modules()
