@@ -23,7 +23,7 @@ from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from calib.errors import InputError
-from calib.eval import inputs, run
+from calib.eval import inputs
 from calib.eval.page.markdown import task_table
 from calib.eval.schema import Report, Suite, TaskFigure
 from calib.eval.task_files import find_tasks
@@ -339,7 +339,7 @@ def test_a_figure_without_a_number():
 
 
 def test_mistakes_are_told_before_the_model_is_loaded(directory, tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "load_model", None)
+    monkeypatch.setattr(inputs, "load_model", None)
     (tmp_path / "none.yaml").write_text("hello: 1")
     one_line_error(eval_(directory, "--tasks", tmp_path / "none.yaml"), "is no task of lm-eval")
     one_line_error(
