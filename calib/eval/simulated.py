@@ -14,6 +14,8 @@ from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf.swap import Replacement
 from fp8kv_runtime.options import AttentionOptions
 
+_HIDDEN = torch.finfo(torch.float16).min / 2  # a mask of float16 may come as float32
+
 
 def simulated(
     mode: AttentionMode, scales: KVScales, *, with_queries: bool, dtype: torch.dtype
@@ -62,7 +64,7 @@ def _visible(mask: Tensor | None, tokens: int, length: int) -> Tensor:
             "was not given; use --attention exact"
         )
     mask = mask[..., :length]
-    visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+    visible = mask if mask.dtype == torch.bool else mask > _HIDDEN
     if mask.dtype != torch.bool and (mask[visible] != 0).any():
         raise AttentionError("this model adds a bias to scores: use --attention exact")
     return visible

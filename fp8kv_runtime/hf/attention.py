@@ -13,7 +13,7 @@ from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf.batch import Batch
 from fp8kv_runtime.hf.given import LayerScales, Scales, of_latent
-from fp8kv_runtime.hf.layers import STAND_INS, Fp8CacheLayer, layer_of, paged_cache
+from fp8kv_runtime.hf.layers import Fp8CacheLayer, layer_of, paged_cache, stand_in_for
 from fp8kv_runtime.hf.swap import swap_attention, swap_forward
 from fp8kv_runtime.options import AttentionOptions
 
@@ -93,12 +93,25 @@ class _Session:
         is_padding = isinstance(mask, Tensor) and mask.dim() == 2
         batch.padding = mask if is_padding else None
         given = (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1])
-        inputs = next(each for each in given if each is not None)
+        inputs = next((each for each in given if each is not None), None)
+        if inputs is None:  # the model says what it misses
+            return cache, False
+        batch.truncate(self._held(cache))  # what a forward pass reserved that failed
         batch.extend(*inputs.shape[:2])
         for layer_idx, (num_heads, head_dim, device) in self._shapes.items():
             cache.layers[layer_idx].make_blocks(num_heads, head_dim, device)
             batch.where(device)
         return cache, bool(self._shapes)
+
+    def _held(self, cache: Cache) -> int:
+        """Tokens that every layer of ours holds."""
+        lengths = {cache.layers[layer_idx].get_seq_length() for layer_idx in self._scales}
+        if len(lengths) > 1:
+            raise AttentionError(
+                f"the layers of this cache hold {min(lengths)} to {max(lengths)} tokens: an "
+                "earlier forward pass failed half-way; go on with a new cache"
+            )
+        return int(lengths.pop())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _first(
@@ -187,8 +200,7 @@ class _Session:
         batch = Batch(block_size=self._block_size, dtype=self._dtype, use_triton=self._use_triton)
         lead = min(self._scales)
         for layer_idx, scales in self._scales.items():
-            _check_convertible(cache, layer_idx)
-            stand_in = STAND_INS[type(cache.layers[layer_idx])]
+            stand_in = stand_in_for(cache, layer_idx)
             cache.layers[layer_idx] = stand_in(
                 batch, scales, leads=layer_idx == lead, restore=not self.swaps
             )
@@ -226,19 +238,6 @@ def _use_triton(model: PreTrainedModel, backend: Backend, swaps: bool, latent: b
     if not can_run(on_gpu):
         raise AttentionError("the Triton kernels need a GPU, or TRITON_INTERPRET=1; use torch")
     return True
-
-
-def _check_convertible(cache: Cache, layer_idx: int) -> None:
-    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
-    if layer is None or type(layer) not in STAND_INS:
-        raise AttentionError(
-            f"layer {layer_idx} of the cache is {type(layer).__name__}; give generate a "
-            "DynamicCache, or no cache at all"
-        )
-    if layer.get_seq_length() > 0:
-        raise AttentionError(
-            "the cache holds 16-bit K and V already; start with an empty one inside the block"
-        )
 
 
 def _as_float32(argument: Any) -> Any:

@@ -193,6 +193,25 @@ STAND_INS: dict[type, type[Fp8CacheLayer]] = {
 }
 
 
+def stand_in_for(cache: Cache, layer_idx: int) -> type[Fp8CacheLayer]:
+    """What takes the place of an empty layer of a transformers cache.
+
+    Raises:
+        AttentionError: there is no such layer, or none is known for its kind, or it holds tokens.
+    """
+    layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
+    if layer is None or type(layer) not in STAND_INS:
+        raise AttentionError(
+            f"layer {layer_idx} of the cache is {type(layer).__name__}; give generate a "
+            "DynamicCache, or no cache at all"
+        )
+    if layer.get_seq_length() > 0:
+        raise AttentionError(
+            "the cache holds 16-bit K and V already; start with an empty one inside the block"
+        )
+    return STAND_INS[type(layer)]
+
+
 def layer_of(key: Tensor) -> Fp8CacheLayer | None:
     """The layer that `update` marked these keys with."""
     return getattr(key, "fp8kv_layer", None)

@@ -104,6 +104,13 @@ def test_windows_softcaps_and_sinks_are_the_models(family):
     torch.testing.assert_close(logits(model, variant, "fa3"), want)
 
 
+def test_masks_of_float16_are_no_bias():
+    model = make_model("gemma2").half()
+    model.set_attn_implementation("eager")  # masks are numbers, the least -65504
+    variant = next(v for v in variants_of(model) if v.name == "tensor")
+    assert logits(model, variant, "fa3").isfinite().all()
+
+
 def test_given_scales_bring_those_of_queries(model, variants):
     scales = variants["qkv"].scales
     given = Variant("mine", "", "given", scales)

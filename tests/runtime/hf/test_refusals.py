@@ -64,6 +64,45 @@ def test_a_cache_that_holds_16_bit_tokens(model, scales):
         model(IDS, past_key_values=cache)
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_pass_that_failed_before_its_first_layer_leaves_no_trace(backend, model, scales):
+    caches = [DynamicCache(config=model.config) for _ in "ab"]
+    with torch.inference_mode(), fp8_attention(model, scales, backend=backend, block_size=4):
+        for cache in caches:
+            model(IDS[:, :4], past_key_values=cache)
+        with pytest.raises(IndexError):
+            model(IDS[:, 4:] + 10**6, past_key_values=caches[0])
+        found, expected = (model(IDS[:, 4:], past_key_values=c).logits for c in caches)
+    assert torch.equal(found, expected)
+
+
+def test_a_pass_that_failed_half_way(model, scales, monkeypatch):
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode(), fp8_attention(model, scales):
+        model(IDS, past_key_values=cache)
+        with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(model.model.layers[1], "forward", lambda *_, **__: 1 // 0)
+            model(IDS, past_key_values=cache)
+        with pytest.raises(AttentionError, match="hold 8 to 16 tokens: an earlier forward pass"):
+            model(IDS, past_key_values=cache)
+
+
+def test_blocks_may_nest(model, scales):
+    with torch.inference_mode(), fp8_attention(model, scales):
+        expected = model(IDS).logits
+        with fp8_attention(model, scales):
+            found = model(IDS).logits
+    assert torch.equal(found, expected)
+
+
+def test_no_inputs_at_all(model, scales):
+    with (
+        fp8_attention(model, scales),
+        pytest.raises(ValueError, match="input_ids or inputs_embeds"),
+    ):
+        model()
+
+
 def test_a_static_cache(model, scales):
     cache = StaticCache(config=model.config, max_cache_len=16)
     with (
