@@ -88,11 +88,13 @@ def test_a_pass_that_failed_half_way(model, scales, monkeypatch):
 
 
 def test_blocks_may_nest(model, scales):
-    with torch.inference_mode(), fp8_attention(model, scales):
-        expected = model(IDS).logits
-        with fp8_attention(model, scales):
-            found = model(IDS).logits
+    caches = [DynamicCache(config=model.config) for _ in "ab"]
+    with torch.inference_mode(), fp8_attention(model, scales, block_size=4):
+        expected = model(IDS, past_key_values=caches[0]).logits
+        with fp8_attention(model, scales, block_size=4):
+            found = model(IDS, past_key_values=caches[1]).logits
     assert torch.equal(found, expected)
+    assert len({paged_cache(cache).num_free_blocks for cache in caches}) == 1
 
 
 def test_no_inputs_at_all(model, scales):
