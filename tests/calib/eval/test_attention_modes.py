@@ -239,8 +239,9 @@ def test_an_engine_that_is_not_known_is_refused(directory):
             "at most 256; this model has head size 24",
         ),
         ("llama", {"head_dim": 16}, "vllm_triton", "32 or more; this model has head size 16"),
+        ("falcon", {}, "fa3", "FalconForCausalLM calls attention itself"),
     ],
-    ids=["latents", "fa3", "vllm_triton"],
+    ids=["latents", "fa3", "vllm_triton", "no interface"],
 )
 def test_a_model_that_the_kernel_does_not_take_is_refused(family, changes, mode, said, tmp_path):
     config = {**FAMILIES, **LATENT}[family]
