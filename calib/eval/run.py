@@ -32,7 +32,7 @@ from calib.eval.schema import SCHEMA, Conditions, Data, Report, Suite, Texts
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
-from calib.eval.variants import Setup, Variant, build_variants
+from calib.eval.variants import ONE_ATTENTION, Setup, Variant, build_variants, other_attention
 from calib.measure.attention import layer_shapes
 from calib.model.checkpoint import Checkpoint
 from calib.model.find import find_checkpoint
@@ -113,6 +113,7 @@ def evaluate(
     progress("calibrate")
     stats = inputs.calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
     notes += [LATENT_NOTE] if stats.latent else []
+    notes += [ONE_ATTENTION] if other_attention(model) is None else []
     about = inputs.describe(data, material, stats.tokens)
     conditions = _conditions(setup, model_name, suite, about, shapes)
     variants = _static(setup, recipe, stats)
@@ -171,7 +172,8 @@ def _static(setup: Setup, recipe: Recipe, stats: KVStats) -> list[Variant]:
             f"--variants {min(missing)}: this model caches latents (MLA), which have one scale per "
             f"layer; choose from {', '.join(v.name for v in made if v.kind != 'control')}"
         )
-    return [variant for variant in made if variant.name in names]
+    lacks = other_attention(setup.model) is None
+    return [v for v in made if v.name in names and not (v.eager and lacks)]
 
 
 def _built_in(wanted: EvaluationRecipe) -> tuple[str, ...]:

@@ -21,6 +21,10 @@ from fp8kv_runtime.fp8 import FP8_DTYPES
 from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
 from fp8kv_runtime.hf.swap import Replacement
 
+ONE_ATTENTION = (
+    "this model has one attention implementation, eager: the control `eager` is left out, and the "
+    "noise floor is that of `bf16`"
+)
 BUILT_IN = (REFERENCE, *VARIANTS)
 QKV = tuple[Tensor, Tensor, Tensor]
 # (layer_idx, query, key, value) -> what attention is given
@@ -212,10 +216,17 @@ def _simulated(model: PreTrainedModel, scales: KVScales, engine: Replacement) ->
         yield
 
 
+def other_attention(model: PreTrainedModel) -> str | None:
+    """Another implementation of attention than the model's own; None: it has no other."""
+    if model.config._attn_implementation != "eager":
+        return "eager"
+    return "sdpa" if model._supports_sdpa else None
+
+
 @contextmanager
 def _eager(model: PreTrainedModel) -> Iterator[None]:
     before = model.config._attn_implementation
-    model.set_attn_implementation("eager" if before != "eager" else "sdpa")
+    model.set_attn_implementation(other_attention(model))
     try:
         yield
     finally:

@@ -1,9 +1,11 @@
 """What the variants are made of."""
 
 import torch
-from families import tiny_model
+from families import FAMILIES, save_model, tiny_model
 
 from calib.data import make_batches
+from calib.eval.run import evaluate
+from calib.eval.schema import Suite
 from calib.eval.variants import BUILT_IN, REFERENCE, build_variants
 from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
@@ -38,3 +40,11 @@ def test_centred_scales_cover_exactly_what_is_left_of_k():
         left = (keys[layer.layer_idx] - mean).abs().amax(0)
         torch.testing.assert_close(layer.k_center, mean)
         torch.testing.assert_close(layer.k * 448, left)
+
+
+def test_a_model_with_one_attention_implementation_has_one_control(tmp_path):
+    model = save_model(tiny_model("gpt_oss", **FAMILIES["gpt_oss"]), tmp_path / "model")
+    choices = {"data.dataset": "random", "dtype": "float32", "evaluation.variants": ("tensor",)}
+    found = evaluate(str(model), load_recipe(None, choices), suite=Suite(2, 2, 24, 0, 5, (), (), 1))
+    assert [name for name, m in found.measured.items() if m.variant.kind == "control"] == ["bf16"]
+    assert any("one attention implementation" in line for line in found.warnings)
