@@ -17,20 +17,47 @@ from fp8kv_runtime.kernels.table import Config, Table, read_table, tuned_path
 from fp8kv_runtime.kernels.targets import Target, gpu_name, num_processors
 from fp8kv_runtime.storage import KVBlocks
 
-_MOST_SPLITS = 512  # the reduce looks at all parts at once
+_MOST_SPLITS = 2048  # the reduce looks at all parts at once
+_FEWEST_ROWS = 16  # of a matrix instruction
+_TOKENS_PER_ROW = 4  # of a part, at least
 
 _pinned: dict[str, Config] = {}
 
 
-def decode_config(target: Target, query: Tensor, blocks: KVBlocks) -> Config:
-    """Config of decode attention for queries [S, H, D]."""
+def plan_decode(
+    target: Target, query: Tensor, blocks: KVBlocks, num_splits: int | None
+) -> tuple[Config, int]:
+    """Config of decode attention for queries [S, H, D], and parts of a head's KV."""
+    num_kv_heads = blocks.layout.num_kv_heads
     config = _config("decode", target, query.device, blocks)
-    return _with_rows(config, query.shape[1] // blocks.layout.num_kv_heads)
+    least = config.least if num_splits is None else 1
+    config = _in_parts(config, query.shape[1] // num_kv_heads, least)
+    return config, num_splits or choose_splits(config.per_processor, num_kv_heads, query.device)
 
 
-def extend_config(target: Target, device: torch.device, blocks: KVBlocks) -> Config:
-    """Config of extend attention."""
-    return _config("extend", target, device, blocks)
+def plan_extend(
+    target: Target, device: torch.device, blocks: KVBlocks, num_seqs: int, rows: int, longest: int,
+    num_splits: int | None,
+) -> tuple[Config, int]:  # fmt: skip
+    """Config of extend attention, and parts of a head's KV: 0 where it is not split.
+
+    `rows` (token, query head) pairs of a KV head, at most, see `longest` tokens, at most. Not split
+    are those that fill the GPU, and those of KV so short that it makes one part.
+    """
+    num_kv_heads = blocks.layout.num_kv_heads
+    config = _config("extend", target, device, blocks)
+    programs = triton.cdiv(rows, config.rows) * num_kv_heads * num_seqs
+    if num_splits is None and programs >= num_processors(device):
+        return config, 0
+    parts = _config("decode", target, device, blocks) if rows <= _FEWEST_ROWS else config
+    m = min(rows, parts.rows)
+    # of a shorter part the rows' sums in float32 are more memory than its K and V
+    least = max(parts.least, triton.cdiv(_TOKENS_PER_ROW * m, parts.tile))
+    parts = _in_parts(parts, m, 1 if num_splits else least)
+    if num_splits is None and longest < 2 * least * parts.tile:
+        return config, 0
+    heads = num_kv_heads * triton.cdiv(rows, parts.rows)
+    return parts, num_splits or choose_splits(max(2, parts.per_processor), heads, device)
 
 
 def reduce_config(num_splits: int) -> Config:
@@ -46,10 +73,13 @@ def append_config(target: Target, head_dim: int) -> Config:
     return Config(tile, num_warps=2 if target.backend == "hip" else 4)
 
 
-def choose_splits(config: Config, num_kv_heads: int, device: torch.device) -> int:
-    """Parts of a head's KV, all sequences together, that give every processor its programs."""
-    programs = config.per_processor * num_processors(device)
-    return max(1, min(programs // num_kv_heads, _MOST_SPLITS))
+def choose_splits(per_processor: int, num_heads: int, device: torch.device) -> int:
+    """Parts of a head's KV, all sequences together, that give every processor its programs.
+
+    A KV head counts once for each program that attends to the same part of it.
+    """
+    programs = per_processor * num_processors(device)
+    return max(1, min(programs // num_heads, _MOST_SPLITS))
 
 
 @functools.cache
@@ -102,9 +132,8 @@ def forget_tuned() -> None:
 
 
 @functools.cache
-def _with_rows(config: Config, group: int) -> Config:
-    # matrix instructions take 16 rows at least
-    return replace(config, rows=max(16, triton.next_power_of_2(group)))
+def _in_parts(config: Config, rows: int, least: int) -> Config:
+    return replace(config, rows=max(_FEWEST_ROWS, triton.next_power_of_2(rows)), least=least)
 
 
 def _config(kernel: str, target: Target, device: torch.device, blocks: KVBlocks) -> Config:

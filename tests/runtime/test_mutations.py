@@ -32,11 +32,12 @@ CASES = {
     "float16": replace(ALL, format="float16"),
 }
 EXTEND = {"query_lens": (6, 9, 9)}
+SPLIT_EXTEND = {"query_lens": (6, 3, 2), "extend_splits": 4}
 
 
 def attention_checks():
     for name, case in CASES.items():
-        for kind, changes in (("decode", {}), ("extend", EXTEND)):
+        for kind, changes in (("decode", {}), ("extend", EXTEND), ("split", SPLIT_EXTEND)):
             for implementation in ("kernel", "reference"):
                 yield (
                     f"{kind} {name} {implementation}",
@@ -172,6 +173,18 @@ MUTATIONS = {
         ("tl.cumsum(parts) <= program", "tl.cumsum(parts) < program")),
     "joins another sequence's parts": ("decode plain kernel", DECODE,
         ("tl.where(seqs < seq, parts, 0)", "tl.where(seqs <= seq, parts, 0)")),
+    "parts of one query's window": ("split all kernel", DECODE,
+        ("seq_len - query_len + 1 - WINDOW", "seq_len - WINDOW")),
+    "the part before the window of a tile's last query": ("split all kernel", DECODE,
+        ("tl.min(rows_at, 0) - WINDOW + 1", "tl.max(rows_at, 0) - WINDOW + 1")),
+    "queries of a part at the beginning": ("split plain kernel", DECODE,
+        ("rows_at = seq_len - query_len + tokens", "rows_at = tokens")),
+    "every query's parts in one place": ("split plain kernel", DECODE,
+        ("part_at * max_query_len + tokens", "part_at * max_query_len")),
+    "joins the first query's parts": ("split plain kernel", DECODE,
+        ("at * rows + token", "at * rows")),
+    "joins parts of other queries": ("split plain kernel", DECODE,
+        ("stride = rows * NUM_HEADS", "stride = NUM_HEADS")),
     "rounds an fp32 query": ("decode fp32 kernel", LAUNCH,
         ("blocks.k_scales == 2 or layer.dtype == torch.float32", "False")),
     "rounds the weights of an fp32 query": ("extend fp32 kernel", EXTEND_PY,

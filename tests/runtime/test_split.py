@@ -1,5 +1,7 @@
 """Parts of decode: every tile once, none larger than its share, whatever the lengths."""
 
+import itertools
+
 import pytest
 import torch
 import triton
@@ -14,39 +16,47 @@ TILE = 16
 
 @triton.jit
 def parts_kernel(
-    lens_ptr, starts_ptr, out_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK_S: tl.constexpr,
+    lens_ptr, starts_ptr, ends_ptr, out_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, EXTENDS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     seqs, tiles, parts = parts_of(
-        lens_ptr, starts_ptr, num_seqs, num_splits, least, TILE, WINDOW, HAS_STARTS, BLOCK_S
-    )
+        lens_ptr, starts_ptr, ends_ptr, num_seqs, num_splits, least, TILE, WINDOW, HAS_STARTS,
+        EXTENDS, BLOCK_S,
+    )  # fmt: skip
     seq, split, size = find_part(program, seqs, tiles, parts)
     tl.store(out_ptr + program * 3, seq)
     tl.store(out_ptr + program * 3 + 1, split)
     tl.store(out_ptr + program * 3 + 2, size)
 
 
-def split(lens, num_splits, least=1, starts=None, window=0):
+def split(lens, num_splits, least=1, starts=None, window=0, queries=None):
     """(sequence, part, tiles per part) of every program that has one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     num_seqs = len(lens)
     out = torch.empty(num_splits + num_seqs, 3, dtype=torch.int32, device=device)
+    ends = None if queries is None else [0, *itertools.accumulate(queries)]
     tensors = [
         None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (lens, starts)
+        for x in (lens, starts, ends)
     ]
     parts_kernel[(len(out),)](
         *tensors, out, num_seqs, num_splits, least, TILE=TILE, WINDOW=window,
-        HAS_STARTS=starts is not None, BLOCK_S=triton.next_power_of_2(num_seqs),
+        HAS_STARTS=starts is not None, EXTENDS=queries is not None,
+        BLOCK_S=triton.next_power_of_2(num_seqs),
     )  # fmt: skip
     return [tuple(row) for row in out.tolist() if row[0] < num_seqs]
 
 
-def tiles_of(lens, starts=None, window=0):
-    firsts = starts or [0] * len(lens)
-    firsts = [max(a, n - window) if window else a for a, n in zip(firsts, lens, strict=True)]
-    return [-(-(n - a // TILE * TILE) // TILE) for a, n in zip(firsts, lens, strict=True)]
+def tiles_of(lens, starts=None, window=0, queries=None):
+    found = []
+    for seq, length in enumerate(lens):
+        new = 1 if queries is None else queries[seq]
+        first = starts[seq] if starts else 0
+        if window:
+            first = max(first, length - new + 1 - window)
+        found.append(-(-(length - first // TILE * TILE) // TILE) if new else 0)
+    return found
 
 
 RAGGED = [128 * TILE, *[4 * TILE] * 31]
@@ -60,6 +70,8 @@ BATCHES = {
     "with left padding": ([100, 90, 300], {"starts": [33, 0, 299]}),
     "with a window": ([1000, 20, 400], {"window": 100}),
     "with both": ([1000, 20, 400], {"window": 100, "starts": [5, 19, 350]}),
+    "with several queries": ([1000, 20, 0, 300], {"queries": [4, 20, 0, 0]}),
+    "with several and a window": ([1000, 60, 40, 0], {"queries": [50, 2, 0, 0], "window": 100}),
 }
 
 
