@@ -159,7 +159,8 @@ def _launched(launch: Launch, target: str) -> tuple[int, ...]:
         return ()
     bits = 16 if constants["FORMAT"] == "float16" else 8
     names = (target, TARGETS[target].backend)
-    return (find_config("decode", names, bits, constants["HEAD_DIM"]).per_processor,)
+    whole = not constants["Q_REST"]
+    return (find_config("decode", names, bits, constants["HEAD_DIM"], whole).per_processor,)
 
 
 def _reason(error: BaseException) -> str:

@@ -97,9 +97,9 @@ def attend_in_parts(
 
 def _bucket(num_seqs: int) -> int:
     """How many sequences kernels are compiled for: few numbers, for batches grow while serving."""
-    size = 1 if num_seqs == 1 else 64
+    size = 1 if num_seqs == 1 else 32  # up to a warp's lanes, planning needs no barrier
     while size < num_seqs:
-        size *= 8
+        size *= 4
     return size
 
 
@@ -114,7 +114,7 @@ def decode_launchers(
         decode_kernel, common | {"BLOCK_M": config.rows} | layer_constants(layer, target),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    joining = reduce_config(splits)
+    joining = reduce_config(splits, block_s)
     reduce = Launcher(
         reduce_kernel, common | reduce_constants(layer, splits, joining.tile, target),
         num_warps=joining.num_warps, **({"launch_pdl": True} if target.overlaps else {}),
@@ -295,7 +295,12 @@ def let_next_start(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def wait_for_previous(OVERLAPS: tl.constexpr):
-    """Wait until the previous kernel has ended and its writes are visible."""
+    """Wait until the previous kernel has ended and its writes are visible.
+
+    Before it only memory may be read that decode does not write: lengths, ends, V's scale. What
+    ran before decode has ended by then, as decode itself is launched without `launch_pdl`; with
+    it, not even these could be read here.
+    """
     if OVERLAPS:
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1

@@ -57,7 +57,7 @@ def extend_attention(
     # no KV is longer than this: lengths are on the device
     longest = tables.shape[1] * blocks.layout.block_size
     config, splits = plan_extend(
-        target := current_target(), query.device, blocks, len(lens), rows, longest, num_splits
+        target := current_target(), query, blocks, len(lens), rows, longest, num_splits
     )
     if splits:
         attend_in_parts(

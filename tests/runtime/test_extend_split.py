@@ -104,9 +104,8 @@ def planned(monkeypatch, target, kv_heads, group, tokens, num_seqs, length, head
         1, 64, num_kv_heads=kv_heads, head_dim=head_dim, k_scale=(one := torch.ones(1)), v_scale=one
     )
     rows = tokens * group
-    config, splits = tuning.plan_extend(
-        target, torch.device("cpu"), blocks, num_seqs, rows, length, None
-    )
+    query = torch.zeros(1, 1, 1, dtype=torch.float16)
+    config, splits = tuning.plan_extend(target, query, blocks, num_seqs, rows, length, None)
     programs = kv_heads * -(-rows // config.rows)
     if not splits:
         return count, programs * num_seqs, False
@@ -145,7 +144,7 @@ def test_kv_is_not_split_where_work_is_plenty_or_short(target, monkeypatch):
     assert planned(monkeypatch, target, 8, 4, 4, 1, 128 * 1024)[2]
 
 
-def test_the_interpreter_splits_nothing_by_itself(monkeypatch):
-    blocks = build(Case((9,))).blocks
-    plan = tuning.plan_extend(INTERPRETER, torch.device("cpu"), blocks, 1, 4, 2**20, None)
+def test_the_interpreter_splits_nothing_by_itself():
+    batch = build(Case((9,)))
+    plan = tuning.plan_extend(INTERPRETER, batch.query, batch.blocks, 1, 4, 2**20, None)
     assert plan[1] == 0

@@ -56,7 +56,7 @@ CHECKS = {
 }
 
 ATTEND, DECODE, EXTEND_PY = (f"kernels/{name}.py" for name in ("attend", "decode", "extend"))
-APPEND, CODEC, LAUNCH = (f"kernels/{name}.py" for name in ("append_kv", "codec", "launch"))
+APPEND, CODEC, TUNING = (f"kernels/{name}.py" for name in ("append_kv", "codec", "tuning"))
 SPLIT = "kernels/split.py"
 REFERENCE, CACHE, BLOCKS, STORAGE = "reference.py", "cache.py", "blocks.py", "storage.py"
 NO_Q_ROUNDING = (
@@ -185,8 +185,8 @@ MUTATIONS = {
         ("at * rows + token", "at * rows")),
     "joins parts of other queries": ("split plain kernel", DECODE,
         ("stride = rows * NUM_HEADS", "stride = NUM_HEADS")),
-    "rounds an fp32 query": ("decode fp32 kernel", LAUNCH,
-        ("blocks.k_scales == 2 or layer.dtype == torch.float32", "False")),
+    "rounds an fp32 query": ("decode fp32 kernel", TUNING,
+        ("blocks.k_scales < 2 and dtype != torch.float32", "True")),
     "rounds the weights of an fp32 query": ("extend fp32 kernel", EXTEND_PY,
         ("P_REST", "False")),
     "leaves a channel unwritten": ("decode plain kernel", DECODE,

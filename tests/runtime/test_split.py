@@ -1,6 +1,7 @@
 """Parts of decode: every tile once, none larger than its share, whatever the lengths."""
 
 import itertools
+from random import Random
 
 import pytest
 import torch
@@ -8,8 +9,11 @@ import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.processors import PROCESSORS
 
 from fp8kv_runtime.kernels.split import find_part, parts_of
+from fp8kv_runtime.kernels.targets import TARGETS
+from fp8kv_runtime.kernels.tuning import find_config
 
 TILE = 16
 
@@ -105,23 +109,62 @@ def test_every_tile_is_in_one_part(batch, num_splits, least):
         assert size * len(parts) >= count > size * (len(parts) - 1) or count == 0 == size
 
 
-@settings(max_examples=25, deadline=None)
+@triton.jit
+def plan_kernel(
+    lens_ptr, out_ptr, num_seqs, num_splits, least, TILE: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    seqs, _, parts = parts_of(
+        lens_ptr, None, None, num_seqs, num_splits, least, TILE, 0, False, False, BLOCK_S
+    )
+    tl.store(out_ptr + seqs, parts, mask=seqs < num_seqs)
+
+
+def plan(lens, num_splits, least, tile=TILE):
+    """Parts of every sequence."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    out = torch.empty_like(lens)
+    block = triton.next_power_of_2(len(lens))
+    plan_kernel[(1,)](lens, out, len(lens), num_splits, least, TILE=tile, BLOCK_S=block)
+    return out.tolist()
+
+
+@settings(max_examples=100, deadline=None)
 @given(
-    lens=st.lists(st.integers(0, 3000) | st.integers(0, 60), min_size=1, max_size=16),
-    num_splits=st.integers(1, 24),
+    num_seqs=st.integers(1, 512),
+    longest=st.integers(1, 2**18),
+    skew=st.sampled_from([0, 1, 4, 20]),
+    num_splits=st.integers(1, 2048),
+    least=st.sampled_from([1, 4, 8]),
+    seed=st.integers(0, 2**32),
 )
-def test_parts_never_outnumber_the_slots_where_a_little_more_each_will_do(lens, num_splits):
-    found, tiles = split(lens, num_splits), tiles_of(lens)
-    fewest, most = sizes_allowed(tiles, num_splits, least=1)
-    assert max(size for *_, size in found) <= most
-    assert count_parts(tiles, most) <= len(found) <= count_parts(tiles, fewest)
+def test_large_batches_fit_the_slots_where_parts_half_as_large_again_do(
+    num_seqs, longest, skew, num_splits, least, seed
+):
+    random = Random(seed)
+    lens = [int(longest * random.random() ** skew) for _ in range(num_seqs)]
+    parts, tiles = plan(lens, num_splits, least), tiles_of(lens)
+    share = max(-(-sum(tiles) // num_splits), least)
+    assert max(-(-n // p) for n, p in zip(tiles, parts, strict=True)) <= share + share // 2
+    if count_parts(tiles, share + share // 2) <= num_splits:
+        assert sum(parts) <= num_splits
+    else:
+        assert sum(parts) == count_parts(tiles, share)
 
 
 @pytest.mark.parametrize(("num_seqs", "length"), [(1, 32), (8, 32), (64, 2)])
-@pytest.mark.parametrize("slots", [66, 132])
-def test_no_wave_of_programs_is_nearly_empty(num_seqs, length, slots):
-    found = split([length * 1024] * num_seqs, slots, least=4)
-    assert 0.9 * slots <= len(found) <= slots or len(found) == num_seqs
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_no_wave_of_programs_is_nearly_empty(target, head_dim, num_seqs, length):
+    config = find_config("decode", ("", target.name, target.backend), 8, head_dim)
+    slots = config.per_processor * PROCESSORS[target.name].count // 8  # of each KV head
+    lens = [length * 1024] * num_seqs
+    parts = plan(lens, slots, config.least, config.tile)
+    largest = -(-lens[0] // (config.tile * parts[0]))
+    waves = -(-sum(parts) // slots)
+    # one wave of parts half as large again is two thirds full
+    full = sum(lens) / (waves * slots * largest * config.tile)
+    assert full >= 2 / 3 or sum(parts) == num_seqs > slots
 
 
 def test_a_ragged_batch_has_parts_no_larger_than_an_even_one():
