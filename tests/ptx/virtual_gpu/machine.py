@@ -1,0 +1,199 @@
+"""All threads of all programs of one launch, those with the lowest program counter first."""
+
+import numpy as np
+
+from virtual_gpu import arithmetic, matrices, memory_access, tensor_memory, warps
+from virtual_gpu.numbers import TYPES
+from virtual_gpu.program import FaultError, Program
+from virtual_gpu.shared_memory import SharedMemory
+
+_MOST_STEPS = 1_000_000
+_STORED = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+HANDLERS = {**memory_access.HANDLERS, **warps.HANDLERS, **matrices.HANDLERS}
+HANDLERS |= tensor_memory.HANDLERS
+
+
+class Machine:
+    """Registers, memories, and where every thread is."""
+
+    def __init__(self, program: Program, grid, param_bytes, global_memory, shared_size: int):
+        count = int(np.prod(grid))
+        self.program, self.params, self.memory = program, param_bytes, global_memory
+        self.num_threads = count * program.threads
+        self.threads = np.arange(self.num_threads)
+        self.lanes = self.threads % 32
+        self.shared = SharedMemory(count, shared_size, program.threads)
+        self.tensor_memory = tensor_memory.TensorMemory(count)
+        self.arriving = {}  # results of matrix units that were not waited for, by register
+        self.registers = dict(self._special(grid, count))
+        self.mask = np.ones(self.num_threads, np.bool_)
+        self.full = True
+        self._exited = np.zeros(self.num_threads, np.bool_)
+        self._waiting = {0: self.mask}
+        self._steps = [_step(instruction) for instruction in program.instructions]
+
+    def run(self) -> None:
+        """Execute until all threads have ended."""
+        steps = 0
+        with np.errstate(all="ignore"):
+            while self._waiting:
+                at = min(self._waiting)
+                mask = self._waiting.pop(at)
+                while mask is not None:
+                    instruction = self.program.instructions[at]
+                    try:
+                        mask = self._execute(at, instruction, mask)
+                    except FaultError as error:
+                        raise FaultError(f"{error}: {instruction.text[:150]}") from None
+                    at, steps = at + 1, steps + 1
+                    if at in self._waiting and mask is not None:
+                        mask = mask | self._waiting.pop(at)
+                if steps > _MOST_STEPS:
+                    raise FaultError("it does not end")
+
+    def _execute(self, at, instruction, mask):
+        """One instruction; the threads that go on to the next, or None where all is queued."""
+        active = mask if instruction.guard is None else mask & self._guard(instruction.guard)
+        base = instruction.op.partition(".")[0]
+        if base == "bra":
+            self._queue(instruction.operands[0], active)
+            self._queue(at + 1, mask & ~active)
+            return None
+        if base in ("ret", "exit"):
+            self._exited |= active
+            self._queue(at + 1, mask & ~active)
+            return None
+        if instruction.guard is None or active.any():
+            self.mask, self.full = active, bool(active.all())
+            self._steps[at](self)
+        return mask
+
+    def _guard(self, guard):
+        name, wanted = guard
+        value = self.registers[name]
+        return value if wanted else ~value
+
+    def _queue(self, at, mask):
+        if mask.any():
+            self._waiting[at] = self._waiting[at] | mask if at in self._waiting else mask
+
+    def _special(self, grid, count):
+        programs = np.repeat(np.arange(count, dtype=np.uint32), self.program.threads)
+        yield "%tid.x", (self.threads % self.program.threads).astype(np.uint32)
+        yield "%tid.y", np.zeros(self.num_threads, np.uint32)
+        for axis, size in zip("xyz", grid, strict=True):
+            yield f"%ctaid.{axis}", programs % np.uint32(size)
+            yield f"%nctaid.{axis}", np.full(self.num_threads, size, np.uint32)
+            programs = programs // np.uint32(size)
+
+    def read(self, operand, kind: str) -> np.ndarray:
+        """An operand's value in every thread."""
+        dtype = TYPES[kind]
+        if isinstance(operand, int):
+            if kind == "pred":
+                return np.full(self.num_threads, operand != 0)
+            unsigned = f"u{np.dtype(dtype).itemsize}"
+            bits = operand & (256 ** np.dtype(dtype).itemsize - 1)
+            return np.full(self.num_threads, bits, unsigned).view(dtype)
+        if operand not in self.registers:
+            raise FaultError(f"{operand} was never written")
+        value = self.registers[operand]
+        if value.itemsize > np.dtype(dtype).itemsize:  # memory takes the lowest bits
+            value = value.astype(f"u{np.dtype(dtype).itemsize}")
+        if value.itemsize < np.dtype(dtype).itemsize:
+            raise FaultError(f"{operand} is too small for {kind}")
+        return value.view(dtype)
+
+    def write(self, register: str, value: np.ndarray, into: dict | None = None) -> None:
+        """Put a value where threads are active."""
+        registers = self.registers if into is None else into
+        stored = _STORED[self.program.widths[register]]
+        if value.dtype != stored:
+            value = _as_stored(value, np.dtype(stored))
+        if not self.full:
+            before = registers.get(register)
+            if before is None:
+                before = np.full(self.num_threads, -1, np.int64).astype(stored)
+            value = np.where(self.mask, value, before)
+        registers[register] = value
+
+    def active(self) -> np.ndarray:
+        """Numbers of the active threads."""
+        return self.threads if self.full else np.flatnonzero(self.mask)
+
+    def addresses(self, address, kind: str) -> np.ndarray:
+        """What an address comes to in every thread; shared memory's have 32 bits."""
+        if address.base is None:
+            return np.full(self.num_threads, address.offset, TYPES[kind])
+        offset = np.array(address.offset).astype(TYPES[kind])
+        return self.read(address.base, kind) + offset
+
+    def barrier(self) -> None:
+        """All threads of a program meet here, or none."""
+        live = ~self._exited.reshape(-1, self.program.threads)
+        here = self.mask.reshape(live.shape)
+        meeting = here.any(1)
+        if (here[meeting] != live[meeting]).any():
+            raise FaultError("a barrier that not all threads of a program reach")
+        self.shared.barrier(np.flatnonzero(meeting))
+
+    def whole_groups(self, size: int = 32) -> np.ndarray:
+        """Numbers of the warps, or groups of `size`, that are here, each as a whole."""
+        here = self.mask.reshape(-1, size)
+        if (here.any(1) != here.all(1)).any():
+            raise FaultError("an instruction of whole warps that not all threads reach")
+        return np.flatnonzero(here[:, 0])
+
+
+def _as_stored(value, dtype):
+    """Bits of a result in a register, wider than it where need be; of signed ones the sign."""
+    if value.dtype == np.bool_ or dtype == np.bool_:
+        return value.astype(dtype)
+    if value.itemsize == dtype.itemsize:
+        return np.ascontiguousarray(value).view(dtype)
+    return value.astype(dtype)
+
+
+def _step(instruction):
+    """The function that executes an instruction on a machine."""
+    for length in range(len(instruction.parts), 0, -1):
+        handler = HANDLERS.get(".".join(instruction.parts[:length]))
+        if handler is not None:
+            return lambda machine: handler(machine, instruction)
+    if instruction.parts[0] in ("bra", "ret", "exit"):
+        return None
+    if instruction.parts[0] == "mov" and not isinstance(instruction.operands[-1], str | int):
+        return lambda machine: _unpack_or_pack(machine, instruction)
+    if instruction.parts[0] == "mov" and isinstance(instruction.operands[0], tuple):
+        return lambda machine: _unpack_or_pack(machine, instruction)
+    kinds, result, function = arithmetic.find(instruction.parts)
+    to, *operands = instruction.operands
+    typed = list(zip(operands, kinds, strict=False))
+
+    def step(machine):
+        value = function(*(machine.read(operand, kind) for operand, kind in typed))
+        machine.write(to, _typed(value, result))
+
+    return step
+
+
+def _typed(value, kind):
+    """A result as what its type says, of which numpy may have made a wider one."""
+    dtype = np.dtype(TYPES[kind])
+    return value if value.itemsize == dtype.itemsize else value.astype(dtype)
+
+
+def _unpack_or_pack(machine, instruction):
+    """`mov` between a register and the parts of a vector, the lowest first."""
+    to, source = instruction.operands
+    if isinstance(to, tuple):
+        bits = machine.program.widths[to[0]]
+        value = machine.read(source, f"b{bits * len(to)}")
+        for i, register in enumerate(to):
+            part = (value >> value.dtype.type(bits * i)).astype(_STORED[bits])
+            machine.write(register, part)
+        return
+    bits = machine.program.widths[to] // len(source)
+    parts = [machine.read(part, f"b{bits}") for part in source]
+    packed = np.stack(parts, 1).view(_STORED[bits * len(source)])[:, 0]
+    machine.write(to, packed)
