@@ -3,7 +3,7 @@
 `find(parts)` gives the types of an opcode's operands, of its result, and a function on arrays.
 """
 
-from functools import partial
+from functools import partial, reduce
 
 import numpy as np
 
@@ -57,6 +57,11 @@ def _lookup(a, b, c, table):
     return found
 
 
+def _extreme(function, *operands):
+    """The smallest or largest of two, or of three on Blackwell."""
+    return reduce(function, operands)
+
+
 def _exp2(x):
     return numbers.flush(np.exp2(numbers.flush(x)))
 
@@ -66,7 +71,8 @@ def _popc(a):
 
 
 PLAIN = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.fmin, "max": np.fmax,
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "min": partial(_extreme, np.fmin),
+    "max": partial(_extreme, np.fmax),
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
     "neg": np.negative, "abs": np.abs, "mov": lambda a: a,
     "shl": partial(_shift, left=True), "shr": partial(_shift, left=False),
@@ -102,7 +108,7 @@ def find(parts: list[str]) -> tuple[tuple[str, ...] | None, str, object]:
     if base in ("mad", "div"):
         function = (lambda a, b, c: a * b + c) if base == "mad" else _division(kind)
     elif "NaN" in parts:
-        function = {"min": np.minimum, "max": np.maximum}[base]
+        function = partial(_extreme, {"min": np.minimum, "max": np.maximum}[base])
     else:
         function = PLAIN[base]
     kinds = tuple(each or kind for each in COUNTS.get(base, ())) or (kind,) * 4

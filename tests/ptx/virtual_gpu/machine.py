@@ -169,6 +169,8 @@ def _step(instruction):
     kinds, result, function = arithmetic.find(instruction.parts)
     to, *operands = instruction.operands
     typed = list(zip(operands, kinds, strict=False))
+    if isinstance(function, np.ufunc) and len(operands) != function.nin:
+        raise FaultError(f"{len(operands)} operands for {instruction.op}")
 
     def step(machine):
         value = function(*(machine.read(operand, kind) for operand, kind in typed))

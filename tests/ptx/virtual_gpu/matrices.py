@@ -142,7 +142,8 @@ def multiply_group(machine, instruction):
 
 
 def _accumulators(machine, registers, warps, n):
-    values = [machine.arriving.get(r, machine.registers.get(r)) for r in registers]
+    nothing = np.zeros(machine.num_threads, np.uint32)  # where they are not looked at
+    values = [machine.arriving.get(r, machine.registers.get(r, nothing)) for r in registers]
     return _matrix_c(np.stack([v.reshape(-1, 32)[warps] for v in values], 2), n)
 
 
