@@ -85,7 +85,7 @@ COMPARE = {
     "ge": np.greater_equal,
 }  # fmt: skip
 # a modifier that changes nothing here: rounding to nearest is what numpy does
-IGNORED = {"rn", "approx", "full", "wide", "lo", "NaN", "ftz"}
+IGNORED = {"rn", "approx", "full", "wide", "lo", "hi", "NaN", "ftz"}
 COUNTS = {"shl": (None, "u32"), "shr": (None, "u32"), "bfe": (None, "u32", "u32")}
 
 
@@ -95,6 +95,8 @@ def find(parts: list[str]) -> tuple[tuple[str, ...] | None, str, object]:
     if base == "cvt":
         return (parts[-1],) * 4, parts[-2], partial(_convert, parts)
     if base == "setp":
+        if len(parts) != 3:
+            raise FaultError(f"unknown comparison {'.'.join(parts)}")
         return (kind,) * 2, "pred", _comparison(parts[1], kind)
     if base == "selp":
         return (_bits(kind),) * 2 + ("pred",), _bits(kind), lambda a, b, p: np.where(p, a, b)
@@ -105,6 +107,8 @@ def find(parts: list[str]) -> tuple[tuple[str, ...] | None, str, object]:
         raise FaultError(f"unknown instruction {'.'.join(parts)}")
     if base in ("mad", "mul") and "wide" in parts:
         return _widened(base, kind)
+    if "hi" in parts:
+        return (kind, kind), kind, partial(_upper_half, TYPES[kind])
     if base in ("mad", "div"):
         function = (lambda a, b, c: a * b + c) if base == "mad" else _division(kind)
     elif "NaN" in parts:
@@ -129,6 +133,13 @@ def _widened(base, kind):
     if base == "mul":
         return (kind, kind), wide, lambda a, b: a.astype(dtype) * b.astype(dtype)
     return (kind, kind, wide), wide, lambda a, b, c: a.astype(dtype) * b.astype(dtype) + c
+
+
+def _upper_half(dtype, a, b):
+    wide = np.int64 if np.issubdtype(dtype, np.signedinteger) else np.uint64
+    if np.dtype(dtype).itemsize != 4:
+        raise FaultError("mul.hi of other than 32 bits")
+    return ((a.astype(wide) * b.astype(wide)) >> wide(32)).astype(dtype)
 
 
 def _comparison(name, kind):
