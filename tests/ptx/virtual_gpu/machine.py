@@ -24,12 +24,13 @@ class Machine:
         self.lanes = self.threads % 32
         self.shared = SharedMemory(count, shared_size, program.threads)
         self.tensor_memory = tensor_memory.TensorMemory(count)
-        self.arriving = {}  # results of matrix units that were not waited for, by register
+        self.arriving = {}  # what was not waited for, and where, by register
         self.registers = dict(self._special(grid, count))
         self.mask = np.ones(self.num_threads, np.bool_)
         self.full = True
         self._exited = np.zeros(self.num_threads, np.bool_)
         self._waiting = {0: self.mask}
+        self._parked = []  # at a barrier
         self._steps = [_step(instruction) for instruction in program.instructions]
 
     def run(self) -> None:
@@ -50,6 +51,8 @@ class Machine:
                         mask = mask | self._waiting.pop(at)
                 if steps > _MOST_STEPS:
                     raise FaultError("it does not end")
+        if self._parked:
+            raise FaultError("a barrier that not all threads of a program reach")
 
     def _execute(self, at, instruction, mask):
         """One instruction; the threads that go on to the next, or None where all is queued."""
@@ -59,14 +62,33 @@ class Machine:
             self._queue(instruction.operands[0], active)
             self._queue(at + 1, mask & ~active)
             return None
-        if base in ("ret", "exit"):
-            self._exited |= active
+        if base in ("ret", "exit", "bar", "barrier"):
+            if base in ("ret", "exit"):
+                self._exited |= active
+            elif instruction.op in ("bar.sync", "barrier.sync") and instruction.operands == (0,):
+                self._parked.append((at + 1, active))
+            else:
+                raise FaultError("unknown barrier")
             self._queue(at + 1, mask & ~active)
+            self._release()
             return None
         if instruction.guard is None or active.any():
             self.mask, self.full = active, bool(active.all())
             self._steps[at](self)
         return mask
+
+    def _release(self):
+        """Let programs go on of which all threads have come to a barrier, any of its own."""
+        shape = (-1, self.program.threads)
+        arrived = np.zeros(self.num_threads, np.bool_)
+        for _, mask in self._parked:
+            arrived |= mask
+        met = (arrived | self._exited).reshape(shape).all(1) & arrived.reshape(shape).any(1)
+        self.shared.barrier(np.flatnonzero(met))
+        released, parked = np.repeat(met, self.program.threads), self._parked
+        self._parked = [(at, mask & ~released) for at, mask in parked if (mask & ~released).any()]
+        for at, mask in parked:
+            self._queue(at, mask & released)
 
     def _guard(self, guard):
         name, wanted = guard
@@ -95,27 +117,40 @@ class Machine:
             unsigned = f"u{np.dtype(dtype).itemsize}"
             bits = operand & (256 ** np.dtype(dtype).itemsize - 1)
             return np.full(self.num_threads, bits, unsigned).view(dtype)
-        if operand not in self.registers:
-            raise FaultError(f"{operand} was never written")
-        value = self.registers[operand]
+        value = self.registers.get(operand)
+        if value is None:  # compilers fill up pairs with what was never written: poison
+            return self.read(-1, kind)
         if value.itemsize > np.dtype(dtype).itemsize:  # memory takes the lowest bits
             value = value.astype(f"u{np.dtype(dtype).itemsize}")
         if value.itemsize < np.dtype(dtype).itemsize:
             raise FaultError(f"{operand} is too small for {kind}")
         return value.view(dtype)
 
-    def write(self, register: str, value: np.ndarray, into: dict | None = None) -> None:
+    def write(self, register: str, value: np.ndarray) -> None:
         """Put a value where threads are active."""
-        registers = self.registers if into is None else into
         stored = _STORED[self.program.widths[register]]
         if value.dtype != stored:
             value = _as_stored(value, np.dtype(stored))
         if not self.full:
-            before = registers.get(register)
-            if before is None:
-                before = np.full(self.num_threads, -1, np.int64).astype(stored)
-            value = np.where(self.mask, value, before)
-        registers[register] = value
+            before = self.registers.get(register)
+            value = np.where(self.mask, value, _poison(stored) if before is None else before)
+        self.registers[register] = value
+
+    def defer(self, register: str, value: np.ndarray) -> None:
+        """Write a value when it was waited for; until then the register is poison."""
+        before, pending = self.arriving.get(register, (value, np.zeros_like(self.mask)))
+        self.arriving[register] = np.where(self.mask, value, before), pending | self.mask
+        self.write(register, self.read(-1, "b32"))
+
+    def deliver(self) -> None:
+        """Write what active threads have waited for."""
+        waiting, full = self.mask, self.full
+        for register, (value, pending) in list(self.arriving.items()):
+            self.mask = waiting & pending
+            self.full = bool(self.mask.all())
+            self.write(register, value)
+            self.arriving[register] = value, pending & ~waiting
+        self.mask, self.full = waiting, full
 
     def active(self) -> np.ndarray:
         """Numbers of the active threads."""
@@ -128,21 +163,16 @@ class Machine:
         offset = np.array(address.offset).astype(TYPES[kind])
         return self.read(address.base, kind) + offset
 
-    def barrier(self) -> None:
-        """All threads of a program meet here, or none."""
-        live = ~self._exited.reshape(-1, self.program.threads)
-        here = self.mask.reshape(live.shape)
-        meeting = here.any(1)
-        if (here[meeting] != live[meeting]).any():
-            raise FaultError("a barrier that not all threads of a program reach")
-        self.shared.barrier(np.flatnonzero(meeting))
-
     def whole_groups(self, size: int = 32) -> np.ndarray:
         """Numbers of the warps, or groups of `size`, that are here, each as a whole."""
         here = self.mask.reshape(-1, size)
         if (here.any(1) != here.all(1)).any():
             raise FaultError("an instruction of whole warps that not all threads reach")
         return np.flatnonzero(here[:, 0])
+
+
+def _poison(stored):
+    return stored(True) if stored is np.bool_ else np.iinfo(stored).max
 
 
 def _as_stored(value, dtype):
@@ -160,7 +190,7 @@ def _step(instruction):
         handler = HANDLERS.get(".".join(instruction.parts[:length]))
         if handler is not None:
             return lambda machine: handler(machine, instruction)
-    if instruction.parts[0] in ("bra", "ret", "exit"):
+    if instruction.parts[0] in ("bra", "ret", "exit", "bar", "barrier"):
         return None
     if instruction.parts[0] == "mov" and not isinstance(instruction.operands[-1], str | int):
         return lambda machine: _unpack_or_pack(machine, instruction)
@@ -189,11 +219,12 @@ def _unpack_or_pack(machine, instruction):
     """`mov` between a register and the parts of a vector, the lowest first."""
     to, source = instruction.operands
     if isinstance(to, tuple):
-        bits = machine.program.widths[to[0]]
+        bits = next(machine.program.widths[part] for part in to if part != "_")
         value = machine.read(source, f"b{bits * len(to)}")
         for i, register in enumerate(to):
-            part = (value >> value.dtype.type(bits * i)).astype(_STORED[bits])
-            machine.write(register, part)
+            if register != "_":
+                part = (value >> value.dtype.type(bits * i)).astype(_STORED[bits])
+                machine.write(register, part)
         return
     bits = machine.program.widths[to] // len(source)
     parts = [machine.read(part, f"b{bits}") for part in source]

@@ -11,10 +11,10 @@ from virtual_gpu import numbers
 from virtual_gpu.program import FaultError
 
 _LANES = np.arange(32)
-_SWIZZLES = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row, by a descriptor's last two bits
+_WIDTHS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row, by a descriptor's last two bits
 
 
-def _values(bits, kind):
+def unpacked(bits, kind):
     """Packed registers [..., n] uint32 as float64 [..., n, values]."""
     shape = (*bits.shape, -1)
     if kind == "f16":
@@ -56,14 +56,14 @@ def _places_of_c(n):
     return row, 8 * (register // 4) + 2 * (lane % 4) + register % 2
 
 
-def _write_c(machine, registers, warps, product, into=None):
-    """Add the product [warps, 16, n] to float32 registers, or put it there."""
+def _write_c(write, machine, registers, warps, product):
+    """Give the product [warps, 16, n], float32, to the function that writes registers."""
     row, column = _places_of_c(product.shape[2])
     fragments = product[:, row, column].astype(np.float32)
     for i, register in enumerate(registers):
         value = np.zeros((machine.num_threads // 32, 32), np.float32)
         value[warps] = fragments[:, :, i]
-        machine.write(register, value.reshape(-1), into)
+        write(register, value.reshape(-1).view(np.uint32))
 
 
 def _matrix_c(bits, n):
@@ -82,40 +82,39 @@ def multiply(machine, instruction):
         raise FaultError("unknown matrix instruction")
     to, a, b, c = instruction.operands
     warps = machine.whole_groups()
-    a = matrix_a(_values(_gather(machine, a, warps), form[2]))
-    b = matrix_b(_values(_gather(machine, b, warps), form[3]))
+    a = matrix_a(unpacked(_gather(machine, a, warps), form[2]))
+    b = matrix_b(unpacked(_gather(machine, b, warps), form[3]))
     c = _matrix_c(_gather(machine, c, warps), 8)
-    _write_c(machine, to, warps, a @ b + c)
+    _write_c(machine.write, machine, to, warps, a @ b + c)
 
 
-def descriptor_places(descriptor: int, rows: int, row_bytes: int, across: bool) -> np.ndarray:
+def descriptor_places(
+    descriptor: int, width: int, rows: int, row_bytes: int, across: bool
+) -> np.ndarray:
     """Addresses of a matrix in shared memory: [rows, row_bytes], rows along n (or m).
 
-    K lies along a row; or, with `across`, 16-bit values of one row lie `row pitch` apart.
+    K lies along a row, in pieces of `width` bytes; or, with `across`, the rows do, of 16 bits.
     """
     start, leading, stride = (((descriptor >> at) & 0x3FFF) << 4 for at in (0, 16, 32))
-    width = _SWIZZLES[(descriptor >> 62) & 3]
     if (descriptor >> 49) & 7:
         raise FaultError("a descriptor with a base offset")
     row, byte = np.arange(rows)[:, None], np.arange(row_bytes)[None]
     if across:
-        k, low = byte // 2, byte % 2
-        block, inside = (2 * row) // width, (2 * row) % width
-        place = start + block * leading + (k // 8) * stride + (k % 8) * width + inside + low
+        k, inside = byte // 2, (2 * row) % width + byte % 2
+        place = start + 2 * row // width * leading + k // 8 * stride + k % 8 * width + inside
     elif width == 16:
-        place = start + (byte // 16) * leading + (row // 8) * stride + (row % 8) * 16 + byte % 16
+        place = start + byte // 16 * leading + row // 8 * stride + row % 8 * 16 + byte % 16
     else:
-        place = start + (row // 8) * stride + (row % 8) * width + byte
+        place = start + row // 8 * stride + row % 8 * width + byte
     return place ^ (((place >> 7) & (width // 16 - 1)) << 4)
 
 
-def matrix_in_shared(machine, thread, descriptor, rows, row_bytes, across, kind):
-    """A matrix [rows, k] float64 that a descriptor of one thread's program points to."""
-    places = descriptor_places(int(descriptor), rows, row_bytes, across)
-    threads = np.full(places.size, thread)
-    at = machine.shared.places(threads, places.reshape(-1), 1)
-    data = machine.shared.read_by_matrix_unit(threads, at).reshape(places.shape)
-    return _values(np.ascontiguousarray(data).view(np.uint32), kind).reshape(rows, -1)
+def matrix_in_shared(machine, thread, addresses, kind):
+    """A matrix [rows, k] float64 at [rows, bytes] of one thread's program, and its places."""
+    threads = np.full(addresses.size, thread)
+    places = machine.shared.places(threads, addresses.reshape(-1), 1)
+    data = machine.shared.read_by_matrix_unit(threads, places).reshape(addresses.shape)
+    return unpacked(data.view(np.uint32), kind).reshape(len(addresses), -1), places
 
 
 def multiply_group(machine, instruction):
@@ -129,31 +128,35 @@ def multiply_group(machine, instruction):
     n, kind = int(form[1]), form[3]
     groups = machine.whole_groups(128)
     warps = (4 * groups[:, None] + np.arange(4)).reshape(-1)
-    a = matrix_a(_values(_gather(machine, a, warps), kind))
+    a = matrix_a(unpacked(_gather(machine, a, warps), kind))
     across = len(signs) > 2 and signs[2] == 1
     given = machine.read(descriptor, "b64")
-    b = [matrix_in_shared(machine, 128 * g, given[128 * g], n, 32, across, form[4]) for g in groups]
+    b = []
+    for first in (128 * groups).tolist():
+        bits = int(given[first])
+        places = descriptor_places(bits, _WIDTHS[bits >> 62], n, 32, across)
+        b.append(matrix_in_shared(machine, first, places, form[4])[0])
     product = a @ np.repeat(np.stack(b), 4, 0).transpose(0, 2, 1)
     adds = machine.read(accumulates, "pred").reshape(-1, 32)[warps, 0]
     product = np.where(adds[:, None, None], product + _accumulators(machine, to, warps, n), product)
-    _write_c(machine, to, warps, product, machine.arriving)
-    for register in to:  # no one may look before the wait
-        machine.write(register, np.full(machine.num_threads, np.nan, np.float32))
+    _write_c(machine.defer, machine, to, warps, product)
 
 
 def _accumulators(machine, registers, warps, n):
-    nothing = np.zeros(machine.num_threads, np.uint32)  # where they are not looked at
-    values = [machine.arriving.get(r, machine.registers.get(r, nothing)) for r in registers]
-    return _matrix_c(np.stack([v.reshape(-1, 32)[warps] for v in values], 2), n)
+    """What was added up so far, [warps, 16, n]: it need not have been waited for."""
+    values = []
+    for register in registers:
+        value = machine.read(register, "b32")
+        arriving, where = machine.arriving.get(register, (value, False))
+        values.append(np.where(where, arriving, value).reshape(-1, 32)[warps])
+    return _matrix_c(np.stack(values, 2), n)
 
 
 def wait_for_groups(machine, instruction):
     """`wgmma.wait_group 0`: results arrive, and what was read may be written again."""
     if instruction.operands[0] != 0:
         raise FaultError("a wait for some matrix instructions")
-    for register, value in machine.arriving.items():
-        machine.write(register, value)
-    machine.arriving = {}
+    machine.deliver()
     machine.shared.matrix_units_done(machine.active())
 
 

@@ -129,7 +129,6 @@ HANDLERS = {
     "cp.async.commit_group": lambda m, _: m.shared.commit(m.active()),
     "cp.async.wait_group": lambda m, i: m.shared.wait(m.active(), i.operands[0]),
     "cp.async.wait_all": lambda m, _: (m.shared.commit(m.active()), m.shared.wait(m.active(), 0)),
-    "bar.sync": lambda m, _: m.barrier(), "barrier.sync": lambda m, _: m.barrier(),
     "fence.proxy.async": lambda m, _: m.shared.fence(m.active()),
     "griddepcontrol": _nothing,  # launches follow one another; the order is checked on assembly
 }  # fmt: skip

@@ -105,6 +105,10 @@ class SharedMemory:
         self._being_read[places] = True
         return self.data[places]
 
+    def keep_reading(self, places: np.ndarray) -> None:
+        """These places are read by an instruction that still runs."""
+        self._being_read[places] = True
+
     def matrix_units_done(self, threads: np.ndarray) -> None:
         """No matrix instruction of these threads' programs reads any more."""
         for program in np.unique(threads // self._threads).tolist():
