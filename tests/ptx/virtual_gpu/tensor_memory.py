@@ -24,7 +24,8 @@ class TensorMemory:
 
     def __init__(self, programs: int):
         self.data = np.full((programs, 128, _COLUMNS), 0xFFFFFFFF, np.uint32)
-        self.storing = np.full((programs, 128, _COLUMNS), -1, np.int16)  # warp, until it waits
+        # the warp that loads or stores, until it waits; registers are there when they are used
+        self.loading, self.storing = np.full((2, programs, 128, _COLUMNS), -1, np.int16)
         self.barriers = {}  # phase by program and address
         self.running = {program: [] for program in range(programs)}  # [barrier, places, columns]
 
@@ -66,7 +67,7 @@ def _form(instruction):
 
 
 def load(machine, instruction):
-    """`tcgen05.ld`: it arrives when it was waited for."""
+    """`tcgen05.ld`."""
     registers, address, *apart = instruction.operands
     shape, count = _form(instruction)
     loaded = np.zeros((machine.num_threads, count), np.uint32)
@@ -75,8 +76,9 @@ def load(machine, instruction):
         lanes, columns = _cells(machine, address, number, threads, shape, count, *(apart or [0]))
         memory.check(program, columns)
         loaded[threads] = memory.data[program, lanes, columns]
+        memory.loading[program, lanes, columns] = number
     for i, register in enumerate(registers):
-        machine.defer(register, loaded[:, i])
+        machine.write(register, np.ascontiguousarray(loaded[:, i]))
 
 
 def store(machine, instruction):
@@ -92,11 +94,12 @@ def store(machine, instruction):
         memory.storing[program, lanes, columns] = number
 
 
-def wait_for_stores(machine, instruction):
-    """`tcgen05.wait::st`."""
+def wait(machine, instruction):
+    """`tcgen05.wait::ld` and `wait::st`."""
+    memory, of_loads = machine.tensor_memory, instruction.parts[1] == "wait::ld"
     for program, number, _ in _warps(machine):
-        storing = machine.tensor_memory.storing[program]
-        storing[storing == number] = -1
+        accessed = (memory.loading if of_loads else memory.storing)[program]
+        accessed[accessed == number] = -1
 
 
 def allocate(machine, instruction):
@@ -190,6 +193,8 @@ def _multiply(machine, thread, operands, form, kinds, adds):
         a = matrices.unpacked(_whole(memory, program, _cells_of(machine, thread, left, m, 8)), kinds[0])
         a = a.reshape(m, -1)
     lanes, columns = cells = _cells_of(machine, thread, to, m, n)
+    if (memory.loading[program][cells] >= 0).any():
+        raise FaultError("a matrix instruction writes tensor memory that is still loaded from")
     product = a @ b.T
     if adds:
         product += _whole(memory, program, cells).view(np.float32)
@@ -227,7 +232,7 @@ def _nothing(machine, instruction):
 
 HANDLERS = {
     "tcgen05.ld": load, "tcgen05.st": store, "tcgen05.mma": multiply, "tcgen05.commit": commit,
-    "tcgen05.wait::ld": lambda machine, _: machine.deliver(), "tcgen05.wait::st": wait_for_stores,
+    "tcgen05.wait::ld": wait, "tcgen05.wait::st": wait,
     "tcgen05.alloc": allocate, "tcgen05.dealloc": _nothing,
     "tcgen05.relinquish_alloc_permit": _nothing, "mbarrier.init": start_barrier,
     "mbarrier.inval": start_barrier, "mbarrier.try_wait.parity": wait_for_barrier,
