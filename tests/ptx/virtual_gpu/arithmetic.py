@@ -62,6 +62,20 @@ def _extreme(function, *operands):
     return reduce(function, operands)
 
 
+def _special_extreme(base, modifiers, *operands):
+    """With NaN passed on, magnitudes compared and signs multiplied, or 0 at least."""
+    signs = reduce(np.bitwise_xor, map(np.signbit, operands))
+    if "abs" in modifiers:
+        operands = tuple(map(np.abs, operands))
+    functions = {"min": np.fmin, "max": np.fmax}
+    if "NaN" in modifiers:
+        functions = {"min": np.minimum, "max": np.maximum}
+    found = reduce(functions[base], operands)
+    if "relu" in modifiers:
+        found = functions["max"](found, found.dtype.type(0))
+    return np.copysign(found, np.where(signs, -1, 1)) if "xorsign" in modifiers else found
+
+
 def _exp2(x):
     return numbers.flush(np.exp2(numbers.flush(x)))
 
@@ -85,7 +99,7 @@ COMPARE = {
     "ge": np.greater_equal,
 }  # fmt: skip
 # a modifier that changes nothing here: rounding to nearest is what numpy does
-IGNORED = {"rn", "approx", "full", "wide", "lo", "hi", "NaN", "ftz"}
+IGNORED = {"rn", "approx", "full", "wide", "lo", "hi", "ftz", "NaN", "relu", "xorsign", "abs"}
 COUNTS = {"shl": (None, "u32"), "shr": (None, "u32"), "bfe": (None, "u32", "u32")}
 
 
@@ -97,22 +111,27 @@ def find(parts: list[str]) -> tuple[tuple[str, ...] | None, str, object]:
     if base == "setp":
         if len(parts) != 3:
             raise FaultError(f"unknown comparison {'.'.join(parts)}")
-        return (kind,) * 2, "pred", _comparison(parts[1], kind)
+        compare = _comparison(parts[1], kind)
+        if kind == "bf16":
+            return (kind,) * 2, "pred", lambda a, b: compare(*map(numbers.bf16_to_f32, (a, b)))
+        return (kind,) * 2, "pred", compare
     if base == "selp":
         return (_bits(kind),) * 2 + ("pred",), _bits(kind), lambda a, b, p: np.where(p, a, b)
     if kind == "f32x2":
         return ("b64",) * 3, "b64", partial(_pairwise, PLAIN[base])
     unknown = set(parts[1:-1]) - IGNORED
+    if base not in ("min", "max"):
+        unknown |= {*parts[1:-1]} & {"NaN", "relu", "xorsign", "abs"}
     if unknown or (base not in PLAIN and base not in ("div", "mad")):
         raise FaultError(f"unknown instruction {'.'.join(parts)}")
     if base in ("mad", "mul") and "wide" in parts:
         return _widened(base, kind)
+    if base in ("min", "max") and len(parts) > 2:
+        return (kind,) * 3, kind, partial(_special_extreme, base, frozenset(parts[1:-1]))
     if "hi" in parts:
         return (kind, kind), kind, partial(_upper_half, TYPES[kind])
     if base in ("mad", "div"):
         function = (lambda a, b, c: a * b + c) if base == "mad" else _division(kind)
-    elif "NaN" in parts:
-        function = partial(_extreme, {"min": np.minimum, "max": np.maximum}[base])
     else:
         function = PLAIN[base]
     kinds = tuple(each or kind for each in COUNTS.get(base, ())) or (kind,) * 4
@@ -144,6 +163,7 @@ def _upper_half(dtype, a, b):
 
 def _comparison(name, kind):
     """`gtu` and the like are true of NaN as well; of integers `lo` and the like are not used."""
+    kind = kind.removeprefix("b") if kind == "bf16" else kind
     if name in COMPARE:
         ordered = COMPARE[name]
         if name == "ne" and kind[0] == "f":

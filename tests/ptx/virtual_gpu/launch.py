@@ -42,7 +42,7 @@ def virtual_gpu(target, change=None):
         }.items():
             stack.enter_context(mock.patch.object(CompiledKernel, name, value, create=True))
         # NVIDIA's assembler takes as long as all else, and nothing here looks at what it makes
-        stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", lambda *given: b""))
+        stack.enter_context(mock.patch.object(CUDABackend, "make_cubin", return_value=b""))
         yield
 
 

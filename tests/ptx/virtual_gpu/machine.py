@@ -7,8 +7,9 @@ from virtual_gpu.numbers import TYPES
 from virtual_gpu.program import FaultError, Program
 from virtual_gpu.shared_memory import SharedMemory
 
-_MOST_STEPS = 1_000_000
+_MOST_STEPS = 200_000
 _STORED = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+_POISON = {np.bool_: np.bool_(True)} | {t: t(-1 % 2**n) for n, t in _STORED.items() if n > 1}
 HANDLERS = {**memory_access.HANDLERS, **warps.HANDLERS, **matrices.HANDLERS}
 HANDLERS |= tensor_memory.HANDLERS
 
@@ -28,10 +29,11 @@ class Machine:
         self.registers = dict(self._special(grid, count))
         self.mask = np.ones(self.num_threads, np.bool_)
         self.full = True
-        self._exited = np.zeros(self.num_threads, np.bool_)
         self._waiting = {0: self.mask}
         self._parked = []  # at a barrier
-        self._steps = [_step(instruction) for instruction in program.instructions]
+        self._constants = {}
+        if not program.steps:
+            program.steps = [_step(instruction) for instruction in program.instructions]
 
     def run(self) -> None:
         """Execute until all threads have ended."""
@@ -62,19 +64,19 @@ class Machine:
             self._queue(instruction.operands[0], active)
             self._queue(at + 1, mask & ~active)
             return None
-        if base in ("ret", "exit", "bar", "barrier"):
-            if base in ("ret", "exit"):
-                self._exited |= active
-            elif instruction.op in ("bar.sync", "barrier.sync") and instruction.operands == (0,):
-                self._parked.append((at + 1, active))
-            else:
+        if base in ("ret", "exit"):
+            self._queue(at + 1, mask & ~active)
+            return None
+        if base in ("bar", "barrier"):
+            if instruction.op not in ("bar.sync", "barrier.sync") or instruction.operands != (0,):
                 raise FaultError("unknown barrier")
+            self._parked.append((at + 1, active))
             self._queue(at + 1, mask & ~active)
             self._release()
             return None
         if instruction.guard is None or active.any():
             self.mask, self.full = active, bool(active.all())
-            self._steps[at](self)
+            self.program.steps[at](self)
         return mask
 
     def _release(self):
@@ -83,7 +85,7 @@ class Machine:
         arrived = np.zeros(self.num_threads, np.bool_)
         for _, mask in self._parked:
             arrived |= mask
-        met = (arrived | self._exited).reshape(shape).all(1) & arrived.reshape(shape).any(1)
+        met = arrived.reshape(shape).all(1)
         self.shared.barrier(np.flatnonzero(met))
         released, parked = np.repeat(met, self.program.threads), self._parked
         self._parked = [(at, mask & ~released) for at, mask in parked if (mask & ~released).any()]
@@ -110,13 +112,11 @@ class Machine:
 
     def read(self, operand, kind: str) -> np.ndarray:
         """An operand's value in every thread."""
-        dtype = TYPES[kind]
         if isinstance(operand, int):
-            if kind == "pred":
-                return np.full(self.num_threads, operand != 0)
-            unsigned = f"u{np.dtype(dtype).itemsize}"
-            bits = operand & (256 ** np.dtype(dtype).itemsize - 1)
-            return np.full(self.num_threads, bits, unsigned).view(dtype)
+            if (operand, kind) not in self._constants:
+                self._constants[operand, kind] = _constant(operand, kind, self.num_threads)
+            return self._constants[operand, kind]
+        dtype = TYPES[kind]
         value = self.registers.get(operand)
         if value is None:  # compilers fill up pairs with what was never written: poison
             return self.read(-1, kind)
@@ -133,7 +133,7 @@ class Machine:
             value = _as_stored(value, np.dtype(stored))
         if not self.full:
             before = self.registers.get(register)
-            value = np.where(self.mask, value, _poison(stored) if before is None else before)
+            value = np.where(self.mask, value, _POISON[stored] if before is None else before)
         self.registers[register] = value
 
     def defer(self, register: str, value: np.ndarray) -> None:
@@ -171,8 +171,12 @@ class Machine:
         return np.flatnonzero(here[:, 0])
 
 
-def _poison(stored):
-    return stored(True) if stored is np.bool_ else np.iinfo(stored).max
+def _constant(operand, kind, count):
+    """The same bits in every thread."""
+    if kind == "pred":
+        return np.full(count, operand != 0)
+    size = np.dtype(TYPES[kind]).itemsize
+    return np.full(count, operand & (256**size - 1), f"u{size}").view(TYPES[kind])
 
 
 def _as_stored(value, dtype):
@@ -196,6 +200,8 @@ def _step(instruction):
         return lambda machine: _unpack_or_pack(machine, instruction)
     if instruction.parts[0] == "mov" and isinstance(instruction.operands[0], tuple):
         return lambda machine: _unpack_or_pack(machine, instruction)
+    if instruction.parts[0] == "setp" and instruction.parts[-1] in ("f16x2", "bf16x2"):
+        return _compare_halves(instruction)
     kinds, result, function = arithmetic.find(instruction.parts)
     to, *operands = instruction.operands
     typed = list(zip(operands, kinds, strict=False))
@@ -205,6 +211,21 @@ def _step(instruction):
     def step(machine):
         value = function(*(machine.read(operand, kind) for operand, kind in typed))
         machine.write(to, _typed(value, result))
+
+    return step
+
+
+def _compare_halves(instruction):
+    """`setp` of the lower halves, and of the upper."""
+    *parts, kind = instruction.parts
+    (half, _), _, function = arithmetic.find([*parts, kind.removesuffix("x2")])
+    lower, upper, *operands = instruction.operands
+
+    def step(machine):
+        a, b = (machine.read(operand, "b32").view(TYPES[half]) for operand in operands)
+        found = function(a, b)
+        machine.write(lower, found[::2])
+        machine.write(upper, found[1::2])
 
     return step
 

@@ -3,6 +3,7 @@
 Names that a scope declares (inline assembly) get the scope's number, so that all are unique.
 """
 
+import functools
 import re
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +38,7 @@ class Instruction:
     guard: tuple[str, bool] | None  # register, and what it must be
     text: str
 
-    @property
+    @functools.cached_property
     def parts(self) -> list[str]:
         """The opcode between its dots."""
         return self.op.split(".")
@@ -53,6 +54,7 @@ class Program:
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     widths: dict[str, int] = field(default_factory=dict)  # bits of registers
+    steps: list = field(default_factory=list)  # what the machine has made of the instructions
 
 
 def parse(text: str) -> Program:

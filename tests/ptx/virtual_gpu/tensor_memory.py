@@ -190,7 +190,9 @@ def _multiply(machine, thread, operands, form, kinds, adds):
         a, more = _in_shared(machine, thread, left, m, form >> 15 & 1, kinds[0])
         places = np.concatenate([places, more])
     else:
-        a = matrices.unpacked(_whole(memory, program, _cells_of(machine, thread, left, m, 8)), kinds[0])
+        a = matrices.unpacked(
+            _whole(memory, program, _cells_of(machine, thread, left, m, 8)), kinds[0]
+        )
         a = a.reshape(m, -1)
     lanes, columns = cells = _cells_of(machine, thread, to, m, n)
     if (memory.loading[program][cells] >= 0).any():

@@ -1,0 +1,48 @@
+"""PTX with one instruction wrong."""
+
+import re
+
+# what is looked for, and what takes its place; where it names an instruction, that is gone
+KINDS = {
+    "barrier": (r"\bbar\.sync\s+0;", ""),
+    "wait": (r"cp\.async\.wait_group\s+(\d+);", lambda m: f"cp.async.wait_group {int(m[1]) + 1};"),
+    "group": (r"cp\.async\.commit_group;", ""),
+    "copy": (r"(cp\.async\.c\w\.[^;]*), 0x[0-9a-f]+, (%r\d+);", lambda m: f"{m[1]}, {_size(m)}, 0;"),
+    "prmt": (r"(prmt\.b32 [^;]*, )0x(\w+?)(U?);", lambda m: f"{m[1]}0x{_swapped(m[2])}{m[3]};"),
+    "lop3": (r"(lop3\.b32 [^;]*, )0x(\w+);", lambda m: f"{m[1]}{int(m[2], 16) ^ 0x10:#x};"),
+    "mask": (r"setp\.(lt|le|gt|ge)\.", lambda m: f"setp.{_OFF_BY_ONE[m[1]]}."),
+    "shuffle": (r"(shfl\.sync\.bfly\.b32 [^;]*, )(\d+)(, 31)", lambda m: f"{m[1]}0{m[3]}"),
+    "sum": (r"redux\.sync\.add", "redux.sync.max"),
+    "matrix": (
+        r"(ldmatrix[^;]*\{%r\d+, )(%r\d+), (%r\d+)(, %r\d+\})",
+        lambda m: f"{m[1]}{m[3]}, {m[2]}{m[4]}",
+    ),
+    "fence": (r"fence\.proxy\.async[^;]*;", ""),
+    "matrix wait": (r"wgmma\.wait_group[^;]*;|tcgen05\.wait::\w+[^;]*;", ""),
+    "mbarrier wait": (r"mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;", ""),
+}  # fmt: skip
+_OFF_BY_ONE = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
+
+
+def _size(match):
+    return re.search(r"0x[0-9a-f]+", match[0].rpartition("]")[2])[0]
+
+
+def _swapped(selector):
+    """The last two digits the other way round; of bytes picked alike, the next bytes."""
+    if len(set(selector[-2:])) == 1:
+        return selector[:-1] + f"{int(selector[-1], 16) ^ 1:x}"
+    return selector[:-2] + selector[-1] + selector[-2]
+
+
+def mutants(text: str, kind: str, most: int):
+    """Name and PTX of at most `most` mutants of a kind, evenly spread over the kernel."""
+    pattern, new = KINDS[kind]
+    found = list(re.finditer(pattern, text))
+    step = max(1, -(-len(found) // most))
+    for number, match in enumerate(found[::step]):
+        replacement = new(match) if callable(new) else new
+        line = " ".join(text[match.start() :].split(";")[0].split())
+        yield f"{kind} {number * step} {line[:60]}", (
+            text[: match.start()] + replacement + text[match.end() :]
+        )
