@@ -7,12 +7,16 @@ KINDS = {
     "barrier": (r"\bbar\.sync\s+0;", ""),
     "wait": (r"cp\.async\.wait_group\s+(\d+);", lambda m: f"cp.async.wait_group {int(m[1]) + 1};"),
     "group": (r"cp\.async\.commit_group;", ""),
-    "copy": (r"(cp\.async\.c\w\.[^;]*), 0x[0-9a-f]+, (%r\d+);", lambda m: f"{m[1]}, {_size(m)}, 0;"),
+    "copy": (r"(cp\.async\.c\w\.[^;]*, 0x[0-9a-f]+), %r\d+;", lambda m: f"{m[1]}, 0;"),
     "prmt": (r"(prmt\.b32 [^;]*, )0x(\w+?)(U?);", lambda m: f"{m[1]}0x{_swapped(m[2])}{m[3]};"),
     "lop3": (r"(lop3\.b32 [^;]*, )0x(\w+);", lambda m: f"{m[1]}{int(m[2], 16) ^ 0x10:#x};"),
-    "mask": (r"setp\.(lt|le|gt|ge)\.", lambda m: f"setp.{_OFF_BY_ONE[m[1]]}."),
-    "shuffle": (r"(shfl\.sync\.bfly\.b32 [^;]*, )(\d+)(, 31)", lambda m: f"{m[1]}0{m[3]}"),
-    "sum": (r"redux\.sync\.add", "redux.sync.max"),
+    "mask": (r"setp\.(lt|le|gt|ge)\.s32", lambda m: f"setp.{_OFF_BY_ONE[m[1]]}.s32"),
+    # of sums: a maximum of fewer values is an origin of the softmax that is as good
+    "shuffle": (
+        r"(shfl\.sync\.bfly\.b32 [^;]*, )(\d+)(, 31, -1;\s*(?:[$.][^\n]*\s*)*add)",
+        lambda m: f"{m[1]}0{m[3]}",
+    ),
+    "sum": (r"redux\.sync\.add", "redux.sync.min"),
     "matrix": (
         r"(ldmatrix[^;]*\{%r\d+, )(%r\d+), (%r\d+)(, %r\d+\})",
         lambda m: f"{m[1]}{m[3]}, {m[2]}{m[4]}",
@@ -24,8 +28,13 @@ KINDS = {
 _OFF_BY_ONE = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
 
 
-def _size(match):
-    return re.search(r"0x[0-9a-f]+", match[0].rpartition("]")[2])[0]
+def _separates(text, match):
+    """Whether shared memory is used on both sides, before the barriers next to this one."""
+    before = re.split(r"bar\.sync|\bbra\b|\$L__BB", text[: match.start()])[-1]
+    after = re.split(r"bar\.sync|\bbra\b|\$L__BB", text[match.end() :])[0]
+    ends = text[: match.start()].removesuffix(before), text[match.end() :].removeprefix(after)
+    beside = ends[0].endswith("bar.sync"), ends[1].startswith("bar.sync")
+    return all("shared" in side or not b for side, b in zip((before, after), beside, strict=True))
 
 
 def _swapped(selector):
@@ -38,11 +47,12 @@ def _swapped(selector):
 def mutants(text: str, kind: str, most: int):
     """Name and PTX of at most `most` mutants of a kind, evenly spread over the kernel."""
     pattern, new = KINDS[kind]
-    found = list(re.finditer(pattern, text))
+    found = [m for m in re.finditer(pattern, text) if kind != "barrier" or _separates(text, m)]
     step = max(1, -(-len(found) // most))
     for number, match in enumerate(found[::step]):
         replacement = new(match) if callable(new) else new
         line = " ".join(text[match.start() :].split(";")[0].split())
-        yield f"{kind} {number * step} {line[:60]}", (
-            text[: match.start()] + replacement + text[match.end() :]
+        yield (
+            f"{kind} {number * step} {line[:60]}",
+            (text[: match.start()] + replacement + text[match.end() :]),
         )

@@ -14,7 +14,7 @@ from fp8kv_runtime.kernels.targets import TARGETS
 NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100")
 BF16, FP32 = torch.bfloat16, torch.float32
 MASKED = {"window": 200, "softcap": 5.0, "sinks": True, "starts": (3, 7, 0)}
-# a part of four tiles or more, so that copies run ahead; three sequences, where there is room for four
+# a part of four tiles or more, so that copies run ahead; three sequences in room for four
 PLAIN = Case((330, 33, 0), group=4, block_size=64, num_splits=2)
 
 CASES = {

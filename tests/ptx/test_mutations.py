@@ -1,33 +1,67 @@
 """What the interpreter is worth: of wrong PTX, nine in ten are noticed."""
 
+import random
 import sys
 from dataclasses import replace
 
 import pytest
-from checks import assert_output, assert_stored
+import torch
+from checks import assert_output, assert_stored, without_nan_signs
 from oracle import attention
 from paged import Case, build
 from ptx_mutants import KINDS, mutants
 from virtual_gpu.launch import virtual_gpu
 from virtual_gpu.program import FaultError
 
+from fp8kv_runtime import reference
+from fp8kv_runtime.kernels import append_kv
 from fp8kv_runtime.kernels.targets import TARGETS
 
 MOST = 12  # of a kind and a kernel
-# three sequences of four that the kernel could take; parts long enough to load ahead
+# three sequences of four that the kernel could take
 MASKED = Case(
-    (330, 33, 70), group=4, kv_heads=1, head_dim=128, block_size=64, num_splits=2, window=250,
-    softcap=5.0, sinks=True, starts=(3, 7, 0),
+    (330, 33, 70), group=4, kv_heads=1, block_size=64, softcap=5.0, sinks=True, starts=(3, 7, 0)
 )  # fmt: skip
-PLAIN = Case((330, 33, 70), group=2, kv_heads=2, head_dim=128, block_size=16, num_splits=20)
-OTHERS = {"lengths": (400, 65, 0), "seed": 1}  # of another batch, with the same kernels
+PLAIN = Case((330, 33, 70), group=2, kv_heads=1, block_size=16)
 QUERIES = {"query_lens": (40, 9, 0)}
 STORED = Case((), head_dim=80)
+INF, NAN = float("inf"), float("nan")
+SPECIAL = [
+    *(0.0, -0.0, INF, -INF, NAN, 1.0, -3.0, 448.0, -448.0, 464.0, 500.0, -1e4, 2.0**-6, 2.0**-7),
+    *(2.0**-9, 2.0**-10, -(2.0**-10), 2.0**-10 * 1.01, 2.0**-10 * 0.99, 17.0, -19.0, 2.0**-9 * 2.5),
+]
+
+
+def batches(case, *others):
+    """The same layer with other lengths and numbers of parts, for which nothing is compiled."""
+    for lengths, num_splits in others:
+        starts = case.starts and tuple(map(min, (0, 7, 1), lengths))
+        yield replace(case, lengths=lengths, num_splits=num_splits, starts=starts)
+
+
+# parts whose first, second and later tiles end in every quarter; of several tiles, and of one
+ENDS = [
+    *(((330, 33, 70), 2), ((400, 65, 0), 2), ((74, 84, 104), 1), ((119, 138, 158), 1)),
+    *(((183, 202, 212), 1), ((232, 250, 90), 1), ((900, 33, 150), 3), ((100, 20, 55), 4)),
+]
+PARTS = [
+    *(((330, 33, 70), 10), ((1020, 0, 0), 16), ((1000, 33, 70), 16), ((700, 200, 70), 12)),
+    *(((500, 300, 129), 9), ((900, 300, 280), 11), ((64, 1000, 700), 14)),
+]
+
+
+def random_batches(least, most):
+    """Lengths, and numbers of parts that one reduce is compiled for."""
+    rng = random.Random(0)
+    for largest in 4 * (100, 900, 6000):
+        yield (65, rng.randint(0, largest), rng.randint(0, largest)), rng.randint(least, most)
+
+
 CASES = {
-    "decode": (MASKED, replace(MASKED, **OTHERS, starts=(200, 5, 0))),
-    "reduce": (PLAIN, replace(PLAIN, **OTHERS)),
-    "extend": (replace(MASKED, **QUERIES), replace(MASKED, **QUERIES, **OTHERS)),
-    "append_kv": (STORED, replace(STORED, seed=1)),
+    "decode": list(batches(MASKED, *ENDS, *random_batches(1, 9))),
+    "reduce": list(batches(PLAIN, *PARTS, *random_batches(9, 16))),
+    "extend": list(batches(replace(MASKED, window=250, **QUERIES), *ENDS[:6])),
+    "append_kv": [STORED],
 }
 RUNS = [
     ("sm_80", "decode"), ("sm_80", "reduce"), ("sm_80", "append_kv"), ("sm_89", "extend"),
@@ -38,10 +72,26 @@ RUNS = [
 def check(case):
     """What fails where the kernels are wrong; the answer is found once."""
     if not case.lengths:
-        return lambda: assert_stored(case)
+        return lambda: (assert_stored(case), assert_special_values_stored(case))
     batch = build(case)
     want = attention(batch)
     return lambda: assert_output(batch.attend("kernel"), want, "kernel", case)
+
+
+def assert_special_values_stored(case):
+    """The reference's bytes and counts, of values at which rounding and counting change."""
+    some, rng = torch.tensor(SPECIAL), torch.Generator().manual_seed(0)
+    key, value = some[torch.randint(len(some), (2, 64, 2, case.head_dim), generator=rng)].half()
+    made = []
+    for module in (reference, append_kv):
+        blocks = build(replace(case, lengths=(64,))).blocks
+        counts = torch.zeros(2, case.kv_heads, 3, dtype=torch.int64)
+        blocks = replace(blocks, k_scale=torch.ones(2), v_scale=torch.ones(2), counts=counts)
+        module.append_kv(key, value, blocks, torch.arange(64))
+        made.append((without_nan_signs(blocks.codes), counts))
+    (want, counted), (got, got_counted) = made
+    assert torch.equal(got, want)
+    assert torch.equal(got_counted, counted)
 
 
 class Run:

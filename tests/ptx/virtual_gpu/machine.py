@@ -2,16 +2,14 @@
 
 import numpy as np
 
-from virtual_gpu import arithmetic, matrices, memory_access, tensor_memory, warps
 from virtual_gpu.numbers import TYPES
 from virtual_gpu.program import FaultError, Program
 from virtual_gpu.shared_memory import SharedMemory
+from virtual_gpu.steps import STORED, step_of
+from virtual_gpu.tensor_memory import TensorMemory
 
 _MOST_STEPS = 200_000
-_STORED = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-_POISON = {np.bool_: np.bool_(True)} | {t: t(-1 % 2**n) for n, t in _STORED.items() if n > 1}
-HANDLERS = {**memory_access.HANDLERS, **warps.HANDLERS, **matrices.HANDLERS}
-HANDLERS |= tensor_memory.HANDLERS
+_POISON = {np.bool_: np.bool_(True)} | {t: t(-1 % 2**n) for n, t in STORED.items() if n > 1}
 
 
 class Machine:
@@ -24,7 +22,7 @@ class Machine:
         self.threads = np.arange(self.num_threads)
         self.lanes = self.threads % 32
         self.shared = SharedMemory(count, shared_size, program.threads)
-        self.tensor_memory = tensor_memory.TensorMemory(count)
+        self.tensor_memory = TensorMemory(count)
         self.arriving = {}  # what was not waited for, and where, by register
         self.registers = dict(self._special(grid, count))
         self.mask = np.ones(self.num_threads, np.bool_)
@@ -33,7 +31,7 @@ class Machine:
         self._parked = []  # at a barrier
         self._constants = {}
         if not program.steps:
-            program.steps = [_step(instruction) for instruction in program.instructions]
+            program.steps = [step_of(instruction) for instruction in program.instructions]
 
     def run(self) -> None:
         """Execute until all threads have ended."""
@@ -128,7 +126,7 @@ class Machine:
 
     def write(self, register: str, value: np.ndarray) -> None:
         """Put a value where threads are active."""
-        stored = _STORED[self.program.widths[register]]
+        stored = STORED[self.program.widths[register]]
         if value.dtype != stored:
             value = _as_stored(value, np.dtype(stored))
         if not self.full:
@@ -186,68 +184,3 @@ def _as_stored(value, dtype):
     if value.itemsize == dtype.itemsize:
         return np.ascontiguousarray(value).view(dtype)
     return value.astype(dtype)
-
-
-def _step(instruction):
-    """The function that executes an instruction on a machine."""
-    for length in range(len(instruction.parts), 0, -1):
-        handler = HANDLERS.get(".".join(instruction.parts[:length]))
-        if handler is not None:
-            return lambda machine: handler(machine, instruction)
-    if instruction.parts[0] in ("bra", "ret", "exit", "bar", "barrier"):
-        return None
-    if instruction.parts[0] == "mov" and not isinstance(instruction.operands[-1], str | int):
-        return lambda machine: _unpack_or_pack(machine, instruction)
-    if instruction.parts[0] == "mov" and isinstance(instruction.operands[0], tuple):
-        return lambda machine: _unpack_or_pack(machine, instruction)
-    if instruction.parts[0] == "setp" and instruction.parts[-1] in ("f16x2", "bf16x2"):
-        return _compare_halves(instruction)
-    kinds, result, function = arithmetic.find(instruction.parts)
-    to, *operands = instruction.operands
-    typed = list(zip(operands, kinds, strict=False))
-    if isinstance(function, np.ufunc) and len(operands) != function.nin:
-        raise FaultError(f"{len(operands)} operands for {instruction.op}")
-
-    def step(machine):
-        value = function(*(machine.read(operand, kind) for operand, kind in typed))
-        machine.write(to, _typed(value, result))
-
-    return step
-
-
-def _compare_halves(instruction):
-    """`setp` of the lower halves, and of the upper."""
-    *parts, kind = instruction.parts
-    (half, _), _, function = arithmetic.find([*parts, kind.removesuffix("x2")])
-    lower, upper, *operands = instruction.operands
-
-    def step(machine):
-        a, b = (machine.read(operand, "b32").view(TYPES[half]) for operand in operands)
-        found = function(a, b)
-        machine.write(lower, found[::2])
-        machine.write(upper, found[1::2])
-
-    return step
-
-
-def _typed(value, kind):
-    """A result as what its type says, of which numpy may have made a wider one."""
-    dtype = np.dtype(TYPES[kind])
-    return value if value.itemsize == dtype.itemsize else value.astype(dtype)
-
-
-def _unpack_or_pack(machine, instruction):
-    """`mov` between a register and the parts of a vector, the lowest first."""
-    to, source = instruction.operands
-    if isinstance(to, tuple):
-        bits = next(machine.program.widths[part] for part in to if part != "_")
-        value = machine.read(source, f"b{bits * len(to)}")
-        for i, register in enumerate(to):
-            if register != "_":
-                part = (value >> value.dtype.type(bits * i)).astype(_STORED[bits])
-                machine.write(register, part)
-        return
-    bits = machine.program.widths[to] // len(source)
-    parts = [machine.read(part, f"b{bits}") for part in source]
-    packed = np.stack(parts, 1).view(_STORED[bits * len(source)])[:, 0]
-    machine.write(to, packed)
