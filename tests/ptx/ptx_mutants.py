@@ -45,9 +45,19 @@ def _swapped(selector):
 
 
 def mutants(text: str, kind: str, most: int):
-    """Name and PTX of at most `most` mutants of a kind, evenly spread over the kernel."""
+    """Name and PTX of at most `most` mutants of a kind, evenly spread over the kernel.
+
+    Left out are barriers beside which no shared memory is used, and the plan of the parts, which
+    bisects: its steps make up for one another but for few lengths (`test_split.py`).
+    """
     pattern, new = KINDS[kind]
-    found = [m for m in re.finditer(pattern, text) if kind != "barrier" or _separates(text, m)]
+    plan = re.search(r'\.file\s+(\d+)\s+"[^"]*split\.py"', text)
+    found = [
+        match
+        for match in re.finditer(pattern, text)
+        if (kind != "barrier" or _separates(text, match))
+        and not (plan and re.findall(r"\.loc\s+(\d+)", text[: match.start()])[-1:] == [plan[1]])
+    ]
     step = max(1, -(-len(found) // most))
     for number, match in enumerate(found[::step]):
         replacement = new(match) if callable(new) else new
