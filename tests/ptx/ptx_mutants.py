@@ -16,7 +16,6 @@ KINDS = {
         r"(shfl\.sync\.bfly\.b32 [^;]*, )(\d+)(, 31, -1;\s*(?:[$.][^\n]*\s*)*add)",
         lambda m: f"{m[1]}0{m[3]}",
     ),
-    "sum": (r"redux\.sync\.add", "redux.sync.min"),
     "matrix": (
         r"(ldmatrix[^;]*\{%r\d+, )(%r\d+), (%r\d+)(, %r\d+\})",
         lambda m: f"{m[1]}{m[3]}, {m[2]}{m[4]}",
