@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast test-ptx test-ptx-oldest fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
+.PHONY: help demo test test-fast test-ptx test-ptx-oldest fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -97,6 +97,13 @@ interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(BIN)/python tests/interop/write_families.py $(OUT)/families
 	$(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families vllm
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families sglang
+	$(BIN)/python tests/interop/write_families.py $(OUT)/latents DeepseekV2ForCausalLM Glm4MoeLiteForCausalLM
+	$(INTEROP)/bin/python tests/interop/check_mla.py vllm $(OUT)/latents
+	$(INTEROP)/bin/python tests/interop/check_mla.py kernel
+	$(BIN)/python tests/interop/write_latents.py $(OUT)/stressed-latents
+	$(INTEROP)/bin/python tests/interop/check_mla.py baked $(OUT)/stressed-latents
+	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_mla.py sglang \
+		$(OUT)/stressed-latents
 
 interop-models: interop-outputs
 	$(BIN)/python tests/interop/write_quantized.py "$$($(SMOLLM2_DIRECTORY))" \
@@ -173,6 +180,9 @@ bench-bake: $(VENV)/.installed ## baked models on an INT8 cache, and at scale 1.
 
 bench-caches: $(VENV)/.installed ## every cache type on a real model and its stress twin
 	$(BIN)/python benchmarks/caches.py
+
+bench-latent: $(VENV)/.installed ## FP8 caches of latents (MLA) on a real model and its stress twin
+	$(BIN)/python benchmarks/latent.py
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 	$(BIN)/python benchmarks/peer_speed.py --peer-python $(PEERS)/bin/python

@@ -38,7 +38,7 @@ def main() -> None:
     """Measure, compare, draw, write the JSON."""
     args, facts = _arguments(), machine()
     twin = args.scratch / "twin"
-    _fp8kv("stress", MODEL, "-o", twin, "--overwrite")
+    run_fp8kv("stress", MODEL, "-o", twin, "--overwrite")
     found: dict[str, Any] = {"machine": facts, "models": {}}
     for name, model in (("SmolLM2", MODEL), ("stress twin", str(twin))):
         evaluation = _evaluate(model)
@@ -59,7 +59,8 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _fp8kv(*arguments: object) -> str:
+def run_fp8kv(*arguments: object) -> str:
+    """Run a command of fp8kv; its output."""
     command = [sys.executable, "-m", "cli", *map(str, arguments)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
@@ -80,13 +81,14 @@ def _figures(evaluation: Evaluation, report: Report) -> dict[str, Any]:
     measured, int8 = evaluation.measured, "int8_per_token_head"
     pairs = [(int8, best), (f"{int8}, baked", best), (f"{int8}, baked", int8)]
     ratios = {
-        f"{one} / {other}": ratio(*(_sums(measured[name]) for name in (one, other))).model_dump()
+        f"{one} / {other}": ratio(*(sums(measured[name]) for name in (one, other))).model_dump()
         for one, other in pairs
     }
     return {"kl": kl, "noise_floor": report.noise_floor, "ratios": ratios}
 
 
-def _sums(measured: Measured) -> Any:
+def sums(measured: Measured) -> Any:
+    """KL of each document, summed over its tokens."""
     return np.array([float(each.kl.double().sum()) for each in measured.documents])
 
 
@@ -98,7 +100,7 @@ def _answers(model: str, evaluation: Evaluation, report: Report) -> dict[str, An
     full = recommend(evaluation.measured, rows, evaluation.offers, WISH)
     start = time.perf_counter()
     flags = ("--budget-kl", WISH.kl, "--gpu", WISH.gpu, "--json")
-    said = json.loads(_fp8kv("recommend", model, *flags))["chosen"]
+    said = json.loads(run_fp8kv("recommend", model, *flags))["chosen"]
     seconds = time.perf_counter() - start
     return {
         "budget_kl": WISH.kl,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,9 +102,11 @@ def _of_files(found: FoundScales, measured: KVScales | None, model: PreTrainedMo
     _check_layers(path, {*by_layer}, attention)
     layers = {name: by_layer[module.layer_idx] for name, module in attention.cached.items()}
     scales = to_scales(found, layers, found.fp8_dtype)
+    made = {}
     for name, module in attention.cached.items():
         _check_heads(path, scales.layers[name], module)
-    return KVScales(scales.strategy, scales.fp8_dtype, scales.layers, attention.shared)
+        made[name] = replace(scales.layers[name], latent=module.latent)
+    return KVScales(scales.strategy, scales.fp8_dtype, made, attention.shared)
 
 
 def _check_layers(directory: Path, found: set[int], attention: AttentionMap) -> None:
@@ -128,3 +131,8 @@ def _check_heads(directory: Path, layer: LayerScales, module: CachedAttention) -
                 f"'{directory}': the {letter}_scale of layer {module.layer_idx} has {len(scale)} "
                 f"values; the model has {heads} such heads"
             )
+    if module.latent and not torch.equal(layer.k, layer.v):
+        raise InputError(
+            f"'{directory}': layer {module.layer_idx} has {layer.k.item():g} for K and "
+            f"{layer.v.item():g} for V; this model caches latents, which have one scale"
+        )

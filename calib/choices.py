@@ -26,6 +26,7 @@ VariantName = Literal[
 CacheName = Literal[
     "all", "fp8", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4",
     "nvfp4_4over6", "fp8_k_nvfp4_v", "lmdeploy_int8", "lmdeploy_int4",
+    "fp8_ds_mla", "nvfp4_ds_mla",
 ]  # fmt: skip
 
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)

@@ -13,9 +13,9 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextSt
 from calib.any_scales import Opened, open_any_scales
 from calib.caches.applied import beside_queries, rounded_attention
 from calib.caches.rounding import rounding
-from calib.caches.types import CacheType, cache_type
+from calib.caches.types import CacheType, Shape, cache_type
 from calib.errors import InputError
-from calib.measure.attention import Shape, layer_shapes, map_attention
+from calib.measure.attention import layer_shapes, map_attention
 from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids, input_device
 from calib.model.find import find_checkpoint
@@ -158,7 +158,7 @@ def _simulated(
     kind: CacheType, made: Made, notes: tuple[str, ...], shapes: list[Shape]
 ) -> Generated:
     """What a cache of this type would take."""
-    size, values = kind.bytes_per_token(shapes), sum(heads * (k + v) for heads, k, v in shapes)
+    size, values = kind.bytes_per_token(shapes), sum(shape.values for shape in shapes)
     return Generated(*made, None, size, size * made[2], notes, kind.name, kind.simulated, values)
 
 

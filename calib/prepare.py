@@ -7,7 +7,7 @@ from itertools import chain
 from transformers import PreTrainedModel
 
 from calib.data import CalibrationData, load_data, shared_batch_size
-from calib.export import check_format
+from calib.export import check_format, check_latent
 from calib.measure.attention import AttentionMap, map_attention
 from calib.model.checkpoint import Checkpoint
 from calib.model.config import making_sense
@@ -22,7 +22,7 @@ from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, make_exports
 from calib.recipe import Recipe
 from calib.scalefiles.baked import baked_for
-from calib.scales.stats import check_latent
+from calib.scales.stats import check_one_scale
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,9 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     """
     config = load_config(checkpoint, recipe)
     if caches_latents(config):
-        check_latent(
+        for name in recipe.export.formats:
+            check_latent(name)
+        check_one_scale(
             strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys
         )
     given = "seq_len" in recipe.data.model_fields_set

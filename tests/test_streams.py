@@ -20,7 +20,8 @@ from calib.commands.progress_bar import progress_bar
 from calib.commands.running import run
 from calib.commands.tables import table_text
 from calib.progress import Progress
-from calib.rescale.stress import Factors, Stressed, _card
+from calib.rescale.stress import Factors, Stressed
+from calib.rescale.stress_card import write_card
 
 
 def shell(line, **options):
@@ -215,9 +216,10 @@ def test_serve_lines_are_quoted_for_the_shell(tiny_directory, tmp_path):
         assert any(str(out / name) in word for word in shlex.split(command))
 
 
-def test_the_commands_of_a_twin_are_quoted():
+def test_the_commands_of_a_twin_are_quoted(tmp_path):
     twin = Stressed("m", Path("a b"), Factors(256, 0.5), "float32", [], (1.0, 256.0), (1.0, 0.5))
-    card = _card(twin)
+    write_card(twin.to_json(), None, [], tmp_path)
+    card = (tmp_path / "README.md").read_text()
     assert commands_in(card, "vllm serve") == ["a b", "a b-fp8kv"]
     assert "fp8kv-calibrate 'a b' -o 'a b-fp8kv'" in card
 

@@ -3,30 +3,39 @@
 import sys
 from collections.abc import Iterable, Sequence
 
-from calib.caches.types import CACHES, CacheType, Serving, cache_type
+from calib.caches.types import ALL_CACHES, CacheType, Serving, Shape, cache_type
 
-_HEAD_DIMS = (64, 128)
+_SHAPES = {
+    "heads of 64": Shape(1, 64, 64),
+    "heads of 128": Shape(1, 128, 128),
+    "latents of 512 + 64": Shape(1, 512, 64, "latents"),
+}
 
 
 def tables() -> str:
     """Both tables: what each type is, and who serves it."""
-    types = [cache_type(name) for name in ("fp8", *CACHES)]
-    sizes = [f"bits, heads of {size}" for size in _HEAD_DIMS]
+    types = [cache_type(name) for name in ALL_CACHES]
+    sizes = [f"bits, {name}" for name in _SHAPES]
     whats = _table(["type", "K and V", *sizes, "how it is simulated"], map(_what, types))
-    titles = ["type", "engine", "flag", "GPUs", "head sizes", "note"]
+    titles = ["type", "engine", "flag", "GPUs", "for", "sizes", "note"]
     return f"{whats}\n{_table(titles, (_served(t, s) for t in types for s in t.servings))}"
 
 
 def _what(kind: CacheType) -> list[str]:
-    bits = [f"{kind.bytes_per_token([(1, d, d)]) * 8 / (2 * d):g}" for d in _HEAD_DIMS]
+    bits = [_bits(kind, shape) if kind.holds(shape) else "-" for shape in _SHAPES.values()]
     return [f"`{kind.name}`", kind.what, *bits, kind.simulated]
 
 
+def _bits(kind: CacheType, shape: Shape) -> str:
+    return f"{kind.bytes_per_token([shape]) * 8 / shape.values:.3g}"
+
+
 def _served(kind: CacheType, serving: Serving) -> list[str]:
-    head_dims = ", ".join(map(str, serving.head_dims)) if serving.head_dims else "all"
+    sizes = [*map(str, serving.head_dims or ()), *(f"{r} + {p}" for r, p in serving.latents or ())]
     engine = f"{serving.engine} {serving.version}"
     gpus = ", ".join(serving.gpus)
-    return [f"`{kind.name}`", engine, f"`{serving.flag}`", gpus, head_dims, serving.note]
+    where = [f"`{serving.flag}`", gpus, ", ".join(serving.of), ", ".join(sizes) or "all"]
+    return [f"`{kind.name}`", engine, *where, serving.note]
 
 
 def _table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

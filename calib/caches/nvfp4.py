@@ -23,12 +23,12 @@ def nvfp4(x: Tensor, scale: float = 1.0) -> Tensor:
 
     Raises an InputError where D is not a multiple of 16.
     """
-    return _restored(x, _rounded(_blocks(x), E2M1_MAX, scale))
+    return _restored(x, _rounded(in_blocks(x), E2M1_MAX, scale))
 
 
 def nvfp4_four_over_six(x: Tensor, scale: float = 1.0) -> Tensor:
     """As `nvfp4`, but each block's largest value becomes 4 where that errs less than 6."""
-    blocks = _blocks(x)
+    blocks = in_blocks(x)
     six, four = (_rounded(blocks, largest, scale) for largest in (E2M1_MAX, _FOUR))
     errors = [(rounded - blocks).square().sum(-1, keepdim=True) for rounded in (six, four)]
     return _restored(x, torch.where(errors[1] < errors[0], four, six))
@@ -50,9 +50,13 @@ def _rounded(blocks: Tensor, largest: float, scale: float) -> Tensor:
     return e2m1(blocks * factor) * block_scale
 
 
-def _blocks(x: Tensor) -> Tensor:
+def in_blocks(x: Tensor, what: str = "head size") -> Tensor:
+    """`x` [..., D] as float32 [..., D / 16, 16]; an InputError where D is no multiple of 16.
+
+    `what` is what the message calls D.
+    """
     if x.shape[-1] % BLOCK:
-        raise InputError(f"NVFP4: head size {x.shape[-1]} is not a multiple of {BLOCK}")
+        raise InputError(f"NVFP4: {what} {x.shape[-1]} is not a multiple of {BLOCK}")
     return x.float().reshape(*x.shape[:-1], -1, BLOCK)
 
 

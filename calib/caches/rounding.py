@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from calib.caches.latents import bfloat16_k_pe, fp8_k_pe, fp8_tiles, nvfp4_latent
 from calib.caches.nvfp4 import nvfp4, nvfp4_four_over_six
 from calib.caches.per_head import fp8_per_token_head, int8_per_token_head
 from calib.caches.rotated import int4_per_token_head
@@ -12,7 +13,8 @@ from calib.caches.zero_points import lmdeploy_int4, lmdeploy_int8
 from calib.errors import InputError
 from fp8kv_runtime.fp8 import dequantize, quantize
 
-# layer, key [B, H, T, D], value [B, H, T, D] -> what attention computes with
+# layer, key [B, H, T, D], value [B, H, T, D] -> what attention computes with; of latents
+# [B, 1, T, R] and k_pe [B, 1, T, P]
 CacheRounding = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 # a tensor, the layer's scale, the dtype that the model is served in
@@ -25,7 +27,7 @@ def rounding(
     scales: Sequence[tuple[float, float]] | None = None,
     dtype: torch.dtype | None = None,
 ) -> CacheRounding:
-    """The rounding of the cache type called `name`, one of `calib.caches.types.CACHES`.
+    """The rounding of the cache type called `name`, of CACHES or LATENT_CACHES.
 
     K and V keep their dtype, and are rounded to it once more than in the engine. Static types use
     `scales`, K's and V's of each layer, or 1.0, the engine's default. LMDeploy keeps its scales in
@@ -72,4 +74,6 @@ _ROUNDINGS: Mapping[str, tuple[_Rounding, _Rounding]] = {
     "fp8_k_nvfp4_v": (_fp8, _static(nvfp4)),
     "lmdeploy_int8": (_kept(lmdeploy_int8),) * 2,
     "lmdeploy_int4": (_kept(lmdeploy_int4),) * 2,
+    "fp8_ds_mla": (_dynamic(fp8_tiles), _dynamic(bfloat16_k_pe)),
+    "nvfp4_ds_mla": (_dynamic(nvfp4_latent), _dynamic(fp8_k_pe)),
 }

@@ -1,13 +1,16 @@
 """`fp8kv bake`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib import choices
 from calib.commands.flags import AsJson, Debug, Flag, Model, OutputFlag, Overwrite, TrustRemoteCode
 from calib.commands.running import command, print_json, print_lines
+
+if TYPE_CHECKING:
+    from calib.rescale.bake import Baked
 
 
 @command
@@ -57,22 +60,31 @@ def bake(
         if done.exact
         else f"the outputs differ by a KL of {done.kl:.2g} nats per token"
     )
-    k, v = done.per_head
     print_lines(
         [
             f"{len(done.changed)} tensors changed; {same}",
-            f"factors per head in {k} of {done.layers} layers for K, in {v} for V",
+            _factors_line(done),
             f"written to {done.output}; its README.md says how to serve it",
-            *(_short_lines(done.short) if purpose == "fp8" else []),
+            *(_short_lines(done) if purpose == "fp8" else []),
             *([f"what was replaced is in {done.backup}"] if done.backup else []),
         ]
     )
 
 
-def _short_lines(short: tuple[float, float]) -> list[str]:
+def _factors_line(done: "Baked") -> str:
+    if done.latent:
+        return f"one factor for the latent and one for k_pe in each of {done.layers} layers"
+    k, v = done.per_head
+    return f"factors per head in {k} of {done.layers} layers for K, in {v} for V"
+
+
+def _short_lines(done: "Baked") -> list[str]:
+    parts = ("K of some heads", "V of some heads")
+    if done.latent:
+        parts = ("the latent of some layers", "k_pe of some layers")
     return [
-        f"note: {which} of some heads stays up to 2^{octaves:.0f} smaller than an FP8 cache holds "
+        f"note: {which} stays up to 2^{octaves:.0f} smaller than an FP8 cache holds "
         "best: its weights hold no larger factors"
-        for which, octaves in zip("KV", short, strict=True)
+        for which, octaves in zip(parts, done.short, strict=True)
         if octaves >= 1
     ]

@@ -172,7 +172,7 @@ def table_rows(layers: "list[LayerSummary]") -> list[tuple[str, ...]]:
 def closing_lines(result: "Result") -> list[str]:
     """Warnings, speed, where the output is, how to serve it."""
     from calib.export import FORMATS
-    from calib.output.card import NO_WEIGHTS, holds_per_head, serve_command
+    from calib.output.card import NO_WEIGHTS, engine_of, holds_per_head, serve_command
 
     lines = [f"warning: {warning}" for warning in result.warnings]
     lines += ["", _speed(result), f"written to {result.output}"]
@@ -185,8 +185,9 @@ def closing_lines(result: "Result") -> list[str]:
         if form.with_weights and result.recipe.export.weights == "none":
             lines.append(f"note ({name}): {NO_WEIGHTS}")
         if form.serve:
-            command_line = serve_command(name, directory, per_head=per_head)
-            lines += ["", f"serve with {form.engine}:", f"  {command_line}"]
+            flags = result.flags.get(name, "")
+            command_line = serve_command(name, directory, per_head=per_head, flags=flags)
+            lines += ["", f"serve with {engine_of(name, flags)}:", f"  {command_line}"]
     return lines
 
 

@@ -14,8 +14,12 @@ def stress(
     context: typer.Context,
     model: Model,
     output: Output,
-    k_factor: Annotated[str, Flag("Power of two that K is multiplied by.")] = "256",
-    v_factor: Annotated[str, Flag("Power of two that V is multiplied by.")] = "1/1024",
+    k_factor: Annotated[
+        str | None, Flag("Power of two for K. Default: 256. MLA: for the latent; 1/16384.")
+    ] = None,
+    v_factor: Annotated[
+        str | None, Flag("Power of two for V. Default: 1/1024. MLA: for k_pe; as the latent's.")
+    ] = None,
     dtype: Annotated[choices.DType | None, Flag("auto: the checkpoint's; or float32.")] = None,
     trust_remote_code: TrustRemoteCode = False,
     overwrite: Overwrite = False,
@@ -24,21 +28,25 @@ def stress(
 ) -> None:
     """Write a model with the same outputs that needs its scales: does your engine use them?"""
     from calib.commands.overrides import overrides
-    from calib.rescale.stress import Factors, parse_factor
+    from calib.rescale.stress import parse_factor
     from calib.rescale.stress import stress as write_twin
 
-    factors = Factors(parse_factor(k_factor, "--k-factor"), parse_factor(v_factor, "--v-factor"))
+    factors = (
+        None if text is None else parse_factor(text, flag)
+        for text, flag in ((k_factor, "--k-factor"), (v_factor, "--v-factor"))
+    )
     given = overrides(context.params)
-    done = write_twin(model, output, factors, overrides=given, overwrite=overwrite)
+    done = write_twin(model, output, *factors, overrides=given, overwrite=overwrite)
     if as_json:
         print_json(done.to_json())
         return
     (k_before, k_after), (v_before, v_after) = done.k_amax, done.v_amax
+    k, v = done.parts
     count = len(done.changed)
     lines = [
         *(f"warning: {warning}" for warning in done.warnings),
         f"{count} tensors changed; the logits in float32 are the source's, bit for bit",
-        f"K amax {k_before:.4g} -> {k_after:.4g}, V amax {v_before:.4g} -> {v_after:.4g}",
+        f"{k} amax {k_before:.4g} -> {k_after:.4g}, {v} amax {v_before:.4g} -> {v_after:.4g}",
         f"written to {done.output}; its README.md says how to use it",
     ]
     print_lines(lines)

@@ -153,6 +153,8 @@ def _closing_lines(found: "Verification") -> list[str]:
         more = [o.reason for o in each.outcomes if o.status != "default"]
         said = [*dict.fromkeys(reasons), *dict.fromkeys(more), each.problem]
         lines += [f"{each.rules.title}: {reason}" for reason in filter(None, said)][:4]
+        if each.rules.other_flag and each.rules.other_flag in (each.flag or ""):
+            lines.append(f"{each.rules.title}: this holds with {each.rules.other_flag} alone")
     lines += [f"problem: {problem}" for problem in found.problems]
     lines += [f"values of an NVFP4 cache: {found.nvfp4}"] if found.nvfp4 else []
     stored = {tensor.dtype for layer in found.scales.layers for tensor in layer.tensors}

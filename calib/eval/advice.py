@@ -21,6 +21,10 @@ _ADVICE = {
     "mse": "use one scale per layer, clipped where it pays (--observer mse)",
     "attn_head": "use one scale per KV head (--strategy attn_head)",
 }
+_OF_LATENTS = (
+    "engines' own classes use no scales of latents, or wrongly: `fp8kv bake` makes 1.0 right; see "
+    "docs/latent.md"
+)
 SERVED = tuple(_ADVICE)
 
 
@@ -61,7 +65,8 @@ def advise(measured: dict[str, Measured], rows: dict[str, Row], found: Search | 
     simplest = advised(measured, rows)
     if simplest is None:
         return []
-    lines = [_ADVICE[simplest]]
+    scales = measured[simplest].variant.scales
+    lines = [_OF_LATENTS if scales and scales.latent and simplest != "none" else _ADVICE[simplest]]
     outliers = _outliers(rows[simplest].layers)
     if found is not None:
         lines.append(_found(found))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from calib.caches.rounding import CacheRounding, rounding
-from calib.caches.types import CACHES, CacheType, cache_type
+from calib.caches.types import ALL_CACHES, CACHES, LATENT_CACHES, CacheType, Shape, cache_type
 from calib.choices import Purpose
 from calib.errors import InputError, UnsupportedModelError
 from calib.eval.variants import (
@@ -17,11 +17,10 @@ from calib.eval.variants import (
     broadcast_scale,
     fp8_rounding,
 )
-from calib.measure.attention import Shape as Shape
 from calib.model.checkpoint import Checkpoint
 from calib.model.load import served_dtype
 from calib.rescale.in_memory import baked_factors
-from calib.rescale.parameters import LayerFactors
+from calib.rescale.products import LayerFactors
 from calib.scalefiles.baked import baked_for
 from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales
@@ -33,7 +32,7 @@ STATIC = ("none", "tensor", "attn_head")
 
 def cache_names(names: Sequence[str]) -> list[str]:
     """Names of the variants that `names`, of types or `all`, can become, beside STATIC."""
-    types = dict.fromkeys(["fp8", *CACHES] if "all" in names else names)
+    types = dict.fromkeys(ALL_CACHES if "all" in names else names)
     baked = [f"{name}, baked" for name in types if name == "fp8" or cache_type(name).integers]
     return [*(name for name in types if name != "fp8"), *baked]
 
@@ -43,10 +42,15 @@ def wanted_types(
 ) -> tuple[list[CacheType], list[str]]:
     """The types in `names`, and warnings; `all` leaves out those that the head sizes do not allow.
 
+    `all` are those for K and V of heads, or those for latents, whichever the model caches.
     InputError where a type was asked for by its name.
     """
     found, warnings = {}, []
-    for name in dict.fromkeys([*names, *(CACHES if "all" in names else ())]):
+    of_all: Sequence[str] = CACHES if "all" in names else ()
+    if of_all and any(Shape(*shape).attention != "heads" for shape in shapes):
+        of_all = LATENT_CACHES
+        warnings.append("types for K and V of heads are left out: this model caches latents (MLA)")
+    for name in dict.fromkeys([*names, *of_all]):
         try:
             if name not in ("all", "fp8"):
                 cache_type(name).bytes_per_token(shapes)
@@ -111,6 +115,21 @@ def as_cache(scales: KVScales, what: str) -> Variant:
         return key, value
 
     return Variant("fp8", what, "cache", cache="fp8", rounding=rounded)
+
+
+def types_to_mix(variants: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
+    """Caches that a layer can have: static FP8 with scales that engines use, and other types."""
+    types = [each for each in variants if each.kind == "cache" and not each.is_baked]
+    if not {"all", "fp8"} & set(names):
+        return types
+    found = [(each.name, each.what, each.scales) for each in variants if each.scales]
+    static = [
+        as_cache(scales, what)
+        for name, what, scales in found
+        # of latents engines store nothing but 1.0
+        if name == ("none" if scales.latent else "tensor")
+    ]
+    return [*static, *types]
 
 
 def _plain(kind: CacheType, dtype: torch.dtype | None) -> Variant:

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calib.caches.types import cache_type
+from calib.caches.types import Serving, cache_type
 from calib.errors import InputError
 from calib.eval.advice import skip_argument
 from calib.eval.found import Mixture
@@ -22,6 +22,8 @@ LAYER_MAP_FILE = "modelopt_kv_cache_layers.json"
 _16_BITS = "16 bits"
 # as ModelOpt calls them
 _ALGORITHMS = {"fp8": "FP8", "nvfp4": "NVFP4", _16_BITS: None}
+# how vLLM serves the type of that name for the model, or why it does not
+Fitting = Callable[[str], Sequence[Serving] | str]
 _NOT_READ = "ModelOpt's layer map (#2272); not yet read by vLLM (0.32 and 0.33), see vllm #56116"
 
 
@@ -80,11 +82,10 @@ def _bits(setup: Setup, variants: Sequence[Variant]) -> dict[int, dict[str, floa
     """Bits per value of each type, by layer_idx; the entry "" is the number of values."""
     found = {}
     for module in map_attention(setup.model).cached.values():
-        shape = (module.num_kv_heads, module.head_dim, module.v_head_dim)
-        values = shape[0] * (shape[1] + shape[2])
+        shape = module.shape
         sizes = {v.name: cache_type(v.cache or "fp8").bytes_per_token([shape]) for v in variants}
-        bits = {name: 8 * size / values for name, size in sizes.items()}
-        found[module.layer_idx] = {**bits, _16_BITS: 16.0, "": float(values)}
+        bits = {name: 8 * size / shape.values for name, size in sizes.items()}
+        found[module.layer_idx] = {**bits, _16_BITS: 16.0, "": float(shape.values)}
     return found
 
 
@@ -120,8 +121,8 @@ def choose(
         chosen[i], room = name, room - cost
 
 
-def mixture_lines(found: Mixture, head_dims: Iterable[int]) -> list[str]:
-    """The mixture in words, and how vLLM serves it where it can hold heads of `head_dims`."""
+def mixture_lines(found: Mixture, fitting: Fitting) -> list[str]:
+    """The mixture in words, and how vLLM serves it: its type by `fitting`."""
     counts = {name: [*found.layers.values()].count(name) for name in found.layers.values()}
     parts = ", ".join(
         f"{count} layer{'s' * (count > 1)} in {name}" for name, count in sorted(counts.items())
@@ -132,19 +133,19 @@ def mixture_lines(found: Mixture, head_dims: Iterable[int]) -> list[str]:
     types = sorted(counts.keys() - {_16_BITS})
     if len(types) > 1:
         return [f"{line}; no released engine serves such a mixture"]
-    return [f"{line}; {_served(types[0], found, head_dims)}" if types else line]
+    return [f"{line}; {_served(types[0], found, fitting)}" if types else line]
 
 
-def _served(name: str, found: Mixture, head_dims: Iterable[int]) -> str:
+def _served(name: str, found: Mixture, fitting: Fitting) -> str:
     """How vLLM serves one type beside layers in 16 bits, or why it does not."""
-    answers = [cache_type(name).serving("vllm", None, size) for size in sorted(set(head_dims))]
-    for answer in answers:
-        if isinstance(answer, str):
-            return answer
+    servings = fitting(name)
+    if isinstance(servings, str):
+        return servings
     skipped = [i for i, each in found.layers.items() if each == _16_BITS]
     skip = f" {skip_argument(skipped)}" if skipped else ""
-    scales = ", with calibrated scales (`fp8kv calibrate`)" if name == "fp8" else ""
-    flags = {answer.flag for answer in answers if not isinstance(answer, str)}
+    loads = name == "fp8" and "heads" in servings[0].of
+    scales = ", with calibrated scales (`fp8kv calibrate`)" if loads else ""
+    flags = {serving.flag for serving in servings}
     return f"vLLM: {' or '.join(sorted(flags))}{skip}{scales}"
 
 

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calib.caches.types import CACHES, ENGINES, GPUS, Serving, cache_type
+from calib.caches.types import ALL_CACHES, ENGINES, GPUS, Serving, Shape, cache_type
 from calib.choices import REFERENCE, FormatName, Strategy
 from calib.errors import InputError, UnsupportedExportError
-from calib.eval.cache_variants import Shape
 from calib.eval.variants import Variant
 from calib.export import FORMATS, export
 from calib.model.checkpoint import Checkpoint
@@ -28,6 +27,11 @@ _STATIC_TYPES = ("fp8", "nvfp4", "nvfp4_4over6", "fp8_k_nvfp4_v")
 _OWN_SCALES = (
     "the checkpoint has KV scales of its own, which engines load instead of 1.0; "
     "take them out with fp8kv strip"
+)
+_LATENT_SCALES = (
+    "no engine stores latents with scales from a checkpoint by itself: vLLM loads those of "
+    "--format modelopt with --model-impl transformers, which was not run on a GPU and so is not "
+    "offered, and SGLang stores without them; bake the model, which makes scale 1.0 right"
 )
 _ENDS_AT_240 = "FP8 at scale 1.0 is measured up to 448, and on {} FP8 ends at 240"
 
@@ -70,7 +74,7 @@ class Offers:
         kind = variant.cache or "fp8"
         if kind in _STATIC_TYPES and self._has_scales():
             return _OWN_SCALES
-        found = self._fitting(kind, engine, gpu)
+        found = self.fitting(kind, engine, gpu)
         if isinstance(found, str):
             return found
         gpus = [gpu] if gpu else [each for serving in found for each in serving.gpus]
@@ -91,29 +95,20 @@ class Offers:
             return True
         return False
 
-    def _fitting(self, name: str, engine: str | None, gpu: str | None) -> list[Serving] | str:
-        """All servings by the first engine that has the type for every head size, or why none."""
-        kind, dims = cache_type(name), {dim for _, k, v in self.shapes for dim in (k, v)}
-        answers = [kind.serving(engine, gpu, dim) for dim in sorted(dims)]
-        if refusal := next((each for each in answers if isinstance(each, str)), None):
-            return refusal
-        fitting = [
-            each
-            for each in kind.servings
-            if engine in (None, each.engine)
-            and (gpu is None or gpu in each.gpus)
-            and (each.head_dims is None or dims <= set(each.head_dims))
-        ]
-        found = [each for each in fitting if each.engine == fitting[0].engine]
-        return found or f"no engine serves {name} with all of these head sizes: {sorted(dims)}"
+    def fitting(self, name: str, engine: str | None, gpu: str | None) -> list[Serving] | str:
+        """All servings by the first engine that has the type for this model, or why none."""
+        model_type = self.checkpoint.text_config.get("model_type")
+        return cache_type(name).serving(engine, gpu, self.shapes, model_type)
 
     def _calibrated(self, variant: Variant, engine: str | None, gpu: str | None) -> Offer | str:
         assert variant.scales is not None
+        if variant.scales.latent:
+            return _LATENT_SCALES
         why = f"{engine or 'no engine'} reads no such scales"
         for name in ("vllm", "sglang"):
             if engine not in (None, name):
                 continue
-            found = self._fitting("fp8", name, gpu)
+            found = self.fitting("fp8", name, gpu)
             if isinstance(found, str):
                 why = found
                 continue
@@ -196,7 +191,7 @@ def check_place(engine: str | None, gpu: str | None) -> None:
     for what, name, names in (("--engine", engine, ENGINES), ("--gpu", gpu, GPUS)):
         if name not in (None, *names):
             raise InputError(f"{what} '{name}' is not one of {', '.join(names)}")
-    servings = [each for name in ("fp8", *CACHES) for each in cache_type(name).servings]
+    servings = [s for name in ALL_CACHES for s in cache_type(name).servings]
     if not any(engine in (None, s.engine) and gpu in (None, *s.gpus) for s in servings):
         where = " on ".join(filter(None, (engine or "any engine", gpu)))
         raise InputError(f"no type of KV cache but 16 bits is known for {where}")

@@ -9,16 +9,16 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from calib.atomic import claimed
+from calib.caches.types import Shape
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
 from calib.eval import inputs
 from calib.eval.advice import check_variant, failures
 from calib.eval.cache_variants import (
     STATIC,
-    Shape,
-    as_cache,
     cache_names,
     cache_variants,
+    types_to_mix,
     wanted_types,
     with_bytes,
 )
@@ -205,10 +205,7 @@ def _mixture(
     """A type for each layer, if a budget of bits was given."""
     if asked.bits_budget is None:
         return None
-    types = [each for each in variants if each.kind == "cache" and not each.is_baked]
-    scaled = next((each for each in variants if each.name == "tensor"), None)
-    if {"all", "fp8"} & set(asked.caches) and scaled and scaled.scales:
-        types.insert(0, as_cache(scaled.scales, scaled.what))
+    types = types_to_mix(variants, asked.caches)
     return mix(setup, types, material.layer_documents, asked.bits_budget)
 
 
@@ -227,7 +224,7 @@ def _conditions(
     setup: Setup, model: str, suite: Suite, data: Data, shapes: Sequence[Shape]
 ) -> Conditions:
     """What is measured, where, and on what."""
-    values = sum(heads * (k + v) for heads, k, v in shapes)
+    values = sum(shape.values for shape in shapes)
     return Conditions(
         version=SCHEMA,
         versions=versions(),

@@ -52,10 +52,9 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
     rows[REFERENCE] = rows[REFERENCE].model_copy(update={"bytes_per_token": size})
     recommended = _recommended(evaluation, rows, wish)
     mixture = evaluation.mixture
-    shapes = evaluation.offers.shapes if evaluation.offers else ()
-    head_dims = {size for _, k, v in shapes for size in (k, v)}
     lines = [*advise(measured, rows, evaluation.search), *advised_cache(recommended, wish)]
-    lines += mixture_lines(mixture, head_dims) if mixture else []
+    if mixture and (offers := evaluation.offers):
+        lines += mixture_lines(mixture, lambda name: offers.fitting(name, "vllm", None))
     return Report(
         **dict(evaluation.conditions),
         noise_floor=floor,

@@ -96,13 +96,10 @@ UNCHANGED = Variant(REFERENCE, "the model's own cache", "reference")
 
 def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
     """Make all variants, controls first, from statistics with means and histograms."""
-    if stats.latent:
-        return _of_latents(stats, random_stats)
-    absmax = partial(stats.scales, observer=AbsMax(), targets="qkv")
-    tensor, head = absmax(strategy="tensor"), absmax(strategy="attn_head")
-    e5m2 = absmax(strategy="tensor", fp8_dtype="e5m2")
-    mse = stats.scales(strategy="tensor", observer=Mse(FP8_DTYPES["e4m3fn"]))
-    channel, centred = (absmax(strategy="channel", center_keys=centre) for centre in (False, True))
+    per_layer = partial(stats.scales, strategy="tensor")
+    tensor = per_layer(observer=AbsMax())
+    e5m2 = per_layer(observer=AbsMax(), fp8_dtype="e5m2")
+    mse = per_layer(observer=Mse(FP8_DTYPES["e4m3fn"]))
     random = random_stats.scales(strategy="tensor", observer=AbsMax())
     return [
         Variant("bf16", "K and V rounded to bfloat16", "control"),
@@ -111,6 +108,25 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
         Variant("e5m2", "one scale per layer, e5m2", "fp8", e5m2),
         Variant("tensor", "one scale per layer", "fp8", tensor),
         Variant("mse", "one scale per layer, observer mse", "fp8", mse),
+        *(_of_latents(tensor) if stats.latent else _of_heads(stats)),
+        Variant("random", "one scale per layer, from random token ids", "fp8", random),
+    ]
+
+
+def _of_latents(tensor: KVScales) -> list[Variant]:
+    """Parts of a latent cache, which has no finer scales."""
+    return [
+        Variant("k only", "the latent alone in FP8", "fp8", tensor, "k"),
+        Variant("v only", "k_pe alone in FP8", "fp8", tensor, "v"),
+    ]
+
+
+def _of_heads(stats: KVStats) -> list[Variant]:
+    """Finer scales, and parts of K and V."""
+    absmax = partial(stats.scales, observer=AbsMax(), targets="qkv")
+    head = absmax(strategy="attn_head")
+    channel, centred = (absmax(strategy="channel", center_keys=centre) for centre in (False, True))
+    return [
         Variant("attn_head", "one scale per KV head", "fp8", head),
         Variant("channel", "one scale per channel", "fp8", channel),
         Variant("k only", "K alone in FP8, one scale per KV head", "fp8", head, "k"),
@@ -118,26 +134,6 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
         Variant("qkv", "queries in FP8 as well, one scale per head", "fp8", head, "qkv"),
         Variant("channel+k_center", "per channel, K's mean subtracted", "fp8", centred),
         Variant("k only+k_center", "K alone, per channel, mean subtracted", "fp8", centred, "k"),
-        Variant("random", "one scale per layer, from random token ids", "fp8", random),
-    ]
-
-
-def _of_latents(stats: KVStats, random_stats: KVStats) -> list[Variant]:
-    """The variants of a model that caches latents, which have one scale per layer."""
-    tensor = stats.scales(strategy="tensor", observer=AbsMax())
-    e5m2 = stats.scales(strategy="tensor", observer=AbsMax(), fp8_dtype="e5m2")
-    mse = stats.scales(strategy="tensor", observer=Mse(FP8_DTYPES["e4m3fn"]))
-    random = random_stats.scales(strategy="tensor", observer=AbsMax())
-    return [
-        Variant("bf16", "latent and k_pe rounded to bfloat16", "control"),
-        Variant("eager", "the reference through another attention kernel", "control", eager=True),
-        Variant("none", "scale 1.0, what engines use without scales", "fp8", all_ones(tensor)),
-        Variant("e5m2", "one scale per layer, e5m2", "fp8", e5m2),
-        Variant("tensor", "one scale per layer", "fp8", tensor),
-        Variant("mse", "one scale per layer, observer mse", "fp8", mse),
-        Variant("k only", "the latent alone in FP8", "fp8", tensor, "k"),
-        Variant("v only", "k_pe alone in FP8", "fp8", tensor, "v"),
-        Variant("random", "one scale per layer, from random token ids", "fp8", random),
     ]
 
 

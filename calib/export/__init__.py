@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.errors import UnsupportedExportError
-from calib.export.base import Build, Export, Format
+from calib.export.base import BAKE, Build, Export, Format
 from calib.export.compressed_tensors import (
     compressed_tensors,
     find_quantization_config,
@@ -18,10 +18,11 @@ from calib.export.tgi import tgi
 from calib.model.checkpoint import Checkpoint
 from calib.model.quantized import find_layout
 from calib.scalefiles.file_names import JSON_FILE
+from calib.scalefiles.names import layer_of
 from calib.scales.scales import KVScales
 from calib.verify.rules import Rules, all_rules
 
-__all__ = ["FORMATS", "Export", "Format", "check_format", "export"]
+__all__ = ["FORMATS", "Export", "Format", "check_format", "check_latent", "export"]
 
 Command = Literal["calibrate", "apply", "convert"]  # of which messages name flags
 
@@ -64,6 +65,12 @@ def check_format(
         )
 
 
+def check_latent(name: FormatName) -> None:
+    """Refuse a format in which no engine computes with scales of latents (MLA)."""
+    if reason := FORMATS[name].latent:
+        raise UnsupportedExportError(f"--format {name}: {reason}")
+
+
 def export(
     scales: KVScales,
     checkpoint: Checkpoint,
@@ -78,6 +85,9 @@ def export(
     Raises:
         UnsupportedExportError: the format, or its engine, cannot hold them; see `check_format`.
     """
+    # files of other tools do not say what their scales are of
+    if scales.latent or checkpoint.caches_latents:
+        check_latent(name)
     check_format(
         name,
         strategy=scales.strategy,
@@ -90,6 +100,7 @@ def export(
     target = FORMATS[name]
     if target.build is not _nothing:
         _check_announced(checkpoint)
+        _check_layers(scales, flag=f"--format {name}")
     fits = scales.strategy in target.strategies
     if fits and reduce == "max" and scales.strategy != "tensor":
         fits = not is_scalar_only(checkpoint)
@@ -103,6 +114,15 @@ def _check_announced(source: Checkpoint) -> None:
         raise UnsupportedExportError(
             f"the weights of '{source.path}' are quantised, and its config.json has no "
             "quantization_config that says so; add it, or use --format fp8kv"
+        )
+
+
+def _check_layers(scales: KVScales, flag: str) -> None:
+    modules = scales.with_shared()
+    if len({*map(layer_of, modules)}) < len(modules):
+        raise UnsupportedExportError(
+            f"{flag}: layers of this model have several attention modules (as LongCat), whose "
+            f"scales `verify` and `convert` do not tell apart. Use --format fp8kv, or {BAKE}"
         )
 
 
@@ -131,7 +151,13 @@ def _of(name: FormatName, build: Build, rules: Rules, **fields: Any) -> Format:
     flag = rules.nvfp4.flag if rules.nvfp4 and fields.get("nvfp4") else rules.flag
     fields.setdefault("serve", f"{rules.serve} {flag}")
     note = rules.formats.get(name, "").format(note=rules.note, since=rules.since)
+    fields.setdefault("latent", _latent(rules))
     return Format(build=build, note=note, **fields)
+
+
+def _latent(rules: Rules) -> str:
+    """Why no scales of latents (MLA) are written for an engine, and the way out."""
+    return f"{rules.latent_fate}. Use {', or '.join([BAKE, *rules.latent_ways])}"
 
 
 _BOTH: tuple[Strategy, ...] = ("tensor", "attn_head")
@@ -166,6 +192,7 @@ FORMATS: dict[FormatName, Format] = {
     "modelopt": _of(
         *("modelopt", partial(modelopt, rules=_VLLM), _VLLM),
         engine=f"vLLM on MI300, {_OLD_SGLANG.engine} {_OLD_SGLANG.versions}",
+        latent="",  # that depends on the model's class
     ),
     "trtllm": _of("trtllm", partial(trtllm, rules=_TRTLLM), _TRTLLM),
     "vllm-nvfp4": _of("vllm-nvfp4", partial(nvfp4, rules=_VLLM), _VLLM, nvfp4=True),

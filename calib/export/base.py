@@ -1,6 +1,6 @@
 """What formats share: what an exporter is and makes, and names of modules in the checkpoint."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,11 +11,12 @@ from calib.errors import UnsupportedExportError
 from calib.model.checkpoint import Checkpoint, quantization_configs
 from calib.scalefiles.names import is_of_senses
 from calib.scales.scales import KVScales, LayerScales
-from calib.verify.classes import NAMES, architecture
+from calib.verify.classes import NAMES, OTHER, architecture
 from calib.verify.rules import Rules, all_rules
 
 # layers, index and the attention module itself must agree
 _TAIL = 3
+BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"  # where an engine loads nothing
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Export:
     documents: dict[str, dict[str, Any]] = field(default_factory=dict)  # file name -> JSON
     notes: tuple[str, ...] = ()  # what the user must know about this very export
     doubts: tuple[str, ...] = ()  # whether the engine loads it
+    flags: str = ""  # that serving needs besides
 
 
 Build = Callable[[KVScales, Checkpoint, int], Export]  # (scales, source, tp_size)
@@ -47,6 +49,7 @@ class Format:
     nvfp4: bool = False  # the values of an NVFP4 cache, not FP8 scales
     per_head_flags: str = ""  # appended to `serve` for strategy attn_head
     note: str = ""  # what the engine does with the file, where that may surprise
+    latent: str = ""  # why it holds no scales of latents (MLA), and the way out
 
 
 def loaded_name(
@@ -74,6 +77,33 @@ def loaded_name(
         f"{rules.engine}'s class {architecture(checkpoint.config)} loads no KV scales under "
         f"{kind} ({fate}), so it would {_effect(fate)}. "
         f"Use {''.join(_other_engines(checkpoint, kind))}--format fp8kv for the bundled runtime"
+    )
+
+
+def latents_name(
+    rules: Rules, modules: Iterable[str], checkpoint: Checkpoint, kind: str, usual: str
+) -> tuple[str, str]:
+    """The name under which the engine loads scales of latents (MLA), and the flag that it needs.
+
+    `modules` are attention modules, as the checkpoint names them.
+
+    Raises:
+        UnsupportedExportError: under none, or that is not known.
+    """
+    # whether the backend for transformers' code attends to what an indexer chooses is not known
+    is_sparse = "index_topk" in checkpoint.text_config
+    if not is_sparse and rules.class_caches_latents(checkpoint.config):
+        for flag, suffix in (("", ""), (rules.other_flag, OTHER)):
+            found = rules.fates(checkpoint.config, kind + suffix, [*modules])
+            fates = found if isinstance(found, Mapping) else {}
+            name = next((name for name in (usual, *NAMES) if fates.get(name) == "loaded"), None)
+            if name is not None:
+                return name, flag
+    raise UnsupportedExportError(
+        f"whether {rules.engine} loads {'and uses ' * is_sparse}scales of latents (MLA) of "
+        f"{architecture(checkpoint.config)} is not known"
+        f"{', as its attention is sparse' * is_sparse or ', or it caches K and V in their place'}. "
+        f"Use {BAKE}"
     )
 
 

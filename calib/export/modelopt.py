@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from calib.errors import UnsupportedExportError
-from calib.export.base import Export, by_prefix, loaded_name
+from calib.export.base import BAKE, Export, by_prefix, latents_name, loaded_name
 from calib.export.compressed_tensors import FP8_SCHEME, find_quantization_config
 from calib.model.checkpoint import Checkpoint
 from calib.scalefiles.conventions import LARGER, PRODUCER_KEY
@@ -21,7 +21,7 @@ from calib.scales.scales import KVScales
 from calib.verify.rules import Rules
 
 _PRODUCER = {"name": "fp8kv"}
-_NAME = "{module}.{x}_proj.{x}_scale"
+MODELOPT_NAME = "{module}.{x}_proj.{x}_scale"
 _READ_UNDER = ("self_attn", "mixer")
 
 
@@ -30,10 +30,10 @@ def _export(
     rules: Rules, cache: str = "FP8",
 ) -> Export:  # fmt: skip
     if find_quantization_config(checkpoint.config) is not None:
-        keeps = "for FP8 scales " * (cache != "FP8") + "use --format vllm"
+        keeps = "for FP8 scales " * (cache != "FP8") + "use --format vllm, which keeps it"
         raise UnsupportedExportError(
             f"'{checkpoint.path}' already has a quantization_config, which this format would "
-            f"replace; {keeps}, which keeps it"
+            f"replace; {f'use {BAKE}' if checkpoint.caches_latents else keeps}"
         )
     quantization: dict[str, Any] = {
         "quant_method": "modelopt",
@@ -52,15 +52,27 @@ def _export(
         },
     }
     config = {**checkpoint.config, "quantization_config": quantization}
-    name, doubts = loaded_name(rules, scales, checkpoint, "modelopt", _NAME)
+    if scales.latent or checkpoint.caches_latents:
+        name, flags = latents_name(
+            rules, by_prefix(scales, checkpoint), checkpoint, "modelopt", MODELOPT_NAME
+        )
+        made = Export(notes=(_latents_note(rules, flags),), flags=flags)
+    else:
+        name, doubts = loaded_name(rules, scales, checkpoint, "modelopt", MODELOPT_NAME)
+        made = Export(doubts=doubts)
     tensors = _tensors(scales, checkpoint, name)
-    return Export(tensors, config, {MODELOPT_FILE: document}, doubts=doubts)
+    return replace(made, tensors=tensors, config=config, documents={MODELOPT_FILE: document})
+
+
+def _latents_note(rules: Rules, flags: str) -> str:
+    own = f"serve with {flags}: {rules.engine}'s own class computes with 1.0; " if flags else ""
+    return f"{own}these scales are of latents (MLA), for {rules.engine} alone"
 
 
 def _tensors(scales: KVScales, checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for prefix, layer in by_prefix(scales, checkpoint).items():
-        if name == _NAME and not prefix.endswith(_READ_UNDER):
+        if name == MODELOPT_NAME and not prefix.endswith(_READ_UNDER):
             raise UnsupportedExportError(
                 f"engines read k_proj.k_scale only under {' or '.join(_READ_UNDER)}; this model "
                 f"has '{prefix}'. Use --format vllm"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from calib.caches.types import Attention, Shape
 from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedModelError
 from calib.model.config import making_sense
@@ -25,7 +26,6 @@ from fp8kv_runtime.hf import is_latent, swap_attention
 # query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm; or the latent
 # [B, 1, T, R] and k_pe [B, 1, T, P]
 QKV = tuple[Tensor, Tensor, Tensor]
-Shape = tuple[int, int, int]  # KV heads, head_dim of K, of V
 QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
 
 _PROBE_TOKENS = 8
@@ -42,7 +42,17 @@ class CachedAttention:
     kv_repeat: int  # how often transformers repeats each KV head in its cache; engines never do
     head_dim: int  # of K
     v_head_dim: int
-    latent: bool = False  # caches a latent of `head_dim` and a k_pe of `v_head_dim` values (MLA)
+    attention: Attention = "heads"
+
+    @property
+    def latent(self) -> bool:
+        """Whether it caches a latent of `head_dim` and a k_pe of `v_head_dim` values (MLA)."""
+        return self.attention != "heads"
+
+    @property
+    def shape(self) -> Shape:
+        """What it caches of a token."""
+        return Shape(self.num_kv_heads, self.head_dim, self.v_head_dim, self.attention)
 
 
 @dataclass(frozen=True)
@@ -78,9 +88,8 @@ def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager
 
 @torch.inference_mode()
 def layer_shapes(model: PreTrainedModel) -> list[Shape]:
-    """KV heads, K's head size and V's, of every layer that holds a cache."""
-    modules = map_attention(model).cached.values()
-    return [(m.num_kv_heads, m.head_dim, m.v_head_dim) for m in modules]
+    """The shape of every layer that holds a cache."""
+    return [module.shape for module in map_attention(model).cached.values()]
 
 
 def map_attention(model: PreTrainedModel) -> AttentionMap:
@@ -110,7 +119,7 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
 def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAttention | None:
     query, key, value = qkv
     module = model.get_submodule(name)
-    layer_idx, latent = int(module.layer_idx), is_latent(module)
+    layer_idx, attention = int(module.layer_idx), _kind(module)
     stored = _stored(cache, layer_idx)
     if stored is None:
         return None
@@ -119,15 +128,22 @@ def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAt
             f"{name} caches {list(stored[0].shape)} but attends to {list(key.shape)}: it changes "
             "K or V after they are cached, so what engines cache is not known"
         )
-    if hasattr(module, "kv_b_proj") and not (latent and value.numel()):
+    if hasattr(module, "kv_b_proj") and not (is_latent(module) and value.numel()):
         raise UnsupportedModelError(
-            f"{name} is latent attention (MLA) of a kind that is not known: it has "
-            + ("no k_pe" if latent else "no expand_kv to tell the latent that engines cache")
+            f"{name} is latent attention (MLA) of a kind that is not known: it has no "
+            + ("k_pe" if is_latent(module) else "expand_kv to tell the latent that engines cache")
         )
     repeat = _kv_repeat(model, key, value)
     heads, kv_heads = query.shape[1], key.shape[1] // repeat
     dims = (key.shape[-1], value.shape[-1])
-    return CachedAttention(name, layer_idx, heads, kv_heads, repeat, *dims, latent)
+    return CachedAttention(name, layer_idx, heads, kv_heads, repeat, *dims, attention)
+
+
+def _kind(module: nn.Module) -> Attention:
+    if not is_latent(module):
+        return "heads"
+    # a layer without an indexer of its own may use that of the layer before it
+    return "sparse latents" if getattr(module, "indexer", False) is not False else "latents"
 
 
 def _shared(

@@ -47,6 +47,11 @@ class Checkpoint:
         return nested if isinstance(nested, dict) else self.config
 
     @property
+    def caches_latents(self) -> bool:
+        """Whether its layers cache a latent instead of K and V per head (MLA), by its config."""
+        return bool(self.text_config.get("kv_lora_rank"))
+
+    @property
     def num_layers(self) -> int | None:
         """Layers of the language model, where its config says so."""
         found = (self.text_config.get(key) for key in LAYER_KEYS)

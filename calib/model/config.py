@@ -30,6 +30,8 @@ _LIMITS = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model", "vocab_size"), 2**24),
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 2**24),
 }
+# types whose own code, in the repository, is that of another with the same fields and weights
+_SAME = {"kimi_k2": "deepseek_v3"}
 # what transformers raises where a value makes no sense to it
 _NONSENSE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
@@ -43,7 +45,9 @@ def read_config(
     """Read the config at `path`, which holds `document`; refuse sizes that no model has."""
     _check_sizes(path, document)
     with making_sense(f"cannot read the config of '{path}'"):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        config = _same_as_known(document)
+        if config is None:
+            config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         text = config.get_text_config(decoder=True)
         heads = getattr(text, "num_attention_heads", None)
         kv_heads = getattr(text, "num_key_value_heads", None)
@@ -53,6 +57,16 @@ def read_config(
             "cannot share equally; download it again"
         )
     return config
+
+
+def _same_as_known(document: dict[str, Any]) -> PreTrainedConfig | None:
+    """The config of a model type that transformers knows under another name alone."""
+    known = _SAME.get(str(document.get("model_type")))
+    if known is None:
+        return None
+    own = {"auto_map", "model_type"}
+    fields = {key: value for key, value in document.items() if key not in own}
+    return AutoConfig.for_model(known, **fields)
 
 
 def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:

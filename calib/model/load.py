@@ -71,7 +71,11 @@ def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
 
 def caches_latents(config: PreTrainedConfig) -> bool:
     """Whether layers cache a latent instead of K and V per head (MLA), by the config."""
-    return bool(getattr(config.get_text_config(decoder=True), "kv_lora_rank", None))
+    text = config.get_text_config(decoder=True)
+    try:
+        return bool(getattr(text, "kv_lora_rank", None))
+    except RuntimeError:  # layers have ranks of their own
+        return True
 
 
 def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:

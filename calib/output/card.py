@@ -61,8 +61,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{n: version(n) for n in _VERSIONS}}
 
 
-def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:
-    """The README section of one output directory."""
+def output_card(report: dict[str, Any], name: FormatName, path: Path, flags: str = "") -> str:
+    """The README section of one output directory; `flags`: that serving needs besides."""
     recipe, dataset = report["recipe"], report["dataset"]
     origin = report.get("measured_on")
     about = f", measured on {origin['model']} and applied to this checkpoint" if origin else ""
@@ -72,21 +72,23 @@ def output_card(report: dict[str, Any], name: FormatName, path: Path) -> str:
         f"{report['versions']['fp8kv']}."
     )
     weights = NO_WEIGHTS if recipe["export"]["weights"] == "none" else _SAME
-    card = format_card(report["model"], name, path, recipe["strategy"], about, weights)
+    card = format_card(report["model"], name, path, recipe["strategy"], about, weights, flags)
     return card + "".join(f"- {plain(warning)}\n" for warning in report["warnings"])
 
 
 def format_card(
-    model: str, name: FormatName, path: Path, strategy: Strategy, about: str, weights: str = _SAME
-) -> str:
+    model: str, name: FormatName, path: Path, strategy: Strategy, about: str,
+    weights: str = _SAME, flags: str = "",
+) -> str:  # fmt: skip
     """The README section of scales in one format; `about` ends the sentence on their strategy."""
     target = FORMATS[name]
-    command = serve_command(name, path, per_head=holds_per_head(name, strategy))
+    command = serve_command(name, path, per_head=holds_per_head(name, strategy), flags=flags)
     weights = weights if target.with_weights else "No weights are here."
+    engine = engine_of(name, flags)
     lines = [
         f"# {'NVFP4' if target.nvfp4 else 'FP8'} KV-cache scales for {plain(model)}",
         "",
-        f"Format `{name}` for {target.engine}; strategy `{strategy}`{plain(about)} {weights}",
+        f"Format `{name}` for {engine}; strategy `{strategy}`{plain(about)} {weights}",
         "",
         *(["```bash", command, "```", ""] if command else []),
         *([f"Note: {target.note}.", ""] if target.note else []),
@@ -94,11 +96,16 @@ def format_card(
     return "\n".join(lines) + "\n"
 
 
-def serve_command(name: FormatName, path: Path, *, per_head: bool) -> str:
+def engine_of(name: FormatName, flags: str = "") -> str:
+    """Who serves a format; `flags` that serving needs besides are vLLM's alone."""
+    return "vLLM" if flags else FORMATS[name].engine
+
+
+def serve_command(name: FormatName, path: Path, *, per_head: bool, flags: str = "") -> str:
     """The exact command that serves an output directory, or "" where no engine does."""
     target = FORMATS[name]
-    flags = target.per_head_flags if per_head else ""
-    return target.serve.format(path=shlex.quote(str(path))) + flags
+    command = target.serve.format(path=shlex.quote(str(path)))
+    return command + target.per_head_flags * per_head + f" {flags}" * bool(flags)
 
 
 def holds_per_head(name: FormatName, strategy: Strategy) -> bool:

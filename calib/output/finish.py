@@ -46,6 +46,7 @@ class Result:
     warnings: list[str]
     doubts: tuple[str, ...] = ()  # those of `warnings` whether engines load the scales
     backup: Path | None = None  # of the files that were replaced in place
+    flags: dict[FormatName, str] = field(default_factory=dict)  # that serving needs besides
     seconds: dict[str, float] = field(default_factory=dict)  # load, calibrate, write
 
     @property
@@ -114,8 +115,9 @@ def finish(
     parts = {name: name if len(exports) > 1 else "" for name in exports}
     directories = {name: destination.path / part for name, part in parts.items()}
     backup = _write(exports, parts, report, checkpoint, recipe, stats, destination)
+    flags = {name: made.flags for name, made in exports.items()}
     return Result(
-        destination.path, directories, recipe, stats.tokens, layers, warned, doubts, backup
+        destination.path, directories, recipe, stats.tokens, layers, warned, doubts, backup, flags
     )
 
 
@@ -140,7 +142,7 @@ def _write(
             write_checkpoint(
                 made, checkpoint, directory,
                 weights=weights if FORMATS[name].with_weights else None,
-                readme=output_card(report, name, output / parts[name]),
+                readme=output_card(report, name, output / parts[name], made.flags),
                 on_copied=destination.on_copied,
             )  # fmt: skip
             save_stats(stats, directory / STATS_FILE)

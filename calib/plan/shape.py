@@ -11,9 +11,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from calib.errors import UnsupportedModelError
 from calib.model.config import build_on_meta, making_sense, read_config
 from calib.model.find import builtin_model, download_config
-from calib.model.load import check_cacheable
+from calib.model.load import caches_latents, check_cacheable
 from calib.offload.memory import activation_bytes
 from calib.scalefiles.json import read_object
+from fp8kv_runtime.hf import is_latent
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class ModelShape:
     layers: list[dict[str, Tensor]]  # each decoder layer's weights, on the meta device
     flops_per_token: int  # of the weights that one token meets, in the decoder
     flops_per_pair: int  # of a query and a key, over all layers
-    cached_values: int  # of K and V per token
+    cached_values: int  # of K and V, or of latents, per token
 
     @property
     def weight_bytes(self) -> int:
@@ -66,6 +67,11 @@ def model_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
 def attention_heads(model: str, *, trust_remote_code: bool = False) -> tuple[int, int, int]:
     """Query heads, KV heads and head_dim of a model, which is found as by `model_shape`."""
     config = _read_config(model, trust_remote_code=trust_remote_code)
+    if caches_latents(config):
+        raise UnsupportedModelError(
+            f"{config.model_type} caches latents (MLA), and the kernels are for K and V of "
+            "heads; give their shape with --heads instead of MODEL"
+        )
     with making_sense(f"a {config.model_type} of this config has heads of different sizes"):
         return _heads(config.get_text_config(decoder=True))
 
@@ -87,7 +93,7 @@ def _config_file(model: str) -> Path:
 
 def _measure(model: PreTrainedModel, config: PreTrainedConfig) -> ModelShape:
     text = config.get_text_config(decoder=True)
-    layers = _decoder_layers(model, int(text.num_hidden_layers))
+    layers = _decoder_layers(model, text)
     attending = _attending(model, layers, text)
     heads = int(text.num_attention_heads)
     cached = attending[: len(attending) - (getattr(text, "num_kv_shared_layers", None) or 0)]
@@ -97,7 +103,7 @@ def _measure(model: PreTrainedModel, config: PreTrainedConfig) -> ModelShape:
         sum(weight.numel() for weight in model.parameters()),
         [dict(layer.named_parameters()) for layer in layers],
         sum(2 * _met_by_a_token(each, text) for layer in layers for each in layer.modules()),
-        sum(4 * heads * _head_dim(module, text) for module in attending),
+        sum(2 * heads * _attended_values(module, text) for module in attending),
         sum(_cached_values(module, text) for module in cached),
     )
 
@@ -105,18 +111,24 @@ def _measure(model: PreTrainedModel, config: PreTrainedConfig) -> ModelShape:
 def _attending(model: PreTrainedModel, layers: list[nn.Module], text: Any) -> list[nn.Module]:
     """The attention modules of the layers that cache K and V; others keep a state."""
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * len(layers)
-    found = [
-        next((m for m in layer.modules() if _is_attention(m)), None)
+    attending = [
+        module
         for layer, kind in zip(layers, kinds, strict=True)
         if kind == "hybrid" or ("attention" in kind and "linear" not in kind)
+        for module in _attention_of(layer)
     ]
-    attending = [module for module in found if module]
     if not attending or not getattr(text, "num_attention_heads", None):
         raise UnsupportedModelError(
-            f"{type(model).__name__} has no attention layer that caches K and V per head, which "
-            "a scale could describe: it is a state-space or recurrent model"
+            f"{type(model).__name__} has no attention layer that caches K and V, or a latent, "
+            "which a scale could describe: it is a state-space or recurrent model"
         )
     return attending
+
+
+def _attention_of(layer: nn.Module) -> list[nn.Module]:
+    """The attention modules of a layer: one, or as many as cache a latent."""
+    latent = [module for module in layer.modules() if is_latent(module)]
+    return latent or [module for module in layer.modules() if _is_attention(module)][:1]
 
 
 def _is_attention(module: nn.Module) -> bool:
@@ -125,11 +137,13 @@ def _is_attention(module: nn.Module) -> bool:
     return "Attention" in type(module).__name__ and is_it
 
 
-def _decoder_layers(model: PreTrainedModel, count: int) -> list[nn.Module]:
+def _decoder_layers(model: PreTrainedModel, text: Any) -> list[nn.Module]:
+    # LongCat counts its two attentions per layer as two hidden layers
+    counts = [int(text.num_hidden_layers), getattr(text, "num_layers", None)]
     for module in model.get_decoder().modules():
-        if isinstance(module, nn.ModuleList) and len(module) == count:
+        if isinstance(module, nn.ModuleList) and len(module) in counts:
             return list(module)
-    raise UnsupportedModelError(f"{type(model).__name__} has no list of {count} decoder layers")
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of {counts[0]} decoder layers")
 
 
 def _met_by_a_token(module: nn.Module, text: Any) -> int:
@@ -142,8 +156,18 @@ def _met_by_a_token(module: nn.Module, text: Any) -> int:
     return sum(weight[0].numel() * (experts or len(weight)) for weight in weights)
 
 
-def _cached_values(attention: nn.Module, text: Any) -> int:
-    """K and V of one token."""
+def _attended_values(attention: Any, text: Any) -> int:
+    """K and V of one token and head, as a head attends to them."""
+    if is_latent(attention):
+        parts = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        return sum(int(getattr(attention, part)) for part in parts)
+    return 2 * _head_dim(attention, text)
+
+
+def _cached_values(attention: Any, text: Any) -> int:
+    """K and V of one token, or its latent and k_pe."""
+    if is_latent(attention):
+        return int(attention.kv_lora_rank) + int(attention.qk_rope_head_dim)
     projections = [getattr(attention, name, None) for name in ("k_proj", "v_proj")]
     widths = [each.out_features for each in projections if isinstance(each, nn.Linear)]
     if len(widths) == len(projections):

@@ -26,9 +26,15 @@ from calib.output.checkpoint_directory import (
 from calib.output.in_place import back_up, complete, local_directory
 from calib.recipe import Recipe, load_recipe
 from calib.rescale.bake_card import write_card
-from calib.rescale.choosing import check_modules, factors_for_fp8, factors_for_int8
+from calib.rescale.choosing import (
+    check_modules,
+    check_purpose,
+    factors_for_fp8,
+    factors_for_int8,
+    per_part,
+)
 from calib.rescale.edits import FOR_FP8, FOR_INT8
-from calib.rescale.parameters import Factors
+from calib.rescale.products import Factors
 from calib.rescale.proof import Observed
 from calib.rescale.rescaling import Rescaling, check_no_scales, rescale
 from calib.scalefiles.baked import baked_for, weights_digest
@@ -54,6 +60,7 @@ class Baked:
     dtype: str  # of the weights: auto, the source's, or float32
     short: tuple[float, float]  # octaves by which a head's factor is too small at most, in K and V
     kl: float  # nats per token by which the outputs differ; 0 if exact
+    latent: bool = False  # K are latents, V k_pe (MLA), in at least one layer
     backup: Path | None = None  # of the files that were replaced in place
 
     def to_json(self) -> dict[str, Any]:
@@ -68,6 +75,7 @@ class Baked:
             "dtype": self.dtype,
             "kl": self.kl,
             "layers": self.layers,
+            "latent": self.latent,
             "layers_with_factors_per_head": {"k": k, "v": v},
             "octaves_short": {"k": k_short, "v": v_short},
             "changed": self.changed,
@@ -103,6 +111,7 @@ def bake(
         check_output(output, measured, overwrite=overwrite, what="calibration")
     _check_bakeable(checkpoint, in_place=in_place)
     stats, report = load_measured(scales)
+    check_purpose(stats, purpose)
     _check_measured(scales, report, stats, name, checkpoint)
     recipe = load_recipe(None, {**overrides, "device": "cpu"})
     _check_dtype(recipe, checkpoint, any_factor)
@@ -115,7 +124,7 @@ def bake(
             checkpoint, scratch, recipe, choose, what=f"'{name}' cannot be baked",
             coarser=FOR_FP8 if purpose == "fp8" else FOR_INT8, exact=not any_factor,
         )  # fmt: skip
-        baked = _summed(name, output, purpose, recipe.dtype, not any_factor, done)
+        baked = _summed(name, output, purpose, recipe.dtype, not any_factor, done, stats.latent)
         _check_fits(scales, baked, done.after)
         _describe(baked, checkpoint, scratch, done, report)
         if in_place:
@@ -125,11 +134,17 @@ def bake(
 
 
 def _summed(
-    name: str, output: Path, purpose: Purpose, dtype: str, exact: bool, done: Rescaling
+    name: str,
+    output: Path,
+    purpose: Purpose,
+    dtype: str,
+    exact: bool,
+    done: Rescaling,
+    latent: bool,
 ) -> Baked:
     return Baked(
         name, output, purpose, exact, done.changed, done.per_head, len(done.factors), dtype,
-        done.short, done.kl,
+        done.short, done.kl, latent,
     )  # fmt: skip
 
 
@@ -154,9 +169,10 @@ def _check_fits(given: Path, baked: Baked, after: Observed) -> None:
             f"'{baked.model}' is as an {baked.purpose} cache wants it: nothing to bake"
         )
     largest = max(map(after.amax, "kv"))  # other text may go a little beyond
+    parts = "a latent or k_pe" if baked.latent else "K or V"
     if baked.purpose == "fp8" and largest > 2 * FP8_MAX["e4m3fn"]:
         raise InputError(
-            f"K or V reaches {largest:g} at 1.0, beyond FP8: '{given}' is not of this model, or "
+            f"{parts} reaches {largest:g} at 1.0, beyond FP8: '{given}' is not of this model, or "
             "saw too little text; calibrate again"
         )
 
@@ -219,7 +235,7 @@ def _choose(
     fixed = {"strategy": "attn_head", "center_keys": False, "fp8_dtype": _fp8_type(report)}
     fixed |= {"headroom": headroom, "observer": {"name": "absmax"}}
     recipe = load_recipe(None, report["recipe"] | fixed)
-    return factors_for_fp8(derive_scales(stats, recipe), model, modules)
+    return factors_for_fp8(derive_scales(per_part(stats), recipe), model, modules)
 
 
 def _fp8_type(report: dict[str, Any]) -> FP8Name:

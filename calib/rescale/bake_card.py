@@ -7,6 +7,7 @@ from typing import Any
 from calib.model.checkpoint import Checkpoint
 from calib.output.checkpoint_directory import prepend_card
 from calib.text import plain
+from calib.verify.at_one import known_flags
 from calib.verify.rules import all_rules
 
 
@@ -20,26 +21,36 @@ def write_card(
         if baked["exact"]
         else f"Its outputs differ from the source's by a KL of {baked['kl']:.2g} nats per token."
     )
+    moved = "from Q to K and from the output projections to V"
+    if baked["latent"]:
+        moved = "into latents and k_pe, from queries and what reads latents"
     lines = [
         f"# {baked['model']}, baked for an {baked['for'].upper()} KV cache",
         "",
-        f"Made by `fp8kv bake --for {baked['for']}`: factors were moved from Q to K and from the "
-        f"output projections to V. {same} Measured on {dataset['tokens']} tokens of "
-        f"{dataset['source']}.",
+        f"Made by `fp8kv bake --for {baked['for']}`: factors were moved {moved}. {same} "
+        f"Measured on {dataset['tokens']} tokens of {dataset['source']}.",
         "",
-        *_serving(baked["for"], path, is_wide=baked["dtype"] == "float32"),
+        *_serving(baked, path, checkpoint),
         "",
     ]
     prepend_card(checkpoint.path, "\n".join(map(plain, lines)), out)
 
 
-def _serving(purpose: str, path: str, *, is_wide: bool) -> list[str]:
+def _serving(baked: dict[str, Any], path: str, checkpoint: Checkpoint) -> list[str]:
     # engines take float32 weights for bfloat16 unless told otherwise; how two are told is not known
-    wide = " --dtype float32" if is_wide else ""
-    if purpose == "int8":
+    wide = " --dtype float32" if baked["dtype"] == "float32" else ""
+    if baked["for"] == "int8":
         return ["```bash", f"vllm serve {path} --kv-cache-dtype int8_per_token_head{wide}", "```"]
     rules = all_rules()
-    names = ("vllm", "sglang") if is_wide else ("vllm", "sglang", "tensorrt-llm", "lmdeploy")
-    commands = [f"{rules[x].serve.format(path=path)} {rules[x].flag}{wide}" for x in names]
+    names = ("vllm", "sglang") if wide else ("vllm", "sglang", "tensorrt-llm", "lmdeploy")
+    flags = {name: rules[name].flag for name in names}
+    if baked["latent"]:
+        config = checkpoint.config
+        flags = {name: each for name in names if (each := known_flags(rules[name], config))}
+    commands = [f"{rules[x].serve.format(path=path)} {flags[x]}{wide}" for x in flags]
+    if not commands:
+        return ["No engine is known to cache its latents: where one does, scale 1.0 is right."]
     text = "Scale 1.0 is right for it, so an engine needs no scales:"
+    if baked["latent"]:
+        text = "Scale 1.0 is right where latents are cached, as here; not in other engines:"
     return [text, "", "```bash", *commands, "```"]

@@ -1,15 +1,18 @@
 """Factors of K and V from what was measured: for FP8 at scale 1.0, and for integers."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from calib.choices import Purpose
 from calib.errors import InputError
 from calib.measure.attention import CachedAttention
 from calib.rescale.pairs import rotated_pairs
-from calib.rescale.parameters import Factors, LayerFactors, shares_k
+from calib.rescale.parameters import shares_k
+from calib.rescale.products import Factors, LayerFactors
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats, LayerStats
 
@@ -24,7 +27,7 @@ def factors_for_fp8(
 ) -> Factors:
     """Powers of two, per KV head where the weights allow it, that bring scales into (1/2, 1].
 
-    `scales` are those of the model per KV head.
+    `scales` are those of the model per KV head, of `per_part` statistics.
     """
     found = {}
     for name, module in modules.items():
@@ -37,6 +40,12 @@ def factors_for_fp8(
         )
         found[name] = LayerFactors(k, v)
     return found
+
+
+def per_part(stats: KVStats) -> KVStats:
+    """The statistics with latents and k_pe as K and V of one head each, to get a scale of each."""
+    layers = {name: replace(layer, latent=False) for name, layer in stats.layers.items()}
+    return replace(stats, layers=layers)
 
 
 def factors_for_int8(
@@ -63,6 +72,15 @@ def factors_for_int8(
         each = (_evened(amax, any_factor) for amax in (k, stats.layers[name].v.amax))
         found[name] = LayerFactors(*each)
     return found
+
+
+def check_purpose(stats: KVStats, purpose: Purpose) -> None:
+    """Refuse integers for a model that caches latents."""
+    if stats.latent and purpose == "int8":
+        raise InputError(
+            "--for int8: this model caches latents (MLA), which no engine holds as integers: these "
+            "are of K and V per head; use --for fp8"
+        )
 
 
 def check_modules(stats: KVStats, modules: Mapping[str, CachedAttention], given: str) -> None:

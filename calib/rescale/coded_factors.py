@@ -38,9 +38,9 @@ def rescaled_parts(
 ) -> dict[str, Tensor]:
     """The stored tensors that change when `weight` is multiplied by `factor`, by their names.
 
-    `factor` is [rows, 1], or [1, columns] where the input is divided by it: powers of two. `stored`
-    are all tensors of the checkpoint. NotHeld where one scale is of values with different factors,
-    its type cannot hold the product, or engines would round it.
+    `factor` is [rows, 1], or [1, columns] where the input is divided by it, or a product of both:
+    powers of two. `stored` are all tensors of the checkpoint. NotHeld where one scale is of values
+    with different factors, its type cannot hold the product, or engines would round it.
     """
     part = _TRANSPOSED if _TRANSPOSED in weight.parts else "scale"
     if "second_scale" in weight.parts:
@@ -56,8 +56,9 @@ def rescaled_parts(
     grid = grid.reshape(_two_sizes(grid))
     order = stored[weight.parts["g_idx"]].read() if "g_idx" in weight.parts else None
     order = None if order is None or (order == -1).any() else order  # -1: it was never set
-    one, is_of_rows = torch.ones(1), len(factor) > 1
-    of_rows, of_columns = (factor[:, 0], one) if is_of_rows else (one, factor[0])
+    of_rows, of_columns = torch.ones(1), factor[0]
+    if len(factor) > 1:
+        of_rows, of_columns = factor[:, 0], factor[0] / factor[0, 0]
     high, wide = (size or whole for size, whole in zip(weight.block, weight.shape, strict=True))
     down = _of_blocks(of_rows, torch.arange(weight.shape[0]) // high, weight.name)
     groups = torch.arange(weight.shape[1]) // wide if order is None else order.long()
@@ -73,6 +74,8 @@ def _of_input(module: str, stored: Mapping[str, StoredTensor], factor: Tensor) -
     found = {}
     for name, multiplies in _OF_INPUT.items():
         scale = stored.get(f"{module}.{name}")
+        if scale is not None and min(factor.shape) > 1:
+            raise NotHeld(f"'{module}' has one scale of its input, and its rows differ in factors")
         if scale is not None and len(factor) == 1:
             one = factor.flatten()[:1]
             if not bool((factor == one).all()):

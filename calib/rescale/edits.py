@@ -7,6 +7,7 @@ from itertools import product
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.export.base import checkpoint_prefix
@@ -17,7 +18,8 @@ from calib.model.layouts.coded import CodedWeight
 from calib.model.quantized import find_layout
 from calib.model.stored import StoredTensor, stored_tensors
 from calib.rescale.coded_factors import NotHeld, rescaled_parts, rounds_inputs
-from calib.rescale.parameters import Factors, LayerFactors, Rescaled, rescaled_parameters
+from calib.rescale.parameters import rescaled_parameters
+from calib.rescale.products import Factors, LayerFactors, Rescaled
 from calib.rescale.shards import Edit, exact_product
 
 # factors [K, D] of a layer -> others, that more weights hold
@@ -44,21 +46,31 @@ class Editing:
         by_name = {weight.name: weight for weight in coded}
         return cls(checkpoint, by_name, stored_tensors(checkpoint), dtype, advice, exact)
 
-    def edits(self, changes: Iterable[Rescaled]) -> dict[str, Edit]:
+    def edits(self, model: PreTrainedModel, changes: Iterable[Rescaled]) -> dict[str, Edit]:
         """The edit of each stored tensor; NotHeld where one cannot hold it."""
         found: dict[str, Edit] = {}
         for change in changes:
-            name = f"{checkpoint_prefix(change.module, self.checkpoint)}.{change.inner}"
+            name = self._stored_name(model, change)
             if name in self.coded:
                 parts = rescaled_parts(self.coded[name], self.stored, change.factor)
                 found |= {part: _replaced_by(tensor) for part, tensor in parts.items()}
-            elif name in self.checkpoint.entries:
-                found[name] = self._product(name, change)
             else:
-                raise UnsupportedModelError(
-                    f"'{self.checkpoint.path}' has no '{name}', which must be multiplied"
-                )
+                found[name] = self._product(name, change)
         return found
+
+    def _stored_name(self, model: PreTrainedModel, change: Rescaled) -> str:
+        """What the checkpoint calls a parameter; transformers renames some of them on load."""
+        held = self.coded.keys() | self.checkpoint.entries.keys()
+        parameter = {change.name: model.get_parameter(change.name)}
+        renamed = revert_weight_conversion(model, parameter)
+        if len(renamed) == 1 and held.issuperset(renamed):
+            return str(*renamed)
+        name = f"{checkpoint_prefix(change.module, self.checkpoint)}.{change.inner}"
+        if name not in held:
+            raise UnsupportedModelError(
+                f"'{self.checkpoint.path}' has no '{name}', which must be multiplied"
+            )
+        return name
 
     def _product(self, name: str, change: Rescaled) -> Edit:
         if not self.exact:
@@ -102,7 +114,7 @@ def fitting(
             if problem and not changes:
                 continue
             try:
-                edits |= editing.edits(changes)
+                edits |= editing.edits(model, changes)
                 found[name] = tried
                 break
             except NotHeld as error:

@@ -8,9 +8,10 @@ from transformers import PreTrainedModel
 from calib.choices import Purpose
 from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
-from calib.rescale.choosing import factors_for_fp8, factors_for_int8
+from calib.rescale.choosing import check_purpose, factors_for_fp8, factors_for_int8, per_part
 from calib.rescale.edits import FOR_FP8, FOR_INT8, Editing, fitting
-from calib.rescale.parameters import LayerFactors, cached_attention, rescaled_parameters
+from calib.rescale.parameters import cached_attention, rescaled_parameters
+from calib.rescale.products import LayerFactors
 from calib.rescale.proof import observe, prove
 from calib.rescale.rescaling import check_no_scales
 from calib.scales.observers import AbsMax
@@ -24,10 +25,12 @@ def baked_factors(
 
     InputError or UnsupportedModelError where `bake` refuses the model, or has nothing to change.
     """
+    check_purpose(stats, purpose)
     check_no_scales(checkpoint)
     modules = cached_attention(model)
     if purpose == "fp8":
-        scales = stats.scales(strategy="attn_head", observer=AbsMax(), targets="kv")
+        each = per_part(stats)
+        scales = each.scales(strategy="attn_head", observer=AbsMax(), targets="kv")
         wanted, coarser = factors_for_fp8(scales, model, modules), FOR_FP8
     else:
         wanted, coarser = factors_for_int8(stats, model, modules), FOR_INT8

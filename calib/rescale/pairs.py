@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from calib.errors import UnsupportedModelError
 from calib.measure.attention import CachedAttention, observe_qkv
 from calib.model.devices import input_device
-from calib.rescale.parameters import LayerFactors, rescaled_parameters
+from calib.rescale.parameters import rescaled_parameters
+from calib.rescale.products import LayerFactors
 from calib.rescale.proof import PROBE_TOKENS, probe_tokens
 
 

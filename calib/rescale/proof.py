@@ -14,7 +14,7 @@ from calib.model.checkpoint import Checkpoint
 from calib.model.devices import input_device
 from calib.model.load import load_config, load_model
 from calib.recipe import Recipe
-from calib.rescale.parameters import Factors, Rescaled
+from calib.rescale.products import Factors, Rescaled
 
 PROBE_TOKENS = 24
 

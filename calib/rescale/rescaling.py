@@ -16,12 +16,8 @@ from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.recipe import Recipe
 from calib.rescale.edits import Coarser, Editing, fitting
-from calib.rescale.parameters import (
-    Factors,
-    LayerFactors,
-    cached_attention,
-    rescaled_parameters,
-)
+from calib.rescale.parameters import cached_attention, rescaled_parameters
+from calib.rescale.products import Factors, LayerFactors
 from calib.rescale.proof import Observed, load_exact, observe, prove
 from calib.rescale.shards import write_rescaled
 from calib.scalefiles.file_names import JSON_FILE

@@ -14,7 +14,7 @@ from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
 from calib.output.checkpoint_directory import copy_small_files, write_index, write_json
 from calib.output.placing import place_shard
-from calib.rescale.parameters import Rescaled
+from calib.rescale.products import Rescaled
 from calib.scalefiles.file_names import CONFIG_FILE, INDEX_FILE
 
 Edit = Callable[[Tensor], Tensor]

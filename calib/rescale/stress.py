@@ -1,11 +1,12 @@
 """A twin of a model with the same outputs, bit for bit, whose K and V do not fit FP8 at scale 1.0.
 
 An engine that uses a calibration's scales serves the twin as well as the source; one that leaves
-them out writes garbage. So the twin answers, for any stack, whether it uses the scales.
+them out writes garbage. So the twin answers, for any stack, whether it uses the scales. Where
+latents are cached (MLA), one scale serves the latent and k_pe, so both get the same factor: so
+small a one that at 1.0 nothing is left of them.
 """
 
 import re
-import shlex
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -19,16 +20,19 @@ from calib.export.compressed_tensors import find_quantization_config
 from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.model.find import find_checkpoint
+from calib.model.load import caches_latents, load_config
 from calib.model.quantized import find_layout
 from calib.output.checkpoint_directory import check_output, write_json
 from calib.recipe import load_recipe
-from calib.rescale.parameters import LayerFactors
+from calib.rescale.products import LayerFactors
 from calib.rescale.proof import PROBE_TOKENS
 from calib.rescale.rescaling import check_no_scales, rescale
+from calib.rescale.stress_card import write_card
 from calib.scalefiles.file_names import STRESS_FILE
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 _LARGEST_EXPONENT = 64
+_K, _V, _OF_LATENT = 2.0**8, 2.0**-10, 2.0**-14  # where none is given
 _FP8 = torch.finfo(FP8_DTYPES["e4m3fn"])
 
 
@@ -44,6 +48,13 @@ class Factors:
         k, v = (torch.ones(module.num_kv_heads, n) for n in (module.head_dim, module.v_head_dim))
         return LayerFactors(k * self.k, v * self.v)
 
+    @classmethod
+    def chosen(cls, k: float | None, v: float | None, *, latent: bool) -> "Factors":
+        """Those that are given, else usual ones; of a latent and k_pe the same for both."""
+        if latent:
+            return cls(k or v or _OF_LATENT, v or k or _OF_LATENT)
+        return cls(k or _K, v or _V)
+
 
 @dataclass(frozen=True)
 class Stressed:
@@ -56,12 +67,14 @@ class Stressed:
     changed: list[str]  # names of tensors
     k_amax: tuple[float, float]  # of the source, of the twin
     v_amax: tuple[float, float]
+    latent: bool = False  # K is the latent, V is k_pe (MLA)
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints, also kept beside the weights."""
         return {
             "model": self.model,
             "output": str(self.output),
+            "latent": self.latent,
             "k_factor": self.factors.k,
             "v_factor": self.factors.v,
             "dtype": self.dtype,
@@ -72,21 +85,48 @@ class Stressed:
         }
 
     @property
+    def parts(self) -> tuple[str, str]:
+        """What K and V are called."""
+        return ("latent", "k_pe") if self.latent else ("K", "V")
+
+    @property
     def warnings(self) -> list[str]:
         """Reasons why the twin may not tell stacks apart."""
         k, v, found = self.k_amax[1], self.v_amax[1], []
+        if self.latent:
+            return self._of_latent(k, v)
         if k <= _FP8.max:
             found.append(f"K reaches {k:g} and fits FP8 ({_FP8.max:g}): use a larger --k-factor")
         if v >= _FP8.tiny:  # below it a value loses mantissa bits, and soon all of them
             found.append(f"V reaches {v:g}, normal in FP8: use a smaller --v-factor")
         return found
 
+    def _of_latent(self, k: float, v: float) -> list[str]:
+        found = []
+        if all(_FP8.tiny <= amax <= _FP8.max for amax in (k, v)):
+            found.append(
+                f"the latent reaches {k:g} and k_pe {v:g}, which FP8 holds: use a smaller factor"
+            )
+        if self.factors.k != self.factors.v:
+            found.append(
+                "one scale serves the latent and k_pe, so with different factors the smaller one "
+                "may be lost even with scales: use the same --k-factor and --v-factor"
+            )
+        return found
+
 
 def stress(
-    name: str, output: Path, factors: Factors, *, overrides: dict[str, Any], overwrite: bool = False
+    name: str,
+    output: Path,
+    k_factor: float | None,
+    v_factor: float | None,
+    *,
+    overrides: dict[str, Any],
+    overwrite: bool = False,
 ) -> Stressed:
     """Write the twin of the model `name` to `output`, once it is proved to be one.
 
+    The factors are powers of two that K and V are multiplied by, None for the usual ones.
     `overrides` are recipe keys for loading the model: dtype, trust_remote_code.
     """
     recipe = load_recipe(None, {**overrides, "device": "cpu"})
@@ -97,17 +137,10 @@ def stress(
         )
     checkpoint = find_checkpoint(name)
     check_output(output, checkpoint.path, overwrite=overwrite)
-    if find_quantization_config(checkpoint.config) is not None:
-        raise InputError(
-            f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
-            "quantised weights cannot be multiplied exactly"
-        )
-    if find_layout(checkpoint):
-        raise InputError(
-            f"the weights of '{checkpoint.path}' are quantised, so they cannot be multiplied "
-            "exactly; give the model it was made from"
-        )
+    _check_plain(checkpoint)
     check_no_scales(checkpoint)
+    latent = caches_latents(load_config(checkpoint, recipe))
+    factors = Factors.chosen(k_factor, v_factor, latent=latent)
     with atomic_directory(output, overwrite=overwrite) as scratch:
         architecture = (checkpoint.config.get("architectures") or ["this model"])[0]
         done = rescale(
@@ -118,12 +151,26 @@ def stress(
             what=f"no twin of {architecture}",
             advice="use a --k-factor and --v-factor nearer to 1",
         )
-        amax = ((done.before.amax(which), done.after.amax(which)) for which in "kv")
+        k, v = ((done.before.amax(which), done.after.amax(which)) for which in "kv")
         dtype = _dtype(open_checkpoint(scratch))
-        twin = Stressed(name, output, factors, dtype, done.changed, *amax)
+        twin = Stressed(name, output, factors, dtype, done.changed, k, v, latent)
         write_json(scratch / STRESS_FILE, twin.to_json())
-        (scratch / "README.md").write_text(_card(twin))
+        write_card(twin.to_json(), checkpoint, done.factors, scratch)
     return twin
+
+
+def _check_plain(checkpoint: Checkpoint) -> None:
+    """Refuse quantised weights."""
+    if find_quantization_config(checkpoint.config) is not None:
+        raise InputError(
+            f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
+            "quantised weights cannot be multiplied exactly"
+        )
+    if find_layout(checkpoint):
+        raise InputError(
+            f"the weights of '{checkpoint.path}' are quantised, so they cannot be multiplied "
+            "exactly; give the model it was made from"
+        )
 
 
 def parse_factor(text: str, flag: str) -> float:
@@ -148,27 +195,3 @@ def _dtype(checkpoint: Checkpoint) -> str:
     """What its config says of the weights' dtype."""
     text = checkpoint.text_config
     return str(text.get("dtype") or text.get("torch_dtype") or checkpoint.config.get("dtype"))
-
-
-def _card(done: Stressed) -> str:
-    # engines take float32 weights for bfloat16 unless told otherwise
-    twin, scaled = (shlex.quote(f"{done.output}{end}") for end in ("", "-fp8kv"))
-    flags = "--kv-cache-dtype fp8" + (" --dtype float32" if done.dtype == "float32" else "")
-    return f"""# Stress twin of {done.model}
-
-Made by `fp8kv stress`. Its K are the source's times {Fraction(done.factors.k)}, its V times
-{Fraction(done.factors.v)}; Q and the output projections are divided by the same. In float32 its
-outputs are the source's, bit for bit. On {PROBE_TOKENS} tokens K reached
-{done.k_amax[1]:.4g} and V {done.v_amax[1]:.4g}; FP8 (E4M3) ends at
-{_FP8.max:g} and has full precision from {_FP8.tiny:g} on.
-
-It shows whether a serving stack uses the scales of an FP8 KV cache:
-
-```bash
-vllm serve {twin} {flags}           # no scales: garbage
-fp8kv-calibrate {twin} -o {scaled}
-vllm serve {scaled} {flags}     # with scales: the source's text
-```
-
-If the second server writes garbage too, it does not use the scales.
-"""

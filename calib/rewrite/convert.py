@@ -176,7 +176,8 @@ def _write(
             f"scales; use fp8kv calibrate --format {to}"
         )
     about = f". Written by fp8kv {version('fp8kv')} from the scales there."
-    card = format_card(checkpoint.path.resolve().name, to, output, scales.strategy, about)
+    name = checkpoint.path.resolve().name
+    card = format_card(name, to, output, scales.strategy, about, flags=made.flags)
     warnings = made.notes + made.doubts
     card += "".join(f"- {warning}\n" for warning in warnings)
     whole = FORMATS[to].with_weights
@@ -191,5 +192,6 @@ def _write(
 
 def _for_convert(refusal: str) -> str:
     """Its flag is --to, and it cannot write what only a calibration measures."""
+    refusal = refusal.replace("calibrate --format", "calibrate --\0format")
     refusal = re.sub("(?:use )?--format fp8kv", "calibrate again with --\0format fp8kv", refusal)
     return refusal.replace("--format", "--to").replace("\0", "")

@@ -42,6 +42,16 @@ def baked_fp8_type(path: Path) -> FP8Name:
     return "e4m3fnuz" if says.get("fp8_dtype") == "e4m3fnuz" else "e4m3fn"
 
 
+def baked_from(path: Path) -> str:
+    """The fingerprint of the model that a baked one was made from."""
+    return str(read_object(path / BAKE_FILE).get("source"))
+
+
+def bakes_latents(path: Path) -> bool:
+    """Whether latents (MLA) of a baked model were, in K's place."""
+    return read_object(path / BAKE_FILE).get("latent") is True
+
+
 def weights_digest(path: Path) -> str:
     """The sha256 of a few bytes of every tensor of attention; scales of the KV cache left out.
 

@@ -13,7 +13,8 @@ from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, STATS_FILE
 from calib.scalefiles.header import read_header, read_values
 from calib.scalefiles.json import read_object
 
-_AMAX = re.compile(r".+\.(?P<layer>\d{1,6})\..+\.(?P<letter>[kvq])\.amax")
+_AMAX = re.compile(r".+\.(?P<layer>\d{1,6})\..+\.(?P<which>[kvq]|latent|k_pe)\.amax")
+_BOTH = ("latent", "k_pe")  # which share K's and V's scale
 
 Amax = dict[tuple[int, str], tuple[float, ...]]  # (layer, "k" | "v" | "q") -> one per head
 
@@ -56,11 +57,15 @@ def read_amax(path: Path) -> Amax:
             values = read_values(path, entry)
             if not all(map(math.isfinite, values)):
                 raise InputError(
-                    f"'{path}': {match['letter'].upper()} of layer {match['layer']} held NaN or "
+                    f"'{path}': {match['which'].upper()} of layer {match['layer']} held NaN or "
                     "Inf, so nothing can be compared with it; calibrate again"
                 )
             rows = [values[i * channels : (i + 1) * channels] for i in range(heads)]
-            found[int(match["layer"]), match["letter"]] = tuple(max(row, default=0) for row in rows)
+            largest, layer = tuple(max(row, default=0) for row in rows), int(match["layer"])
+            if match["which"] in _BOTH:
+                largest = max(largest, found.get((layer, "k"), largest))
+            for letter in "kv" if match["which"] in _BOTH else match["which"]:
+                found[layer, letter] = largest
     if not found:
         raise InputError(f"'{path}' holds no statistics; give {STATS_FILE} of a calibration")
     return found

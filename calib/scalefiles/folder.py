@@ -33,7 +33,7 @@ from calib.scalefiles.names import (
 _MAX_FILES = 100_000
 # weights that only an attention module has, or their codes
 _ATTENTION = re.compile(
-    r"(?P<module>.+(?<!linear_attn))\.(?:k_proj|qkv_proj|query_key_value|c_attn|Wqkv|qkv)"
+    r"(?P<module>.+(?<!linear_attn))\.(?:k_proj|kv_b_proj|qkv_proj|query_key_value|c_attn|Wqkv|qkv)"
     r"\.(?:q?weight|weight_packed)"
 )
 # a layer that attends to another one's K and V has this alone

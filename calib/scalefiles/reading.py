@@ -75,6 +75,11 @@ class FoundScales:
     def by_module(self) -> dict[str, FoundLayer]:
         """Layers by attention module, also those without a scale; useless query scales left out."""
         modules = {layer_of(module): module for module in self.directory.modules}
+        if len(modules) < len(self.directory.modules):
+            raise InputError(
+                f"'{self.directory.path}' has layers with several attention modules (as LongCat), "
+                "whose scales cannot be told apart; calibrate the model with --format fp8kv"
+            )
         layers = {layer: FoundLayer(layer) for layer in modules if layer is not None}
         layers |= {layer.layer: layer for layer in self.layers}
         named = {}

@@ -43,11 +43,18 @@ def load_scales(directory: Path) -> KVScales:
 
 def check_fits(model: PreTrainedModel, scales: KVScales) -> KVScales:
     """Return `scales`; an InputError if they name a module that the model does not have."""
+    from fp8kv_runtime.hf import is_latent
+
     modules = dict(model.named_modules())
     for name, layer in scales.layers.items():
         if getattr(modules.get(name), "layer_idx", None) != layer.layer_idx:
             raise InputError(
                 f"the scales are of another model: they name layer {layer.layer_idx} '{name}', "
                 f"which {type(model).__name__} does not have"
+            )
+        if is_latent(modules[name]) != layer.latent:
+            raise InputError(
+                f"the scales are of another model: in '{name}' they are of "
+                f"{'latents' if layer.latent else 'K and V'}, which it does not cache"
             )
     return scales

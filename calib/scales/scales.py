@@ -25,6 +25,8 @@ class LayerScales:
         for name, scale in self.items():
             if scale.dtype != torch.float32 or not is_usable(scale.flatten().tolist()):
                 raise ValueError(f"{name} scale must be finite, positive float32, got {scale}")
+        if self.latent and not (self.k.shape == (1,) and torch.equal(self.k, self.v)):
+            raise ValueError(f"a latent and k_pe have one scale, got {self.k} and {self.v}")
 
     def items(self) -> list[tuple[str, Tensor]]:
         """`("k", k)`, `("v", v)` and, where there is one, `("q", q)`."""

@@ -142,37 +142,20 @@ class KVStats:
                 caches a latent is to have more than its one scale.
         """
         if self.latent:
-            check_latent(strategy=strategy, targets=targets, center_keys=center_keys)
+            check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
 
-        def scale(tensor: TensorStats, where: str, left: Tensor | None = None) -> Tensor:
-            _check(tensor.amax, where)
-            # before an observer divides by it
-            checked(_cover_dead(group_amax(tensor.amax, strategy), strategy), where)
-            amax = _cover_dead(observer.amax(tensor.amax, tensor.histogram, strategy), strategy)
-            if left is not None:  # nothing is left of a constant
-                rest = observer.amax(left, None, strategy)
-                amax = torch.where(rest > 0, rest, amax)
-            return checked(amax, where)
-
-        def checked(amax: Tensor, where: str) -> Tensor:
-            found = amax.float() * headroom / fp8_max(FP8_DTYPES[fp8_dtype])
-            if not is_usable(found.flatten().tolist()):
-                raise CalibrationError(
-                    f"{where}: a scale would be {float(found.min()):.3g} or "
-                    f"{float(found.max()):.3g}, which no engine loads; check the weights"
-                )
-            return found
+        how = _Deriving(strategy, observer, headroom, fp8_max(FP8_DTYPES[fp8_dtype]))
 
         def layer(name: str, seen: LayerStats) -> LayerScales:
             if seen.latent:
-                both = scale(seen.jointly(), f"{name} latent and k_pe")
+                both = how.scale(seen.jointly(), f"{name} latent and k_pe")
                 return LayerScales(seen.layer_idx, k=both, v=both, latent=True)
             center, left = centered(seen) if center_keys else (None, None)
             return LayerScales(
                 seen.layer_idx,
-                k=scale(seen.k, f"{name} K", left),
-                v=scale(seen.v, f"{name} V"),
-                q=scale(seen.q, f"{name} Q") if targets == "qkv" else None,
+                k=how.scale(seen.k, f"{name} K", left),
+                v=how.scale(seen.v, f"{name} V"),
+                q=how.scale(seen.q, f"{name} Q") if targets == "qkv" else None,
                 k_center=center,
             )
 
@@ -180,7 +163,38 @@ class KVStats:
         return KVScales(strategy, fp8_dtype, layers, self.shared)
 
 
-def check_latent(*, strategy: Strategy, targets: Targets, center_keys: bool) -> None:
+@dataclass(frozen=True)
+class _Deriving:
+    """How scales are made of statistics."""
+
+    strategy: Strategy
+    observer: Observer
+    headroom: float
+    limit: float  # the largest FP8 value
+
+    def scale(self, tensor: TensorStats, where: str, left: Tensor | None = None) -> Tensor:
+        """The scale of `tensor`, or of what is `left` [H, D] of it; errors name it by `where`."""
+        strategy, observer = self.strategy, self.observer
+        _check(tensor.amax, where)
+        # before an observer divides by it
+        self._checked(_cover_dead(group_amax(tensor.amax, strategy), strategy), where)
+        amax = _cover_dead(observer.amax(tensor.amax, tensor.histogram, strategy), strategy)
+        if left is not None:  # nothing is left of a constant
+            rest = observer.amax(left, None, strategy)
+            amax = torch.where(rest > 0, rest, amax)
+        return self._checked(amax, where)
+
+    def _checked(self, amax: Tensor, where: str) -> Tensor:
+        found = amax.float() * self.headroom / self.limit
+        if not is_usable(found.flatten().tolist()):
+            raise CalibrationError(
+                f"{where}: a scale would be {float(found.min()):.3g} or "
+                f"{float(found.max()):.3g}, which no engine loads; check the weights"
+            )
+        return found
+
+
+def check_one_scale(*, strategy: Strategy, targets: Targets, center_keys: bool) -> None:
     """Refuse, for a model that caches latents (MLA), what its one scale per layer cannot be."""
     given = [
         strategy != "tensor" and f"--strategy {strategy}",

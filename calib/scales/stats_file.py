@@ -1,7 +1,8 @@
 """`fp8kv_stats.safetensors`: the statistics that travel with a checkpoint.
 
-Tensors are named `<module>.<k|v|q>.<amax|histogram|total|low|high>`; the header's metadata holds,
-as JSON, each module's layer index and token count, and which modules share another's cache.
+Tensors are named `<module>.<k|v|q>.<amax|histogram|total|low|high>`; `latent` and `k_pe` stand for
+`k` and `v` where these are cached (MLA). The header's metadata holds, as JSON, each module's layer
+index and token count, and which modules share another's cache.
 """
 
 import json
@@ -27,10 +28,12 @@ _KEY = "fp8kv_stats"
 
 def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = None) -> None:
     """Write `stats` to the file `path`; `progress` says how far a run has come that goes on."""
-    tensors = {".".join(place): tensor for place, tensor in stats.tensors().items()}
+    tensors = {
+        f"{name}.{_called(which, stats.layers[name].latent)}.{field}": tensor
+        for (name, which, field), tensor in stats.tensors().items()
+    }
     modules = {
         name: {"layer_idx": layer.layer_idx, "tokens": layer.tokens}
-        | ({"latent": True} if layer.latent else {})
         for name, layer in stats.layers.items()
     }
     shared = {name: asdict(module) for name, module in stats.shared.items()}
@@ -68,7 +71,6 @@ class _Strict(BaseModel):
 class _Module(_Strict):
     layer_idx: int = Field(ge=0)
     tokens: int = Field(ge=1, lt=2**63)
-    latent: bool = False
 
 
 class _Shared(_Strict):
@@ -109,7 +111,10 @@ def _facts(text: str, where: str) -> _Facts:
 def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) -> LayerStats:
     """Take the tensors of one module out of `tensors`."""
 
-    def read(which: str) -> TensorStats:
+    latent = f"{name}.latent.amax" in tensors
+
+    def read(letter: str) -> TensorStats:
+        which = _called(letter, latent)
         found = {field: tensors.pop(f"{name}.{which}.{field}", None) for field in STATISTICS}
         amax = found["amax"]
         if amax is None or amax.dim() != 2 or not amax.numel():
@@ -127,12 +132,17 @@ def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) ->
         return TensorStats(**found)  # type: ignore[arg-type]
 
     parts = (read("k"), read("v"), read("q"))
-    layer = LayerStats(facts.layer_idx, facts.tokens, *parts, facts.latent)
+    layer = LayerStats(facts.layer_idx, facts.tokens, *parts, latent)
     if len(layer.k.amax) != len(layer.v.amax):
         raise _damaged(where, f"{name} has other heads in K than in V")
     if layer.latent and len(layer.k.amax) != 1:
         raise _damaged(where, f"{name} has {len(layer.k.amax)} heads, a latent has one")
     return layer
+
+
+def _called(letter: str, latent: bool) -> str:
+    """What K, V and Q are called in the file."""
+    return {"k": "latent", "v": "k_pe"}.get(letter, letter) if latent else letter
 
 
 def _damaged(where: str, problem: str) -> InputError:

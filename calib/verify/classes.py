@@ -19,6 +19,9 @@ from calib.scalefiles.names import ScaleName, pattern_of
 Fates = Mapping[str, str]
 BOTH = "both"  # the first two names together
 K_ALONE = "all with K alone"  # where both have one scale: V computes with 1.0
+OTHER = (
+    " transformers"  # after a kind of config: run by the engine's backend for transformers' code
+)
 # how our formats can call a scale, the most usual first
 NAMES = ("{module}.{x}_scale", "{module}.attn.{x}_scale", "{module}.{x}_proj.{x}_scale")
 _PLAIN = NAMES[:2]
@@ -45,7 +48,7 @@ class Classes(BaseModel):
     not_built: dict[str, str]  # architecture -> why it could not be run
     # `model.layers.N.self_attn` -> architectures that were run with attention modules of that name
     modules: dict[str, tuple[str, ...]]
-    latent: tuple[str, ...]  # architectures whose cache of one latent (MLA) was not run
+    latent: tuple[str, ...]  # architectures that cache latents (MLA) in a layer as any other
 
     @cached_property
     def results(self) -> dict[str, dict[str, dict[str, str]]]:
@@ -74,8 +77,6 @@ class Classes(BaseModel):
         fates = self.results[name].get(quantization)
         if fates is None:
             return f"not known for {name} with {quantization}: its class was never run with it"
-        if name in self.latent and "loaded" in fates.values():
-            return f"not known for {name}: its scales arrive, but its cache (MLA) was not run"
         return fates
 
 
@@ -100,8 +101,9 @@ def naming(tensor: str, parsed: ScaleName, module: str) -> str:
 
 
 def owner(parsed: ScaleName, modules: Collection[str]) -> str | None:
-    """The attention module whose scale a name is: its own, or the one around it."""
-    around = (parsed.module, parsed.module.rpartition(".")[0])
+    """The attention module whose scale a name is: its own, or one around it."""
+    own = parsed.module
+    around = (own, own.rpartition(".")[0], own.rpartition(".")[0].rpartition(".")[0])
     return next((module for module in around if module in modules), None)
 
 

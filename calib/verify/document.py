@@ -4,8 +4,10 @@ import sys
 
 from jinja2 import Environment, PackageLoader
 
-from calib.verify.classes import NAMES, Classes, load_classes
+from calib.verify.classes import NAMES, OTHER, Classes, load_classes
 from calib.verify.rules import Remap, Rules, all_rules
+
+_LATENTS = "#multi-head-latent-attention"
 
 
 def page() -> str:
@@ -37,10 +39,25 @@ def _cell(classes: Classes, kind: str, architecture: str) -> str:
     fates = classes.fates({"architectures": [architecture]}, kind)
     if isinstance(fates, str):
         return "not known"
+    if architecture in classes.latent:
+        return _of_latents(classes, kind, architecture)
     if any(fates.get(name) == "loaded" for name in NAMES):
-        return "**loads**"
+        latent = any(architecture in load_classes(each).latent for each in ("vllm", "sglang"))
+        return f"[of K and V]({_LATENTS})" if latent else "**loads**"
     fate = fates[NAMES[0]].partition(":")[0]
     return {"crash": "does not start", "refused": "does not start"}.get(fate, fate)
+
+
+def _of_latents(classes: Classes, kind: str, architecture: str) -> str:
+    """The same of a class that caches latents (MLA), under any name."""
+    of_class = classes.results[architecture]
+    words = {fate.partition(":")[0] for fate in of_class[kind].values()}
+    if "loaded" in words:
+        spoils = all_rules()[classes.engine.lower()].latent_spoils
+        return f"loads, [spoils]({_LATENTS})" if spoils else "**loads**"
+    if "loaded" in of_class.get(f"{kind}{OTHER}", {}).values():
+        return f"[with a flag]({_LATENTS})"
+    return next((word for word in ("dropped", "no place") if word in words), "does not start")
 
 
 if __name__ == "__main__":

@@ -67,6 +67,11 @@ class Simulation:
         return "partly" if self.fates else ""
 
     @property
+    def is_known(self) -> bool:
+        """Whether the engine loads the directory, and what it then computes with is known."""
+        return not self.refused and all(o.status != "unknown" for o in self.outcomes)
+
+    @property
     def is_good(self) -> bool:
         """Whether the engine uses every K and V scale with the value in the file."""
         arrived = [o.status == "loaded" for o in self.outcomes if o.letter != "q"]

@@ -86,6 +86,12 @@ class Rules(_Strict):
     serve: str = ""  # the command that serves {path}, without the flag
     flag: str  # what turns an FP8 cache on
     nvfp4: Nvfp4 | None = None  # None: not known
+    latent: str = ""  # what becomes of scales of latents (MLA); none: not known
+    latent_spoils: bool = False  # loaded ones make answers wrong
+    latent_one: tuple[str, ...] = ()  # by reading, classes whose latents are cached at 1.0
+    latent_refused: str = ""  # why there is no FP8 cache of latents
+    latent_ways: tuple[str, ...] = ()  # what serves latents all the same
+    other_flag: str = ""  # what chooses its backend for transformers' own code
     asked: str = ""  # the version that the user named
     per_head_flag: str = ""  # and what a scale per head needs besides
     note: str = ""
@@ -102,6 +108,21 @@ class Rules(_Strict):
         """The version whose classes were run."""
         return load_classes(self.classes).version if self.classes else None
 
+    @property
+    def is_of_classes(self) -> bool:
+        """Whether this is the version whose classes were run."""
+        ran = self.classes_version
+        return ran is not None and (not self.asked or _parse(self.asked) == _parse(ran))
+
+    @property
+    def latent_fate(self) -> str:
+        """What becomes of scales where latents are cached (MLA)."""
+        return self.latent or f"whether {self.engine} computes with scales of latents is not known"
+
+    def class_caches_latents(self, config: Mapping[str, Any]) -> bool:
+        """Whether the class that config.json names was run and caches latents (MLA)."""
+        return bool(self.classes) and architecture(config) in load_classes(self.classes).latent
+
     def fates(
         self, config: Mapping[str, Any], quantization: str, modules: Iterable[str] = ()
     ) -> Fates | str | None:
@@ -110,10 +131,9 @@ class Rules(_Strict):
         `modules` are attention modules, as the checkpoint names them.
         """
         if self.classes:
-            classes = load_classes(self.classes)
-            if self.asked and _parse(self.asked) != _parse(classes.version):
-                return f"not known: its classes were run at {classes.version} alone"
-            return classes.fates(config, quantization, modules)
+            if not self.is_of_classes:
+                return f"not known: its classes were run at {self.classes_version} alone"
+            return load_classes(self.classes).fates(config, quantization, modules)
         name = architecture(config)
         if not self.architectures:
             return None

@@ -7,7 +7,8 @@ from calib.scalefiles.conventions import Convention, convention
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
 from calib.scalefiles.fp8_type import names_nvfp4
 from calib.scalefiles.names import layer_of
-from calib.verify.classes import K_ALONE, Fates, fate_of, naming, owner
+from calib.verify.at_one import flags_at_one
+from calib.verify.classes import K_ALONE, OTHER, Fates, fate_of, naming, owner
 from calib.verify.method import choose_method, method_name, names_fp8_cache
 from calib.verify.model import check_model
 from calib.verify.result import NotKnown, Outcome, Place, Refused, Simulation, default
@@ -31,20 +32,27 @@ def simulate(
     rules: Rules,
     place: Place = ONE_GPU,
     nvfp4: Convention | None = None,
+    *,
+    at_one: bool = False,
 ) -> Simulation:
     """Load `directory` as the engine would in `place`; `nvfp4`: what its values follow, if known.
 
-    By default that is what its files say.
+    By default that is what its files say. `at_one`: it has no scales, but latents (MLA) that were
+    baked, and is simulated with the flags with which the engine caches these.
     """
     found = Simulation(rules)
     try:
         _load(directory, place, found)
+        if at_one:
+            found.flag = flags_at_one(rules, directory.config or {})
+        if found.is_good:
+            found.problem = _of_latents(directory, found)
         if found.is_good and (nvfp4 := nvfp4 or convention(directory)):
             found.problem = _of_other_convention(nvfp4, rules)
     except Refused as error:
         found.refused, found.outcomes = str(error), []
     except NotKnown as error:
-        # weights of MLA show no attention module, its scales do
+        # scales may lie apart from the weights, which show the attention modules
         modules = directory.modules or {tensor.parsed.module for tensor in directory.tensors}
         ordered = sorted(modules, key=_by_layer)
         found.outcomes = [Outcome(m, x, "unknown", (), str(error)) for m in ordered for x in "kv"]
@@ -67,7 +75,10 @@ def _load(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
     method = choose_method(directory, rules)
     if not nvfp4 and method and method.turns_fp8_on and names_fp8_cache(directory):
         found.flag = None
-    params = _params(directory, method, _fates(directory, rules, method), found)
+    fates = _fates(directory, rules, method)
+    if fates and (other := _of_other_backend(directory, rules, fates)):
+        fates, found.flag = other, " ".join(filter(None, [rules.other_flag, found.flag]))
+    params = _params(directory, method, fates, found)
     for module in sorted(directory.modules, key=_by_layer):
         found.outcomes += _outcomes(directory, module, params, method, place)
     if place.fnuz and method and not method.doubles_fnuz and found.is_good:
@@ -75,6 +86,15 @@ def _load(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
             "the engine does not double scales for an FP8 type that ends at 240, and files hold "
             "them for 448: K and V are clipped at 0.54 of absmax; export --format modelopt"
         )
+
+
+def _of_latents(directory: ScaleDirectory, found: Simulation) -> str | None:
+    """What is wrong with loaded scales of latents (MLA); 1.0 does no harm."""
+    rules = found.rules
+    needless = all(value == 1.0 for outcome in found.outcomes for value in outcome.values)
+    if needless or not (rules.latent_spoils and rules.class_caches_latents(directory.config or {})):
+        return None
+    return f"{rules.latent}; fp8kv strip removes them, fp8kv bake makes 1.0 right"
 
 
 def _of_other_convention(nvfp4: Convention, rules: Rules) -> str | None:
@@ -112,6 +132,18 @@ def _fates(directory: ScaleDirectory, rules: Rules, method: Method | None) -> Fa
         kind += " attn_head"
     modules = sorted(directory.modules, key=_by_layer)
     return _known(rules.fates(directory.config or {}, kind, modules))
+
+
+def _of_other_backend(directory: ScaleDirectory, rules: Rules, fates: Fates) -> Fates | None:
+    """The fates in the engine's backend for transformers' code, where it alone loads latents'."""
+    config = directory.config or {}
+    others = rules.fates(config, method_name(directory) + OTHER)
+    if not rules.class_caches_latents(config) or isinstance(others, str | None):
+        return None
+    owners = {t.name: owner(t.parsed, directory.modules) or "" for t in directory.tensors}
+    names = {naming(t.name, t.parsed, owners[t.name]) for t in directory.tensors}
+    own, other = ({each.get(name) for name in names} for each in (fates, others))
+    return others if other == {"loaded"} != own else None
 
 
 def _known(fates: Fates | str | None) -> Fates | None:

@@ -7,9 +7,10 @@ from statistics import median
 from typing import Any
 
 from calib.errors import NoScalesError
-from calib.scalefiles.baked import baked_for, baked_fp8_type
-from calib.scalefiles.calibrations import Amax, read_amax, statistics_file
+from calib.scalefiles.baked import baked_for, baked_fp8_type, baked_from, bakes_latents
+from calib.scalefiles.calibrations import Amax, read_amax, read_report, statistics_file
 from calib.scalefiles.conventions import LARGER, Convention, compared, convention
+from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scalefiles.folder import open_scales
 from calib.scalefiles.fp8_type import FP8_MAX
 from calib.scalefiles.identity import check_same_model, identity
@@ -56,7 +57,7 @@ class Verification:
     @property
     def is_good(self) -> bool:
         """Whether nothing is wrong, and at least one of the engines loads all scales, if any."""
-        served = (not s.refused if self.baked else s.is_good for s in self.simulations)
+        served = (s.is_known if self.baked else s.is_good for s in self.simulations)
         return not self.problems and any(served)
 
     def to_json(self) -> dict[str, Any]:
@@ -106,6 +107,11 @@ def verify_directory(
     if against:
         measured = identity(statistics_file(against).parent)
         check_same_model(against, measured, path, identity(path))
+        if baked and _report_of(against).get("checkpoint") == baked_from(path):
+            problems.append(
+                f"'{against}' was measured on the model that was baked, whose K and V are others: "
+                "calibrate the baked one"
+            )
         amax, layers = read_amax(against), found.layers
         if nvfp4:
             nvfp4, wrong = compared(nvfp4, layers, amax)
@@ -118,8 +124,15 @@ def verify_directory(
             fp8_max = (240.0 if place.fnuz else 448.0) if baked else FP8_MAX[found.fp8_dtype]
         fits = _compare_with(layers, amax, fp8_max)
         problems += _fit_problems(layers, fits, amax, fp8_max)
-    simulations = [simulate(found.directory, each, place, nvfp4) for each in rules]
+    at_one = baked and bakes_latents(path)
+    simulations = [simulate(found.directory, e, place, nvfp4, at_one=at_one) for e in rules]
     return Verification(found, simulations, fits, problems, baked, nvfp4)
+
+
+def _report_of(against: Path) -> dict[str, Any]:
+    """What a calibration says of itself; nothing where the statistics lie alone."""
+    directory = statistics_file(against).parent
+    return read_report(directory) if (directory / CALIBRATION_FILE).exists() else {}
 
 
 def _compare_with(layers: Sequence[FoundLayer], amax: Amax, fp8_max: float) -> list[Fit]:

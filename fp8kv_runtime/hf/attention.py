@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf.batch import Batch
-from fp8kv_runtime.hf.layers import STAND_INS, Fp8CacheLayer, LayerScales, layer_of
+from fp8kv_runtime.hf.layers import STAND_INS, Fp8CacheLayer, LayerScales, layer_of, of_latent
 from fp8kv_runtime.hf.swap import swap_attention
 from fp8kv_runtime.options import AttentionOptions
 
@@ -81,7 +81,7 @@ class _Session:
         self._block_size = block_size
         # models that bypass the attention interface are given all of K and V in their own dtype
         self.swaps = bool(model.get_decoder()._can_set_attn_implementation())
-        latent = any(layer.latent for layer in layers)
+        latent = any(map(of_latent, layers))
         self._use_triton = _use_triton(model, backend, self.swaps, latent)
         self._options: dict[tuple[Any, ...], AttentionOptions] = {}
         self._check_query_scales()

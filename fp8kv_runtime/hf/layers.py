@@ -33,8 +33,6 @@ class LayerScales(Protocol):
     def q(self) -> Tensor | None: ...  # noqa: D102
     @property
     def k_center(self) -> Tensor | None: ...  # noqa: D102
-    @property
-    def latent(self) -> bool: ...  # noqa: D102
 
 
 class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -90,7 +88,7 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         With the Triton kernels that is K and V as they came, marked with this layer; else all of
         K and V that this layer holds, dequantised.
         """
-        if self.scales.latent:
+        if of_latent(self.scales):
             return self._update_latent(key_states, value_states)
         return self._update(key_states, value_states)
 
@@ -202,6 +200,11 @@ STAND_INS: dict[type, type[Fp8CacheLayer]] = {
     DynamicSlidingWindowLayer: Fp8CacheLayer,
     DynamicIndexedLayer: Fp8IndexedLayer,
 }
+
+
+def of_latent(scales: LayerScales) -> bool:
+    """Whether they are of a latent and k_pe (MLA); scales that do not say so are of K and V."""
+    return bool(getattr(scales, "latent", False))
 
 
 def layer_of(key: Tensor) -> Fp8CacheLayer | None:

@@ -1,14 +1,19 @@
 """Where vLLM serves a cache type, in how many bytes: its own backends, for GPUs not there, and us.
 
 vLLM's flags accept every type everywhere, and so do its backends an FP8 type on an A100, where
-its Triton writer then fails: that it can be compiled is asked as well.
+its Triton writer then fails: that it can be compiled is asked as well. Of latents (MLA) its FP8
+Triton reader refuses an A100 when it is made, which was read.
 """
 
+import json
 import sys
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -19,10 +24,14 @@ from outputs import report
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from calib.caches.types import CACHES, CacheType, Serving, cache_type
+from calib.caches.types import CACHES, LATENT_CACHES, CacheType, Shape, cache_type
 
 HEAD_DIMS = (32, 64, 72, 80, 96, 112, 128, 160, 192, 256, 512)
 HEADS = 3
+LATENTS = ((512, 64), (576, 192), (256, 32), (256, 64))
+# a model type of which vLLM caches K and V of heads, though it is of latent attention
+EXPANDED = "minicpm3"
+ARCHITECTURES = Path(__file__).parent / "architectures"
 FLAG = "--kv-cache-dtype "
 # where bytes are stored: their type in Triton
 _STORED = {"fp8_per_token_head": "fp8e4nv", "int8_per_token_head": "i8"}
@@ -86,9 +95,9 @@ def compiles(stored: str, capability: int) -> bool:
 def compare(platform, kind: CacheType, gpu: str, name: str) -> Iterator[str]:
     """What vLLM and our facts say differently of a type on a GPU, for every head size."""
     for head_dim in HEAD_DIMS:
-        ours = kind.serving("vllm", gpu, head_dim)
+        ours = kind.serving("vllm", gpu, [(HEADS, head_dim, head_dim)])
         chosen = backends(platform, name, head_dim)
-        if bool(chosen) != isinstance(ours, Serving):
+        if bool(chosen) != isinstance(ours, list):
             said = "takes" if chosen else "refuses"
             yield f"{kind.name} on {gpu}, {head_dim}: vLLM {said} it; we: {ours}"
         for backend in chosen:
@@ -114,6 +123,86 @@ def bytes_per_token(backend, name: str, head_dim: int) -> float:
     return backend.customize_spec(spec).page_size_bytes / spec.block_size
 
 
+def latent_backends(platform, name: str, shape: Shape) -> list[str]:
+    """The backends of vLLM that take the type for a latent, and store it as that type."""
+    from vllm.model_executor.layers.attention.mla_attention import (
+        _canonicalize_sparse_mla_kv_cache_dtype,
+    )
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    # takes a GPU's memory when it is imported
+    with patch("torch.empty"), patch("torch.cuda.get_device_properties"):
+        from vllm.v1.attention.backends.mla import cutlass_mla  # noqa: F401
+    sizes = {"kv_lora_rank": shape.k, "qk_rope_head_dim": shape.v, "qk_nope_head_dim": 128}
+    text = SimpleNamespace(**sizes, v_head_dim=128, num_attention_heads=128, index_topk=2048)
+    parallel = {"prefill_context_parallel_size": 1, "decode_context_parallel_size": 1}
+    vllm_config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel),
+        model_config=SimpleNamespace(hf_text_config=text, hf_config=text),
+    )
+    config = AttentionSelectorConfig(
+        head_size=shape.k + shape.v, dtype=torch.bfloat16, kv_cache_dtype=name, block_size=None,
+        use_mla=True, use_sparse=shape.attention == "sparse latents",
+    )  # fmt: skip
+    capability = platform.get_device_capability()
+    with patch("vllm.config.get_current_vllm_config", lambda: vllm_config):
+        found, _ = platform.get_valid_backends(capability, config)
+    chosen = [getattr(candidate, "backend", candidate[0]).get_class() for candidate in found]
+    stores = [b for b in chosen if _canonicalize_sparse_mla_kv_cache_dtype(b, name) == name]
+    old = platform.is_cuda() and capability.to_int() < 89
+    return [b.get_name() for b in stores if not (old and b.get_name() == "TRITON_MLA")]
+
+
+def compare_latents(platform, kind: CacheType, gpu: str, name: str) -> Iterator[str]:
+    """As `compare`, for the sizes of latents and k_pe."""
+    for sizes, attention in product(LATENTS, ("latents", "sparse latents")):
+        if (gpu, attention) == ("mi300x", "sparse latents"):
+            continue  # AITER takes FP8 there, as E4M3FNUZ, of which we claim nothing
+        shape = Shape(1, *sizes, attention)
+        ours = kind.serving("vllm", gpu, [shape])
+        chosen = latent_backends(platform, name, shape)
+        if bool(chosen) != isinstance(ours, list):
+            yield f"{kind.name} on {gpu}, {shape}: vLLM's backends: {chosen}; we: {ours}"
+        if chosen and (theirs := latent_bytes(name, shape)) != (
+            mine := kind.bytes_per_token([shape])
+        ):
+            yield f"{kind.name}, {shape}: {theirs} bytes per token; we: {mine}"
+
+
+def latent_bytes(name: str, shape: Shape) -> float:
+    """What vLLM's own layer asks for a token."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    layer = SimpleNamespace(
+        kv_cache_dtype=name, head_size=shape.k + shape.v, sliding_window=None, indexer=None,
+        non_causal_multi_token_decode=False,
+    )  # fmt: skip
+    config = SimpleNamespace(cache_config=SimpleNamespace(block_size=64), model_config=None)
+    spec = MLAAttention.get_kv_cache_spec(layer, config)
+    return spec.page_size_bytes / spec.block_size
+
+
+def model_types(types: list[CacheType]) -> Iterator[str]:
+    """Model types whose latents we say vLLM caches and it does not, and the other way round."""
+    from vllm.config.model import ModelConfig
+    from vllm.model_executor.models.registry import ModelRegistry
+    from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
+
+    fixtures = {json.loads(f.read_text())["model_type"]: f.stem for f in ARCHITECTURES.iterdir()}
+    own = {None, *ModelRegistry.get_supported_archs()}  # of others transformers' code is served
+    servings = [s for kind in types for s in kind.servings if s.engine == "vllm"]
+    named = {model for serving in servings for model in serving.models or ()}
+    for model_type in sorted({*named, EXPANDED}):
+        text = SimpleNamespace(model_type=model_type, kv_lora_rank=512)
+        config = SimpleNamespace(hf_text_config=text)
+        config.is_deepseek_mla = ModelArchConfigConvertorBase.is_deepseek_mla(config)
+        is_other = fixtures.get(model_type) not in own
+        config.using_transformers_backend = partial(bool, is_other)
+        is_mla = ModelConfig.use_mla.fget(config)
+        if is_mla != (model_type in named):
+            yield f"{model_type}: vLLM caches {'' if is_mla else 'no '}latents"
+
+
 def flags_parse(types: list[CacheType]) -> None:
     """Give every flag to vLLM's own parser, and see that it does not have the other types."""
     from vllm.config.cache import CacheDType
@@ -133,14 +222,19 @@ def main() -> None:
     """Ask for every type, GPU and head size."""
     platform = fake_gpu.install()
     types = [cache_type(name) for name in ("fp8", *CACHES)]
+    latent = [cache_type(name) for name in ("fp8", *LATENT_CACHES)]
     asked = [(one, name) for one in types for name in sorted(names(one))]
     problems = []
     for gpu in fake_gpu.GPUS:
         fake_gpu.become(platform, gpu)
         for one, name in asked:
             problems += compare(platform, one, gpu, name)
-    flags_parse(types)
+        for one in latent:
+            problems += compare_latents(platform, one, gpu, one.name)
+    flags_parse([*types, *latent])
+    problems += model_types(latent)
     count = len(asked) * len(fake_gpu.GPUS) * len(HEAD_DIMS)
+    count += len(latent) * (len(fake_gpu.GPUS) * 2 - 1) * len(LATENTS)
     report(
         Path("cache types in vLLM"),
         problems,

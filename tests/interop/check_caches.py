@@ -11,11 +11,12 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import cache_writers as writers
+import latent_writer
 import torch
 from outputs import report
 from torch import Tensor
 
-from calib.caches import per_head, rotated, zero_points
+from calib.caches import latents, per_head, rotated, zero_points
 
 # tokens, heads, head_dim, size of the values
 SHAPES = [
@@ -23,6 +24,7 @@ SHAPES = [
     for tokens, heads in ((1, 1), (7, 3), (16, 8), (33, 2))
     for dim, size in ((64, 1.0), (128, 30.0), (96, 1e-4), (80, 4e3), (256, 1e-9))
 ]
+LATENT_SIZES = (1.0, 30.0, 4e3, 1e-2, 1e-4, 1e-9)
 DTYPES = (torch.float32, torch.bfloat16)
 
 # what is stored: arrays to compare with the engine's
@@ -61,6 +63,27 @@ def lmdeploy_int4(x: Tensor) -> tuple[Tensor, Tensor]:
     return (low + 16 * high).to(torch.uint8), torch.cat((scale, zero), -1)
 
 
+def fp8_ds_mla(latent: Tensor, k_pe: Tensor) -> Tensor:
+    """Our fp8_ds_mla: codes, four float32 scales, k_pe in bfloat16."""
+    codes, scale = latents.tile_codes(latent)
+    parts = (codes.flatten(-2), scale.flatten(-2), k_pe.bfloat16())
+    return torch.cat([part.view(torch.uint8) for part in parts], -1)
+
+
+def nvfp4_ds_mla(latent: Tensor, k_pe: Tensor) -> Tensor:
+    """Our nvfp4_ds_mla: codes, k_pe, and the block scales in vLLM's order."""
+    rounded, scale = latents.nvfp4_blocks(latent)
+    codes = latent_writer.e2m1_codes(rounded.flatten(-2))
+    packed = codes[..., ::2] + 16 * codes[..., 1::2]
+    ordered = scale.view(len(latent), 8, 4).mT.flatten(1)
+    eight = (
+        each.to(torch.float8_e4m3fn).view(torch.uint8) for each in (latents.fp8_k_pe(k_pe), ordered)
+    )
+    return torch.cat([packed, *eight], -1)
+
+
+LATENTS = {"fp8_ds_mla": fp8_ds_mla, "nvfp4_ds_mla": nvfp4_ds_mla}
+
 TYPES: dict[str, tuple[Stored, Stored]] = {
     "int8_per_token_head": (int8, writers.vllm_int8),
     "fp8_per_token_head": (fp8, writers.vllm_fp8),
@@ -81,6 +104,10 @@ CHANGED = (
     ("int4_per_token_head", rotated, "ZERO_BITS", 5),
     ("lmdeploy_int8", zero_points, "INT8_STEPS", 256),
     ("lmdeploy_int4", zero_points, "INT4_STEPS", 16),
+    ("fp8_ds_mla", latents, "E4M3_MAX", 240.0),
+    ("fp8_ds_mla", latents, "LEAST_TILE_SCALE", 1e-6),
+    ("nvfp4_ds_mla", latents, "E2M1_MAX", 4.0),
+    ("nvfp4_ds_mla", latents, "LEAST_BLOCK_SCALE", 2.0**-8),
 )
 
 
@@ -98,6 +125,9 @@ def values(number: int, has_zeros: bool) -> Tensor:
 
 def differences(name: str) -> Iterator[str]:
     """Shapes of which ours and the engine's differ."""
+    if name in LATENTS:
+        yield from latent_differences(name)
+        return
     ours, theirs = TYPES[name]
     for number, shape in enumerate(SHAPES):
         # LMDeploy divides by zero there: NaN, which no integer holds
@@ -105,6 +135,20 @@ def differences(name: str) -> Iterator[str]:
         for what, mine, other in zip(("codes", "scales"), ours(x), theirs(x), strict=True):
             if not torch.equal(mine, other):
                 yield f"{name}, {shape}: other {what}"
+
+
+def latent_differences(name: str) -> Iterator[str]:
+    """Sizes of latents of which our record and vLLM's differ."""
+    for number, size in enumerate(LATENT_SIZES):
+        generator = torch.Generator().manual_seed(number)
+        x, k_pe = (torch.randn(7, width, generator=generator) for width in (512, 64))
+        x[-1] = 0
+        weight = size * torch.randn(512, generator=generator).exp()
+        written = latent_writer.write(name, x, weight, k_pe * min(size, 200.0))
+        ours = LATENTS[name](written.latent, written.k_pe)
+        if not torch.equal(ours, written.record):
+            wrong = (ours != written.record).float().mean().item()
+            yield f"{name}, values of {size:g}: {wrong:.2%} of the bytes are others"
 
 
 def unnoticed() -> Iterator[str]:
@@ -135,9 +179,10 @@ def misread() -> Iterator[str]:
 def main() -> None:
     """Compare every type and shape."""
     writers.install()
-    problems = [line for name in TYPES for line in differences(name)]
+    problems = [line for name in (*TYPES, *LATENTS) for line in differences(name)]
     problems += [*misread(), *unnoticed()]
-    told = f"{len(SHAPES)} shapes of {len(TYPES)} types, the same bytes"
+    told = f"{len(SHAPES)} shapes of {len(TYPES)} types, the same bytes; of latents "
+    told += f"{len(LATENT_SIZES)} sizes of {len(LATENTS)} types as well"
     report(Path("cache types"), problems, f"{told}; {len(CHANGED)} changed constants noticed")
 
 

@@ -7,7 +7,7 @@ scales, and says what the attention layers compute with. This part is the same f
 import json
 import re
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +26,7 @@ NAMINGS = (
     "{module}.kv_scale",
     "{module}.{x}_cache.scale",
 )
-MLA_NAMINGS = ("{module}.attn_mqa.{x}_scale",)
+MLA_NAMINGS = ("{module}.attn_mqa.{x}_scale", "{module}.mla_attn.mla_attn.{x}_scale")
 # what checkpoints of a model that sees have before `layers`: transformers has renamed it twice
 PREFIXES = ("model", "model.language_model", "language_model.model", "language_model")
 _LAYERS = re.compile(r"^(?:.+?\.)??(?=(?:decoder\.)?layers\.)")
@@ -41,6 +41,7 @@ class Quantization:
     config: dict[str, Any] | None
     document: dict[str, Any] | None = None
     per_head: bool = False
+    options: dict[str, Any] = field(default_factory=dict)  # of the engine's command line
 
 
 _SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
@@ -81,6 +82,7 @@ QUANTIZATIONS = {
     "compressed-tensors": Quantization(_compressed("tensor")),
     "compressed-tensors attn_head": Quantization(_compressed("attn_head"), per_head=True),
     "modelopt": MODELOPT,
+    "modelopt transformers": replace(MODELOPT, options={"model_impl": "transformers"}),
     # of FP8 weights, none of which are loaded
     "fp8": Quantization({"quant_method": "fp8", "activation_scheme": "dynamic"}),
     # scales of K and V alone
@@ -133,10 +135,13 @@ class Engine(Protocol):
     name: str
     version: str
     quantizations: tuple[str, ...]
-    caches_latent: bool  # in layers that are as any other: what K and V's scales do was not run
+    of_latents: tuple[str, ...]  # and these, where latents are cached (MLA)
 
-    def build(self, directory: Path) -> Any:
+    def build(self, directory: Path, **options: Any) -> Any:
         """The engine's class for config.json, without weights; raises what the engine raises."""
+
+    def caches_latents(self, model: Any) -> bool:
+        """Whether its layers cache latents (MLA)."""
 
     def heads(self, model: Any) -> int:
         """How many KV heads its attention layers have."""
@@ -188,26 +193,30 @@ def scale_tensors(fixture: Fixture, naming: str, heads: int = 0) -> list[tuple[s
     )
 
 
-# ---- one architecture ----
-
-
 def collect(engine: Engine, fixture: Fixture) -> dict[str, dict[str, str]] | str:
     """Every case of one architecture, or why its class cannot be built."""
     results = {name: collect_with(engine, fixture, name) for name in engine.quantizations}
     fates = {fate.partition(":")[0] for each in results.values() for fate in each.values()}
-    first = results[engine.quantizations[0]][NAMINGS[0]]
-    return first.removeprefix("refused: ") if fates == {"refused"} else results
+    if fates == {"refused"}:
+        return results[engine.quantizations[0]][NAMINGS[0]].removeprefix("refused: ")
+    names = engine.of_latents if fixture.is_mla else ()
+    return results | {name: collect_with(engine, fixture, name) for name in names}
 
 
 def collect_with(engine: Engine, fixture: Fixture, name: str) -> dict[str, str]:
     """The fate of scales under every name, with one quantization config."""
     try:
-        with tempfile.TemporaryDirectory() as scratch:
-            model = engine.build(write(fixture, QUANTIZATIONS[name], Path(scratch)))
+        model = build(engine, fixture, QUANTIZATIONS[name])
     except Exception as error:  # noqa: BLE001 (whatever the engine raises)
         return dict.fromkeys(namings(fixture), reason("refused", error))
     per_head = QUANTIZATIONS[name].per_head
     return {each: run_case(engine, model, fixture, each, per_head) for each in namings(fixture)}
+
+
+def build(engine: Engine, fixture: Fixture, quantization: Quantization) -> Any:
+    """The engine's class for it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        return engine.build(write(fixture, quantization, Path(scratch)), **quantization.options)
 
 
 def alike(engine: Engine, fixture: Fixture, results: dict[str, dict[str, str]]) -> list[Fixture]:

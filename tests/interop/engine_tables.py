@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine_cases import Engine, Fixture, alike, collect, fixtures
+from engine_cases import QUANTIZATIONS, Engine, Fixture, alike, build, collect, fixtures
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -93,7 +93,7 @@ def write(engine: Engine, found: dict[str, Results | str], known: list[Fixture])
     """Write the table; architectures that do the same are one group."""
     built = {name: r for name, r in found.items() if not isinstance(r, str)}
     known = [fixture for fixture in known if fixture.architecture in built]
-    latent = {each.architecture for each in known if each.is_mla and engine.caches_latent}
+    latent = {each.architecture for each in known if caches_latents(engine, each)}
     document = {
         "engine": engine.name,
         "version": engine.version,
@@ -107,6 +107,12 @@ def write(engine: Engine, found: dict[str, Results | str], known: list[Fixture])
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps(document, indent=1) + "\n")
     print(f"{file.name}: {len(built)} architectures in {len(document['groups'])} groups")
+
+
+def caches_latents(engine: Engine, fixture: Fixture) -> bool:
+    """Whether the engine's own class of it caches latents (MLA)."""
+    kind = QUANTIZATIONS[engine.quantizations[0]]
+    return fixture.is_mla and engine.caches_latents(build(engine, fixture, kind))
 
 
 def groups(built: dict[str, Results]) -> list[dict[str, Any]]:
@@ -160,6 +166,11 @@ def named(architectures: Mapping[str, Iterable[str]], of: Collection[str]) -> Fl
     return {(name, "attention", pattern): "runs" for name, pattern in pairs if name in of}
 
 
+def caching(latent: Iterable[str], of: Collection[str]) -> Flat:
+    """One entry for every architecture that caches latents (MLA)."""
+    return {(name, "cache"): "of latents" for name in latent if name in of}
+
+
 def compare(
     engine: Engine, found: dict[str, Results | str], known: list[Fixture], *, whole: bool
 ) -> None:
@@ -170,6 +181,8 @@ def compare(
         before = {name: before[name] for name in found if name in before}
     wrong = differences(flat(before), flat(found))
     wrong += differences(named(classes.modules, found), named(modules(known), found))
+    latent = [fixture.architecture for fixture in known if caches_latents(engine, fixture)]
+    wrong += differences(caching(classes.latent, found), caching(latent, found))
     if classes.version != engine.version:
         wrong.append(f"recorded with {engine.name} {classes.version}, now {engine.version}")
     print(*wrong, sep="\n", end="\n" if wrong else "")

@@ -30,6 +30,12 @@ _MISSING = (
     "flashinfer.decode",
     "flashinfer.prefill",
     "flashinfer.utils",
+    "vllm._flashmla_C",
+    "vllm._flashmla_extension_C",
+    "vllm.vllm_flash_attn._vllm_fa2_C",
+    "vllm.vllm_flash_attn._vllm_fa3_C",
+    "vllm.third_party.flashmla",
+    "vllm.third_party.flashmla.flash_mla_interface",
 )
 
 

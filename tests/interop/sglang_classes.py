@@ -57,7 +57,7 @@ class SGLang:
     name = "SGLang"
     version = version("sglang")
     quantizations = ("compressed-tensors", "modelopt", "fp8", "quark")
-    caches_latent = True
+    of_latents = ()
 
     def build(self, directory: Path) -> TemporaryDirectory[str]:
         """The files for a model of every case: loading may change more than scales.
@@ -68,6 +68,11 @@ class SGLang:
         copytree(directory, kept.name, dirs_exist_ok=True)
         self.hold(kept, [])
         return kept
+
+    def caches_latents(self, model: TemporaryDirectory[str]) -> bool:
+        """Whether its layers cache latents (MLA): K as wide as the latent and k_pe, V its part."""
+        layers = sglang_attention(built(Path(model.name))).values()
+        return any(layer.head_dim > layer.v_head_dim for layer in layers)
 
     def heads(self, model: TemporaryDirectory[str]) -> int:
         """How many KV heads its attention layers have."""

@@ -49,7 +49,7 @@ class VLLM:
         "fp8",
         "quark",
     )
-    caches_latent = False  # what it caches so has a class of its own
+    of_latents = ("modelopt transformers",)
 
     def __init__(self) -> None:
         (experts,) = fixtures(["MixtralForCausalLM"])
@@ -58,10 +58,13 @@ class VLLM:
         with set_current_vllm_config(config):
             join_group(1, 0)  # with the groups of a model that has experts
 
-    def build(self, directory: Path) -> "Built":
-        config = config_of(directory)
+    def build(self, directory: Path, **options: Any) -> "Built":
+        config = config_of(directory, **options)
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
             return Built(config, initialize_model(config))
+
+    def caches_latents(self, model: "Built") -> bool:
+        return any(isinstance(layer, MLAAttention) for layer in model.layers.values())
 
     def heads(self, model: "Built") -> int:
         return next(iter(model.layers.values())).num_kv_heads
@@ -72,9 +75,9 @@ class VLLM:
             return {name: held_by(layer) for name, layer in model.layers.items()}
 
 
-def config_of(directory: Path) -> Any:
+def config_of(directory: Path, **options: Any) -> Any:
     """What vLLM makes of the JSON files, for an FP8 cache."""
-    args = EngineArgs(model=str(directory), kv_cache_dtype="fp8", **OPTIONS)
+    args = EngineArgs(model=str(directory), kv_cache_dtype="fp8", **OPTIONS, **options)
     return args.create_engine_config()
 
 

@@ -1,7 +1,7 @@
 """Calibrate a small random model of each family in every format of vLLM and SGLang.
 
-write_families.py OUT   writes OUT/<architecture>/<format>, or OUT/<architecture>/<format>.refused
-                        with the reason, for check_families.py
+write_families.py OUT [ARCHITECTURE ...]   writes OUT/<architecture>/<format>, or with the reason
+                                           OUT/<architecture>/<format>.refused
 """
 
 import json
@@ -42,9 +42,9 @@ def write_source(architecture: str, directory: Path) -> None:
 
 def main() -> None:
     """Write them all."""
-    out = Path(sys.argv[1])
+    out, families = Path(sys.argv[1]), sys.argv[2:] or FAMILIES
     shutil.rmtree(out, ignore_errors=True)
-    for architecture in FAMILIES:
+    for architecture in families:
         home = out / architecture
         write_source(architecture, home / "source")
         for name in FORMATS:

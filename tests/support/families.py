@@ -4,6 +4,7 @@ import json
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 _BASE = {
     "vocab_size": 128,
@@ -117,6 +118,24 @@ def tiny_model(model_type: str, **options):
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**_BASE, **options})
     return spread(AutoModelForCausalLM.from_config(config)).eval()
+
+
+def kimi_k25():
+    """Kimi-K2.5: a DeepSeek-V3 that sees."""
+    torch.manual_seed(0)
+    text = {**_BASE, **LATENT["deepseek_v3"], "model_type": "deepseek_v3"}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    vision = {**sizes, "num_attention_heads": 2, "patch_size": 14}
+    config = AutoConfig.for_model("kimi_k25", text_config=text, vision_config=vision)
+    return spread(AutoModelForImageTextToText.from_config(config)).eval()
+
+
+def mixed_model():
+    """Latent attention in all layers but the second, which has K and V per head."""
+    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
+    torch.manual_seed(1)
+    model.model.layers[1].self_attn = LlamaAttention(model.config, 1)
+    return model.eval()
 
 
 def tiny_vision_language_model(model_type="gemma3"):

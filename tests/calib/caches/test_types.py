@@ -1,9 +1,13 @@
 """Facts about cache types."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from calib.caches.types import CACHES, ENGINES, GPUS, Serving, cache_type
+from calib.caches.types import ALL_CACHES, CACHES, ENGINES, GPUS, Shape, cache_type
 from calib.errors import InputError
+from calib.verify.classes import load_classes
 
 # of one head of 64 values of K and V; NVFP4 as 32 bytes and 4 scales
 BYTES = {
@@ -43,11 +47,17 @@ def test_head_sizes_that_do_not_fit(name, head_dim, multiple):
 
 
 def test_the_first_engine_that_serves_it():
-    found = cache_type("fp8").serving(None, None, 80)
-    assert isinstance(found, Serving)
+    (found,) = cache_type("fp8").serving(None, None, [(1, 80, 80)])
     assert (found.engine, found.flag) == ("vllm", "--kv-cache-dtype fp8")
-    assert cache_type("fp8").serving("lmdeploy", "h100", 128).flag.endswith("--quant-policy 16")
-    assert cache_type("nvfp4").serving("sglang", None, 64).gpus == ("b200",)
+    (found,) = cache_type("fp8").serving("lmdeploy", "h100", [(1, 128, 128)])
+    assert found.flag.endswith("--quant-policy 16")
+    (found,) = cache_type("nvfp4").serving("sglang", None, [(1, 64, 64)])
+    assert found.gpus == ("b200",)
+    both = cache_type("fp8").serving(None, None, [(1, 128, 64)])
+    assert [(each.engine, "a100" in each.gpus) for each in both] == [
+        ("vllm", False),
+        ("vllm", True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -73,19 +83,41 @@ def test_the_first_engine_that_serves_it():
     ],
 )
 def test_why_nobody_serves_it(name, asked, why):
-    assert cache_type(name).serving(*asked) == why
+    engine, gpu, size = asked
+    assert cache_type(name).serving(engine, gpu, [(1, size, size)]) == why
+
+
+def test_k_and_v_of_other_sizes():
+    layers = [(1, 128, 80), (1, 96, 128)]
+    assert cache_type("nvfp4").serving("vllm", "h100", layers) == (
+        "nvfp4 is served on h100 with heads of 128, 256, 512 (vllm), not of 80 and 96"
+    )
 
 
 def test_unknown_names():
     with pytest.raises(InputError, match="cache 'int7' is not one of fp8, fp8_per_token_head"):
         cache_type("int7")
     with pytest.raises(InputError, match="engine 'tgi' is not one of vllm, sglang, lmdeploy"):
-        cache_type("fp8").serving("tgi", None, 64)
+        cache_type("fp8").serving("tgi", None, [])
     with pytest.raises(InputError, match="GPU 'h1000' is not one of a100, l40s, h100"):
-        cache_type("fp8").serving(None, "h1000", 64)
+        cache_type("fp8").serving(None, "h1000", [])
 
 
 def test_every_engine_and_gpu_serves_something():
-    servings = [s for name in ("fp8", *CACHES) for s in cache_type(name).servings]
+    servings = [s for name in ALL_CACHES for s in cache_type(name).servings]
     assert {s.engine for s in servings} == set(ENGINES)
     assert {gpu for s in servings for gpu in s.gpus} == set(GPUS)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_latents_are_served_for_the_model_types_whose_classes_were_seen_to_cache_them(engine):
+    classes = load_classes(engine)
+    for file in (Path(__file__).parents[2] / "interop" / "architectures").glob("*.json"):
+        config = json.loads(file.read_text())
+        was_run = file.stem in classes.results
+        if not was_run or "kv_lora_rank" not in config or "index_topk" in config:
+            continue
+        served = cache_type("fp8").serving(
+            engine, None, [Shape(1, 512, 64, "latents")], config["model_type"]
+        )
+        assert isinstance(served, list) == (file.stem in classes.latent), file.stem

@@ -21,6 +21,7 @@ def model(tmp_path_factory):
     with torch.no_grad():
         built.model.layers[1].self_attn.kv_a_layernorm.weight *= 2**12  # beyond FP8 at 1.0
         built.model.layers[1].self_attn.kv_b_proj.weight /= 2**12
+        built.model.layers[2].self_attn.kv_a_proj_with_mqa.weight[16:] *= 2**16
     return save_model(built, tmp_path_factory.mktemp("model") / "latent")
 
 
@@ -34,6 +35,7 @@ def test_every_way_to_have_one_scale_has_a_row(report):
     assert {"none", "tensor", "mse", "e5m2", "k only", "v only", "random"} <= rows.keys()
     assert not {"attn_head", "channel", "qkv", "channel+k_center"} & rows.keys()
     assert rows["tensor"]["kl"]["value"] < rows["none"]["kl"]["value"] / 10
+    assert report["advice"][0].startswith("engines' own classes use no scales of latents")
     assert any("K stands for the latent, V for k_pe" in line for line in report["warnings"])
     assert report["bytes_per_token"] == {"fp8": 3 * (16 + 8), "16bit": 6 * (16 + 8)}
 
@@ -43,6 +45,8 @@ def test_shares_of_a_layer_count_the_latent_and_k_pe_each_for_itself(report, mod
     by_layer = {row["layer_idx"]: row for row in report["variants"]["none"]["layers"]}
     assert by_layer[1]["saturated"]["k"][0] > 0.5
     assert by_layer[1]["saturated"]["v"] == [0.0]
+    assert by_layer[2]["saturated"]["k"] == [0.0]
+    assert by_layer[2]["saturated"]["v"][0] > 0.9  # of its 8 values; the latent has 16
     one = {row["layer_idx"]: row for row in report["variants"]["tensor"]["layers"]}
     for index, row in one.items():
         assert row["scale"]["k"] == row["scale"]["v"]

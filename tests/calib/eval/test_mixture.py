@@ -8,6 +8,7 @@ import pytest
 from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
 
+from calib.caches.types import Shape, cache_type
 from calib.errors import InputError
 from calib.eval.found import Mixture
 from calib.eval.mixture import choose, mixture_lines, write_layer_map
@@ -61,11 +62,16 @@ def found(layers):
     )
 
 
+def held_as(*shapes):
+    """How vLLM serves types for a model of such layers."""
+    return lambda name: cache_type(name).serving("vllm", None, shapes)
+
+
 def test_one_type_and_16_bits_is_served_by_vllm(tmp_path):
     mixture = found({0: "fp8", 1: "16 bits", 2: "fp8", 3: "16 bits"})
-    (line,) = mixture_lines(mixture, {64})
+    (line,) = mixture_lines(mixture, held_as((1, 64, 64)))
     assert "--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 1 3, with calibrated scales" in line
-    (line,) = mixture_lines(found({0: "fp8", 1: "nvfp4"}), {64})
+    (line,) = mixture_lines(found({0: "fp8", 1: "nvfp4"}), held_as((1, 64, 64)))
     assert "1 layer in fp8, 1 layer in nvfp4" in line
     assert "no released engine" in line
     write_layer_map(mixture, tmp_path)
@@ -86,11 +92,21 @@ def test_one_type_and_16_bits_is_served_by_vllm(tmp_path):
 
 def test_the_flag_is_for_the_models_own_head_sizes():
     mixture = found({0: "nvfp4", 1: "16 bits"})
-    (line,) = mixture_lines(mixture, {64, 128})
+    (line,) = mixture_lines(mixture, held_as((1, 64, 128)))
     assert line.endswith("--kv-cache-dtype nvfp4 --kv-cache-dtype-skip-layers 1")
-    (line,) = mixture_lines(mixture, {80})
+    (line,) = mixture_lines(mixture, held_as((1, 80, 80)))
     assert "--kv-cache-dtype" not in line
     assert "not of 80" in line
+
+
+def test_latents_are_served_at_scale_1():
+    latents, sparse = (Shape(1, 512, 64, kind) for kind in ("latents", "sparse latents"))
+    (line,) = mixture_lines(found({0: "fp8", 1: "16 bits"}), held_as(latents))
+    assert line.endswith("vLLM: --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 1")
+    (line,) = mixture_lines(found({0: "fp8_ds_mla", 1: "16 bits"}), held_as(sparse))
+    assert line.endswith("--kv-cache-dtype fp8_ds_mla --kv-cache-dtype-skip-layers 1")
+    (line,) = mixture_lines(found({0: "fp8_ds_mla", 1: "16 bits"}), held_as(latents))
+    assert line.endswith("not for latents")
 
 
 def test_a_mixture_whose_kl_is_no_number_is_refused(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """Models that cache latents (MLA): their scales, recomputed in plain transformers, and who sums."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +10,11 @@ import pytest
 import torch
 from calibrate_each import RECIPE
 from command_line import calibrate as calibrate_command
-from command_line import one_line_error
-from families import LATENT, save_model, tiny_model
-from safetensors.torch import load_file
+from command_line import fp8kv, one_line_error
+from families import LATENT, kimi_k25, mixed_model, save_model, tiny_model
+from quantized_models import edit_json
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from calib.data import make_batches
@@ -19,6 +22,7 @@ from calib.errors import InputError
 from calib.job import run
 from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
+from calib.scalefiles.calibrations import read_amax
 from calib.scales.derive import derive_scales
 from calib.scales.stats_file import load_stats, save_stats
 
@@ -51,11 +55,23 @@ def largest_in_cache(model):
     return largest
 
 
+def with_large_k_pe(model):
+    """In the last of the layers k_pe is larger than the latent."""
+    *_, last = (m for m in model.modules() if hasattr(m, "kv_a_proj_with_mqa"))
+    with torch.no_grad():
+        last.kv_a_proj_with_mqa.weight[16:] *= 64
+    return model
+
+
 @pytest.mark.parametrize("family", LATENT)
 def test_scales_are_those_of_what_transformers_caches(family):
-    model = tiny_model(family, **LATENT[family])
+    model = with_large_k_pe(tiny_model(family, **LATENT[family]))
     recipe = load_recipe(None)
-    scales = derive_scales(calibrate(model, batches(), recipe), recipe)
+    stats = calibrate(model, batches(), recipe)
+    larger = [bool(x.v.amax.max() > x.k.amax.max()) for x in stats.layers.values()]
+    assert larger[-1]
+    assert len(larger) == 1 or not all(larger)
+    scales = derive_scales(stats, recipe)
     expected = largest_in_cache(model)
     assert {layer.layer_idx for layer in scales.layers.values()} == set(expected)
     for layer in scales.layers.values():
@@ -91,7 +107,7 @@ def test_a_latent_is_what_its_weights_say():
 
 
 def test_an_observer_sees_latent_and_k_pe_as_one():
-    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
+    model = with_large_k_pe(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]))
     stats = calibrate(model, batches(), MSE)
     for layer in stats.layers.values():
         both = layer.jointly()
@@ -134,6 +150,27 @@ def test_two_processes_change_no_bit_of_any_family(saved, tmp_path):
         assert all(torch.equal(one[name], two[name]) for name in one), family
 
 
+def test_a_model_that_sees_caches_latents_of_its_text(tmp_path):
+    save_model(kimi_k25(), tmp_path / "model")
+    run(str(tmp_path / "model"), load_recipe(None, RECIPE), tmp_path / "out")
+    stats = load_stats(tmp_path / "out")
+    assert [*stats.layers] == [f"model.language_model.layers.{i}.self_attn" for i in range(3)]
+    assert all(layer.latent for layer in stats.layers.values())
+
+
+def test_layers_with_k_and_v_beside_latents_have_two_scales():
+    model = mixed_model()
+    stats = calibrate(model, batches(), load_recipe(None))
+    assert [layer.latent for layer in stats.layers.values()] == [True, False, True]
+    first, plain, _ = derive_scales(stats, load_recipe(None)).layers.values()
+    assert torch.equal(first.k, first.v)
+    cached = [layer.v.amax.max() / 448 for layer in stats.layers.values()]
+    assert plain.v == cached[1]
+    assert plain.k != plain.v
+    largest = largest_in_cache(model)
+    assert max(plain.k, plain.v).item() == pytest.approx(largest[1] / 448, rel=1e-6)
+
+
 def test_statistics_say_that_they_are_of_latents(tmp_path):
     model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
     stats = calibrate(model, batches(), MSE)
@@ -163,3 +200,82 @@ def test_statistics_of_latents_give_no_scales_per_head():
     stats = calibrate(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), batches(), MSE)
     with pytest.raises(InputError, match="one latent per token"):
         derive_scales(stats, MSE.model_copy(update={"strategy": "attn_head"}))
+
+
+def test_kimi_k2_is_read_as_the_deepseek_that_it_is(saved, tmp_path):
+    shutil.copytree(saved["deepseek_v3"], tmp_path / "kimi")
+    code = {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}
+    code |= {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"}
+    edit_json(tmp_path / "kimi" / "config.json", model_type="kimi_k2", auto_map=code)
+    for name, model in (("kimi", tmp_path / "kimi"), ("deepseek", saved["deepseek_v3"])):
+        run(str(model), load_recipe(None, RECIPE), tmp_path / "of" / name)
+    kimi, deepseek = (load_stats(tmp_path / "of" / name) for name in ("kimi", "deepseek"))
+    assert kimi.latent
+    for name, layer in deepseek.layers.items():
+        assert torch.equal(kimi.layers[name].jointly().amax, layer.jointly().amax)
+
+
+def renamed(directory, out):
+    """A calibration of latents whose statistics call them K and V."""
+    shutil.copytree(directory, out)
+    path = out / "fp8kv_stats.safetensors"
+    with safe_open(path, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    names = {n: n.replace(".latent.", ".k.").replace(".k_pe.", ".v.") for n in tensors}
+    assert set(names.values()).isdisjoint(set(tensors) - {n for n in tensors if ".q." in n})
+    save_file({names[n]: tensor for n, tensor in tensors.items()}, path, metadata)
+    return out
+
+
+def test_statistics_that_call_latents_k_and_v_fit_no_model_with_latents(saved, tmp_path):
+    run(str(saved["deepseek_v3"]), load_recipe(None, RECIPE), tmp_path / "right")
+    wrong = renamed(tmp_path / "right", tmp_path / "wrong")
+    assert not load_stats(wrong).latent
+    done = fp8kv("generate", saved["deepseek_v3"], "w4 w5", "--scales", wrong)
+    one_line_error(done, "they are of K and V, which it does not cache", status=2)
+
+
+def test_absmax_of_latents_is_that_which_their_scale_is_for(saved, tmp_path):
+    run(str(saved["deepseek_v3"]), load_recipe(None, RECIPE), tmp_path / "out")
+    amax = read_amax(tmp_path / "out")
+    for layer in load_stats(tmp_path / "out").layers.values():
+        largest = float(layer.jointly().amax.max())
+        assert amax[layer.layer_idx, "k"] == amax[layer.layer_idx, "v"] == (largest,)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "phrase"),
+    [
+        ("deepseek_v3", "vllm", "compute with 1.0"),
+        ("deepseek_v3", "sglang", "stores latents"),
+        ("longcat_flash", "modelopt", "several attention modules"),
+    ],
+)
+def test_formats_that_spoil_or_drop_scales_are_refused_early(
+    family, name, phrase, saved, tmp_path, monkeypatch
+):
+    if family == "deepseek_v3":
+        monkeypatch.setattr("calib.prepare.load_model", None)  # nothing is loaded
+    done = calibrate_command(saved[family], "--format", name, "-o", tmp_path / "out")
+    one_line_error(done, phrase, "bake", status=2)
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_attention_modules_of_a_layer_are_not_converted(saved, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(saved["longcat_flash"], model)
+    scale = {f"model.layers.0.self_attn.{i}.k_scale": torch.tensor(0.1 + i) for i in range(2)}
+    save_file(scale, model / "scales.safetensors", {"format": "pt"})
+    done = fp8kv("convert", model, "--to", "modelopt", "-o", tmp_path / "out")
+    one_line_error(done, "several attention modules", "fp8kv", status=2)
+
+
+def test_what_convert_refuses_names_a_command_that_there_is(saved, tmp_path):
+    out = ("--format", "modelopt", "-o", tmp_path / "scaled")
+    done = calibrate_command(saved["deepseek_v3"], *out)
+    assert done.exit_code == 0
+    assert "serve with vLLM:" in done.stdout
+    assert "for vLLM; strategy" in (tmp_path / "scaled" / "README.md").read_text()
+    done = fp8kv("convert", tmp_path / "scaled", "--to", "vllm", "-o", tmp_path / "no")
+    one_line_error(done, "Use fp8kv bake after fp8kv calibrate --format fp8kv, or --to", status=2)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import tiny_model
+from families import LATENT, tiny_model
 
 from calib.data import make_batches
 from calib.errors import InputError
@@ -15,11 +15,12 @@ from calib.scales.stats_file import save_stats
 
 SAMPLES = [list(range(3 + i, 40 + i)) for i in range(6)]
 RECIPE = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
+FAMILIES = ["llama", "deepseek_v3"]
 RUN = {"model": "m", "recipe": {"seed": 1}}
 
 
-def measured(samples):
-    model = tiny_model("llama")
+def measured(samples, family="llama"):
+    model = tiny_model(family, **LATENT.get(family, {}))
     return calibrate(model, make_batches(samples, 1, pad_id=0), RECIPE)
 
 
@@ -36,9 +37,10 @@ def same(one, other):
     )
 
 
-def test_statistics_add_up_to_the_same_bits_in_any_order():
-    whole = measured(SAMPLES)
-    parts = [measured([sample]) for sample in SAMPLES]
+@pytest.mark.parametrize("family", FAMILIES)
+def test_statistics_add_up_to_the_same_bits_in_any_order(family):
+    whole = measured(SAMPLES, family)
+    parts = [measured([sample], family) for sample in SAMPLES]
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2]):
         merged = parts[order[0]]
         for i in order[1:]:
@@ -46,15 +48,17 @@ def test_statistics_add_up_to_the_same_bits_in_any_order():
         assert same(merged, whole)
 
 
-def test_what_was_saved_goes_on(tmp_path):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_was_saved_goes_on(family, tmp_path):
     path = progress_file(tmp_path / "out", 0)
     saved = SavedProgress(path, RUN, every_seconds=0)
     assert saved.load() == (None, 0)
-    first = measured(SAMPLES[:4])
+    first = measured(SAMPLES[:4], family)
     saved.save_sometimes(lambda: first, 4)
     found, batches = SavedProgress(path, RUN, every_seconds=0).load()
     assert batches == 4
-    assert same(found.merge(measured(SAMPLES[4:])), measured(SAMPLES))
+    assert same(found.merge(measured(SAMPLES[4:], family)), measured(SAMPLES, family))
+    assert found.latent == (family in LATENT)
     assert [file.name for file in tmp_path.iterdir()] == [".out.rank0.progress"]
     saved.forget()
     assert [*tmp_path.iterdir()] == []

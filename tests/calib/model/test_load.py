@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from command_line import calibrate, one_line_error
-from families import MLA, save_model, tiny_model, tiny_vision_language_model
+from families import save_model, tiny_model, tiny_vision_language_model
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
 
@@ -93,13 +93,6 @@ def test_an_encoder_decoder(tiny_directory):
     refuse(
         tiny_directory, UnsupportedModelError, "T5ForConditionalGeneration is an encoder-decoder"
     )
-
-
-def test_mla_is_refused_before_its_weights_are_read(tmp_path):
-    directory = save_model(tiny_model("deepseek_v3", **MLA), tmp_path / "mla")
-    checkpoint = find_checkpoint(str(directory))
-    with pytest.raises(UnsupportedModelError, match=r"multi-head latent attention \(MLA\)"):
-        load_config(checkpoint, RECIPE)
 
 
 def test_a_sequence_longer_than_the_models_positions(tiny_llama):

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from families import MLA, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -80,12 +79,6 @@ def test_quantised_weights_are_refused(llama):
     path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "hqq"}}))
     with pytest.raises(InputError, match=r"are quantised.*--offload none"):
         llama.open(llama.recipe())
-
-
-@pytest.mark.usefixtures("_reads_nothing")
-def test_compressed_latents_are_refused_as_in_memory(save):
-    with pytest.raises(UnsupportedModelError, match="MLA"):
-        skeleton(save(tiny_model("deepseek_v3", **MLA)))
 
 
 def test_a_missing_weight_is_named(llama):

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import fp8kv, one_line_error
-from families import FAMILIES, HYBRIDS, SHARED_KV, tiny_model
+from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
-from calib.errors import InputError, UnsupportedModelError
+from calib.errors import InputError
 from calib.measure.attention import map_attention
 from calib.plan.shape import attention_heads, model_shape
 
@@ -75,11 +75,52 @@ def test_a_token_meets_only_the_experts_it_is_sent_to(tmp_path):
     assert shape.flops_per_token == 2 * (dense + met)
 
 
-def test_a_model_with_latents_instead_of_k_and_v_is_refused(tmp_path):
-    document = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
-    (tmp_path / "config.json").write_text(json.dumps(document))
-    with pytest.raises(UnsupportedModelError, match="MLA"):
-        model_shape(str(tmp_path))
+# what DeepSeek-V3's config.json says of its sizes
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
+    "torch_dtype": "bfloat16", "vocab_size": 129280, "hidden_size": 7168,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_deepseek_v3_as_its_makers_count_it(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    shape = model_shape(str(tmp_path))
+    # its card: 671 B, of which a token meets 37 B
+    assert shape.parameters == pytest.approx(671e9, rel=0.001)
+    embeddings = 2 * 129280 * 7168
+    assert shape.flops_per_token / 2 + embeddings == pytest.approx(37e9, rel=0.02)
+    assert shape.cached_values == 61 * (512 + 64) == 35_136
+    # each head: a key of 128 + 64, and a value of 128
+    assert shape.flops_per_pair == 61 * 128 * 2 * (192 + 128)
+    said = fp8kv("plan", tmp_path).stdout
+    assert "KV cache: 70,272 bytes per token in 16 bits, 35,136 in FP8" in said
+    one_line_error(fp8kv("bench", tmp_path), "deepseek_v3 caches latents (MLA)", "--heads")
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "minicpm3", "glm4_moe_lite", "youtu"])
+def test_flops_of_latents_are_those_that_torch_counts(family, tmp_path):
+    model = tiny_model(family, **LATENT[family], attn_implementation="eager").eval()
+    attention = shape_of(model, tmp_path)
+    tokens = torch.arange(16)[None]
+    found = []
+    for length in (8, 16):
+        with FlopCounterMode(display=False) as counter, torch.inference_mode():
+            model.get_decoder()(input_ids=tokens[:, :length], use_cache=False)
+        found.append(counter.get_total_flops())
+    # what grows with the square of the length; the eager kernel computes masked pairs as well
+    squared = (found[1] - 2 * found[0]) / (16**2 - 2 * 8**2)
+    assert attention.flops_per_pair == squared
+
+
+def test_all_layers_of_longcat_are_counted(tmp_path):
+    model = tiny_model("longcat_flash", **{**LATENT["longcat_flash"], "num_hidden_layers": 6})
+    assert model.config.num_layers == 3
+    assert shape_of(model, tmp_path).cached_values == 6 * (16 + 8)
 
 
 @pytest.mark.parametrize(
@@ -129,7 +170,7 @@ OTHERS = {
 @pytest.mark.parametrize(
     ("family", "options"),
     # with num_key_value_heads, which its config does not have, gpt_neox would not be itself
-    [(k, v) for k, v in {**FAMILIES, **HYBRIDS, **OTHERS}.items() if k != "gpt_neox"],
+    [(k, v) for k, v in {**FAMILIES, **HYBRIDS, **OTHERS, **LATENT}.items() if k != "gpt_neox"],
 )
 def test_the_cache_is_what_the_model_itself_keeps(family, options, tmp_path):
     model = tiny_model(family, **options)
@@ -155,7 +196,7 @@ def test_a_model_without_k_and_v_is_refused(family, tmp_path):
     document = {"model_type": family, "architectures": ["XForCausalLM"], "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(document))
     done = fp8kv("plan", tmp_path)
-    one_line_error(done, "has no attention layer that caches K and V per head")
+    one_line_error(done, "has no attention layer that caches K and V, or a latent")
     one_line_error(fp8kv("bench", tmp_path), "config")
 
 

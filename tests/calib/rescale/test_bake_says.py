@@ -40,6 +40,9 @@ def test_one_is_compared_with_what_was_measured(tmp_path):
     code, found = verified(baked, "--against", after)
     assert (code, found["problems"]) == (0, [])
     assert [0.5 < x <= 1 for fit in found["against"] for x in fit["used"].values()] == [True] * 6
+    code, found = verified(baked, "--against", scales)
+    assert code == 1
+    assert any("measured on the model that was baked" in problem for problem in found["problems"])
 
 
 def test_scales_beside_the_weights(tmp_path):

@@ -9,7 +9,7 @@ import torch
 from baking import TOKENS, in_float32
 from command_line import calibrate, fp8kv, one_line_error
 from fake_quant import measured_scales
-from families import FAMILIES, MLA, SHARED_KV, save_model, tiny_model
+from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoTokenizer
@@ -191,7 +191,6 @@ def test_a_norm_that_adds_one_needs_more_than_bfloat16(tmp_path):
         ("olmo", {"clip_qkv": 0.5}, "OlmoForCausalLM clips Q, K and V at 0.5"),
         ("stablelm", {"qk_layernorm": True}, "q_layernorm has no single weight"),
         ("llama4_text", {}, "no twin of Llama4ForCausalLM: K of model.layers.0"),
-        ("deepseek_v3", MLA, "multi-head latent attention"),
     ],
 )
 def test_what_cannot_be_proved_is_refused(model_type, options, reason, tmp_path):

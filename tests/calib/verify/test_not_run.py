@@ -44,23 +44,6 @@ def test_rules_that_were_read_name_the_classes_that_they_were_read_for():
             assert rules.classes or rules.architectures, name
 
 
-def test_a_latent_cache_is_not_known_whatever_its_layer_is_called(tmp_path):
-    inner = "{module}.attn.{x}_scale"
-    directory = model(tmp_path, names=inner, architectures=["MiniCPM3ForCausalLM"])
-    assert (said(directory, "vllm"), said(directory, "sglang")) == ("loaded", "not known")
-    assert "MiniCPM3ForCausalLM" in load_classes("sglang").latent
-
-
-def test_a_latent_cache_is_not_known_where_weights_show_no_k(tmp_path):
-    module = "model.layers.0.self_attn"
-    scales = [f"{module}.attn_mqa.{x}_scale" for x in "kv"]
-    document = {"architectures": ["DeepseekV3ForCausalLM"]}
-    directory = write(tmp_path, [f"{module}.kv_b_proj.weight"], scales, **document)
-    done = fp8kv("verify", directory, "--engine", "sglang")
-    assert done.exit_code == 1
-    assert "│ not known │ not known │" in lines_of(done)
-
-
 # ---- names ----
 
 

@@ -77,8 +77,8 @@ MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": 
         ("Qwen2ForCausalLM", INNER, COMPRESSED, "loaded"),
         ("GraniteForCausalLM", INNER, COMPRESSED, "loaded"),
         ("SomeForCausalLM", NAMES, COMPRESSED, "unknown"),
-        # they arrive; what the cache does with them was only read
-        ("DeepseekV3ForCausalLM", PROJ, MODELOPT, "unknown"),
+        # they arrive, and test_latents.py says what for
+        ("DeepseekV3ForCausalLM", PROJ, MODELOPT, "loaded"),
         # what is decided before the model's classes are asked
         ("Qwen3ForCausalLM", NAMES, None, "default"),
         ("Qwen3ForCausalLM", NAMES, COMPRESSED | {"kv_cache_scheme": None}, "default"),

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from fake_quant import fake_quantized, scales_for
-from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, tiny_model
+from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, mixed_model, tiny_model
 from transformers import DynamicCache
 
+from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention, paged_cache
 
 # sparse ones attend to all tokens: where indices tie, they take others with a cache than without
@@ -147,6 +148,28 @@ def test_a_latent_and_k_pe_are_what_attention_expands(family, monkeypatch):
     with torch.inference_mode():
         expected = model(IDS[1:], use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
+
+
+def test_latents_lie_beside_k_and_v():
+    model = mixed_model()
+    scales = scales_for(model, strategy="tensor")
+    with torch.inference_mode(), fake_quantized(model, scales):
+        expected = model(IDS[1:], use_cache=False).logits
+    with torch.inference_mode(), fp8_attention(model, scales, block_size=4):
+        found = model(IDS[1:])
+    torch.testing.assert_close(found.logits, expected, rtol=0, atol=ROUNDING)
+    heads, head_dim = 4, 8
+    row = 2 * (16 + 8) + 2 * heads * head_dim
+    assert paged_cache(found.past_key_values).bytes_per_token == row
+
+
+def test_latents_on_the_triton_backend_are_refused():
+    model = tiny_model("deepseek_v3", **ALL["deepseek_v3"])
+    with (
+        pytest.raises(AttentionError, match="caches a latent .MLA., for which there is no Triton"),
+        fp8_attention(model, scales_for(model), backend="triton"),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
