@@ -90,3 +90,18 @@ def test_faults(body, message):
     given, got = torch.arange(32, dtype=torch.int32), torch.empty(32, dtype=torch.int32)
     with pytest.raises(FaultError, match=message):
         run(body, got, given, shared=64)
+
+
+def test_a_barrier_of_one_warp():
+    """It is the program's where that has no other; of two warps it says nothing."""
+    given = torch.arange(64, dtype=torch.int32)
+    for threads in (32, 64):
+        own = (ADDRESS + OTHER).replace("63", str(threads - 1))
+        body = own + f"{LOAD} {WRITE} bar.warp.sync -1; {READ} {STORE}"
+        got = torch.empty(threads, dtype=torch.int32)
+        if threads == 32:
+            run(body, got, given[:32], threads=32, shared=256)
+            assert torch.equal(got, given[:32].roll(-1))
+            body = body.replace("bar.warp.sync -1;", "")
+        with pytest.raises(FaultError, match="race: read"):
+            run(body, got, given[:threads], threads=threads, shared=256)

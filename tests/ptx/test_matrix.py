@@ -7,42 +7,14 @@ import torch
 from checks import assert_attention, assert_output, assert_rounded, assert_stored
 from oracle import attention
 from paged import Case, build
+from ptx_cases import CASES, PLAIN
 from virtual_gpu.launch import virtual_gpu
 
+from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import TARGETS
 
 NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100")
 BF16, FP32 = torch.bfloat16, torch.float32
-MASKED = {"window": 200, "softcap": 5.0, "sinks": True, "starts": (3, 7, 0)}
-# a part of four tiles or more, so that copies run ahead; three sequences in room for four
-PLAIN = Case((330, 33, 0), group=4, block_size=64, num_splits=2)
-
-CASES = {
-    **{f"D{d}": replace(PLAIN, head_dim=d, seed=d) for d in (64, 80, 96, 112, 128, 256)},
-    **{
-        f"group{g}": replace(PLAIN, head_dim=128, kv_heads=1, group=g, seed=g)
-        for g in (1, 7, 16, 20)
-    },
-    **{f"block{b}": replace(PLAIN, head_dim=128, block_size=b, seed=b) for b in (16, 48, 256)},
-    **{
-        f"splits{n}": replace(PLAIN, lengths=(600, 1, 300), head_dim=128, num_splits=n, seed=n)
-        for n in (1, 16, 64)
-    },
-    "masked": replace(PLAIN, head_dim=128, **MASKED),
-    "window": replace(PLAIN, lengths=(300, 64, 65), window=37),
-    "channels": replace(PLAIN, head_dim=128, k_scales="channel", v_scales="channel"),
-    "center": replace(
-        PLAIN, head_dim=128, k_scales="channel", v_scales="channel", center=True, **MASKED
-    ),
-    "bf16": replace(PLAIN, head_dim=128, dtype=BF16, k_scales="tensor", v_scales="tensor"),
-    "bf16-D256": replace(PLAIN, head_dim=256, dtype=BF16, block_size=16, q_scale="head", **MASKED),
-    "fp32": replace(PLAIN, head_dim=128, dtype=FP32),
-    "q_fp8": replace(PLAIN, head_dim=128, q_scale="head"),
-    "q_fp8-center": replace(PLAIN, q_scale="tensor", center=True, **MASKED),
-    "e5m2": replace(PLAIN, head_dim=128, format="e5m2"),
-    "e5m2-q_fp8": replace(PLAIN, head_dim=128, format="e5m2", q_scale="head"),
-    **{f"float16-D{d}": replace(PLAIN, head_dim=d, format="float16") for d in (64, 80, 128, 256)},
-}
 QUERIES = (40, 9, 0)  # extend
 STORED = {
     "D64": Case((), head_dim=64),
@@ -68,7 +40,17 @@ def test_decode(name, target):
 
 @pytest.mark.parametrize("name", CASES)
 def test_extend(name, target):
-    assert_attention(replace(CASES[name], query_lens=QUERIES))
+    case = CASES[name]
+    assert_attention(replace(case, query_lens=tuple(map(min, QUERIES, case.lengths))))
+
+
+# other tiles than the table's, and programs of one warp, whose barriers are the warp's
+@pytest.mark.parametrize("name", ["plain-D64", "masked", "plain-channel"])
+@pytest.mark.parametrize("config", [Config(32, 1, 5), Config(16, 2, 3)], ids=["1warp", "2warps"])
+@pytest.mark.parametrize("target", NVIDIA)
+def test_decode_of_few_warps(target, config, name):
+    with virtual_gpu(TARGETS[target], configs={"decode": config}):
+        assert_attention(CASES[name])
 
 
 @pytest.mark.parametrize("name", STORED)
@@ -83,8 +65,7 @@ def test_all_bfloat16_values_are_rounded(format, target):
 
 def test_blocks_beyond_2_to_31(target):
     """Offsets of more than 31 bits: the last of blocks that no memory was taken for."""
-    case = replace(PLAIN, head_dim=128)
-    batch = build(case)
+    batch = build(PLAIN)
     stored = batch.blocks.codes.view(torch.uint8)
     shift = 2**31 // stored[0, 0].numel()
     codes = torch.empty(2, shift + stored.shape[1], *stored.shape[2:], dtype=torch.uint8)
@@ -93,7 +74,7 @@ def test_blocks_beyond_2_to_31(target):
     tables = batch.sequences.block_tables
     far = replace(batch.sequences, block_tables=torch.where(tables < 0, tables, tables + shift))
     got = replace(batch, blocks=blocks, sequences=far).attend("kernel")
-    assert_output(got, attention(batch), "kernel", case)
+    assert_output(got, attention(batch), "kernel", PLAIN)
 
 
 def test_every_byte_decodes_exactly(target):

@@ -7,8 +7,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SMOKE = (
-    *("append[sm_80-D80]", "append[sm_90-D64]", "extend[sm_90-D64]"),
-    *("decode[sm_80-D64]", "decode[sm_89-q_fp8]", "decode[sm_90-masked]", "decode[sm_100-D64]"),
+    *("append[sm_80-D80]", "append[sm_90-D64]", "extend[sm_90-plain-D64]"),
+    *("decode[sm_80-plain-D64]", "decode[sm_89-plain-q_head]", "decode[sm_90-masked]"),
+    *("decode[sm_100-plain-D64]", "extend[sm_100-plain-D64]"),
 )
 
 

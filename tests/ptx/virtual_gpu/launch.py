@@ -9,6 +9,7 @@ from kernels.offline import pretend
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
 
+from fp8kv_runtime.kernels.tuning import pinned
 from virtual_gpu.global_memory import GlobalMemory
 from virtual_gpu.machine import Machine
 from virtual_gpu.program import FaultError, parse
@@ -17,10 +18,11 @@ _KINDS = {"fp32": np.float32, "i32": np.int32, "i64": np.int64, "u32": np.uint32
 
 
 @contextlib.contextmanager
-def virtual_gpu(target, change=None):
+def virtual_gpu(target, change=None, configs=None):
     """Inside, kernels are compiled for this target up to PTX and run.
 
-    `change` is given name and PTX of every kernel, and gives the PTX to be run.
+    `change` is given name and PTX of every kernel, and gives the PTX to be run. `configs` has the
+    `Config` of decode or extend where it shall not be the table's.
     """
     parsed = {}
 
@@ -34,6 +36,8 @@ def virtual_gpu(target, change=None):
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(pretend(target))
+        for name, config in (configs or {}).items():
+            stack.enter_context(pinned(name, config))
         for name, value in {
             "run": property(run),
             "_init_handles": lambda self: None,

@@ -65,7 +65,7 @@ class Machine:
         if base in ("ret", "exit"):
             self._queue(at + 1, mask & ~active)
             return None
-        if base in ("bar", "barrier"):
+        if base in ("bar", "barrier") and instruction.op != "bar.warp.sync":
             if instruction.op not in ("bar.sync", "barrier.sync") or instruction.operands != (0,):
                 raise FaultError("unknown barrier")
             self._parked.append((at + 1, active))

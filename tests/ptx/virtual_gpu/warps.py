@@ -44,6 +44,13 @@ def elect(machine, instruction):
     machine.write(chosen, machine.lanes == 0)
 
 
+def meet(machine, instruction):
+    """`bar.warp.sync`: the barrier of a program of one warp; of more, memory stays unordered."""
+    _all_lanes(machine, *instruction.operands)
+    if machine.program.threads == 32:
+        machine.shared.barrier(machine.whole_groups())
+
+
 def _rows(machine, instruction, address, count):
     """Threads that give the addresses of rows, by matrix, and where those rows lie."""
     warps = machine.whole_groups()
@@ -92,5 +99,5 @@ def store_matrix(machine, instruction):
 
 HANDLERS = {
     "shfl.sync": shuffle, "redux.sync": reduce, "elect.sync": elect, "ldmatrix": load_matrix,
-    "stmatrix": store_matrix, "bar.warp.sync": lambda machine, _: machine.whole_groups(),
+    "stmatrix": store_matrix, "bar.warp.sync": meet,
 }  # fmt: skip
