@@ -4,7 +4,7 @@ import re
 
 # what is looked for, and what takes its place; where it names an instruction, that is gone
 KINDS = {
-    "barrier": (r"\bbar\.sync\s+0;", ""),
+    "barrier": (r"\bbar\.(?:sync\s+0|warp\.sync\s+-1);", ""),
     "wait": (r"cp\.async\.wait_group\s+(\d+);", lambda m: f"cp.async.wait_group {int(m[1]) + 1};"),
     "group": (r"cp\.async\.commit_group;", ""),
     "copy": (r"(cp\.async\.c\w\.[^;]*, 0x[0-9a-f]+), %r\d+;", lambda m: f"{m[1]}, 0;"),
@@ -24,15 +24,16 @@ KINDS = {
     "matrix wait": (r"wgmma\.wait_group[^;]*;|tcgen05\.wait::\w+[^;]*;", ""),
     "mbarrier wait": (r"mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;", ""),
 }  # fmt: skip
+_BARRIER, _BRANCH = r"bar\.(?:warp\.)?sync", r"\bbra\b|\$L__BB"
 _OFF_BY_ONE = {"lt": "le", "le": "lt", "gt": "ge", "ge": "gt"}
 
 
 def _separates(text, match):
     """Whether shared memory is used on both sides, before the barriers next to this one."""
-    before = re.split(r"bar\.sync|\bbra\b|\$L__BB", text[: match.start()])[-1]
-    after = re.split(r"bar\.sync|\bbra\b|\$L__BB", text[match.end() :])[0]
+    before = re.split(f"{_BARRIER}|{_BRANCH}", text[: match.start()])[-1]
+    after = re.split(f"{_BARRIER}|{_BRANCH}", text[match.end() :])[0]
     ends = text[: match.start()].removesuffix(before), text[match.end() :].removeprefix(after)
-    beside = ends[0].endswith("bar.sync"), ends[1].startswith("bar.sync")
+    beside = re.search(f"{_BARRIER}$", ends[0]), re.match(_BARRIER, ends[1])
     return all("shared" in side or not b for side, b in zip((before, after), beside, strict=True))
 
 

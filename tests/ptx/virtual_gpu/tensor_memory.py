@@ -144,26 +144,31 @@ def wait_for_barrier(machine, instruction):
     """`mbarrier.try_wait.parity`: whether the phase of this parity has completed."""
     complete, address, parity = instruction.operands
     memory, done = machine.tensor_memory, np.zeros(machine.num_threads, np.bool_)
-    addresses, parity = machine.addresses(address, "b32"), machine.read(parity, "b32")
-    for thread in machine.active().tolist():
-        program, at = key = _barrier(machine, thread, addresses[thread])
+    addresses, parity = machine.addresses(address, "b32"), machine.read(parity, "b32") % 2
+    for threads in _by_program(machine):
+        same = addresses[threads] == addresses[threads[0]], parity[threads] == parity[threads[0]]
+        if not np.all(same):
+            raise FaultError("a program's threads wait for several mbarriers")
+        program, at = key = _barrier(machine, threads[0], addresses[threads[0]])
         if key not in memory.barriers:
             raise FaultError("no such mbarrier")
-        done[thread] = memory.barriers[key] != parity[thread] % 2
-        ended = [i for i, one in enumerate(memory.running[program]) if one[0] == at]
-        if done[thread] and ended:
-            memory.running[program] = memory.running[program][ended[-1] + 1 :]
-            _still_read(machine, thread, memory.running[program])
-    if not done[machine.active()].all():
-        raise FaultError("a wait for an mbarrier that nothing completes")
+        if memory.barriers[key] == parity[threads[0]]:
+            raise FaultError("a wait for an mbarrier that nothing completes")
+        done[threads] = True
+        running = memory.running[program]
+        ended = max((i for i, one in enumerate(running) if one[0] == at), default=-1)
+        memory.running[program] = running = running[ended + 1 :]
+        machine.shared.matrix_units_done(threads[:1])
+        for _, places, _ in running:  # and nothing else
+            machine.shared.keep_reading(places)
     machine.write(complete, done)
 
 
-def _still_read(machine, thread, running):
-    """Shared memory that the program's running instructions read, and no other."""
-    machine.shared.matrix_units_done(np.array([thread]))
-    for _, places, _ in running:
-        machine.shared.keep_reading(places)
+def _by_program(machine):
+    """Numbers of the active threads, program by program."""
+    active = machine.active()
+    programs = active // machine.program.threads
+    return np.split(active, np.flatnonzero(np.diff(programs)) + 1)
 
 
 def multiply(machine, instruction):
