@@ -25,7 +25,15 @@ MASKED = Case(
     starts=(3, 7, 0),
 )  # fmt: skip
 PLAIN = Case((330, 33, 70), group=2, kv_heads=1, block_size=16)
-QUERIES = {"query_lens": (40, 9, 0)}
+EXTENDED = replace(MASKED, group=2, window=250, query_lens=(40, 9, 0))
+# rows whose own position, and whose window, is in every eighth of a tile; padding up to each
+EXTEND_ENDS = [((330, 33, 70), 1), ((356, 65, 9), 1), ((74, 84, 104), 1)]
+PADDING = [8 * i + 2 * (i % 4) + odd for i in range(8) for odd in (0, 1)]
+PADDED = {
+    "starts": tuple(PADDING),
+    "lengths": tuple(start + 10 for start in PADDING),
+    "query_lens": (4,) * len(PADDING),
+}
 STORED = Case((), head_dim=80)
 INF, NAN = float("inf"), float("nan")
 SPECIAL = [
@@ -37,7 +45,7 @@ SPECIAL = [
 def batches(case, *others):
     """The same layer with other lengths and numbers of parts, for which nothing is compiled."""
     for lengths, num_splits in others:
-        starts = case.starts and tuple(map(min, (20, 7, 55 - num_splits), lengths))
+        starts = case.starts and tuple(map(min, (20, 7, 55 - num_splits, 0), lengths))
         yield replace(case, lengths=lengths, num_splits=num_splits, starts=starts)
 
 
@@ -45,6 +53,7 @@ def batches(case, *others):
 ENDS = [
     *(((330, 33, 70), 2), ((400, 65, 0), 2), ((74, 84, 104), 1), ((119, 138, 158), 1)),
     *(((183, 202, 212), 1), ((232, 250, 90), 1), ((900, 33, 150), 3), ((100, 20, 55), 4)),
+    ((70, 33, 130, 20), 2),  # as many sequences as the kernel takes
 ]
 PARTS = [
     *(((330, 33, 70), 10), ((2040, 0, 0), 16), ((1000, 33, 70), 16), ((700, 200, 70), 12)),
@@ -62,7 +71,7 @@ def random_batches(least, most):
 CASES = {
     "decode": list(batches(MASKED, *ENDS, *random_batches(1, 9))),
     "reduce": list(batches(PLAIN, *PARTS, *random_batches(9, 16))),
-    "extend": list(batches(replace(MASKED, group=2, window=250, **QUERIES), *ENDS[:5])),
+    "extend": [*batches(EXTENDED, *EXTEND_ENDS), replace(EXTENDED, **PADDED)],
     "append_kv": [STORED],
 }
 RUNS = [
@@ -84,6 +93,8 @@ def assert_special_values_stored(case):
     """The reference's bytes and counts, of values at which rounding and counting change."""
     some, rng = torch.tensor(SPECIAL), torch.Generator().manual_seed(0)
     key, value = some[torch.randint(len(some), (2, 64, 2, case.head_dim), generator=rng)].half()
+    key[16:32] = value[16:32] = 1  # a program's tokens, with one value to count
+    key[20, :, 7] = value[20, :, 7] = 1e4
     made = []
     for module in (reference, append_kv):
         blocks = build(replace(case, lengths=(64,))).blocks

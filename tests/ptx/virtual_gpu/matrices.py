@@ -159,7 +159,7 @@ def wait_for_groups(machine, instruction):
     if instruction.operands[0] != 0:
         raise FaultError("a wait for some matrix instructions")
     machine.deliver()
-    machine.shared.matrix_units_done(machine.active())
+    machine.shared.matrix_units_done(machine.active(), known_to_all=False)
 
 
 def _nothing(machine, instruction):

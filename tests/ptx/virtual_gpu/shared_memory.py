@@ -113,10 +113,17 @@ class SharedMemory:
         """These places are read by an instruction that still runs."""
         self._being_read[places] = True
 
-    def matrix_units_done(self, threads: np.ndarray) -> None:
-        """No matrix instruction of these threads' programs reads any more."""
+    def matrix_units_done(self, threads: np.ndarray, known_to_all: bool = True) -> None:
+        """No matrix instruction of these threads' programs reads any more.
+
+        Where each warp knows it of its own alone, others may write there after a barrier.
+        """
         for program in np.unique(threads // self._threads).tolist():
-            self._being_read[program * self._size : (program + 1) * self._size] = False
+            all_bytes = slice(program * self._size, (program + 1) * self._size)
+            if not known_to_all:
+                read = self._being_read[all_bytes]
+                self._reader[all_bytes][read] = self._epoch[program] << 10 | _MANY
+            self._being_read[all_bytes] = False
 
     def _stamp(self, threads):
         epoch = self._epoch[threads // self._threads]
