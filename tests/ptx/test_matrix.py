@@ -51,6 +51,27 @@ def test_extend(name, target):
     assert_attention(replace(case, query_lens=tuple(map(min, QUERIES, case.lengths))))
 
 
+# KV in parts: with decode's config for few rows, with extend's for more, in one row tile or two
+PARTS = [(name, (4, 3, 0)) for name in USUAL] + [
+    ("plain", (40, 9, 0)),
+    ("masked", (40, 9, 0)),
+    ("plain-channel", (12, 7, 0)),
+    ("plain-q_head", (30, 1, 0)),
+]
+
+
+@pytest.mark.parametrize(("name", "queries"), PARTS)
+def test_extend_in_parts(name, queries, target):
+    assert_attention(replace(CASES[name], query_lens=queries, extend_splits=5))
+
+
+def test_a_batch_that_more_than_a_warp_plans(target):
+    lengths = tuple(range(0, 240, 6))
+    case = Case(lengths, kv_heads=1, block_size=64, num_splits=30, extend_splits=30)
+    assert_attention(case)
+    assert_attention(replace(case, query_lens=tuple(min(2, n) for n in lengths)))
+
+
 # other tiles than the table's, and programs of one warp, whose barriers are the warp's
 @pytest.mark.parametrize("name", ["plain-D64", "masked", "plain-channel"])
 @pytest.mark.parametrize("config", [Config(32, 1, 5), Config(16, 2, 3)], ids=["1warp", "2warps"])
