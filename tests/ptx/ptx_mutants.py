@@ -10,7 +10,7 @@ KINDS = {
     "copy": (r"(cp\.async\.c\w\.[^;]*, 0x[0-9a-f]+), %r\d+;", lambda m: f"{m[1]}, 0;"),
     "prmt": (r"(prmt\.b32 [^;]*, )0x(\w+?)(U?);", lambda m: f"{m[1]}0x{_swapped(m[2])}{m[3]};"),
     "lop3": (r"(lop3\.b32 [^;]*, )0x(\w+);", lambda m: f"{m[1]}{int(m[2], 16) ^ 0x10:#x};"),
-    "mask": (r"setp\.(lt|le|gt|ge)\.([su]\d)", lambda m: f"setp.{_OFF_BY_ONE[m[1]]}.{m[2]}"),
+    "mask": (r"setp\.(lt|le|gt|ge)\.(s\d)", lambda m: f"setp.{_OFF_BY_ONE[m[1]]}.{m[2]}"),
     # of sums: a maximum of fewer values is an origin of the softmax that is as good
     "shuffle": (
         r"(shfl\.sync\.bfly\.b32 [^;]*, )(\d+)(, 31, -1;\s*(?:[$.][^\n]*\s*)*add)",

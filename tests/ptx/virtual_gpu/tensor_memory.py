@@ -27,13 +27,15 @@ class TensorMemory:
         # the warp that loads or stores, until it waits; registers are there when they are used
         self.loading, self.storing = np.full((2, programs, 128, _COLUMNS), -1, np.int16)
         self.barriers = {}  # phase by program and address
-        self.running = {program: [] for program in range(programs)}  # [barrier, places, columns]
+        self.running = {program: [] for program in range(programs)}  # [barrier, places, cells]
 
-    def check(self, program, columns):
-        """Nothing that runs writes these columns."""
-        for _, _, own in self.running[program]:
-            if np.isin(columns, own).any():
-                raise FaultError("access to tensor memory that a matrix instruction writes")
+    def check(self, program, lanes, columns):
+        """Nothing that runs writes these cells."""
+        written = np.zeros((128, _COLUMNS), np.bool_)
+        for _, _, cells in self.running[program]:
+            written[cells] = True
+        if written[lanes, columns].any():
+            raise FaultError("access to tensor memory that a matrix instruction writes")
 
 
 def _warps(machine):
@@ -74,7 +76,7 @@ def load(machine, instruction):
     memory = machine.tensor_memory
     for program, number, threads in _warps(machine):
         lanes, columns = _cells(machine, address, number, threads, shape, count, *(apart or [0]))
-        memory.check(program, columns)
+        memory.check(program, lanes, columns)
         loaded[threads] = memory.data[program, lanes, columns]
         memory.loading[program, lanes, columns] = number
     for i, register in enumerate(registers):
@@ -89,7 +91,7 @@ def store(machine, instruction):
     memory = machine.tensor_memory
     for program, number, threads in _warps(machine):
         lanes, columns = _cells(machine, address, number, threads, shape, count, *(apart or [0]))
-        memory.check(program, columns)
+        memory.check(program, lanes, columns)
         memory.data[program, lanes, columns] = values[threads]
         memory.storing[program, lanes, columns] = number
 
@@ -199,14 +201,14 @@ def _multiply(machine, thread, operands, form, kinds, adds):
             _whole(memory, program, _cells_of(machine, thread, left, m, 8)), kinds[0]
         )
         a = a.reshape(m, -1)
-    lanes, columns = cells = _cells_of(machine, thread, to, m, n)
+    cells = _cells_of(machine, thread, to, m, n)
     if (memory.loading[program][cells] >= 0).any():
         raise FaultError("a matrix instruction writes tensor memory that is still loaded from")
     product = a @ b.T
     if adds:
         product += _whole(memory, program, cells).view(np.float32)
-    memory.data[program, lanes, columns] = product.astype(np.float32).view(np.uint32)
-    memory.running[program].append([None, places, columns])
+    memory.data[program][cells] = product.astype(np.float32).view(np.uint32)
+    memory.running[program].append([None, places, cells])
 
 
 def _in_shared(machine, thread, descriptor, rows, across, kind):
