@@ -45,16 +45,18 @@ def _ends_a_group(text, match):
 
 
 def _shows_new_data(text, match):
-    """Whether something was stored since the fence before."""
+    """Whether something was stored since the fence before, or where a loop begins between."""
     before = re.split(r"fence\.proxy", text[: match.start()])[-1]
-    return re.search(r"st\.shared|stmatrix|cp\.async\.c\w\.|\bbra\b|\$L__BB", before) is not None
+    jumps = re.findall(r"\bbra\S*\s+(\S+);", text[match.end() :])
+    stored = re.search(r"st\.shared|stmatrix|cp\.async\.c\w\.", before)
+    return stored is not None or any(f"{label}:" in before for label in jumps)
 
 
 def _waited_for_later(text, match):
-    """Whether the next wait comes before anything that this one could be for."""
-    after = re.split(r"(?:wgmma|tcgen05)\.wait", text[match.end() :], maxsplit=1)
-    stored = re.search(r"st\.shared|stmatrix|\bbra\b|\$L__BB", after[0])
-    return len(after) == 2 and stored is None and "wgmma.mma" in after[0]
+    """Whether the next wait of this kind comes before anything that this one could be for."""
+    after = text[match.end() :].split(match[0].partition(".sync")[0], 1)
+    used = re.search(r"st\.shared|stmatrix|tcgen05\.mma|\bbra\b|\$L__BB", after[0])
+    return len(after) == 2 and used is None
 
 
 def _swapped(selector):

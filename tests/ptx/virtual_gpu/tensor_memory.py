@@ -125,6 +125,8 @@ def start_barrier(machine, instruction):
         key = _barrier(machine, thread, machine.addresses(address, "b32")[thread])
         if count and count != [1]:
             raise FaultError("an mbarrier of several arrivals")
+        if any(at == key[1] for at, _, _ in machine.tensor_memory.running[key[0]]):
+            raise FaultError("an mbarrier's end while a matrix instruction will arrive there")
         if count:
             machine.tensor_memory.barriers[key] = 0
         elif machine.tensor_memory.barriers.pop(key, None) is None:
