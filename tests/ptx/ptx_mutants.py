@@ -21,7 +21,8 @@ KINDS = {
         lambda m: f"{m[1]}{m[3]}, {m[2]}{m[4]}",
     ),
     "fence": (r"fence\.proxy\.async[^;]*;", ""),
-    "matrix wait": (r"wgmma\.wait_group[^;]*;|tcgen05\.wait::\w+[^;]*;", ""),
+    # registers that are loaded from tensor memory are there at once (docs/runtime.md)
+    "matrix wait": (r"wgmma\.wait_group[^;]*;|tcgen05\.wait::st[^;]*;", ""),
     "mbarrier wait": (r"mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;", ""),
 }  # fmt: skip
 _BARRIER, _BRANCH = r"bar\.(?:warp\.)?sync", r"\bbra\b|\$L__BB"
@@ -66,11 +67,17 @@ def _swapped(selector):
     return selector[:-2] + selector[-1] + selector[-2]
 
 
+def _tells_of_new(text, match):
+    """Whether matrix instructions ran since the wait before, which tells of all that began."""
+    return "tcgen05.mma" in text[: match.start()].rpartition("mbarrier.try_wait")[2]
+
+
 MATTERS = {
     "barrier": _separates,
     "group": _ends_a_group,
     "fence": _shows_new_data,
     "matrix wait": lambda text, match: not _waited_for_later(text, match),
+    "mbarrier wait": _tells_of_new,
 }
 
 
