@@ -10,7 +10,7 @@ KINDS = {
     "copy": (r"(cp\.async\.c\w\.[^;]*, 0x[0-9a-f]+), %r\d+;", lambda m: f"{m[1]}, 0;"),
     "prmt": (r"(prmt\.b32 [^;]*, )0x(\w+?)(U?);", lambda m: f"{m[1]}0x{_swapped(m[2])}{m[3]};"),
     "lop3": (r"(lop3\.b32 [^;]*, )0x(\w+);", lambda m: f"{m[1]}{int(m[2], 16) ^ 0x10:#x};"),
-    "mask": (r"setp\.(lt|le|gt|ge)\.([su]\d)", lambda m: f"setp.{_OFF_BY_ONE[m[1]]}.{m[2]}"),
+    "mask": (r"setp\.(lt|le|gt|ge)\.(s\d)", lambda m: f"setp.{_OFF_BY_ONE[m[1]]}.{m[2]}"),
     # of sums: a maximum of fewer values is an origin of the softmax that is as good
     "shuffle": (
         r"(shfl\.sync\.bfly\.b32 [^;]*, )(\d+)(, 31, -1;\s*(?:[$.][^\n]*\s*)*add)",
@@ -21,7 +21,8 @@ KINDS = {
         lambda m: f"{m[1]}{m[3]}, {m[2]}{m[4]}",
     ),
     "fence": (r"fence\.proxy\.async[^;]*;", ""),
-    "matrix wait": (r"wgmma\.wait_group[^;]*;|tcgen05\.wait::\w+[^;]*;", ""),
+    # registers that are loaded from tensor memory are there at once (docs/runtime.md)
+    "matrix wait": (r"wgmma\.wait_group[^;]*;|tcgen05\.wait::st[^;]*;", ""),
     "mbarrier wait": (r"mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;", ""),
 }  # fmt: skip
 _BARRIER, _BRANCH = r"bar\.(?:warp\.)?sync", r"\bbra\b|\$L__BB"
@@ -45,16 +46,18 @@ def _ends_a_group(text, match):
 
 
 def _shows_new_data(text, match):
-    """Whether something was stored since the fence before."""
+    """Whether something was stored since the fence before, or where a loop begins between."""
     before = re.split(r"fence\.proxy", text[: match.start()])[-1]
-    return re.search(r"st\.shared|stmatrix|cp\.async\.c\w\.|\bbra\b|\$L__BB", before) is not None
+    jumps = re.findall(r"\bbra\S*\s+(\S+);", text[match.end() :])
+    stored = re.search(r"st\.shared|stmatrix|cp\.async\.c\w\.", before)
+    return stored is not None or any(f"{label}:" in before for label in jumps)
 
 
 def _waited_for_later(text, match):
-    """Whether the next wait comes before anything that this one could be for."""
-    after = re.split(r"(?:wgmma|tcgen05)\.wait", text[match.end() :], maxsplit=1)
-    stored = re.search(r"st\.shared|stmatrix|\bbra\b|\$L__BB", after[0])
-    return len(after) == 2 and stored is None and "wgmma.mma" in after[0]
+    """Whether the next wait of this kind comes before anything that this one could be for."""
+    after = text[match.end() :].split(match[0].partition(".sync")[0], 1)
+    used = re.search(r"st\.shared|stmatrix|tcgen05\.mma|\bbra\b|\$L__BB", after[0])
+    return len(after) == 2 and used is None
 
 
 def _swapped(selector):
@@ -64,11 +67,17 @@ def _swapped(selector):
     return selector[:-2] + selector[-1] + selector[-2]
 
 
+def _tells_of_new(text, match):
+    """Whether matrix instructions ran since the wait before, which tells of all that began."""
+    return "tcgen05.mma" in text[: match.start()].rpartition("mbarrier.try_wait")[2]
+
+
 MATTERS = {
     "barrier": _separates,
     "group": _ends_a_group,
     "fence": _shows_new_data,
     "matrix wait": lambda text, match: not _waited_for_later(text, match),
+    "mbarrier wait": _tells_of_new,
 }
 
 

@@ -65,6 +65,10 @@ class SharedMemory:
         """All threads of these programs have met."""
         self._epoch[programs] += 1
 
+    def epoch(self, program: int) -> int:
+        """How many barriers a program has passed, and one."""
+        return int(self._epoch[program])
+
     def copy(self, threads: np.ndarray, places: np.ndarray, values: np.ndarray) -> None:
         """Begin to copy bytes: from now until it was waited for they are no one's."""
         self._check_write(self._stamp(threads), places, values)

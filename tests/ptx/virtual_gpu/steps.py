@@ -2,13 +2,14 @@
 
 import numpy as np
 
-from virtual_gpu import arithmetic, matrices, memory_access, tensor_memory, warps
+from virtual_gpu import arithmetic, matrices, mbarriers, memory_access, tensor_memory, warps
 from virtual_gpu.numbers import TYPES
 from virtual_gpu.program import FaultError
 
 STORED = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}  # registers by their bits
 _HANDLERS = {
     **memory_access.HANDLERS, **warps.HANDLERS, **matrices.HANDLERS, **tensor_memory.HANDLERS,
+    **mbarriers.HANDLERS,
 }  # fmt: skip
 
 

@@ -24,16 +24,26 @@ class TensorMemory:
 
     def __init__(self, programs: int):
         self.data = np.full((programs, 128, _COLUMNS), 0xFFFFFFFF, np.uint32)
-        # the warp that loads or stores, until it waits; registers are there when they are used
-        self.loading, self.storing = np.full((2, programs, 128, _COLUMNS), -1, np.int16)
+        # the warp that loads or stores, until it waits; then -2 less the number of barriers passed,
+        # times 32, and the warp. Registers are there when they are used
+        self.loading, self.storing = np.full((2, programs, 128, _COLUMNS), -1, np.int32)
         self.barriers = {}  # phase by program and address
-        self.running = {program: [] for program in range(programs)}  # [barrier, places, columns]
+        self.waited = {}  # and how many barriers had been passed when it was last waited for
+        self.running = {program: [] for program in range(programs)}  # [barrier, places, cells]
 
-    def check(self, program, columns):
-        """Nothing that runs writes these columns."""
-        for _, _, own in self.running[program]:
-            if np.isin(columns, own).any():
-                raise FaultError("access to tensor memory that a matrix instruction writes")
+    def check(self, program, lanes, columns):
+        """Nothing that runs writes these cells."""
+        written = np.zeros((128, _COLUMNS), np.bool_)
+        for _, _, cells in self.running[program]:
+            written[cells] = True
+        if written[lanes, columns].any():
+            raise FaultError("access to tensor memory that a matrix instruction writes")
+
+    def open_to(self, accessed, cells, program, warp, epoch):
+        """Whether accesses were waited for, and a barrier passed since those of other warps."""
+        last = accessed[program][cells]
+        recent = (-2 - last) // 32 == epoch
+        return not ((last >= 0) | (recent & ((-2 - last) % 32 != warp))).any()
 
 
 def _warps(machine):
@@ -74,7 +84,7 @@ def load(machine, instruction):
     memory = machine.tensor_memory
     for program, number, threads in _warps(machine):
         lanes, columns = _cells(machine, address, number, threads, shape, count, *(apart or [0]))
-        memory.check(program, columns)
+        memory.check(program, lanes, columns)
         loaded[threads] = memory.data[program, lanes, columns]
         memory.loading[program, lanes, columns] = number
     for i, register in enumerate(registers):
@@ -89,7 +99,7 @@ def store(machine, instruction):
     memory = machine.tensor_memory
     for program, number, threads in _warps(machine):
         lanes, columns = _cells(machine, address, number, threads, shape, count, *(apart or [0]))
-        memory.check(program, columns)
+        memory.check(program, lanes, columns)
         memory.data[program, lanes, columns] = values[threads]
         memory.storing[program, lanes, columns] = number
 
@@ -99,7 +109,7 @@ def wait(machine, instruction):
     memory, of_loads = machine.tensor_memory, instruction.parts[1] == "wait::ld"
     for program, number, _ in _warps(machine):
         accessed = (memory.loading if of_loads else memory.storing)[program]
-        accessed[accessed == number] = -1
+        accessed[accessed == number] = -2 - (32 * machine.shared.epoch(program) + number)
 
 
 def allocate(machine, instruction):
@@ -109,66 +119,6 @@ def allocate(machine, instruction):
         address = machine.addresses(instruction.operands[0], "b32")[first]
         places = machine.shared.places(first, address, 4)
         machine.shared.store(first, places, np.zeros((1, 4), np.uint8))
-
-
-def _barrier(machine, thread, address):
-    machine.shared.places(np.array([thread]), np.array([address]), 8)
-    return thread // machine.program.threads, int(address)
-
-
-def start_barrier(machine, instruction):
-    """`mbarrier.init`, of barriers that one arrival completes; `mbarrier.inval`."""
-    address, *count = instruction.operands
-    for thread in machine.active().tolist():
-        key = _barrier(machine, thread, machine.addresses(address, "b32")[thread])
-        if count and count != [1]:
-            raise FaultError("an mbarrier of several arrivals")
-        if count:
-            machine.tensor_memory.barriers[key] = 0
-        elif machine.tensor_memory.barriers.pop(key, None) is None:
-            raise FaultError("no such mbarrier")
-
-
-def commit(machine, instruction):
-    """`tcgen05.commit`: the barrier completes when all that runs has ended."""
-    memory = machine.tensor_memory
-    for thread in machine.active().tolist():
-        address = machine.addresses(instruction.operands[0], "b32")[thread]
-        program, address = key = _barrier(machine, thread, address)
-        memory.barriers[key] ^= 1
-        for one in memory.running[program]:
-            one[0] = address if one[0] is None else one[0]
-
-
-def wait_for_barrier(machine, instruction):
-    """`mbarrier.try_wait.parity`: whether the phase of this parity has completed."""
-    complete, address, parity = instruction.operands
-    memory, done = machine.tensor_memory, np.zeros(machine.num_threads, np.bool_)
-    addresses, parity = machine.addresses(address, "b32"), machine.read(parity, "b32") % 2
-    for threads in _by_program(machine):
-        same = addresses[threads] == addresses[threads[0]], parity[threads] == parity[threads[0]]
-        if not np.all(same):
-            raise FaultError("a program's threads wait for several mbarriers")
-        program, at = key = _barrier(machine, threads[0], addresses[threads[0]])
-        if key not in memory.barriers:
-            raise FaultError("no such mbarrier")
-        if memory.barriers[key] == parity[threads[0]]:
-            raise FaultError("a wait for an mbarrier that nothing completes")
-        done[threads] = True
-        running = memory.running[program]
-        ended = max((i for i, one in enumerate(running) if one[0] == at), default=-1)
-        memory.running[program] = running = running[ended + 1 :]
-        machine.shared.matrix_units_done(threads[:1])
-        for _, places, _ in running:  # and nothing else
-            machine.shared.keep_reading(places)
-    machine.write(complete, done)
-
-
-def _by_program(machine):
-    """Numbers of the active threads, program by program."""
-    active = machine.active()
-    programs = active // machine.program.threads
-    return np.split(active, np.flatnonzero(np.diff(programs)) + 1)
 
 
 def multiply(machine, instruction):
@@ -196,17 +146,17 @@ def _multiply(machine, thread, operands, form, kinds, adds):
         places = np.concatenate([places, more])
     else:
         a = matrices.unpacked(
-            _whole(memory, program, _cells_of(machine, thread, left, m, 8)), kinds[0]
+            _whole(machine, thread, _cells_of(machine, thread, left, m, 8)), kinds[0]
         )
         a = a.reshape(m, -1)
-    lanes, columns = cells = _cells_of(machine, thread, to, m, n)
-    if (memory.loading[program][cells] >= 0).any():
+    cells = _cells_of(machine, thread, to, m, n)
+    if not memory.open_to(memory.loading, cells, *_place(machine, thread)):
         raise FaultError("a matrix instruction writes tensor memory that is still loaded from")
     product = a @ b.T
     if adds:
-        product += _whole(memory, program, cells).view(np.float32)
-    memory.data[program, lanes, columns] = product.astype(np.float32).view(np.uint32)
-    memory.running[program].append([None, places, columns])
+        product += _whole(machine, thread, cells).view(np.float32)
+    memory.data[program][cells] = product.astype(np.float32).view(np.uint32)
+    memory.running[program].append([None, places, cells])
 
 
 def _in_shared(machine, thread, descriptor, rows, across, kind):
@@ -226,11 +176,18 @@ def _cells_of(machine, thread, address, rows, columns):
     return lanes, (at & 0xFFFF) + np.arange(columns) + 0 * row
 
 
-def _whole(memory, program, cells):
+def _whole(machine, thread, cells):
     """Cells whose stores were waited for."""
-    if (memory.storing[program][cells] >= 0).any():
+    memory, place = machine.tensor_memory, _place(machine, thread)
+    if not memory.open_to(memory.storing, cells, *place):
         raise FaultError("a matrix instruction reads tensor memory that is still stored to")
-    return memory.data[program][cells]
+    return memory.data[place[0]][cells]
+
+
+def _place(machine, thread):
+    """Program, warp, and how many barriers the program has passed."""
+    program, within = divmod(thread, machine.program.threads)
+    return program, within // 32, machine.shared.epoch(program)
 
 
 def _nothing(machine, instruction):
@@ -238,9 +195,8 @@ def _nothing(machine, instruction):
 
 
 HANDLERS = {
-    "tcgen05.ld": load, "tcgen05.st": store, "tcgen05.mma": multiply, "tcgen05.commit": commit,
+    "tcgen05.ld": load, "tcgen05.st": store, "tcgen05.mma": multiply,
     "tcgen05.wait::ld": wait, "tcgen05.wait::st": wait,
     "tcgen05.alloc": allocate, "tcgen05.dealloc": _nothing,
-    "tcgen05.relinquish_alloc_permit": _nothing, "mbarrier.init": start_barrier,
-    "mbarrier.inval": start_barrier, "mbarrier.try_wait.parity": wait_for_barrier,
+    "tcgen05.relinquish_alloc_permit": _nothing,
 }  # fmt: skip
