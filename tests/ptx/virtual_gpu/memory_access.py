@@ -125,6 +125,7 @@ def _nothing(machine, instruction):
 HANDLERS = {
     "ld.param": load_param, "ld.global": load_global, "ld.shared": load_shared,
     "st.global": store_global, "st.shared": store_shared, "atom.global": add_global,
+    "ld.shared::cta": load_shared, "st.shared::cta": store_shared,
     "cp.async": copy_async,
     "cp.async.commit_group": lambda m, _: m.shared.commit(m.active()),
     "cp.async.wait_group": lambda m, i: m.shared.wait(m.active(), i.operands[0]),
