@@ -44,37 +44,41 @@ def extend_attention(
                 query, blocks, sequences, cu_seqlens, max_query_len, options, num_splits=num_splits
             )
     check_attention(query, blocks, sequences, options)
-    num_tokens, num_heads, head_dim = query.shape
-    num_kv_heads = blocks.layout.num_kv_heads
-    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
-    check_tensor("cu_seqlens", cu_seqlens, ((len(lens) + 1,),), torch.int32, query.device)
+    tables, num_seqs = sequences.block_tables, len(sequences.seq_lens)
+    check_tensor("cu_seqlens", cu_seqlens, ((num_seqs + 1,),), torch.int32, query.device)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    if num_tokens == 0:
+    if query.shape[0] == 0:
         return out
     query = query if query.stride(2) == 1 else query.contiguous()
     cu_seqlens = cu_seqlens.contiguous()
-    rows = max_query_len * (num_heads // num_kv_heads)
+    rows = max_query_len * (query.shape[1] // blocks.layout.num_kv_heads)
     # no KV is longer than this: lengths are on the device
     longest = tables.shape[1] * blocks.layout.block_size
-    config, splits = plan_extend(
-        target := current_target(), query, blocks, len(lens), rows, longest, num_splits
-    )
+    target = current_target()
+    config, splits = plan_extend(target, query, blocks, num_seqs, rows, longest, num_splits)
+    given = (query, blocks, sequences, options, config)
     if splits:
-        attend_in_parts(
-            query, blocks, sequences, options, config, splits, out, cu_seqlens, max_query_len
-        )
-        return out
-    grid = (triton.cdiv(rows, config.rows), num_kv_heads, len(lens))
+        attend_in_parts(*given, splits, out, cu_seqlens, max_query_len)
+    else:
+        _attend_whole(*given, target, out, cu_seqlens, rows)
+    return out
+
+
+def _attend_whole(
+    query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions,
+    config: Config, target: Target, out: Tensor, cu_seqlens: Tensor, rows: int,
+) -> None:  # fmt: skip
+    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
+    grid = (triton.cdiv(rows, config.rows), blocks.layout.num_kv_heads, len(lens))
     launcher = extend_launcher(Layer.of(query, blocks, sequences, options), target, config)
     strides = (query.stride(0), query.stride(1))
     launcher(
         target, grid, blocks,
         (query, options.q_scale, options.sinks, tables, lens, starts, cu_seqlens, *strides),
         (query, *blocks.loaded, blocks.k_scale, blocks.v_scale, options.q_scale, blocks.k_center,
-         options.sinks, tables, lens, starts, cu_seqlens, out, options.scale(head_dim),
+         options.sinks, tables, lens, starts, cu_seqlens, out, options.scale(query.shape[2]),
          float(options.softcap or 0), *strides, tables.stride(0)),
     )  # fmt: skip
-    return out
 
 
 @functools.lru_cache(maxsize=1024)
