@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
+.PHONY: help demo test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -19,6 +19,20 @@ test: $(VENV)/.installed ## all tests; no GPU, no network
 test-fast: $(VENV)/.installed ## what one wants between two edits: no browser, kernels or whole jobs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal \
 		-m "not (browser or real_model or mutation or interpreter or whole_job)"
+
+TEST_PTX := TRITON_INTERPRET=0 OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto \
+	--maxprocesses 8 --dist worksteal tests/ptx
+OLDEST_TRITON := build/triton-3.6.0
+
+test-ptx: $(VENV)/.installed ## compiled kernels for four GPUs, run without one
+	$(TEST_PTX)
+
+test-ptx-oldest: $(VENV)/.installed ## the same, compiled by the oldest Triton
+	$(BIN)/pip install -q --no-deps --target $(OLDEST_TRITON) triton==$(OLDEST_TRITON:build/triton-%=%)
+	PYTHONPATH=$(OLDEST_TRITON) $(TEST_PTX)
+
+ptx-mutations: $(VENV)/.installed ## how many wrong instructions the tests of compiled kernels notice
+	PTX_MUTANTS=12 $(TEST_PTX)/test_mutations.py -rP
 
 fuzz: $(VENV)/.installed ## six million damaged files
 	$(BIN)/pip install -q atheris==3.0.0

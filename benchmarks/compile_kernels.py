@@ -154,12 +154,13 @@ def _compile_one(task: Task) -> Result:
 
 def _launched(launch: Launch, target: str) -> tuple[int, ...]:
     """Decode's programs on a processor; other kernels launch as many as there is work for."""
-    if launch.kernel != "decode_kernel":
-        return ()
     constants = dict(launch.constants)
+    if launch.kernel != "decode_kernel" or constants["EXTENDS"]:
+        return ()
     bits = 16 if constants["FORMAT"] == "float16" else 8
     names = (target, TARGETS[target].backend)
-    return (find_config("decode", names, bits, constants["HEAD_DIM"]).per_processor,)
+    whole = not constants["Q_REST"]
+    return (find_config("decode", names, bits, constants["HEAD_DIM"], whole).per_processor,)
 
 
 def _reason(error: BaseException) -> str:

@@ -39,4 +39,7 @@ CASES: tuple[Case, ...] = (
     _decode("8 x 16k, FP8 query", _LONG, q_fp8=True),
     Case("extend_attention", "prompt of 8k", (8 * _K,), 8 * _K, quick=True),
     Case("extend_attention", "2k after 32k", (34 * _K,), 2 * _K),
+    # KV is split: alone these are fewer programs than processors
+    Case("extend_attention", "4 after 128k", (128 * _K,), 4, quick=True),
+    Case("extend_attention", "64 after 32k", (32 * _K,), 64),
 )

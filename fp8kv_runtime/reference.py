@@ -61,6 +61,8 @@ def extend_attention(
     cu_seqlens: Tensor,
     max_query_len: int,
     options: AttentionOptions = AttentionOptions(),  # noqa: B008  frozen
+    *,
+    num_splits: int | None = None,
 ) -> Tensor:
     """Attend from the last tokens of each sequence to what is before them and to themselves.
 
@@ -74,6 +76,7 @@ def extend_attention(
         cu_seqlens: [S + 1] int32, where each sequence's new tokens start in `query`.
         max_query_len: the most new tokens of any sequence.
         options: softmax scale, window, softcap, sinks, FP8 queries.
+        num_splits: parts of a head's KV that kernels take in parallel; no difference here.
 
     Returns:
         [T, H, D] in the query's type; zeros for tokens with nothing to attend to.

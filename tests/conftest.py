@@ -24,7 +24,13 @@ KINDS = {
     "browser": ["calib/eval/test_html_browser.py"],
     "real_model": ["smollm2_directory", "calib/eval/test_smollm2.py", "test_demo.py"],
     "mutation": ["runtime/test_mutations.py"],
-    "interpreter": ["runtime/", "calib/test_bench.py", "test_bench_", "calib/test_generate.py"],
+    "interpreter": [
+        "runtime/",
+        "ptx/",
+        "calib/test_bench.py",
+        "test_bench_",
+        "calib/test_generate.py",
+    ],
     "whole_job": [
         *("calib/eval/", "calib/offload/", "calib/scales/test_center_keys.py", "calib/test_"),
         *(

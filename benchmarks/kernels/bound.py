@@ -16,7 +16,10 @@ _MANY = 2**31  # programs: more than run at once
 
 _SASS = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+ )?(\S+)\s*(.*?) ?;")
 _SASS_MOVES = re.compile(r"^(LDG|STG|LDGSTS)\b(.*)$")
-_SASS_MATRIX = re.compile(r"^(?:HMMA\.(16)(8)(16|32)|(?:HGMMA|QGMMA)\.(\d+)x(\d+)x(\d+))")
+_SASS_MATRIX = re.compile(r"^([HQ])(?:MMA\.(16)(8)(16|32)|GMMA\.(\d+)x(\d+)x(\d+))")
+# Blackwell's, of a whole program: sizes are bits of a descriptor (PTX ISA, tcgen05.mma)
+_SASS_TENSOR = re.compile(r"^UTC([HQ])MMA$")
+_SASS_CONSTANT = re.compile(r"(UR\d+), 0x([0-9a-f]+)$")
 _SASS_SLOW = re.compile(r"^(F2FP|F2F|F2I|I2F|I2FP|MUFU|SHFL|POPC)\b")  # two cycles or more
 _GCN_LINE = re.compile(r"^\s+([sv]_\w+|ds_\w+|(?:global|buffer|flat)_\w+)\b(.*)$")
 _GCN_LABEL = re.compile(r"^(\.LBB\w+):")
@@ -31,7 +34,7 @@ class Instruction:
 
     cycles: int  # of its scheduler
     moved: int = 0  # bytes to or from memory, of one lane
-    flops: int = 0
+    flops: float = 0  # in float16's rate: FP8 is twice as fast
     jumps_to: int | None = None  # index of the instruction that a branch goes back to
 
 
@@ -80,7 +83,9 @@ def predict(compiled: Compiled, processor: Processor, launched: int = _MANY) -> 
 
 def parse(compiled: Compiled) -> list[Instruction]:
     """SASS or amdgcn as instructions."""
-    return _parse_sass(compiled.code) if "/*0000*/" in compiled.code else _parse_gcn(compiled.code)
+    if "/*0000*/" in compiled.code:
+        return _parse_sass(compiled.code, compiled.num_warps)
+    return _parse_gcn(compiled.code)
 
 
 def hottest_loop(code: list[Instruction]) -> list[Instruction]:
@@ -104,24 +109,41 @@ def _groups_per_iteration(asm: str) -> int:
     return max((body.count("cp.async.commit_group") for _, body in loops), default=0) or 1
 
 
-def _parse_sass(text: str) -> list[Instruction]:
+def _parse_sass(text: str, num_warps: int) -> list[Instruction]:
     lines = _SASS.findall(text)
     at = {int(address, 16): i for i, (address, _, _) in enumerate(lines)}
     code = []
+    constants: dict[str, int] = {}
     for i, (_, name, rest) in enumerate(lines):
+        if name == "UMOV" and (constant := _SASS_CONSTANT.match(rest)):
+            constants[constant[1]] = int(constant[2], 16)
         jump = re.search(r"0x([0-9a-f]+)", rest) if name.startswith("BRA") else None
         target = at.get(int(jump[1], 16)) if jump else None
-        matrix = _SASS_MATRIX.match(name)
-        sizes = [int(n) for n in matrix.groups() if n] if matrix else []
         code.append(
             Instruction(
                 cycles=2 if _SASS_SLOW.match(name) else 1,
                 moved=_sass_bytes(name),
-                flops=2 * sizes[0] * sizes[1] * sizes[2] if sizes else 0,
+                flops=_sass_flops(name) or _tensor_flops(name, rest, constants) / num_warps,
                 jumps_to=target if target is not None and target < i else None,
             )
         )
     return code
+
+
+def _sass_flops(name: str) -> float:
+    if not (matrix := _SASS_MATRIX.match(name)):
+        return 0
+    kind, m, n, k = (each for each in matrix.groups() if each)
+    return 2 * int(m) * int(n) * int(k) / (2 if kind == "Q" else 1)
+
+
+def _tensor_flops(name: str, operands: str, constants: dict[str, int]) -> float:
+    """Of a program: 32 bytes of each row, so that FP8 is two of float16 at twice the rate."""
+    described = re.search(r"idesc\[(UR\d+)\]", operands)
+    if not _SASS_TENSOR.match(name) or not described:
+        return 0
+    bits = constants.get(described[1], 0)
+    return 2 * (bits >> 24 & 31) * 16 * (bits >> 17 & 63) * 8 * 16
 
 
 def _sass_bytes(name: str) -> int:

@@ -38,6 +38,7 @@ class Variant:
     q_fp8: bool = False
     masked: bool = False  # window, softcap, sinks and left padding
     num_splits: int = 16
+    new: int = 4  # tokens of each sequence, where the KV of extend is split
     large: bool = False  # more than 2 GiB of blocks, which AMD addresses in another way
 
     def launches(self, target: Target) -> list[Launch]:
@@ -103,37 +104,57 @@ def _extend(variant: Variant, blocks: KVBlocks) -> None:
     extend_attention(_query(variant), blocks, variant.sequences(), cu_seqlens, 1, variant.options())
 
 
-def _query(variant: Variant) -> Tensor:  # [S, H, D]
+def _split(variant: Variant, blocks: KVBlocks) -> None:
+    cu_seqlens = torch.arange(_NUM_SEQS + 1, dtype=torch.int32) * variant.new
+    extend_attention(
+        _query(variant, variant.new),
+        blocks,
+        variant.sequences(),
+        cu_seqlens,
+        variant.new,
+        variant.options(),
+        num_splits=variant.num_splits,
+    )
+
+
+def _query(variant: Variant, new: int = 1) -> Tensor:  # [T, H, D]
     num_heads = _NUM_KV_HEADS * variant.group
-    return torch.zeros(_NUM_SEQS, num_heads, variant.head_dim, dtype=variant.dtype)
+    return torch.zeros(_NUM_SEQS * new, num_heads, variant.head_dim, dtype=variant.dtype)
 
 
 LAUNCHERS: dict[str, Callable[[Variant, KVBlocks], None]] = {
     "append": _append,
     "decode": _decode,
     "extend": _extend,
+    "split": _split,
 }
 _ATTEND = ("decode", "extend")
+_WHOLE = ("append", *_ATTEND)
 _BF16 = torch.bfloat16
 
 VARIANTS: tuple[Variant, ...] = (
-    *(Variant(f"plain-{d}", tuple(LAUNCHERS), d) for d in (64, 80, 96, 128, 256)),
+    *(Variant(f"plain-{d}", _WHOLE, d) for d in (64, 80, 96, 128, 256)),
     *(Variant(f"group{g}-128", _ATTEND, group=g) for g in (1, 16)),
     Variant("splits1-128", ("decode",), num_splits=1),
     Variant("splits128-256", ("decode",), 256, num_splits=128),
     *(Variant(f"q_fp8-{d}", _ATTEND, d, q_fp8=True) for d in (64, 128, 256)),
     Variant("masked-128", _ATTEND, masked=True),
     *(
-        Variant(f"channels-{d}", tuple(LAUNCHERS), d, scale_dims=2, center=True, masked=True)
+        Variant(f"channels-{d}", _WHOLE, d, scale_dims=2, center=True, masked=True)
         for d in (128, 256)
     ),
     *(Variant(f"block16-{d}", _ATTEND, d, block_size=16) for d in (64, 128)),
-    Variant("bf16-128", tuple(LAUNCHERS), dtype=_BF16, scale_dims=0, count=True),
+    Variant("bf16-128", _WHOLE, dtype=_BF16, scale_dims=0, count=True),
     Variant("bf16-256", _ATTEND, 256, dtype=_BF16, block_size=16, q_fp8=True, masked=True),
     Variant("fp32-128", _ATTEND, dtype=torch.float32),
-    *(Variant(f"float16-{d}", tuple(LAUNCHERS), d, format="float16") for d in (64, 128, 256)),
-    Variant("e5m2-128", tuple(LAUNCHERS), format="e5m2", count=True),
+    *(Variant(f"float16-{d}", _WHOLE, d, format="float16") for d in (64, 128, 256)),
+    Variant("e5m2-128", _WHOLE, format="e5m2", count=True),
     Variant("e5m2-q_fp8-128", _ATTEND, format="e5m2", q_fp8=True),
-    Variant("large-128", tuple(LAUNCHERS), large=True),
+    Variant("large-128", _WHOLE, large=True),
+    # with the config of decode, then of extend
+    *(Variant(f"split{n}-128", ("split",), new=n) for n in (4, 16, 64)),
+    Variant("split64-256", ("split",), 256, new=64),
+    Variant("split64-channels-128", ("split",), new=64, scale_dims=2, center=True, masked=True),
+    Variant("split64-float16-128", ("split",), new=64, format="float16"),
     Variant("count-128", ("append",), scale_dims=2, center=True, count=True),
 )

@@ -18,8 +18,8 @@ from fp8kv_runtime.kernels.table import Config, Row, Table
 from fp8kv_runtime.kernels.tuning import find_config, pinned
 
 KERNELS = {"decode": "decode_attention", "extend": "extend_attention"}
-_TILES = (32, 64, 128)
-_WARPS = {"decode": (2, 4, 8), "extend": (4, 8)}
+_TILES = (16, 32, 64, 128)
+_WARPS = {"decode": (1, 2, 4, 8), "extend": (4, 8)}
 _STAGES = {
     ("decode", "cuda"): (3, 5, 7),
     ("extend", "cuda"): (2, 3),
@@ -27,7 +27,7 @@ _STAGES = {
     ("extend", "hip"): (1, 2),
 }
 _ROWS = (64, 128)  # of extend; of decode they follow from the heads
-_PROGRAMS, _LEAST = (1, 2, 3, 4, 6), (1, 2, 4, 8)
+_PROGRAMS, _LEAST = (1, 2, 3, 4, 6, 8, 12, 16), (1, 2, 4, 8)
 _GAIN = 0.98  # of the time: what is less of a gain is noise
 
 
@@ -109,6 +109,8 @@ def _compiled(kernel: str, backend: str, known: Config) -> Iterator[Config]:
     rows = _ROWS if kernel == "extend" else (known.rows,)
     stages_of = _STAGES.get((kernel, backend), (known.num_stages,))
     for tile, warps, stages, m in itertools.product(_TILES, _WARPS[kernel], stages_of, rows):
+        if tile > 64 * warps:  # no warp has registers for more
+            continue
         yield replace(known, tile=tile, num_warps=warps, num_stages=stages, rows=m)
 
 

@@ -94,8 +94,8 @@ class _Session:
         batch.padding = mask if is_padding else None
         given = (kwargs.get("inputs_embeds"), kwargs.get("input_ids"), *args[:1])
         inputs = next((each for each in given if each is not None), None)
-        if inputs is None:  # the model says what it misses
-            return cache, False
+        if inputs is None:
+            raise AttentionError("give the model input_ids or inputs_embeds")
         batch.truncate(self._held(cache))  # what a forward pass reserved that failed
         batch.extend(*inputs.shape[:2])
         for layer_idx, (num_heads, head_dim, device) in self._shapes.items():

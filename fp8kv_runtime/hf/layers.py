@@ -99,6 +99,11 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             self.lazy_initialization(key_states, value_states)
         self._length += key_states.shape[2]
         sequences, slots = self.batch.where(key_states.device)
+        if len(slots) != key_states.shape[0] * key_states.shape[2]:
+            raise AttentionError(
+                f"a layer caches {[*key_states.shape]}, not a token for each of {len(slots)} that "
+                "the model was given: such models have no FP8 cache here"
+            )
         append_kv = _append(self.batch.use_triton)
         append_kv(_tokens(key_states), _tokens(value_states), self.blocks, slots)
         if self.batch.use_triton:

@@ -46,7 +46,7 @@ def append_kv(key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor
         key, value, *blocks.stored, blocks.k_scale, blocks.v_scale, blocks.k_center, blocks.counts,
         slot_mapping, num_tokens, *strides,
     )  # fmt: skip
-    launcher(target, grid, blocks, (key, value, slot_mapping, num_tokens, *strides), arguments)
+    launcher(target, grid, blocks, (key, value, slot_mapping, *strides), arguments)
 
 
 @functools.cache
@@ -71,7 +71,7 @@ def append_launcher(blocks: BlocksLayout, target: Target) -> tuple[Config, Launc
     return config, Launcher(append_kv_kernel, constants, num_warps=config.num_warps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("num_tokens",))
 def append_kv_kernel(
     key_ptr, value_ptr, key_blocks_ptr, value_blocks_ptr, k_scale_ptr, v_scale_ptr, k_center_ptr,
     counts_ptr, slot_mapping_ptr, num_tokens, stride_key_token, stride_key_head, stride_value_token,

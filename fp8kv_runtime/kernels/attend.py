@@ -76,6 +76,17 @@ def prepare_query(
 
 
 @triton.jit
+def query_rows(
+    cu_seqlens_ptr, seq, tile, kv_head, GROUP: tl.constexpr, BLOCK_M: tl.constexpr
+):  # fmt: skip
+    """First query and number of queries of a sequence; token and head of each row of a tile."""
+    start = tl.load(cu_seqlens_ptr + seq)
+    pairs = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    length = tl.load(cu_seqlens_ptr + seq + 1) - start
+    return start, length, pairs // GROUP, kv_head * GROUP + pairs % GROUP
+
+
+@triton.jit
 def row_exponent(q):
     """Exponent that leaves each row's largest magnitude in [512, 1024)."""
     amax = tl.max(tl.abs(q), 1)

@@ -1,5 +1,7 @@
 """Decode attention: one query token per sequence, all KV split into parts, then a reduce.
 
+The kernels take several tokens as well: extend launches them where its own would be few programs.
+
 On NVIDIA since Hopper the reduce starts while decode still runs: programmatic dependent launch
 (PTX ISA, `griddepcontrol`). Elsewhere neither waits nor starts early.
 """
@@ -14,13 +16,13 @@ from torch import Tensor
 
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import load_scale
-from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
+from fp8kv_runtime.kernels.attend import attend, prepare_query, query_rows, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
 from fp8kv_runtime.kernels.launch import Launcher, Layer, layer_constants
 from fp8kv_runtime.kernels.split import find_part, parts_of
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
-from fp8kv_runtime.kernels.tuning import choose_splits, decode_config, reduce_config
+from fp8kv_runtime.kernels.tuning import plan_decode, reduce_config
 from fp8kv_runtime.options import AttentionOptions, check_attention
 from fp8kv_runtime.storage import KVBlocks
 
@@ -45,47 +47,75 @@ def decode_attention(
         with torch.cuda.device(query.device):
             return decode_attention(query, blocks, sequences, options, num_splits=num_splits)
     check_attention(query, blocks, sequences, options)
-    num_seqs, num_heads, head_dim = query.shape
-    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
-    if num_seqs != len(lens):
-        raise ValueError(f"query must have a row per sequence, {len(lens)}, got {num_seqs}")
+    num_seqs = len(sequences.seq_lens)
+    if query.shape[0] != num_seqs:
+        raise ValueError(f"query must have a row per sequence, {num_seqs}, got {query.shape[0]}")
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if num_seqs == 0:
         return out
     query = query if query.stride(2) == 1 else query.contiguous()
-    config = decode_config(target := current_target(), query, blocks)
-    splits = num_splits or choose_splits(config, blocks.layout.num_kv_heads, query.device)
-    layer, block_s = Layer.of(query, blocks, sequences, options), triton.next_power_of_2(num_seqs)
-    decode, reduce = decode_launchers(layer, target, config, block_s, splits)
-    parts, device = splits + num_seqs, query.device
-    partial, softmax = (torch.empty((parts, num_heads, n), device=device) for n in (head_dim, 2))
-    batch = (num_seqs, splits, config.least if num_splits is None else 1)
-    strides = (query.stride(0), query.stride(1), tables.stride(0))
+    config, splits = plan_decode(current_target(), query, blocks, num_splits)
+    attend_in_parts(query, blocks, sequences, options, config, splits, out)
+    return out
+
+
+def attend_in_parts(
+    query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions,
+    config: Config, splits: int, out: Tensor, cu_seqlens: Tensor | None = None,
+    max_query_len: int = 1,
+) -> None:  # fmt: skip
+    """Attend to each head's KV in about `splits` parts, then join them in `out` [T, H, D].
+
+    `query` [T, H, D] has one token per sequence, or those of `cu_seqlens` as for extend attention.
+    """
+    num_heads, head_dim = query.shape[1:]
+    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
+    num_seqs, num_kv_heads, device = len(lens), blocks.layout.num_kv_heads, query.device
+    layer, target = Layer.of(query, blocks, sequences, options), current_target()
+    decode, reduce = decode_launchers(
+        layer, target, config, _bucket(num_seqs), splits, cu_seqlens is not None
+    )
+    parts = splits + num_seqs
+    partial, softmax = (
+        torch.empty((parts, max_query_len, num_heads, n), dtype=torch.float32, device=device)
+        for n in (head_dim, 2)
+    )
+    row_tiles = triton.cdiv(max_query_len * (num_heads // num_kv_heads), config.rows)
+    batch = (num_seqs, splits, config.least, max_query_len)
+    strides, where = (query.stride(0), query.stride(1)), (lens, starts, cu_seqlens)
     decode(
-        target, (blocks.layout.num_kv_heads, parts, 1), blocks,
-        (query, options.q_scale, options.sinks, tables, lens, starts, *strides),
+        target, (num_kv_heads, parts, row_tiles), blocks,
+        (query, options.q_scale, options.sinks, tables, *where, *strides),
         (query, *blocks.loaded, blocks.k_scale, options.q_scale, blocks.k_center, options.sinks,
-         tables, lens, starts, partial, softmax, options.scale(head_dim),
-         float(options.softcap or 0), *strides, *batch),
+         tables, *where, partial, softmax, options.scale(head_dim), float(options.softcap or 0),
+         *strides, tables.stride(0), *batch),
     )  # fmt: skip
     reduce(
-        target, (num_heads, num_seqs, 1), blocks, (lens, starts),
-        (partial, softmax, blocks.v_scale, out, lens, starts, *batch),
+        target, (num_heads, num_seqs, max_query_len), blocks, where,
+        (partial, softmax, blocks.v_scale, out, *where, *batch),
     )  # fmt: skip
-    return out
+
+
+def _bucket(num_seqs: int) -> int:
+    """How many sequences kernels are compiled for: few numbers, for batches grow while serving."""
+    size = 1 if num_seqs == 1 else 32  # up to a warp's lanes, planning needs no barrier
+    while size < num_seqs:
+        size *= 4
+    return size
 
 
 @functools.lru_cache(maxsize=1024)
 def decode_launchers(
-    layer: Layer, target: Target, config: Config, block_s: int, splits: int
+    layer: Layer, target: Target, config: Config, block_s: int, splits: int, extends: bool
 ) -> tuple[Launcher, Launcher]:
     """Decode and reduce for a layer and batches of up to `block_s` sequences, a power of two."""
     common = {"TILE": config.tile, "OVERLAPS": target.overlaps, "BLOCK_S": block_s}
+    common["EXTENDS"] = extends
     decode = Launcher(
         decode_kernel, common | {"BLOCK_M": config.rows} | layer_constants(layer, target),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
-    joining = reduce_config(splits)
+    joining = reduce_config(splits, block_s)
     reduce = Launcher(
         reduce_kernel, common | reduce_constants(layer, splits, joining.tile, target),
         num_warps=joining.num_warps, **({"launch_pdl": True} if target.overlaps else {}),
@@ -111,13 +141,16 @@ def reduce_constants(layer: Layer, splits: int, parts: int, target: Target) -> d
     }
 
 
-@triton.jit(do_not_specialize=("num_seqs", "num_splits", "least"))
+@triton.jit(
+    do_not_specialize=("stride_block_tables", "num_seqs", "num_splits", "least", "max_query_len")
+)
 def decode_kernel(
     query_ptr, key_ptr, value_ptr, k_scale_ptr, q_scale_ptr, k_center_ptr, sinks_ptr,
-    block_tables_ptr, seq_lens_ptr, seq_starts_ptr, partial_ptr, softmax_ptr, softmax_scale,
-    softcap, stride_query_token, stride_query_head, stride_block_tables, num_seqs, num_splits,
-    least,
+    block_tables_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, partial_ptr, softmax_ptr,
+    softmax_scale, softcap, stride_query_token, stride_query_head, stride_block_tables, num_seqs,
+    num_splits, least, max_query_len,
     TILE: tl.constexpr, BLOCK_M: tl.constexpr, OVERLAPS: tl.constexpr, BLOCK_S: tl.constexpr,
+    EXTENDS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, K_SCALES: tl.constexpr, Q_SCALES: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr, HAS_CENTER: tl.constexpr, HAS_SINKS: tl.constexpr,
@@ -127,79 +160,107 @@ def decode_kernel(
 ):  # fmt: skip
     """One program attends from all query heads of one KV head to one part of one sequence.
 
-    It leaves `partial` [parts, H, D], unnormalised, and `softmax` [parts, H, 2], both float32.
+    With EXTENDS, from BLOCK_M (token, query head) pairs. It leaves `partial` [parts, max_query_len,
+    H, D], unnormalised, and `softmax` [parts, max_query_len, H, 2], both float32.
     """
     let_next_start(OVERLAPS)
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     seqs, tiles, parts = parts_of(
-        seq_lens_ptr, seq_starts_ptr, num_seqs, num_splits, least, TILE, WINDOW, HAS_STARTS, BLOCK_S
-    )
+        seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, num_seqs, num_splits, least, TILE, WINDOW,
+        HAS_STARTS, EXTENDS, BLOCK_S,
+    )  # fmt: skip
     seq, split, part_tiles = find_part(program, seqs, tiles, parts)
     if seq >= num_seqs:  # there are fewer parts than there could be
         return
     seq = seq.to(tl.int64)
-    rows = tl.arange(0, BLOCK_M)
-    heads = kv_head * GROUP + rows
-    inside = rows < GROUP
+    if EXTENDS:
+        query_start, query_len, tokens, heads = query_rows(
+            cu_seqlens_ptr, seq, tl.program_id(2), kv_head, GROUP, BLOCK_M
+        )
+        if tl.program_id(2) * BLOCK_M >= query_len * GROUP:
+            return
+        inside = tokens < tl.minimum(query_len, max_query_len)
+        at = (query_start + tokens).to(tl.int64)
+    else:
+        rows = tl.arange(0, BLOCK_M)
+        heads = kv_head * GROUP + rows
+        inside = rows < GROUP
+        query_len, tokens, at = 1, tl.zeros([BLOCK_M], tl.int32), seq
     q, q_rest, factor, shift = prepare_query(
-        query_ptr, seq * stride_query_token, stride_query_head, heads, inside, kv_head,
+        query_ptr, at * stride_query_token, stride_query_head, heads, inside, kv_head,
         k_scale_ptr, q_scale_ptr, k_center_ptr, softmax_scale, HEAD_DIM, BLOCK_D, K_SCALES,
         Q_SCALES, HAS_CENTER, FORMAT, HARDWARE, ENCODES, Q_FP8, MULTIPLIES,
     )  # fmt: skip
 
     seq_len = tl.load(seq_lens_ptr + seq)
+    rows_at = seq_len - query_len + tokens
     first = 0
     if HAS_STARTS:
         first = tl.load(seq_starts_ptr + seq)
     if WINDOW > 0:
-        first = tl.maximum(first, seq_len - WINDOW)
+        first = tl.maximum(first, seq_len - query_len + 1 - WINDOW)
     origin = first // TILE * TILE
     part = part_tiles * TILE
     begin = tl.maximum(first, origin + split * part)
     end = tl.minimum(seq_len, origin + (split + 1) * part)
+    if EXTENDS:  # what no row of the tile sees
+        end = tl.minimum(end, tl.max(rows_at, 0) + 1)
+        if WINDOW > 0:
+            begin = tl.maximum(begin, tl.min(rows_at, 0) - WINDOW + 1)
 
     running_max, running_sum = start_softmax(sinks_ptr, heads, inside, split == 0, HAS_SINKS)
-    last = tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1)
     acc, running_max, running_sum = attend(
-        q, q_rest, factor, shift, last, running_max, running_sum, begin, end, key_ptr,
+        q, q_rest, factor, shift, rows_at, running_max, running_sum, begin, end, key_ptr,
         value_ptr, block_tables_ptr + seq * stride_block_tables, kv_head, softcap,
         NUM_KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, HAS_CENTER, FORMAT,
         HARDWARE, PTX, Q_FP8, Q_REST, P_REST, MULTIPLIES,
     )  # fmt: skip
 
     channels = tl.arange(0, BLOCK_D)
-    at = program.to(tl.int64) * NUM_KV_HEADS * GROUP + heads
+    part_at = program.to(tl.int64)
+    if EXTENDS:
+        part_at = part_at * max_query_len + tokens
+    at = part_at * NUM_KV_HEADS * GROUP + heads
     valid = inside[:, None] & (channels < HEAD_DIM)[None, :]
     tl.store(partial_ptr + at[:, None] * HEAD_DIM + channels[None, :], acc, mask=valid)
     tl.store(softmax_ptr + at * 2, running_max, mask=inside)
     tl.store(softmax_ptr + at * 2 + 1, running_sum, mask=inside)
 
 
-@triton.jit(do_not_specialize=("num_seqs", "num_splits", "least"))
+@triton.jit(do_not_specialize=("num_seqs", "num_splits", "least", "max_query_len"))
 def reduce_kernel(
-    partial_ptr, softmax_ptr, v_scale_ptr, out_ptr, seq_lens_ptr, seq_starts_ptr, num_seqs,
-    num_splits, least,
+    partial_ptr, softmax_ptr, v_scale_ptr, out_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr,
+    num_seqs, num_splits, least, max_query_len,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
     TILE: tl.constexpr, PARTS: tl.constexpr, OVERLAPS: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_STARTS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, V_SCALES: tl.constexpr,
-    FORMAT: tl.constexpr, HARDWARE: tl.constexpr,
+    HAS_STARTS: tl.constexpr, EXTENDS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    V_SCALES: tl.constexpr, FORMAT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One program joins the parts of one sequence and head, PARTS at a time; applies V's scale."""
+    """One program joins the parts of one token and head, PARTS at a time; applies V's scale."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
+    row, rows, token = seq.to(tl.int64), 1, 0
+    if EXTENDS:
+        token, rows = tl.program_id(2), max_query_len
+        row = tl.load(cu_seqlens_ptr + seq).to(tl.int64) + token
+        if row >= tl.load(cu_seqlens_ptr + seq + 1):
+            return
     seqs, _, parts = parts_of(
-        seq_lens_ptr, seq_starts_ptr, num_seqs, num_splits, least, TILE, WINDOW, HAS_STARTS, BLOCK_S
-    )
+        seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, num_seqs, num_splits, least, TILE, WINDOW,
+        HAS_STARTS, EXTENDS, BLOCK_S,
+    )  # fmt: skip
     num_parts = tl.sum(tl.where(seqs == seq, parts, 0))
-    at = tl.sum(tl.where(seqs < seq, parts, 0)).to(tl.int64) * NUM_HEADS + head
+    at = tl.sum(tl.where(seqs < seq, parts, 0)).to(tl.int64)
+    at = (at * rows + token) * NUM_HEADS + head
+    stride = rows * NUM_HEADS  # from part to part
     channels = tl.arange(0, BLOCK_D)
     in_head = channels < HEAD_DIM
     scale = load_scale(v_scale_ptr, head // GROUP, channels, V_SCALES, HEAD_DIM)
     wait_for_previous(OVERLAPS)
     all_splits = tl.arange(0, BLOCK_SPLITS)
     in_split = all_splits < num_parts
-    softmax_at = softmax_ptr + (at + all_splits * NUM_HEADS) * 2
+    softmax_at = softmax_ptr + (at + all_splits * stride) * 2
     maxima = tl.load(softmax_at, mask=in_split, other=float("-inf"))
     sums = tl.load(softmax_at + 1, mask=in_split, other=0.0)
     overall = tl.max(maxima, 0)
@@ -210,16 +271,16 @@ def reduce_kernel(
     for first in range(0, num_parts, PARTS):
         some = first + tl.arange(0, PARTS)
         inside = some < num_parts
-        rows = at + some * NUM_HEADS
-        some_maxima = tl.load(softmax_ptr + rows * 2, mask=inside, other=float("-inf"))
+        some_at = at + some * stride
+        some_maxima = tl.load(softmax_ptr + some_at * 2, mask=inside, other=float("-inf"))
         partial = tl.load(
-            partial_ptr + rows[:, None] * HEAD_DIM + channels[None, :],
+            partial_ptr + some_at[:, None] * HEAD_DIM + channels[None, :],
             mask=inside[:, None] & in_head[None, :],
             other=0.0,
         )
         joined += tl.sum(partial * tl.exp2(some_maxima - overall)[:, None], 0)
     out = joined / tl.where(total == 0.0, 1.0, total) * (scale * decode_unit(FORMAT, HARDWARE))
-    out_at = (seq.to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
+    out_at = (row * NUM_HEADS + head) * HEAD_DIM
     tl.store(out_ptr + out_at + channels, out.to(out_ptr.dtype.element_ty), mask=in_head)
 
 
@@ -235,7 +296,12 @@ def let_next_start(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def wait_for_previous(OVERLAPS: tl.constexpr):
-    """Wait until the previous kernel has ended and its writes are visible."""
+    """Wait until the previous kernel has ended and its writes are visible.
+
+    Before it only memory may be read that decode does not write: lengths, ends, V's scale. What
+    ran before decode has ended by then, as decode itself is launched without `launch_pdl`; with
+    it, not even these could be read here.
+    """
     if OVERLAPS:
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; // dummy $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1

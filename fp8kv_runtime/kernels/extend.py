@@ -9,12 +9,13 @@ from torch import Tensor
 
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.append_kv import load_scale
-from fp8kv_runtime.kernels.attend import attend, prepare_query, start_softmax
+from fp8kv_runtime.kernels.attend import attend, prepare_query, query_rows, start_softmax
 from fp8kv_runtime.kernels.codec import decode_unit
+from fp8kv_runtime.kernels.decode import attend_in_parts
 from fp8kv_runtime.kernels.launch import Launcher, Layer, layer_constants
 from fp8kv_runtime.kernels.table import Config
 from fp8kv_runtime.kernels.targets import Target, current_target, is_elsewhere
-from fp8kv_runtime.kernels.tuning import extend_config
+from fp8kv_runtime.kernels.tuning import plan_extend
 from fp8kv_runtime.options import AttentionOptions, check_attention
 from fp8kv_runtime.storage import KVBlocks, check_tensor
 
@@ -26,40 +27,58 @@ def extend_attention(
     cu_seqlens: Tensor,
     max_query_len: int,
     options: AttentionOptions = AttentionOptions(),  # noqa: B008  frozen
+    *,
+    num_splits: int | None = None,
 ) -> Tensor:
     """Attend from the last tokens of each sequence, `query` [T, H, D], to all before them.
 
-    See `reference.extend_attention`.
+    See `reference.extend_attention`. Where new tokens are too few to fill the GPU, KV is split as
+    for decode: in `num_splits` parts, or as many as fill it.
 
     Raises:
         ValueError: shapes, types, devices or options do not fit together.
     """
     if is_elsewhere(query):
         with torch.cuda.device(query.device):
-            return extend_attention(query, blocks, sequences, cu_seqlens, max_query_len, options)
+            return extend_attention(
+                query, blocks, sequences, cu_seqlens, max_query_len, options, num_splits=num_splits
+            )
     check_attention(query, blocks, sequences, options)
-    num_tokens, num_heads, head_dim = query.shape
-    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
-    check_tensor("cu_seqlens", cu_seqlens, ((len(lens) + 1,),), torch.int32, query.device)
+    tables, num_seqs = sequences.block_tables, len(sequences.seq_lens)
+    check_tensor("cu_seqlens", cu_seqlens, ((num_seqs + 1,),), torch.int32, query.device)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    if num_tokens == 0:
+    if query.shape[0] == 0:
         return out
     query = query if query.stride(2) == 1 else query.contiguous()
     cu_seqlens = cu_seqlens.contiguous()
+    rows = max_query_len * (query.shape[1] // blocks.layout.num_kv_heads)
+    # no KV is longer than this: lengths are on the device
+    longest = tables.shape[1] * blocks.layout.block_size
     target = current_target()
-    config = extend_config(target, query.device, blocks)
-    rows = max_query_len * (num_heads // blocks.num_kv_heads)
-    grid = (triton.cdiv(rows, config.rows), blocks.num_kv_heads, cu_seqlens.numel() - 1)
+    config, splits = plan_extend(target, query, blocks, num_seqs, rows, longest, num_splits)
+    given = (query, blocks, sequences, options, config)
+    if splits:
+        attend_in_parts(*given, splits, out, cu_seqlens, max_query_len)
+    else:
+        _attend_whole(*given, target, out, cu_seqlens, rows)
+    return out
+
+
+def _attend_whole(
+    query: Tensor, blocks: KVBlocks, sequences: PagedSequences, options: AttentionOptions,
+    config: Config, target: Target, out: Tensor, cu_seqlens: Tensor, rows: int,
+) -> None:  # fmt: skip
+    tables, lens, starts = sequences.block_tables, sequences.seq_lens, sequences.seq_starts
+    grid = (triton.cdiv(rows, config.rows), blocks.layout.num_kv_heads, len(lens))
     launcher = extend_launcher(Layer.of(query, blocks, sequences, options), target, config)
-    strides = (query.stride(0), query.stride(1), tables.stride(0))
+    strides = (query.stride(0), query.stride(1))
     launcher(
         target, grid, blocks,
         (query, options.q_scale, options.sinks, tables, lens, starts, cu_seqlens, *strides),
         (query, *blocks.loaded, blocks.k_scale, blocks.v_scale, options.q_scale, blocks.k_center,
-         options.sinks, tables, lens, starts, cu_seqlens, out, options.scale(head_dim),
-         float(options.softcap or 0), *strides),
+         options.sinks, tables, lens, starts, cu_seqlens, out, options.scale(query.shape[2]),
+         float(options.softcap or 0), *strides, tables.stride(0)),
     )  # fmt: skip
-    return out
 
 
 @functools.lru_cache(maxsize=1024)
@@ -72,7 +91,7 @@ def extend_launcher(layer: Layer, target: Target, config: Config) -> Launcher:
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("stride_block_tables",))
 def extend_kernel(
     query_ptr, key_ptr, value_ptr, k_scale_ptr, v_scale_ptr, q_scale_ptr, k_center_ptr, sinks_ptr,
     block_tables_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, out_ptr, softmax_scale, softcap,
@@ -90,11 +109,9 @@ def extend_kernel(
     """
     kv_head = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
-    query_start = tl.load(cu_seqlens_ptr + seq)
-    query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_start
-    pairs = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    tokens = pairs // GROUP
-    heads = kv_head * GROUP + pairs % GROUP
+    query_start, query_len, tokens, heads = query_rows(
+        cu_seqlens_ptr, seq, tl.program_id(0), kv_head, GROUP, BLOCK_M
+    )
     inside = tokens < query_len
     if tl.program_id(0) * BLOCK_M >= query_len * GROUP:
         return

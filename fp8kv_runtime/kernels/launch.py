@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.kernels.targets import Target
+from fp8kv_runtime.kernels.tuning import query_is_whole
 from fp8kv_runtime.options import AttentionOptions
 from fp8kv_runtime.storage import BlocksLayout, KVBlocks, scale_dims, specialization
 
@@ -65,7 +66,7 @@ def layer_constants(layer: Layer, target: Target) -> dict[str, Any]:
         "HAS_SINKS": layer.sinks,
         "HAS_STARTS": layer.starts,
         "Q_FP8": layer.q_scales is not None,
-        "Q_REST": blocks.k_scales == 2 or layer.dtype == torch.float32,
+        "Q_REST": not query_is_whole(layer.dtype, blocks),
         "P_REST": layer.dtype == torch.float32,
         "FORMAT": blocks.format,
         "HARDWARE": blocks.format in target.decoded,

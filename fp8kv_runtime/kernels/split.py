@@ -1,4 +1,4 @@
-"""How decode splits the KV of a batch: parts of about one size whatever the lengths.
+"""How the KV of a batch is split: parts of about one size whatever the lengths.
 
 Found on the device from the lengths there, so that a captured launch stays right as they grow:
 a batch of one long and many short sequences takes as long as one of equal sequences.
@@ -12,10 +12,12 @@ BISECTIONS: tl.constexpr = tl.constexpr(4)
 
 @triton.jit
 def parts_of(
-    seq_lens_ptr, seq_starts_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK_S: tl.constexpr,
+    seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, EXTENDS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Number, tiles and parts (at least one) of every sequence: 3 x [BLOCK_S].
+
+    With EXTENDS, `cu_seqlens` says how many queries each has; where it has none there are no tiles.
 
     Parts have a `num_splits`th of all tiles, rounded up, or `least`; or a little more where they
     then are no more than `num_splits`, a wave of programs. Otherwise they are at most `num_splits`
@@ -25,12 +27,18 @@ def parts_of(
     inside = seqs < num_seqs
     seq_lens = tl.load(seq_lens_ptr + seqs, mask=inside, other=0)
     first = tl.zeros_like(seq_lens)
+    query_lens = 1
+    if EXTENDS:
+        query_lens = tl.load(cu_seqlens_ptr + 1 + seqs, mask=inside, other=0)
+        query_lens -= tl.load(cu_seqlens_ptr + seqs, mask=inside, other=0)
     if HAS_STARTS:
         first = tl.load(seq_starts_ptr + seqs, mask=inside, other=0)
     if WINDOW > 0:
-        first = tl.maximum(first, seq_lens - WINDOW)
+        first = tl.maximum(first, seq_lens - query_lens + 1 - WINDOW)
     # whole tiles, counted from the tile that holds the first position
     tiles = tl.maximum(tl.cdiv(seq_lens - first // TILE * TILE, TILE), 0)
+    if EXTENDS:
+        tiles = tl.where(query_lens > 0, tiles, 0)
     total = tl.sum(tiles)
     size = tl.maximum(tl.cdiv(total, num_splits), least)
     # up to half as large again: beyond that, parts of uneven size share processors better

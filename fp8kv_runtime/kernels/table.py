@@ -38,9 +38,12 @@ class Row:
     config: Config
     over: int = 0  # head_dim is more than this
 
-    def fits(self, names: Sequence[str], bits: int, head_dim: int) -> bool:
-        """Whether it holds for this number format and head_dim on a GPU of these names."""
-        inside = self.over < head_dim <= self.head_dim
+    def fits(self, names: Sequence[str], bits: int, head_dim: int, whole: bool = True) -> bool:
+        """Whether it holds for this number format and head_dim on a GPU of these names.
+
+        A warp alone has no registers for queries that are not `whole`, but in two float16 parts.
+        """
+        inside = self.over < head_dim <= self.head_dim and (whole or self.config.num_warps > 1)
         return self.on in names and self.bits == bits and inside
 
 

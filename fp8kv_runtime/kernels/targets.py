@@ -20,7 +20,9 @@ class Target:
     shared_memory: int = 0  # bytes that one program may use
     decoded: tuple[str, ...] = ()  # formats that an instruction turns into float16
     encoded: tuple[str, ...] = ()  # formats that an instruction rounds to as `quantize` does
-    multiplied: tuple[str, ...] = ()  # formats that matrix instructions take as they are
+    # formats that matrix instructions take as they are; since sm_90 only extend's are fast: the
+    # assembler makes float16 of those that 16 rows need
+    multiplied: tuple[str, ...] = ()
 
     @property
     def overlaps(self) -> bool:

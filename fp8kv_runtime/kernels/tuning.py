@@ -15,29 +15,64 @@ from torch import Tensor
 
 from fp8kv_runtime.kernels.table import Config, Table, read_table, tuned_path
 from fp8kv_runtime.kernels.targets import Target, gpu_name, num_processors
-from fp8kv_runtime.storage import KVBlocks
+from fp8kv_runtime.storage import BlocksLayout, KVBlocks
 
-_MOST_SPLITS = 512  # the reduce looks at all parts at once
+_MOST_SPLITS = 2048  # the reduce looks at all parts at once
+_FEWEST_ROWS = 16  # of a matrix instruction
+_TOKENS_PER_ROW = 4  # of a part, at least
 
 _pinned: dict[str, Config] = {}
 
 
-def decode_config(target: Target, query: Tensor, blocks: KVBlocks) -> Config:
-    """Config of decode attention for queries [S, H, D]."""
-    config = _config("decode", target, query.device, blocks)
-    return _with_rows(config, query.shape[1] // blocks.layout.num_kv_heads)
+def query_is_whole(dtype: torch.dtype, blocks: BlocksLayout) -> bool:
+    """Whether a query fits float16: neither float32 nor multiplied by channel scales."""
+    return blocks.k_scales < 2 and dtype != torch.float32
 
 
-def extend_config(target: Target, device: torch.device, blocks: KVBlocks) -> Config:
-    """Config of extend attention."""
-    return _config("extend", target, device, blocks)
+def plan_decode(
+    target: Target, query: Tensor, blocks: KVBlocks, num_splits: int | None
+) -> tuple[Config, int]:
+    """Config of decode attention for queries [S, H, D], and parts of a head's KV."""
+    num_kv_heads = blocks.layout.num_kv_heads
+    config = _config("decode", target, query, blocks)
+    least = config.least if num_splits is None else 1
+    config = _in_parts(config, query.shape[1] // num_kv_heads, least)
+    return config, num_splits or choose_splits(config.per_processor, num_kv_heads, query.device)
 
 
-def reduce_config(num_splits: int) -> Config:
-    """Config of the reduce; its tile is in parts."""
-    return Config(
-        tile=min(8, triton.next_power_of_2(num_splits)), num_warps=1 if num_splits <= 8 else 4
-    )
+def plan_extend(
+    target: Target, query: Tensor, blocks: KVBlocks, num_seqs: int, rows: int, longest: int,
+    num_splits: int | None,
+) -> tuple[Config, int]:  # fmt: skip
+    """Config of extend attention, and parts of a head's KV: 0 where it is not split.
+
+    `rows` (token, query head) pairs of a KV head, at most, see `longest` tokens, at most. Not split
+    are those that fill the GPU, and those of KV so short that it makes one part.
+    """
+    num_kv_heads = blocks.layout.num_kv_heads
+    config, device = _config("extend", target, query, blocks), query.device
+    programs = triton.cdiv(rows, config.rows) * num_kv_heads * num_seqs
+    if num_splits is None and programs >= num_processors(device):
+        return config, 0
+    parts = _config("decode", target, query, blocks) if rows <= _FEWEST_ROWS else config
+    m = min(rows, parts.rows)
+    # of a shorter part the rows' sums in float32 are more memory than its K and V
+    least = max(parts.least, triton.cdiv(_TOKENS_PER_ROW * m, parts.tile))
+    parts = _in_parts(parts, m, 1 if num_splits else least)
+    if num_splits is None and longest < 2 * least * parts.tile:
+        return config, 0
+    heads = num_kv_heads * triton.cdiv(rows, parts.rows)
+    return parts, num_splits or choose_splits(max(2, parts.per_processor), heads, device)
+
+
+def reduce_config(num_splits: int, num_seqs: int) -> Config:
+    """Config of the reduce for about as many sequences; its tile is in parts.
+
+    On an H100 one sequence of 66 parts gained from 32 at a time, 64 sequences lost.
+    """
+    most, each = triton.next_power_of_2(num_splits), num_splits // num_seqs
+    tile = min(most, 32, max(8, triton.next_power_of_2(each)))
+    return Config(tile, num_warps=1 if num_splits <= 8 else 4)
 
 
 def append_config(target: Target, head_dim: int) -> Config:
@@ -46,17 +81,22 @@ def append_config(target: Target, head_dim: int) -> Config:
     return Config(tile, num_warps=2 if target.backend == "hip" else 4)
 
 
-def choose_splits(config: Config, num_kv_heads: int, device: torch.device) -> int:
-    """Parts of a head's KV, all sequences together, that give every processor its programs."""
-    programs = config.per_processor * num_processors(device)
-    return max(1, min(programs // num_kv_heads, _MOST_SPLITS))
+def choose_splits(per_processor: int, num_heads: int, device: torch.device) -> int:
+    """Parts of a head's KV, all sequences together, that give every processor its programs.
+
+    A KV head counts once for each program that attends to the same part of it.
+    """
+    programs = per_processor * num_processors(device)
+    return max(1, min(programs // num_heads, _MOST_SPLITS))
 
 
 @functools.cache
-def find_config(kernel: str, names: tuple[str, ...], bits: int, head_dim: int) -> Config:
+def find_config(
+    kernel: str, names: tuple[str, ...], bits: int, head_dim: int, whole: bool = True
+) -> Config:
     """The first config that fits, of those tuned on this machine and then of those shipped.
 
-    `names`: of the GPU, the target and its backend.
+    `names`: of the GPU, the target and its backend. `whole`: queries fit float16.
 
     Raises:
         ValueError: head_dim is too large, or the tuned table cannot be read.
@@ -65,7 +105,7 @@ def find_config(kernel: str, names: tuple[str, ...], bits: int, head_dim: int) -
         return _pinned[kernel]
     rows = [*tuned().get(kernel, ()), *shipped()[kernel]]
     for row in rows:
-        if row.fits(names, bits, head_dim):
+        if row.fits(names, bits, head_dim, whole):
             return row.config
     most = max(row.head_dim for row in rows)
     raise ValueError(f"head_dim {head_dim} is more than the {most} that kernels handle")
@@ -102,11 +142,11 @@ def forget_tuned() -> None:
 
 
 @functools.cache
-def _with_rows(config: Config, group: int) -> Config:
-    # matrix instructions take 16 rows at least
-    return replace(config, rows=max(16, triton.next_power_of_2(group)))
+def _in_parts(config: Config, rows: int, least: int) -> Config:
+    return replace(config, rows=max(_FEWEST_ROWS, triton.next_power_of_2(rows)), least=least)
 
 
-def _config(kernel: str, target: Target, device: torch.device, blocks: KVBlocks) -> Config:
-    names = (gpu_name(device), target.name, target.backend)
-    return find_config(kernel, names, 8 * blocks.codes.itemsize, blocks.layout.head_dim)
+def _config(kernel: str, target: Target, query: Tensor, blocks: KVBlocks) -> Config:
+    names = (gpu_name(query.device), target.name, target.backend)
+    bits, whole = 8 * blocks.codes.itemsize, query_is_whole(query.dtype, blocks.layout)
+    return find_config(kernel, names, bits, blocks.layout.head_dim, whole)

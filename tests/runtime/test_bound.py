@@ -62,6 +62,21 @@ def test_amdgcn_is_read():
     assert hottest_loop(code) == code[1:5]
 
 
+def test_matrix_instructions_of_every_generation_are_counted():
+    code = """
+        /*0000*/                   UMOV UR29, 0x8100010 ;
+        /*0010*/                   UTCHMMA gdesc[UR4], tmem[UR26], tmem[UR28], idesc[UR29], UPT ;
+        /*0020*/                   UTCQMMA gdesc[UR4], tmem[UR26], tmem[UR28], idesc[UR29], UPT ;
+        /*0030*/                   HGMMA.64x32x16.F32 R24, gdesc[UR8], R24 ;
+        /*0040*/                   QGMMA.64x32x32.F32.E4M3.E4M3 R24, gdesc[UR8], R24 ;
+        /*0050*/                   QMMA.16832.F32.E4M3.E4M3 R16, R76.ROW, R16.COL, RZ ;
+    """
+    whole = 2 * 128 * 64 * 16  # by all four warps
+    wide, narrow = 2 * 64 * 32 * 16, 2 * 16 * 8 * 16
+    found = [each.flops for each in parse(compiled(code))]
+    assert found == [0, whole / 4, whole / 4, wide, wide, narrow]
+
+
 def test_code_without_a_loop_counts_whole():
     code = parse(compiled(SASS.replace("0x20", "0x60")))
     assert hottest_loop(code) == code

@@ -83,7 +83,7 @@ WAIT, MAXIMUM = "wait_for_previous(OVERLAPS)", "overall = tl.max(maxima, 0)"
                     "rounded = weights.to(tl.float16)\neven = even * 2.0",
                 ),
                 # more tiles in flight than an L4 has room for
-                ("tuning.json", "num_stages", [5], 17),
+                ("tuning.json", "num_stages", [5], 33),
                 ("launch.py", "blocks.format in target.decoded", "False"),
                 # it rounds twice on this target
                 ("append_kv.py", "blocks.format in target.encoded", "True"),

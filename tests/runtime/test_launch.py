@@ -91,13 +91,25 @@ def test_the_querys_gpu_is_current_at_allocations_and_launches(call, gpu, launch
 
 
 def test_the_device_is_switched_only_where_it_differs_and_then_back(launched_on_devices):
-    # three launchers twice, and a call that is refused
-    assert [c["entered"] for c in launched_on_devices] == [[], [1] * 7, []]
+    # three launchers twice, of which one in two ways, and a call that is refused
+    assert [c["entered"] for c in launched_on_devices] == [[], [1] * 9, []]
     assert [c["after"] for c in launched_on_devices] == [0, 0, 1]
 
 
 def test_two_gpus_share_no_compiled_kernel(launched_on_devices):
     first, second, again = ({e[3] for e in c["seen"] if len(e) == 4} for c in launched_on_devices)
-    assert len(first) == len(second) == 4
+    # decode and reduce for extend in parts too
+    assert len(first) == len(second) == 6
     assert not first & second
     assert again == second
+
+
+def test_growing_batches_and_tables_compile_little():
+    # for 1, up to 32 and more sequences: decode, and extend in parts
+    few, one = {"compiled": 6, "asked": 6}, {"compiled": 1, "asked": 1}
+    assert output_of("launch_growing.py") == {
+        "decode_kernel": few,
+        "reduce_kernel": few,
+        "extend_kernel": one,
+        "append_kv_kernel": one,
+    }

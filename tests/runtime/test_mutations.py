@@ -32,11 +32,12 @@ CASES = {
     "float16": replace(ALL, format="float16"),
 }
 EXTEND = {"query_lens": (6, 9, 9)}
+SPLIT_EXTEND = {"query_lens": (6, 3, 2), "extend_splits": 4}
 
 
 def attention_checks():
     for name, case in CASES.items():
-        for kind, changes in (("decode", {}), ("extend", EXTEND)):
+        for kind, changes in (("decode", {}), ("extend", EXTEND), ("split", SPLIT_EXTEND)):
             for implementation in ("kernel", "reference"):
                 yield (
                     f"{kind} {name} {implementation}",
@@ -55,7 +56,7 @@ CHECKS = {
 }
 
 ATTEND, DECODE, EXTEND_PY = (f"kernels/{name}.py" for name in ("attend", "decode", "extend"))
-APPEND, CODEC, LAUNCH = (f"kernels/{name}.py" for name in ("append_kv", "codec", "launch"))
+APPEND, CODEC, TUNING = (f"kernels/{name}.py" for name in ("append_kv", "codec", "tuning"))
 SPLIT = "kernels/split.py"
 REFERENCE, CACHE, BLOCKS, STORAGE = "reference.py", "cache.py", "blocks.py", "storage.py"
 NO_Q_ROUNDING = (
@@ -172,8 +173,20 @@ MUTATIONS = {
         ("tl.cumsum(parts) <= program", "tl.cumsum(parts) < program")),
     "joins another sequence's parts": ("decode plain kernel", DECODE,
         ("tl.where(seqs < seq, parts, 0)", "tl.where(seqs <= seq, parts, 0)")),
-    "rounds an fp32 query": ("decode fp32 kernel", LAUNCH,
-        ("blocks.k_scales == 2 or layer.dtype == torch.float32", "False")),
+    "parts of one query's window": ("split all kernel", DECODE,
+        ("seq_len - query_len + 1 - WINDOW", "seq_len - WINDOW")),
+    "the part before the window of a tile's last query": ("split all kernel", DECODE,
+        ("tl.min(rows_at, 0) - WINDOW + 1", "tl.max(rows_at, 0) - WINDOW + 1")),
+    "queries of a part at the beginning": ("split plain kernel", DECODE,
+        ("rows_at = seq_len - query_len + tokens", "rows_at = tokens")),
+    "every query's parts in one place": ("split plain kernel", DECODE,
+        ("part_at * max_query_len + tokens", "part_at * max_query_len")),
+    "joins the first query's parts": ("split plain kernel", DECODE,
+        ("at * rows + token", "at * rows")),
+    "joins parts of other queries": ("split plain kernel", DECODE,
+        ("stride = rows * NUM_HEADS", "stride = NUM_HEADS")),
+    "rounds an fp32 query": ("decode fp32 kernel", TUNING,
+        ("blocks.k_scales < 2 and dtype != torch.float32", "True")),
     "rounds the weights of an fp32 query": ("extend fp32 kernel", EXTEND_PY,
         ("P_REST", "False")),
     "leaves a channel unwritten": ("decode plain kernel", DECODE,

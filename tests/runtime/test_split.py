@@ -1,52 +1,66 @@
 """Parts of decode: every tile once, none larger than its share, whatever the lengths."""
 
+import itertools
+from random import Random
+
 import pytest
 import torch
 import triton
 import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.processors import PROCESSORS
 
 from fp8kv_runtime.kernels.split import find_part, parts_of
+from fp8kv_runtime.kernels.targets import TARGETS
+from fp8kv_runtime.kernels.tuning import find_config
 
 TILE = 16
 
 
 @triton.jit
 def parts_kernel(
-    lens_ptr, starts_ptr, out_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, BLOCK_S: tl.constexpr,
+    lens_ptr, starts_ptr, ends_ptr, out_ptr, num_seqs, num_splits, least, TILE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_STARTS: tl.constexpr, EXTENDS: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     seqs, tiles, parts = parts_of(
-        lens_ptr, starts_ptr, num_seqs, num_splits, least, TILE, WINDOW, HAS_STARTS, BLOCK_S
-    )
+        lens_ptr, starts_ptr, ends_ptr, num_seqs, num_splits, least, TILE, WINDOW, HAS_STARTS,
+        EXTENDS, BLOCK_S,
+    )  # fmt: skip
     seq, split, size = find_part(program, seqs, tiles, parts)
     tl.store(out_ptr + program * 3, seq)
     tl.store(out_ptr + program * 3 + 1, split)
     tl.store(out_ptr + program * 3 + 2, size)
 
 
-def split(lens, num_splits, least=1, starts=None, window=0):
+def split(lens, num_splits, least=1, starts=None, window=0, queries=None):
     """(sequence, part, tiles per part) of every program that has one."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     num_seqs = len(lens)
     out = torch.empty(num_splits + num_seqs, 3, dtype=torch.int32, device=device)
+    ends = None if queries is None else [0, *itertools.accumulate(queries)]
     tensors = [
         None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (lens, starts)
+        for x in (lens, starts, ends)
     ]
     parts_kernel[(len(out),)](
         *tensors, out, num_seqs, num_splits, least, TILE=TILE, WINDOW=window,
-        HAS_STARTS=starts is not None, BLOCK_S=triton.next_power_of_2(num_seqs),
+        HAS_STARTS=starts is not None, EXTENDS=queries is not None,
+        BLOCK_S=triton.next_power_of_2(num_seqs),
     )  # fmt: skip
     return [tuple(row) for row in out.tolist() if row[0] < num_seqs]
 
 
-def tiles_of(lens, starts=None, window=0):
-    firsts = starts or [0] * len(lens)
-    firsts = [max(a, n - window) if window else a for a, n in zip(firsts, lens, strict=True)]
-    return [-(-(n - a // TILE * TILE) // TILE) for a, n in zip(firsts, lens, strict=True)]
+def tiles_of(lens, starts=None, window=0, queries=None):
+    found = []
+    for seq, length in enumerate(lens):
+        new = 1 if queries is None else queries[seq]
+        first = starts[seq] if starts else 0
+        if window:
+            first = max(first, length - new + 1 - window)
+        found.append(-(-(length - first // TILE * TILE) // TILE) if new else 0)
+    return found
 
 
 RAGGED = [128 * TILE, *[4 * TILE] * 31]
@@ -60,6 +74,8 @@ BATCHES = {
     "with left padding": ([100, 90, 300], {"starts": [33, 0, 299]}),
     "with a window": ([1000, 20, 400], {"window": 100}),
     "with both": ([1000, 20, 400], {"window": 100, "starts": [5, 19, 350]}),
+    "with several queries": ([1000, 20, 0, 300], {"queries": [4, 20, 0, 0]}),
+    "with several and a window": ([1000, 60, 40, 0], {"queries": [50, 2, 0, 0], "window": 100}),
 }
 
 
@@ -93,23 +109,62 @@ def test_every_tile_is_in_one_part(batch, num_splits, least):
         assert size * len(parts) >= count > size * (len(parts) - 1) or count == 0 == size
 
 
-@settings(max_examples=25, deadline=None)
+@triton.jit
+def plan_kernel(
+    lens_ptr, out_ptr, num_seqs, num_splits, least, TILE: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    seqs, _, parts = parts_of(
+        lens_ptr, None, None, num_seqs, num_splits, least, TILE, 0, False, False, BLOCK_S
+    )
+    tl.store(out_ptr + seqs, parts, mask=seqs < num_seqs)
+
+
+def plan(lens, num_splits, least, tile=TILE):
+    """Parts of every sequence."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    out = torch.empty_like(lens)
+    block = triton.next_power_of_2(len(lens))
+    plan_kernel[(1,)](lens, out, len(lens), num_splits, least, TILE=tile, BLOCK_S=block)
+    return out.tolist()
+
+
+@settings(max_examples=100, deadline=None)
 @given(
-    lens=st.lists(st.integers(0, 3000) | st.integers(0, 60), min_size=1, max_size=16),
-    num_splits=st.integers(1, 24),
+    num_seqs=st.integers(1, 512),
+    longest=st.integers(1, 2**18),
+    skew=st.sampled_from([0, 1, 4, 20]),
+    num_splits=st.integers(1, 2048),
+    least=st.sampled_from([1, 4, 8]),
+    seed=st.integers(0, 2**32),
 )
-def test_parts_never_outnumber_the_slots_where_a_little_more_each_will_do(lens, num_splits):
-    found, tiles = split(lens, num_splits), tiles_of(lens)
-    fewest, most = sizes_allowed(tiles, num_splits, least=1)
-    assert max(size for *_, size in found) <= most
-    assert count_parts(tiles, most) <= len(found) <= count_parts(tiles, fewest)
+def test_large_batches_fit_the_slots_where_parts_half_as_large_again_do(
+    num_seqs, longest, skew, num_splits, least, seed
+):
+    random = Random(seed)
+    lens = [int(longest * random.random() ** skew) for _ in range(num_seqs)]
+    parts, tiles = plan(lens, num_splits, least), tiles_of(lens)
+    share = max(-(-sum(tiles) // num_splits), least)
+    assert max(-(-n // p) for n, p in zip(tiles, parts, strict=True)) <= share + share // 2
+    if count_parts(tiles, share + share // 2) <= num_splits:
+        assert sum(parts) <= num_splits
+    else:
+        assert sum(parts) == count_parts(tiles, share)
 
 
 @pytest.mark.parametrize(("num_seqs", "length"), [(1, 32), (8, 32), (64, 2)])
-@pytest.mark.parametrize("slots", [66, 132])
-def test_no_wave_of_programs_is_nearly_empty(num_seqs, length, slots):
-    found = split([length * 1024] * num_seqs, slots, least=4)
-    assert 0.9 * slots <= len(found) <= slots or len(found) == num_seqs
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("target", TARGETS.values(), ids=TARGETS)
+def test_no_wave_of_programs_is_nearly_empty(target, head_dim, num_seqs, length):
+    config = find_config("decode", ("", target.name, target.backend), 8, head_dim)
+    slots = config.per_processor * PROCESSORS[target.name].count // 8  # of each KV head
+    lens = [length * 1024] * num_seqs
+    parts = plan(lens, slots, config.least, config.tile)
+    largest = -(-lens[0] // (config.tile * parts[0]))
+    waves = -(-sum(parts) // slots)
+    # one wave of parts half as large again is two thirds full
+    full = sum(lens) / (waves * slots * largest * config.tile)
+    assert full >= 2 / 3 or sum(parts) == num_seqs > slots
 
 
 def test_a_ragged_batch_has_parts_no_larger_than_an_even_one():

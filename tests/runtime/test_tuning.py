@@ -157,7 +157,7 @@ SMALL = (
 
 
 def test_the_fastest_config_is_found():
-    cost = {32: 3.0, 64: 2.0, 128: 4.0}
+    cost = {16: 5.0, 32: 3.0, 64: 2.0, 128: 4.0}
     clock = Clock(
         lambda c: cost[c.tile] + abs(c.num_warps - 8) + abs(c.per_processor - 3) + 1 / c.least
     )
@@ -168,6 +168,29 @@ def test_the_fastest_config_is_found():
     assert (found.tile, found.num_warps, found.per_processor, found.least) == (64, 8, 3, 8)
 
 
+def test_one_warp_with_many_programs_is_tried():
+    made, _ = tuner(Clock(lambda c: c.tile + 9 * c.num_warps - c.per_processor))
+    found = made.tune("decode", SMALL).config
+    assert (found.tile, found.num_warps, found.per_processor) == (16, 1, 16)
+
+
+def test_queries_in_two_parts_have_more_than_one_warp():
+    table = tuning.shipped()["decode"]
+    assert any(row.config.num_warps == 1 for row in table)
+    for target in TARGETS.values():
+        for head_dim in (64, 128, 256):
+            where = ("decode", ("", target.name, target.backend), 8, head_dim)
+            assert tuning.find_config(*where, whole=False).num_warps > 1
+    layers = {
+        "float16": {},
+        "float32": {"dtype": torch.float32},
+        "channels": {"k_scales": "channel"},
+    }
+    batches = {name: build(Case((9,), **changes)) for name, changes in layers.items()}
+    whole = {n: tuning.query_is_whole(b.query.dtype, b.blocks.layout) for n, b in batches.items()}
+    assert whole == {"float16": True, "float32": False, "channels": False}
+
+
 def test_a_fast_config_that_is_wrong_or_does_not_compile_is_not_taken():
     def attend(out, config):
         if config.tile == 32:
@@ -176,7 +199,7 @@ def test_a_fast_config_that_is_wrong_or_does_not_compile_is_not_taken():
             raise RuntimeError("out of resource: shared memory\nand more")
         return out
 
-    made, said = tuner(Clock(lambda c: {32: 1.0, 64: 10.0, 128: 2.0}[c.tile]), attend)
+    made, said = tuner(Clock(lambda c: {16: 20.0, 32: 1.0, 64: 10.0, 128: 2.0}[c.tile]), attend)
     assert made.tune("decode", SMALL).config.tile == 64
     assert any("tile 32" in line and "relative error 1" in line for line in said)
     assert any(line.endswith("out of resource: shared memory") for line in said)

@@ -97,7 +97,8 @@ def call(kind):
     for _ in range(2):
         append_kv(new, new, blocks, slots)
         decode_attention(query, blocks, sequences)
-        extend_attention(query, blocks, sequences, ends, 1)
+        for most in (1, 2000):  # KV is split, then not
+            extend_attention(query, blocks, sequences, ends, most)
     with contextlib.suppress(ValueError):
         decode_attention(query[:, :, :8], blocks, sequences)
 

@@ -49,7 +49,8 @@ class Case:
     sinks: bool = False
     starts: tuple[int, ...] | None = None  # width of left padding
     q_scale: str | None = None  # tensor, head
-    num_splits: int | None = None
+    num_splits: int | None = None  # of decode
+    extend_splits: int | None = None
     seed: int = 0
 
 
@@ -65,6 +66,7 @@ class Batch:
     options: Any
     num_splits: int | None
     decodes: bool
+    extend_splits: int | None = None
 
     def attend(self, implementation, runtime=RUNTIME):
         """What `kernel` or `reference` returns."""
@@ -82,6 +84,7 @@ class Batch:
             self.cu_seqlens,
             self.max_query_len,
             self.options,
+            num_splits=self.extend_splits,
         )
 
 
@@ -106,6 +109,7 @@ def build(case, device="cpu", runtime=RUNTIME):
         _options(case, heads, random, runtime).to(torch.device(device)),
         case.num_splits,
         decodes,
+        case.extend_splits,
     )
 
 

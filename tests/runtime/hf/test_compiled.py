@@ -35,7 +35,7 @@ class Graphs:
 
 
 @pytest.fixture(autouse=True)
-def _nan_in_new_memory():
+def nan_in_new_memory():
     """Nothing: torch.compile cannot trace what would stand in for `torch.empty`."""
 
 

@@ -100,7 +100,7 @@ def test_blocks_may_nest(model, scales):
 def test_no_inputs_at_all(model, scales):
     with (
         fp8_attention(model, scales),
-        pytest.raises(ValueError, match="input_ids or inputs_embeds"),
+        pytest.raises(AttentionError, match="give the model input_ids"),
     ):
         model()
 

@@ -1,0 +1,218 @@
+"""The interpreter's instructions against torch, over all patterns where there are few enough."""
+
+import random
+from fractions import Fraction
+
+import pytest
+import torch
+from small_kernels import elementwise, run
+
+FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+ALL_16 = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+
+
+def floats(count=2**18):
+    """All bfloat16 values and their halfway points to the next, and random bits."""
+    all_bits = torch.arange(2**16, dtype=torch.int64) << 16
+    random_bits = torch.randint(0, 2**32, (count,), generator=torch.Generator().manual_seed(0))
+    bits = torch.cat([all_bits, all_bits | 0x8000, all_bits | 0x8001, random_bits])
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def same(got, want):
+    """Equal, bit for bit but for those of NaN."""
+    as_bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[want.element_size()]
+    nan = want.isnan()
+    assert got.isnan()[nan].all()
+    assert torch.equal(got.view(as_bits)[~nan], want.view(as_bits)[~nan])
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_every_pair_of_fp8_decodes(kind):
+    body = f"""ld.global.b16 {{ %rs1 }}, [ %rd1 + 0 ]; cvt.rn.f16x2.{kind}x2 %r5, %rs1;
+        st.global.b32 [ %rd0 + 0 ], {{ %r5 }};"""
+    got = elementwise(body, torch.int32, ALL_16).view(torch.float16)
+    same(got, ALL_16.view(FP8[kind]).to(torch.float16))
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_floats_are_encoded_as_torch_casts_what_fits(kind):
+    x = floats()
+    x = torch.cat([x, FP8_MIDDLES[kind], -FP8_MIDDLES[kind]])
+    x = x[: len(x) // 512 * 512]
+    body = f"""ld.global.b64 {{ %rd5 }}, [ %rd1 + 0 ]; mov.b64 {{%r5, %r6}}, %rd5;
+        cvt.rn.satfinite.{kind}x2.f32 %rs1, %r6, %r5; st.global.b16 [ %rd0 + 0 ], {{ %rs1 }};"""
+    got = elementwise(body, torch.int16, x.view(torch.int64)).view(FP8[kind])
+    limit = torch.finfo(FP8[kind]).max
+    same(got.float(), x.clamp(-limit, limit).to(FP8[kind]).float())
+
+
+def _middles(kind):
+    values = torch.arange(127, dtype=torch.uint8).view(kind).double()
+    values = values[values.isfinite()]
+    return ((values[1:] + values[:-1]) / 2).float()
+
+
+FP8_MIDDLES = {kind: _middles(dtype) for kind, dtype in FP8.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("f16", torch.float16), ("bf16", torch.bfloat16)], ids=["f16", "bf16"]
+)
+def test_sixteen_bits_to_float_and_back(kind, dtype):
+    body = f"""ld.global.b16 {{ %rs1 }}, [ %rd1 + 0 ]; cvt.f32.{kind} %r5, %rs1;
+        st.global.b32 [ %rd0 + 0 ], {{ %r5 }};"""
+    same(elementwise(body, torch.float32, ALL_16), ALL_16.view(dtype).float())
+    x = floats()
+    body = f"""ld.global.b64 {{ %rd5 }}, [ %rd1 + 0 ]; mov.b64 {{%r5, %r6}}, %rd5;
+        cvt.rn.{kind}x2.f32 %r7, %r6, %r5; st.global.b32 [ %rd0 + 0 ], {{ %r7 }};"""
+    same(elementwise(body, torch.int32, x.view(torch.int64)).view(dtype), x.to(dtype))
+
+
+def _rounded(value, bits=24):
+    """The Fraction as the nearest float32, ties to even; normal values only."""
+    if value == 0:
+        return 0.0
+    exponent = 0
+    while abs(value) * Fraction(2) ** -exponent >= 2**bits:
+        exponent += 1
+    while abs(value) * Fraction(2) ** -exponent < 2 ** (bits - 1):
+        exponent -= 1
+    return float(round(value * Fraction(2) ** -exponent) * Fraction(2) ** exponent)
+
+
+def test_multiply_add_rounds_once():
+    rng = random.Random(0)
+    rows = []
+    for _ in range(2048):
+        if rng.random() < 0.5:  # 25 bits, of which the last decides: by c alone
+            a, b = 2**12 + 1 + 2 * rng.randrange(2**11), 2**11 + 1 + 2 * rng.randrange(2**10)
+            c = rng.choice([1, -1]) * 2.0 ** rng.choice([-40, -20, -2, 1])
+        else:
+            a, b = (1 + rng.randrange(2**23) / 2**23 for _ in "ab")
+            c = rng.choice([1, -1]) * 2.0 ** rng.choice([-60, -47, -25, 0, 24])
+        rows.append((a, b, c))
+    a, b, c = torch.tensor(rows, dtype=torch.float64).float().T.contiguous()
+    body = """ld.global.b32 { %r5 }, [ %rd1 + 0 ]; ld.global.b32 { %r6 }, [ %rd2 + 0 ];
+        ld.global.b32 { %r7 }, [ %rd3 + 0 ]; fma.rn.f32 %r8, %r5, %r6, %r7;
+        st.global.b32 [ %rd0 + 0 ], { %r8 };"""
+    got = elementwise(body, torch.float32, a.clone(), b.clone(), c.clone())
+    want = [
+        _rounded(Fraction(x) * Fraction(y) + Fraction(z))
+        for x, y, z in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)
+    ]
+    assert got.tolist() == want
+    twice = (a.double() * b.double() + c.double()).float()
+    assert (got != twice).any()  # some cases need it
+
+
+def test_lop3_of_every_table():
+    words = (0xF0F0F0F0, 0xCCCCCCCC, 0xAAAAAAAA)  # each byte of the result is the table
+    a, b, c = (torch.full((256,), w - 2**32, dtype=torch.int32) for w in words)
+    for table in range(256):
+        body = f"""ld.global.b32 {{ %r5 }}, [ %rd1 + 0 ]; ld.global.b32 {{ %r6 }}, [ %rd2 + 0 ];
+            ld.global.b32 {{ %r7 }}, [ %rd3 + 0 ]; lop3.b32 %r5, %r5, %r6, %r7, {table:#x};
+            st.global.b32 [ %rd0 + 0 ], {{ %r5 }};"""
+        got = elementwise(body, torch.int32, a, b, c).view(torch.uint8)
+        assert (got == table).all(), table
+
+
+def test_prmt_of_every_selector():
+    selectors = torch.arange(2**16, dtype=torch.int32)
+    body = """ld.global.b32 { %r5 }, [ %rd1 + 0 ]; mov.b32 %r6, 0x83020100; mov.b32 %r7, 0x07F60504;
+        prmt.b32 %r8, %r6, %r7, %r5; st.global.b32 [ %rd0 + 0 ], { %r8 };"""
+    got = elementwise(body, torch.int32, selectors).view(torch.uint8).view(-1, 4)
+    given = torch.tensor([0x00, 0x01, 0x02, 0x83, 0x04, 0x05, 0xF6, 0x07], dtype=torch.uint8)
+    for i in range(4):
+        digit = (selectors >> (4 * i)) & 15
+        byte = given[digit & 7]
+        sign = torch.where(byte >= 128, 255, 0).to(torch.uint8)
+        assert torch.equal(got[:, i], torch.where(digit >= 8, sign, byte))
+
+
+def _index_a(lane, i, per_register):
+    """Row and column of A's value i of a lane, as the PTX ISA writes it."""
+    low = i % (2 * per_register) < per_register
+    high = i >= 2 * per_register
+    row = lane // 4 if low else lane // 4 + 8
+    column = lane % 4 * per_register + i % per_register
+    return row, column + (4 * per_register if high else 0)
+
+
+def _index_b(lane, i, per_register):
+    """Row and column of B's value i of a lane."""
+    row = lane % 4 * per_register + i % per_register
+    return row + (4 * per_register if i >= per_register else 0), lane // 4
+
+
+@pytest.mark.parametrize(
+    ("k", "kind", "dtype"),
+    [(16, "f16", torch.float16), (32, "e4m3", FP8["e4m3"]), (32, "e5m2", FP8["e5m2"])],
+)
+def test_matrices_of_a_warp(k, kind, dtype):
+    e = k // 8
+    random_numbers = torch.Generator().manual_seed(0)
+    a, b, c = (torch.randn(shape, generator=random_numbers) for shape in ((16, k), (k, 8), (16, 8)))
+    a, b = a.to(dtype), b.to(dtype)
+    a_given, b_given = torch.empty(32, 4 * e, dtype=dtype), torch.empty(32, 2 * e, dtype=dtype)
+    c_given = torch.empty(32, 4)
+    for lane in range(32):
+        for i in range(4 * e):
+            a_given[lane, i] = a[_index_a(lane, i, e)]
+        for i in range(2 * e):
+            b_given[lane, i] = b[_index_b(lane, i, e)]
+        for i in range(4):
+            c_given[lane, i] = c[lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2]
+    got = torch.empty(32, 4)
+    body = f"""ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%rd1]; ld.global.b64 {{%rd9}}, [%rd2];
+        mov.b64 {{%r8, %r9}}, %rd9; ld.global.v4.b32 {{%r12, %r13, %r14, %r15}}, [%rd3];
+        mma.sync.aligned.m16n8k{k}.row.col.f32.{kind}.{kind}.f32 {{%r12, %r13, %r14, %r15}},
+        {{%r4, %r5, %r6, %r7}}, {{%r8, %r9}}, {{%r12, %r13, %r14, %r15}};
+        st.global.v4.b32 [%rd0], {{%r12, %r13, %r14, %r15}};"""
+    run(body, got, a_given, b_given, c_given)
+    want = (a.double() @ b.double() + c.double()).float()
+    for lane in range(32):
+        for i in range(4):
+            assert got[lane, i] == want[lane // 4 + 8 * (i // 2), lane % 4 * 2 + i % 2]
+
+
+@pytest.mark.parametrize("transposed", ["", ".trans"])
+def test_matrices_to_shared_memory_and_back(transposed):
+    """Four 8 x 8 matrices; each lane stores a row and then loads fragments."""
+    rows = torch.randn(4, 8, 8, generator=torch.Generator().manual_seed(0)).half()
+    got = torch.empty(32, 4, 2, dtype=torch.float16)
+    body = f"""ld.global.v4.b32 {{%r4, %r5, %r6, %r7}}, [%rd1]; mov.b32 %r8, global_smem;
+        shl.b32 %r9, %r2, 4; add.s32 %r8, %r8, %r9;
+        st.shared.v4.b32 [%r8], {{%r4, %r5, %r6, %r7}}; bar.sync 0;
+        ldmatrix.sync.aligned.m8n8.x4{transposed}.shared.b16 {{%r4, %r5, %r6, %r7}}, [%r8];
+        bar.sync 0; stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r8], {{%r4, %r5, %r6, %r7}};
+        bar.sync 0; ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{%r4, %r5, %r6, %r7}}, [%r8];
+        st.global.v4.b32 [%rd0], {{%r4, %r5, %r6, %r7}};"""
+    run(body, got, rows, shared=512)
+    want = rows.transpose(1, 2) if transposed else rows
+    for lane in range(32):
+        for i in range(4):
+            at = lane // 4, lane % 4 * 2
+            assert torch.equal(got[lane, i], want[i, at[0], at[1] : at[1] + 2])
+
+
+@pytest.mark.parametrize(
+    ("instruction", "want"),
+    [
+        ("shfl.sync.bfly.b32 %r6, %r5, 5, 31, -1", lambda x: x[torch.arange(32) ^ 5]),
+        ("shfl.sync.idx.b32 %r6, %r5, 7, 31, -1", lambda x: x[7].expand(32)),
+        ("shfl.sync.up.b32 %r6, %r5, 3, 0, -1", lambda x: torch.cat([x[:3], x[:-3]])),
+        ("redux.sync.add.s32 %r6, %r5, -1", lambda x: x.sum().expand(32)),
+        ("redux.sync.max.s32 %r6, %r5, -1", lambda x: x.max().expand(32)),
+        ("redux.sync.min.s32 %r6, %r5, -1", lambda x: x.min().expand(32)),
+        ("bfe.u32 %r6, %r5, 4, 6", lambda x: (x >> 4) & 63),
+        ("shr.s32 %r6, %r5, 40", lambda x: x >> 31),
+        ("div.s32 %r6, %r5, 7", lambda x: torch.div(x, 7, rounding_mode="trunc")),
+    ],
+)
+def test_exchanges_and_integers(instruction, want):
+    x = torch.randint(-(10**6), 10**6, (32,), generator=torch.Generator().manual_seed(0))
+    x, got = x.to(torch.int32), torch.empty(32, dtype=torch.int32)
+    load, store = "ld.global.b32 {%r5}, [%rd1];", "st.global.b32 [%rd0], {%r6};"
+    run(f"{load} {instruction}; {store}", got, x)
+    assert torch.equal(got, want(x).to(torch.int32))

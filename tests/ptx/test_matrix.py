@@ -1,0 +1,132 @@
+"""The compiled kernels, run by their launchers, on every NVIDIA target: against the oracle."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+from checks import assert_attention, assert_output, assert_rounded, assert_stored
+from oracle import attention
+from paged import Case, build
+from ptx_cases import CASES, PLAIN, USUAL
+from virtual_gpu.launch import virtual_gpu
+from virtual_gpu.program import FaultError
+
+from fp8kv_runtime.kernels.table import Config
+from fp8kv_runtime.kernels.targets import TARGETS
+
+NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100")
+BF16, FP32 = torch.bfloat16, torch.float32
+# a case that is not usual goes to one of the first two, which differ in how they decode FP8
+EACH = [
+    (target, name)
+    for target in NVIDIA
+    for i, name in enumerate(CASES)
+    if name in USUAL or target != NVIDIA[i % 2]
+]
+QUERIES = (40, 9, 0)  # extend
+STORED = {
+    "D64": Case((), head_dim=64),
+    "D80": Case((), head_dim=80, k_scales="tensor", v_scales="tensor"),
+    "D128": Case((), head_dim=128, center=True, dtype=BF16),
+    "D256": Case((), head_dim=256, dtype=FP32),
+    "channels": Case((), head_dim=128, k_scales="channel", v_scales="channel", center=True),
+    "e5m2": Case((), head_dim=96, format="e5m2", dtype=BF16),
+    "float16": Case((), head_dim=64, format="float16", dtype=FP32),
+}
+
+
+@pytest.fixture(params=NVIDIA)
+def target(request):
+    with virtual_gpu(TARGETS[request.param]):
+        yield request.param
+
+
+@pytest.mark.parametrize(("target", "name"), EACH, indirect=["target"])
+def test_decode(name, target):
+    assert_attention(CASES[name])
+
+
+@pytest.mark.parametrize(("target", "name"), EACH, indirect=["target"])
+def test_extend(name, target):
+    case = CASES[name]
+    with (
+        pytest.raises(FaultError, match="proxy fence") if _unfenced(case, target) else nullcontext()
+    ):
+        assert_attention(replace(case, query_lens=tuple(map(min, QUERIES, case.lengths))))
+
+
+def _unfenced(case, target):
+    """Triton 3.6 has no fence between copies and matrix units that read them as they are."""
+    copied_as_is = case.format == "float16" and target in ("sm_90", "sm_100")
+    return copied_as_is and triton.__version__.startswith("3.6.")
+
+
+# KV in parts: with decode's config for few rows, with extend's for more, in one row tile or two
+PARTS = [(name, (4, 3, 0)) for name in USUAL] + [
+    ("plain", (40, 9, 0)),
+    ("masked", (40, 9, 0)),
+    ("plain-channel", (12, 7, 0)),
+    ("plain-q_head", (30, 1, 0)),
+]
+
+
+@pytest.mark.parametrize(("name", "queries"), PARTS)
+def test_extend_in_parts(name, queries, target):
+    assert_attention(replace(CASES[name], query_lens=queries, extend_splits=5))
+
+
+def test_a_batch_that_more_than_a_warp_plans(target):
+    lengths = tuple(range(0, 240, 6))
+    case = Case(lengths, kv_heads=1, block_size=64, num_splits=30, extend_splits=30)
+    assert_attention(case)
+    assert_attention(replace(case, query_lens=tuple(min(2, n) for n in lengths)))
+
+
+# other tiles than the table's, and programs of one warp, whose barriers are the warp's
+@pytest.mark.parametrize("name", ["plain-D64", "masked", "plain-channel"])
+@pytest.mark.parametrize("config", [Config(32, 1, 5), Config(16, 2, 3)], ids=["1warp", "2warps"])
+@pytest.mark.parametrize("target", NVIDIA)
+def test_decode_of_few_warps(target, config, name):
+    with virtual_gpu(TARGETS[target], configs={"decode": config}):
+        assert_attention(CASES[name])
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_append(name, target):
+    assert_stored(STORED[name])
+
+
+@pytest.mark.parametrize("format", ["e4m3fn", "e5m2"])
+def test_all_bfloat16_values_are_rounded(format, target):
+    assert_rounded(format)
+
+
+def test_blocks_beyond_2_to_31(target):
+    """Offsets of more than 31 bits: the last of blocks that no memory was taken for."""
+    batch = build(PLAIN)
+    stored = batch.blocks.codes.view(torch.uint8)
+    shift = 2**31 // stored[0, 0].numel()
+    codes = torch.empty(2, shift + stored.shape[1], *stored.shape[2:], dtype=torch.uint8)
+    codes[:, shift:] = stored
+    blocks = replace(batch.blocks, codes=codes.view(batch.blocks.codes.dtype))
+    tables = batch.sequences.block_tables
+    far = replace(batch.sequences, block_tables=torch.where(tables < 0, tables, tables + shift))
+    got = replace(batch, blocks=blocks, sequences=far).attend("kernel")
+    assert_output(got, attention(batch), "kernel", PLAIN)
+
+
+def test_every_byte_decodes_exactly(target):
+    """One token visible at a time: its V comes out as it is, at any channel."""
+    case = Case((256,), head_dim=128, kv_heads=1, group=1, block_size=256, num_splits=1, window=1)
+    batch = build(replace(case, v_scales="tensor", format="e4m3fn"))
+    every = torch.arange(256, dtype=torch.uint8)
+    blocks = replace(batch.blocks, v_scale=torch.ones(1))
+    stored = blocks.codes.view(torch.uint8)
+    block = batch.sequences.block_tables[0, 0]
+    for half in (every[:128], every[128:]):
+        stored[1, block, 0, 255] = half
+        got = replace(batch, blocks=blocks).attend("kernel")
+        want = half.view(torch.float8_e4m3fn).half()
+        assert torch.equal(got[0, 0].nan_to_num(7.7), want.nan_to_num(7.7))

@@ -1,0 +1,172 @@
+"""Matrix instructions: `mma.sync` of a warp and `wgmma` of four, by the documented fragments.
+
+Products and sums are float64, rounded once to float32: tensor cores cut off more.
+"""
+
+import re
+
+import numpy as np
+
+from virtual_gpu import numbers
+from virtual_gpu.program import FaultError
+
+_LANES = np.arange(32)
+_WIDTHS = {0: 16, 1: 128, 2: 64, 3: 32}  # bytes of a row, by a descriptor's last two bits
+
+
+def unpacked(bits, kind):
+    """Packed registers [..., n] uint32 as float64 [..., n, values]."""
+    shape = (*bits.shape, -1)
+    if kind == "f16":
+        halves = np.ascontiguousarray(bits).view(np.float16)
+        return halves.astype(np.float64).reshape(shape)
+    codes = np.ascontiguousarray(bits).view(np.uint8)
+    return numbers.decode_fp8(codes, f"{kind}x2").astype(np.float64).reshape(shape)
+
+
+def _gather(machine, registers, warps):
+    """Registers [warps, 32, n] of whole warps."""
+    return np.stack([machine.read(r, "b32").reshape(-1, 32)[warps] for r in registers], 2)
+
+
+def matrix_a(values: np.ndarray) -> np.ndarray:
+    """[warps, 32, 4, e] as [warps, 16, 8 e]."""
+    e = values.shape[3]
+    lane, register, each = np.ogrid[:32, :4, :e]
+    row = lane // 4 + 8 * (register % 2) + 0 * each
+    column = e * (lane % 4) + 4 * e * (register // 2) + each
+    found = np.empty((len(values), 16, 8 * e))
+    found[:, row, column] = values
+    return found
+
+
+def matrix_b(values: np.ndarray) -> np.ndarray:
+    """[warps, 32, 2, e] as [warps, 8 e, 8]."""
+    e = values.shape[3]
+    lane, register, each = np.ogrid[:32, :2, :e]
+    found = np.empty((len(values), 8 * e, 8))
+    found[:, e * (lane % 4) + 4 * e * register + each, lane // 4 + 0 * each] = values
+    return found
+
+
+def _places_of_c(n):
+    """Row and column of every register of a result 16 x n: [32, n / 2]."""
+    lane, register = np.ogrid[:32, : n // 2]
+    row = lane // 4 + 8 * (register % 4 // 2)
+    return row, 8 * (register // 4) + 2 * (lane % 4) + register % 2
+
+
+def _write_c(write, machine, registers, warps, product):
+    """Give the product [warps, 16, n], float32, to the function that writes registers."""
+    row, column = _places_of_c(product.shape[2])
+    fragments = product[:, row, column].astype(np.float32)
+    for i, register in enumerate(registers):
+        value = np.zeros((machine.num_threads // 32, 32), np.float32)
+        value[warps] = fragments[:, :, i]
+        write(register, value.reshape(-1).view(np.uint32))
+
+
+def _matrix_c(bits, n):
+    row, column = _places_of_c(n)
+    found = np.empty((len(bits), 16, n))
+    found[:, row, column] = np.ascontiguousarray(bits).view(np.float32)
+    return found
+
+
+def multiply(machine, instruction):
+    """`mma.sync.aligned.m16n8k*.row.col.f32.*.*.f32`."""
+    form = re.fullmatch(
+        r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(\w+)\.(\w+)\.f32", instruction.op
+    )
+    if form is None or (form[1], form[2]) not in (("16", "f16"), ("32", "e4m3"), ("32", "e5m2")):
+        raise FaultError("unknown matrix instruction")
+    to, a, b, c = instruction.operands
+    warps = machine.whole_groups()
+    a = matrix_a(unpacked(_gather(machine, a, warps), form[2]))
+    b = matrix_b(unpacked(_gather(machine, b, warps), form[3]))
+    c = _matrix_c(_gather(machine, c, warps), 8)
+    _write_c(machine.write, machine, to, warps, a @ b + c)
+
+
+def descriptor_places(
+    descriptor: int, width: int, rows: int, row_bytes: int, across: bool
+) -> np.ndarray:
+    """Addresses of a matrix in shared memory: [rows, row_bytes], rows along n (or m).
+
+    K lies along a row, in pieces of `width` bytes; or, with `across`, the rows do, of 16 bits.
+    """
+    start, leading, stride = (((descriptor >> at) & 0x3FFF) << 4 for at in (0, 16, 32))
+    if (descriptor >> 49) & 7:
+        raise FaultError("a descriptor with a base offset")
+    row, byte = np.arange(rows)[:, None], np.arange(row_bytes)[None]
+    if across:
+        k, inside = byte // 2, (2 * row) % width + byte % 2
+        place = start + 2 * row // width * leading + k // 8 * stride + k % 8 * width + inside
+    elif width == 16:
+        place = start + byte // 16 * leading + row // 8 * stride + row % 8 * 16 + byte % 16
+    else:
+        place = start + row // 8 * stride + row % 8 * width + byte
+    return place ^ (((place >> 7) & (width // 16 - 1)) << 4)
+
+
+def matrix_in_shared(machine, thread, addresses, kind):
+    """A matrix [rows, k] float64 at [rows, bytes] of one thread's program, and its places."""
+    threads = np.full(addresses.size, thread)
+    places = machine.shared.places(threads, addresses.reshape(-1), 1)
+    data = machine.shared.read_by_matrix_unit(threads, places).reshape(addresses.shape)
+    return unpacked(data.view(np.uint32), kind).reshape(len(addresses), -1), places
+
+
+def multiply_group(machine, instruction):
+    """`wgmma.mma_async`, the left matrix in registers, the right one in shared memory."""
+    form = re.fullmatch(
+        r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(16|32)\.f32\.(\w+)\.(\w+)", instruction.op
+    )
+    to, a, descriptor, accumulates, *signs = instruction.operands
+    if form is None or not isinstance(a, tuple) or signs[:2] != [1, 1] or any(signs[3:]):
+        raise FaultError("unknown matrix instruction")
+    n, kind = int(form[1]), form[3]
+    groups = machine.whole_groups(128)
+    warps = (4 * groups[:, None] + np.arange(4)).reshape(-1)
+    a = matrix_a(unpacked(_gather(machine, a, warps), kind))
+    across = len(signs) > 2 and signs[2] == 1
+    given = machine.read(descriptor, "b64")
+    b = []
+    for first in (128 * groups).tolist():
+        bits = int(given[first])
+        places = descriptor_places(bits, _WIDTHS[bits >> 62], n, 32, across)
+        b.append(matrix_in_shared(machine, first, places, form[4])[0])
+    product = a @ np.repeat(np.stack(b), 4, 0).transpose(0, 2, 1)
+    adds = machine.read(accumulates, "pred").reshape(-1, 32)[warps, 0]
+    product = np.where(adds[:, None, None], product + _accumulators(machine, to, warps, n), product)
+    # sums of FP8 products are read before the wait: the assembler then waits for each (C7518)
+    write = machine.defer if kind == "f16" else machine.write
+    _write_c(write, machine, to, warps, product)
+
+
+def _accumulators(machine, registers, warps, n):
+    """What was added up so far, [warps, 16, n]: it need not have been waited for."""
+    values = []
+    for register in registers:
+        value = machine.read(register, "b32")
+        arriving, where = machine.arriving.get(register, (value, False))
+        values.append(np.where(where, arriving, value).reshape(-1, 32)[warps])
+    return _matrix_c(np.stack(values, 2), n)
+
+
+def wait_for_groups(machine, instruction):
+    """`wgmma.wait_group 0`: results arrive, and what was read may be written again."""
+    if instruction.operands[0] != 0:
+        raise FaultError("a wait for some matrix instructions")
+    machine.deliver()
+    machine.shared.matrix_units_done(machine.active(), known_to_all=False)
+
+
+def _nothing(machine, instruction):
+    pass
+
+
+HANDLERS = {
+    "mma": multiply, "wgmma.mma_async": multiply_group, "wgmma.wait_group": wait_for_groups,
+    "wgmma.fence": _nothing, "wgmma.commit_group": _nothing,
+}  # fmt: skip

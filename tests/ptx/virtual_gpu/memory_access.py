@@ -1,0 +1,135 @@
+"""Loads, stores, copies and barriers."""
+
+import numpy as np
+
+from virtual_gpu.numbers import TYPES
+from virtual_gpu.program import FaultError
+
+_HINTS = ("ca", "cg", "L1::evict_last", "L1::evict_first", "L1::no_allocate", "nc")
+
+
+def _size(instruction):
+    return np.dtype(TYPES[instruction.parts[-1]]).itemsize
+
+
+def _vector(operand):
+    return operand if isinstance(operand, tuple) else (operand,)
+
+
+def _known(instruction, *known):
+    """All between the opcode's dots is understood."""
+    unknown = set(instruction.parts[1:-1]) - {*known, *_HINTS, "v2", "v4"}
+    if unknown:
+        raise FaultError(f"unknown modifiers {sorted(unknown)}")
+
+
+def load_param(machine, instruction):
+    """`ld.param`."""
+    to, address = instruction.operands
+    size = _size(instruction)
+    at = machine.addresses(address, "b32").astype(np.int64)
+    if (at % size).any() or (at + size > len(machine.params)).any():
+        raise FaultError("no such parameter")
+    value = np.ascontiguousarray(machine.params[at[:, None] + np.arange(size)])
+    machine.write(to, value.view(TYPES[instruction.parts[-1]])[:, 0])
+
+
+def load_global(machine, instruction):
+    """`ld.global`, of up to four registers."""
+    _known(instruction, "global")
+    registers, address = _vector(instruction.operands[0]), instruction.operands[1]
+    size, threads = _size(instruction), machine.active()
+    addresses = machine.addresses(address, "b64")[threads]
+    _aligned_vector(addresses, size * len(registers))
+    for i, register in enumerate(registers):
+        loaded = np.zeros(machine.num_threads, f"u{size}")
+        loaded[threads] = machine.memory.load(addresses + np.uint64(i * size), size)
+        machine.write(register, loaded)
+
+
+def store_global(machine, instruction):
+    """`st.global`."""
+    _known(instruction, "global")
+    address, registers = instruction.operands[0], _vector(instruction.operands[1])
+    size, threads = _size(instruction), machine.active()
+    addresses = machine.addresses(address, "b64")[threads]
+    _aligned_vector(addresses, size * len(registers))
+    for i, register in enumerate(registers):
+        value = machine.read(register, f"b{8 * size}")[threads]
+        machine.memory.store(addresses + np.uint64(i * size), value)
+
+
+def _aligned_vector(addresses, size):
+    if (addresses % np.uint64(size)).any():
+        raise FaultError(f"global access of {size} bytes that is not aligned")
+
+
+def add_global(machine, instruction):
+    """`atom.global.add`."""
+    _known(instruction, "global", "gpu", "acq_rel", "relaxed", "add")
+    to, address, operand = instruction.operands
+    threads, kind = machine.active(), instruction.parts[-1]
+    before = np.zeros(machine.num_threads, TYPES[kind])
+    addresses = machine.addresses(address, "b64")[threads]
+    before[threads] = machine.memory.add(addresses, machine.read(operand, kind)[threads])
+    machine.write(to, before)
+
+
+def load_shared(machine, instruction):
+    """`ld.shared`."""
+    _known(instruction, "shared", "shared::cta")
+    registers, address = _vector(instruction.operands[0]), instruction.operands[1]
+    size, threads = _size(instruction), machine.active()
+    addresses = machine.addresses(address, "b32")[threads]
+    places = machine.shared.places(threads, addresses, size * len(registers))
+    values = np.ascontiguousarray(machine.shared.load(threads, places)).view(f"u{size}")
+    for i, register in enumerate(registers):
+        loaded = np.zeros(machine.num_threads, f"u{size}")
+        loaded[threads] = values[:, i]
+        machine.write(register, loaded)
+
+
+def store_shared(machine, instruction):
+    """`st.shared`."""
+    _known(instruction, "shared", "shared::cta")
+    address, registers = instruction.operands[0], _vector(instruction.operands[1])
+    size, threads = _size(instruction), machine.active()
+    addresses = machine.addresses(address, "b32")[threads]
+    places = machine.shared.places(threads, addresses, size * len(registers))
+    values = [machine.read(register, f"b{8 * size}")[threads] for register in registers]
+    machine.shared.store(threads, places, np.stack(values, 1).view(np.uint8))
+
+
+def copy_async(machine, instruction):
+    """`cp.async`: of its bytes only the first are read, the others are zeros."""
+    _known(instruction, "async", "shared", "shared::cta", "global")
+    to, source, size, *given = instruction.operands
+    threads = machine.active()
+    wanted = machine.read(given[0] if given else size, "u32")[threads].astype(np.int64)
+    addresses = machine.addresses(source, "b64")[threads]
+    reading = wanted > 0
+    if ((wanted != size) & reading).any():
+        raise FaultError("a copy of part of its bytes")
+    _aligned_vector(addresses[reading], size)
+    values = np.zeros((len(threads), size // 4), np.uint32)
+    for i in range(size // 4):
+        values[reading, i] = machine.memory.load(addresses[reading] + np.uint64(4 * i), 4)
+    places = machine.shared.places(threads, machine.addresses(to, "b32")[threads], size)
+    machine.shared.copy(threads, places, values.view(np.uint8))
+
+
+def _nothing(machine, instruction):
+    pass
+
+
+HANDLERS = {
+    "ld.param": load_param, "ld.global": load_global, "ld.shared": load_shared,
+    "st.global": store_global, "st.shared": store_shared, "atom.global": add_global,
+    "ld.shared::cta": load_shared, "st.shared::cta": store_shared,
+    "cp.async": copy_async,
+    "cp.async.commit_group": lambda m, _: m.shared.commit(m.active()),
+    "cp.async.wait_group": lambda m, i: m.shared.wait(m.active(), i.operands[0]),
+    "cp.async.wait_all": lambda m, _: (m.shared.commit(m.active()), m.shared.wait(m.active(), 0)),
+    "fence.proxy.async": lambda m, _: m.shared.fence(m.active()),
+    "griddepcontrol": _nothing,  # launches follow one another; the order is checked on assembly
+}  # fmt: skip

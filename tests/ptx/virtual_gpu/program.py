@@ -1,0 +1,150 @@
+"""PTX text as a list of instructions.
+
+Names that a scope declares (inline assembly) get the scope's number, so that all are unique.
+"""
+
+import functools
+import re
+from dataclasses import dataclass, field
+from functools import partial
+
+SHARED_BASE = 1024  # where a program's shared memory begins, as on GPUs
+
+_COMMENT = re.compile(r"//.*|^\s*\.(loc|file|pragma)\b.*", re.MULTILINE)
+_TOKEN = re.compile(r"\s*(?:([{}])|([$\w]+):(?!:)|(\.reg\b[^;]*);|([^;{}]*(?:{[^}]*}[^;{}]*)*);)")
+_STATEMENT = re.compile(r"(?:@(!?)([%\w]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+_WIDTHS = {"pred": 1, "b16": 16, "b32": 32, "b64": 64}
+_SIZES = {"u64": 8, "f32": 4, "u32": 4, "u16": 2, "u8": 1, "f64": 8, "b64": 8, "b32": 4}
+
+
+class FaultError(Exception):
+    """What no GPU program may do, or what the interpreter does not know."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Base plus offset: a register's name, or None where the offset says it all."""
+
+    base: str | None
+    offset: int
+
+
+@dataclass
+class Instruction:
+    """One instruction; operands are names of registers, bits, addresses, or tuples of these."""
+
+    op: str
+    operands: tuple
+    guard: tuple[str, bool] | None  # register, and what it must be
+    text: str
+
+    @functools.cached_property
+    def parts(self) -> list[str]:
+        """The opcode between its dots."""
+        return self.op.split(".")
+
+
+@dataclass
+class Program:
+    """A kernel."""
+
+    name: str
+    threads: int  # of a program
+    params: list[tuple[int, int]]  # offset and size of each
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    widths: dict[str, int] = field(default_factory=dict)  # bits of registers
+    steps: list = field(default_factory=list)  # what the machine has made of the instructions
+
+
+def parse(text: str) -> Program:
+    """Parse the only kernel of a PTX file."""
+    text = _COMMENT.sub("", text)
+    name, params, head, rest = re.search(
+        r"\.entry\s+(\w+)\s*\(([^)]*)\)([^{]*)({.*)", text, re.DOTALL
+    ).groups()
+    offsets, offset = [], 0
+    for size in (_SIZES[kind] for kind in re.findall(r"\.param \.(\w+)", params)):
+        offset = -(-offset // size) * size
+        offsets.append((offset, size))
+        offset += size
+    threads = int(re.search(r"\.reqntid (\d+)", head)[1])
+    program = Program(name, threads, offsets)
+    symbols = {f"{name}_param_{i}": offset for i, (offset, _) in enumerate(offsets)}
+    _body(program, rest, symbols | {"global_smem": SHARED_BASE})
+    return program
+
+
+def _body(program, text, symbols):
+    """Fill in instructions, labels and registers, up to the brace that closes the first."""
+    scopes, position, number, jumps = [], 0, 0, []
+    while token := _TOKEN.match(text, position):
+        position = token.end()
+        brace, label, registers, statement = token.groups()
+        if brace == "{":
+            scopes.append({"": number})
+            number += 1
+        elif brace == "}":
+            scopes.pop()
+            if not scopes:
+                break
+        elif label:
+            scopes[-1][label] = unique = f"{label}@{scopes[-1]['']}"
+            program.labels[unique] = len(program.instructions)
+        elif registers:
+            _declare(program, registers, scopes)
+        elif statement and statement.strip():
+            program.instructions.append(_instruction(statement.strip(), scopes, symbols))
+            if program.instructions[-1].parts[0] == "bra":
+                jumps.append((program.instructions[-1], tuple(scopes)))
+    for jump, seen in jumps:  # labels may come after
+        jump.operands = (program.labels[_rename(jump.operands[0], seen)],)
+
+
+def _declare(program, text, scopes):
+    _, kind, names = text.split(None, 2)
+    for name in map(str.strip, names.split(",")):
+        numbered = re.fullmatch(r"(%\w+)<(\d+)>", name)
+        if numbered:
+            new = {f"{numbered[1]}{i}": None for i in range(int(numbered[2]))}
+        else:
+            scopes[-1][name] = f"{name}@{scopes[-1]['']}"
+            new = {scopes[-1][name]: None}
+        program.widths |= dict.fromkeys(new, _WIDTHS[kind.lstrip(".")])
+
+
+def _rename(name, scopes):
+    return next((scope[name] for scope in reversed(scopes) if name in scope), name)
+
+
+def _instruction(text, scopes, symbols):
+    match = _STATEMENT.fullmatch(text)
+    if match is None:
+        raise FaultError(f"cannot read {text!r}")
+    negated, guard, op, rest = match.groups()
+    operands = tuple(map(partial(_operand, scopes=scopes, symbols=symbols), _split(rest)))
+    guard = (_rename(guard, scopes), not negated) if guard else None
+    return Instruction(op, operands, guard, " ".join(text.split()))
+
+
+def _split(text):
+    """Operands between commas that no bracket holds."""
+    return [part for part in re.split(r"[,|](?![^{\[]*[}\]])", text) if part.strip()]
+
+
+def _operand(text, scopes, symbols):
+    text = text.strip()
+    if text[0] == "{":
+        return tuple(_operand(part, scopes, symbols) for part in text[1:-1].split(","))
+    if text[0] == "[":
+        base, offset = re.fullmatch(r"\[\s*([%$\w]+)\s*(?:\+\s*(-?\w+)\s*)?\]", text).groups()
+        base = _operand(base, scopes, symbols)
+        more = int(offset or "0", 0)
+        return Address(None, base + more) if isinstance(base, int) else Address(base, more)
+    if text in symbols:
+        return symbols[text]
+    if re.match(r"0[fFdD][0-9a-fA-F]", text):
+        return int(text[2:], 16)
+    if re.match(r"-?\d", text):
+        return int(text.rstrip("U"), 0)
+    return _rename(text, scopes)

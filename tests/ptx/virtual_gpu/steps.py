@@ -1,0 +1,76 @@
+"""What each instruction does to a machine."""
+
+import numpy as np
+
+from virtual_gpu import arithmetic, matrices, mbarriers, memory_access, tensor_memory, warps
+from virtual_gpu.numbers import TYPES
+from virtual_gpu.program import FaultError
+
+STORED = {1: np.bool_, 16: np.uint16, 32: np.uint32, 64: np.uint64}  # registers by their bits
+_HANDLERS = {
+    **memory_access.HANDLERS, **warps.HANDLERS, **matrices.HANDLERS, **tensor_memory.HANDLERS,
+    **mbarriers.HANDLERS,
+}  # fmt: skip
+
+
+def step_of(instruction):
+    """The function that executes an instruction on a machine."""
+    for length in range(len(instruction.parts), 0, -1):
+        handler = _HANDLERS.get(".".join(instruction.parts[:length]))
+        if handler is not None:
+            return lambda machine: handler(machine, instruction)
+    if instruction.parts[0] in ("bra", "ret", "exit", "bar", "barrier"):
+        return None
+    if instruction.parts[0] == "mov" and any(isinstance(o, tuple) for o in instruction.operands):
+        return lambda machine: _unpack_or_pack(machine, instruction)
+    if instruction.parts[0] == "setp" and instruction.parts[-1] in ("f16x2", "bf16x2"):
+        return _compare_halves(instruction)
+    kinds, result, function = arithmetic.find(instruction.parts)
+    to, *operands = instruction.operands
+    typed = list(zip(operands, kinds, strict=False))
+    if isinstance(function, np.ufunc) and len(operands) != function.nin:
+        raise FaultError(f"{len(operands)} operands for {instruction.op}")
+
+    def step(machine):
+        value = function(*(machine.read(operand, kind) for operand, kind in typed))
+        machine.write(to, _typed(value, result))
+
+    return step
+
+
+def _compare_halves(instruction):
+    """`setp` of the lower halves, and of the upper."""
+    *parts, kind = instruction.parts
+    (half, _), _, function = arithmetic.find([*parts, kind.removesuffix("x2")])
+    lower, upper, *operands = instruction.operands
+
+    def step(machine):
+        a, b = (machine.read(operand, "b32").view(TYPES[half]) for operand in operands)
+        found = function(a, b)
+        machine.write(lower, found[::2])
+        machine.write(upper, found[1::2])
+
+    return step
+
+
+def _typed(value, kind):
+    """A result as what its type says, of which numpy may have made a wider one."""
+    dtype = np.dtype(TYPES[kind])
+    return value if value.itemsize == dtype.itemsize else value.astype(dtype)
+
+
+def _unpack_or_pack(machine, instruction):
+    """`mov` between a register and the parts of a vector, the lowest first."""
+    to, source = instruction.operands
+    if isinstance(to, tuple):
+        bits = next(machine.program.widths[part] for part in to if part != "_")
+        value = machine.read(source, f"b{bits * len(to)}")
+        for i, register in enumerate(to):
+            if register != "_":
+                part = (value >> value.dtype.type(bits * i)).astype(STORED[bits])
+                machine.write(register, part)
+        return
+    bits = machine.program.widths[to] // len(source)
+    parts = [machine.read(part, f"b{bits}") for part in source]
+    packed = np.stack(parts, 1).view(STORED[bits * len(source)])[:, 0]
+    machine.write(to, packed)
