@@ -1,6 +1,7 @@
 """Real launchers, whose compiled kernels run here."""
 
 import contextlib
+import os
 from unittest import mock
 
 import numpy as np
@@ -24,6 +25,8 @@ def virtual_gpu(target, change=None, configs=None):
     `change` is given name and PTX of every kernel, and gives the PTX to be run. `configs` has the
     `Config` of decode or extend where it shall not be the table's.
     """
+    if os.environ.get("TRITON_INTERPRET") != "0":
+        raise RuntimeError("Triton would interpret kernels: set TRITON_INTERPRET=0")
     parsed = {}
 
     def run(kernel):
