@@ -43,7 +43,7 @@ def fp8_attention(
         block_size: tokens per block of the cache.
 
     Raises:
-        AttentionError: the model or the scales do not fit the backend.
+        AttentionError: the model or the scales do not fit the backend, or it is in a block already.
     """
     session = _Session(model, scales, backend, quantize_query, block_size)
     with ExitStack() as stack:

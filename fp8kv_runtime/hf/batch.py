@@ -25,11 +25,17 @@ class Batch:
         self.block_size = block_size
         self.dtype = dtype
         self.use_triton = use_triton
+        self.length = 0  # tokens of each row, those of the running forward included
         self.padding: Tensor | None = None  # [B, T] bool, False: padding; of the running forward
         self._rows: list[blocks.Sequence] = []
         self._slots = torch.empty(0, dtype=torch.int64)
         self._checked: list[tuple[Tensor, int | None]] = []
         self._where: dict[torch.device, tuple[PagedSequences, Tensor]] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences, of one length."""
+        return len(self._rows)
 
     def extend(self, num_rows: int, num_tokens: int) -> None:
         """Reserve `num_tokens` slots more for each row."""
@@ -41,6 +47,7 @@ class Batch:
             self._rows = [self.cache.allocate() for _ in range(num_rows)]
         start = self._rows[0].length
         self.cache.reserve(self._rows, num_tokens)
+        self.length = start + num_tokens
         self._slots = self.cache.slots(self._rows, start, num_tokens).flatten()
         self._where = {}
         self._checked = []

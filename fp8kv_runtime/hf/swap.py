@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from fp8kv_runtime.errors import AttentionError
+
 # replacement(original, module, query, key, value, *args, **kwargs) -> what original returns
 # query [B, H, T, D]; key, value [B, K, T, D], of latent attention the latent [B, 1, T, R] and k_pe
 # [B, 1, T, P], the shared and rotated part of the keys
@@ -45,13 +47,20 @@ def swap_attention(
 
 @contextmanager
 def swap_forward(decoder: nn.Module, replacement: Callable[..., Any]) -> Iterator[None]:
-    """Let `replacement(forward, *args, **kwargs)` run for the decoder's `forward` in the block."""
+    """Let `replacement(forward, *args, **kwargs)` run for the decoder's `forward` in the block.
+
+    Raises:
+        AttentionError: another replacement stands in for it.
+    """
+    if hasattr(decoder.forward, "stands_in"):
+        raise AttentionError("this model is inside an fp8_attention block: leave that one first")
     original, own = decoder.forward, vars(decoder).get("forward")
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         return replacement(original, *args, **kwargs)
 
+    vars(forward)["stands_in"] = True
     vars(decoder)["forward"] = forward
     try:
         yield

@@ -87,14 +87,22 @@ def test_a_pass_that_failed_half_way(model, scales, monkeypatch):
             model(IDS, past_key_values=cache)
 
 
-def test_blocks_may_nest(model, scales):
-    caches = [DynamicCache(config=model.config) for _ in "ab"]
-    with torch.inference_mode(), fp8_attention(model, scales, block_size=4):
-        expected = model(IDS, past_key_values=caches[0]).logits
-        with fp8_attention(model, scales, block_size=4):
-            found = model(IDS, past_key_values=caches[1]).logits
-    assert torch.equal(found, expected)
-    assert len({paged_cache(cache).num_free_blocks for cache in caches}) == 1
+def test_blocks_do_not_nest(model, scales):
+    with fp8_attention(model, scales):
+        with pytest.raises(AttentionError, match="inside an fp8_attention block"):
+            fp8_attention(model, scales).__enter__()
+        assert model(IDS).logits.isfinite().all()
+    with fp8_attention(model, scales):  # one after the other
+        model(IDS)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_cache_is_of_its_block(backend, model, scales):
+    cache = DynamicCache(config=model.config)
+    with fp8_attention(model, scales, backend=backend):
+        model(IDS, past_key_values=cache)
+    with pytest.raises(AttentionError, match="would hold 1 rows of 9 tokens, not 1 of 8"):
+        model(IDS[:, :1], past_key_values=cache)
 
 
 def test_no_inputs_at_all(model, scales):
