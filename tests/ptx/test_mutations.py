@@ -28,7 +28,7 @@ PLAIN = Case((330, 33, 70), group=2, kv_heads=1, block_size=16)
 EXTENDED = replace(MASKED, group=2, window=250, query_lens=(64, 9, 0))
 # rows whose own position, and whose window, is in every eighth of a tile; padding up to each
 EXTEND_ENDS = [((330, 33, 70), 1), ((356, 65, 9), 1), ((74, 84, 104), 1)]
-PADDING = [8 * i + 2 * (i % 4) + odd for i in range(8) for odd in (0, 1)]
+PADDING = [8 * i + 2 * (i // 2) + odd for i in range(8) for odd in (0, 1)]
 PADDED = {
     "starts": tuple(PADDING),
     "lengths": tuple(start + 10 for start in PADDING),
