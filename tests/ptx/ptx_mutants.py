@@ -21,8 +21,7 @@ KINDS = {
         lambda m: f"{m[1]}{m[3]}, {m[2]}{m[4]}",
     ),
     "fence": (r"fence\.proxy\.async[^;]*;", ""),
-    # registers that are loaded from tensor memory are there at once (docs/runtime.md)
-    "matrix wait": (r"wgmma\.wait_group[^;]*;|tcgen05\.wait::st[^;]*;", ""),
+    "matrix wait": (r"wgmma\.wait_group[^;]*;|tcgen05\.wait::(?:ld|st)[^;]*;", ""),
     "mbarrier wait": (r"mbarrier\.try_wait[^;]*;\s*@!complete bra\.uni waitLoop;", ""),
 }  # fmt: skip
 _BARRIER, _BRANCH = r"bar\.(?:warp\.)?sync", r"\bbra\b|\$L__BB"

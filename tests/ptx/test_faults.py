@@ -105,3 +105,70 @@ def test_a_barrier_of_one_warp():
             body = body.replace("bar.warp.sync -1;", "")
         with pytest.raises(FaultError, match="race: read"):
             run(body, got, given[:threads], threads=threads, shared=256)
+
+
+# two matrices of ones, of 64 rows and of 8, that are one: 16 float16 a row, in pieces of 8 x 8
+ONES = """mov.b32 %r8, global_smem; shl.b32 %r9, %r2, 4; add.s32 %r8, %r8, %r9;
+    mov.b32 %r10, 0x3C003C00; setp.ne.s32 %p2, %r2, %r2;
+    st.shared.v4.b32 [%r8], {%r10, %r10, %r10, %r10}; fence.proxy.async.shared::cta; bar.sync 0;"""
+PIECES = 1024 >> 4 | 128 >> 4 << 16 | 256 >> 4 << 32
+AGAIN = "st.shared.b32 [%r8], %r10;"
+WARP_GROUP = f"""{ONES} mov.b64 %rd9, {PIECES};
+    wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16
+        {{%r20, %r21, %r22, %r23}}, {{%r10, %r10, %r10, %r10}}, %rd9, %p2, 1, 1, 0;
+    wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;
+    bar.sync 0; {AGAIN} st.global.b32 [%rd0], {{%r20}};"""
+LANES = "and.b32 %r12, %r2, 96; shl.b32 %r12, %r12, 16;"
+TENSOR_MEMORY = f"""{LANES} mov.b32 %r5, 0x41800000;
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r12], {{%r5}}; tcgen05.wait::st.sync.aligned;
+    tcgen05.ld.sync.aligned.32x32b.x1.b32 {{%r6}}, [%r12]; tcgen05.wait::ld.sync.aligned;
+    tcgen05.st.sync.aligned.32x32b.x1.b32 [%r12], {{%r2}}; st.global.b32 [%rd0], {{%r6}};"""
+COMMIT = "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r13];"
+TRY = "mbarrier.try_wait.parity.shared::cta.b64 %p3, [%r13], 0; @!%p3 bra WAIT;"
+MBARRIER = f"""{ONES} {LANES} mov.b64 %rd9, {PIECES | 1 << 46};
+    mov.b32 %r13, global_smem; add.s32 %r13, %r13, 2048; mov.b32 %r14, 0;
+    mov.b32 %r15, {1 << 4 | 8 // 8 << 17 | 64 // 16 << 24}; setp.eq.s32 %p1, %r2, 0;
+    @%p1 mbarrier.init.shared::cta.b64 [%r13], 1; barrier.sync 0;
+    @%p1 tcgen05.mma.cta_group::1.kind::f16 [%r14], %rd9, %rd9, %r15, %p2; @%p1 {COMMIT}
+    WAIT: {TRY} tcgen05.ld.sync.aligned.16x32bx2.x1.b32 {{%r6}}, [%r12], 4; {AGAIN}
+    bar.sync 0; @%p1 mbarrier.inval.shared::cta.b64 [%r13]; st.global.b32 [%rd0], {{%r6}};"""
+MATRIX_UNITS = {
+    "sums of a warp group that did not wait": (
+        WARP_GROUP.replace(AGAIN, ""), "wgmma.wait_group.sync.aligned 0;", None,
+    ),
+    "what a warp group's matrix unit reads": (
+        WARP_GROUP, "wgmma.wait_group.sync.aligned 0;", "what a matrix unit may still read",
+    ),
+    "what another warp's matrix unit reads": (WARP_GROUP, "bar.sync 0;", "another thread read"),
+    "tensor memory that was not written": (
+        TENSOR_MEMORY, "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r12], {%r5};", "never written",
+    ),
+    "tensor memory on its way": (
+        TENSOR_MEMORY, "tcgen05.wait::st.sync.aligned;", "still stored to",
+    ),
+    "tensor memory that is loaded from": (
+        TENSOR_MEMORY, "tcgen05.wait::ld.sync.aligned;", "still loaded from",
+    ),
+    "an mbarrier that began for one thread": (MBARRIER, "barrier.sync 0;", "race: read"),
+    "an mbarrier that ends while others wait": (MBARRIER, "bar.sync 0;", "another thread read"),
+    "an mbarrier that ends before its instruction": (
+        MBARRIER.replace(AGAIN, ""), TRY, "will arrive there|matrix instruction writes",
+    ),
+    "an mbarrier without an instruction": (MBARRIER, f"@%p1 {COMMIT}", "nothing completes"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MATRIX_UNITS)
+def test_faults_of_matrix_units(name):
+    """Sums of 16 ones; where only registers would be wrong, they are NaN and nothing is said."""
+    right, removed, message = MATRIX_UNITS[name]
+    got = torch.empty(128)
+    run(right, got, threads=128, shared=2056)
+    assert (got == 16).all()
+    wrong = replaced_last(right, removed)
+    if message is None:
+        run(wrong, got, threads=128, shared=2056)
+        assert got.isnan().all()
+        return
+    with pytest.raises(FaultError, match=message):
+        run(wrong, got, threads=128, shared=2056)

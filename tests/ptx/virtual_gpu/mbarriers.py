@@ -8,21 +8,27 @@ import numpy as np
 from virtual_gpu.program import FaultError
 
 
-def _barrier(machine, thread, address):
-    machine.shared.places(np.array([thread]), np.array([address]), 8)
-    return thread // machine.program.threads, int(address)
+def _used(machine, threads, addresses):
+    """Program and address of the first, which all of these threads read."""
+    machine.shared.load(threads, machine.shared.places(threads, addresses, 8))
+    return int(threads[0]) // machine.program.threads, int(addresses[0])
+
+
+def _written(machine, thread, address):
+    """Program and address, where nobody else may be reading."""
+    thread, address = np.array([thread]), np.array([address])
+    places = machine.shared.places(thread, address, 8)
+    machine.shared.store(thread, places, ~machine.shared.data[places])
+    return int(thread[0]) // machine.program.threads, int(address[0])
 
 
 def start_barrier(machine, instruction):
     """`mbarrier.init`, of barriers that one arrival completes; `mbarrier.inval`."""
     address, *count = instruction.operands
     for thread in machine.active().tolist():
-        key = _barrier(machine, thread, machine.addresses(address, "b32")[thread])
+        key = _written(machine, thread, machine.addresses(address, "b32")[thread])
         if count and count != [1]:
             raise FaultError("an mbarrier of several arrivals")
-        program = thread // machine.program.threads
-        if machine.tensor_memory.waited.get(key) == machine.shared.epoch(program):
-            raise FaultError("an mbarrier's end while other threads may still wait for it")
         if any(at == key[1] for at, _, _ in machine.tensor_memory.running[key[0]]):
             raise FaultError("an mbarrier's end while a matrix instruction will arrive there")
         if count:
@@ -36,7 +42,7 @@ def commit(machine, instruction):
     memory = machine.tensor_memory
     for thread in machine.active().tolist():
         address = machine.addresses(instruction.operands[0], "b32")[thread]
-        program, address = key = _barrier(machine, thread, address)
+        program, address = key = _used(machine, np.array([thread]), np.array([address]))
         memory.barriers[key] ^= 1
         for one in memory.running[program]:
             one[0] = address if one[0] is None else one[0]
@@ -51,13 +57,12 @@ def wait_for_barrier(machine, instruction):
         same = addresses[threads] == addresses[threads[0]], parity[threads] == parity[threads[0]]
         if not np.all(same):
             raise FaultError("a program's threads wait for several mbarriers")
-        program, at = key = _barrier(machine, threads[0], addresses[threads[0]])
+        program, at = key = _used(machine, threads, addresses[threads])
         if key not in memory.barriers:
             raise FaultError("no such mbarrier")
         if memory.barriers[key] == parity[threads[0]]:
             raise FaultError("a wait for an mbarrier that nothing completes")
         done[threads] = True
-        memory.waited[key] = machine.shared.epoch(program)
         running = memory.running[program]
         ended = max((i for i, one in enumerate(running) if one[0] == at), default=-1)
         memory.running[program] = running = running[ended + 1 :]

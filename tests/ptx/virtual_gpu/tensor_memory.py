@@ -12,7 +12,7 @@ import numpy as np
 from virtual_gpu import matrices
 from virtual_gpu.program import FaultError
 
-_COLUMNS = 512
+_COLUMNS, _NEVER = 512, -1
 _WIDTHS = {0: 16, 2: 128, 4: 64, 6: 32}  # bytes of a row, by a descriptor's last three bits
 # of an instruction's descriptor: types, transposition, and size
 _KNOWN_BITS = 0x3 << 4 | 0x3F << 7 | 0x3 << 15 | 0x3F << 17 | 0x1F << 24
@@ -26,9 +26,8 @@ class TensorMemory:
         self.data = np.full((programs, 128, _COLUMNS), 0xFFFFFFFF, np.uint32)
         # the warp that loads or stores, until it waits; then -2 less the number of barriers passed,
         # times 32, and the warp. Registers are there when they are used
-        self.loading, self.storing = np.full((2, programs, 128, _COLUMNS), -1, np.int32)
+        self.loading, self.storing = np.full((2, programs, 128, _COLUMNS), _NEVER, np.int32)
         self.barriers = {}  # phase by program and address
-        self.waited = {}  # and how many barriers had been passed when it was last waited for
         self.running = {program: [] for program in range(programs)}  # [barrier, places, cells]
 
     def check(self, program, lanes, columns):
@@ -39,11 +38,25 @@ class TensorMemory:
         if written[lanes, columns].any():
             raise FaultError("access to tensor memory that a matrix instruction writes")
 
-    def open_to(self, accessed, cells, program, warp, epoch):
-        """Whether accesses were waited for, and a barrier passed since those of other warps."""
-        last = accessed[program][cells]
-        recent = (-2 - last) // 32 == epoch
-        return not ((last >= 0) | (recent & ((-2 - last) % 32 != warp))).any()
+    def read(self, cells, program, warp, epoch):
+        """Cells that were written, and whose stores this warp knows to have ended."""
+        stored = self.storing[program][cells]
+        if (stored == _NEVER).any():
+            raise FaultError("read of tensor memory that was never written")
+        if _goes_on(stored, warp, epoch):
+            raise FaultError("read of tensor memory that is still stored to")
+        return self.data[program][cells]
+
+    def check_write(self, cells, program, warp, epoch):
+        """Loads from these cells have ended, as this warp knows."""
+        if _goes_on(self.loading[program][cells], warp, epoch):
+            raise FaultError("write to tensor memory that is still loaded from")
+
+
+def _goes_on(last, warp, epoch):
+    """Whether an access was not waited for, or by another warp since the last barrier."""
+    recent = (-2 - last) // 32 == epoch
+    return ((last >= 0) | (recent & ((-2 - last) % 32 != warp))).any()
 
 
 def _warps(machine):
@@ -85,7 +98,8 @@ def load(machine, instruction):
     for program, number, threads in _warps(machine):
         lanes, columns = _cells(machine, address, number, threads, shape, count, *(apart or [0]))
         memory.check(program, lanes, columns)
-        loaded[threads] = memory.data[program, lanes, columns]
+        place = program, number, machine.shared.epoch(program)
+        loaded[threads] = memory.read((lanes, columns), *place)
         memory.loading[program, lanes, columns] = number
     for i, register in enumerate(registers):
         machine.write(register, np.ascontiguousarray(loaded[:, i]))
@@ -100,6 +114,7 @@ def store(machine, instruction):
     for program, number, threads in _warps(machine):
         lanes, columns = _cells(machine, address, number, threads, shape, count, *(apart or [0]))
         memory.check(program, lanes, columns)
+        memory.check_write((lanes, columns), program, number, machine.shared.epoch(program))
         memory.data[program, lanes, columns] = values[threads]
         memory.storing[program, lanes, columns] = number
 
@@ -139,24 +154,22 @@ def multiply(machine, instruction):
 def _multiply(machine, thread, operands, form, kinds, adds):
     to, left, right = operands
     m, n = (form >> 24 & 31) * 16, (form >> 17 & 63) * 8
-    memory, program = machine.tensor_memory, thread // machine.program.threads
+    memory, place = machine.tensor_memory, _place(machine, thread)
     b, places = _in_shared(machine, thread, right, n, form >> 16 & 1, kinds[1])
     if isinstance(left, str):
         a, more = _in_shared(machine, thread, left, m, form >> 15 & 1, kinds[0])
         places = np.concatenate([places, more])
     else:
-        a = matrices.unpacked(
-            _whole(machine, thread, _cells_of(machine, thread, left, m, 8)), kinds[0]
-        )
-        a = a.reshape(m, -1)
+        bits = memory.read(_cells_of(machine, thread, left, m, 8), *place)
+        a = matrices.unpacked(bits, kinds[0]).reshape(m, -1)
     cells = _cells_of(machine, thread, to, m, n)
-    if not memory.open_to(memory.loading, cells, *_place(machine, thread)):
-        raise FaultError("a matrix instruction writes tensor memory that is still loaded from")
+    memory.check_write(cells, *place)
     product = a @ b.T
     if adds:
-        product += _whole(machine, thread, cells).view(np.float32)
-    memory.data[program][cells] = product.astype(np.float32).view(np.uint32)
-    memory.running[program].append([None, places, cells])
+        product += memory.read(cells, *place).view(np.float32)
+    memory.data[place[0]][cells] = product.astype(np.float32).view(np.uint32)
+    memory.storing[place[0]][cells] = -2  # known to all who waited: nobody else gets here
+    memory.running[place[0]].append([None, places, cells])
 
 
 def _in_shared(machine, thread, descriptor, rows, across, kind):
@@ -174,14 +187,6 @@ def _cells_of(machine, thread, address, rows, columns):
     row = np.arange(rows)[:, None]
     lanes = (at >> 16) + (row if rows == 128 else row // 16 * 32 + row % 16)
     return lanes, (at & 0xFFFF) + np.arange(columns) + 0 * row
-
-
-def _whole(machine, thread, cells):
-    """Cells whose stores were waited for."""
-    memory, place = machine.tensor_memory, _place(machine, thread)
-    if not memory.open_to(memory.storing, cells, *place):
-        raise FaultError("a matrix instruction reads tensor memory that is still stored to")
-    return memory.data[place[0]][cells]
 
 
 def _place(machine, thread):
