@@ -235,7 +235,7 @@ def test_processes_that_need_the_same_model_wait_for_it(tmp_path, monkeypatch):
 def test_every_command_knows_it_before_it_loads(
     command, place, tiny_directory, tmp_path, monkeypatch
 ):
-    for module in ("prepare", "eval.run", "rescale.proof"):
+    for module in ("prepare", "eval.inputs", "rescale.proof"):
         monkeypatch.setattr(f"calib.{module}.load_model", lambda *_: pytest.fail("it was loaded"))
     (tmp_path / "file").write_text("x")
     (tmp_path / "dangling").symlink_to("gone")
