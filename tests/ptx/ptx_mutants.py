@@ -47,7 +47,7 @@ def _ends_a_group(text, match):
 def _shows_new_data(text, match):
     """Whether something was stored since the fence before, or where a loop begins between."""
     before = re.split(r"fence\.proxy", text[: match.start()])[-1]
-    jumps = re.findall(r"\bbra\S*\s+(\S+);", text[match.end() :])
+    jumps = re.findall(r"\bbra\S*\s+(\$L\w+);", text[match.end() :])  # none of a wait's own
     stored = re.search(r"st\.shared|stmatrix|cp\.async\.c\w\.", before)
     return stored is not None or any(f"{label}:" in before for label in jumps)
 

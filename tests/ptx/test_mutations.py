@@ -135,7 +135,7 @@ class Run:
 
 
 @pytest.mark.parametrize(("target", "kernel"), RUNS)
-def test_wrong_instructions_are_noticed(target, kernel):
+def test_most_wrong_instructions_are_noticed(target, kernel):
     run = Run(target, kernel)
     (text,) = run.texts  # one kernel for all batches
     wrong = [each for kind in KINDS for each in mutants(text, kind, MOST)]
