@@ -32,11 +32,6 @@ class Batch:
         self._checked: list[tuple[Tensor, int | None]] = []
         self._where: dict[torch.device, tuple[PagedSequences, Tensor]] = {}
 
-    @property
-    def num_rows(self) -> int:
-        """Sequences, of one length."""
-        return len(self._rows)
-
     def extend(self, num_rows: int, num_tokens: int) -> None:
         """Reserve `num_tokens` slots more for each row."""
         if self.cache is None:
@@ -61,6 +56,19 @@ class Batch:
             sequences = PagedSequences(sequences.block_tables, sequences.seq_lens, starts)
             self._where[device] = sequences.to(device), self._slots.to(device)
         return self._where[device]
+
+    def check_held(self, rows: int, tokens: int) -> None:
+        """Check that a layer would hold as many tokens as the forward pass has reserved.
+
+        Raises:
+            AttentionError: it would hold others.
+        """
+        if (rows, tokens) != (len(self._rows), self.length):
+            raise AttentionError(
+                f"a layer of this cache would hold {rows} rows of {tokens} tokens, not "
+                f"{len(self._rows)} of {self.length}: it can be used inside its fp8_attention "
+                "block alone, by models that cache a token for each that they are given"
+            )
 
     def check_once(
         self, mask: Tensor, num_tokens: int, sequences: PagedSequences, window: int | None

@@ -98,13 +98,7 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._length += key_states.shape[2]
-        wanted, got = (self.batch.num_rows, self.batch.length), (len(key_states), self._length)
-        if got != wanted:
-            raise AttentionError(
-                f"a layer of this cache would hold {got[0]} rows of {got[1]} tokens, not "
-                f"{wanted[0]} of {wanted[1]}: it can be used inside its fp8_attention block alone, "
-                "by models that cache a token for each that they are given"
-            )
+        self.batch.check_held(len(key_states), self._length)
         sequences, slots = self.batch.where(key_states.device)
         append_kv = _append(self.batch.use_triton)
         append_kv(_tokens(key_states), _tokens(value_states), self.blocks, slots)
