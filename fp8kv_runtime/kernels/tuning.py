@@ -33,6 +33,7 @@ def plan_decode(
     target: Target, query: Tensor, blocks: KVBlocks, num_splits: int | None
 ) -> tuple[Config, int]:
     """Config of decode attention for queries [S, H, D], and parts of a head's KV."""
+    _check_splits(num_splits)
     num_kv_heads = blocks.layout.num_kv_heads
     config = _config("decode", target, query, blocks)
     least = config.least if num_splits is None else 1
@@ -49,6 +50,7 @@ def plan_extend(
     `rows` (token, query head) pairs of a KV head, at most, see `longest` tokens, at most. Not split
     are those that fill the GPU, and those of KV so short that it makes one part.
     """
+    _check_splits(num_splits)
     num_kv_heads = blocks.layout.num_kv_heads
     config, device = _config("extend", target, query, blocks), query.device
     programs = triton.cdiv(rows, config.rows) * num_kv_heads * num_seqs
@@ -63,6 +65,11 @@ def plan_extend(
         return config, 0
     heads = num_kv_heads * triton.cdiv(rows, parts.rows)
     return parts, num_splits or choose_splits(max(2, parts.per_processor), heads, device)
+
+
+def _check_splits(num_splits: int | None) -> None:
+    if num_splits is not None and num_splits < 1:
+        raise ValueError(f"num_splits must be at least 1, or None to choose, got {num_splits}")
 
 
 def reduce_config(num_splits: int, num_seqs: int) -> Config:

@@ -154,6 +154,14 @@ def test_kv_is_not_split_where_work_is_plenty_or_short(target, monkeypatch):
     assert planned(monkeypatch, target, 8, 4, 4, 1, 128 * 1024)[2]
 
 
+@pytest.mark.parametrize("splits", [0, -3])
+@pytest.mark.parametrize("changes", [{}, {"query_lens": None}], ids=["extend", "decode"])
+def test_a_number_of_splits_that_is_none(splits, changes):
+    case = replace(LONG, **changes, extend_splits=splits, num_splits=splits)
+    with pytest.raises(ValueError, match=f"num_splits must be at least 1.* got {splits}"):
+        build(case).attend("kernel")
+
+
 def test_the_interpreter_splits_nothing_by_itself():
     batch = build(Case((9,)))
     plan = tuning.plan_extend(INTERPRETER, batch.query, batch.blocks, 1, 4, 2**20, None)

@@ -108,7 +108,11 @@ def test_masks_of_float16_are_no_bias():
     model = make_model("gemma2").half()
     model.set_attn_implementation("eager")  # masks are numbers, the least -65504
     variant = next(v for v in variants_of(model) if v.name == "tensor")
-    assert logits(model, variant, "fa3").isfinite().all()
+    changed = IDS.clone()
+    changed[-1] += 1
+    found, other = (logits(model, variant, "fa3", ids=ids[None]) for ids in (IDS, changed))
+    assert torch.equal(found[:, :-1], other[:, :-1])  # no one sees the last token but itself
+    assert not torch.equal(found[:, -1], other[:, -1])
 
 
 def test_given_scales_bring_those_of_queries(model, variants):
