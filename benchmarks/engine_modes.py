@@ -5,13 +5,12 @@ of the same documents, with an interval over these. The baked model, which is al
 becomes, is served at scale 1.0, queries too.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 from caches import DATASET, MODEL, run_fp8kv, sums
-from machine import machine, write_result
+from machine import machine, print_figures, scratch_and_output, write_result
 
 from calib.choices import AttentionMode
 from calib.eval.inputs import SUITES, whole_text_only
@@ -30,7 +29,7 @@ SUITE = whole_text_only(replace(SUITES["quick"], documents=16, calibration_sampl
 
 def main() -> None:
     """Make the models, measure, print; the JSON is written after every mode."""
-    args, facts = _arguments(), machine()
+    args, facts = scratch_and_output(__doc__, "engine_modes"), machine()
     twin = args.scratch / "twin"
     run_fp8kv("stress", MODEL, "-o", twin, "--overwrite")
     models: dict[str, tuple[object, dict[AttentionMode, tuple[str, ...]]]] = {
@@ -45,17 +44,7 @@ def main() -> None:
             measured[mode] = _evaluate(model, mode, variants)
             found["models"][name] = figures(measured)
             write_result(args.output, found)
-    for name, each in found["models"].items():
-        for row, kl in (each["kl"] | each["ratios"]).items():
-            print(f"{name}, {row}: {kl['value']:.3g} [{kl['low']:.3g}, {kl['high']:.3g}]")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scratch", type=Path, default=Path("build/engine_modes"))
-    results = Path(__file__).parent / "results"
-    parser.add_argument("--output", type=Path, default=results / "engine_modes.json")
-    return parser.parse_args()
+    print_figures(found["models"])
 
 
 def _baked(model: object, scratch: Path) -> Path:

@@ -4,14 +4,13 @@ The model is SmolLM2 rewritten by latent_smollm2.py. KL is against the model wit
 float32; ratios are of the same documents, with an interval over these.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from caches import DATASET, MODEL, run_fp8kv, sums
 from latent_smollm2 import write_latent_model
-from machine import machine, write_result
+from machine import machine, print_figures, scratch_and_output, write_result
 
 from calib.eval.inputs import SUITES, whole_text_only
 from calib.eval.run import evaluate
@@ -27,7 +26,7 @@ PAIRS = (("tensor", "none"), ("fp8, baked", "none"), ("fp8, baked", "tensor"))
 
 def main() -> None:
     """Write the models, measure, print, write the JSON."""
-    args, facts = _arguments(), machine()
+    args, facts = scratch_and_output(__doc__, "latent"), machine()
     model, twin = args.scratch / "latent", args.scratch / "twin"
     if not model.exists():
         write_latent_model(find_checkpoint(MODEL), model)
@@ -43,17 +42,7 @@ def main() -> None:
     run_fp8kv("bake", twin, "--scales", scales, "--for", "fp8", "-o", baked, "--overwrite")
     found["models"]["the twin, baked by the command"] = figures(_evaluate(baked, ["none"], []))
     write_result(args.output, found)
-    for name, each in found["models"].items():
-        for row, kl in (each["kl"] | each["ratios"]).items():
-            print(f"{name}, {row}: {kl['value']:.3g} [{kl['low']:.3g}, {kl['high']:.3g}]")
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--scratch", type=Path, default=Path("build/latent"))
-    results = Path(__file__).parent / "results"
-    parser.add_argument("--output", type=Path, default=results / "latent.json")
-    return parser.parse_args()
+    print_figures(found["models"])
 
 
 def _evaluate(model: Path, variants: list[str], caches: list[str]) -> Evaluation:

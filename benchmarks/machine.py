@@ -3,12 +3,14 @@
 Runs in other tools' environments too, so it imports nothing that only ours has.
 """
 
+import argparse
 import ctypes
 import gc
 import itertools
 import json
 import os
 import platform
+from collections.abc import Mapping
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -86,3 +88,19 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def scratch_and_output(what: str | None, name: str) -> argparse.Namespace:
+    """Read `--scratch` and `--output`, by default of a benchmark of this name."""
+    parser = argparse.ArgumentParser(description=what)
+    parser.add_argument("--scratch", type=Path, default=Path("build") / name)
+    results = Path(__file__).parent / "results"
+    parser.add_argument("--output", type=Path, default=results / f"{name}.json")
+    return parser.parse_args()
+
+
+def print_figures(models: Mapping[str, Any]) -> None:
+    """Print KL and ratios of every model, with their intervals."""
+    for name, each in models.items():
+        for row, kl in (each["kl"] | each["ratios"]).items():
+            print(f"{name}, {row}: {kl['value']:.3g} [{kl['low']:.3g}, {kl['high']:.3g}]")
