@@ -86,7 +86,10 @@ class _Run:
     def measure(self, checkpoint: Checkpoint, prepared: Prepared) -> KVStats:
         self.progress.stage("calibrate")
         recipe, data = prepared.recipe, prepared.data
-        batches = make_batches(data.samples, int(recipe.data.batch_size), pad_id=0)
+        given, size = recipe.data, int(recipe.data.batch_size)
+        batches = make_batches(
+            data.samples, size, pad_id=0, seed=given.seed, skip_first=given.skip_first
+        )
         mine = self.world.share(batches)
         self.progress.total(sum(batch.num_tokens for batch in mine))
         if prepared.layers and self.resume:

@@ -22,7 +22,7 @@ from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, make_exports
 from calib.recipe import Recipe
 from calib.scalefiles.baked import baked_for
-from calib.scales.stats import check_one_scale
+from calib.scales.one_scale import check_one_scale
 
 
 @dataclass(frozen=True)

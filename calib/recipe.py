@@ -49,7 +49,8 @@ class DataRecipe(_Strict):
     samples: int = Field(512, ge=1)
     seq_len: int = Field(2048, ge=2, description="tokens a sample is truncated to")
     batch_size: PositiveInt | Literal["auto"] = Field("auto", description="samples in a pass")
-    seed: int = Field(42, ge=0, lt=2**63)
+    seed: int = Field(42, ge=0, lt=2**63, description="also of the order of batches")
+    skip_first: int = Field(0, ge=0, description="tokens of each sample left out of statistics")
 
 
 class ExportRecipe(_Strict):

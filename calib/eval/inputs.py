@@ -142,8 +142,9 @@ def _order(data: DataRecipe) -> dict[str, object]:
 
 def calibrate_on(model: PreTrainedModel, samples: list[list[int]], recipe: Recipe) -> KVStats:
     """Statistics of `samples`."""
-    batch_size = resolve_batch_size(recipe.data, model.device.type)
-    return calibrate(model, make_batches(samples, batch_size, pad_id=0), recipe)
+    data, size = recipe.data, resolve_batch_size(recipe.data, model.device.type)
+    batches = make_batches(samples, size, pad_id=0, seed=data.seed, skip_first=data.skip_first)
+    return calibrate(model, batches, recipe)
 
 
 def calibrate_on_random_tokens(setup: Setup, recipe: Recipe) -> KVStats:

@@ -130,9 +130,8 @@ def _reduced(stats: KVStats) -> KVStats:
         held = {place: x for place, x in tensors.items() if place[2] == field}
         reduced = _all_reduced([*held.values()], _REDUCTIONS[statistic.combine])
         tensors.update(zip(held, reduced, strict=True))
-    counts = torch.tensor([layer.tokens for layer in stats.layers.values()])
-    (tokens,) = _all_reduced([counts], dist.ReduceOp.SUM)
-    return stats.with_tensors(tensors, tokens.tolist())
+    (counts,) = _all_reduced([torch.tensor(stats.counts())], dist.ReduceOp.SUM)
+    return stats.with_tensors(tensors, counts.tolist())
 
 
 def _all_reduced(tensors: list[Tensor], operation: dist.ReduceOp.RedOpType) -> list[Tensor]:
