@@ -6,14 +6,15 @@ import torch
 from torch import Tensor
 
 from calib.data import Batch
-from calib.scales.curve import BUCKETS, POSITION_BUCKETS, buckets_of
+from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS
+from calib.scales.curve import buckets_of
 
 
 @dataclass(frozen=True)
 class Counted:
     """The N tokens of a batch that are counted, and the buckets that hold any of them.
 
-    Columns are those of `calib.scales.curve`: by index in the run, from BUCKETS on by position.
+    Columns are buckets as in `calib.scalefiles.places`: by index, and from BUCKETS on by position.
     """
 
     rows: Tensor | None  # [N] int64, among the batch's B * T; None: all of them
@@ -39,7 +40,7 @@ def counted(batch: Batch) -> Counted:
         buckets_of(indices[kept]),
         BUCKETS + buckets_of(positions[kept]).clamp(max=POSITION_BUCKETS - 1),
     )
-    columns = [each.unique() for each in places]
+    columns = [torch.unique(each) for each in places]
     members = [place == column[:, None] for place, column in zip(places, columns, strict=True)]
     rows = None if bool(kept.all()) else kept.flatten().nonzero().squeeze(-1)
     tokens = len(places[0])

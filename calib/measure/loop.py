@@ -134,12 +134,13 @@ def _non_finite(
 
 def singles(batch: Batch) -> list[Batch]:
     """The samples of `batch`, each a batch of its own."""
-    ids, masks = batch.input_ids.split(1), batch.attention_mask.split(1)
-    starts = accumulate((int(mask.sum()) for mask in masks), initial=batch.first_token)
+    ids, mask, samples = batch.input_ids, batch.attention_mask, batch.sample_ids
+    starts = accumulate(mask.sum(1).tolist(), initial=batch.first_token)
     return [
-        replace(batch, input_ids=i, attention_mask=m, sample_ids=(s,), first_token=start)
-        for i, m, s, start in zip(ids, masks, batch.sample_ids, starts, strict=False)
-    ]
+        replace(batch, input_ids=ids[i, None], attention_mask=mask[i, None], sample_ids=(sample,),
+                first_token=start)
+        for i, (sample, start) in enumerate(zip(samples, starts, strict=False))
+    ]  # fmt: skip
 
 
 def blame(found: str | None, batch: Batch) -> CalibrationError:

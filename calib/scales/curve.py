@@ -1,24 +1,9 @@
-"""Buckets of tokens, by powers of two: how an amax grows with the tokens, and where in a sample.
-
-Counted from 0, token `i` is in bucket floor(log2(i + 1)): bucket b holds the tokens 2**b - 1 to
-2**(b + 1) - 2, as many as all before it and one more.
-"""
+"""Buckets of tokens (see `calib.scalefiles.places`) of many tokens at once, and of joined runs."""
 
 import torch
 from torch import Tensor
 
-BUCKETS = 48  # of the tokens of a run, in the order of reading
-POSITION_BUCKETS = 24  # of positions in a sample; bucket 0 is the first token of each
-
-
-def bucket_of(index: int) -> int:
-    """The bucket of the token `index`."""
-    return min((index + 1).bit_length(), BUCKETS) - 1
-
-
-def first_of(bucket: int) -> int:
-    """The first token of a bucket, which is also the number of tokens before it."""
-    return 2**bucket - 1
+from calib.scalefiles.places import bucket_of, first_of
 
 
 def buckets_of(indices: Tensor) -> Tensor:

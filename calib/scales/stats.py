@@ -12,6 +12,7 @@ from torch import Tensor
 
 from calib.choices import FP8Name, Strategy, Targets
 from calib.errors import InputError
+from calib.scalefiles.places import LayerPlaces, TensorPlaces
 from calib.scales.curve import moved
 from calib.scales.observers import Observer
 from calib.scales.one_scale import Deriving, check_one_scale
@@ -56,7 +57,7 @@ class TensorStats:
     total: Tensor | None = None  # [H, D] float64, sum over tokens: the mean is total / tokens
     low: Tensor | None = None  # [H, D] float32, the smallest signed value; with `total`
     high: Tensor | None = None  # [H, D] float32, the largest
-    # of K and V: the largest magnitude of the tokens of each bucket of `calib.scales.curve`
+    # of K and V: the largest magnitude of each bucket of tokens, see `calib.scalefiles.places`
     curve: Tensor | None = None  # [H, BUCKETS] float32, by index among all tokens of the run
     positions: Tensor | None = None  # [H, POSITION_BUCKETS] float32, by position in the sample
 
@@ -112,6 +113,18 @@ class KVStats:
     def latent(self) -> bool:
         """Whether a layer caches a latent instead of K and V per head (MLA)."""
         return any(layer.latent for layer in self.layers.values())
+
+    def places(self) -> list[LayerPlaces]:
+        """Where the largest K and V of each layer were; empty if that is not known."""
+
+        def of(x: TensorStats) -> TensorPlaces:
+            return TensorPlaces(*(getattr(x, field).tolist() for field in PLACES))
+
+        return [
+            LayerPlaces(layer.layer_idx, layer.tokens_read, of(layer.k), of(layer.v))
+            for layer in self.layers.values()
+            if layer.k.curve is not None and layer.v.curve is not None
+        ]
 
     def tensors(self) -> dict[Place, Tensor]:
         """Every tensor by its place."""

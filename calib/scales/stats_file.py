@@ -21,7 +21,7 @@ from calib.errors import InputError
 from calib.scalefiles.calibrations import statistics_file
 from calib.scalefiles.file_names import STATS_FILE
 from calib.scalefiles.json import parse_object
-from calib.scales.curve import BUCKETS, POSITION_BUCKETS
+from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.observers import NUM_BINS
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import PLACES, STATISTICS, KVStats, LayerStats, TensorStats

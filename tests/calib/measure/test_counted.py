@@ -9,7 +9,7 @@ from calib.data import make_batches
 from calib.measure.counted import counted
 from calib.measure.loop import calibrate, singles
 from calib.recipe import load_recipe
-from calib.scales.curve import BUCKETS, POSITION_BUCKETS
+from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS
 
 GENERATOR = torch.Generator().manual_seed(1)
 SAMPLES = [
