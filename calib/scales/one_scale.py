@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.choices import Strategy, Targets
+from calib.choices import ScaleRounding, Strategy, Targets
 from calib.errors import CalibrationError, InputError
 from calib.scalefiles.reading import is_usable
 from calib.scales.observers import Observer, group_amax
@@ -19,6 +19,7 @@ class Deriving:
     observer: Observer
     headroom: float
     limit: float  # the largest FP8 value
+    rounding: ScaleRounding = "none"
 
     def scale(
         self, amax: Tensor, histogram: Tensor | None, where: str, left: Tensor | None = None
@@ -39,6 +40,8 @@ class Deriving:
 
     def _checked(self, amax: Tensor, where: str) -> Tensor:
         found = amax.float() * self.headroom / self.limit
+        if self.rounding == "pow2":
+            found = _up_to_power_of_two(found)
         if not is_usable(found.flatten().tolist()):
             raise CalibrationError(
                 f"{where}: a scale would be {float(found.min()):.3g} or "
@@ -75,6 +78,12 @@ def _check(amax: Tensor, where: str) -> None:
             f"{where}: only zeros were seen, so no scale can be derived; "
             "check the weights, or calibrate on other data"
         )
+
+
+def _up_to_power_of_two(scale: Tensor) -> Tensor:
+    # a rounded logarithm could miss; what has no power of two above it in float32 becomes Inf
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
 
 
 def _cover_dead(amax: Tensor, strategy: Strategy) -> Tensor:

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calib.choices import FP8Name, Strategy, Targets
+from calib.choices import FP8Name, ScaleRounding, Strategy, Targets
 from calib.errors import InputError
 from calib.scalefiles.places import LayerPlaces, TensorPlaces
 from calib.scales.curve import moved
 from calib.scales.observers import Observer
 from calib.scales.one_scale import Deriving, check_one_scale
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
+from calib.scales.tail import Tail, headroom_for, largest
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 
@@ -44,8 +45,10 @@ STATISTICS = {
     "high": Merge(torch.float32, torch.maximum),
     "curve": Merge(torch.float32, torch.maximum),
     "positions": Merge(torch.float32, torch.maximum),
+    "tail": Merge(torch.float32, largest),
 }
-PLACES = ("curve", "positions")  # by place of a token; of K and V alone, and not in old files
+# made of every token's largest; of K and V alone, and not in old files
+PER_TOKEN = ("curve", "positions", "tail")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class TensorStats:
     # of K and V: the largest magnitude of each bucket of tokens, see `calib.scalefiles.places`
     curve: Tensor | None = None  # [H, BUCKETS] float32, by index among all tokens of the run
     positions: Tensor | None = None  # [H, POSITION_BUCKETS] float32, by position in the sample
+    tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
 
     def for_scale(self) -> tuple[Tensor, Tensor | None]:
         """What a scale is derived from."""
@@ -83,6 +87,20 @@ class LayerStats:
         """How many tokens of the run the curve's buckets divide."""
         return self.tokens if self.read is None else self.read
 
+    def tails(self, strategy: Strategy) -> list[Tail]:
+        """K's and V's by `strategy`, tensor or attn_head; one of a latent and k_pe.
+
+        An InputError where there are none, or too few tokens.
+        """
+        parts = [self.jointly()] if self.latent else [self.k, self.v]
+        found = [part.tail for part in parts if part.tail is not None]
+        if len(found) < len(parts):
+            raise InputError(
+                "these statistics hold no tails: an older fp8kv took them; calibrate again"
+            )
+        per_head = strategy == "attn_head"
+        return [Tail.of(tail, self.tokens, per_head=per_head) for tail in found]
+
     def jointly(self) -> TensorStats:
         """K and V as one tensor of one head: of a latent and its k_pe, which share a scale."""
         amax = torch.cat([each.amax.flatten() for each in (self.k, self.v)])[None]
@@ -90,7 +108,7 @@ class LayerStats:
             amax,
             **{
                 field: STATISTICS[field].combine(one, other)
-                for field in ("histogram", *PLACES)
+                for field in ("histogram", *PER_TOKEN)
                 if (one := getattr(self.k, field)) is not None
                 and (other := getattr(self.v, field)) is not None
             },
@@ -160,7 +178,7 @@ class KVStats:
         """
         mine, others = self.tensors(), other.tensors()
         for one, another in ((mine, others), (others, mine)):
-            for at in [at for at in one if at[2] in PLACES and at not in another]:
+            for at in [at for at in one if at[2] in PER_TOKEN and at not in another]:
                 del one[at]
         if {at: x.shape for at, x in mine.items()} != {at: x.shape for at, x in others.items()}:
             raise InputError(
@@ -192,24 +210,32 @@ class KVStats:
         observer: Observer,
         fp8_dtype: FP8Name = "e4m3fn",
         headroom: float = 1.0,
+        clip_chance: float | None = None,
+        rounding: ScaleRounding = "none",
         targets: Targets = "kv",
         center_keys: bool = False,
     ) -> KVScales:
         """Derive scales: `amax * headroom / fp8_max`, float32, finite and > 0.
 
+        With a `clip_chance` the headroom of each layer is the smallest >= 1 by which a new token
+        has a value of K or V beyond the scales with that chance; see `calib.scales.tail`.
         With `center_keys` K's are for what is left of K without its mean per channel, `k_center`.
 
         Raises:
             CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at the ends.
             InputError: keys are to be centred and their means were not collected; a layer that
-                caches a latent is to have more than its one scale.
+                caches a latent is to have more than its one scale; a `clip_chance` is given and
+                there are no tails or too few tokens.
         """
         if self.latent:
             check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
 
-        how = Deriving(strategy, observer, headroom, fp8_max(FP8_DTYPES[fp8_dtype]))
+        given = Deriving(strategy, observer, headroom, fp8_max(FP8_DTYPES[fp8_dtype]), rounding)
 
         def layer(name: str, seen: LayerStats) -> LayerScales:
+            how = given
+            if clip_chance is not None:
+                how = replace(given, headroom=headroom_for(seen.tails(strategy), clip_chance))
             if seen.latent:
                 both = how.scale(*seen.jointly().for_scale(), f"{name} latent and k_pe")
                 return LayerScales(seen.layer_idx, k=both, v=both, latent=True)
