@@ -136,7 +136,7 @@ class KVStats:
         """Where the largest K and V of each layer were; empty if that is not known."""
 
         def of(x: TensorStats) -> TensorPlaces:
-            return TensorPlaces(*(getattr(x, field).tolist() for field in PLACES))
+            return TensorPlaces(*(getattr(x, field).tolist() for field in ("curve", "positions")))
 
         return [
             LayerPlaces(layer.layer_idx, layer.tokens_read, of(layer.k), of(layer.v))

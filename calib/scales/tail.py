@@ -34,6 +34,15 @@ def largest(held: Tensor, new: Tensor, *, out: Tensor | None = None) -> Tensor:
     return found if out is None else out.copy_(found)
 
 
+def check_enough(tokens: int) -> None:
+    """Refuse to tell a tail from fewer tokens than have one."""
+    if tokens < MIN_TOKENS:
+        raise InputError(
+            f"{tokens:,} tokens are too few to tell what others may hold: calibrate on "
+            f"{MIN_TOKENS:,} or more, or leave --headroom auto and --until away"
+        )
+
+
 @dataclass(frozen=True)
 class Tail:
     """The upper end of what was seen, of each group [G] of values that share a scale."""
@@ -45,11 +54,7 @@ class Tail:
     def of(cls, top: Tensor, tokens: int, *, per_head: bool) -> "Tail":
         """Of the largest `top` [H, TAIL] of each head, as one group or as H; an InputError where
         there are too few tokens."""
-        if tokens < MIN_TOKENS:
-            raise InputError(
-                f"{tokens:,} tokens are too few to tell what others may hold: calibrate on "
-                f"{MIN_TOKENS:,} or more, or leave --headroom auto and --until away"
-            )
+        check_enough(tokens)
         top = top.double()
         if not per_head:
             # a token that is large in two heads counts twice: a little more is expected than is so
