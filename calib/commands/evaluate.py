@@ -65,6 +65,10 @@ def evaluate(
     dataset: Annotated[
         str | None, Flag(f"As for calibrate. Default: the recipe's, or {DATASET}.")
     ] = None,
+    also: Annotated[
+        list[str] | None,
+        Flag("Other text to read as well: a dataset, repeatable; or all.", metavar="DATASET"),
+    ] = None,
     device: Device = None,
     samples: Annotated[int | None, DataFlag("Held-out documents. Default: the suite's.")] = None,
     seq_len: Annotated[int | None, DataFlag("Tokens per document. Default: the suite's.")] = None,
