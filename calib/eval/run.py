@@ -21,7 +21,7 @@ from calib.eval.cache_variants import (
     with_bytes,
 )
 from calib.eval.found import Mixture, Recommendation, Search
-from calib.eval.material import Material, cut_text
+from calib.eval.material import Material
 from calib.eval.mixture import mix, write_layer_map
 from calib.eval.modes import check_model, in_mode
 from calib.eval.offers import Offers
@@ -32,9 +32,9 @@ from calib.eval.other_text import (
     wanted_datasets,
 )
 from calib.eval.page.html import check_report_directory, write_report
-from calib.eval.reader import Measured, measure, search
+from calib.eval.reader import measure, search, written_texts
 from calib.eval.recommend import Wish
-from calib.eval.schema import SCHEMA, Conditions, Data, Report, Suite, Texts
+from calib.eval.schema import SCHEMA, Conditions, Data, Report, Suite
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
@@ -152,7 +152,7 @@ def _results(
         return {
             "mixture": mixture,
             "measured": measured,
-            "texts": _texts(setup, material, measured),
+            "texts": written_texts(setup, material, measured),
             "other_texts": measure_other_texts(setup, others, variants),
             "search": None if budget is None else _search(setup, variants, material, budget),
             "tasks": run_tasks(setup, tasks, task_variants(variants, asked.variants)),
@@ -213,17 +213,6 @@ def _mixture(
         return None
     types = types_to_mix(variants, asked.caches)
     return mix(setup, types, material.layer_documents, asked.bits_budget)
-
-
-def _texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> Texts:
-    tokenizer = setup.tokenizer
-    continuations = {
-        name: [cut_text(tokenizer, *pair) for pair in zip(m.texts, m.same_tokens, strict=True)]
-        for name, m in measured.items()
-        if m.texts
-    }
-    prompts = [tokenizer.decode(prompt) for prompt in material.prompts]
-    return Texts(prompts=prompts, continuations=continuations)
 
 
 def _conditions(

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from pydantic import Field
 
 from calib.choices import AttentionMode, FP8Name, Strategy
-from calib.eval.found import Figure as Figure
 from calib.eval.found import (
     Events,
     Exceedance,
@@ -18,6 +17,7 @@ from calib.eval.found import (
     Recommendation,
     Search,
 )
+from calib.eval.found import Figure as Figure
 from calib.eval.found import Tensors as Tensors
 
 SCHEMA: Literal[1] = 1

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from calib.choices import REFERENCE, AttentionMode
 from calib.eval.advice import advise, advised, subject, verdict
-from calib.eval.found import Mixture, Recommendation, Search
 from calib.eval.exceedance import anywhere
+from calib.eval.found import Mixture, Recommendation, Search
 from calib.eval.layer_errors import layer_row, value_rows
 from calib.eval.mixture import mixture_lines
 from calib.eval.offers import Offers
