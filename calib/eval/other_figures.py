@@ -14,7 +14,8 @@ from calib.eval.reader import Measured
 from calib.eval.schema import Row
 from calib.eval.statistics import Values, difference, estimate
 
-CLIPS = 0.01  # share of tokens from which the verdict names a text
+# shares of tokens from which the verdict names a text
+CLIPS, MOST = 0.01, 0.5
 
 
 def other_text(
@@ -57,12 +58,13 @@ def differs(apart: Figure, largest: float, floor: float) -> Differs:
     return "higher" if apart.low > 0 else "lower"
 
 
-def clips(here: Events, own: Events | None) -> bool:
-    """Whether scales clip on other text: over `CLIPS` of its tokens, and surely more than on ours.
+def clips(here: Events, own: Events) -> bool:
+    """Whether scales clip other text: over `CLIPS` of its tokens and surely more than of our own.
 
-    Surely: the intervals of the two shares do not overlap.
+    Surely: the intervals of the two shares do not overlap. Over `MOST` of the tokens is enough
+    alone: such scales clip every text.
     """
-    return own is not None and here.share > CLIPS and here.low > own.high
+    return here.share > MOST or (here.share > CLIPS and here.low > own.high)
 
 
 def clipping(texts: Sequence[OtherText], subject: str | None, row: Row | None) -> str:
