@@ -106,7 +106,7 @@ def measure(
     """Evaluate; unless `silent`, show progress, print the tables and what follows from them."""
     from calib.commands.progress_bar import progress_bar
     from calib.eval.page.markdown import HEADINGS, closing_lines, table_rows, task_table, title
-    from calib.eval.page.other_text import OTHER_HEADINGS, printed_tables
+    from calib.eval.page.other_tables import OTHER_HEADINGS, printed_tables
     from calib.eval.run import run_evaluation
 
     with progress_bar(show=not silent) as progress:

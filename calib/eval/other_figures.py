@@ -67,12 +67,12 @@ def clips(here: Events, own: Events) -> bool:
     return here.share > MOST or (here.share > CLIPS and here.low > own.high)
 
 
-def clipping(texts: Sequence[OtherText], subject: str | None, row: Row | None) -> str:
+def clipping(texts: Sequence[OtherText], subject: str, row: Row) -> str:
     """What the verdict adds: texts on which the subject's scales clip; empty where there are none.
 
     `row` has the subject's figures on the evaluation's own text.
     """
-    if subject is None or row is None or row.clipped is None:
+    if row.clipped is None:
         return ""
     shares = {t.dataset: t.variants[subject].clipped for t in texts if subject in t.variants}
     named = {name: here for name, here in shares.items() if clips(here, row.clipped)}

@@ -11,7 +11,7 @@ from torch import Tensor
 from calib.choices import REFERENCE, AttentionMode
 from calib.eval.advice import advise, advised, subject, verdict
 from calib.eval.exceedance import anywhere
-from calib.eval.found import Mixture, Recommendation, Search
+from calib.eval.found import Mixture, OtherText, Recommendation, Search
 from calib.eval.layer_errors import layer_row, value_rows
 from calib.eval.mixture import mixture_lines
 from calib.eval.offers import Offers
@@ -63,17 +63,15 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
     lines = [*advise(measured, rows, evaluation.search), *advised_cache(recommended, wish)]
     if mixture and (offers := evaluation.offers):
         lines += mixture_lines(mixture, lambda name: offers.fitting(name, "vllm", None))
-    about = subject(measured, rows)
     others = [other_text(each, measured, floor) for each in evaluation.other_texts]
-    clipped = clipping(others, about, None if about is None else rows[about])
     return Report(
         **dict(evaluation.conditions),
         noise_floor=floor,
         variants=rows,
         layers=value_rows(measured[REFERENCE].values),
         texts=evaluation.texts,
-        verdict=f"{verdict(measured, rows, floor).removesuffix('.')}{clipped}.",
-        subject=about,
+        verdict=_verdict(measured, rows, floor, others),
+        subject=subject(measured, rows),
         advised=advised(measured, rows),
         advice=lines,
         recommended=recommended,
@@ -83,6 +81,15 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
         **evaluation.tasks,
         warnings=list(evaluation.warnings),
     )
+
+
+def _verdict(
+    measured: dict[str, Measured], rows: dict[str, Row], floor: float, others: list[OtherText]
+) -> str:
+    """One sentence on the subject, with other texts on which its scales clip."""
+    name = subject(measured, rows)
+    added = "" if name is None else clipping(others, name, rows[name])
+    return f"{verdict(measured, rows, floor).removesuffix('.')}{added}."
 
 
 def _recommended(

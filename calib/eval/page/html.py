@@ -14,7 +14,7 @@ from calib.eval.advice import can_be_served
 from calib.eval.mixture import LAYER_MAP_FILE
 from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, markdown, task_table
-from calib.eval.page.other_text import OTHER_HEADINGS, other_tables
+from calib.eval.page.other_tables import OTHER_HEADINGS, other_tables
 from calib.eval.schema import REPORT_FILE, Continuation, Report, Row
 from calib.progress import WRITTEN
 

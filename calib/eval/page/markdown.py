@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from calib.choices import REFERENCE
-from calib.eval.page.other_text import OTHER_HEADINGS, other_tables
+from calib.eval.page.other_tables import OTHER_HEADINGS, other_tables
 from calib.eval.schema import Figure, Report, Row, TaskFigure
 from calib.text import plain
 

@@ -74,17 +74,18 @@ def test_every_script_is_there_in_pieces_of_its_own():
 def test_long_documents_have_text_for_four_times_the_usual_samples():
     pieces = texts("long")
     assert min(map(len, pieces)) >= LONG_CHARACTERS - 2 == 4 * 2048 * 6 - 2
-    assert len(pieces) == 9
+    assert len(pieces) > 5
     (all_of_it,) = texts("long", 1_000_000)
     assert all_of_it == "\n\n".join(topics[name] for name in sorted(topics))
 
 
 def test_fewer_samples_than_asked_for_are_a_warning(tokenizer):
+    count = len(texts("long"))
     loaded = load_data(DataRecipe(dataset="builtin:long", samples=50, seq_len=64), tokenizer, None)
     assert loaded.warnings == (
-        "50 samples were asked for and dataset 'builtin:long' has 9; all 9 are used",
+        f"50 samples were asked for and dataset 'builtin:long' has {count}; all {count} are used",
     )
-    assert [len(sample) for sample in loaded.samples] == [64] * 9
+    assert [len(sample) for sample in loaded.samples] == [64] * count
 
 
 @pytest.mark.parametrize("name", ["random", "self", *BUILTIN, "org/chat"])

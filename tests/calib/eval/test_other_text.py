@@ -16,7 +16,7 @@ from calib.eval.found import Events, Figure
 from calib.eval.other_figures import clips, differs
 from calib.eval.page.html import html
 from calib.eval.page.markdown import markdown
-from calib.eval.page.other_text import other_tables
+from calib.eval.page.other_tables import other_tables
 from calib.eval.reader import read
 from calib.eval.run import check_evaluation, evaluate
 from calib.eval.schema import Report, Suite
@@ -89,9 +89,8 @@ def test_every_built_in_text_is_read_beside_the_named(report, texts):
     assert tokens[texts[1]] == tokens["random"] == 4 * 24
     assert tokens["builtin:long"] == 2 * 4 * 24
     (left_out,) = (line for line in report.warnings if line.startswith("--also"))
-    assert left_out.startswith(
-        "--also all: 'builtin:chat' is left out: the dataset holds chats but"
-    )
+    assert left_out.startswith("--also all: 'builtin:chat' is left out: chat ")
+    assert "holds chats but the tokenizer has no chat template" in left_out
     # scales that engines load; `channel` they do not
     assert all([*each.variants] == ["none", "tensor", "attn_head"] for each in report.other_texts)
 
@@ -275,7 +274,7 @@ def test_names_are_checked_before_anything_is_loaded(also, phrase):
 def test_what_was_named_and_cannot_be_had_is_refused(directory, texts, tmp_path):
     small = ("--dataset", texts[0], "--device", "cpu", "--seq-len", 24, "--samples", 2)
     done = fp8kv("eval", directory, *small, "--also", "builtin:chat")
-    one_line_error(done, "--also 'builtin:chat': the dataset holds chats but the tokenizer has no")
+    one_line_error(done, "--also 'builtin:chat': chat ", "holds chats but the tokenizer has no")
     one = write_words(tmp_path / "one.jsonl", ["w9"], rows=1)
     done = fp8kv("eval", directory, *small, "--also", one)
     one_line_error(done, "1 samples are left that no given scales have read, and at least 2 are")
