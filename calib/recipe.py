@@ -76,6 +76,7 @@ class EvaluationRecipe(_Strict):
     seq_len: int | None = Field(None, ge=8, description="tokens of each; default: the suite's")
     variants: tuple[choices.VariantName, ...] | None = Field(None, description="default: all")
     caches: tuple[choices.CacheName, ...] = Field((), description="types beside static FP8, or all")
+    also: tuple[str, ...] = Field((), description="datasets of other text; or all built-in ones")
     backend: choices.Backend = "auto"
     attention: choices.AttentionMode = Field("exact", description="of an engine, simulated")
     kl_budget: float | None = Field(

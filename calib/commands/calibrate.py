@@ -50,7 +50,7 @@ def calibrate(
     ] = None,
     dataset: Annotated[
         str | None,
-        Flag("Hub id, .jsonl/.json/.parquet/.txt/directory, builtin:python-docs, self, random."),
+        Flag("Hub id, .jsonl/.json/.parquet/.txt/directory, builtin:NAME, self, random."),
     ] = None,
     samples: Annotated[int | None, Flag("Number of samples. Default: 512.")] = None,
     seq_len: Annotated[int | None, Flag("Tokens per sample at most. Default: 2048.")] = None,

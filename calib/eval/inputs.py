@@ -29,7 +29,7 @@ SUITES = {
     "quick": Suite(12, 8, 256, 4, 24, (256,), (0.0, 0.5, 1.0), 2),
     "full": Suite(24, 12, 1024, 8, 48, (256, 1024), (0.0, 0.5, 1.0), 4, 8192),
 }
-_RANDOM_SAMPLES = 4
+RANDOM_SAMPLES = 4
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -106,7 +106,7 @@ def load_material(
     setup: Setup, recipe: Recipe, suite: Suite, scales: Sequence[Path]
 ) -> tuple[CalibrationData, Material, list[str]]:
     """Load samples to calibrate on, and documents that no scale in `scales` has seen."""
-    seen, warnings = _samples_seen(scales, recipe.data)
+    seen, warnings = samples_seen(scales, recipe.data)
     samples = max(seen, suite.calibration_samples) + suite.documents
     wanted = recipe.data.model_copy(update={"samples": samples})
     data = load_data(wanted, setup.tokenizer, lambda: setup.model)
@@ -116,7 +116,7 @@ def load_material(
     return data, material, warnings
 
 
-def _samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, list[str]]:
+def samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, list[str]]:
     """Count the samples of `data`, from the first, that calibrations have read; and warnings."""
     seen, warnings = 0, []
     for directory in directories:
@@ -149,7 +149,7 @@ def calibrate_on(model: PreTrainedModel, samples: list[list[int]], recipe: Recip
 
 def calibrate_on_random_tokens(setup: Setup, recipe: Recipe) -> KVStats:
     """Statistics of random token ids."""
-    data = recipe.data.model_copy(update={"dataset": "random", "samples": _RANDOM_SAMPLES})
+    data = recipe.data.model_copy(update={"dataset": "random", "samples": RANDOM_SAMPLES})
     samples = load_data(data, setup.tokenizer, lambda: setup.model).samples
     return calibrate_on(setup.model, samples, recipe)
 

@@ -21,14 +21,20 @@ from calib.eval.cache_variants import (
     with_bytes,
 )
 from calib.eval.found import Mixture, Recommendation, Search
-from calib.eval.material import Material, cut_text
+from calib.eval.material import Material
 from calib.eval.mixture import mix, write_layer_map
 from calib.eval.modes import check_model, in_mode
 from calib.eval.offers import Offers
+from calib.eval.other_text import (
+    OtherDocuments,
+    load_other_texts,
+    measure_other_texts,
+    wanted_datasets,
+)
 from calib.eval.page.html import check_report_directory, write_report
-from calib.eval.reader import Measured, measure, search
+from calib.eval.reader import measure, search, written_texts
 from calib.eval.recommend import Wish
-from calib.eval.schema import SCHEMA, Conditions, Data, Report, Suite, Texts
+from calib.eval.schema import SCHEMA, Conditions, Data, Report, Suite
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
@@ -54,6 +60,7 @@ def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> list[Condition]:
         check_variant(condition, names)
     if wanted.tasks:
         name_tasks(wanted.tasks)
+    wanted_datasets(recipe)
     return conditions
 
 
@@ -107,6 +114,7 @@ def evaluate(
     model = setup.model
     given = [Variant(n, "given with --scales", "given", of(model)) for n, of in opened.items()]
     data, material, warnings = inputs.load_material(setup, recipe, suite, scales)
+    others, more = load_other_texts(setup, recipe, suite, scales)
     shapes = layer_shapes(model)  # runs the model, whose tokens are checked now
     check_model(setup.attention, model, shapes)
     types, left_out = wanted_types(wanted.caches, shapes)
@@ -123,13 +131,18 @@ def evaluate(
     refused = _refused([*variants, *caches], offers, wish)
     measured = [each for each in (*variants, *given, *caches) if each.name not in refused]
     measured, unlike = in_mode(setup, measured, wanted.variants)
-    results = _results(setup, with_bytes(measured, shapes), material, tasks, wanted)
-    warnings = [*notes, *data.warnings, *warnings, *left_out, *unbaked, *unlike]
+    results = _results(setup, with_bytes(measured, shapes), material, others, tasks, wanted)
+    warnings = [*notes, *data.warnings, *warnings, *more, *left_out, *unbaked, *unlike]
     return Evaluation(conditions, warnings=warnings, offers=offers, refused=refused, **results)
 
 
 def _results(
-    setup: Setup, variants: list[Variant], material: Material, tasks: Tasks, asked: EvaluationRecipe
+    setup: Setup,
+    variants: list[Variant],
+    material: Material,
+    others: list[OtherDocuments],
+    tasks: Tasks,
+    asked: EvaluationRecipe,
 ) -> dict[str, Any]:
     """The measurements, by their names in `Evaluation`."""
     budget = asked.kl_budget
@@ -139,7 +152,8 @@ def _results(
         return {
             "mixture": mixture,
             "measured": measured,
-            "texts": _texts(setup, material, measured),
+            "texts": written_texts(setup, material, measured),
+            "other_texts": measure_other_texts(setup, others, variants),
             "search": None if budget is None else _search(setup, variants, material, budget),
             "tasks": run_tasks(setup, tasks, task_variants(variants, asked.variants)),
         }
@@ -201,17 +215,6 @@ def _mixture(
     return mix(setup, types, material.layer_documents, asked.bits_budget)
 
 
-def _texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> Texts:
-    tokenizer = setup.tokenizer
-    continuations = {
-        name: [cut_text(tokenizer, *pair) for pair in zip(m.texts, m.same_tokens, strict=True)]
-        for name, m in measured.items()
-        if m.texts
-    }
-    prompts = [tokenizer.decode(prompt) for prompt in material.prompts]
-    return Texts(prompts=prompts, continuations=continuations)
-
-
 def _conditions(
     setup: Setup, model: str, suite: Suite, data: Data, shapes: Sequence[Shape]
 ) -> Conditions:
@@ -236,7 +239,9 @@ def run_recommendation(
     model_name: str, recipe: Recipe, wish: Wish, *, progress: Callable[[str], None]
 ) -> tuple[Recommendation, list[str]]:
     """Measure whole texts with all caches that can be served, and choose one; warnings as well."""
-    evaluation = recipe.evaluation.model_copy(update={"caches": ("all",), "variants": ()})
+    evaluation = recipe.evaluation.model_copy(
+        update={"caches": ("all",), "variants": (), "also": ()}
+    )
     recipe = recipe.model_copy(update={"evaluation": evaluation})
     report = summarize(evaluate(model_name, recipe, wish=wish, progress=progress), wish)
     assert report.recommended is not None

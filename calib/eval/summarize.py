@@ -10,10 +10,13 @@ from torch import Tensor
 
 from calib.choices import REFERENCE, AttentionMode
 from calib.eval.advice import advise, advised, subject, verdict
-from calib.eval.found import Mixture, Recommendation, Search
+from calib.eval.exceedance import anywhere
+from calib.eval.found import Mixture, OtherText, Recommendation, Search
 from calib.eval.layer_errors import layer_row, value_rows
 from calib.eval.mixture import mixture_lines
 from calib.eval.offers import Offers
+from calib.eval.other_figures import clipping, other_text
+from calib.eval.other_text import MeasuredElsewhere
 from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, recommend
 from calib.eval.schema import Conditions, Figure, Report, Row, Texts
@@ -31,6 +34,7 @@ class Evaluation(NamedTuple):
     warnings: Sequence[str]
     offers: Offers | None = None  # to recommend by
     mixture: Mixture | None = None
+    other_texts: Sequence[MeasuredElsewhere] = ()
     refused: dict[str, str] | None = None  # what was not measured: why it cannot be served
 
 
@@ -59,22 +63,33 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
     lines = [*advise(measured, rows, evaluation.search), *advised_cache(recommended, wish)]
     if mixture and (offers := evaluation.offers):
         lines += mixture_lines(mixture, lambda name: offers.fitting(name, "vllm", None))
+    others = [other_text(each, measured, floor) for each in evaluation.other_texts]
     return Report(
         **dict(evaluation.conditions),
         noise_floor=floor,
         variants=rows,
         layers=value_rows(measured[REFERENCE].values),
         texts=evaluation.texts,
-        verdict=verdict(measured, rows, floor),
+        verdict=_verdict(measured, rows, floor, others),
         subject=subject(measured, rows),
         advised=advised(measured, rows),
         advice=lines,
         recommended=recommended,
         mixture=mixture,
+        other_texts=others,
         search=evaluation.search,
         **evaluation.tasks,
         warnings=list(evaluation.warnings),
     )
+
+
+def _verdict(
+    measured: dict[str, Measured], rows: dict[str, Row], floor: float, others: list[OtherText]
+) -> str:
+    """One sentence on the subject, with other texts on which its scales clip."""
+    name = subject(measured, rows)
+    added = "" if name is None else clipping(others, name, rows[name])
+    return f"{verdict(measured, rows, floor).removesuffix('.')}{added}."
 
 
 def _recommended(
@@ -135,7 +150,9 @@ def _present(measured: Measured, attention: AttentionMode) -> dict[str, Any]:
             found[name] = estimate([np.array([float(each)]) for each in values])
     if measured.layers:
         layers = sorted(measured.layers.items())
-        found["layers"] = [layer_row(idx, each, variant.layers[idx]) for idx, each in layers]
+        tensors = variant.tensors
+        found["layers"] = [layer_row(i, each, variant.layers[i], tensors) for i, each in layers]
+        found["clipped"] = anywhere([each.clipped for _, each in layers], tensors)
     return found
 
 
