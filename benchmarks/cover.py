@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from calib.eval.exceedance import poisson_interval
 from machine import machine, scratch_and_output, write_result
 from numpy.typing import NDArray
 from torch import Tensor
 
 from calib.data import load_data, make_batches
+from calib.eval.exceedance import poisson_interval
 from calib.measure.attention import observe_qkv
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, load_tokenizer
