@@ -141,9 +141,16 @@ def _histogram(x: Tensor) -> Tensor:
 
 
 def layer_row(
-    layer_idx: int, layer: LayerError, scales: LayerScales, tensors: str = "kv"
+    layer_idx: int,
+    layer: LayerError,
+    scales: LayerScales,
+    tensors: str = "kv",
+    chance: float | None = None,
 ) -> LayerRow:
-    """Errors of one layer, shares of its values, and its scales; `tensors` are those in FP8."""
+    """Errors of one layer, shares of its values, and its scales; `tensors` are those in FP8.
+
+    `chance` is what was predicted for a token to be clipped.
+    """
     heads = (layer.error.sum(0) / layer.power.sum(0).clamp(min=1e-30)).sqrt()
     values = layer.values.sum(0)[:, None]
     return LayerRow(
@@ -154,7 +161,7 @@ def layer_row(
         underflowed=_by_letter(layer.underflowed.sum(0) / values),
         range_used=_by_letter(layer.amax.amax(0)),
         scale={"k": _scale(scales.k), "v": _scale(scales.v)},
-        exceedance=exceedance(layer.clipped, tensors),
+        exceedance=exceedance(layer.clipped, tensors, chance),
     )
 
 

@@ -33,9 +33,12 @@ def _one_in(chance: float) -> str:
     return f"one token in {1 / chance:,.0f}" if chance > 1e-12 else "no token"
 
 
-def clipped_tokens(stats: KVStats, scales: KVScales) -> ClippedTokens | None:
-    """What to expect of `scales`; None where `stats` cannot tell: they are old, or of few tokens,
-    or the scales are by channel or of centred keys."""
+def clipped_tokens(stats: KVStats, scales: KVScales, tensors: str = "kv") -> ClippedTokens | None:
+    """What to expect of `scales` of those of K and V that `tensors` names.
+
+    None where `stats` cannot tell: they are old, or of few tokens, or the scales are by channel or
+    of centred keys.
+    """
     knows = all(
         layer.k.tail is not None and layer.v.tail is not None and layer.tokens >= MIN_TOKENS
         for layer in stats.layers.values()
@@ -45,16 +48,18 @@ def clipped_tokens(stats: KVStats, scales: KVScales) -> ClippedTokens | None:
     limit = fp8_max(FP8_DTYPES[scales.fp8_dtype])
     return ClippedTokens(
         {
-            layer.layer_idx: clip_chance(layer, scales.layers[name], limit)
+            layer.layer_idx: clip_chance(layer, scales.layers[name], limit, tensors)
             for name, layer in stats.layers.items()
             if name in scales.layers
         }
     )
 
 
-def clip_chance(layer: LayerStats, scales: LayerScales, limit: float) -> float:
+def clip_chance(layer: LayerStats, scales: LayerScales, limit: float, tensors: str = "kv") -> float:
     """That a new token has a value of K or V beyond `limit` times its scale."""
     chances = _of_groups(layer, scales, limit, lambda tail, level: tail.chance_above(level))
+    if not layer.latent:
+        chances = [each for name, each in zip("kv", chances, strict=True) if name in tensors]
     return float(1 - torch.cat(chances).neg().clamp(min=-1).log1p().sum().exp())
 
 
