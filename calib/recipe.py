@@ -9,8 +9,7 @@ from pydantic import AfterValidator, BaseModel, Field, PositiveInt, ValidationEr
 
 from calib import choices
 from calib.errors import InputError
-from calib.recipe_errors import did_you_mean, explain
-from calib.strict_yaml import read_yaml
+from calib.strict_yaml import did_you_mean, explain, read_yaml
 from calib.text import parse_condition, parse_size
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"

@@ -48,13 +48,7 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
     floor = max((kl[name].high for name in controls), default=0.0)
     rows = {
         # what is no number is a difference
-        name: _row(
-            m,
-            measured[REFERENCE],
-            kl[name],
-            name != REFERENCE and not kl[name].low <= floor,
-            evaluation,
-        )
+        name: _row(m, kl[name], name != REFERENCE and not kl[name].low <= floor, evaluation)
         for name, m in measured.items()
     }
     size = evaluation.conditions.bytes_per_token["16bit"]
@@ -105,13 +99,8 @@ def _recommended(
     return found.model_copy(update={"not_served": refused})
 
 
-def _row(
-    measured: Measured,
-    reference: Measured,
-    kl: Figure,
-    measurable: bool,
-    evaluation: Evaluation,
-) -> Row:
+def _row(measured: Measured, kl: Figure, measurable: bool, evaluation: Evaluation) -> Row:
+    reference = evaluation.measured[REFERENCE]
     divergences = _values(d.kl for d in measured.documents)
     agrees = _values(d.agrees for d in measured.documents)
     pairs = zip(measured.documents, reference.documents, strict=True)

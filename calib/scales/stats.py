@@ -15,7 +15,7 @@ from calib.errors import InputError
 from calib.scalefiles.places import LayerPlaces, TensorPlaces
 from calib.scales.curve import moved
 from calib.scales.observers import Observer
-from calib.scales.one_scale import Deriving, check_one_scale
+from calib.scales.one_scale import Deriving, centered, check_one_scale
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
 from calib.scales.tail import Tail, headroom_for, largest
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
@@ -95,9 +95,7 @@ class LayerStats:
         parts = [self.jointly()] if self.latent else [self.k, self.v]
         found = [part.tail for part in parts if part.tail is not None]
         if len(found) < len(parts):
-            raise InputError(
-                "these statistics hold no tails: an older fp8kv took them; calibrate again"
-            )
+            raise InputError("these statistics are old and hold no tails; calibrate again")
         per_head = strategy == "attn_head"
         return [Tail.of(tail, self.tokens, per_head=per_head) for tail in found]
 
@@ -223,9 +221,8 @@ class KVStats:
 
         Raises:
             CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at the ends.
-            InputError: keys are to be centred and their means were not collected; a layer that
-                caches a latent is to have more than its one scale; a `clip_chance` is given and
-                there are no tails or too few tokens.
+            InputError: means were not collected and keys are to be centred; a latent is to have
+                more than its one scale; too few tokens, or no tails, for a `clip_chance`.
         """
         if self.latent:
             check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
@@ -239,7 +236,7 @@ class KVStats:
             if seen.latent:
                 both = how.scale(*seen.jointly().for_scale(), f"{name} latent and k_pe")
                 return LayerScales(seen.layer_idx, k=both, v=both, latent=True)
-            center, left = centered(seen) if center_keys else (None, None)
+            center, left = centered(seen.k, seen.tokens) if center_keys else (None, None)
             return LayerScales(
                 seen.layer_idx,
                 k=how.scale(*seen.k.for_scale(), f"{name} K", left),
@@ -250,17 +247,3 @@ class KVStats:
 
         layers = {name: layer(name, seen) for name, seen in self.layers.items()}
         return KVScales(strategy, fp8_dtype, layers, self.shared)
-
-
-def centered(layer: LayerStats) -> tuple[Tensor, Tensor]:
-    """K's mean per channel, and the amax of K without that mean: [K, D] each.
-
-    Softmax does not see what is subtracted from every key. What is left has to be exact: the first
-    token's key, far from the mean, is often that extreme, is seen by every query, and at exactly
-    the largest magnitude FP8 rounds it to itself. An InputError if means were not collected.
-    """
-    k = layer.k
-    if k.total is None or k.low is None or k.high is None:
-        raise InputError("these statistics hold no means of K; calibrate with --center-keys")
-    mean = (k.total / layer.tokens).float()
-    return mean, torch.maximum(k.high - mean, mean - k.low)
