@@ -125,7 +125,10 @@ def evaluate(
     measured, unlike = in_mode(setup, measured, wanted.variants)
     results = _results(setup, with_bytes(measured, shapes), material, tasks, wanted)
     warnings = [*notes, *data.warnings, *warnings, *left_out, *unbaked, *unlike]
-    return Evaluation(conditions, warnings=warnings, offers=offers, refused=refused, **results)
+    places = stats.places()
+    return Evaluation(
+        conditions, warnings=warnings, offers=offers, refused=refused, places=places, **results
+    )
 
 
 def _results(

@@ -18,6 +18,7 @@ from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, recommend
 from calib.eval.schema import Conditions, Figure, Report, Row, Texts
 from calib.eval.statistics import Values, estimate, kl_by_position, quantile
+from calib.scalefiles.places import LayerPlaces
 
 
 class Evaluation(NamedTuple):
@@ -31,6 +32,7 @@ class Evaluation(NamedTuple):
     warnings: Sequence[str]
     offers: Offers | None = None  # to recommend by
     mixture: Mixture | None = None
+    places: Sequence[LayerPlaces] = ()  # of the calibration
     refused: dict[str, str] | None = None  # what was not measured: why it cannot be served
 
 
@@ -63,7 +65,7 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
         **dict(evaluation.conditions),
         noise_floor=floor,
         variants=rows,
-        layers=value_rows(measured[REFERENCE].values),
+        layers=value_rows(measured[REFERENCE].values, evaluation.places),
         texts=evaluation.texts,
         verdict=verdict(measured, rows, floor),
         subject=subject(measured, rows),
