@@ -133,7 +133,7 @@ def evaluate(
     warnings = [*notes, *data.warnings, *warnings, *more, *left_out, *unbaked, *unlike]
     return Evaluation(
         conditions, warnings=warnings, offers=offers, refused=refused,
-        clip_chances=predicted(measured, stats), **results,
+        places=stats.places(), clip_chances=predicted(measured, stats), **results,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, recommend
 from calib.eval.schema import Conditions, Figure, Report, Row, Texts
 from calib.eval.statistics import Values, estimate, kl_by_position, quantile
+from calib.scalefiles.places import LayerPlaces
 
 
 class Evaluation(NamedTuple):
@@ -35,6 +36,7 @@ class Evaluation(NamedTuple):
     offers: Offers | None = None  # to recommend by
     mixture: Mixture | None = None
     other_texts: Sequence[MeasuredElsewhere] = ()
+    places: Sequence[LayerPlaces] = ()  # of the calibration
     refused: dict[str, str] | None = None  # what was not measured: why it cannot be served
     clip_chances: Mapping[str, Mapping[int, float]] = {}  # predicted, by variant and layer
 
@@ -63,7 +65,7 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
         **dict(evaluation.conditions),
         noise_floor=floor,
         variants=rows,
-        layers=value_rows(measured[REFERENCE].values),
+        layers=value_rows(measured[REFERENCE].values, evaluation.places),
         texts=evaluation.texts,
         verdict=_verdict(measured, rows, floor, others),
         subject=subject(measured, rows),

@@ -1,6 +1,6 @@
 """A picture of the scales of a directory, layer by layer, and of how their amax grew."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from calib.scalefiles.reading import FoundScales
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+Growth = Sequence[tuple[int, float]]  # tokens read, and the amax by then
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
@@ -29,7 +30,10 @@ def plot_scales(found: FoundScales, path: Path, places: Sequence[LayerPlaces] = 
     axes = figure.subplots(1, 2 if places else 1, squeeze=False)[0]
     _draw_scales(axes[0], found)
     if places:
-        draw_growth(axes[1], places)
+        lines = {x: [getattr(each, x).growth(each.read) for each in places] for x in "kv"}
+        draw_growth(axes[1], lines, {"k": "C0", "v": "C1"})
+        axes[1].set_title("amax against tokens: a line per layer", parse_math=False)
+        axes[1].legend(loc="lower right")
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:
@@ -54,22 +58,23 @@ def _draw_scales(axes: "Axes", found: FoundScales) -> None:
     axes.legend()
 
 
-def draw_growth(axes: "Axes", places: Sequence[LayerPlaces]) -> None:
-    """Draw amax over the tokens, as a share of the last: of every layer, and their median."""
-    for letter in "kv":
-        lines = [getattr(layer, letter).growth(layer.read) for layer in places]
+def draw_growth(
+    axes: "Axes", growth: Mapping[str, Iterable[Growth]], colors: Mapping[str, str]
+) -> None:
+    """Draw amax over the tokens, as a share of the last: of every layer, and their median.
+
+    `growth` has a line per layer, by "k" and "v": the tokens read, and the amax by then.
+    """
+    for letter, layers in growth.items():
         # a layer of zeros does not grow
-        lines = [[(at, x / line[-1][1]) for at, x in line] for line in lines if line[-1][1]]
-        color = f"C{'kv'.index(letter)}"
+        lines = [[(at, x / line[-1][1]) for at, x in line] for line in layers if line[-1][1]]
         for line in lines:
-            axes.plot(*zip(*line, strict=True), color=color, linewidth=0.6, alpha=0.35)
+            axes.plot(*zip(*line, strict=True), color=colors[letter], linewidth=0.6, alpha=0.35)
         if lines:
             tokens = [at for at, _ in lines[0]]
             middle = [median(line[i][1] for line in lines) for i in range(len(tokens))]
             label = f"{letter.upper()}, median of the layers"
-            axes.plot(tokens, middle, color=color, linewidth=2.2, label=label)
+            axes.plot(tokens, middle, color=colors[letter], linewidth=2.2, label=label)
     axes.set_xscale("log")
     axes.set(xlabel="tokens read", ylabel="amax so far / amax of the run")
-    axes.set_title("amax against tokens: a line per layer", parse_math=False)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
