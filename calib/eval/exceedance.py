@@ -1,5 +1,6 @@
 """Tokens whose K or V static FP8 scales clip: counted, and the exact interval of their share."""
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -115,7 +116,7 @@ def _gamma_quantile(shape: int, share: float) -> float:
     """Where the gamma distribution of `shape` and scale 1 has `share` below it, by bisection."""
     a = torch.tensor(float(shape), dtype=torch.float64)
     # ten standard deviations, and enough where the shape is small
-    low, high = 0.0, shape + 10 * shape**0.5 + 10.0
+    low, high = 0.0, shape + 10 * math.sqrt(shape) + 10
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         below = float(torch.special.gammainc(a, torch.tensor(middle, dtype=torch.float64)))
