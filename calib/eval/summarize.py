@@ -56,10 +56,6 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
     size = evaluation.conditions.bytes_per_token["16bit"]
     rows[REFERENCE] = rows[REFERENCE].model_copy(update={"bytes_per_token": size})
     recommended = _recommended(evaluation, rows, wish)
-    mixture = evaluation.mixture
-    lines = [*advise(measured, rows, evaluation.search), *advised_cache(recommended, wish)]
-    if mixture and (offers := evaluation.offers):
-        lines += mixture_lines(mixture, lambda name: offers.fitting(name, "vllm", None))
     others = [other_text(each, measured, floor) for each in evaluation.other_texts]
     return Report(
         **dict(evaluation.conditions),
@@ -70,9 +66,9 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
         verdict=_verdict(measured, rows, floor, others),
         subject=subject(measured, rows),
         advised=advised(measured, rows),
-        advice=lines,
+        advice=_advice(evaluation, rows, recommended, wish),
         recommended=recommended,
-        mixture=mixture,
+        mixture=evaluation.mixture,
         other_texts=others,
         search=evaluation.search,
         **evaluation.tasks,
@@ -87,6 +83,19 @@ def _verdict(
     name = subject(measured, rows)
     added = "" if name is None else clipping(others, name, rows[name])
     return f"{verdict(measured, rows, floor).removesuffix('.')}{added}."
+
+
+def _advice(
+    evaluation: Evaluation,
+    rows: dict[str, Row],
+    recommended: Recommendation | None,
+    wish: Wish | None,
+) -> list[str]:
+    lines = advise(evaluation.measured, rows, evaluation.search)
+    lines += advised_cache(recommended, wish)
+    if evaluation.mixture and (offers := evaluation.offers):
+        lines += mixture_lines(evaluation.mixture, lambda name: offers.fitting(name, "vllm", None))
+    return lines
 
 
 def _recommended(
