@@ -1,7 +1,6 @@
 """One scale, or one per head or channel, from the statistics of one tensor; and what is refused."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,9 +9,6 @@ from calib.choices import ScaleRounding, Strategy, Targets
 from calib.errors import CalibrationError, InputError
 from calib.scalefiles.reading import is_usable
 from calib.scales.observers import Observer, group_amax
-
-if TYPE_CHECKING:
-    from calib.scales.stats import TensorStats
 
 
 @dataclass(frozen=True)
@@ -69,17 +65,19 @@ def check_one_scale(*, strategy: Strategy, targets: Targets, center_keys: bool) 
         )
 
 
-def centered(k: "TensorStats", tokens: int) -> tuple[Tensor, Tensor]:
+def centered(
+    total: Tensor | None, low: Tensor | None, high: Tensor | None, tokens: int
+) -> tuple[Tensor, Tensor]:
     """K's mean per channel over `tokens`, and the amax of K without that mean: [K, D] each.
 
     Softmax does not see what is subtracted from every key. What is left has to be exact: the first
     token's key, far from the mean, is often that extreme, is seen by every query, and at exactly
     the largest magnitude FP8 rounds it to itself. An InputError if means were not collected.
     """
-    if k.total is None or k.low is None or k.high is None:
+    if total is None or low is None or high is None:
         raise InputError("these statistics hold no means of K; calibrate with --center-keys")
-    mean = (k.total / tokens).float()
-    return mean, torch.maximum(k.high - mean, mean - k.low)
+    mean = (total / tokens).float()
+    return mean, torch.maximum(high - mean, mean - low)
 
 
 def dead_groups(amax: Tensor, strategy: Strategy) -> int:

@@ -88,16 +88,17 @@ class LayerStats:
         return self.tokens if self.read is None else self.read
 
     def tails(self, strategy: Strategy) -> list[Tail]:
-        """K's and V's by `strategy`, tensor or attn_head; one of a latent and k_pe.
-
-        An InputError where there are none, or too few tokens.
-        """
+        """K's and V's, or that of latents; an InputError where there are none, or few tokens."""
         parts = [self.jointly()] if self.latent else [self.k, self.v]
         found = [part.tail for part in parts if part.tail is not None]
         if len(found) < len(parts):
             raise InputError("these statistics are old and hold no tails; calibrate again")
         per_head = strategy == "attn_head"
         return [Tail.of(tail, self.tokens, per_head=per_head) for tail in found]
+
+    def centered_keys(self) -> tuple[Tensor, Tensor]:
+        """K's mean per channel, and the amax of what is left of K; see `centered`."""
+        return centered(self.k.total, self.k.low, self.k.high, self.tokens)
 
     def jointly(self) -> TensorStats:
         """K and V as one tensor of one head: of a latent and its k_pe, which share a scale."""
@@ -236,7 +237,7 @@ class KVStats:
             if seen.latent:
                 both = how.scale(*seen.jointly().for_scale(), f"{name} latent and k_pe")
                 return LayerScales(seen.layer_idx, k=both, v=both, latent=True)
-            center, left = centered(seen.k, seen.tokens) if center_keys else (None, None)
+            center, left = seen.centered_keys() if center_keys else (None, None)
             return LayerScales(
                 seen.layer_idx,
                 k=how.scale(*seen.k.for_scale(), f"{name} K", left),
