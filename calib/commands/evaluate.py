@@ -65,6 +65,10 @@ def evaluate(
     dataset: Annotated[
         str | None, Flag(f"As for calibrate. Default: the recipe's, or {DATASET}.")
     ] = None,
+    also: Annotated[
+        list[str] | None,
+        Flag("Other text to read as well: a dataset, repeatable; or all.", metavar="DATASET"),
+    ] = None,
     device: Device = None,
     samples: Annotated[int | None, DataFlag("Held-out documents. Default: the suite's.")] = None,
     seq_len: Annotated[int | None, DataFlag("Tokens per document. Default: the suite's.")] = None,
@@ -102,6 +106,7 @@ def measure(
     """Evaluate; unless `silent`, show progress, print the tables and what follows from them."""
     from calib.commands.progress_bar import progress_bar
     from calib.eval.page.markdown import HEADINGS, closing_lines, table_rows, task_table, title
+    from calib.eval.page.other_tables import OTHER_HEADINGS, printed_tables
     from calib.eval.run import run_evaluation
 
     with progress_bar(show=not silent) as progress:
@@ -110,6 +115,8 @@ def measure(
         )
     if not silent:
         print_table(title(report), HEADINGS, table_rows(report))
+        for name, rows in printed_tables(report):
+            print_table(f"Other text, '{name}'", OTHER_HEADINGS, rows)
         if report.tasks:
             print_table(*task_table(report))
         print_lines(closing_lines(report))

@@ -6,24 +6,27 @@ import hashlib
 import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from calib.data.builtin import BUILTIN_PREFIX, builtin_rows, check_builtin
 from calib.data.documents import LocatedRow
 from calib.data.generated import GENERATED
 from calib.data.hub_rows import find_split, stream_rows
-from calib.data.local_rows import READERS, Rows, looks_local, open_rows, unread_files
+from calib.data.local_rows import (
+    READERS,
+    Rows,
+    check_path,
+    looks_local,
+    open_rows,
+    unread_files,
+)
 from calib.data.tokens import tokenize_rows
-from calib.errors import InputError
 from calib.recipe import DataRecipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-BUILTIN_PREFIX = "builtin:"
-PYTHON_DOCS = "builtin:python-docs"
-# the Python documentation has about 4; a third more so that nearly every piece fills a sample
-CHARACTERS_PER_TOKEN = 6
 _NAMED = 6  # files in a warning
 
 
@@ -40,6 +43,11 @@ class CalibrationData:
     def num_tokens(self) -> int:
         """Tokens in all samples together."""
         return sum(len(sample) for sample in self.samples)
+
+    def only(self, samples: Iterable[int]) -> CalibrationData:
+        """Those of the samples alone, in their order."""
+        kept = [self.samples[i] for i in sorted(samples)]
+        return replace(self, samples=kept, fingerprint=fingerprint(kept))
 
 
 def load_data(
@@ -63,6 +71,14 @@ def load_data(
     return CalibrationData(samples, source.name, fingerprint(samples), warnings)
 
 
+def check_dataset(dataset: str) -> None:
+    """Refuse, as far as its name tells, what is no dataset; nothing is read."""
+    if dataset.startswith(BUILTIN_PREFIX):
+        check_builtin(dataset)
+    elif dataset not in GENERATED and looks_local(dataset):
+        check_path(dataset)
+
+
 def fingerprint(samples: Sequence[Sequence[int]]) -> str:
     """Return the sha256 of all ids, each sample preceded by its length."""
     digest = hashlib.sha256()
@@ -83,9 +99,7 @@ class Source:
 def open_source(recipe: DataRecipe) -> Source:
     """Find out what `recipe.dataset` names and open it; rows are read as they are used."""
     if recipe.dataset.startswith(BUILTIN_PREFIX):
-        if recipe.dataset != PYTHON_DOCS:
-            raise InputError(f"no built-in dataset '{recipe.dataset}'; built in: {PYTHON_DOCS}")
-        rows = _shuffled(_python_docs(recipe.seq_len * CHARACTERS_PER_TOKEN), recipe.seed)
+        rows = _shuffled(builtin_rows(recipe.dataset, recipe.seq_len), recipe.seed)
         return Source(recipe.dataset, rows, _ignored(recipe, "config", "split", "column"))
     if looks_local(recipe.dataset):
         rows = _shuffled(open_rows(recipe.dataset), recipe.seed)
@@ -122,20 +136,3 @@ def _shuffled(rows: Rows, seed: int) -> Iterator[LocatedRow]:
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
     return (rows[i] for i in order)
-
-
-def _python_docs(min_characters: int) -> list[LocatedRow]:
-    from pydoc_data.topics import topics
-
-    pieces: list[str] = []
-    current: list[str] = []
-    length = 0
-    for paragraph in "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n"):
-        current.append(paragraph)
-        length += len(paragraph) + len("\n\n")
-        if length >= min_characters:
-            pieces.append("\n\n".join(current))
-            current, length = [], 0
-    # what is left is too short for a sample, unless it is all there is
-    pieces = pieces or ["\n\n".join(current)]
-    return [(f"piece {number}", piece) for number, piece in enumerate(pieces, 1)]

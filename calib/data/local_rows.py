@@ -30,6 +30,11 @@ def looks_local(dataset: str) -> bool:
 
 def open_rows(dataset: str) -> Rows:
     """Open a file, or every readable file of a directory in order of name."""
+    return ConcatDataset([_open(file) for file in check_path(dataset)])
+
+
+def check_path(dataset: str) -> list[Path]:
+    """The readable files that `dataset` names, in order of name; InputError if there are none."""
     path = Path(dataset).expanduser()
     known = ", ".join(READERS)
     if not path.exists():
@@ -40,7 +45,7 @@ def open_rows(dataset: str) -> Rows:
     readable = [file for file in files if _is_readable(file)]
     if not readable:
         raise InputError(f"directory '{dataset}' has no {known} file directly in it")
-    return ConcatDataset([_open(file) for file in readable])
+    return readable
 
 
 def unread_files(dataset: str) -> list[str]:

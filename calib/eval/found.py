@@ -1,6 +1,11 @@
 """What an evaluation finds beside its rows: figures, layers to leave alone, a cache to serve."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict
+
+Tensors = Literal["k", "v"]
+Differs = Literal["higher", "lower", "no measurable difference"]
 
 
 class Part(BaseModel):
@@ -15,6 +20,59 @@ class Figure(Part):
     value: float
     low: float
     high: float
+
+
+class Events(Part):
+    """Tokens with a value beyond the largest that FP8 holds, and the interval of their share.
+
+    The interval is exact for a Poisson count (Garwood): it takes events to be independent.
+    """
+
+    tokens: int
+    events: int
+    low: float
+    high: float
+
+    @property
+    def share(self) -> float:
+        """Events of all tokens."""
+        return self.events / self.tokens
+
+
+class Exceedance(Events):
+    """The same of one layer, in any of its heads; and of each KV head."""
+
+    by_head: dict[Tensors, list[int]]
+    expected: float | None = None  # events that were predicted
+
+
+class ClippedLayer(Part):
+    """One layer on other text: shares of the values of each KV head, and tokens."""
+
+    layer_idx: int
+    saturated: dict[Tensors, list[float]]
+    exceedance: Exceedance
+
+
+class OtherRow(Part):
+    """One cache on other text."""
+
+    kl: Figure
+    difference: Figure  # of the mean KL, from that on the evaluation's own text
+    differs: Differs  # whether that is more than chance and the noise floor
+    clipped: Events  # in any layer
+    layers: list[ClippedLayer]
+
+
+class OtherText(Part):
+    """Text of another kind than the evaluation's own, and what the caches make of it."""
+
+    dataset: str
+    fingerprint: str
+    documents: int
+    tokens: int
+    ppl: float  # of the reference
+    variants: dict[str, OtherRow]
 
 
 class Search(Part):

@@ -4,6 +4,7 @@ import platform
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 
@@ -11,16 +12,18 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.any_scales import Opened, open_any_scales
+from calib.caches.types import Shape
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.errors import InputError
 from calib.eval.cache_variants import cache_names
 from calib.eval.material import Material, make_material
-from calib.eval.schema import Data, Suite
+from calib.eval.schema import SCHEMA, Conditions, Data, Suite
 from calib.eval.variants import BUILT_IN, Setup
 from calib.measure.loop import calibrate
 from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids
 from calib.model.load import fit_seq_len, load_model, load_tokenizer
+from calib.output.card import versions
 from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe, load_recipe
 from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scales.stats import KVStats
@@ -29,7 +32,7 @@ SUITES = {
     "quick": Suite(12, 8, 256, 4, 24, (256,), (0.0, 0.5, 1.0), 2),
     "full": Suite(24, 12, 1024, 8, 48, (256, 1024), (0.0, 0.5, 1.0), 4, 8192),
 }
-_RANDOM_SAMPLES = 4
+RANDOM_SAMPLES = 4
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -106,7 +109,7 @@ def load_material(
     setup: Setup, recipe: Recipe, suite: Suite, scales: Sequence[Path]
 ) -> tuple[CalibrationData, Material, list[str]]:
     """Load samples to calibrate on, and documents that no scale in `scales` has seen."""
-    seen, warnings = _samples_seen(scales, recipe.data)
+    seen, warnings = samples_seen(scales, recipe.data)
     samples = max(seen, suite.calibration_samples) + suite.documents
     wanted = recipe.data.model_copy(update={"samples": samples})
     data = load_data(wanted, setup.tokenizer, lambda: setup.model)
@@ -116,7 +119,7 @@ def load_material(
     return data, material, warnings
 
 
-def _samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, list[str]]:
+def samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, list[str]]:
     """Count the samples of `data`, from the first, that calibrations have read; and warnings."""
     seen, warnings = 0, []
     for directory in directories:
@@ -137,7 +140,7 @@ def _samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, l
 def _order(data: DataRecipe) -> dict[str, object]:
     # built-in text is cut into samples by their length; other datasets have rows
     lengths = set() if data.dataset.startswith("builtin:") else {"seq_len"}
-    return data.model_dump(exclude={"samples", "batch_size", *lengths})
+    return data.model_dump(exclude={"samples", "batch_size", "skip_first", *lengths})
 
 
 def calibrate_on(model: PreTrainedModel, samples: list[list[int]], recipe: Recipe) -> KVStats:
@@ -149,7 +152,7 @@ def calibrate_on(model: PreTrainedModel, samples: list[list[int]], recipe: Recip
 
 def calibrate_on_random_tokens(setup: Setup, recipe: Recipe) -> KVStats:
     """Statistics of random token ids."""
-    data = recipe.data.model_copy(update={"dataset": "random", "samples": _RANDOM_SAMPLES})
+    data = recipe.data.model_copy(update={"dataset": "random", "samples": RANDOM_SAMPLES})
     samples = load_data(data, setup.tokenizer, lambda: setup.model).samples
     return calibrate_on(setup.model, samples, recipe)
 
@@ -165,6 +168,26 @@ def describe(data: CalibrationData, material: Material, calibration_tokens: int)
         tokens=sum(map(len, documents)),
         layer_documents=len(material.layer_documents),
         new_tokens=material.new_tokens,
+    )
+
+
+def conditions(
+    setup: Setup, model: str, suite: Suite, data: Data, shapes: Sequence[Shape]
+) -> Conditions:
+    """What is measured, where, and on what."""
+    values = sum(shape.values for shape in shapes)
+    return Conditions(
+        version=SCHEMA,
+        versions=versions(),
+        machine=machine(setup.model.device.type),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        model=model,
+        suite=suite,
+        backend=setup.resolved_backend,
+        attention=setup.attention,
+        dtype=str(setup.model.dtype).removeprefix("torch."),
+        data=data,
+        bytes_per_token={"fp8": values, "16bit": 2 * values},
     )
 
 

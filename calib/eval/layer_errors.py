@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from calib.eval.exceedance import exceedance, scaled_magnitudes
 from calib.eval.schema import Extremes, Figure, Layer, LayerRow, Magnitudes, Tensors
 from calib.eval.statistics import ratio
 from calib.eval.variants import Setup, Variant, broadcast_scale, fp8_rounding
@@ -30,6 +31,7 @@ class LayerError(NamedTuple):
     underflowed: Tensor  # [documents, 2, K] values that became 0
     values: Tensor  # [documents, 2] per head, of K and of V
     amax: Tensor  # [documents, 2, K] largest |x| / scale
+    clipped: Tensor  # [tokens of all documents, 2, K] bool, has a saturated value
 
 
 class LayerValues(NamedTuple):
@@ -109,17 +111,19 @@ def _layer_error(
     counted = []
     largest = fp8_max(dtype)
     for x, scale, centre in ((key, scales.k, scales.k_center), (value, scales.v, None)):
+        scaled = scaled_magnitudes(x, scale, centre)
         scale = broadcast_scale(scale, x)
         x = x if centre is None else x - broadcast_scale(centre, x)
-        scaled = (x[0].float() / scale).abs()
         zero = (quantize(x[0], scale, dtype).float() == 0) & (x[0] != 0)
-        saturated = (scaled > largest).sum((1, 2))
-        counted.append((saturated, zero.sum((1, 2)), scaled.amax((1, 2)) / largest))
+        beyond = scaled > largest
+        sums = (beyond.sum((1, 2)), zero.sum((1, 2)), scaled.amax((1, 2)) / largest)
+        counted.append((*sums, beyond.any(-1)))
     counts = (torch.stack(pair)[None].cpu() for pair in zip(*counted, strict=True))
-    saturated, underflowed, amax = counts
+    saturated, underflowed, amax, clipped = counts
     error, power = (x.square().sum((0, 2))[None].double().cpu() for x in (other - out, out))
     values = torch.tensor([[x.shape[2] * x.shape[3] for x in (key, value)]])
-    return LayerError(error, power, saturated, underflowed, values, amax)
+    by_token = clipped[0].movedim(-1, 0)
+    return LayerError(error, power, saturated, underflowed, values, amax, by_token)
 
 
 def layer_values(key: Tensor, value: Tensor) -> LayerValues:
@@ -137,8 +141,17 @@ def _histogram(x: Tensor) -> Tensor:
     return torch.bincount(bins - FIRST_BIN, minlength=NUM_BINS)
 
 
-def layer_row(layer_idx: int, layer: LayerError, scales: LayerScales) -> LayerRow:
-    """Errors of one layer, shares of its values, and its scales."""
+def layer_row(
+    layer_idx: int,
+    layer: LayerError,
+    scales: LayerScales,
+    tensors: str = "kv",
+    chance: float | None = None,
+) -> LayerRow:
+    """Errors of one layer, shares of its values, and its scales; `tensors` are those in FP8.
+
+    `chance` is what was predicted for a token to be clipped.
+    """
     heads = (layer.error.sum(0) / layer.power.sum(0).clamp(min=1e-30)).sqrt()
     values = layer.values.sum(0)[:, None]
     return LayerRow(
@@ -149,6 +162,7 @@ def layer_row(layer_idx: int, layer: LayerError, scales: LayerScales) -> LayerRo
         underflowed=_by_letter(layer.underflowed.sum(0) / values),
         range_used=_by_letter(layer.amax.amax(0)),
         scale={"k": _scale(scales.k), "v": _scale(scales.v)},
+        exceedance=exceedance(layer.clipped, tensors, chance),
     )
 
 

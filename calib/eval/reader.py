@@ -10,7 +10,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from calib.choices import REFERENCE
 from calib.eval.found import Search
 from calib.eval.layer_errors import LayerError, LayerValues, layer_errors
-from calib.eval.material import Material, continue_greedily, retrieve, same_tokens
+from calib.eval.material import Material, continue_greedily, cut_text, retrieve, same_tokens
+from calib.eval.schema import Texts
 from calib.eval.statistics import Divergence, chunks, compare, join
 from calib.eval.variants import UNCHANGED, Setup, Variant
 
@@ -65,6 +66,18 @@ def _continue(setup: Setup, measured: Measured, reference: Measured, material: M
         measured.found_passkeys = retrieve(setup, material.passkeys)
     pairs = zip(reference.texts, measured.texts, strict=True)
     measured.same_tokens = [same_tokens(a, b) for a, b in pairs]
+
+
+def written_texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> Texts:
+    """The greedy texts of `measured`, cut where they leave the reference's."""
+    tokenizer = setup.tokenizer
+    continuations = {
+        name: [cut_text(tokenizer, *pair) for pair in zip(m.texts, m.same_tokens, strict=True)]
+        for name, m in measured.items()
+        if m.texts
+    }
+    prompts = [tokenizer.decode(prompt) for prompt in material.prompts]
+    return Texts(prompts=prompts, continuations=continuations)
 
 
 def read(setup: Setup, token_ids: Tensor, variants: Sequence[Variant]) -> dict[str, Divergence]:

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from calib.atomic import claimed
-from calib.caches.types import Shape
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
 from calib.eval import inputs
@@ -20,15 +18,22 @@ from calib.eval.cache_variants import (
     wanted_types,
     with_bytes,
 )
+from calib.eval.exceedance import predicted
 from calib.eval.found import Mixture, Recommendation, Search
-from calib.eval.material import Material, cut_text
+from calib.eval.material import Material
 from calib.eval.mixture import mix, write_layer_map
 from calib.eval.modes import check_model, in_mode
 from calib.eval.offers import Offers
+from calib.eval.other_text import (
+    OtherDocuments,
+    load_other_texts,
+    measure_other_texts,
+    wanted_datasets,
+)
 from calib.eval.page.html import check_report_directory, write_report
-from calib.eval.reader import Measured, measure, search
+from calib.eval.reader import measure, search, written_texts
 from calib.eval.recommend import Wish
-from calib.eval.schema import SCHEMA, Conditions, Data, Report, Suite, Texts
+from calib.eval.schema import Report, Suite
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
@@ -38,7 +43,6 @@ from calib.model.checkpoint import Checkpoint
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config
 from calib.model.quantized import quantization_notes
-from calib.output.card import versions
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.stats import LATENT_NOTE, KVStats
 from calib.text import Condition, parse_condition
@@ -54,6 +58,7 @@ def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> list[Condition]:
         check_variant(condition, names)
     if wanted.tasks:
         name_tasks(wanted.tasks)
+    wanted_datasets(recipe)
     return conditions
 
 
@@ -107,6 +112,7 @@ def evaluate(
     model = setup.model
     given = [Variant(n, "given with --scales", "given", of(model)) for n, of in opened.items()]
     data, material, warnings = inputs.load_material(setup, recipe, suite, scales)
+    others, more = load_other_texts(setup, recipe, suite, scales)
     shapes = layer_shapes(model)  # runs the model, whose tokens are checked now
     check_model(setup.attention, model, shapes)
     types, left_out = wanted_types(wanted.caches, shapes)
@@ -115,7 +121,7 @@ def evaluate(
     notes += [LATENT_NOTE] if stats.latent else []
     notes += [ONE_ATTENTION] if other_attention(model) is None else []
     about = inputs.describe(data, material, stats.tokens)
-    conditions = _conditions(setup, model_name, suite, about, shapes)
+    conditions = inputs.conditions(setup, model_name, suite, about, shapes)
     variants = _static(setup, recipe, stats)
     caches, unbaked = cache_variants(setup, checkpoint, wanted.caches, types, stats)
     served_name, trust = _served_name(model_name, checkpoint), recipe.trust_remote_code
@@ -123,16 +129,21 @@ def evaluate(
     refused = _refused([*variants, *caches], offers, wish)
     measured = [each for each in (*variants, *given, *caches) if each.name not in refused]
     measured, unlike = in_mode(setup, measured, wanted.variants)
-    results = _results(setup, with_bytes(measured, shapes), material, tasks, wanted)
-    warnings = [*notes, *data.warnings, *warnings, *left_out, *unbaked, *unlike]
-    places = stats.places()
+    results = _results(setup, with_bytes(measured, shapes), material, others, tasks, wanted)
+    warnings = [*notes, *data.warnings, *warnings, *more, *left_out, *unbaked, *unlike]
     return Evaluation(
-        conditions, warnings=warnings, offers=offers, refused=refused, places=places, **results
-    )
+        conditions, warnings=warnings, offers=offers, refused=refused,
+        places=stats.places(), clip_chances=predicted(measured, stats), **results,
+    )  # fmt: skip
 
 
 def _results(
-    setup: Setup, variants: list[Variant], material: Material, tasks: Tasks, asked: EvaluationRecipe
+    setup: Setup,
+    variants: list[Variant],
+    material: Material,
+    others: list[OtherDocuments],
+    tasks: Tasks,
+    asked: EvaluationRecipe,
 ) -> dict[str, Any]:
     """The measurements, by their names in `Evaluation`."""
     budget = asked.kl_budget
@@ -142,7 +153,8 @@ def _results(
         return {
             "mixture": mixture,
             "measured": measured,
-            "texts": _texts(setup, material, measured),
+            "texts": written_texts(setup, material, measured),
+            "other_texts": measure_other_texts(setup, others, variants),
             "search": None if budget is None else _search(setup, variants, material, budget),
             "tasks": run_tasks(setup, tasks, task_variants(variants, asked.variants)),
         }
@@ -204,42 +216,13 @@ def _mixture(
     return mix(setup, types, material.layer_documents, asked.bits_budget)
 
 
-def _texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> Texts:
-    tokenizer = setup.tokenizer
-    continuations = {
-        name: [cut_text(tokenizer, *pair) for pair in zip(m.texts, m.same_tokens, strict=True)]
-        for name, m in measured.items()
-        if m.texts
-    }
-    prompts = [tokenizer.decode(prompt) for prompt in material.prompts]
-    return Texts(prompts=prompts, continuations=continuations)
-
-
-def _conditions(
-    setup: Setup, model: str, suite: Suite, data: Data, shapes: Sequence[Shape]
-) -> Conditions:
-    """What is measured, where, and on what."""
-    values = sum(shape.values for shape in shapes)
-    return Conditions(
-        version=SCHEMA,
-        versions=versions(),
-        machine=inputs.machine(setup.model.device.type),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        model=model,
-        suite=suite,
-        backend=setup.resolved_backend,
-        attention=setup.attention,
-        dtype=str(setup.model.dtype).removeprefix("torch."),
-        data=data,
-        bytes_per_token={"fp8": values, "16bit": 2 * values},
-    )
-
-
 def run_recommendation(
     model_name: str, recipe: Recipe, wish: Wish, *, progress: Callable[[str], None]
 ) -> tuple[Recommendation, list[str]]:
     """Measure whole texts with all caches that can be served, and choose one; warnings as well."""
-    evaluation = recipe.evaluation.model_copy(update={"caches": ("all",), "variants": ()})
+    evaluation = recipe.evaluation.model_copy(
+        update={"caches": ("all",), "variants": (), "also": ()}
+    )
     recipe = recipe.model_copy(update={"evaluation": evaluation})
     report = summarize(evaluate(model_name, recipe, wish=wish, progress=progress), wish)
     assert report.recommended is not None

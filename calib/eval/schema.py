@@ -8,12 +8,20 @@ from typing import Any, Literal
 from pydantic import Field
 
 from calib.choices import AttentionMode, FP8Name, Strategy
+from calib.eval.found import (
+    Events,
+    Exceedance,
+    Mixture,
+    OtherText,
+    Part,
+    Recommendation,
+    Search,
+)
 from calib.eval.found import Figure as Figure
-from calib.eval.found import Mixture, Part, Recommendation, Search
+from calib.eval.found import Tensors as Tensors
 
 SCHEMA: Literal[1] = 1
 REPORT_FILE = "report.json"
-Tensors = Literal["k", "v"]
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,7 @@ class LayerRow(Part):
     underflowed: dict[Tensors, list[float]]
     range_used: dict[Tensors, list[float]]
     scale: dict[Tensors, float | list[float] | Extremes]  # per tensor, KV head or channel
+    exceedance: Exceedance | None = None  # tokens with a saturated value
 
 
 class Row(Part):
@@ -84,6 +93,7 @@ class Row(Part):
     same_tokens: Figure | None = None
     passkey: Figure | None = None
     layers: list[LayerRow] = Field([])
+    clipped: Events | None = None  # tokens with a saturated value in any layer
     measurable: bool  # whether `kl.low` is above the noise floor
 
 
@@ -183,6 +193,7 @@ class Report(Conditions):
     search: Search | None
     recommended: Recommendation | None = None
     mixture: Mixture | None = None
+    other_texts: list[OtherText] = Field([])
     tasks: dict[str, dict[str, dict[str, TaskFigure]]] = Field({})  # task, variant, metric
     harness: Harness | None = None
     warnings: list[str]

@@ -83,6 +83,25 @@ def ratio(numerators: Values, denominators: Values) -> Figure:
     return _figure(float(numerators.sum() / denominators.sum()), draws)
 
 
+def difference(here: list[Values], there: list[Values]) -> Figure:
+    """Mean of the values `here` less that of those `there`, each resampled by its documents."""
+    rng = np.random.default_rng(0)
+    draws = [
+        _means(each, rng.integers(len(each), size=(_RESAMPLES, len(each))))
+        for each in (here, there)
+    ]
+    value = float(np.concatenate(here).mean() - np.concatenate(there).mean())
+    return _figure(value, draws[0] - draws[1])
+
+
+def _means(documents: list[Values], chosen: NDArray[np.int64]) -> Values:
+    """Means of resamples, `chosen` [resamples, documents]."""
+    sums = np.array([document.sum() for document in documents])
+    counts = np.array([float(len(document)) for document in documents])
+    means: Values = sums[chosen].sum(1) / counts[chosen].sum(1)
+    return means
+
+
 def _figure(value: float, draws: Sequence[float] | Values) -> Figure:
     low, high = np.quantile(draws, [0.025, 0.975])
     return Figure(value=value, low=float(low), high=float(high))

@@ -8,6 +8,7 @@ from torch import Tensor
 from calib.data import Batch
 from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.curve import buckets_of
+from calib.scales.tail import largest as largest_of
 
 
 @dataclass(frozen=True)
@@ -56,4 +57,5 @@ def per_token_statistics(largest: Tensor, tokens: Counted) -> dict[str, Tensor]:
     return {
         "curve": table[:, :BUCKETS].contiguous(),
         "positions": table[:, BUCKETS:].contiguous(),
+        "tail": largest_of(largest.t(), largest.new_empty(largest.shape[1], 0)),
     }

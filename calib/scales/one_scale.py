@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from calib.choices import Strategy, Targets
+from calib.choices import ScaleRounding, Strategy, Targets
 from calib.errors import CalibrationError, InputError
 from calib.scalefiles.reading import is_usable
 from calib.scales.observers import Observer, group_amax
@@ -19,6 +19,7 @@ class Deriving:
     observer: Observer
     headroom: float
     limit: float  # the largest FP8 value
+    rounding: ScaleRounding = "none"
 
     def scale(
         self, amax: Tensor, histogram: Tensor | None, where: str, left: Tensor | None = None
@@ -39,6 +40,8 @@ class Deriving:
 
     def _checked(self, amax: Tensor, where: str) -> Tensor:
         found = amax.float() * self.headroom / self.limit
+        if self.rounding == "pow2":
+            found = _up_to_power_of_two(found)
         if not is_usable(found.flatten().tolist()):
             raise CalibrationError(
                 f"{where}: a scale would be {float(found.min()):.3g} or "
@@ -62,6 +65,21 @@ def check_one_scale(*, strategy: Strategy, targets: Targets, center_keys: bool) 
         )
 
 
+def centered(
+    total: Tensor | None, low: Tensor | None, high: Tensor | None, tokens: int
+) -> tuple[Tensor, Tensor]:
+    """K's mean per channel over `tokens`, and the amax of K without that mean: [K, D] each.
+
+    Softmax does not see what is subtracted from every key. What is left has to be exact: the first
+    token's key, far from the mean, is often that extreme, is seen by every query, and at exactly
+    the largest magnitude FP8 rounds it to itself. An InputError if means were not collected.
+    """
+    if total is None or low is None or high is None:
+        raise InputError("these statistics hold no means of K; calibrate with --center-keys")
+    mean = (total / tokens).float()
+    return mean, torch.maximum(high - mean, mean - low)
+
+
 def dead_groups(amax: Tensor, strategy: Strategy) -> int:
     """How many heads (attn_head) or channels (channel) of `amax` [H, D] saw only zeros."""
     return int((group_amax(amax, strategy) == 0).sum())
@@ -75,6 +93,12 @@ def _check(amax: Tensor, where: str) -> None:
             f"{where}: only zeros were seen, so no scale can be derived; "
             "check the weights, or calibrate on other data"
         )
+
+
+def _up_to_power_of_two(scale: Tensor) -> Tensor:
+    # a rounded logarithm could miss; what has no power of two above it in float32 becomes Inf
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
 
 
 def _cover_dead(amax: Tensor, strategy: Strategy) -> Tensor:

@@ -10,13 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calib.choices import FP8Name, Strategy, Targets
+from calib.choices import FP8Name, ScaleRounding, Strategy, Targets
 from calib.errors import InputError
 from calib.scalefiles.places import LayerPlaces, TensorPlaces
 from calib.scales.curve import moved
 from calib.scales.observers import Observer
-from calib.scales.one_scale import Deriving, check_one_scale
+from calib.scales.one_scale import Deriving, centered, check_one_scale
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
+from calib.scales.tail import Tail, headroom_for, largest
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 
@@ -44,8 +45,10 @@ STATISTICS = {
     "high": Merge(torch.float32, torch.maximum),
     "curve": Merge(torch.float32, torch.maximum),
     "positions": Merge(torch.float32, torch.maximum),
+    "tail": Merge(torch.float32, largest),
 }
-PLACES = ("curve", "positions")  # by place of a token; of K and V alone, and not in old files
+# made of every token's largest; of K and V alone, and not in old files
+PER_TOKEN = ("curve", "positions", "tail")
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class TensorStats:
     # of K and V: the largest magnitude of each bucket of tokens, see `calib.scalefiles.places`
     curve: Tensor | None = None  # [H, BUCKETS] float32, by index among all tokens of the run
     positions: Tensor | None = None  # [H, POSITION_BUCKETS] float32, by position in the sample
+    tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
 
     def for_scale(self) -> tuple[Tensor, Tensor | None]:
         """What a scale is derived from."""
@@ -83,6 +87,19 @@ class LayerStats:
         """How many tokens of the run the curve's buckets divide."""
         return self.tokens if self.read is None else self.read
 
+    def tails(self, strategy: Strategy) -> list[Tail]:
+        """K's and V's, or that of latents; an InputError where there are none, or few tokens."""
+        parts = [self.jointly()] if self.latent else [self.k, self.v]
+        found = [part.tail for part in parts if part.tail is not None]
+        if len(found) < len(parts):
+            raise InputError("these statistics are old and hold no tails; calibrate again")
+        per_head = strategy == "attn_head"
+        return [Tail.of(tail, self.tokens, per_head=per_head) for tail in found]
+
+    def centered_keys(self) -> tuple[Tensor, Tensor]:
+        """K's mean per channel, and the amax of what is left of K; see `centered`."""
+        return centered(self.k.total, self.k.low, self.k.high, self.tokens)
+
     def jointly(self) -> TensorStats:
         """K and V as one tensor of one head: of a latent and its k_pe, which share a scale."""
         amax = torch.cat([each.amax.flatten() for each in (self.k, self.v)])[None]
@@ -90,7 +107,7 @@ class LayerStats:
             amax,
             **{
                 field: STATISTICS[field].combine(one, other)
-                for field in ("histogram", *PLACES)
+                for field in ("histogram", *PER_TOKEN)
                 if (one := getattr(self.k, field)) is not None
                 and (other := getattr(self.v, field)) is not None
             },
@@ -118,7 +135,7 @@ class KVStats:
         """Where the largest K and V of each layer were; empty if that is not known."""
 
         def of(x: TensorStats) -> TensorPlaces:
-            return TensorPlaces(*(getattr(x, field).tolist() for field in PLACES))
+            return TensorPlaces(*(getattr(x, field).tolist() for field in ("curve", "positions")))
 
         return [
             LayerPlaces(layer.layer_idx, layer.tokens_read, of(layer.k), of(layer.v))
@@ -160,7 +177,7 @@ class KVStats:
         """
         mine, others = self.tensors(), other.tensors()
         for one, another in ((mine, others), (others, mine)):
-            for at in [at for at in one if at[2] in PLACES and at not in another]:
+            for at in [at for at in one if at[2] in PER_TOKEN and at not in another]:
                 del one[at]
         if {at: x.shape for at, x in mine.items()} != {at: x.shape for at, x in others.items()}:
             raise InputError(
@@ -192,28 +209,35 @@ class KVStats:
         observer: Observer,
         fp8_dtype: FP8Name = "e4m3fn",
         headroom: float = 1.0,
+        clip_chance: float | None = None,
+        rounding: ScaleRounding = "none",
         targets: Targets = "kv",
         center_keys: bool = False,
     ) -> KVScales:
         """Derive scales: `amax * headroom / fp8_max`, float32, finite and > 0.
 
+        With a `clip_chance` the headroom of each layer is the smallest >= 1 by which a new token
+        has a value of K or V beyond the scales with that chance; see `calib.scales.tail`.
         With `center_keys` K's are for what is left of K without its mean per channel, `k_center`.
 
         Raises:
             CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at the ends.
-            InputError: keys are to be centred and their means were not collected; a layer that
-                caches a latent is to have more than its one scale.
+            InputError: means were not collected and keys are to be centred; a latent is to have
+                more than its one scale; too few tokens, or no tails, for a `clip_chance`.
         """
         if self.latent:
             check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
 
-        how = Deriving(strategy, observer, headroom, fp8_max(FP8_DTYPES[fp8_dtype]))
+        given = Deriving(strategy, observer, headroom, fp8_max(FP8_DTYPES[fp8_dtype]), rounding)
 
         def layer(name: str, seen: LayerStats) -> LayerScales:
+            how = given
+            if clip_chance is not None:
+                how = replace(given, headroom=headroom_for(seen.tails(strategy), clip_chance))
             if seen.latent:
                 both = how.scale(*seen.jointly().for_scale(), f"{name} latent and k_pe")
                 return LayerScales(seen.layer_idx, k=both, v=both, latent=True)
-            center, left = centered(seen) if center_keys else (None, None)
+            center, left = seen.centered_keys() if center_keys else (None, None)
             return LayerScales(
                 seen.layer_idx,
                 k=how.scale(*seen.k.for_scale(), f"{name} K", left),
@@ -224,17 +248,3 @@ class KVStats:
 
         layers = {name: layer(name, seen) for name, seen in self.layers.items()}
         return KVScales(strategy, fp8_dtype, layers, self.shared)
-
-
-def centered(layer: LayerStats) -> tuple[Tensor, Tensor]:
-    """K's mean per channel, and the amax of K without that mean: [K, D] each.
-
-    Softmax does not see what is subtracted from every key. What is left has to be exact: the first
-    token's key, far from the mean, is often that extreme, is seen by every query, and at exactly
-    the largest magnitude FP8 rounds it to itself. An InputError if means were not collected.
-    """
-    k = layer.k
-    if k.total is None or k.low is None or k.high is None:
-        raise InputError("these statistics hold no means of K; calibrate with --center-keys")
-    mean = (k.total / layer.tokens).float()
-    return mean, torch.maximum(k.high - mean, mean - k.low)

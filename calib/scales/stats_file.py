@@ -1,9 +1,9 @@
 """`fp8kv_stats.safetensors`: the statistics that travel with a checkpoint.
 
-Tensors are named `<module>.<k|v|q>.<amax|histogram|total|low|high|curve|positions>`; `latent` and
-`k_pe` stand for `k` and `v` where these are cached (MLA). The header's metadata holds, as JSON, of
-each module its layer index, the tokens it counted and those it read, and which modules share
-another's cache. Version 1 has no `curve`, no `positions` and no `read`.
+Tensors are named `<module>.<k|v|q>.<field>`, a field of `calib.scales.stats.TensorStats`; `latent`
+and `k_pe` stand for `k` and `v` where these are cached (MLA). The header's metadata holds, as JSON,
+of each module its layer index, the tokens it counted and those it read, and which modules share
+another's cache. Version 1 has no `curve`, `positions`, `tail` and `read`.
 """
 
 import json
@@ -24,11 +24,18 @@ from calib.scalefiles.json import parse_object
 from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.observers import NUM_BINS
 from calib.scales.scales import SharedAttention
-from calib.scales.stats import PLACES, STATISTICS, KVStats, LayerStats, TensorStats
+from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats
+from calib.scales.tail import TAIL
 
 _KEY = "fp8kv_stats"
 _VERSION = 2
-_COLUMNS = {"histogram": NUM_BINS, "curve": BUCKETS, "positions": POSITION_BUCKETS}
+_PER_TOKEN = "curve, positions and tail"
+_COLUMNS = {
+    "histogram": NUM_BINS,
+    "curve": BUCKETS,
+    "positions": POSITION_BUCKETS,
+    "tail": TAIL,
+}
 
 
 def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = None) -> None:
@@ -143,7 +150,7 @@ def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) ->
                 raise _damaged(where, f"{name}.{which}.{field} is {got}, not {dtype} {[*shape]}")
         if len({found[field] is None for field in ("total", "low", "high")}) > 1:
             raise _damaged(where, f"{name}.{which} needs total, low and high, or none of them")
-        if problem := _misplaced(amax, [found[field] for field in PLACES]):
+        if problem := _misplaced(amax, [found[field] for field in PER_TOKEN]):
             raise _damaged(where, f"{name}.{which}: {problem}")
         return TensorStats(**found)  # type: ignore[arg-type]
 
@@ -152,7 +159,7 @@ def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) ->
     if len(layer.k.amax) != len(layer.v.amax):
         raise _damaged(where, f"{name} has other heads in K than in V")
     if layer.q.curve is not None or (layer.k.curve is None) != (layer.v.curve is None):
-        raise _damaged(where, f"{name} needs {' and '.join(PLACES)} of K and V alone, or none")
+        raise _damaged(where, f"{name} needs {_PER_TOKEN} of K and V alone, or none")
     if layer.latent and len(layer.k.amax) != 1:
         raise _damaged(where, f"{name} has {len(layer.k.amax)} heads, a latent has one")
     return layer
@@ -161,14 +168,16 @@ def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) ->
 def _misplaced(amax: Tensor, places: list[Tensor | None]) -> str | None:
     """What is wrong with the largest magnitudes by place, which are those of `amax` together."""
     held = [each for each in places if each is not None]
-    if len(held) == 1:
-        return f"needs {' and '.join(PLACES)}, or none of them"
-    for field, largest in zip(PLACES, held, strict=False):
+    if 0 < len(held) < len(PER_TOKEN):
+        return f"needs {_PER_TOKEN}, or none of them"
+    for field, largest in zip(PER_TOKEN, held, strict=False):
         if (largest < 0).any():
             return f"{field} is below zero"
         both = (largest.amax(1), amax.amax(1))
         if not torch.allclose(*both, rtol=0, atol=0, equal_nan=True):
             return f"the largest of {field} is not the amax of its head"
+        if field == "tail" and (largest.diff(dim=1) > 0).any():
+            return "tail is not in descending order"
     return None
 
 

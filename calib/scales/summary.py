@@ -10,7 +10,7 @@ from calib.recipe import Recipe
 from calib.scalefiles.places import LayerPlaces, first_of, middle_of
 from calib.scales.one_scale import dead_groups
 from calib.scales.scales import KVScales, LayerScales
-from calib.scales.stats import LATENT_NOTE, KVStats, LayerStats, centered
+from calib.scales.stats import LATENT_NOTE, KVStats, LayerStats
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 OUTLIER_HEAD = 20  # times the median of the other heads
@@ -93,7 +93,7 @@ def _of_places(places: list[LayerPlaces], strategy: Strategy) -> list[str]:
 
 
 def _row(name: str, stats: LayerStats, scales: LayerScales, limit: float) -> LayerSummary:
-    stored_k = stats.k.amax if scales.k_center is None else centered(stats)[1]
+    stored_k = stats.k.amax if scales.k_center is None else stats.centered_keys()[1]
     return LayerSummary(
         module=name,
         layer_idx=stats.layer_idx,

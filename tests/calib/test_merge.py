@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from calib.scalefiles.file_names import STATS_FILE
 from calib.scales.curve import moved
-from calib.scales.stats import PLACES
+from calib.scales.stats import PER_TOKEN
 from calib.scales.stats_file import load_stats, save_stats
 
 COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu")
@@ -116,7 +116,7 @@ def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path
 def test_runs_without_a_curve_merge_and_have_none(halves, tmp_path):
     a, b = (shutil.copytree(half, tmp_path / half.name) for half in halves)
     stats = load_stats(b)
-    tensors = {at: x for at, x in stats.tensors().items() if at[2] not in PLACES}
+    tensors = {at: x for at, x in stats.tensors().items() if at[2] not in PER_TOKEN}
     (b / STATS_FILE).unlink()
     save_stats(stats.with_tensors(tensors, stats.counts()), b / STATS_FILE)
     for order in ((a, b), (b, a)):

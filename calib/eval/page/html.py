@@ -14,6 +14,7 @@ from calib.eval.advice import can_be_served
 from calib.eval.mixture import LAYER_MAP_FILE
 from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, markdown, task_table
+from calib.eval.page.other_tables import OTHER_HEADINGS, other_tables
 from calib.eval.schema import REPORT_FILE, Continuation, Report, Row
 from calib.progress import WRITTEN
 
@@ -40,6 +41,8 @@ def html(report: Report) -> str:
         tiles=_tiles(report, report.judged) if report.judged else [],
         **_charts(report),
         texts=_texts(report),
+        other_headings=OTHER_HEADINGS,
+        other_tables=other_tables(report),
         tasks=task_table(report),
     )
 

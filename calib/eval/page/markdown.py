@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from calib.choices import REFERENCE
+from calib.eval.page.other_tables import OTHER_HEADINGS, other_tables
 from calib.eval.schema import Figure, Report, Row, TaskFigure
 from calib.text import plain
 
@@ -105,8 +106,21 @@ def markdown(report: Report) -> str:
         "95 % bootstrap interval over documents, and 99th percentile; change of perplexity; share "
         "of positions with the same likeliest token; greedy tokens before the first that differs; "
         "passkeys found.\n\n"
-        f"{legend}\n{_tasks(report)}"
+        f"{legend}\n{_other_texts(report)}{_tasks(report)}"
     )
+
+
+def _other_texts(report: Report) -> str:
+    tables = "\n".join(
+        f"`{_escape(table.name)}`:\n\n{_table(OTHER_HEADINGS, table.rows)}\n"
+        for table in other_tables(report)
+    )
+    explained = (
+        "Whether the KL differs from that on its own text by more than chance; tokens that have a "
+        "value beyond the largest that FP8 holds in some layer, with the exact Poisson interval; "
+        "the layer and the head that have most."
+    )
+    return f"\n## Other text\n\n{explained}\n\n{tables}" if tables else ""
 
 
 def _tasks(report: Report) -> str:

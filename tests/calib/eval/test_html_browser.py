@@ -18,7 +18,21 @@ FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
     "--disable-background-networking --disable-component-update --disable-dev-shm-usage"
 )
-# one search and one table of tasks, so that every section is there
+CLIPPED = {"tokens": 2048, "events": 77, "low": 0.0297, "high": 0.047}
+OTHER = {
+    "kl": {"value": 0.0123, "low": 0.0101, "high": 0.0145},
+    "difference": {"value": 0.011, "low": 0.01, "high": 0.012},
+    "differs": "no measurable difference",
+    "clipped": CLIPPED,
+    "layers": [
+        {
+            "layer_idx": 127,
+            "saturated": {"k": [0.001], "v": [0.0]},
+            "exceedance": CLIPPED | {"by_head": {"k": [77], "v": [0]}},
+        }
+    ],
+}
+# one search, one table of tasks and other text, so that every section is there
 MORE = {
     "search": {
         "variant": "tensor",
@@ -31,6 +45,17 @@ MORE = {
     },
     "tasks": {"arc_easy": {"reference": {"acc_norm": {"value": 0.5, "stderr": 0.25}}}},
     "harness": {"name": "lm-eval", "version": "0", "limit": None},
+    "other_texts": [
+        {
+            "dataset": dataset,
+            "fingerprint": "0",
+            "documents": 8,
+            "tokens": 2048,
+            "ppl": 9.0,
+            "variants": {"attn_head": OTHER, "tensor": OTHER},
+        }
+        for dataset in ("builtin:code", "an_unbroken_path/" * 12)
+    ],
     "warnings": ["an_unbroken_name_" * 20],
 }
 

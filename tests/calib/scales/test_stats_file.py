@@ -17,6 +17,7 @@ from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.observers import NUM_BINS
 from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.stats_file import load_progress, load_stats, save_stats
+from calib.scales.tail import TAIL
 
 MODULE = {"layer_idx": 0, "tokens": 10, "read": 12}
 FACTS = {"version": 2, "modules": {"a": MODULE}, "shared": {}, "progress": None}
@@ -34,6 +35,7 @@ def tensors():
     for which in "kv":
         found[f"a.{which}.curve"] = in_bucket(3, BUCKETS)
         found[f"a.{which}.positions"] = in_bucket(1, POSITION_BUCKETS)
+        found[f"a.{which}.tail"] = in_bucket(0, TAIL)
     return found
 
 
@@ -68,10 +70,10 @@ OLD = {**FACTS, "version": 1, "modules": {"a": {"layer_idx": 0, "tokens": 10}}}
 
 
 def test_a_file_of_version_1_is_read_and_written_as_version_2(tmp_path):
-    places = ("a_k_curve", "a_v_curve", "a_k_positions", "a_v_positions")
-    stats, _ = load(tmp_path, OLD, **dict.fromkeys(places))
+    new = [f"a_{which}_{field}" for which in "kv" for field in ("curve", "positions", "tail")]
+    stats, _ = load(tmp_path, OLD, **dict.fromkeys(new))
     assert stats.layers["a"].tokens_read == stats.tokens == 10
-    assert stats.layers["a"].k.curve is stats.layers["a"].k.positions is None
+    assert stats.layers["a"].k.curve is stats.layers["a"].k.tail is None
     save_stats(stats, tmp_path / "again.safetensors")
     again = load_stats(tmp_path / "again.safetensors")
     assert stats.tensors().keys() == again.tensors().keys()
@@ -82,9 +84,14 @@ def test_a_file_of_version_1_is_read_and_written_as_version_2(tmp_path):
 def test_nan_of_a_head_is_nan_in_its_places(tmp_path):
     bad = torch.ones(2, 3)
     bad[0, 0] = float("nan")
-    curve, positions = in_bucket(3, BUCKETS), in_bucket(1, POSITION_BUCKETS)
-    curve[0, 3] = positions[0, 1] = float("nan")
-    stats, _ = load(tmp_path, a_k_amax=bad, a_k_curve=curve, a_k_positions=positions)
+    held = {
+        "curve": in_bucket(3, BUCKETS),
+        "positions": in_bucket(1, POSITION_BUCKETS),
+        "tail": in_bucket(0, TAIL),
+    }
+    for each in held.values():
+        each[0, each[0].argmax()] = float("nan")
+    stats, _ = load(tmp_path, a_k_amax=bad, **{f"a_k_{name}": x for name, x in held.items()})
     assert stats.layers["a"].k.curve[0, 3].isnan()
 
 
@@ -146,10 +153,15 @@ TENSORS = {
     "no positions": {"a_v_positions": None},
     "positions below amax": {"a_v_positions": in_bucket(0, POSITION_BUCKETS, 0.5)},
     "positions by head and channel": {"a_v_positions": torch.ones(2, 3)},
-    "places of K alone": {"a_v_curve": None, "a_v_positions": None},
+    "a tail below amax": {"a_k_tail": in_bucket(0, TAIL, 0.5)},
+    "a tail in ascending order": {"a_k_tail": in_bucket(TAIL - 1, TAIL)},
+    "a short tail": {"a_k_tail": in_bucket(0, 3)},
+    "no tail": {"a_v_tail": None},
+    "places of K alone": {"a_v_curve": None, "a_v_positions": None, "a_v_tail": None},
     "places of Q": {
         "a_q_curve": in_bucket(3, BUCKETS, heads=4),
         "a_q_positions": in_bucket(3, POSITION_BUCKETS, heads=4),
+        "a_q_tail": in_bucket(0, TAIL, heads=4),
     },
     "a tensor of no module": {"c_k_amax": torch.ones(2, 3)},
 }

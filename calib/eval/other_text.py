@@ -1,0 +1,129 @@
+"""Text of other kinds than the evaluation's own: which, its documents, and the measurement."""
+
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from calib.data import CalibrationData, check_dataset, load_data
+from calib.data.builtin import BUILTIN, LONG
+from calib.errors import InputError
+from calib.eval.exceedance import Clipped, count_clipped
+from calib.eval.inputs import RANDOM_SAMPLES, samples_seen
+from calib.eval.reader import read
+from calib.eval.schema import Suite
+from calib.eval.statistics import Divergence
+from calib.eval.variants import Setup, Variant
+from calib.model.devices import check_token_ids
+from calib.model.load import model_positions
+from calib.recipe import DataRecipe, Recipe
+
+ALL = "all"
+_DOMAINS = (*BUILTIN, "random")
+_LEAST = 2  # documents: an interval needs them
+_LONGER = 4  # times the suite's length, of half as many documents
+
+
+class OtherDocuments(NamedTuple):
+    """Documents of one dataset."""
+
+    data: CalibrationData
+    documents: Sequence[Tensor]  # [T] each
+
+
+class MeasuredElsewhere(NamedTuple):
+    """What was measured on other text."""
+
+    text: OtherDocuments
+    divergences: dict[str, list[Divergence]]  # of each document, by variant and the reference
+    clipped: dict[str, dict[int, Clipped]]  # by variant and layer_idx
+
+
+def wanted_datasets(recipe: Recipe) -> dict[str, bool]:
+    """Datasets of `evaluation.also`, and whether each was named; InputError where one cannot be."""
+    asked, own = recipe.evaluation.also, recipe.evaluation.dataset or recipe.data.dataset
+    named = [name for name in asked if name != ALL]
+    for name in named:
+        if asked.count(name) > 1:
+            raise InputError(f"--also '{name}' is given twice; give every dataset once")
+        if name == own:
+            raise InputError(f"--also '{name}' is what is evaluated on already; give another")
+        check_dataset(name)
+    every = _DOMAINS if ALL in asked else ()
+    return {name: name in named for name in (*named, *every) if name != own}
+
+
+def load_other_texts(
+    setup: Setup, recipe: Recipe, suite: Suite, scales: Sequence[Path]
+) -> tuple[list[OtherDocuments], list[str]]:
+    """Load what `evaluation.also` asks for, without what calibrations in `scales` read.
+
+    Text that cannot be had is refused where it was named, and else left out with a warning.
+    """
+    found, warnings = [], []
+    for dataset, named in wanted_datasets(recipe).items():
+        try:
+            text, more = _load(setup, recipe, dataset, suite, scales)
+        except InputError as error:
+            if named:
+                raise InputError(f"--also '{dataset}': {error}") from None
+            warnings.append(f"--also {ALL}: '{dataset}' is left out: {error}")
+            continue
+        found.append(text)
+        warnings += more
+    return found, warnings
+
+
+def _load(
+    setup: Setup, recipe: Recipe, dataset: str, suite: Suite, scales: Sequence[Path]
+) -> tuple[OtherDocuments, list[str]]:
+    seq_len, documents = suite.seq_len, suite.documents
+    if dataset == LONG:
+        positions = model_positions(setup.model.config) or _LONGER * seq_len
+        seq_len, documents = min(_LONGER * seq_len, positions), max(_LEAST, documents // 2)
+    asked = DataRecipe(dataset=dataset, seed=recipe.data.seed, seq_len=seq_len)
+    seen, warnings = samples_seen(scales, asked)
+    if dataset == "random":  # the variant of that name has read the first
+        seen = max(seen, RANDOM_SAMPLES)
+    asked = asked.model_copy(update={"samples": seen + documents})
+    data = load_data(asked, setup.tokenizer, lambda: setup.model)
+    samples = data.samples[seen:]
+    if len(samples) < _LEAST:
+        raise InputError(
+            f"{len(samples)} samples are left that no given scales have read, and at least "
+            f"{_LEAST} are needed; use a larger dataset, or a smaller --seq-len"
+        )
+    check_token_ids(chain(*samples), setup.tokenizer, setup.model)
+    warnings += [line for line in data.warnings if dataset not in ("random", "self")]
+    return OtherDocuments(data, [torch.tensor(sample) for sample in samples]), warnings
+
+
+def can_be_measured(variant: Variant) -> bool:
+    """Whether a variant is scales that engines load, or that were given."""
+    return variant.scales is not None and (variant.served or variant.kind == "given")
+
+
+@torch.inference_mode()
+def measure_other_texts(
+    setup: Setup, texts: Sequence[OtherDocuments], variants: Sequence[Variant]
+) -> list[MeasuredElsewhere]:
+    """Read `texts` with the reference and with all scales that engines load or that were given."""
+    kept = [variant for variant in variants if can_be_measured(variant)]
+    if texts and not kept:
+        raise InputError(
+            "--also is measured with scales that engines load: give --scales or keep attn_head"
+        )
+    return [_measure(setup, text, kept) for text in texts]
+
+
+def _measure(setup: Setup, text: OtherDocuments, kept: Sequence[Variant]) -> MeasuredElsewhere:
+    divergences: dict[str, list[Divergence]] = {}
+    source, count = text.data.source, len(text.documents)
+    for number, token_ids in enumerate(text.documents, 1):
+        setup.progress(f"{source}: document {number} of {count}")
+        for name, divergence in read(setup, token_ids, kept).items():
+            divergences.setdefault(name, []).append(divergence)
+    return MeasuredElsewhere(text, divergences, count_clipped(setup, text.documents, kept))

@@ -1,0 +1,75 @@
+"""The table of other text, for the terminal, for `report.md` and for the page."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from calib.eval.found import Events, Exceedance, Figure
+from calib.eval.schema import Report
+
+OTHER_HEADINGS = (
+    "text",
+    "documents",
+    "tokens",
+    "KL",
+    "beside its own",
+    "tokens clipped",
+    "most in",
+)
+
+
+class OtherTable(NamedTuple):
+    """One cache on its own text, in the first row, and on others."""
+
+    name: str
+    rows: list[tuple[str, ...]]
+
+
+def other_tables(report: Report) -> list[OtherTable]:
+    """A table for each cache that was measured on other text, the verdict's first."""
+    names = dict.fromkeys(name for text in report.other_texts for name in text.variants)
+    ordered = sorted(names, key=lambda name: name != report.subject)
+    return [OtherTable(name, [_own(report, name), *_others(report, name)]) for name in ordered]
+
+
+def printed_tables(report: Report) -> list[OtherTable]:
+    """Those that the terminal has room for: the scales given, or else the verdict's."""
+    return [table for table in other_tables(report) if table.name in report.subjects]
+
+
+def _own(report: Report, name: str) -> tuple[str, ...]:
+    row, data = report.variants[name], report.data
+    layers = [(each.layer_idx, each.exceedance) for each in row.layers if each.exceedance]
+    counts = (f"{data.source}, its own", str(data.documents), f"{data.tokens:,}")
+    return (*counts, _kl(row.kl), "", _share(row.clipped), _worst(layers))
+
+
+def _others(report: Report, name: str) -> Iterable[tuple[str, ...]]:
+    for text in report.other_texts:
+        row = text.variants[name]
+        layers = [(each.layer_idx, each.exceedance) for each in row.layers]
+        counts = (text.dataset, str(text.documents), f"{text.tokens:,}")
+        yield (*counts, _kl(row.kl), row.differs, _share(row.clipped), _worst(layers))
+
+
+def _kl(kl: Figure) -> str:
+    return f"{kl.value:.2g} [{kl.low:.2g}, {kl.high:.2g}]"
+
+
+def _share(clipped: Events | None) -> str:
+    if clipped is None:
+        return ""
+    return f"{clipped.share:.2%} [{clipped.low:.2%}, {clipped.high:.2%}]"
+
+
+def _worst(layers: Iterable[tuple[int, Exceedance]]) -> str:
+    """The layer with most tokens clipped, and its head with most; empty where there are none."""
+    idx, layer = max(layers, key=lambda each: each[1].events, default=(0, None))
+    if layer is None or not layer.events:
+        return ""
+    heads = [
+        (count, f"{letter.upper()} head {head}")
+        for letter, counts in layer.by_head.items()
+        for head, count in enumerate(counts)
+    ]
+    count, head = max(heads, key=lambda each: each[0])
+    return f"layer {idx}: {layer.share:.2%}, {head}: {count / layer.tokens:.2%}"
