@@ -88,8 +88,8 @@ def test_everything_is_there(small_report, page):
         assert f"{package} {found}" in page.text
     assert "no measurable difference" in page.text  # the controls
     # two line charts, heat maps, a histogram for each of three layers
-    assert page.values("class").count("chart") == 6
-    assert page.tags.count("figcaption") == page.tags.count("figure") == 6
+    assert page.values("class").count("chart") == 7
+    assert page.tags.count("figcaption") == page.tags.count("figure") == 7
     assert all(len(label) > 20 for label in page.labels)
 
 
@@ -165,7 +165,7 @@ def test_searched_layers_and_tasks_are_shown(small_report):
     tasks = {"arc_easy": {"reference": {"acc": {"value": 0.5, "stderr": 0.25}}}}
     harness = {"name": "lm-eval", "version": "1.2.3", "limit": None}
     page = Page(html(small_report | {"search": search, "tasks": tasks, "harness": harness}))
-    assert page.values("class").count("chart") == 7
+    assert page.values("class").count("chart") == 8
     assert "with layers 1 in 16 bits (hollow): 0.007, the budget is 0.01" in page.text
     assert "0.5 ± 0.25" in page.texts
     assert "lm-eval 1.2.3" in page.text
@@ -182,7 +182,25 @@ def test_any_number_can_be_drawn(small_report, number):
             layer |= {"rel_rms_layer": figure, "rel_rms": [number] * 4}
     report["layers"][0]["k"]["amax"] = [number] * 2
     report["layers"][1]["v"] |= {"counts": [], "zeros": 77}
-    assert Page(html(report)).values("class").count("chart") == 6
+    points = report["layers"][0]["growth"]["k"]
+    points[-1] = (points[-1][0], number)
+    assert Page(html(report)).values("class").count("chart") == 7
+
+
+def test_growth_is_that_of_the_calibration_and_not_drawn_where_unknown(small_report):
+    page = Page(html(small_report))
+    tokens = small_report["data"]["calibration_tokens"]
+    assert f"the calibration has read, {tokens:,} in all" in page.text
+    for layer in small_report["layers"]:
+        for letter in "kv":
+            points = layer["growth"][letter]
+            assert points[-1][0] == tokens
+            assert points == sorted(points)
+    report = copy.deepcopy(small_report)
+    for layer in report["layers"]:
+        del layer["growth"]
+    assert "Amax against tokens" in page.texts
+    assert "Amax against tokens" not in Page(html(report)).texts
 
 
 def grown(report, layers, kv_heads, heads):
@@ -201,7 +219,7 @@ def grown(report, layers, kv_heads, heads):
 
 def test_the_page_of_a_large_model_is_no_large_file(small_report):
     text = html(grown(small_report, 80, 8, 64))
-    assert Page(text).values("class").count("chart") == 83
+    assert Page(text).values("class").count("chart") == 84
     assert len(text.encode()) < 1_500_000
 
 

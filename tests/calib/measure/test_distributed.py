@@ -14,7 +14,10 @@ from families import save_model, tiny_model
 from processes import ROOT, assert_same, launched, statistics
 
 DATA = ("--dataset", "random", "--samples", 12, "--seq-len", 24, "--batch-size", 2)
-COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu")
+COLLECTED = (
+    "--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu",
+    "--set", "data.skip_first=3",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

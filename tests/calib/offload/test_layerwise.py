@@ -3,6 +3,7 @@
 import errno
 import re
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,6 +26,16 @@ def test_statistics_are_those_of_the_model_in_memory_bit_for_bit(build, save, as
     assert any(batch.has_padding for batch in batches)
     assert len(list(saved.path.glob("*.safetensors"))) > 3
     assert_same(saved.by_layer(recipe, batches), saved.in_memory(recipe, batches))
+
+
+def test_places_and_skipped_tokens_are_the_same_too(llama, assert_same):
+    recipe = llama.recipe()
+    batches = [replace(batch, skip_first=3) for batch in llama.batches()]
+    found = llama.by_layer(recipe, batches)
+    assert_same(found, llama.in_memory(recipe, batches))
+    # 5 samples of 88 tokens
+    assert set(found.counts()) == {(88 - 5 * 3, 88)}
+    assert all(layer.k.curve.any() and layer.v.positions.any() for layer in found.layers.values())
 
 
 @pytest.mark.parametrize("plan", [TINY, MemoryPlan(False, 0, 0), MemoryPlan(True, 20_000, PLENTY)])
