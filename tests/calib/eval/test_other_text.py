@@ -161,7 +161,7 @@ def test_scales_with_a_quarter_of_the_room_clip_and_are_named(directory, texts, 
     )
     assert report.verdict.endswith(".")
     assert "Other text, 'tight'" in done.stdout
-    assert f"{clipped.share:.2%}" in done.stdout
+    assert f"{clipped.share:.2%} [{clipped.low:.2%}, {clipped.high:.2%}]" in done.stdout
     # the scales that hold all of their own text are in the report alone
     assert "Other text, 'tensor'" not in done.stdout
     assert report.other_texts[0].variants["tensor"].clipped.events < clipped.events
