@@ -14,14 +14,15 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Purpose = Literal["fp8", "int8"]  # of baked factors
 Reduce = Literal["none", "max"]
+ScaleRounding = Literal["none", "pow2"]
 Offload = Literal["auto", "none", "layerwise"]
 Backend = Literal["auto", "triton", "torch"]
 AttentionMode = Literal["exact", "fa3", "vllm_triton", "vllm_triton_fp8"]
 SuiteName = Literal["quick", "full"]
 Weights = Literal["link", "copy", "none"]
 VariantName = Literal[
-    "bf16", "eager", "none", "e5m2", "tensor", "mse", "attn_head", "channel", "k only", "v only",
-    "qkv", "channel+k_center", "k only+k_center", "random",
+    "bf16", "eager", "none", "e5m2", "tensor", "rest", "mse", "attn_head", "channel", "k only",
+    "v only", "qkv", "channel+k_center", "k only+k_center", "random",
 ]  # fmt: skip
 
 CacheName = Literal[

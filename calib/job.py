@@ -1,21 +1,21 @@
 """The whole job: find the model, measure, derive, write. The CLI calls this, and so may you."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from transformers import PreTrainedModel
 
 from calib.atomic import claimed
-from calib.data import Batch, make_batches
+from calib.data import Batch, CalibrationData, make_batches
 from calib.errors import InputError
-from calib.measure.attention import AttentionMap
 from calib.measure.distributed import World, joined_world
-from calib.measure.loop import calibrate
 from calib.measure.resume import SavedProgress, progress_file
+from calib.measure.share import Share, calibrate_share
+from calib.measure.until import read_until
 from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.offload.layerwise import measure_layers
 from calib.output.card import dataset_facts
@@ -55,9 +55,17 @@ def run(
         destination = Destination(output, in_place, overwrite, progress.copied)
         run = _Run(model_name, destination, world, progress, resume=resume)
         checkpoint, prepared = world.together(lambda: run.load(recipe, held))
-        stats = world.reduce(world.together(lambda: run.measure(checkpoint, prepared)))
+        measured = run.measure(checkpoint, prepared)
         # what goes wrong while the first process writes ends all of them
-        return world.together(lambda: run.write(checkpoint, prepared, stats))
+        return world.together(lambda: run.write(checkpoint, prepared, measured))
+
+
+class Measured(NamedTuple):
+    """Statistics of all processes, the data they are of, and what to say of it."""
+
+    stats: KVStats
+    data: CalibrationData
+    notes: Sequence[str] = ()
 
 
 @dataclass
@@ -83,36 +91,54 @@ class _Run:
         self._lap("load")
         return checkpoint, prepared
 
-    def measure(self, checkpoint: Checkpoint, prepared: Prepared) -> KVStats:
+    def measure(self, checkpoint: Checkpoint, prepared: Prepared) -> Measured:
         self.progress.stage("calibrate")
-        recipe, data = prepared.recipe, prepared.data
-        batches = make_batches(data.samples, int(recipe.data.batch_size), pad_id=0)
-        mine = self.world.share(batches)
+        recipe, data, world = prepared.recipe, prepared.data, self.world
+        given, size = recipe.data, int(recipe.data.batch_size)
+        batches = make_batches(
+            data.samples, size, pad_id=0, seed=given.seed, skip_first=given.skip_first
+        )
+        mine = world.share(batches)
         self.progress.total(sum(batch.num_tokens for batch in mine))
-        if prepared.layers and self.resume:
+        if given.until is None:
+            stats = world.together(lambda: self._all(checkpoint, prepared, mine))
+            measured = Measured(world.reduce(stats), data)
+        else:
+            share = world.together(lambda: Share(*self._how(checkpoint, prepared, mine)))
+            stats, stop = read_until(share, batches, world, recipe)
+            read = data.only(i for batch in batches[: stop.batches] for i in batch.sample_ids)
+            measured = Measured(stats, read, [stop.line(stats, data.num_tokens, given.until)])
+        self._lap("calibrate")
+        return measured
+
+    def _all(self, checkpoint: Checkpoint, prepared: Prepared, mine: Sequence[Batch]) -> KVStats:
+        if prepared.layers is None:
+            return calibrate_share(*self._how(checkpoint, prepared, mine))
+        if self.resume:
             raise InputError(
                 "--resume: a pass layer by layer saves no progress; leave --resume away, or use "
                 "--offload none"
             )
-        if prepared.layers:
-            output = self.destination.path
-            stats = measure_layers(prepared.layers, mine, recipe, output, self.progress)
-        else:
-            model, attention = prepared.model, prepared.attention
-            saved, advance = self._saved(checkpoint, prepared), self.progress.advance
-            stats = calibrate_share(
-                model, mine, recipe, attention, saved, resume=self.resume, advance=advance
-            )
-        self._lap("calibrate")
-        return stats
+        output = self.destination.path
+        return measure_layers(prepared.layers, mine, prepared.recipe, output, self.progress)
 
-    def write(self, checkpoint: Checkpoint, prepared: Prepared, stats: KVStats) -> Result | None:
+    def _how(
+        self, checkpoint: Checkpoint, prepared: Prepared, mine: Sequence[Batch]
+    ) -> tuple[Any, ...]:
+        saved, advance = self._saved(checkpoint, prepared), self.progress.advance
+        model, attention = prepared.model, prepared.attention
+        return model, mine, prepared.recipe, attention, saved, self.resume, advance
+
+    def write(
+        self, checkpoint: Checkpoint, prepared: Prepared, measured: Measured
+    ) -> Result | None:
         self.progress.stage("write")
         result = None
         if self.world.is_first:
+            stats, data, notes = measured
             what = (self.model_name, checkpoint, prepared.recipe, stats, self.destination)
-            facts, warnings = dataset_facts(prepared.data), prepared.data.warnings
-            result = finish(*what, facts, warnings, threads=torch.get_num_threads())
+            threads = torch.get_num_threads()
+            result = finish(*what, dataset_facts(data), data.warnings, notes, threads=threads)
             self._lap("write")
             result = replace(result, seconds=self.seconds)
         progress_file(self.destination.path, self.world.rank).unlink(missing_ok=True)
@@ -136,44 +162,3 @@ class _Run:
     def _lap(self, name: str) -> None:
         now = time.perf_counter()
         self.seconds[name], self._since = now - self._since, now
-
-
-def calibrate_share(
-    model: PreTrainedModel,
-    batches: Sequence[Batch],
-    recipe: Recipe,
-    attention: AttentionMap,
-    saved: SavedProgress,
-    *,
-    resume: bool,
-    advance: Callable[[int], None] = lambda tokens: None,
-) -> KVStats:
-    """Calibrate on this process's `batches`, keeping progress in `saved` now and then.
-
-    With `resume` it continues where an earlier run of the same kind was stopped. `advance` is
-    called with the tokens of each batch.
-    """
-    if not resume:
-        saved.forget()
-    before, done = saved.load()
-    if done > len(batches):
-        raise InputError(
-            f"the saved progress covers {done} batches of {len(batches)}; it is damaged, so leave "
-            "--resume away to start again"
-        )
-    for batch in batches[:done]:
-        advance(batch.num_tokens)
-    if before is not None and done == len(batches):
-        return before
-
-    def merged(new: KVStats) -> KVStats:
-        return new if before is None else before.merge(new)
-
-    def on_batch(batch: Batch, so_far: Callable[[], KVStats]) -> None:
-        nonlocal done
-        done += 1
-        advance(batch.num_tokens)
-        saved.save_sometimes(lambda: merged(so_far()), done)
-
-    rest = batches[done:]
-    return merged(calibrate(model, rest, recipe, attention=attention, on_batch=on_batch))

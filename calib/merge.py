@@ -48,7 +48,7 @@ def merge(
     counts = {run.threads for run in runs}
     threads = counts.pop() if len(counts) == 1 else None
     with claimed(output, overwrite=overwrite) as claim:
-        stats = reduce(KVStats.merge, map(load_stats, directories))
+        stats = reduce(KVStats.join, map(load_stats, directories))
         dataset = _merged_data([report["dataset"] for report in reports])
         warnings = dict.fromkeys(line for report in reports for line in report["warnings"])
         destination = Destination(output, overwrite=overwrite, claim=claim)
@@ -114,6 +114,7 @@ def _capture(recipe: Recipe) -> dict[str, Any]:
     return {
         "dtype": recipe.dtype,
         "targets": recipe.targets,
+        "data.skip_first": recipe.data.skip_first,
         "means": recipe.collects_means,
         "histograms": recipe_observer(recipe).needs_histogram,
     }

@@ -7,6 +7,7 @@ from itertools import chain
 from transformers import PreTrainedModel
 
 from calib.data import CalibrationData, load_data, shared_batch_size
+from calib.errors import InputError
 from calib.export import check_format, check_latent
 from calib.measure.attention import AttentionMap, map_attention
 from calib.model.checkpoint import Checkpoint
@@ -22,7 +23,8 @@ from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, make_exports
 from calib.recipe import Recipe
 from calib.scalefiles.baked import baked_for
-from calib.scales.stats import check_one_scale
+from calib.scales.one_scale import check_one_scale
+from calib.scales.tail import check_enough
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     tokenizer = load_tokenizer(checkpoint, recipe)
     data = load_data(recipe.data, tokenizer, model)
     data = replace(data, warnings=(*notes, *data.warnings))
+    _check_tails(recipe, data)
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     with making_sense(f"this {config.model_type} cannot run as its config says"):
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
@@ -92,6 +95,17 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     recipe = _with_data(recipe, batch_size=size)
     recipe = recipe.model_copy(update={"device": device, "dtype": dtype})
     return Prepared(model(), layers, data, attention, recipe)
+
+
+def _check_tails(recipe: Recipe, data: CalibrationData) -> None:
+    """Refuse what the largest values of so few tokens, or of a pass layer by layer, cannot tell."""
+    if recipe.data.until is not None and recipe.offload == "layerwise":
+        raise InputError(
+            "--until: a pass layer by layer reads all text with one layer before the next, so it "
+            "cannot stop early; leave --until away, or use --offload none"
+        )
+    if recipe.headroom == "auto" or recipe.data.until is not None:
+        check_enough(sum(max(0, len(each) - recipe.data.skip_first) for each in data.samples))
 
 
 def _with_data(recipe: Recipe, **changes: int) -> Recipe:

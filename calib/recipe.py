@@ -1,8 +1,7 @@
 """A recipe fully determines a calibration: what to measure, on which data, and what to write."""
 
-import difflib
-import reprlib
 from importlib import resources
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,11 +9,13 @@ from pydantic import AfterValidator, BaseModel, Field, PositiveInt, ValidationEr
 
 from calib import choices
 from calib.errors import InputError
-from calib.strict_yaml import read_yaml
+from calib.strict_yaml import did_you_mean, explain, read_yaml
 from calib.text import parse_condition, parse_size
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
-_INTEGER = ".constrained-int"  # pydantic's name for PositiveInt
+
+
+Headroom = Annotated[float, Field(ge=1 / 16, le=16)]
 
 
 class _Strict(BaseModel, extra="forbid", frozen=True):
@@ -49,7 +50,11 @@ class DataRecipe(_Strict):
     samples: int = Field(512, ge=1)
     seq_len: int = Field(2048, ge=2, description="tokens a sample is truncated to")
     batch_size: PositiveInt | Literal["auto"] = Field("auto", description="samples in a pass")
-    seed: int = Field(42, ge=0, lt=2**63)
+    seed: int = Field(42, ge=0, lt=2**63, description="also of the order of batches")
+    skip_first: int = Field(0, ge=0, description="tokens of each sample left out of statistics")
+    until: float | None = Field(
+        None, gt=0, le=1, description="stop where 4 times as many tokens are expected to add less"
+    )
 
 
 class ExportRecipe(_Strict):
@@ -111,7 +116,11 @@ class Recipe(_Strict):
     observer: ObserverRecipe = ObserverRecipe()
     targets: choices.Targets = "kv"
     fp8_dtype: choices.FP8Name = "e4m3fn"
-    headroom: float = Field(1.0, ge=1 / 16, le=16, description="amax is multiplied by this")
+    headroom: Headroom | Literal["auto"] = Field(1.0, description="amax is multiplied by this")
+    clip_chance: float = Field(
+        1e-6, gt=0, lt=1, description="of a token in a layer, at most, with headroom auto"
+    )
+    scale_rounding: choices.ScaleRounding = Field("none", description="pow2: up, to a power of two")
     means: bool = Field(False, description="also collect per-channel means of K and V")
     center_keys: bool = Field(False, description="subtract K's mean; implies means")
     device: choices.Device = "auto"
@@ -142,6 +151,23 @@ class Recipe(_Strict):
         return self
 
     @model_validator(mode="after")
+    def _tails_are_of_heads(self) -> "Recipe":
+        asked = {"headroom 'auto'": self.headroom == "auto", "data.until": self.data.until}
+        lacks = {
+            "strategy 'channel'": self.strategy == "channel",
+            "center_keys": self.center_keys,
+            f"observer '{self.observer.name}'": self.observer.name != "absmax",
+        }
+        for what, why in product(asked, lacks):
+            if asked[what] and lacks[why]:
+                raise ValueError(
+                    f"{what} is told by the largest values of each head, which say nothing of "
+                    f"{why}: use strategy tensor or attn_head and observer absmax, without "
+                    "center_keys"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _some_need_absmax(self) -> "Recipe":
         asked = {"strategy 'channel'": self.strategy == "channel", "center_keys": self.center_keys}
         if self.observer.name != "absmax" and any(asked.values()):
@@ -163,7 +189,7 @@ def recipe_text(name: str) -> str:
     """YAML text of a bundled recipe; InputError if there is none of that name."""
     if name not in recipe_names():
         raise InputError(
-            f"no recipe named '{name}'{_did_you_mean(name, recipe_names())}; "
+            f"no recipe named '{name}'{did_you_mean(name, recipe_names())}; "
             f"bundled: {', '.join(recipe_names())}; or give a YAML file"
         )
     return resources.files("recipes").joinpath(f"{name}.yaml").read_text()
@@ -181,7 +207,7 @@ def load_recipe(source: str | None, overrides: dict[str, Any] | None = None) -> 
     try:
         return Recipe.model_validate(document)
     except ValidationError as error:
-        raise InputError(_explain(source, error)) from None
+        raise InputError(explain(source, error, Recipe)) from None
 
 
 def _read(source: str) -> dict[str, Any]:
@@ -209,42 +235,3 @@ def _set(document: dict[str, Any], dotted: str, value: Any) -> None:
             raise InputError(f"'{dotted}' cannot be set: '{parent}' is one value in the recipe")
         document = child
     document[leaf] = value
-
-
-def _explain(source: str | None, error: ValidationError) -> str:
-    first, *others = error.errors()
-    dotted = ".".join(map(str, first["loc"])) or "recipe"
-    where = f"recipe '{source}'" if source else "recipe"
-    if first["type"] == "extra_forbidden":
-        parent, leaf = first["loc"][:-1], str(first["loc"][-1])
-        legal = _keys(parent)
-        return (
-            f"{where}: unknown key '{dotted}'{_did_you_mean(leaf, legal)}; "
-            f"legal keys here: {', '.join(legal)}"
-        )
-    message = first["msg"].removeprefix("Value error, ")
-    if dotted.endswith(_INTEGER):  # one member of a union; the next error is of the other
-        message += f", or {others[0]['msg'].removeprefix('Input should be ')}"
-    given = "" if first["type"] == "value_error" else f", got {_shown(first['input'])}"
-    return f"{where}: {dotted.removesuffix(_INTEGER)}: {message}{given}"
-
-
-def _shown(value: object) -> str:
-    short = reprlib.Repr()
-    short.maxstring = short.maxother = 200
-    try:
-        return short.repr(value)
-    except ValueError:  # Python refuses to write integers of thousands of digits
-        return "a number of too many digits"
-
-
-def _keys(path: tuple[int | str, ...]) -> list[str]:
-    model: type[BaseModel] = Recipe
-    for part in path:
-        model = model.model_fields[str(part)].annotation  # type: ignore[assignment]
-    return list(model.model_fields)
-
-
-def _did_you_mean(given: str, legal: list[str]) -> str:
-    close = difflib.get_close_matches(given, legal, n=1)
-    return f" (did you mean '{close[0]}'?)" if close else ""

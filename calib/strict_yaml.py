@@ -1,13 +1,18 @@
-"""YAML from others, read strictly."""
+"""YAML from others, read strictly; and one line for what is wrong in it."""
 
+import difflib
+import reprlib
 from typing import Any
 
 import yaml
+from pydantic import BaseModel, ValidationError
 
 from calib.errors import InputError
 
 _MAX_ALIASES = 20  # each may stand for all before it, so that few lines could fill the memory
 _MAX_QUOTED = 300
+# pydantic's names for members of a union
+_NUMBERS = (".constrained-int", ".constrained-float")
 
 
 class _Loader(yaml.SafeLoader):
@@ -37,3 +42,44 @@ def read_yaml(text: str, source: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:  # ValueError: dates and numbers that are none
         reason = " ".join(str(error).split())[:_MAX_QUOTED]
     raise InputError(f"cannot read {source[:_MAX_QUOTED]}: {reason}")
+
+
+def explain(source: str | None, error: ValidationError, model: type[BaseModel]) -> str:
+    """Say in one line what is wrong with the document from `source`, which is no `model`."""
+    first, *others = error.errors()
+    dotted = ".".join(map(str, first["loc"])) or "recipe"
+    where = f"recipe '{source}'" if source else "recipe"
+    if first["type"] == "extra_forbidden":
+        parent, leaf = first["loc"][:-1], str(first["loc"][-1])
+        legal = _keys(model, parent)
+        return (
+            f"{where}: unknown key '{dotted}'{did_you_mean(leaf, legal)}; "
+            f"legal keys here: {', '.join(legal)}"
+        )
+    message = first["msg"].removeprefix("Value error, ")
+    if dotted.endswith(_NUMBERS):  # one member of a union; the next error is of the other
+        message += f", or {others[0]['msg'].removeprefix('Input should be ')}"
+        dotted = dotted.rpartition(".")[0]
+    given = "" if first["type"] == "value_error" else f", got {_shown(first['input'])}"
+    return f"{where}: {dotted}: {message}{given}"
+
+
+def _shown(value: object) -> str:
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = 200
+    try:
+        return short.repr(value)
+    except ValueError:  # Python refuses to write integers of thousands of digits
+        return "a number of too many digits"
+
+
+def _keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    for part in path:
+        model = model.model_fields[str(part)].annotation  # type: ignore[assignment]
+    return list(model.model_fields)
+
+
+def did_you_mean(given: str, legal: list[str]) -> str:
+    """A word of `legal` that is close to `given`, as a question; or nothing."""
+    close = difflib.get_close_matches(given, legal, n=1)
+    return f" (did you mean '{close[0]}'?)" if close else ""

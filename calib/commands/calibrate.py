@@ -59,6 +59,10 @@ def calibrate(
     set_: Annotated[
         list[str] | None, Flag("Any recipe key, as data.column=text.", "--set", metavar="KEY=VALUE")
     ] = None,
+    until: Annotated[
+        float | None,
+        DataFlag("Stop where more text is expected to add less than this share, such as 0.05."),
+    ] = None,
     batch_size: Annotated[str | None, DataFlag("Samples per forward pass, or auto.")] = None,
     seed: Seed = None,
     observer: Annotated[choices.ObserverName | None, ScalesFlag("How an amax is chosen.")] = None,
@@ -67,7 +71,19 @@ def calibrate(
         choices.Reduce | None, ScalesFlag("max: one scale per layer, for engines limited to one.")
     ] = None,
     fp8_dtype: Annotated[choices.FP8Name | None, ScalesFlag("Default: e4m3fn (max 448).")] = None,
-    headroom: Annotated[float | None, ScalesFlag("Multiplies every amax. Default: 1.0.")] = None,
+    headroom: Annotated[
+        str | None,
+        ScalesFlag(
+            "Multiplies every amax; auto: by layer, for --clip-chance. Default: 1.0.",
+            metavar="FACTOR|auto",
+        ),
+    ] = None,
+    clip_chance: Annotated[
+        float | None, ScalesFlag("With --headroom auto, of a token in a layer. Default: 1e-6.")
+    ] = None,
+    scale_rounding: Annotated[
+        choices.ScaleRounding | None, ScalesFlag("pow2: up, to a power of two.")
+    ] = None,
     center_keys: Annotated[
         bool, ScalesFlag("Subtract K's mean per channel; for --format fp8kv.", "--center-keys")
     ] = False,
@@ -175,7 +191,7 @@ def closing_lines(result: "Result") -> list[str]:
     from calib.output.card import NO_WEIGHTS, engine_of, holds_per_head, serve_command
 
     lines = [f"warning: {warning}" for warning in result.warnings]
-    lines += ["", _speed(result), f"written to {result.output}"]
+    lines += ["", *result.notes, _speed(result), f"written to {result.output}"]
     if result.backup:
         lines.append(f"the files that were replaced are in {result.backup}")
     for name, directory in result.directories.items():

@@ -1,5 +1,7 @@
 """`fp8kv inspect`."""
 
+from dataclasses import astuple
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -7,10 +9,16 @@ import typer
 
 from calib.commands.flags import AsJson, Debug, Flag
 from calib.commands.running import command, print_json, print_lines, print_table
+from calib.errors import InputError
 
 if TYPE_CHECKING:
+    from calib.scalefiles.places import LayerPlaces
     from calib.scalefiles.reading import FoundLayer, FoundScales, Values
 
+_FIRST_HEADINGS = (
+    "layer", "K at 0", "at 1, 2", "after", "scale without 0", "V at 0", "at 1, 2", "after",
+    "scale without 0",
+)  # fmt: skip
 _HEADINGS = ("layer", "K scale", "V scale", "Q scale", "type", "shape")
 
 
@@ -26,17 +34,36 @@ def inspect(
     from calib.scalefiles.reading import read_scales
 
     found = read_scales(directory)
+    places, problems = _places(found)
     if plot:
         from calib.scalefiles.plot import plot_scales
 
-        plot_scales(found, plot)
+        plot_scales(found, plot, places)
     if as_json:
-        nvfp4 = convention(found.directory)
-        print_json(found.to_json() | {"nvfp4": nvfp4 and nvfp4._asdict()})
+        nvfp4, first = convention(found.directory), [layer.first_tokens() for layer in places]
+        print_json(found.to_json() | {"nvfp4": nvfp4 and nvfp4._asdict(), "first_tokens": first})
         return
     print_lines(_opening_lines(found))
     print_table(str(directory), _HEADINGS, [_row(layer) for layer in found.layers])
-    print_lines([f"problem: {problem}" for problem in found.problems])
+    if places:
+        title = "amax by position in the sample, and the scale without position 0"
+        print_table(title, _FIRST_HEADINGS, [_first_row(layer) for layer in places])
+    print_lines([f"problem: {problem}" for problem in (*found.problems, *problems)])
+
+
+def _places(found: "FoundScales") -> tuple[list["LayerPlaces"], list[str]]:
+    """Where the statistics beside the scales say the largest values were, or what ails them."""
+    from calib.scalefiles.places import read_places
+
+    try:
+        return read_places(found.directory.path), []
+    except InputError as error:
+        return [], [str(error)]
+
+
+def _first_row(layer: "LayerPlaces") -> tuple[str, ...]:
+    figures = chain.from_iterable(astuple(x.first_tokens) for x in (layer.k, layer.v))
+    return str(layer.layer), *(f"{figure:.4g}" for figure in figures)
 
 
 def _opening_lines(found: "FoundScales") -> list[str]:

@@ -6,7 +6,7 @@ import hashlib
 import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from calib.data.builtin import BUILTIN_PREFIX, builtin_rows, check_builtin
@@ -43,6 +43,11 @@ class CalibrationData:
     def num_tokens(self) -> int:
         """Tokens in all samples together."""
         return sum(len(sample) for sample in self.samples)
+
+    def only(self, samples: Iterable[int]) -> CalibrationData:
+        """Those of the samples alone, in their order."""
+        kept = [self.samples[i] for i in sorted(samples)]
+        return replace(self, samples=kept, fingerprint=fingerprint(kept))
 
 
 def load_data(

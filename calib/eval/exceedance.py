@@ -10,7 +10,9 @@ from torch import Tensor
 from calib.eval.found import ClippedLayer, Events, Exceedance, Tensors
 from calib.eval.variants import Setup, Variant, broadcast_scale
 from calib.measure.attention import map_attention
+from calib.scales.cover import clipped_tokens
 from calib.scales.scales import LayerScales
+from calib.scales.stats import KVStats
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 from fp8kv_runtime.hf import swap_attention
 
@@ -86,11 +88,22 @@ def clipped_layer(layer_idx: int, layer: Clipped, tensors: str) -> ClippedLayer:
     )
 
 
-def exceedance(clipped: Tensor, tensors: str) -> Exceedance:
-    """Count the tokens of `clipped` [T, 2, K] bool, in those of K and V that `tensors` names."""
+def exceedance(clipped: Tensor, tensors: str, chance: float | None = None) -> Exceedance:
+    """Count the tokens of `clipped` [T, 2, K] bool, in those of K and V that `tensors` names.
+
+    `chance` is what was predicted of each.
+    """
     rows = {letter: clipped[:, i] for i, letter in enumerate(_LETTERS) if letter in tensors}
     whole = anywhere([clipped], tensors).model_dump()
-    return Exceedance(**whole, by_head={name: x.sum(0).tolist() for name, x in rows.items()})
+    expected: dict[str, float] = {} if chance is None else {"expected": chance * len(clipped)}
+    by_head = {name: x.sum(0).tolist() for name, x in rows.items()}
+    return Exceedance(**whole, **expected, by_head=by_head)
+
+
+def predicted(variants: Iterable[Variant], stats: KVStats) -> dict[str, dict[int, float]]:
+    """The chance, by variant and layer, that a token is clipped, by what `stats` tell."""
+    found = {v.name: clipped_tokens(stats, v.scales, v.tensors) for v in variants if v.scales}
+    return {name: each.by_layer for name, each in found.items() if each is not None}
 
 
 def anywhere(layers: Iterable[Tensor], tensors: str) -> Events:

@@ -4,6 +4,7 @@ import platform
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 
@@ -11,16 +12,18 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.any_scales import Opened, open_any_scales
+from calib.caches.types import Shape
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.errors import InputError
 from calib.eval.cache_variants import cache_names
 from calib.eval.material import Material, make_material
-from calib.eval.schema import Data, Suite
+from calib.eval.schema import SCHEMA, Conditions, Data, Suite
 from calib.eval.variants import BUILT_IN, Setup
 from calib.measure.loop import calibrate
 from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids
 from calib.model.load import fit_seq_len, load_model, load_tokenizer
+from calib.output.card import versions
 from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe, load_recipe
 from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scales.stats import KVStats
@@ -142,8 +145,9 @@ def _order(data: DataRecipe) -> dict[str, object]:
 
 def calibrate_on(model: PreTrainedModel, samples: list[list[int]], recipe: Recipe) -> KVStats:
     """Statistics of `samples`."""
-    batch_size = resolve_batch_size(recipe.data, model.device.type)
-    return calibrate(model, make_batches(samples, batch_size, pad_id=0), recipe)
+    data, size = recipe.data, resolve_batch_size(recipe.data, model.device.type)
+    batches = make_batches(samples, size, pad_id=0, seed=data.seed, skip_first=data.skip_first)
+    return calibrate(model, batches, recipe)
 
 
 def calibrate_on_random_tokens(setup: Setup, recipe: Recipe) -> KVStats:
@@ -164,6 +168,26 @@ def describe(data: CalibrationData, material: Material, calibration_tokens: int)
         tokens=sum(map(len, documents)),
         layer_documents=len(material.layer_documents),
         new_tokens=material.new_tokens,
+    )
+
+
+def conditions(
+    setup: Setup, model: str, suite: Suite, data: Data, shapes: Sequence[Shape]
+) -> Conditions:
+    """What is measured, where, and on what."""
+    values = sum(shape.values for shape in shapes)
+    return Conditions(
+        version=SCHEMA,
+        versions=versions(),
+        machine=machine(setup.model.device.type),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        model=model,
+        suite=suite,
+        backend=setup.resolved_backend,
+        attention=setup.attention,
+        dtype=str(setup.model.dtype).removeprefix("torch."),
+        data=data,
+        bytes_per_token={"fp8": values, "16bit": 2 * values},
     )
 
 

@@ -12,6 +12,7 @@ from calib.eval.schema import Extremes, Figure, Layer, LayerRow, Magnitudes, Ten
 from calib.eval.statistics import ratio
 from calib.eval.variants import Setup, Variant, broadcast_scale, fp8_rounding
 from calib.measure.attention import map_attention
+from calib.scalefiles.places import LayerPlaces
 from calib.scales.scales import LayerScales
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
 from fp8kv_runtime.hf import swap_attention
@@ -141,9 +142,16 @@ def _histogram(x: Tensor) -> Tensor:
 
 
 def layer_row(
-    layer_idx: int, layer: LayerError, scales: LayerScales, tensors: str = "kv"
+    layer_idx: int,
+    layer: LayerError,
+    scales: LayerScales,
+    tensors: str = "kv",
+    chance: float | None = None,
 ) -> LayerRow:
-    """Errors of one layer, shares of its values, and its scales; `tensors` are those in FP8."""
+    """Errors of one layer, shares of its values, and its scales; `tensors` are those in FP8.
+
+    `chance` is what was predicted for a token to be clipped.
+    """
     heads = (layer.error.sum(0) / layer.power.sum(0).clamp(min=1e-30)).sqrt()
     values = layer.values.sum(0)[:, None]
     return LayerRow(
@@ -154,7 +162,7 @@ def layer_row(
         underflowed=_by_letter(layer.underflowed.sum(0) / values),
         range_used=_by_letter(layer.amax.amax(0)),
         scale={"k": _scale(scales.k), "v": _scale(scales.v)},
-        exceedance=exceedance(layer.clipped, tensors),
+        exceedance=exceedance(layer.clipped, tensors, chance),
     )
 
 
@@ -175,10 +183,19 @@ def _scale(scale: Tensor) -> float | list[float] | Extremes:
     return scale.tolist() if len(scale) > 1 else float(scale)
 
 
-def value_rows(values: dict[int, LayerValues]) -> list[Layer]:
-    """One row per layer: amax per KV head and histogram of |x| of K and V."""
+def value_rows(values: dict[int, LayerValues], places: Iterable[LayerPlaces] = ()) -> list[Layer]:
+    """One row per layer: amax per KV head and histogram of |x| of K and V.
+
+    `places` are of a calibration: how its amax grew with the tokens.
+    """
+    growth: dict[int, Any] = {
+        each.layer: {"k": each.k.growth(each.read), "v": each.v.growth(each.read)}
+        for each in places
+    }
     return [
-        Layer(layer_idx=idx, k=_magnitudes(layer, 0), v=_magnitudes(layer, 1))
+        Layer(
+            layer_idx=idx, k=_magnitudes(layer, 0), v=_magnitudes(layer, 1), growth=growth.get(idx)
+        )
         for idx, layer in sorted(values.items())
     ]
 

@@ -148,9 +148,9 @@ class Offers:
     ) -> Offer:
         assert variant.scales is not None
         strategy: Strategy = variant.scales.strategy
-        clipped = " --observer mse" if variant.name == "mse" else ""
+        options = {"mse": " --observer mse", "rest": " --set data.skip_first=1"}
         out = f"{self._stem}-fp8kv-{variant.name}"
-        flags = f"--strategy {strategy}{clipped} --format {name}"
+        flags = f"--strategy {strategy}{options.get(variant.name, '')} --format {name}"
         per_head = FORMATS[name].per_head_flags if strategy == "attn_head" else ""
         return _offer(found, gpus, (self._calibrate(flags, out),), out, found[0].flag + per_head)
 

@@ -2,12 +2,10 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from calib.atomic import claimed
-from calib.caches.types import Shape
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
 from calib.eval import inputs
@@ -20,6 +18,7 @@ from calib.eval.cache_variants import (
     wanted_types,
     with_bytes,
 )
+from calib.eval.exceedance import predicted
 from calib.eval.found import Mixture, Recommendation, Search
 from calib.eval.material import Material
 from calib.eval.mixture import mix, write_layer_map
@@ -34,7 +33,7 @@ from calib.eval.other_text import (
 from calib.eval.page.html import check_report_directory, write_report
 from calib.eval.reader import measure, search, written_texts
 from calib.eval.recommend import Wish
-from calib.eval.schema import SCHEMA, Conditions, Data, Report, Suite
+from calib.eval.schema import Report, Suite
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
@@ -44,7 +43,6 @@ from calib.model.checkpoint import Checkpoint
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config
 from calib.model.quantized import quantization_notes
-from calib.output.card import versions
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.stats import LATENT_NOTE, KVStats
 from calib.text import Condition, parse_condition
@@ -123,7 +121,7 @@ def evaluate(
     notes += [LATENT_NOTE] if stats.latent else []
     notes += [ONE_ATTENTION] if other_attention(model) is None else []
     about = inputs.describe(data, material, stats.tokens)
-    conditions = _conditions(setup, model_name, suite, about, shapes)
+    conditions = inputs.conditions(setup, model_name, suite, about, shapes)
     variants = _static(setup, recipe, stats)
     caches, unbaked = cache_variants(setup, checkpoint, wanted.caches, types, stats)
     served_name, trust = _served_name(model_name, checkpoint), recipe.trust_remote_code
@@ -133,7 +131,10 @@ def evaluate(
     measured, unlike = in_mode(setup, measured, wanted.variants)
     results = _results(setup, with_bytes(measured, shapes), material, others, tasks, wanted)
     warnings = [*notes, *data.warnings, *warnings, *more, *left_out, *unbaked, *unlike]
-    return Evaluation(conditions, warnings=warnings, offers=offers, refused=refused, **results)
+    return Evaluation(
+        conditions, warnings=warnings, offers=offers, refused=refused,
+        places=stats.places(), clip_chances=predicted(measured, stats), **results,
+    )  # fmt: skip
 
 
 def _results(
@@ -213,26 +214,6 @@ def _mixture(
         return None
     types = types_to_mix(variants, asked.caches)
     return mix(setup, types, material.layer_documents, asked.bits_budget)
-
-
-def _conditions(
-    setup: Setup, model: str, suite: Suite, data: Data, shapes: Sequence[Shape]
-) -> Conditions:
-    """What is measured, where, and on what."""
-    values = sum(shape.values for shape in shapes)
-    return Conditions(
-        version=SCHEMA,
-        versions=versions(),
-        machine=inputs.machine(setup.model.device.type),
-        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        model=model,
-        suite=suite,
-        backend=setup.resolved_backend,
-        attention=setup.attention,
-        dtype=str(setup.model.dtype).removeprefix("torch."),
-        data=data,
-        bytes_per_token={"fp8": values, "16bit": 2 * values},
-    )
 
 
 def run_recommendation(

@@ -112,6 +112,8 @@ class Layer(Part):
     layer_idx: int
     k: Magnitudes
     v: Magnitudes
+    # tokens of the calibration, and the amax of K or V by then
+    growth: dict[Tensors, list[tuple[int, float]]] | None = None
 
     @property
     def tensors(self) -> dict[Tensors, Magnitudes]:

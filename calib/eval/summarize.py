@@ -1,14 +1,14 @@
 """Turn measurements into figures with intervals, and into advice."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from calib.choices import REFERENCE, AttentionMode
+from calib.choices import REFERENCE
 from calib.eval.advice import advise, advised, subject, verdict
 from calib.eval.exceedance import anywhere
 from calib.eval.found import Mixture, OtherText, Recommendation, Search
@@ -21,6 +21,7 @@ from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, recommend
 from calib.eval.schema import Conditions, Figure, Report, Row, Texts
 from calib.eval.statistics import Values, estimate, kl_by_position, quantile
+from calib.scalefiles.places import LayerPlaces
 
 
 class Evaluation(NamedTuple):
@@ -35,7 +36,9 @@ class Evaluation(NamedTuple):
     offers: Offers | None = None  # to recommend by
     mixture: Mixture | None = None
     other_texts: Sequence[MeasuredElsewhere] = ()
+    places: Sequence[LayerPlaces] = ()  # of the calibration
     refused: dict[str, str] | None = None  # what was not measured: why it cannot be served
+    clip_chances: Mapping[str, Mapping[int, float]] = {}  # predicted, by variant and layer
 
 
 def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
@@ -47,13 +50,7 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
     floor = max((kl[name].high for name in controls), default=0.0)
     rows = {
         # what is no number is a difference
-        name: _row(
-            m,
-            measured[REFERENCE],
-            kl[name],
-            name != REFERENCE and not kl[name].low <= floor,
-            evaluation.conditions.attention,
-        )
+        name: _row(m, kl[name], name != REFERENCE and not kl[name].low <= floor, evaluation)
         for name, m in measured.items()
     }
     size = evaluation.conditions.bytes_per_token["16bit"]
@@ -64,7 +61,7 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
         **dict(evaluation.conditions),
         noise_floor=floor,
         variants=rows,
-        layers=value_rows(measured[REFERENCE].values),
+        layers=value_rows(measured[REFERENCE].values, evaluation.places),
         texts=evaluation.texts,
         verdict=_verdict(measured, rows, floor, others),
         subject=subject(measured, rows),
@@ -113,13 +110,8 @@ def _recommended(
     return found.model_copy(update={"not_served": refused})
 
 
-def _row(
-    measured: Measured,
-    reference: Measured,
-    kl: Figure,
-    measurable: bool,
-    attention: AttentionMode,
-) -> Row:
+def _row(measured: Measured, kl: Figure, measurable: bool, evaluation: Evaluation) -> Row:
+    reference = evaluation.measured[REFERENCE]
     divergences = _values(d.kl for d in measured.documents)
     agrees = _values(d.agrees for d in measured.documents)
     pairs = zip(measured.documents, reference.documents, strict=True)
@@ -135,12 +127,12 @@ def _row(
         top1=estimate(agrees),
         top1_count=int(sum(a.sum() for a in agrees)),
         kl_by_position=kl_by_position(divergences + _values(d.kl for d in measured.long_documents)),
-        **_present(measured, attention),
+        **_present(measured, evaluation),
         measurable=measurable,
     )
 
 
-def _present(measured: Measured, attention: AttentionMode) -> dict[str, Any]:
+def _present(measured: Measured, evaluation: Evaluation) -> dict[str, Any]:
     """Make the entries that not every variant has: scales, greedy text, passkeys, layers."""
     found: dict[str, Any] = {}
     variant, scales = measured.variant, measured.variant.scales
@@ -150,7 +142,7 @@ def _present(measured: Measured, attention: AttentionMode) -> dict[str, Any]:
         found = {"strategy": scales.strategy, "fp8_dtype": scales.fp8_dtype}
         found["tensors"] = variant.tensors
     if variant.in_mode:
-        found["attention"] = attention
+        found["attention"] = evaluation.conditions.attention
     found |= {name: each for name, each in held.items() if each is not None}
     greedy, keys = measured.same_tokens, measured.found_passkeys
     numbers: dict[str, Sequence[float]] = {"same_tokens": greedy, "passkey": keys}
@@ -160,7 +152,10 @@ def _present(measured: Measured, attention: AttentionMode) -> dict[str, Any]:
     if measured.layers:
         layers = sorted(measured.layers.items())
         tensors = variant.tensors
-        found["layers"] = [layer_row(i, each, variant.layers[i], tensors) for i, each in layers]
+        chances = evaluation.clip_chances.get(variant.name, {})
+        found["layers"] = [
+            layer_row(i, each, variant.layers[i], tensors, chances.get(i)) for i, each in layers
+        ]
         found["clipped"] = anywhere([each.clipped for _, each in layers], tensors)
     return found
 

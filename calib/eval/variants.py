@@ -14,6 +14,7 @@ from calib.caches.applied import beside_queries, rounded_attention
 from calib.caches.rounding import CacheRounding, round_fp8
 from calib.choices import REFERENCE, VARIANTS, AttentionMode
 from calib.eval.simulated import simulated
+from calib.scales.first_tokens import without_first_tokens
 from calib.scales.observers import AbsMax, Mse
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats
@@ -121,6 +122,7 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
     """Make all variants, controls first, from statistics with means and histograms."""
     per_layer = partial(stats.scales, strategy="tensor")
     tensor = per_layer(observer=AbsMax())
+    rest = without_first_tokens(stats).scales(strategy="tensor", observer=AbsMax())
     e5m2 = per_layer(observer=AbsMax(), fp8_dtype="e5m2")
     mse = per_layer(observer=Mse(FP8_DTYPES["e4m3fn"]))
     random = random_stats.scales(strategy="tensor", observer=AbsMax())
@@ -130,6 +132,7 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
         Variant("none", "scale 1.0, what engines use without scales", "fp8", all_ones(tensor)),
         Variant("e5m2", "one scale per layer, e5m2", "fp8", e5m2),
         Variant("tensor", "one scale per layer", "fp8", tensor),
+        Variant("rest", "one scale per layer, without each sample's first token", "fp8", rest),
         Variant("mse", "one scale per layer, observer mse", "fp8", mse),
         *(_of_latents(tensor) if stats.latent else _of_heads(stats)),
         Variant("random", "one scale per layer, from random token ids", "fp8", random),

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from calib.measure.attention import CachedAttention
+from calib.measure.counted import Counted, per_token_statistics
 from calib.recipe import Recipe
 from calib.scales.derive import recipe_observer
 from calib.scales.observers import magnitude_histogram
@@ -15,8 +16,8 @@ _GRID = 2.0**20
 class RunningTensor:
     """Statistics so far of one of K, V or Q in one attention module."""
 
-    def __init__(self, *, histogram: bool, means: bool) -> None:
-        self._histogram, self._means = histogram, means
+    def __init__(self, *, histogram: bool, means: bool, places: bool) -> None:
+        self._histogram, self._means, self._places = histogram, means, places
         self._found: dict[str, Tensor] = {}  # by field of `TensorStats`; in the model's dtype
 
     @property
@@ -24,10 +25,13 @@ class RunningTensor:
         """The largest magnitudes so far, [H, D]; None before the first batch."""
         return self._found.get("amax")
 
-    def update(self, x: Tensor) -> None:
-        """Add the tokens of `x` [N, H, D]."""
+    def update(self, x: Tensor, tokens: Counted) -> None:
+        """Add the `tokens` `x` [N, H, D]."""
+        magnitudes = x.flatten(1).abs()
         # reducing over the leading dimension is what a CPU does at full width
-        batch = {"amax": x.flatten(1).abs().amax(0).view(x.shape[1:])}
+        batch = {"amax": magnitudes.amax(0).view(x.shape[1:])}
+        if self._places:
+            batch |= per_token_statistics(magnitudes.view(x.shape).amax(-1), tokens)
         if self._histogram:
             batch["histogram"] = magnitude_histogram(x)
         if self._means:
@@ -51,30 +55,33 @@ class RunningLayer:
 
     def __init__(self, module: CachedAttention, recipe: Recipe) -> None:
         self.module = module
-        self.tokens = 0
+        self.tokens = self.read = 0
         histogram, means = recipe_observer(recipe).needs_histogram, recipe.collects_means
-        self.k = RunningTensor(histogram=histogram, means=means)
-        self.v = RunningTensor(histogram=histogram, means=means)
-        self.q = RunningTensor(histogram=histogram and recipe.targets == "qkv", means=False)
+        self.k = RunningTensor(histogram=histogram, means=means, places=True)
+        self.v = RunningTensor(histogram=histogram, means=means, places=True)
+        histogram = histogram and recipe.targets == "qkv"
+        self.q = RunningTensor(histogram=histogram, means=False, places=False)
 
-    def update(self, query: Tensor, key: Tensor, value: Tensor, valid: Tensor | None) -> None:
-        """Add query [B, H, T, D], key and value [B, K, T, D]; `valid` [N] indexes B * T."""
-        repeat = self.module.kv_repeat
-        self.q.update(_tokens(query, valid))
-        self.k.update(_tokens(key, valid)[:, ::repeat])
-        self.v.update(_tokens(value, valid)[:, ::repeat])
-        self.tokens += query.shape[0] * query.shape[2] if valid is None else len(valid)
+    def update(self, query: Tensor, key: Tensor, value: Tensor, tokens: Counted) -> None:
+        """Add the `tokens` of query [B, H, T, D], key and value [B, K, T, D]."""
+        repeat, tokens = self.module.kv_repeat, tokens.to(key.device)
+        self.q.update(_tokens(query, tokens.rows), tokens)
+        self.k.update(_tokens(key, tokens.rows)[:, ::repeat], tokens)
+        self.v.update(_tokens(value, tokens.rows)[:, ::repeat], tokens)
+        self.tokens += tokens.tokens
+        self.read += tokens.read
 
     def result(self) -> LayerStats:
         """The statistics, on the CPU."""
         parts = (self.k.result(), self.v.result(), self.q.result())
-        return LayerStats(self.module.layer_idx, self.tokens, *parts, self.module.latent)
+        module = self.module
+        return LayerStats(module.layer_idx, self.tokens, *parts, module.latent, self.read)
 
 
-def _tokens(x: Tensor, valid: Tensor | None) -> Tensor:
+def _tokens(x: Tensor, rows: Tensor | None) -> Tensor:
     # [B, H, T, D] -> [B * T, H, D]: a view, because projections write token by token
     tokens = x.transpose(1, 2).flatten(0, 1)
-    return tokens if valid is None else tokens[valid]
+    return tokens if rows is None else tokens[rows]
 
 
 def _on_grid(total: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import reduce
 from typing import Any, TypeVar
 
 import torch
@@ -56,8 +57,8 @@ class World:
     def check_same(self, what: str, value: Any) -> None:
         """Check that every rank has the same `value`, which JSON can hold; else all fail."""
         mine = json.dumps(value, sort_keys=True, default=str)
-        different = [rank for rank, other in enumerate(self._gather(mine)) if other != mine]
-        if any(self._gather(bool(different))):
+        different = [rank for rank, other in enumerate(self.gather(mine)) if other != mine]
+        if any(self.gather(bool(different))):
             raise InputError(
                 f"the processes have different {what}; start every one with the same command"
             )
@@ -72,7 +73,7 @@ class World:
             failure = str(error)
             if self.size == 1:
                 raise
-        failures = [each for each in self._gather(failure) if each is not None]
+        failures = [each for each in self.gather(failure) if each is not None]
         if failures:
             raise InputError(failures[0])
         return result[0]
@@ -81,7 +82,8 @@ class World:
         """Statistics of all ranks together, on every rank."""
         return stats if self.size == 1 else _reduced(stats)
 
-    def _gather(self, value: Item) -> list[Item]:
+    def gather(self, value: Item) -> list[Item]:
+        """Each rank's `value`, in their order."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
@@ -128,11 +130,20 @@ def _reduced(stats: KVStats) -> KVStats:
     tensors = stats.tensors()
     for field, statistic in STATISTICS.items():
         held = {place: x for place, x in tensors.items() if place[2] == field}
-        reduced = _all_reduced([*held.values()], _REDUCTIONS[statistic.combine])
+        reduced = _all_combined([*held.values()], statistic.combine)
         tensors.update(zip(held, reduced, strict=True))
-    counts = torch.tensor([layer.tokens for layer in stats.layers.values()])
-    (tokens,) = _all_reduced([counts], dist.ReduceOp.SUM)
-    return stats.with_tensors(tensors, tokens.tolist())
+    (counts,) = _all_reduced([torch.tensor(stats.counts())], dist.ReduceOp.SUM)
+    return stats.with_tensors(tensors, counts.tolist())
+
+
+def _all_combined(tensors: list[Tensor], combine: Callable[..., Tensor]) -> list[Tensor]:
+    """Combine each tensor with those of the other ranks, in one message for all."""
+    if combine in _REDUCTIONS or not tensors:
+        return _all_reduced(tensors, _REDUCTIONS.get(combine, dist.ReduceOp.MAX))
+    together = torch.cat(tensors)
+    gathered = [torch.empty_like(together) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, together)
+    return [*torch.split(reduce(combine, gathered), [len(tensor) for tensor in tensors])]
 
 
 def _all_reduced(tensors: list[Tensor], operation: dist.ReduceOp.RedOpType) -> list[Tensor]:

@@ -3,6 +3,8 @@
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from calib.data import Batch
 from calib.errors import CalibrationError, InputError
 from calib.measure.accumulate import RunningLayer
 from calib.measure.attention import AttentionMap, map_attention, observe_qkv
+from calib.measure.counted import counted
 from calib.model.devices import input_device
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats
@@ -76,7 +79,8 @@ def _observe(model: PreTrainedModel, batch: Batch, layers: dict[str, RunningLaye
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return `batch` with its tensors on `device`."""
-    return Batch(batch.input_ids.to(device), batch.attention_mask.to(device), batch.sample_ids)
+    ids, mask = batch.input_ids.to(device), batch.attention_mask.to(device)
+    return replace(batch, input_ids=ids, attention_mask=mask)
 
 
 @contextmanager
@@ -84,11 +88,11 @@ def observing(
     model: PreTrainedModel, batch: Batch, layers: dict[str, RunningLayer], *, last: str | None
 ) -> Iterator[None]:
     """Add Q, K and V of attention calls inside the block to `layers`; leave it after `last`."""
-    valid = batch.attention_mask.flatten().nonzero().squeeze(-1) if batch.has_padding else None
+    tokens = counted(batch)
 
     def sink(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         if name in layers:  # the others read another layer's cache
-            layers[name].update(query, key, value, None if valid is None else valid.to(key.device))
+            layers[name].update(query, key, value, tokens)
         if name == last:
             raise _LastLayerSeen
 
@@ -130,8 +134,13 @@ def _non_finite(
 
 def singles(batch: Batch) -> list[Batch]:
     """The samples of `batch`, each a batch of its own."""
-    rows = enumerate(batch.sample_ids)
-    return [Batch(batch.input_ids[i, None], batch.attention_mask[i, None], (s,)) for i, s in rows]
+    ids, mask, samples = batch.input_ids, batch.attention_mask, batch.sample_ids
+    starts = accumulate(mask.sum(1).tolist(), initial=batch.first_token)
+    return [
+        replace(batch, input_ids=ids[i, None], attention_mask=mask[i, None], sample_ids=(sample,),
+                first_token=start)
+        for i, (sample, start) in enumerate(zip(samples, starts, strict=False))
+    ]  # fmt: skip
 
 
 def blame(found: str | None, batch: Batch) -> CalibrationError:

@@ -28,8 +28,8 @@ from calib.offload.weights import replace_tensor
 
 # one has rows of unequal length, so that the padding mask takes part
 _PROBES = (
-    Batch(torch.tensor([[3, 1, 4], [1, 5, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]]), (0, 1)),
-    Batch(torch.tensor([[9, 2, 6, 5]]), torch.tensor([[1, 1, 1, 1]]), (2,)),
+    Batch(torch.tensor([[3, 1, 4], [1, 5, 0]]), torch.tensor([[1, 1, 1], [1, 1, 0]]), (0, 1), 0),
+    Batch(torch.tensor([[9, 2, 6, 5]]), torch.tensor([[1, 1, 1, 1]]), (2,), 5),
 )
 
 # token ids and positions of the probes are below that, so an embedding needs no more rows

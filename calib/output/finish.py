@@ -16,6 +16,7 @@ from calib.output.in_place import back_up, complete
 from calib.output.placing import OnCopied
 from calib.recipe import Recipe
 from calib.scalefiles.file_names import CALIBRATION_FILE, STATS_FILE
+from calib.scales.cover import clipped_tokens
 from calib.scales.derive import derive_scales
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
@@ -48,6 +49,7 @@ class Result:
     backup: Path | None = None  # of the files that were replaced in place
     flags: dict[FormatName, str] = field(default_factory=dict)  # that serving needs besides
     seconds: dict[str, float] = field(default_factory=dict)  # load, calibrate, write
+    notes: list[str] = field(default_factory=list)  # what was read, and what to expect
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -65,6 +67,7 @@ class Result:
             "tokens_per_second": self.tokens_per_second,
             "layers": [asdict(layer) for layer in self.layers],
             "warnings": self.warnings,
+            "expected": self.notes,
             "backup": self.backup and str(self.backup),
             "notes": {name: FORMATS[name].note for name in self.directories},
         }
@@ -95,30 +98,37 @@ def finish(
     destination: Destination,
     dataset: dict[str, Any],
     warnings: Sequence[str] = (),
+    notes: Sequence[str] = (),
     *,
     threads: int | None,
     origin: Mapping[str, Any] | None = None,
 ) -> Result:
     """Derive the scales that `recipe` asks for and write them, all or nothing.
 
+    `notes` are on the data, and `warnings` too; the result says what to expect besides.
     `threads` computed on a CPU in each process; None: not known, or not the same in all runs.
     `origin` is the report's facts about the model that was measured, where it is not `model_name`.
     """
     scales = derive_scales(stats, recipe)
     exports = make_exports(scales, checkpoint, recipe)
-    notes = (note for made in exports.values() for note in made.notes)
+    of_formats = (note for made in exports.values() for note in made.notes)
     doubts = tuple(doubt for made in exports.values() for doubt in made.doubts)
-    warned = [*dict.fromkeys([*warnings, *warnings_for(stats, scales, recipe), *notes, *doubts])]
+    of_scales = warnings_for(stats, scales, recipe)
+    warned = [*dict.fromkeys([*warnings, *of_scales, *of_formats, *doubts])]
     layers = summarize(stats, scales)
+    expected = clipped_tokens(stats, scales)
+    notes = [*notes, *([expected.line] if expected else [])]
     report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned, threads)
+    report |= {"expected": notes, "clip_chance": expected and expected.by_layer}
     report |= origin or {"marks": marks_or_none(checkpoint, stats.layers)}
     parts = {name: name if len(exports) > 1 else "" for name in exports}
     directories = {name: destination.path / part for name, part in parts.items()}
     backup = _write(exports, parts, report, checkpoint, recipe, stats, destination)
     flags = {name: made.flags for name, made in exports.items()}
     return Result(
-        destination.path, directories, recipe, stats.tokens, layers, warned, doubts, backup, flags
-    )
+        destination.path, directories, recipe, stats.tokens, layers, warned, doubts, backup, flags,
+        notes=notes,
+    )  # fmt: skip
 
 
 def _write(

@@ -231,7 +231,8 @@ def _choose(
     if purpose == "int8":
         return factors_for_int8(stats, model, modules, any_factor=any_factor)
     # nothing that was measured saturates: observers and headroom that clip are for scales
-    headroom = max(1.0, report["recipe"].get("headroom", 1.0))
+    headroom = report["recipe"].get("headroom", 1.0)
+    headroom = headroom if headroom == "auto" else max(1.0, headroom)
     fixed = {"strategy": "attn_head", "center_keys": False, "fp8_dtype": _fp8_type(report)}
     fixed |= {"headroom": headroom, "observer": {"name": "absmax"}}
     recipe = load_recipe(None, report["recipe"] | fixed)

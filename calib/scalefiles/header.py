@@ -47,6 +47,25 @@ class Entry:
 
 def read_header(path: Path) -> dict[str, Entry]:
     """The tensors of a safetensors file, by name; an InputError where they do not fit the file."""
+    header, data, size = _read_object(path)
+    header.pop("__metadata__", None)
+    try:
+        entries = {name: _entry(fields, data) for name, fields in header.items()}
+        _check_layout(entries.values(), data, size)
+    except ValueError as error:
+        raise InputError(f"the header of '{path}' is damaged: {error}; download it again") from None
+    return entries
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What the writer of a safetensors file has noted in its header."""
+    found = _read_object(path)[0].get("__metadata__")
+    found = found if isinstance(found, dict) else {}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
+def _read_object(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header; where its data begins, and where the file ends."""
     size = regular_size(path)
     try:
         with path.open("rb") as file:
@@ -59,14 +78,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             text = file.read(length)
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror}") from None
-    header = parse_object(text, f"the header of '{path}'")
-    header.pop("__metadata__", None)
-    try:
-        entries = {name: _entry(fields, 8 + length) for name, fields in header.items()}
-        _check_layout(entries.values(), 8 + length, size)
-    except ValueError as error:
-        raise InputError(f"the header of '{path}' is damaged: {error}; download it again") from None
-    return entries
+    return parse_object(text, f"the header of '{path}'"), 8 + length, size
 
 
 def read_values(path: Path, entry: Entry) -> list[float]:

@@ -30,7 +30,9 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
         strategy=recipe.strategy,
         observer=recipe_observer(recipe),
         fp8_dtype=recipe.fp8_dtype,
-        headroom=recipe.headroom,
+        headroom=1.0 if recipe.headroom == "auto" else recipe.headroom,
+        clip_chance=recipe.clip_chance if recipe.headroom == "auto" else None,
+        rounding=recipe.scale_rounding,
         targets=recipe.targets,
         center_keys=recipe.center_keys,
     )

@@ -1,20 +1,23 @@
 """Statistics of a calibration at the finest granularity, from which scales are derived.
 
-Every entry merges by max or by sum, so batches, processes and runs combine in any order.
+Every entry merges by max or by sum, so batches and processes combine in any order.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from calib.choices import FP8Name, Strategy, Targets
-from calib.errors import CalibrationError, InputError
-from calib.scalefiles.reading import is_usable
-from calib.scales.observers import Observer, group_amax
+from calib.choices import FP8Name, ScaleRounding, Strategy, Targets
+from calib.errors import InputError
+from calib.scalefiles.places import LayerPlaces, TensorPlaces
+from calib.scales.curve import moved
+from calib.scales.observers import Observer
+from calib.scales.one_scale import Deriving, centered, check_one_scale
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
+from calib.scales.tail import Tail, headroom_for, largest
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 
@@ -24,6 +27,9 @@ class Merge(NamedTuple):
     dtype: torch.dtype
     combine: Callable[..., Tensor]
 
+
+# module name; "k", "v" or "q"; field of `TensorStats`
+Place = tuple[str, str, str]
 
 # for tables and reports
 LATENT_NOTE = (
@@ -37,7 +43,12 @@ STATISTICS = {
     "total": Merge(torch.float64, torch.add),
     "low": Merge(torch.float32, torch.minimum),
     "high": Merge(torch.float32, torch.maximum),
+    "curve": Merge(torch.float32, torch.maximum),
+    "positions": Merge(torch.float32, torch.maximum),
+    "tail": Merge(torch.float32, largest),
 }
+# made of every token's largest; of K and V alone, and not in old files
+PER_TOKEN = ("curve", "positions", "tail")
 
 
 @dataclass(frozen=True)
@@ -49,6 +60,14 @@ class TensorStats:
     total: Tensor | None = None  # [H, D] float64, sum over tokens: the mean is total / tokens
     low: Tensor | None = None  # [H, D] float32, the smallest signed value; with `total`
     high: Tensor | None = None  # [H, D] float32, the largest
+    # of K and V: the largest magnitude of each bucket of tokens, see `calib.scalefiles.places`
+    curve: Tensor | None = None  # [H, BUCKETS] float32, by index among all tokens of the run
+    positions: Tensor | None = None  # [H, POSITION_BUCKETS] float32, by position in the sample
+    tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
+
+    def for_scale(self) -> tuple[Tensor, Tensor | None]:
+        """What a scale is derived from."""
+        return self.amax, self.histogram
 
 
 @dataclass(frozen=True)
@@ -61,13 +80,38 @@ class LayerStats:
     v: TensorStats  # H = num_kv_heads
     q: TensorStats  # H = num_heads
     latent: bool = False  # K is the compressed latent, V the rotated k_pe (MLA): H = 1
+    read: int | None = None  # tokens, with those that no statistic counts; None: `tokens`
+
+    @property
+    def tokens_read(self) -> int:
+        """How many tokens of the run the curve's buckets divide."""
+        return self.tokens if self.read is None else self.read
+
+    def tails(self, strategy: Strategy) -> list[Tail]:
+        """K's and V's, or that of latents; an InputError where there are none, or few tokens."""
+        parts = [self.jointly()] if self.latent else [self.k, self.v]
+        found = [part.tail for part in parts if part.tail is not None]
+        if len(found) < len(parts):
+            raise InputError("these statistics are old and hold no tails; calibrate again")
+        per_head = strategy == "attn_head"
+        return [Tail.of(tail, self.tokens, per_head=per_head) for tail in found]
+
+    def centered_keys(self) -> tuple[Tensor, Tensor]:
+        """K's mean per channel, and the amax of what is left of K; see `centered`."""
+        return centered(self.k.total, self.k.low, self.k.high, self.tokens)
 
     def jointly(self) -> TensorStats:
         """K and V as one tensor of one head: of a latent and its k_pe, which share a scale."""
         amax = torch.cat([each.amax.flatten() for each in (self.k, self.v)])[None]
-        if self.k.histogram is None or self.v.histogram is None:
-            return TensorStats(amax)
-        return TensorStats(amax, self.k.histogram + self.v.histogram)
+        return TensorStats(
+            amax,
+            **{
+                field: STATISTICS[field].combine(one, other)
+                for field in ("histogram", *PER_TOKEN)
+                if (one := getattr(self.k, field)) is not None
+                and (other := getattr(self.v, field)) is not None
+            },
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +123,7 @@ class KVStats:
 
     @property
     def tokens(self) -> int:
-        """Tokens seen by each layer, padding excluded."""
+        """Tokens counted by each layer: without padding and the first ones that are skipped."""
         return max((layer.tokens for layer in self.layers.values()), default=0)
 
     @property
@@ -87,8 +131,20 @@ class KVStats:
         """Whether a layer caches a latent instead of K and V per head (MLA)."""
         return any(layer.latent for layer in self.layers.values())
 
-    def tensors(self) -> dict[tuple[str, str, str], Tensor]:
-        """Every tensor by (module name, "k", "v" or "q", field of `TensorStats`)."""
+    def places(self) -> list[LayerPlaces]:
+        """Where the largest K and V of each layer were; empty if that is not known."""
+
+        def of(x: TensorStats) -> TensorPlaces:
+            return TensorPlaces(*(getattr(x, field).tolist() for field in ("curve", "positions")))
+
+        return [
+            LayerPlaces(layer.layer_idx, layer.tokens_read, of(layer.k), of(layer.v))
+            for layer in self.layers.values()
+            if layer.k.curve is not None and layer.v.curve is not None
+        ]
+
+    def tensors(self) -> dict[Place, Tensor]:
+        """Every tensor by its place."""
         return {
             (name, which, field): tensor
             for name, layer in self.layers.items()
@@ -97,30 +153,54 @@ class KVStats:
             if (tensor := getattr(getattr(layer, which), field)) is not None
         }
 
+    def counts(self) -> list[tuple[int, int]]:
+        """How many tokens each layer counted, and how many were read."""
+        return [(layer.tokens, layer.tokens_read) for layer in self.layers.values()]
+
     def with_tensors(
-        self, tensors: Mapping[tuple[str, str, str], Tensor], tokens: Iterable[int]
+        self, tensors: Mapping[Place, Tensor], counts: Iterable[Sequence[int]]
     ) -> "KVStats":
-        """The same modules with other `tensors` and one count of `tokens` each."""
+        """The same modules with other `tensors` and `counts`."""
         layers = {}
-        for (name, layer), count in zip(self.layers.items(), tokens, strict=True):
+        for (name, layer), (tokens, read) in zip(self.layers.items(), counts, strict=True):
             k, v, q = (
                 TensorStats(**{at[2]: x for at, x in tensors.items() if at[:2] == (name, which)})
                 for which in "kvq"
             )
-            layers[name] = replace(layer, tokens=count, k=k, v=v, q=q)
+            layers[name] = replace(layer, tokens=tokens, read=read, k=k, v=v, q=q)
         return KVStats(layers, self.shared)
 
     def merge(self, other: "KVStats") -> "KVStats":
-        """Combine with statistics of other data; an InputError if they are of another model."""
+        """Combine with other tokens of the same run; an InputError if they are of another model.
+
+        Curve and positions are dropped if one of the two has none.
+        """
         mine, others = self.tensors(), other.tensors()
+        for one, another in ((mine, others), (others, mine)):
+            for at in [at for at in one if at[2] in PER_TOKEN and at not in another]:
+                del one[at]
         if {at: x.shape for at, x in mine.items()} != {at: x.shape for at, x in others.items()}:
             raise InputError(
                 "these statistics are of different models or observers: modules, head shapes or "
                 "what was collected differ; merge only runs of one model with the same options"
             )
         merged = {at: STATISTICS[at[2]].combine(x, others[at]) for at, x in mine.items()}
-        tokens = (self.layers[name].tokens + other.layers[name].tokens for name in self.layers)
-        return self.with_tensors(merged, tokens)
+        layers = ((layer, other.layers[name]) for name, layer in self.layers.items())
+        counts = [(a.tokens + b.tokens, a.tokens_read + b.tokens_read) for a, b in layers]
+        return self.with_tensors(merged, counts)
+
+    def join(self, other: "KVStats") -> "KVStats":
+        """Combine with another run, as if its tokens had been read after those of this one.
+
+        All is as `merge` would have it, but the curve. Of the other run it is known by buckets,
+        which lie elsewhere now; see `moved`: an amax is never said to be reached too early.
+        """
+        tensors = other.tensors()
+        for at in tensors:
+            if at[2] == "curve" and at[0] in self.layers:
+                before, count = (stats.layers[at[0]].tokens_read for stats in (self, other))
+                tensors[at] = moved(tensors[at], before, count)
+        return self.merge(other.with_tensors(tensors, other.counts()))
 
     def scales(
         self,
@@ -129,116 +209,42 @@ class KVStats:
         observer: Observer,
         fp8_dtype: FP8Name = "e4m3fn",
         headroom: float = 1.0,
+        clip_chance: float | None = None,
+        rounding: ScaleRounding = "none",
         targets: Targets = "kv",
         center_keys: bool = False,
     ) -> KVScales:
         """Derive scales: `amax * headroom / fp8_max`, float32, finite and > 0.
 
+        With a `clip_chance` the headroom of each layer is the smallest >= 1 by which a new token
+        has a value of K or V beyond the scales with that chance; see `calib.scales.tail`.
         With `center_keys` K's are for what is left of K without its mean per channel, `k_center`.
 
         Raises:
             CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at the ends.
-            InputError: keys are to be centred and their means were not collected; a layer that
-                caches a latent is to have more than its one scale.
+            InputError: means were not collected and keys are to be centred; a latent is to have
+                more than its one scale; too few tokens, or no tails, for a `clip_chance`.
         """
         if self.latent:
             check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
 
-        how = _Deriving(strategy, observer, headroom, fp8_max(FP8_DTYPES[fp8_dtype]))
+        given = Deriving(strategy, observer, headroom, fp8_max(FP8_DTYPES[fp8_dtype]), rounding)
 
         def layer(name: str, seen: LayerStats) -> LayerScales:
+            how = given
+            if clip_chance is not None:
+                how = replace(given, headroom=headroom_for(seen.tails(strategy), clip_chance))
             if seen.latent:
-                both = how.scale(seen.jointly(), f"{name} latent and k_pe")
+                both = how.scale(*seen.jointly().for_scale(), f"{name} latent and k_pe")
                 return LayerScales(seen.layer_idx, k=both, v=both, latent=True)
-            center, left = centered(seen) if center_keys else (None, None)
+            center, left = seen.centered_keys() if center_keys else (None, None)
             return LayerScales(
                 seen.layer_idx,
-                k=how.scale(seen.k, f"{name} K", left),
-                v=how.scale(seen.v, f"{name} V"),
-                q=how.scale(seen.q, f"{name} Q") if targets == "qkv" else None,
+                k=how.scale(*seen.k.for_scale(), f"{name} K", left),
+                v=how.scale(*seen.v.for_scale(), f"{name} V"),
+                q=how.scale(*seen.q.for_scale(), f"{name} Q") if targets == "qkv" else None,
                 k_center=center,
             )
 
         layers = {name: layer(name, seen) for name, seen in self.layers.items()}
         return KVScales(strategy, fp8_dtype, layers, self.shared)
-
-
-@dataclass(frozen=True)
-class _Deriving:
-    """How scales are made of statistics."""
-
-    strategy: Strategy
-    observer: Observer
-    headroom: float
-    limit: float  # the largest FP8 value
-
-    def scale(self, tensor: TensorStats, where: str, left: Tensor | None = None) -> Tensor:
-        """The scale of `tensor`, or of what is `left` [H, D] of it; errors name it by `where`."""
-        strategy, observer = self.strategy, self.observer
-        _check(tensor.amax, where)
-        # before an observer divides by it
-        self._checked(_cover_dead(group_amax(tensor.amax, strategy), strategy), where)
-        amax = _cover_dead(observer.amax(tensor.amax, tensor.histogram, strategy), strategy)
-        if left is not None:  # nothing is left of a constant
-            rest = observer.amax(left, None, strategy)
-            amax = torch.where(rest > 0, rest, amax)
-        return self._checked(amax, where)
-
-    def _checked(self, amax: Tensor, where: str) -> Tensor:
-        found = amax.float() * self.headroom / self.limit
-        if not is_usable(found.flatten().tolist()):
-            raise CalibrationError(
-                f"{where}: a scale would be {float(found.min()):.3g} or "
-                f"{float(found.max()):.3g}, which no engine loads; check the weights"
-            )
-        return found
-
-
-def check_one_scale(*, strategy: Strategy, targets: Targets, center_keys: bool) -> None:
-    """Refuse, for a model that caches latents (MLA), what its one scale per layer cannot be."""
-    given = [
-        strategy != "tensor" and f"--strategy {strategy}",
-        targets != "kv" and f"--targets {targets}",
-        center_keys and "--center-keys",
-    ]
-    if wrong := next(filter(None, given), None):
-        raise InputError(
-            f"{wrong}: this model caches one latent per token and layer (MLA), of which engines "
-            "make K and V of all heads, and they hold one scale for it; use --strategy tensor "
-            "--targets kv, without --center-keys"
-        )
-
-
-def centered(layer: LayerStats) -> tuple[Tensor, Tensor]:
-    """K's mean per channel, and the amax of K without that mean: [K, D] each.
-
-    Softmax does not see what is subtracted from every key. What is left has to be exact: the first
-    token's key, far from the mean, is often that extreme, is seen by every query, and at exactly
-    the largest magnitude FP8 rounds it to itself. An InputError if means were not collected.
-    """
-    k = layer.k
-    if k.total is None or k.low is None or k.high is None:
-        raise InputError("these statistics hold no means of K; calibrate with --center-keys")
-    mean = (k.total / layer.tokens).float()
-    return mean, torch.maximum(k.high - mean, mean - k.low)
-
-
-def dead_groups(amax: Tensor, strategy: Strategy) -> int:
-    """How many heads (attn_head) or channels (channel) of `amax` [H, D] saw only zeros."""
-    return int((group_amax(amax, strategy) == 0).sum())
-
-
-def _check(amax: Tensor, where: str) -> None:
-    if not torch.isfinite(amax).all():
-        raise CalibrationError(f"{where}: NaN or Inf was seen, so no scale can be derived")
-    if not (amax > 0).any():
-        raise CalibrationError(
-            f"{where}: only zeros were seen, so no scale can be derived; "
-            "check the weights, or calibrate on other data"
-        )
-
-
-def _cover_dead(amax: Tensor, strategy: Strategy) -> Tensor:
-    # a head or channel that is always zero may hold anything tomorrow: it takes the largest scale
-    # of its layer, and the summary warns about it
-    return torch.where(amax > 0, amax, amax.amax()) if strategy != "tensor" else amax

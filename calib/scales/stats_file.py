@@ -1,8 +1,9 @@
 """`fp8kv_stats.safetensors`: the statistics that travel with a checkpoint.
 
-Tensors are named `<module>.<k|v|q>.<amax|histogram|total|low|high>`; `latent` and `k_pe` stand for
-`k` and `v` where these are cached (MLA). The header's metadata holds, as JSON, each module's layer
-index and token count, and which modules share another's cache.
+Tensors are named `<module>.<k|v|q>.<field>`, a field of `calib.scales.stats.TensorStats`; `latent`
+and `k_pe` stand for `k` and `v` where these are cached (MLA). The header's metadata holds, as JSON,
+of each module its layer index, the tokens it counted and those it read, and which modules share
+another's cache. Version 1 has no `curve`, `positions`, `tail` and `read`.
 """
 
 import json
@@ -10,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -19,11 +21,21 @@ from calib.errors import InputError
 from calib.scalefiles.calibrations import statistics_file
 from calib.scalefiles.file_names import STATS_FILE
 from calib.scalefiles.json import parse_object
+from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.observers import NUM_BINS
 from calib.scales.scales import SharedAttention
-from calib.scales.stats import STATISTICS, KVStats, LayerStats, TensorStats
+from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats
+from calib.scales.tail import TAIL
 
 _KEY = "fp8kv_stats"
+_VERSION = 2
+_PER_TOKEN = "curve, positions and tail"
+_COLUMNS = {
+    "histogram": NUM_BINS,
+    "curve": BUCKETS,
+    "positions": POSITION_BUCKETS,
+    "tail": TAIL,
+}
 
 
 def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = None) -> None:
@@ -33,12 +45,12 @@ def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = 
         for (name, which, field), tensor in stats.tensors().items()
     }
     modules = {
-        name: {"layer_idx": layer.layer_idx, "tokens": layer.tokens}
+        name: {"layer_idx": layer.layer_idx, "tokens": layer.tokens, "read": layer.tokens_read}
         for name, layer in stats.layers.items()
     }
     shared = {name: asdict(module) for name, module in stats.shared.items()}
     # one key, because safetensors writes several in an order that changes from run to run
-    facts = {"version": 1, "modules": modules, "shared": shared, "progress": progress}
+    facts = {"version": _VERSION, "modules": modules, "shared": shared, "progress": progress}
     save_tensors(tensors, path, {_KEY: json.dumps(facts)})
 
 
@@ -71,6 +83,13 @@ class _Strict(BaseModel):
 class _Module(_Strict):
     layer_idx: int = Field(ge=0)
     tokens: int = Field(ge=1, lt=2**63)
+    read: int | None = Field(None, lt=2**63)
+
+    @model_validator(mode="after")
+    def _counted_tokens_were_read(self) -> "_Module":
+        if self.read is not None and self.read < self.tokens:
+            raise ValueError(f"{self.tokens} tokens counted and {self.read} read")
+        return self
 
 
 class _Shared(_Strict):
@@ -98,8 +117,10 @@ class _Facts(_Strict):
 
 def _facts(text: str, where: str) -> _Facts:
     document = parse_object(text.encode(), f"the metadata of {where}")
-    if type(document.get("version")) is not int or document["version"] != 1:
-        raise InputError(f"{where} is not a {STATS_FILE} of this version")
+    if type(document.get("version")) is not int or document["version"] not in (1, _VERSION):
+        raise InputError(
+            f"{where} is not a {STATS_FILE} of a version that this fp8kv reads, 1 or {_VERSION}"
+        )
     try:
         return _Facts.model_validate(document)
     except ValidationError as error:
@@ -122,22 +143,42 @@ def _layer(name: str, facts: _Module, tensors: dict[str, Tensor], where: str) ->
         if (amax < 0).any():
             raise _damaged(where, f"{name}.{which}.amax is below zero")
         for field, tensor in found.items():
-            shape = (len(amax), NUM_BINS) if field == "histogram" else amax.shape
+            shape = (len(amax), _COLUMNS.get(field, amax.shape[1]))
             dtype = STATISTICS[field].dtype
             if tensor is not None and (tensor.dtype, tensor.shape) != (dtype, shape):
                 got = f"{tensor.dtype} {[*tensor.shape]}"
                 raise _damaged(where, f"{name}.{which}.{field} is {got}, not {dtype} {[*shape]}")
         if len({found[field] is None for field in ("total", "low", "high")}) > 1:
             raise _damaged(where, f"{name}.{which} needs total, low and high, or none of them")
+        if problem := _misplaced(amax, [found[field] for field in PER_TOKEN]):
+            raise _damaged(where, f"{name}.{which}: {problem}")
         return TensorStats(**found)  # type: ignore[arg-type]
 
     parts = (read("k"), read("v"), read("q"))
-    layer = LayerStats(facts.layer_idx, facts.tokens, *parts, latent)
+    layer = LayerStats(facts.layer_idx, facts.tokens, *parts, latent, facts.read)
     if len(layer.k.amax) != len(layer.v.amax):
         raise _damaged(where, f"{name} has other heads in K than in V")
+    if layer.q.curve is not None or (layer.k.curve is None) != (layer.v.curve is None):
+        raise _damaged(where, f"{name} needs {_PER_TOKEN} of K and V alone, or none")
     if layer.latent and len(layer.k.amax) != 1:
         raise _damaged(where, f"{name} has {len(layer.k.amax)} heads, a latent has one")
     return layer
+
+
+def _misplaced(amax: Tensor, places: list[Tensor | None]) -> str | None:
+    """What is wrong with the largest magnitudes by place, which are those of `amax` together."""
+    held = [each for each in places if each is not None]
+    if 0 < len(held) < len(PER_TOKEN):
+        return f"needs {_PER_TOKEN}, or none of them"
+    for field, largest in zip(PER_TOKEN, held, strict=False):
+        if (largest < 0).any():
+            return f"{field} is below zero"
+        both = (largest.amax(1), amax.amax(1))
+        if not torch.allclose(*both, rtol=0, atol=0, equal_nan=True):
+            return f"the largest of {field} is not the amax of its head"
+        if field == "tail" and (largest.diff(dim=1) > 0).any():
+            return "tail is not in descending order"
+    return None
 
 
 def _called(letter: str, latent: bool) -> str:

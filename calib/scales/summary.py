@@ -7,11 +7,16 @@ from torch import Tensor
 
 from calib.choices import Strategy
 from calib.recipe import Recipe
+from calib.scalefiles.places import LayerPlaces, first_of, middle_of
+from calib.scales.one_scale import dead_groups
 from calib.scales.scales import KVScales, LayerScales
-from calib.scales.stats import LATENT_NOTE, KVStats, LayerStats, centered, dead_groups
+from calib.scales.stats import LATENT_NOTE, KVStats, LayerStats
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 OUTLIER_HEAD = 20  # times the median of the other heads
+GREW = 0.05  # share of growth in about the last half of the tokens
+TOKENS_TO_GROW = 1024  # fewer say nothing of growth
+OUTLIER_FIRST_TOKEN = 2  # times the amax of all other tokens: a bit of the FP8 range
 
 _MANY = 6  # layers named in a warning before it only counts them
 
@@ -48,6 +53,7 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
             ]
             if layers:
                 found.append(text.format(which.upper(), _layers(layers)))
+    found += _of_places(stats.places(), scales.strategy)
     if recipe.observer.name == "percentile":
         found.append(
             "observer percentile clips the largest K, which is known to hurt: "
@@ -60,8 +66,34 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
     return found
 
 
+def _of_places(places: list[LayerPlaces], strategy: Strategy) -> list[str]:
+    """Whether amax would have grown with more tokens, and whether first tokens alone set it."""
+    found = []
+    for which in ("k", "v"):
+        grew, first = {}, {}
+        for layer in places:
+            x, middle = getattr(layer, which), middle_of(layer.read)
+            if layer.read >= TOKENS_TO_GROW:
+                grew[layer.layer] = x.grew(middle, per_head=strategy != "tensor")
+            first[layer.layer] = x.first_tokens.ratio
+        if named := [layer for layer, share in grew.items() if share > GREW]:
+            read = places[0].read
+            found.append(
+                f"{which.upper()}: still grew by up to {max(grew.values()):.0%} in the last "
+                f"{read - first_of(middle_of(read)):,} of {read:,} tokens in {_layers(named)}; "
+                "calibrate on more text"
+            )
+        if named := [layer for layer, ratio in first.items() if ratio >= OUTLIER_FIRST_TOKEN]:
+            found.append(
+                f"{which.upper()}: the first token of a sample is up to "
+                f"{max(first.values()):.0f}x all others in {_layers(named)}, and alone sets their "
+                "scale; `fp8kv inspect` shows what it would be without"
+            )
+    return found
+
+
 def _row(name: str, stats: LayerStats, scales: LayerScales, limit: float) -> LayerSummary:
-    stored_k = stats.k.amax if scales.k_center is None else centered(stats)[1]
+    stored_k = stats.k.amax if scales.k_center is None else stats.centered_keys()[1]
     return LayerSummary(
         module=name,
         layer_idx=stats.layer_idx,

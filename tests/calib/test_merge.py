@@ -10,6 +10,11 @@ from families import save_model, tiny_model
 from quantized_models import edit_json
 from safetensors.torch import load_file
 
+from calib.scalefiles.file_names import STATS_FILE
+from calib.scales.curve import moved
+from calib.scales.stats import PER_TOKEN
+from calib.scales.stats_file import load_stats, save_stats
+
 COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu")
 LENGTHS = ("--seq-len", 24, "--batch-size", 1)
 
@@ -44,6 +49,15 @@ def halves(model, texts, tmp_path_factory):
     return [calibrated(model, texts / f"{name}.jsonl", out / name) for name in "ab"]
 
 
+def assert_joined(merged, halves):
+    """The second run's tokens come after the first's, and the last amax is that of both."""
+    first, second, joined = map(load_stats, (*halves, merged))
+    layers = zip(*(stats.layers.values() for stats in (first, second, joined)), strict=True)
+    for a, b, both in layers:
+        assert torch.equal(both.k.curve, torch.maximum(a.k.curve, moved(b.k.curve, 96, 144)))
+        assert torch.equal(both.k.curve.amax(1), both.k.amax.amax(1))
+
+
 def test_two_runs_are_one(model, texts, halves, tmp_path):
     calibrated(model, texts / "all.jsonl", tmp_path / "whole")
     done = fp8kv("merge", *halves, "-o", tmp_path / "merged")
@@ -52,7 +66,9 @@ def test_two_runs_are_one(model, texts, halves, tmp_path):
     for file in ("fp8kv_stats.safetensors", "model-fp8kv-scales.safetensors"):
         expected, found = (load_file(tmp_path / name / file) for name in ("whole", "merged"))
         assert expected.keys() == found.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        others = [name for name in expected if not name.endswith(".curve")]
+        assert all(torch.equal(found[name], expected[name]) for name in others)
+    assert_joined(tmp_path / "merged", halves)
     report = json.loads((tmp_path / "merged/fp8kv_calibration.json").read_text())
     assert (report["dataset"]["samples"], report["dataset"]["tokens"]) == (10, 240)
     # a merged output merges again
@@ -91,6 +107,24 @@ def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path
     one_line_error(fp8kv("merge", a, b, *out), "cannot read statistics")
     broken.write_bytes(whole)
     assert not (tmp_path / "merged").exists()
+    options = ("--set", "data.skip_first=1")
+    skipped = calibrated(model, texts / "b.jsonl", tmp_path / "skipped", *options)
+    message = "captured with different data.skip_first (0, 1)"
+    one_line_error(fp8kv("merge", a, skipped, *out), message)
+
+
+def test_runs_without_a_curve_merge_and_have_none(halves, tmp_path):
+    a, b = (shutil.copytree(half, tmp_path / half.name) for half in halves)
+    stats = load_stats(b)
+    tensors = {at: x for at, x in stats.tensors().items() if at[2] not in PER_TOKEN}
+    (b / STATS_FILE).unlink()
+    save_stats(stats.with_tensors(tensors, stats.counts()), b / STATS_FILE)
+    for order in ((a, b), (b, a)):
+        done = fp8kv("merge", *order, "-o", tmp_path / "merged", "--overwrite")
+        assert done.exit_code == 0, done.stderr
+        merged = load_stats(tmp_path / "merged")
+        assert merged.tensors().keys() == tensors.keys()
+        assert merged.tokens == 240
 
 
 def with_threads(directory, count, out):

@@ -49,6 +49,7 @@ def charts(report: Report) -> dict[str, Any]:
         "layers": _layer_chart(report),
         "search": _search_chart(report),
         "heads": _head_chart(report),
+        "growth": _growth_chart(report),
         "histograms": shown,
         "folded": folded,
     }
@@ -144,6 +145,20 @@ def _head_chart(report: Report) -> Chart | None:
         "Layers from left to right; the largest |x| of each KV head, and the relative RMS error "
         f"of each head's output with '{report.subject}'. Text: {_documents(report)}.",
     )
+
+
+def _growth_chart(report: Report) -> Chart | None:
+    """How amax grew in the calibration of this evaluation; None where that is not known."""
+    if not any(layer.growth for layer in report.layers):
+        return None
+    tokens = report.data.calibration_tokens
+    caption = (
+        f"The amax of K and V by the number of tokens that the calibration has read, {tokens:,} "
+        "in all, as a share of the last: a line per layer, and the median of the layers. Lines "
+        "that still rise at the right end ask for more text."
+    )
+    label = "Line chart: amax against tokens. " + caption
+    return Chart(plots.growth(report.layers), label, caption)
 
 
 def _histogram_charts(report: Report) -> tuple[list[Chart], list[Chart]]:

@@ -14,7 +14,8 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from calib.eval.schema import Row
+from calib.eval.schema import Layer, Row
+from calib.scalefiles.plot import draw_growth
 
 _STYLES = Path(__file__).parent
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
@@ -115,6 +116,24 @@ def layers_alone(kl: dict[int, float], skipped: set[int]) -> Picture:
         axes.grid(visible=False, axis="x")
         axes.margins(x=0.02)
         axes.set(xlabel="layer", ylabel="KL, nats per token")
+
+    return draw(_SIZE, paint)
+
+
+def growth(layers: list[Layer]) -> Picture:
+    """Amax of K and V over the tokens of the calibration, a line per layer and their median."""
+    known = [layer.growth for layer in layers if layer.growth]
+    lines: dict[str, list[list[tuple[int, float]]]] = {
+        "k": [each["k"] for each in known],
+        "v": [each["v"] for each in known],
+    }
+
+    def paint(figure: Figure) -> None:
+        axes = figure.subplots()
+        draw_growth(axes, lines, {"k": "C1", "v": "C2"})
+        axes.xaxis.set_major_formatter(lambda count, _: _tokens(round(count)))
+        axes.yaxis.set_major_formatter(_percent)
+        axes.tick_params(which="minor", length=0)
 
     return draw(_SIZE, paint)
 

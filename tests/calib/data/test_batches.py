@@ -7,6 +7,7 @@ import torch
 
 from calib.data import make_batches, resolve_batch_size
 from calib.data.batches import shared_batch_size
+from calib.errors import InputError
 from calib.recipe import DataRecipe
 
 PAD = 99
@@ -28,7 +29,7 @@ def test_rows_are_padded_on_the_right_and_masked():
 
 def test_equal_lengths_fill_batches_in_sample_order_without_padding():
     batches = make_batches(samples_of(4, 4, 4, 4, 4), batch_size=2, pad_id=PAD)
-    assert [batch.sample_ids for batch in batches] == [(0, 1), (2, 3), (4,)]
+    assert sorted(batch.sample_ids for batch in batches) == [(0, 1), (2, 3), (4,)]
     assert not any(batch.has_padding for batch in batches)
 
 
@@ -52,6 +53,38 @@ def test_every_sample_is_in_one_batch_and_padding_stays_low():
         assert 1 - batch.num_tokens / batch.input_ids.numel() < 0.05
         for row, i in enumerate(batch.sample_ids):
             assert batch.input_ids[row][batch.attention_mask[row].bool()].tolist() == samples[i]
+
+
+def test_the_largest_batch_is_first_and_the_seed_orders_the_others():
+    samples = samples_of(*range(30, 60))
+    orders = {}
+    for seed in (1, 2, 1):
+        batches = make_batches(samples, 1, PAD, seed=seed)
+        order = [batch.sample_ids[0] for batch in batches]
+        assert order[0] == 29
+        assert sorted(order) == [*range(30)]
+        assert orders.setdefault(seed, order) == order
+    assert orders[1] != orders[2]
+    for order in orders.values():
+        assert order[1:] != sorted(order[1:], reverse=True)
+
+
+def test_the_first_token_of_a_batch_is_counted_by_the_real_ones_before_it():
+    batches = make_batches(samples_of(40, 39, 20, 10, 9, 1), 2, PAD)
+    assert any(batch.has_padding for batch in batches)
+    read = 0
+    for batch in batches:
+        assert batch.first_token == read
+        read += sum(map(len, (row[row != PAD] for row in batch.input_ids)))
+    assert read == 119
+
+
+def test_samples_that_are_skipped_whole_are_not_read():
+    batches = make_batches(samples_of(3, 2, 8, 4), 1, PAD, skip_first=3)
+    assert sorted(batch.sample_ids for batch in batches) == [(2,), (3,)]
+    assert {batch.skip_first for batch in batches} == {3}
+    with pytest.raises(InputError, match=r"data.skip_first 8 leaves nothing.* has 8 tokens; set"):
+        make_batches(samples_of(3, 8), 1, PAD, skip_first=8)
 
 
 def test_no_samples_make_no_batches():

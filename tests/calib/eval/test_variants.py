@@ -1,14 +1,21 @@
 """What the variants are made of."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from families import FAMILIES, save_model, tiny_model
 
 from calib.data import make_batches
+from calib.errors import InputError
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.variants import BUILT_IN, REFERENCE, build_variants
 from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
+from calib.scales.first_tokens import without_first_tokens
+from calib.scales.observers import AbsMax
+from calib.scales.stats import KVStats, TensorStats
 from fp8kv_runtime.hf import swap_attention
 
 SAMPLES = [list(range(1 + i, 40 + i)) for i in range(3)]
@@ -40,6 +47,42 @@ def test_centred_scales_cover_exactly_what_is_left_of_k():
         left = (keys[layer.layer_idx] - mean).abs().amax(0)
         torch.testing.assert_close(layer.k_center, mean)
         torch.testing.assert_close(layer.k * 448, left)
+
+
+def test_rest_has_the_scales_of_a_calibration_that_skips_first_tokens():
+    model = tiny_model("llama")
+    first = model.model.layers[0].self_attn.k_proj.weight
+    with torch.no_grad():  # only a sample's first token is a 1: no key is larger than its
+        model.model.embed_tokens.weight[1] = first[first.norm(dim=1).argmax()]
+    recipe = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
+    stats = calibrate(model, make_batches(SAMPLES, 1, pad_id=0), recipe)
+    variants = {variant.name: variant for variant in build_variants(stats, stats)}
+    skipping = calibrate(model, make_batches(SAMPLES, 1, pad_id=0, skip_first=1), recipe)
+    expected = skipping.scales(strategy="tensor", observer=AbsMax())
+    keys = all_keys(model)
+    differ = 0
+    for name, layer in variants["rest"].scales.layers.items():
+        rest = keys[layer.layer_idx].unflatten(0, (3, 39))[:, 1:]
+        assert torch.equal(layer.k, rest.abs().amax().view(1) / 448)
+        assert torch.equal(layer.v, expected.layers[name].v)
+        differ += layer.k.item() < variants["tensor"].scales.layers[name].k.item()
+    assert differ  # here the first token matters
+
+
+def test_a_head_that_only_the_first_token_sees_keeps_its_amax():
+    model = tiny_model("llama")
+    stats = calibrate(model, make_batches(SAMPLES, 1, pad_id=0), load_recipe(None))
+    name, layer = next(iter(stats.layers.items()))
+    positions = layer.k.positions.clone()
+    positions[1, 1:] = 0
+    layer = replace(layer, k=replace(layer.k, positions=positions))
+    stats = KVStats({name: layer})
+    rest = without_first_tokens(stats).layers[name]
+    assert rest.k.amax[1].item() == layer.k.amax[1].max()
+    assert rest.k.amax[0].item() == layer.k.positions[0, 1:].max()
+    plain = replace(layer, k=TensorStats(layer.k.amax))
+    with pytest.raises(InputError, match="calibrate again"):
+        without_first_tokens(KVStats({name: plain}))
 
 
 def test_a_model_with_one_attention_implementation_has_one_control(tmp_path):

@@ -6,15 +6,13 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
-from safetensors.torch import load_file
+from processes import ROOT, assert_same, launched, statistics
 
-ROOT = Path(__file__).parents[3]
 DATA = ("--dataset", "random", "--samples", 12, "--seq-len", 24, "--batch-size", 2)
 COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu")
 
@@ -30,24 +28,6 @@ def plain(model, tmp_path_factory):
     out = tmp_path_factory.mktemp("plain") / "out"
     assert fp8kv("calibrate", model, "-o", out, *DATA, *COLLECTED).exit_code == 0
     return statistics(out)
-
-
-def statistics(out):
-    return load_file(out / "fp8kv_stats.safetensors")
-
-
-def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-
-def launched(count, *arguments, **environment):
-    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", count)
-    command = [sys.executable, "-m", *launcher, "-m", "cli", "calibrate", *arguments]
-    return subprocess.run(
-        list(map(str, command)), cwd=ROOT, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout=300,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [2, 4])

@@ -11,6 +11,7 @@ from calib.measure.attention import map_attention
 from calib.measure.loop import calibrate
 from calib.measure.resume import SavedProgress, progress_file
 from calib.recipe import load_recipe
+from calib.scales.stats import STATISTICS
 from calib.scales.stats_file import save_stats
 
 SAMPLES = [list(range(3 + i, 40 + i)) for i in range(6)]
@@ -19,19 +20,23 @@ FAMILIES = ["llama", "deepseek_v3"]
 RUN = {"model": "m", "recipe": {"seed": 1}}
 
 
-def measured(samples, family="llama"):
+BATCHES = make_batches(SAMPLES, 1, pad_id=0)
+
+
+def measured(batches, family="llama"):
     model = tiny_model(family, **LATENT.get(family, {}))
-    return calibrate(model, make_batches(samples, 1, pad_id=0), RECIPE)
+    return calibrate(model, batches, RECIPE)
 
 
 def same(one, other):
+    fields = tuple(STATISTICS)  # of K and V; of Q two
     tensors = [
         (getattr(getattr(a, which), field), getattr(getattr(b, which), field))
         for a, b in zip(one.layers.values(), other.layers.values(), strict=True)
         for which in "kvq"
-        for field in ("amax", "histogram", "total", "low", "high")
+        for field in fields
     ]
-    assert sum(a is not None for a, _ in tensors) == 3 * (5 + 5 + 2)
+    assert sum(a is not None for a, _ in tensors) == 3 * (2 * len(fields) + 2)
     return one.tokens == other.tokens and all(
         (a is None and b is None) or torch.equal(a, b) for a, b in tensors
     )
@@ -39,8 +44,8 @@ def same(one, other):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_statistics_add_up_to_the_same_bits_in_any_order(family):
-    whole = measured(SAMPLES, family)
-    parts = [measured([sample], family) for sample in SAMPLES]
+    whole = measured(BATCHES, family)
+    parts = [measured([batch], family) for batch in BATCHES]
     for order in ([0, 1, 2, 3, 4, 5], [5, 3, 1, 4, 0, 2]):
         merged = parts[order[0]]
         for i in order[1:]:
@@ -53,11 +58,11 @@ def test_what_was_saved_goes_on(family, tmp_path):
     path = progress_file(tmp_path / "out", 0)
     saved = SavedProgress(path, RUN, every_seconds=0)
     assert saved.load() == (None, 0)
-    first = measured(SAMPLES[:4], family)
+    first = measured(BATCHES[:4], family)
     saved.save_sometimes(lambda: first, 4)
     found, batches = SavedProgress(path, RUN, every_seconds=0).load()
     assert batches == 4
-    assert same(found.merge(measured(SAMPLES[4:], family)), measured(SAMPLES, family))
+    assert same(found.merge(measured(BATCHES[4:], family)), measured(BATCHES, family))
     assert found.latent == (family in LATENT)
     assert [file.name for file in tmp_path.iterdir()] == [".out.rank0.progress"]
     saved.forget()
@@ -76,7 +81,7 @@ def test_nothing_is_saved_before_its_time(tmp_path):
 )
 def test_another_run_does_not_go_on(change, named, tmp_path):
     path = progress_file(tmp_path / "out", 0)
-    SavedProgress(path, RUN, every_seconds=0).save_sometimes(lambda: measured(SAMPLES[:1]), 1)
+    SavedProgress(path, RUN, every_seconds=0).save_sometimes(lambda: measured(BATCHES[:1]), 1)
     with pytest.raises(InputError, match=f"another {named}, so --resume cannot go on") as caught:
         SavedProgress(path, {**RUN, **change}, every_seconds=0).load()
     assert "\n" not in str(caught.value)
@@ -84,18 +89,18 @@ def test_another_run_does_not_go_on(change, named, tmp_path):
 
 def test_a_file_cut_short_is_refused(tmp_path):
     path = progress_file(tmp_path / "out", 0)
-    SavedProgress(path, RUN, every_seconds=0).save_sometimes(lambda: measured(SAMPLES[:1]), 1)
+    SavedProgress(path, RUN, every_seconds=0).save_sometimes(lambda: measured(BATCHES[:1]), 1)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(InputError, match="cannot read statistics"):
         SavedProgress(path, RUN, every_seconds=0).load()
-    save_stats(measured(SAMPLES[:1]), path)  # statistics, but no progress
+    save_stats(measured(BATCHES[:1]), path)  # statistics, but no progress
     with pytest.raises(InputError, match="another model"):
         SavedProgress(path, RUN, every_seconds=0).load()
 
 
 def test_progress_beyond_the_last_batch_is_refused(tmp_path):
     saved = SavedProgress(progress_file(tmp_path / "out", 0), RUN, every_seconds=0)
-    saved.save_sometimes(lambda: measured(SAMPLES[:1]), 7)
-    model, batches = tiny_model("llama"), make_batches(SAMPLES, 1, pad_id=0)
+    saved.save_sometimes(lambda: measured(BATCHES[:1]), 7)
+    model = tiny_model("llama")
     with pytest.raises(InputError, match="covers 7 batches of 6; it is damaged"):
-        calibrate_share(model, batches, RECIPE, map_attention(model), saved, resume=True)
+        calibrate_share(model, BATCHES, RECIPE, map_attention(model), saved, resume=True)

@@ -186,7 +186,11 @@ def with_amax(directory, out, layer, letter, heads, value):
     name, seen = [*stats.layers.items()][layer]
     amax = getattr(seen, letter).amax.clone()
     amax[heads] = value
-    changed = replace(seen, **{letter: replace(getattr(seen, letter), amax=amax)})
+    whole = {"k": seen.k, "v": seen.v}
+    whole[letter] = replace(whole[letter], amax=amax)
+    # as in files of version 1, since they would be of another amax
+    plain = {which: replace(x, curve=None, positions=None) for which, x in whole.items()}
+    changed = replace(seen, **plain)
     save_stats(KVStats({**stats.layers, name: changed}, stats.shared), out)
     return out
 

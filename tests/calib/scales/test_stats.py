@@ -8,8 +8,9 @@ import torch
 from calib.errors import CalibrationError, InputError
 from calib.scalefiles.file_names import STATS_FILE
 from calib.scales.observers import NUM_BINS, AbsMax
+from calib.scales.one_scale import dead_groups
 from calib.scales.scales import SharedAttention
-from calib.scales.stats import KVStats, LayerStats, TensorStats, dead_groups
+from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.stats_file import load_stats, save_stats
 
 

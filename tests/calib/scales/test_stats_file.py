@@ -8,16 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from calib.errors import InputError
 from calib.scalefiles.file_names import STATS_FILE
+from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.observers import NUM_BINS
 from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.stats_file import load_progress, load_stats, save_stats
+from calib.scales.tail import TAIL
 
-MODULE = {"layer_idx": 0, "tokens": 10}
-FACTS = {"version": 1, "modules": {"a": MODULE}, "shared": {}, "progress": None}
+MODULE = {"layer_idx": 0, "tokens": 10, "read": 12}
+FACTS = {"version": 2, "modules": {"a": MODULE}, "shared": {}, "progress": None}
 OWNER = {"layer_idx": 1, "owner": "a"}
 
 
@@ -29,7 +32,18 @@ def tensors():
             found[f"a.{which}.{field}"] = torch.ones(heads, 3)
         found[f"a.{which}.histogram"] = torch.ones(heads, NUM_BINS, dtype=torch.int64)
         found[f"a.{which}.total"] = torch.ones(heads, 3, dtype=torch.float64)
+    for which in "kv":
+        found[f"a.{which}.curve"] = in_bucket(3, BUCKETS)
+        found[f"a.{which}.positions"] = in_bucket(1, POSITION_BUCKETS)
+        found[f"a.{which}.tail"] = in_bucket(0, TAIL)
     return found
+
+
+def in_bucket(bucket, count, value=1.0, heads=2):
+    """Nothing but `value`, in one bucket of every head."""
+    held = torch.zeros(heads, count)
+    held[:, bucket] = value
+    return held
 
 
 def load(path, facts=FACTS, **changes):
@@ -48,6 +62,37 @@ def test_the_file_that_the_others_damage_is_whole(tmp_path):
     assert stats.shared["b"].owner == "a"
     assert progress == {"run": {}, "batches": 3}
     assert load_stats(tmp_path).tokens == 10
+    assert stats.layers["a"].tokens_read == 12
+    assert stats.layers["a"].k.curve.nonzero().tolist() == [[0, 3], [1, 3]]
+
+
+OLD = {**FACTS, "version": 1, "modules": {"a": {"layer_idx": 0, "tokens": 10}}}
+
+
+def test_a_file_of_version_1_is_read_and_written_as_version_2(tmp_path):
+    new = [f"a_{which}_{field}" for which in "kv" for field in ("curve", "positions", "tail")]
+    stats, _ = load(tmp_path, OLD, **dict.fromkeys(new))
+    assert stats.layers["a"].tokens_read == stats.tokens == 10
+    assert stats.layers["a"].k.curve is stats.layers["a"].k.tail is None
+    save_stats(stats, tmp_path / "again.safetensors")
+    again = load_stats(tmp_path / "again.safetensors")
+    assert stats.tensors().keys() == again.tensors().keys()
+    with safe_open(tmp_path / "again.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["fp8kv_stats"])["version"] == 2
+
+
+def test_nan_of_a_head_is_nan_in_its_places(tmp_path):
+    bad = torch.ones(2, 3)
+    bad[0, 0] = float("nan")
+    held = {
+        "curve": in_bucket(3, BUCKETS),
+        "positions": in_bucket(1, POSITION_BUCKETS),
+        "tail": in_bucket(0, TAIL),
+    }
+    for each in held.values():
+        each[0, each[0].argmax()] = float("nan")
+    stats, _ = load(tmp_path, a_k_amax=bad, **{f"a_k_{name}": x for name, x in held.items()})
+    assert stats.layers["a"].k.curve[0, 3].isnan()
 
 
 METADATA = {
@@ -57,7 +102,8 @@ METADATA = {
     "deep nesting": "[" * 100_000,
     "a long integer": '{"version": ' + "1" * 5000 + "}",
     "nothing": {},
-    "another version": {**FACTS, "version": 2},
+    "another version": {**FACTS, "version": 3},
+    "no version": {**FACTS, "version": 0},
     "a version that only equals 1": {**FACTS, "version": True},
     "no modules": {k: v for k, v in FACTS.items() if k != "modules"},
     "no module": {**FACTS, "modules": {}},
@@ -69,6 +115,7 @@ METADATA = {
     "no tokens": {**FACTS, "modules": {"a": {**MODULE, "tokens": 0}}},
     "tokens negative": {**FACTS, "modules": {"a": {**MODULE, "tokens": -1}}},
     "tokens in words": {**FACTS, "modules": {"a": {**MODULE, "tokens": "10"}}},
+    "fewer tokens read than counted": {**FACTS, "modules": {"a": {**MODULE, "read": 9}}},
     "half a token": {**FACTS, "modules": {"a": {**MODULE, "tokens": 0.5}}},
     "more tokens than count": {**FACTS, "modules": {"a": {**MODULE, "tokens": 10**40}}},
     "a name of two lines": {**FACTS, "modules": {"a\nb": None}},
@@ -94,6 +141,28 @@ TENSORS = {
     "extremes of more heads": {"a_k_low": torch.ones(4, 3)},
     "no lowest": {"a_k_low": None},
     "no sum": {"a_k_total": None},
+    "a curve of other heads": {"a_k_curve": in_bucket(3, BUCKETS, heads=4)},
+    "a curve of few buckets": {"a_k_curve": in_bucket(1, 3)},
+    "a curve of float64": {"a_k_curve": in_bucket(3, BUCKETS).double()},
+    "a curve below zero": {"a_k_curve": in_bucket(3, BUCKETS) - in_bucket(2, BUCKETS)},
+    "a curve above amax": {"a_k_curve": in_bucket(3, BUCKETS, 2.0)},
+    "a curve below amax": {"a_v_curve": in_bucket(3, BUCKETS, 0.5)},
+    "a curve that is NaN": {"a_v_curve": in_bucket(3, BUCKETS, float("nan"))},
+    "a curve that is infinite": {"a_v_curve": in_bucket(3, BUCKETS, float("inf"))},
+    "no curve": {"a_k_curve": None},
+    "no positions": {"a_v_positions": None},
+    "positions below amax": {"a_v_positions": in_bucket(0, POSITION_BUCKETS, 0.5)},
+    "positions by head and channel": {"a_v_positions": torch.ones(2, 3)},
+    "a tail below amax": {"a_k_tail": in_bucket(0, TAIL, 0.5)},
+    "a tail in ascending order": {"a_k_tail": in_bucket(TAIL - 1, TAIL)},
+    "a short tail": {"a_k_tail": in_bucket(0, 3)},
+    "no tail": {"a_v_tail": None},
+    "places of K alone": {"a_v_curve": None, "a_v_positions": None, "a_v_tail": None},
+    "places of Q": {
+        "a_q_curve": in_bucket(3, BUCKETS, heads=4),
+        "a_q_positions": in_bucket(3, POSITION_BUCKETS, heads=4),
+        "a_q_tail": in_bucket(0, TAIL, heads=4),
+    },
     "a tensor of no module": {"c_k_amax": torch.ones(2, 3)},
 }
 

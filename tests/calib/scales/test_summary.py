@@ -5,6 +5,7 @@ import torch
 
 from calib.commands.calibrate import table_rows
 from calib.recipe import load_recipe
+from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS, first_of, middle_of
 from calib.scales.observers import AbsMax
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import KVStats, LayerStats, TensorStats
@@ -96,3 +97,49 @@ def test_shared_layers_are_left_out_and_said_so():
 def test_many_layers_are_counted_rather_than_listed(layers, named):
     (warning,) = warn(stats(*[[600.0, 600.0]] * layers))
     assert f"K scale > 1 in {named}:" in warning
+
+
+def seen_at(curve, positions, amax=9.0, read=2048):
+    """Statistics of one layer of two heads, whose places are given by bucket."""
+
+    def rows(values, count):
+        table = torch.zeros(2, count)
+        for bucket, value in values.items():
+            table[:, bucket] = torch.tensor(value)
+        return table
+
+    places = {"curve": rows(curve, BUCKETS), "positions": rows(positions, POSITION_BUCKETS)}
+    quiet = rows({0: amax}, BUCKETS), rows({0: amax, 3: amax}, POSITION_BUCKETS)
+    k = TensorStats(torch.full((2, 2), amax), **places)
+    v = TensorStats(torch.full((2, 2), amax), curve=quiet[0], positions=quiet[1])
+    return KVStats({"layers.7.self_attn": LayerStats(7, read, k, v, v, read=read)})
+
+
+EVERYWHERE = {0: 9.0, 3: 9.0}
+
+
+def test_growth_in_the_last_half_of_the_tokens_is_named():
+    (warning,) = warn(seen_at({0: 6.0, 10: 9.0}, EVERYWHERE))
+    assert warning == (
+        "K: still grew by up to 50% in the last 1,025 of 2,048 tokens in layer 7; calibrate on "
+        "more text"
+    )
+    assert warn(seen_at({0: 6.0, 9: 9.0}, EVERYWHERE)) == []  # in the first half
+    assert warn(seen_at({0: 8.6, 10: 9.0}, EVERYWHERE)) == []  # by less than 5 %
+    assert warn(seen_at({0: 6.0, 9: 9.0}, EVERYWHERE, read=1023)) == []  # of so few tokens
+    # one head grew, the layer did not
+    one_head = seen_at({0: [9.0, 3.0], 10: [4.0, 4.0]}, EVERYWHERE)
+    assert warn(one_head) == []
+    assert "by up to 33%" in warn(one_head, "attn_head")[0]
+
+
+def test_first_tokens_that_set_a_scale_alone_are_named():
+    (warning,) = warn(seen_at({0: 9.0}, {0: 9.0, 1: 2.0, 5: 3.0}))
+    assert warning.startswith("K: the first token of a sample is up to 3x all others in layer 7")
+    assert warn(seen_at({0: 9.0}, {0: 9.0, 1: 2.0, 5: 5.0})) == []
+    assert warn(seen_at({0: 9.0}, {0: 3.0, 1: 9.0})) == []
+
+
+@pytest.mark.parametrize("read", [1024, 1400, 1500, 2047, 2048, 3000, 10**6, 3 * 10**9])
+def test_the_middle_is_about_the_middle(read):
+    assert 0.29 < first_of(middle_of(read)) / read < 0.71  # nearest of powers of two: 1 / sqrt(8)

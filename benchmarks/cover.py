@@ -1,0 +1,252 @@
+"""How well calibrated scales cover text that nobody has seen: SmolLM2, prose and code, in float32.
+
+Every token's largest |K| and |V| of every head is taken once. Scales are then made of the first
+1k to 16k tokens of its documents in six orders, and what was predicted is compared with the rest.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise, product
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from machine import machine, scratch_and_output, write_result
+from numpy.typing import NDArray
+from torch import Tensor
+
+from calib.data import load_data, make_batches
+from calib.eval.exceedance import poisson_interval
+from calib.measure.attention import observe_qkv
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config, load_model, load_tokenizer
+from calib.recipe import DataRecipe, Recipe
+from calib.scales.tail import Tail, headroom_for, largest
+
+MODEL = "builtin:smollm2"
+DATASETS = ("builtin:python-docs", "builtin:code")
+TOKENS = 71_168
+SEQ_LEN = 512
+ORDERS = 6
+CALIBRATED = (1024, 2048, 4096, 8192)
+STRATEGIES = ("attn_head", "tensor")
+CHANCE = 1e-6
+LEAST_EVENTS = 20
+FACTOR = 3.0
+
+Rows = list[dict[str, Any]]
+
+
+class Text(NamedTuple):
+    """The largest |x| of every token, [layers, K and V, heads, tokens], documents one by one."""
+
+    amax: Tensor
+    lengths: list[int]
+
+    def shuffled(self, seed: int) -> Tensor:
+        """The documents in another order."""
+        order = np.random.default_rng(seed).permutation(len(self.lengths))
+        parts = self.amax.split(self.lengths, dim=-1)
+        return torch.cat([parts[i] for i in order], dim=-1)
+
+
+def main() -> None:
+    """Measure, print, write the JSON."""
+    args = scratch_and_output(__doc__, "cover")
+    texts = {name: read(name) for name in DATASETS}
+    result = {
+        "machine": machine(),
+        "model": MODEL,
+        "tokens": {name: text.amax.shape[-1] for name, text in texts.items()},
+        "exceedance": [row for name, text in texts.items() for row in exceedance(name, text)],
+        "growth": [row for name, text in texts.items() for row in growth(name, text)],
+        "headroom": [row for name, text in texts.items() for row in headroom(name, text)],
+    }
+    for kind in ("exceedance", "growth", "headroom"):
+        for row in result[kind]:
+            print(kind, row)
+    write_result(args.output, result)
+
+
+@torch.inference_mode()
+def read(dataset: str) -> Text:
+    """Run the model over `dataset`."""
+    data = DataRecipe(dataset=dataset, samples=TOKENS // SEQ_LEN, seq_len=SEQ_LEN)
+    recipe = Recipe(device="cpu", dtype="float32", data=data)
+    checkpoint = find_checkpoint(MODEL)
+    config = load_config(checkpoint, recipe)
+    model = load_model(checkpoint, config, recipe)
+    samples = load_data(data, load_tokenizer(checkpoint, recipe), lambda: model).samples
+    found: dict[int, Tensor] = {}
+    for batch in make_batches(samples, 8, pad_id=0):
+        layers: list[Tensor] = []
+
+        def sink(name: str, query: Tensor, *kv: Tensor, into: list[Tensor] = layers) -> None:
+            into.append(torch.stack([x.abs().amax(-1) for x in kv], dim=1))  # [B, 2, K, T]
+
+        with observe_qkv(model, sink):
+            model.get_decoder()(
+                input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
+            )
+        rows = zip(batch.sample_ids, torch.stack(layers, dim=1), strict=True)
+        found |= {sample: row[..., : len(samples[sample])] for sample, row in rows}
+    together = torch.cat([found[i] for i in range(len(samples))], dim=-1)
+    return Text(together, [len(sample) for sample in samples])
+
+
+def grouped(amax: Tensor, strategy: str) -> Tensor:
+    """[layers, groups, tokens]: a group of K or V shares a scale."""
+    return (amax if strategy == "attn_head" else amax.amax(2, keepdim=True)).flatten(1, 2)
+
+
+def splits(text: Text, counts: tuple[int, ...]) -> Iterator[tuple[str, int, int, Tensor]]:
+    """Strategy, tokens calibrated on, order, and values in that order."""
+    for seed in range(ORDERS):
+        amax = text.shuffled(seed)
+        for strategy, count in product(STRATEGIES, counts):
+            yield strategy, count, seed, grouped(amax, strategy)
+
+
+def tail_of(seen: Tensor) -> Tail:
+    """The tail of `seen` [groups, tokens]."""
+    return Tail.of(largest(seen, seen[:, :0]), seen.shape[-1], per_head=True)
+
+
+def exceedance(dataset: str, text: Text) -> Rows:
+    """Predicted and seen tokens with any clipped value in a layer, without headroom."""
+    found: dict[tuple[str, int], list[tuple[float, float, int]]] = {}
+    for strategy, count, _, values in splits(text, CALIBRATED):
+        rest = values.shape[-1] - count
+        for layer in values:
+            tail = tail_of(layer[:, :count])
+            seen = int((layer[:, count:] > layer[:, :count].amax(-1, keepdim=True)).any(0).sum())
+            row = (float(tail.chance.sum()) * rest, len(layer) / count * rest, seen)
+            found.setdefault((strategy, count), []).append(row)
+    return [_agreement(dataset, *at, rows) for at, rows in found.items()]
+
+
+def _agreement(
+    dataset: str, strategy: str, count: int, rows: list[tuple[float, float, int]]
+) -> dict[str, Any]:
+    judged = [(a, b, seen) for a, b, seen in rows if a >= LEAST_EVENTS]
+    ratios = [max(seen, 0.5) / a for a, _, seen in judged]
+    return {
+        "dataset": dataset,
+        "strategy": strategy,
+        "tokens": count,
+        "layers": len(judged),
+        "agree": _share(_agrees(a, seen) for a, _, seen in judged),
+        "agree_by_count_alone": _share(_agrees(b, seen) for _, b, seen in judged),
+        "median_ratio": float(np.median(ratios)) if judged else None,
+    }
+
+
+def _share(answers: Iterable[bool]) -> float | None:
+    """The share that is true; None of nothing."""
+    found = list(answers)
+    return sum(found) / len(found) if found else None
+
+
+def _agrees(expected: float, seen: int) -> bool:
+    low, high = poisson_interval(seen)
+    close = expected / FACTOR <= seen <= expected * FACTOR
+    return close or low <= expected <= high
+
+
+def growth(dataset: str, text: Text) -> Rows:
+    """Error of the predicted amax of the next 4 times as many tokens, three ways and without."""
+    found: dict[tuple[int, str], list[NDArray[np.float64]]] = {}
+    for strategy, count, _, values in splits(text, CALIBRATED):
+        if strategy != "tensor":
+            continue
+        true = values[..., : 5 * count].amax(-1)
+        for name, predict in PREDICTORS.items():
+            predicted = torch.stack([predict(layer[:, :count], 4 * count) for layer in values])
+            error = (predicted / true).log().flatten().double().numpy()
+            found.setdefault((count, name), []).append(error)
+    return [
+        {
+            "dataset": dataset,
+            "tokens": count,
+            "by": name,
+            "rms_error": float(np.sqrt(np.mean(np.square(errors)))),
+            "bias": float(np.mean(errors)),
+        }
+        for (count, name), errors in found.items()
+    ]
+
+
+def _unchanged(seen: Tensor, ahead: int) -> Tensor:
+    return seen.amax(-1)
+
+
+def _by_tail(seen: Tensor, ahead: int) -> Tensor:
+    return tail_of(seen).reached_in(ahead)
+
+
+def _by_growth(seen: Tensor, ahead: int) -> Tensor:
+    """As much more for every doubling as before: a line through the amax at powers of two."""
+    ends = 2 ** np.arange(6, int(np.log2(seen.shape[-1])) + 1)
+    reached = seen.cummax(-1).values[:, ends - 1]
+    slope, _ = _line(torch.arange(len(ends)).double(), reached)
+    return seen.amax(-1) + slope * float(np.log2(1 + ahead / seen.shape[-1]))
+
+
+def _by_gumbel(seen: Tensor, ahead: int) -> Tensor:
+    """A Gumbel distribution through the maxima of the power-of-two buckets."""
+    ends = 2 ** np.arange(5, int(np.log2(seen.shape[-1])) + 1) - 1
+    pairs = list(pairwise(ends))
+    maxima = torch.stack([seen[:, a:b].amax(-1) for a, b in pairs], dim=-1)
+    sizes = torch.tensor([float(b - a) for a, b in pairs]).double()
+    slope, start = _line(sizes.log() + np.euler_gamma, maxima)
+    expected = start + slope * float(np.log(ahead) + np.euler_gamma)
+    return torch.maximum(expected, seen.amax(-1))
+
+
+def _line(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and intercept of least squares through `y` [groups, n]."""
+    y, off = y.double(), x - x.mean()
+    slope = (off * y).sum(-1) / off.square().sum()
+    return slope, y.mean(-1) - slope * x.mean()
+
+
+PREDICTORS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "tail": _by_tail,
+    "growth of the curve": _by_growth,
+    "Gumbel through buckets": _by_gumbel,
+    "no growth": _unchanged,
+}
+
+
+def headroom(dataset: str, text: Text) -> Rows:
+    """What `--headroom auto` promises and does, and how much of the whole run's amax it covers."""
+    found: dict[tuple[str, int], list[tuple[float, int, int, float]]] = {}
+    for strategy, count, _, values in splits(text, (*CALIBRATED[1:], 2 * CALIBRATED[-1])):
+        for layer in values:
+            factor = headroom_for([tail_of(layer[:, :count])], CHANCE)
+            level = layer[:, :count].amax(-1, keepdim=True) * factor
+            clipped = int((layer[:, count:] > level).any(0).sum())
+            cover = float((level[:, 0] / layer.amax(-1)).min())
+            row = (factor, clipped, layer.shape[-1] - count, cover)
+            found.setdefault((strategy, count), []).append(row)
+    return [_promise(dataset, *at, rows) for at, rows in found.items()]
+
+
+def _promise(
+    dataset: str, strategy: str, count: int, rows: list[tuple[float, int, int, float]]
+) -> dict[str, Any]:
+    factors, clipped, tokens, covers = map(np.array, zip(*rows, strict=True))
+    events = int(clipped.sum())
+    return {
+        "dataset": dataset,
+        "strategy": strategy,
+        "tokens": count,
+        "factor": [float(np.quantile(factors, q)) for q in (0, 0.5, 1)],
+        "chance": float(events / tokens.sum()),
+        "chance_interval": [x / float(tokens.sum()) for x in poisson_interval(events)],
+        "layers_covered": float(np.mean(covers >= 1)),
+        "least_cover": float(covers.min()),
+    }
+
+
+if __name__ == "__main__":
+    main()

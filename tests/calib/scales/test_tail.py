@@ -1,0 +1,133 @@
+"""Tails: chances against samples of known distributions, and the headroom made of them."""
+
+import pytest
+import torch
+
+from calib.errors import InputError
+from calib.scales.tail import TAIL, Tail, headroom_for, largest
+
+TOKENS = 4096
+
+
+def of(values):
+    """The tail of `values` [groups, tokens]."""
+    return Tail.of(largest(values, values[:, :0]), values.shape[-1], per_head=True)
+
+
+def exponential(groups=400, tokens=TOKENS, seed=0):
+    uniform = torch.rand(
+        groups, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    )
+    return 5 - uniform.log()
+
+
+def test_the_largest_of_parts_are_those_of_the_whole_in_any_order():
+    values = exponential(3)
+    whole = largest(values, values[:, :0])
+    assert torch.equal(whole, values.sort(descending=True).values[:, :TAIL])
+    parts = values.split([1, 5, 1000, TOKENS - 1006], dim=-1)
+    for order in ((0, 1, 2, 3), (3, 0, 2, 1)):
+        held = values[:, :0]
+        for i in order:
+            held = largest(held, parts[i])
+        assert torch.equal(held, whole)
+
+
+def test_fewer_values_than_a_tail_holds_are_filled_up_with_zeros():
+    held = largest(torch.tensor([[3.0, 7.0]]), torch.tensor([[5.0]]))
+    assert held.shape == (1, TAIL)
+    assert held[0, :4].tolist() == [7.0, 5.0, 3.0, 0.0]
+    assert torch.equal(largest(held, torch.tensor([[6.0]]))[0, :3], torch.tensor([7.0, 6.0, 5.0]))
+
+
+def test_the_chance_is_that_of_an_exponential_distribution_within_its_error():
+    """Of each sample the truth is known: e**-(largest - 5)."""
+    tail = of(exponential())
+    truth = torch.exp(5 - tail.largest)
+
+    def within_a_factor_of_3(chance):
+        return float(((chance / truth).log().abs() < torch.tensor(3.0).log()).double().mean())
+
+    # the count alone says the same of every sample; a largest value's chance varies by e**1.28
+    assert within_a_factor_of_3(torch.tensor(1 / TOKENS)) < 0.7
+    assert within_a_factor_of_3(tail.chance) > 0.85
+
+
+def test_beyond_the_largest_the_chance_falls_by_the_decay():
+    tail = of(exponential(5))
+    further = tail.chance_above(tail.largest + tail.decay)
+    # two roundings of a scale are between both levels
+    torch.testing.assert_close(further, tail.chance / torch.e, rtol=1e-4, atol=0)
+    assert torch.all(tail.chance_above(tail.largest + tail.decay, cautious=True) > further)
+
+
+def test_below_the_largest_the_chance_is_counted():
+    values = exponential(2)
+    tail = of(values)
+    between = (tail.top[:, 9] + tail.top[:, 10]) / 2
+    assert (tail.chance_above(between) * TOKENS).tolist() == [10, 10]
+    assert torch.all(tail.chance_above(tail.top[:, -1] / 4) <= 1)
+
+
+def test_what_more_tokens_reach_grows_with_them_and_is_about_right():
+    values = exponential(tokens=5 * TOKENS)
+    tail = of(values[:, :TOKENS])
+    reached = tail.reached_in(4 * TOKENS)
+    true = values[:, TOKENS:].amax(-1)
+    assert torch.all(reached >= tail.largest)
+    assert torch.all(tail.reached_in(100 * TOKENS) > reached)
+    # the largest of so many is within 1.3 of its mode by one standard deviation
+    assert (reached - true).mean().abs() < 0.5
+    assert (tail.largest - true).mean() < -1
+
+
+def test_a_value_that_returns_is_an_end():
+    values = exponential(1)
+    tied = values.clone()
+    tied[:, :9] = values.amax()
+    # the slope becomes flatter, and the root of nine is taken off
+    flatter = of(tied).decay / of(values).decay
+    assert float(flatter) > 1
+    assert float(of(tied).chance / of(values).chance) < 0.7
+
+
+def test_a_group_of_zeros_clips_nothing():
+    values = torch.zeros(1, TOKENS, dtype=torch.float64)
+    tail = of(values)
+    assert tail.chance_above(torch.ones(1)).tolist() == [0]
+    assert tail.reached_in(TOKENS).tolist() == [0]
+
+
+def test_one_group_of_all_heads_has_the_largest_of_them():
+    values = exponential(3)
+    heads = largest(values, values[:, :0])
+    whole = Tail.of(heads, TOKENS, per_head=False)
+    assert torch.equal(whole.top[0], values.flatten().sort(descending=True).values[:TAIL])
+
+
+def test_too_few_tokens_are_refused():
+    with pytest.raises(InputError, match="1,000 tokens are too few .* 1,024 or more"):
+        of(exponential(1, tokens=1000))
+
+
+@pytest.mark.parametrize("chance", [1e-4, 1e-6])
+def test_headroom_is_the_smallest_that_keeps_the_chance(chance):
+    tails = [of(exponential(3, seed=1)), of(exponential(2, seed=2))]
+
+    def clipped(factor):
+        return sum(float(t.chance_above(t.largest * factor, cautious=True).sum()) for t in tails)
+
+    factor = headroom_for(tails, chance)
+    assert clipped(factor) <= chance < clipped(factor - 2e-4)
+
+
+def test_no_headroom_is_added_where_the_chance_is_kept():
+    assert headroom_for([of(exponential(1))], 0.1) == 1.0
+
+
+@pytest.mark.parametrize("chance", [1e-3, 1e-4, 1e-5])
+def test_headroom_keeps_its_promise_on_new_values(chance):
+    values = exponential(200)
+    factors = [headroom_for([of(each[None])], chance) for each in values]
+    truth = torch.exp(5 - values.amax(-1) * torch.tensor(factors))
+    assert chance / 10 < truth.mean() <= chance
