@@ -38,8 +38,11 @@ def other_tables(report: Report) -> list[OtherTable]:
 
 
 def printed_tables(report: Report) -> list[OtherTable]:
-    """Those that the terminal has room for: the scales given, or else the verdict's."""
-    return [table for table in other_tables(report) if table.name in report.subjects]
+    """What the terminal has room for: the scales given, or else the verdict's; layers, no heads."""
+    tables = [table for table in other_tables(report) if table.name in report.subjects]
+    return [
+        OtherTable(name, [(*row[:-1], (row[-1][0], "")) for row in cells]) for name, cells in tables
+    ]
 
 
 def _own(report: Report, name: str) -> tuple[Cell, ...]:
