@@ -115,8 +115,8 @@ def measure(
         )
     if not silent:
         print_table(title(report), HEADINGS, table_rows(report))
-        for name, rows in printed_tables(report):
-            print_table(f"Other text, '{name}'", OTHER_HEADINGS, rows)
+        for table in printed_tables(report):
+            print_table(f"Other text, '{table.name}'", OTHER_HEADINGS, table.rows)
         if report.tasks:
             print_table(*task_table(report))
         print_lines(closing_lines(report))

@@ -112,7 +112,7 @@ def anywhere(layers: Iterable[Tensor], tensors: str) -> Events:
     masks = [layer[:, kept].flatten(1).any(1) for layer in layers]
     events, tokens = int(torch.stack(masks).any(0).sum()), len(masks[0])
     low, high = poisson_interval(events)
-    return Events(tokens=tokens, events=events, low=low / tokens, high=high / tokens)
+    return Events(tokens=tokens, events=events, low=low / tokens, high=min(1.0, high / tokens))
 
 
 def poisson_interval(events: int) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from calib.eval.statistics import Values, difference, estimate
 
 # shares of tokens from which the verdict names a text
 CLIPS, MOST = 0.01, 0.5
+_NAMED = 3
 
 
 def other_text(
@@ -79,8 +80,10 @@ def clipping(texts: Sequence[OtherText], subject: str, row: Row) -> str:
     worst_first = sorted(named, key=lambda name: -named[name].share)
     if not worst_first:
         return ""
-    listed = ", ".join(f"{name} ({named[name].share:.1%} of tokens)" for name in worst_first)
-    return f"; its scales clip K or V on {listed}, here {row.clipped.share:.1%}"
+    listed = [f"{name} ({named[name].share:.1%} of tokens)" for name in worst_first[:_NAMED]]
+    if more := worst_first[_NAMED:]:
+        listed.append(f"{len(more)} more")
+    return f"; its scales clip K or V on {', '.join(listed)}; here {row.clipped.share:.1%}"
 
 
 def _values(documents: Iterable[Tensor]) -> list[Values]:

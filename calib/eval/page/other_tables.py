@@ -1,4 +1,4 @@
-"""The table of other text, for the terminal, for `report.md` and for the page."""
+"""The tables of other text, for the terminal, for `report.md` and for the page."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -15,13 +15,19 @@ OTHER_HEADINGS = (
     "tokens clipped",
     "most in",
 )
+Cell = tuple[str, str]  # what it says, and a line below
 
 
 class OtherTable(NamedTuple):
     """One cache on its own text, in the first row, and on others."""
 
     name: str
-    rows: list[tuple[str, ...]]
+    cells: list[tuple[Cell, ...]]
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The cells, each on one line."""
+        return [tuple(" ".join(cell).strip() for cell in row) for row in self.cells]
 
 
 def other_tables(report: Report) -> list[OtherTable]:
@@ -32,44 +38,47 @@ def other_tables(report: Report) -> list[OtherTable]:
 
 
 def printed_tables(report: Report) -> list[OtherTable]:
-    """Those that the terminal has room for: the scales given, or else the verdict's."""
-    return [table for table in other_tables(report) if table.name in report.subjects]
+    """What the terminal has room for: the scales given, or else the verdict's; layers, no heads."""
+    tables = [table for table in other_tables(report) if table.name in report.subjects]
+    return [
+        OtherTable(name, [(*row[:-1], (row[-1][0], "")) for row in cells]) for name, cells in tables
+    ]
 
 
-def _own(report: Report, name: str) -> tuple[str, ...]:
+def _own(report: Report, name: str) -> tuple[Cell, ...]:
     row, data = report.variants[name], report.data
     layers = [(each.layer_idx, each.exceedance) for each in row.layers if each.exceedance]
-    counts = (f"{data.source}, its own", str(data.documents), f"{data.tokens:,}")
-    return (*counts, _kl(row.kl), "", _share(row.clipped), _worst(layers))
+    counts = ((data.source, "(its own)"), (str(data.documents), ""), (f"{data.tokens:,}", ""))
+    return (*counts, _kl(row.kl), ("", ""), _share(row.clipped), _worst(layers))
 
 
-def _others(report: Report, name: str) -> Iterable[tuple[str, ...]]:
+def _others(report: Report, name: str) -> Iterable[tuple[Cell, ...]]:
     for text in report.other_texts:
         row = text.variants[name]
         layers = [(each.layer_idx, each.exceedance) for each in row.layers]
-        counts = (text.dataset, str(text.documents), f"{text.tokens:,}")
-        yield (*counts, _kl(row.kl), row.differs, _share(row.clipped), _worst(layers))
+        counts = ((text.dataset, ""), (str(text.documents), ""), (f"{text.tokens:,}", ""))
+        yield (*counts, _kl(row.kl), (row.differs, ""), _share(row.clipped), _worst(layers))
 
 
-def _kl(kl: Figure) -> str:
-    return f"{kl.value:.2g} [{kl.low:.2g}, {kl.high:.2g}]"
+def _kl(kl: Figure) -> Cell:
+    return f"{kl.value:.2g}", f"[{kl.low:.2g}, {kl.high:.2g}]"
 
 
-def _share(clipped: Events | None) -> str:
+def _share(clipped: Events | None) -> Cell:
     if clipped is None:
-        return ""
-    return f"{clipped.share:.2%} [{clipped.low:.2%}, {clipped.high:.2%}]"
+        return "", ""
+    return f"{clipped.share:.2%}", f"[{clipped.low:.2%}, {clipped.high:.2%}]"
 
 
-def _worst(layers: Iterable[tuple[int, Exceedance]]) -> str:
+def _worst(layers: Iterable[tuple[int, Exceedance]]) -> Cell:
     """The layer with most tokens clipped, and its head with most; empty where there are none."""
     idx, layer = max(layers, key=lambda each: each[1].events, default=(0, None))
     if layer is None or not layer.events:
-        return ""
+        return "", ""
     heads = [
         (count, f"{letter.upper()} head {head}")
         for letter, counts in layer.by_head.items()
         for head, count in enumerate(counts)
     ]
     count, head = max(heads, key=lambda each: each[0])
-    return f"layer {idx}: {layer.share:.2%}, {head}: {count / layer.tokens:.2%}"
+    return f"layer {idx}: {layer.share:.2%}", f"({head}: {count / layer.tokens:.2%})"
