@@ -23,7 +23,8 @@ from calib.recipe import DataRecipe, Recipe
 from calib.scales.tail import Tail, headroom_for, largest
 
 MODEL = "builtin:smollm2"
-DATASETS = ("builtin:python-docs", "builtin:code")
+# the model was chosen by looking at the first two
+DATASETS = ("builtin:python-docs", "builtin:code", "builtin:chat")
 TOKENS = 71_168
 SEQ_LEN = 512
 ORDERS = 6

@@ -1,0 +1,125 @@
+"""`--until 0.05 --headroom auto` beside the whole run: tokens read, cover, KL on held-out text.
+
+SmolLM2 and its stress twin, in float32. KL is of 24 documents that neither has read, paired.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from machine import machine, scratch_and_output, write_result
+
+from calib.data import load_data
+from calib.eval.reader import read
+from calib.eval.statistics import estimate
+from calib.eval.variants import Setup, Variant
+from calib.job import run
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config, load_model, load_tokenizer
+from calib.recipe import Recipe, load_recipe
+from calib.rescale.stress import stress
+from calib.scales.derive import load_scales
+from calib.scales.scales import KVScales
+from calib.scales.stats_file import load_stats
+
+SAMPLES, HELD_OUT = 139, 24
+GIVEN = {
+    "device": "cpu",
+    "dtype": "float32",
+    "data.dataset": "builtin:python-docs",
+    "data.seq_len": 512,
+    "export.weights": "none",
+}
+# what is compared with the plain scales of the whole run
+ASKED: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "until": {"data.until": 0.05, "headroom": "auto"},
+    "auto": {"headroom": "auto"},
+    "pow2": {"scale_rounding": "pow2"},
+    "auto, pow2": {"headroom": "auto", "scale_rounding": "pow2"},
+    "16 samples": {"data.samples": 16},
+}
+
+
+def main() -> None:
+    """Measure, print, write the JSON."""
+    args = scratch_and_output(__doc__, "cover_until")
+    twin = args.scratch / "twin"
+    stress("builtin:smollm2", twin, overwrite=True)
+    models = {"smollm2": "builtin:smollm2", "twin": str(twin)}
+    result = {
+        "machine": machine(),
+        "cover": {name: cover(model, args.scratch / name) for name, model in models.items()},
+        "kl": {name: divergences(model, args.scratch / name) for name, model in models.items()},
+    }
+    print(json.dumps(result, indent=2))
+    write_result(args.output, result)
+
+
+def calibrated(model: str, output: Path, samples: int, asked: dict[str, Any]) -> Path:
+    """Run the job on the first `samples`, or on fewer if that is asked."""
+    recipe = load_recipe(None, {**GIVEN, "data.samples": samples, **asked})
+    run(model, recipe, output, overwrite=True)
+    return output
+
+
+def cover(model: str, scratch: Path) -> dict[str, Any]:
+    """How much of the whole run's amax the scales of a part hold, in each layer."""
+    until = calibrated(model, scratch / "all-until", SAMPLES, ASKED["until"])
+    whole = calibrated(model, scratch / "all", SAMPLES, ASKED["whole"])
+    found, held = load_stats(whole), load_scales(until)
+    covers = [
+        min(
+            float((held.layers[name].k * 448 / layer.k.amax.max()).min()),
+            float((held.layers[name].v * 448 / layer.v.amax.max()).min()),
+        )
+        for name, layer in found.layers.items()
+    ]
+    tokens = load_stats(until).tokens
+    return {
+        "tokens": tokens,
+        "share_read": tokens / found.tokens,
+        "layers_covered": float(np.mean([x >= 1 for x in covers])),
+        "least_cover": min(covers),
+        "said": json.loads((until / "fp8kv_calibration.json").read_text())["expected"],
+    }
+
+
+@torch.inference_mode()
+def divergences(model: str, scratch: Path) -> dict[str, Any]:
+    """KL of each kind of scales, and by how much it is higher than the whole run's."""
+    kinds: dict[str, KVScales] = {}
+    for name, asked in ASKED.items():
+        output = scratch / name.replace(", ", "-").replace(" ", "-")
+        kinds[name] = load_scales(calibrated(model, output, SAMPLES - HELD_OUT, asked))
+    recipe = load_recipe(None, {**GIVEN, "data.samples": SAMPLES})
+    variants = [Variant(name, name, "given", scales) for name, scales in kinds.items()]
+    found: dict[str, list[Any]] = {name: [] for name in kinds}
+    setup, documents = _opened(model, recipe)
+    for token_ids in documents[-HELD_OUT:]:
+        measured = read(setup, torch.tensor(token_ids), variants)
+        for name, each in found.items():
+            each.append(measured[name].kl.double().numpy())
+    whole = found["whole"]
+    return {
+        name: {
+            "kl": estimate(each).model_dump(),
+            "more_than_whole": estimate(
+                [a - b for a, b in zip(each, whole, strict=True)]
+            ).model_dump(),
+        }
+        for name, each in found.items()
+    }
+
+
+def _opened(model: str, recipe: Recipe) -> tuple[Setup, list[list[int]]]:
+    checkpoint = find_checkpoint(model)
+    config = load_config(checkpoint, recipe)
+    loaded, tokenizer = load_model(checkpoint, config, recipe), load_tokenizer(checkpoint, recipe)
+    return Setup(loaded, tokenizer), load_data(recipe.data, tokenizer, lambda: loaded).samples
+
+
+if __name__ == "__main__":
+    main()
