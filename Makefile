@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
+.PHONY: help demo test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -189,6 +189,10 @@ bench-latent: $(VENV)/.installed ## FP8 caches of latents (MLA) on a real model 
 
 bench-modes: $(VENV)/.installed ## what engines' attention adds to an FP8 cache
 	$(BIN)/python benchmarks/engine_modes.py
+
+bench-cover: $(VENV)/.installed ## how well scales cover text that was not read
+	$(BIN)/python benchmarks/cover.py
+	$(BIN)/python benchmarks/cover_until.py
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 	$(BIN)/python benchmarks/peer_speed.py --peer-python $(PEERS)/bin/python

@@ -1,6 +1,6 @@
 """`--until 0.05 --headroom auto` beside the whole run: tokens read, cover, KL on held-out text.
 
-SmolLM2 and its stress twin, in float32. KL is of 24 documents that neither has read, paired.
+SmolLM2 in float32. KL is of 24 documents that none of them has read, paired.
 """
 
 import json
@@ -19,11 +19,11 @@ from calib.job import run
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, load_tokenizer
 from calib.recipe import Recipe, load_recipe
-from calib.rescale.stress import stress
 from calib.scales.derive import load_scales
 from calib.scales.scales import KVScales
 from calib.scales.stats_file import load_stats
 
+MODEL = "builtin:smollm2"
 SAMPLES, HELD_OUT = 139, 24
 GIVEN = {
     "device": "cpu",
@@ -46,29 +46,27 @@ ASKED: dict[str, dict[str, Any]] = {
 def main() -> None:
     """Measure, print, write the JSON."""
     args = scratch_and_output(__doc__, "cover_until")
-    twin = args.scratch / "twin"
-    stress("builtin:smollm2", twin, overwrite=True)
-    models = {"smollm2": "builtin:smollm2", "twin": str(twin)}
     result = {
         "machine": machine(),
-        "cover": {name: cover(model, args.scratch / name) for name, model in models.items()},
-        "kl": {name: divergences(model, args.scratch / name) for name, model in models.items()},
+        "model": MODEL,
+        "cover": cover(args.scratch),
+        "kl": divergences(args.scratch),
     }
     print(json.dumps(result, indent=2))
     write_result(args.output, result)
 
 
-def calibrated(model: str, output: Path, samples: int, asked: dict[str, Any]) -> Path:
+def calibrated(output: Path, samples: int, asked: dict[str, Any]) -> Path:
     """Run the job on the first `samples`, or on fewer if that is asked."""
     recipe = load_recipe(None, {**GIVEN, "data.samples": samples, **asked})
-    run(model, recipe, output, overwrite=True)
+    run(MODEL, recipe, output, overwrite=True)
     return output
 
 
-def cover(model: str, scratch: Path) -> dict[str, Any]:
+def cover(scratch: Path) -> dict[str, Any]:
     """How much of the whole run's amax the scales of a part hold, in each layer."""
-    until = calibrated(model, scratch / "all-until", SAMPLES, ASKED["until"])
-    whole = calibrated(model, scratch / "all", SAMPLES, ASKED["whole"])
+    until = calibrated(scratch / "all-until", SAMPLES, ASKED["until"])
+    whole = calibrated(scratch / "all", SAMPLES, ASKED["whole"])
     found, held = load_stats(whole), load_scales(until)
     covers = [
         min(
@@ -88,16 +86,16 @@ def cover(model: str, scratch: Path) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def divergences(model: str, scratch: Path) -> dict[str, Any]:
+def divergences(scratch: Path) -> dict[str, Any]:
     """KL of each kind of scales, and by how much it is higher than the whole run's."""
     kinds: dict[str, KVScales] = {}
     for name, asked in ASKED.items():
         output = scratch / name.replace(", ", "-").replace(" ", "-")
-        kinds[name] = load_scales(calibrated(model, output, SAMPLES - HELD_OUT, asked))
+        kinds[name] = load_scales(calibrated(output, SAMPLES - HELD_OUT, asked))
     recipe = load_recipe(None, {**GIVEN, "data.samples": SAMPLES})
     variants = [Variant(name, name, "given", scales) for name, scales in kinds.items()]
     found: dict[str, list[Any]] = {name: [] for name in kinds}
-    setup, documents = _opened(model, recipe)
+    setup, documents = _opened(recipe)
     for token_ids in documents[-HELD_OUT:]:
         measured = read(setup, torch.tensor(token_ids), variants)
         for name, each in found.items():
@@ -114,8 +112,8 @@ def divergences(model: str, scratch: Path) -> dict[str, Any]:
     }
 
 
-def _opened(model: str, recipe: Recipe) -> tuple[Setup, list[list[int]]]:
-    checkpoint = find_checkpoint(model)
+def _opened(recipe: Recipe) -> tuple[Setup, list[list[int]]]:
+    checkpoint = find_checkpoint(MODEL)
     config = load_config(checkpoint, recipe)
     loaded, tokenizer = load_model(checkpoint, config, recipe), load_tokenizer(checkpoint, recipe)
     return Setup(loaded, tokenizer), load_data(recipe.data, tokenizer, lambda: loaded).samples
