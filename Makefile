@@ -193,6 +193,7 @@ bench-modes: $(VENV)/.installed ## what engines' attention adds to an FP8 cache
 bench-cover: $(VENV)/.installed ## how well scales cover text that was not read
 	$(BIN)/python benchmarks/cover.py
 	$(BIN)/python benchmarks/cover_until.py
+	$(BIN)/python benchmarks/cover_plot.py
 
 bench-peers: $(VENV)/.installed $(PEERS)/.installed ## beside llm-compressor
 	$(BIN)/python benchmarks/peer_speed.py --peer-python $(PEERS)/bin/python

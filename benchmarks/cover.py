@@ -35,6 +35,8 @@ LEAST_EVENTS = 20
 FACTOR = 3.0
 
 Rows = list[dict[str, Any]]
+# factor, tokens clipped, of how many, cover with the factor and without
+Promise = tuple[float, int, int, float, float]
 
 
 class Text(NamedTuple):
@@ -220,22 +222,20 @@ PREDICTORS: dict[str, Callable[[Tensor, int], Tensor]] = {
 
 def headroom(dataset: str, text: Text) -> Rows:
     """What `--headroom auto` promises and does, and how much of the whole run's amax it covers."""
-    found: dict[tuple[str, int], list[tuple[float, int, int, float]]] = {}
+    found: dict[tuple[str, int], list[Promise]] = {}
     for strategy, count, _, values in splits(text, (*CALIBRATED[1:], 2 * CALIBRATED[-1])):
         for layer in values:
             factor = headroom_for([tail_of(layer[:, :count])], CHANCE)
             level = layer[:, :count].amax(-1, keepdim=True) * factor
             clipped = int((layer[:, count:] > level).any(0).sum())
             cover = float((level[:, 0] / layer.amax(-1)).min())
-            row = (factor, clipped, layer.shape[-1] - count, cover)
+            row = (factor, clipped, layer.shape[-1] - count, cover, cover / factor)
             found.setdefault((strategy, count), []).append(row)
     return [_promise(dataset, *at, rows) for at, rows in found.items()]
 
 
-def _promise(
-    dataset: str, strategy: str, count: int, rows: list[tuple[float, int, int, float]]
-) -> dict[str, Any]:
-    factors, clipped, tokens, covers = map(np.array, zip(*rows, strict=True))
+def _promise(dataset: str, strategy: str, count: int, rows: list[Promise]) -> dict[str, Any]:
+    factors, clipped, tokens, covers, plain = map(np.array, zip(*rows, strict=True))
     events = int(clipped.sum())
     return {
         "dataset": dataset,
@@ -246,6 +246,7 @@ def _promise(
         "chance_interval": [x / float(tokens.sum()) for x in poisson_interval(events)],
         "layers_covered": float(np.mean(covers >= 1)),
         "least_cover": float(covers.min()),
+        "layers_covered_without": float(np.mean(plain >= 1)),
     }
 
 

@@ -1,0 +1,140 @@
+"""Headroom by layer, scales at powers of two, and what is expected of new text."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from command_line import fp8kv, one_line_error
+from families import save_model, tiny_model
+
+from calib.data import make_batches
+from calib.measure.loop import calibrate
+from calib.recipe import Recipe
+from calib.scales.cover import clip_chance, clipped_tokens, holds
+from calib.scales.derive import derive_scales, load_scales
+from calib.scales.stats_file import load_stats, save_stats
+
+E4M3 = 448.0
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def stats(model):
+    """Of 4,000 random tokens."""
+    ids = torch.randint(64, (40, 100), generator=torch.Generator().manual_seed(0)).tolist()
+    return calibrate(model, make_batches(ids, 8, pad_id=0), Recipe(device="cpu"))
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_headroom_by_layer_keeps_the_stated_chance_and_is_one_factor_per_layer(stats, strategy):
+    plain = derive_scales(stats, Recipe(strategy=strategy))
+    for chance in (1e-4, 1e-6):
+        auto = derive_scales(stats, Recipe(strategy=strategy, headroom="auto", clip_chance=chance))
+        for name, layer in stats.layers.items():
+            factors = torch.cat([auto.layers[name].k / plain.layers[name].k,
+                                 auto.layers[name].v / plain.layers[name].v])  # fmt: skip
+            # two float32 products
+            torch.testing.assert_close(factors, factors[:1].expand_as(factors), rtol=1e-6, atol=0)
+            assert factors[0] > 1
+            assert clip_chance(layer, auto.layers[name], E4M3) <= chance
+            assert clip_chance(layer, plain.layers[name], E4M3) > chance
+
+
+def test_a_larger_chance_needs_less_headroom(stats):
+    def scales(chance):
+        recipe = Recipe(headroom="auto", clip_chance=chance)
+        return [float(layer.k) for layer in derive_scales(stats, recipe).layers.values()]
+
+    assert all(a > b for a, b in zip(scales(1e-7), scales(1e-5), strict=True))
+
+
+def test_the_chance_of_a_layer_is_that_of_any_of_its_groups(stats):
+    scales = derive_scales(stats, Recipe(strategy="attn_head"))
+    name, layer = next(iter(stats.layers.items()))
+    own = scales.layers[name]
+    misses = [
+        1 - float(chance)
+        for tail, scale in zip(layer.tails("attn_head"), (own.k, own.v), strict=True)
+        for chance in tail.chance_above(scale.double() * E4M3)
+    ]
+    assert clip_chance(layer, own, E4M3) == pytest.approx(1 - math.prod(misses))
+    k, v = (clip_chance(layer, own, E4M3, which) for which in "kv")
+    assert (1 - k) * (1 - v) == pytest.approx(math.prod(misses))
+
+
+def test_half_the_scale_clips_what_was_counted(stats, model):
+    """Far below the largest the chance is a share of the tokens seen, or of the slope."""
+    name, layer = next(iter(stats.layers.items()))
+    top = layer.k.tail.flatten().sort(descending=True).values
+    scales = derive_scales(stats, Recipe()).layers[name]
+    level = (top[39] + top[40]) / 2  # of the 40 largest tokens
+    lower = replace(scales, k=(level / E4M3).view(1).float())
+    assert clip_chance(layer, lower, E4M3, "k") == pytest.approx(40 / layer.tokens)
+
+
+@pytest.mark.parametrize("given", [{}, {"headroom": "auto"}, {"strategy": "attn_head"}])
+def test_powers_of_two_are_the_next_above(stats, given):
+    plain = derive_scales(stats, Recipe(**given))
+    rounded = derive_scales(stats, Recipe(**given, scale_rounding="pow2"))
+    for name, layer in plain.layers.items():
+        for (_, a), (_, b) in zip(layer.items(), rounded.layers[name].items(), strict=True):
+            assert torch.all((b >= a) & (b < 2 * a))
+            assert torch.equal(torch.frexp(b).mantissa, torch.full_like(b, 0.5))
+
+
+def test_a_power_of_two_stays_itself(stats):
+    name, layer = next(iter(stats.layers.items()))
+    amax = torch.zeros_like(layer.k.amax)
+    amax[:, 0] = E4M3 / 8
+    held = replace(stats, layers={name: replace(layer, k=replace(layer.k, amax=amax))})
+    scales = derive_scales(held, Recipe(scale_rounding="pow2"))
+    assert scales.layers[name].k.tolist() == [0.125]
+
+
+def test_with_enough_headroom_more_tokens_are_held_and_without_they_are_not(stats):
+    plain = derive_scales(stats, Recipe())
+    auto = derive_scales(stats, Recipe(headroom="auto"))
+    assert holds(stats, auto, ahead=4, share=0) == 1
+    assert holds(stats, plain, ahead=100, share=0) == 0
+    assert holds(stats, plain, ahead=100, share=1) == 1
+
+
+def test_nothing_is_expected_where_nothing_is_known(stats):
+    assert clipped_tokens(stats, derive_scales(stats, Recipe())) is not None
+    channels = derive_scales(stats, Recipe(strategy="channel", export={"formats": ["fp8kv"]}))
+    assert clipped_tokens(stats, channels) is None
+    tensors = {at: x for at, x in stats.tensors().items() if at[2] != "tail"}
+    old = stats.with_tensors(tensors, stats.counts())
+    assert clipped_tokens(old, derive_scales(old, Recipe())) is None
+
+
+def test_the_job_writes_what_the_recipe_asks_and_says_what_to_expect(model, tmp_path):
+    directory, out = save_model(model, tmp_path / "tiny"), tmp_path / "out"
+    done = fp8kv(
+        "calibrate", directory, "-o", out, "--dataset", "random", "--samples", 20, "--seq-len", 64,
+        "--headroom", "auto", "--clip-chance", "1e-5", "--scale-rounding", "pow2",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert "expected of new text like this: one token in" in " ".join(done.stdout.split())
+    report = json.loads((out / "fp8kv_calibration.json").read_text())
+    assert report["recipe"]["headroom"] == "auto"
+    assert max(report["clip_chance"].values()) <= 1e-5
+    scales = load_scales(out)
+    assert all(torch.frexp(layer.k).mantissa.item() == 0.5 for layer in scales.layers.values())
+
+
+def test_old_statistics_have_no_headroom_by_layer(model, tmp_path):
+    directory, out = save_model(model, tmp_path / "tiny"), tmp_path / "out"
+    given = ("--dataset", "random", "--samples", 20, "--seq-len", 64, "--headroom", "auto")
+    assert fp8kv("calibrate", directory, "-o", out, *given).exit_code == 0
+    stats = load_stats(out)
+    tensors = {at: x for at, x in stats.tensors().items() if at[2] in ("amax",)}
+    save_stats(stats.with_tensors(tensors, stats.counts()), out / "fp8kv_stats.safetensors")
+    again = fp8kv("bake", directory, "--scales", out, "--for", "fp8", "-o", tmp_path / "baked")
+    one_line_error(again, "these statistics are old and hold no tails; calibrate again")
