@@ -19,8 +19,7 @@ from calib.job import run
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, load_tokenizer
 from calib.recipe import Recipe, load_recipe
-from calib.scales.derive import load_scales
-from calib.scales.scales import KVScales
+from calib.scales.derive import derive_scales, load_scales
 from calib.scales.stats_file import load_stats
 
 MODEL = "builtin:smollm2"
@@ -32,14 +31,13 @@ GIVEN = {
     "data.seq_len": 512,
     "export.weights": "none",
 }
-# what is compared with the plain scales of the whole run
-ASKED: dict[str, dict[str, Any]] = {
+UNTIL = {"data.until": 0.05, "headroom": "auto"}
+# derived from the statistics of the whole run, and compared with its plain scales
+DERIVED: dict[str, dict[str, Any]] = {
     "whole": {},
-    "until": {"data.until": 0.05, "headroom": "auto"},
     "auto": {"headroom": "auto"},
     "pow2": {"scale_rounding": "pow2"},
     "auto, pow2": {"headroom": "auto", "scale_rounding": "pow2"},
-    "16 samples": {"data.samples": 16},
 }
 
 
@@ -65,8 +63,8 @@ def calibrated(output: Path, samples: int, asked: dict[str, Any]) -> Path:
 
 def cover(scratch: Path) -> dict[str, Any]:
     """How much of the whole run's amax the scales of a part hold, in each layer."""
-    until = calibrated(scratch / "all-until", SAMPLES, ASKED["until"])
-    whole = calibrated(scratch / "all", SAMPLES, ASKED["whole"])
+    until = calibrated(scratch / "all-until", SAMPLES, UNTIL)
+    whole = calibrated(scratch / "all", SAMPLES, {})
     found, held = load_stats(whole), load_scales(until)
     covers = [
         min(
@@ -88,10 +86,14 @@ def cover(scratch: Path) -> dict[str, Any]:
 @torch.inference_mode()
 def divergences(scratch: Path) -> dict[str, Any]:
     """KL of each kind of scales, and by how much it is higher than the whole run's."""
-    kinds: dict[str, KVScales] = {}
-    for name, asked in ASKED.items():
-        output = scratch / name.replace(", ", "-").replace(" ", "-")
-        kinds[name] = load_scales(calibrated(output, SAMPLES - HELD_OUT, asked))
+    seen = SAMPLES - HELD_OUT
+    whole = load_stats(calibrated(scratch / "most", seen, {}))
+    kinds = {
+        name: derive_scales(whole, load_recipe(None, GIVEN | asked))
+        for name, asked in DERIVED.items()
+    }
+    kinds["until"] = load_scales(calibrated(scratch / "most-until", seen, UNTIL))
+    kinds["16 samples"] = load_scales(calibrated(scratch / "few", 16, {}))
     recipe = load_recipe(None, {**GIVEN, "data.samples": SAMPLES})
     variants = [Variant(name, name, "given", scales) for name, scales in kinds.items()]
     found: dict[str, list[Any]] = {name: [] for name in kinds}
@@ -100,12 +102,12 @@ def divergences(scratch: Path) -> dict[str, Any]:
         measured = read(setup, torch.tensor(token_ids), variants)
         for name, each in found.items():
             each.append(measured[name].kl.double().numpy())
-    whole = found["whole"]
+    plain = found["whole"]
     return {
         name: {
             "kl": estimate(each).model_dump(),
             "more_than_whole": estimate(
-                [a - b for a, b in zip(each, whole, strict=True)]
+                [a - b for a, b in zip(each, plain, strict=True)]
             ).model_dump(),
         }
         for name, each in found.items()
