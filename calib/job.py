@@ -55,6 +55,8 @@ def run(
         destination = Destination(output, in_place, overwrite, progress.copied)
         run = _Run(model_name, destination, world, progress, resume=resume)
         checkpoint, prepared = world.together(lambda: run.load(recipe, held))
+        batched = prepared.recipe.data.batch_size
+        world.check_same("data or batches", [prepared.data.fingerprint, batched])
         measured = run.measure(checkpoint, prepared)
         # what goes wrong while the first process writes ends all of them
         return world.together(lambda: run.write(checkpoint, prepared, measured))
@@ -105,9 +107,10 @@ class _Run:
             measured = Measured(world.reduce(stats), data)
         else:
             share = world.together(lambda: Share(*self._how(checkpoint, prepared, mine)))
+            available = sum(batch.num_tokens for batch in batches)
             stats, stop = read_until(share, batches, world, recipe)
             read = data.only(i for batch in batches[: stop.batches] for i in batch.sample_ids)
-            measured = Measured(stats, read, [stop.line(stats, data.num_tokens, given.until)])
+            measured = Measured(stats, read, [stop.line(stats, available, given.until)])
         self._lap("calibrate")
         return measured
 

@@ -15,6 +15,7 @@ from calib.text import parse_condition, parse_size
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
 
 
+_CLIP_CHANCE = 1e-6
 Headroom = Annotated[float, Field(ge=1 / 16, le=16)]
 
 
@@ -118,7 +119,7 @@ class Recipe(_Strict):
     fp8_dtype: choices.FP8Name = "e4m3fn"
     headroom: Headroom | Literal["auto"] = Field(1.0, description="amax is multiplied by this")
     clip_chance: float = Field(
-        1e-6, gt=0, lt=1, description="of a token in a layer, at most, with headroom auto"
+        _CLIP_CHANCE, gt=0, lt=1, description="of a token in a layer, at most, with headroom auto"
     )
     scale_rounding: choices.ScaleRounding = Field("none", description="pow2: up, to a power of two")
     means: bool = Field(False, description="also collect per-channel means of K and V")
@@ -147,6 +148,17 @@ class Recipe(_Strict):
             raise ValueError(
                 f"format '{nvfp4[0]}' is made from absmax, which other observers and FP8 "
                 "types replace; use observer absmax and fp8_dtype e4m3fn"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _options_have_a_use(self) -> "Recipe":
+        if self.clip_chance != _CLIP_CHANCE and self.headroom != "auto":
+            raise ValueError("clip_chance is for headroom auto: give that too, or leave it away")
+        if self.scale_rounding == "pow2" and self.center_keys:
+            raise ValueError(
+                "center_keys needs its largest key at the end of the scale, which scale_rounding "
+                "'pow2' moves: leave one of them away"
             )
         return self
 

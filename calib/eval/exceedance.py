@@ -13,6 +13,7 @@ from calib.measure.attention import map_attention
 from calib.scales.cover import clipped_tokens
 from calib.scales.scales import LayerScales
 from calib.scales.stats import KVStats
+from calib.scales.tail import ROUNDING
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 from fp8kv_runtime.hf import swap_attention
 
@@ -71,7 +72,7 @@ def count_clipped(
 def _count(key: Tensor, value: Tensor, scales: LayerScales, largest: float) -> Clipped:
     """Count in one document's `key` and `value` [1, K, T, D]."""
     pairs = ((key, scales.k, scales.k_center), (value, scales.v, None))
-    beyond = [scaled_magnitudes(*pair) > largest for pair in pairs]
+    beyond = [scaled_magnitudes(*pair) > largest * ROUNDING for pair in pairs]
     saturated = torch.stack([x.sum((1, 2)) for x in beyond])[None].cpu()
     values = torch.tensor([[x.shape[1] * x.shape[2] for x in beyond]])
     tokens = torch.stack([x.any(-1) for x in beyond]).movedim(-1, 0).cpu()

@@ -140,7 +140,7 @@ def samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, li
 def _order(data: DataRecipe) -> dict[str, object]:
     # built-in text is cut into samples by their length; other datasets have rows
     lengths = set() if data.dataset.startswith("builtin:") else {"seq_len"}
-    return data.model_dump(exclude={"samples", "batch_size", "skip_first", *lengths})
+    return data.model_dump(exclude={"samples", "batch_size", "skip_first", "until", *lengths})
 
 
 def calibrate_on(model: PreTrainedModel, samples: list[list[int]], recipe: Recipe) -> KVStats:

@@ -14,6 +14,7 @@ from calib.eval.variants import Setup, Variant, broadcast_scale, fp8_rounding
 from calib.measure.attention import map_attention
 from calib.scalefiles.places import LayerPlaces
 from calib.scales.scales import LayerScales
+from calib.scales.tail import ROUNDING
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
 from fp8kv_runtime.hf import swap_attention
 
@@ -115,7 +116,7 @@ def _layer_error(
         scale = broadcast_scale(scale, x)
         x = x if centre is None else x - broadcast_scale(centre, x)
         zero = (quantize(x[0], scale, dtype).float() == 0) & (x[0] != 0)
-        beyond = scaled > largest
+        beyond = scaled > largest * ROUNDING
         sums = (beyond.sum((1, 2)), zero.sum((1, 2)), scaled.amax((1, 2)) / largest)
         counted.append((*sums, beyond.any(-1)))
     counts = (torch.stack(pair)[None].cpu() for pair in zip(*counted, strict=True))

@@ -106,16 +106,20 @@ def can_be_measured(variant: Variant) -> bool:
     return variant.scales is not None and (variant.served or variant.kind == "given")
 
 
+def check_other_texts(texts: Sequence[OtherDocuments], variants: Sequence[Variant]) -> None:
+    """Refuse to read `texts` with nothing that engines load."""
+    if texts and not any(map(can_be_measured, variants)):
+        raise InputError(
+            "--also is measured with scales that engines load: give --scales or keep attn_head"
+        )
+
+
 @torch.inference_mode()
 def measure_other_texts(
     setup: Setup, texts: Sequence[OtherDocuments], variants: Sequence[Variant]
 ) -> list[MeasuredElsewhere]:
     """Read `texts` with the reference and with all scales that engines load or that were given."""
     kept = [variant for variant in variants if can_be_measured(variant)]
-    if texts and not kept:
-        raise InputError(
-            "--also is measured with scales that engines load: give --scales or keep attn_head"
-        )
     return [_measure(setup, text, kept) for text in texts]
 
 

@@ -26,6 +26,7 @@ from calib.eval.modes import check_model, in_mode
 from calib.eval.offers import Offers
 from calib.eval.other_text import (
     OtherDocuments,
+    check_other_texts,
     load_other_texts,
     measure_other_texts,
     wanted_datasets,
@@ -131,9 +132,10 @@ def evaluate(
     measured, unlike = in_mode(setup, measured, wanted.variants)
     results = _results(setup, with_bytes(measured, shapes), material, others, tasks, wanted)
     warnings = [*notes, *data.warnings, *warnings, *more, *left_out, *unbaked, *unlike]
+    chances = {} if recipe.data.skip_first else predicted(measured, stats)
     return Evaluation(
         conditions, warnings=warnings, offers=offers, refused=refused,
-        places=stats.places(), clip_chances=predicted(measured, stats), **results,
+        places=stats.places(), clip_chances=chances, **results,
     )  # fmt: skip
 
 
@@ -148,7 +150,8 @@ def _results(
     """The measurements, by their names in `Evaluation`."""
     budget = asked.kl_budget
     try:
-        mixture = _mixture(setup, variants, material, asked)  # what refuses comes first
+        check_other_texts(others, variants)  # what refuses comes first
+        mixture = _mixture(setup, variants, material, asked)
         measured = measure(setup, variants, material)
         return {
             "mixture": mixture,

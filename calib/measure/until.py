@@ -27,9 +27,10 @@ class Stop:
 
     def line(self, stats: KVStats, available: int, share: float) -> str:
         """What was read, and what is expected of the rest."""
-        read = f"--until {share:g}: {stats.tokens:,} of {available:,} tokens were read"
-        ahead = f"the next {AHEAD * stats.tokens:,} are expected to go at most {share:.0%}"
-        found = f"{read}; {ahead} beyond the scales in {self.layers:.0%} of layers"
+        done = max(layer.tokens_read for layer in stats.layers.values())
+        read = f"--until {share:g}: {done:,} of {available:,} tokens were read"
+        ahead = f"the next {AHEAD * stats.tokens:,} are expected to go at most {100 * share:g}%"
+        found = f"{read}; {ahead} beyond the scales in {int(100 * self.layers)}% of layers"
         if self.layers >= LAYERS:
             return found
         return f"{found}, not in {LAYERS:.0%} as was asked: use more text, or --headroom auto"
@@ -39,7 +40,9 @@ def looks(batches: Sequence[Batch]) -> list[int]:
     """Numbers of batches after which to look; they depend on the batches alone."""
     found, tokens, samples, due = [], 0, 0, FIRST_TOKENS
     for number, batch in enumerate(batches, 1):
-        tokens, samples = tokens + batch.num_tokens, samples + len(batch.sample_ids)
+        count = len(batch.sample_ids)
+        tokens += batch.num_tokens - batch.skip_first * count  # those that are counted
+        samples += count
         if (tokens >= due and samples >= FIRST_SAMPLES) or number == len(batches):
             found.append(number)
             due = int(tokens * _MORE)

@@ -117,7 +117,9 @@ def finish(
     warned = [*dict.fromkeys([*warnings, *of_scales, *of_formats, *doubts])]
     layers = summarize(stats, scales)
     expected = clipped_tokens(stats, scales)
-    notes = [*notes, *([expected.line] if expected else [])]
+    skipped = recipe.data.skip_first
+    of_others = f" (of those after the first {skipped} of a sample)" * bool(skipped)
+    notes = [*notes, *([expected.line + of_others] if expected else [])]
     report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned, threads)
     report |= {"expected": notes, "clip_chance": expected and expected.by_layer}
     report |= origin or {"marks": marks_or_none(checkpoint, stats.layers)}

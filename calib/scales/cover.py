@@ -37,7 +37,7 @@ def clipped_tokens(stats: KVStats, scales: KVScales, tensors: str = "kv") -> Cli
     """What to expect of `scales` of those of K and V that `tensors` names.
 
     None where `stats` cannot tell: they are old, or of few tokens, or the scales are by channel or
-    of centred keys.
+    of centred keys. Layers whose scales clip more than the largest tokens are left out.
     """
     knows = all(
         layer.k.tail is not None and layer.v.tail is not None and layer.tokens >= MIN_TOKENS
@@ -46,17 +46,25 @@ def clipped_tokens(stats: KVStats, scales: KVScales, tensors: str = "kv") -> Cli
     if not knows or scales.strategy == "channel" or scales.has_center:
         return None
     limit = fp8_max(FP8_DTYPES[scales.fp8_dtype])
-    return ClippedTokens(
-        {
-            layer.layer_idx: clip_chance(layer, scales.layers[name], limit, tensors)
-            for name, layer in stats.layers.items()
-            if name in scales.layers
-        }
-    )
+    found = {
+        layer.layer_idx: clip_chance(layer, scales.layers[name], limit, tensors)
+        for name, layer in stats.layers.items()
+        if name in scales.layers
+    }
+    known = {layer: chance for layer, chance in found.items() if chance is not None}
+    return ClippedTokens(known) if known else None
 
 
-def clip_chance(layer: LayerStats, scales: LayerScales, limit: float, tensors: str = "kv") -> float:
-    """That a new token has a value of K or V beyond `limit` times its scale."""
+def clip_chance(
+    layer: LayerStats, scales: LayerScales, limit: float, tensors: str = "kv"
+) -> float | None:
+    """That a new token has a value of K or V beyond `limit` times its scale.
+
+    None where a scale holds less than the largest tokens that were kept.
+    """
+    below = _of_groups(layer, scales, limit, lambda tail, level: level < tail.threshold)
+    if any(bool(each.any()) for each in below):
+        return None
     chances = _of_groups(layer, scales, limit, lambda tail, level: tail.chance_above(level))
     if not layer.latent:
         chances = [each for name, each in zip("kv", chances, strict=True) if name in tensors]

@@ -53,7 +53,10 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
             ]
             if layers:
                 found.append(text.format(which.upper(), _layers(layers)))
-    found += _of_places(stats.places(), scales.strategy)
+    # what is told of whole K and whole heads, and of scales that leave no room
+    if not (scales.has_center or scales.strategy == "channel"):
+        covers = recipe.headroom == "auto" or recipe.data.until is not None
+        found += _of_places(stats.places(), scales.strategy, growth=not covers)
     if recipe.observer.name == "percentile":
         found.append(
             "observer percentile clips the largest K, which is known to hurt: "
@@ -66,14 +69,14 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
     return found
 
 
-def _of_places(places: list[LayerPlaces], strategy: Strategy) -> list[str]:
+def _of_places(places: list[LayerPlaces], strategy: Strategy, *, growth: bool) -> list[str]:
     """Whether amax would have grown with more tokens, and whether first tokens alone set it."""
     found = []
     for which in ("k", "v"):
         grew, first = {}, {}
         for layer in places:
             x, middle = getattr(layer, which), middle_of(layer.read)
-            if layer.read >= TOKENS_TO_GROW:
+            if growth and layer.read >= TOKENS_TO_GROW:
                 grew[layer.layer] = x.grew(middle, per_head=strategy != "tensor")
             first[layer.layer] = x.first_tokens.ratio
         if named := [layer for layer, share in grew.items() if share > GREW]:

@@ -24,7 +24,7 @@ MOST_HEADROOM = 16.0
 _HEAVIER = 0.1  # shape of the generalised Pareto distribution that headroom is taken from
 _ABOVE = TAIL - 1  # tokens above the threshold
 _TIE = 1 - 2.0**-8  # closer to the largest than bfloat16 can tell
-_ROUNDING = 1 + 2.0**-20  # a scale is a rounded float32
+ROUNDING = 1 + 2.0**-20  # a scale is a rounded float32: so little beyond it is nothing clipped
 
 
 def largest(held: Tensor, new: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -68,6 +68,11 @@ class Tail:
         return self.top[:, 0]
 
     @property
+    def threshold(self) -> Tensor:
+        """The smallest value kept, [G]: of what is below nothing is known."""
+        return self.top[:, -1]
+
+    @property
     def decay(self) -> Tensor:
         """The mean excess over the threshold, [G]: so much further, e times fewer tokens."""
         return (self.top[:, :_ABOVE] - self.top[:, _ABOVE:]).mean(-1)
@@ -79,13 +84,14 @@ class Tail:
         return (self._on_slope(self.largest) / self.tokens / ties).sqrt()
 
     def chance_above(self, level: Tensor, *, cautious: bool = False) -> Tensor:
-        """That a new token is above `level` [G]: [G]; `cautious`: beyond what was seen, the tail
-        is a little heavier than exponential."""
-        level = level.double() * _ROUNDING
+        """That a new token is above `level` [G], at least the threshold: [G].
+
+        `cautious`: beyond what was seen, the tail is a little heavier than exponential.
+        """
+        level = level.double() * ROUNDING
         beyond = self.chance * _falls(level - self.largest, self.decay, heavier=cautious)
         seen = (self.top > level[:, None]).sum(-1) / self.tokens
-        within = torch.where(level >= self.top[:, -1], seen, self._on_slope(level).clamp(max=1))
-        return torch.where(level >= self.largest, beyond, within)
+        return torch.where(level >= self.largest, beyond, seen)
 
     def reached_in(self, tokens: int) -> Tensor:
         """What the largest of `tokens` new ones is expected to be, if not less than was seen."""
@@ -107,16 +113,24 @@ def headroom_for(tails: Sequence[Tail], chance: float) -> float:
 
     `tails` are K's and V's, taken a little heavier than exponential: of texts that were measured
     (make bench-cover) one layer of thirty has such a tail, and would break the promise for all.
+    An InputError where none up to 16 is enough.
     """
 
     def clipped(factor: float) -> float:
-        return sum(
-            float(tail.chance_above(tail.largest * factor, cautious=True).sum()) for tail in tails
-        )
+        chances = (tail.chance_above(tail.largest * factor, cautious=True) for tail in tails)
+        # a head of zeros is given the largest scale of its layer
+        alive = zip(chances, tails, strict=True)
+        return sum(float(each[tail.largest > 0].sum()) for each, tail in alive)
 
     low, high = 1.0, MOST_HEADROOM
     if clipped(low) <= chance:
         return low
+    if clipped(high) > chance:
+        raise InputError(
+            f"a layer would need headroom over {MOST_HEADROOM:g} to clip a token with a chance of "
+            f"{chance:g}: calibrate on more text, give --headroom a number, or a larger "
+            "--clip-chance"
+        )
     while high - low > 1e-4:
         middle = (low + high) / 2
         low, high = (middle, high) if clipped(middle) > chance else (low, middle)

@@ -58,6 +58,14 @@ def test_the_first_look_is_after_tokens_and_samples_enough_and_the_last_at_the_e
     assert looks(random_batches(samples=3)) == [1]
 
 
+def test_tokens_that_are_not_counted_bring_no_look_nearer():
+    ids = torch.randint(64, (SAMPLES, SEQ_LEN)).tolist()
+    plain, skipping = (make_batches(ids, BATCH, pad_id=0, skip_first=n) for n in (0, 50))
+    assert looks(plain)[0] < looks(skipping)[0]
+    counted = sum(50 * len(batch.sample_ids) for batch in skipping[: looks(skipping)[0]])
+    assert FIRST_TOKENS <= counted < FIRST_TOKENS + 50 * BATCH
+
+
 def test_it_stops_where_what_is_expected_is_held_and_not_before(stopped, model):
     out, printed = stopped
     stats, report = load_stats(out), json.loads((out / "fp8kv_calibration.json").read_text())

@@ -10,11 +10,13 @@ from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
 
 from calib.data import make_batches
+from calib.errors import InputError
 from calib.measure.loop import calibrate
 from calib.recipe import Recipe
 from calib.scales.cover import clip_chance, clipped_tokens, holds
 from calib.scales.derive import derive_scales, load_scales
 from calib.scales.stats_file import load_stats, save_stats
+from calib.scales.tail import TAIL, Tail, headroom_for
 
 E4M3 = 448.0
 
@@ -103,6 +105,46 @@ def test_with_enough_headroom_more_tokens_are_held_and_without_they_are_not(stat
     assert holds(stats, auto, ahead=4, share=0) == 1
     assert holds(stats, plain, ahead=100, share=0) == 0
     assert holds(stats, plain, ahead=100, share=1) == 1
+
+
+def test_a_head_of_zeros_asks_for_no_headroom(stats):
+    name, layer = next(iter(stats.layers.items()))
+    recipe = Recipe(strategy="attn_head", headroom="auto")
+    amax, tail = layer.k.amax.clone(), layer.k.tail.clone()
+    amax[0] = tail[0] = 0
+    dead = replace(layer, k=replace(layer.k, amax=amax, tail=tail))
+    scales = [
+        derive_scales(replace(stats, layers={name: each}), recipe).layers[name].v
+        for each in (layer, dead)
+    ]
+    assert torch.all(scales[1] <= scales[0])
+
+
+def test_a_chance_that_no_headroom_keeps_is_refused():
+    top = torch.linspace(1, 1000, TAIL).flip(0)[None]
+    with pytest.raises(InputError, match="headroom over 16 .* --clip-chance"):
+        headroom_for([Tail.of(top, 2000, per_head=True)], 1e-300)
+
+
+def test_scales_that_clip_more_than_is_known_have_no_chance(stats):
+    name, layer = next(iter(stats.layers.items()))
+    plain = derive_scales(stats, Recipe()).layers[name]
+    small = replace(plain, k=plain.k / 1000)
+    assert clip_chance(layer, small, E4M3) is None
+    assert clip_chance(layer, small, E4M3, "v") is None  # K and V are judged together
+    assert clip_chance(layer, plain, E4M3) is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"clip_chance": 1e-4}, "clip_chance is for headroom auto"),
+        ({"scale_rounding": "pow2", "center_keys": True}, "leave one of them away"),
+    ],
+)
+def test_options_without_a_use_are_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Recipe(**given)
 
 
 def test_nothing_is_expected_where_nothing_is_known(stats):
