@@ -119,8 +119,7 @@ def evaluate(
     types, left_out = wanted_types(wanted.caches, shapes)
     progress("calibrate")
     stats = inputs.calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
-    notes += [LATENT_NOTE] if stats.latent else []
-    notes += [ONE_ATTENTION] if other_attention(model) is None else []
+    notes += [LATENT_NOTE] * stats.latent + [ONE_ATTENTION] * (other_attention(model) is None)
     about = inputs.describe(data, material, stats.tokens)
     conditions = inputs.conditions(setup, model_name, suite, about, shapes)
     variants = _static(setup, recipe, stats)
