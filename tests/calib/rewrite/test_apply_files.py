@@ -103,7 +103,7 @@ def test_statistics_that_somebody_changed(model, measured, tmp_path):
     given = shutil.copytree(measured, tmp_path / "given")
     stats = load_stats(given)
     name, layer = next(iter(stats.layers.items()))
-    fields = ("amax", "curve", "positions")
+    fields = ("amax", "curve", "positions", "tail")
     v = replace(layer.v, **{field: getattr(layer.v, field) * 2 for field in fields})
     louder = replace(layer, v=v)
     (given / "fp8kv_stats.safetensors").unlink()
