@@ -189,7 +189,7 @@ def with_amax(directory, out, layer, letter, heads, value):
     whole = {"k": seen.k, "v": seen.v}
     whole[letter] = replace(whole[letter], amax=amax)
     # as in files of version 1, since they would be of another amax
-    plain = {which: replace(x, curve=None, positions=None) for which, x in whole.items()}
+    plain = {which: replace(x, curve=None, positions=None, tail=None) for which, x in whole.items()}
     changed = replace(seen, **plain)
     save_stats(KVStats({**stats.layers, name: changed}, stats.shared), out)
     return out
