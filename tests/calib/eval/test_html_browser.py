@@ -165,7 +165,7 @@ def test_nothing_is_asked_for_and_nothing_complained_about(driver, address):
 def test_charts_are_seen(page, address, width):
     look(page, width=width)
     charts = page.find_elements("css selector", "figure .chart")
-    assert len(charts) == 8
+    assert len(charts) == 9
     for chart in charts:
         assert chart.size["width"] > 250
         assert chart.size["height"] > 100
@@ -201,7 +201,7 @@ def test_tables_scroll_in_their_own_box_on_a_phone(page):
 def test_text_in_charts_is_no_smaller_than_a_phone_can_show(page, address):
     for width in (375, 1200):
         look(page, width=width)
-        assert len(open_charts(page, address)) == 8
+        assert len(open_charts(page, address)) == 9
         sizes = page.execute_script(
             "return [...document.querySelectorAll('svg.chart')].map(svg => "
             "svg.getBoundingClientRect().width / svg.viewBox.baseVal.width * "
@@ -214,7 +214,7 @@ def test_text_in_charts_is_no_smaller_than_a_phone_can_show(page, address):
 def test_text_in_charts_does_not_overlap(page, address):
     for width in (375, 1200):
         look(page, width=width)
-        assert len(open_charts(page, address)) == 8
+        assert len(open_charts(page, address)) == 9
         overlapping = page.execute_script(
             "const hit = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && "
             "a.top < b.bottom - 3 && b.top < a.bottom - 3; let found = [];"
