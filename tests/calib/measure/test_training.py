@@ -2,20 +2,18 @@
 
 import re
 import runpy
-import sys
 import warnings
 from collections import UserDict
 from pathlib import Path
 
 import pytest
 import torch
-from command_line import SMALL, calibrate
+from command_line import calibrate
 from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, save_model, tiny_model
 from families import tiny_vision_language_model as tiny_seeing_model
 from safetensors.torch import load_file
 from torch import nn
 
-import calib
 from calib.data import load_data, make_batches
 from calib.errors import CalibrationError, Fp8kvError, InputError
 from calib.export import export
@@ -108,7 +106,9 @@ def held(model):
     objects = {(n, k, x): id(v) for n, t in own.items() for k in tables for x, v in t[k].items()}
     plain = {n: {k: v for k, v in t.items() if k not in tables} for n, t in own.items()}
     values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    flags = {n: (p.requires_grad, p.dtype, p.device, id(p.grad)) for n, p in model.named_parameters()}
+    flags = {
+        n: (p.requires_grad, p.dtype, p.device, id(p.grad)) for n, p in model.named_parameters()
+    }
     config = (model.config.to_dict(), model.config._attn_implementation)
     return objects, plain, flags, config, values, torch.get_rng_state(), torch.is_grad_enabled()
 
@@ -133,12 +133,14 @@ LONG = {
 }
 
 
-@pytest.fixture(params=["llama", "longrope", "own sdpa calls"])
+@pytest.fixture(params=["llama", "longrope"])
 def in_training(request):
     """A model between two steps of a trainer."""
     model = tiny_model("llama", **(LONG if request.param == "longrope" else {})).train()
     model.model.norm.eval()
-    model.gradient_checkpointing_enable()
+    # which transformers calls otherwise since 5.2x
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable()
     model.enable_input_require_grads()
     model.lm_head.weight.requires_grad_(False)
     model.config.use_cache = False
@@ -208,7 +210,9 @@ def test_new_weights_get_new_scales():
     after = scales_for(model, [ROWS])
     name = "model.layers.1.self_attn.v_scale"
     assert torch.equal(after.pop(name), 4 * before[name])
-    assert torch.equal(after["model.layers.0.self_attn.v_scale"], before["model.layers.0.self_attn.v_scale"])
+    assert torch.equal(
+        after["model.layers.0.self_attn.v_scale"], before["model.layers.0.self_attn.v_scale"]
+    )
 
 
 LEFT = torch.cat([torch.zeros(1, 6, dtype=torch.int64), ROWS[:1, :18]], 1)
@@ -225,8 +229,7 @@ REAL = torch.tensor([[0] * 6 + [1] * 18])
         {"input_ids": ROWS[:1, :18], "labels": ROWS},
         UserDict(input_ids=ROWS[:1, :18].tolist(), attention_mask=None),
         {"input_ids": LEFT, "attention_mask": REAL},
-        {"input_ids": LEFT.flip(1).flip(0), "attention_mask": REAL.flip(1)}
-        and {"input_ids": LEFT.tolist(), "attention_mask": REAL.bool().tolist()},
+        {"input_ids": LEFT.tolist(), "attention_mask": REAL.bool().tolist()},
     ],
     ids=lambda batch: type(batch).__name__,
 )
@@ -246,6 +249,7 @@ class Adapters(nn.Module):
         return self.base_model
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # which torch.compile imports
 @pytest.mark.parametrize("wrap", [nn.DataParallel, torch.compile, Adapters])
 def test_wrapped_models(wrap):
     model = tiny_model("llama")
@@ -256,6 +260,7 @@ def test_wrapped_models(wrap):
     assert_as_before(model, before)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_compiled_code_is_not_run():
     model = tiny_model("llama")
     expected = scales_for(model, [ROWS])
@@ -285,9 +290,6 @@ def quantised(model):
     return model
 
 
-LLAMA = {"recipe": None}
-
-
 @pytest.mark.parametrize(
     ("make", "batches", "options", "words"),
     [
@@ -295,7 +297,7 @@ LLAMA = {"recipe": None}
         (lambda: tiny_model("llama").model, [ROWS], {}, "not a causal language model"),
         (lambda: tiny_model("bloom"), [ROWS], {}, "cannot be observed"),
         (lambda: tiny_model("llama"), [], {}, "at least one batch"),
-        (lambda: tiny_model("llama"), [[]], {}, "at least one batch"),
+        (lambda: tiny_model("llama"), [[]], {}, "whole numbers .* got list"),
         (lambda: quantised(tiny_model("llama")), [ROWS], {}, "are quantised"),
         (lambda: spread_out(tiny_model("llama"), "ds_id"), [ROWS], {}, "spread over processes"),
         (lambda: tiny_model("llama"), [ROWS], {"format": "json"}, "use format='vllm'"),
@@ -315,7 +317,7 @@ LLAMA = {"recipe": None}
             lambda: tiny_model("deepseek_v3", **LATENT["deepseek_v3"]), [ROWS],
             {"strategy": "attn_head"}, "one latent per token and layer",
         ),
-        (lambda: tiny_model("llama"), [ROWS, ROWS + 120], {}, "batch 1: token id 1"),
+        (lambda: tiny_model("llama"), [ROWS, ROWS + 120], {}, "batch 1: token id 2.. is none of the model's 128"),
         (lambda: tiny_model("llama"), [-ROWS], {}, "batch 0: token id -"),
         (lambda: tiny_model("llama"), [torch.ones(1, 300).long()], {}, "longer than the model's 256"),
         (lambda: tiny_model("llama"), [ROWS.float()], {}, "whole numbers .* got float32"),
@@ -347,7 +349,6 @@ def test_what_is_not_known_of_the_engine_is_a_warning():
 def test_the_example_runs(capsys):
     found = runpy.run_path(str(EXAMPLE))
     assert capsys.readouterr().out.count("K scales of layer 0") == 3
-    assert found["scales"].items() <= found["engine"].weights.items() or all(
-        torch.equal(found["engine"].weights[name], scale) for name, scale in found["scales"].items()
-    )
-    assert found["model"].training
+    held, scales = found["engine"].weights, found["scales"]
+    assert_same({name: held[name] for name in scales}, scales)
+    assert held.keys() - scales.keys() == dict(found["model"].named_parameters()).keys()
