@@ -246,16 +246,6 @@ def test_every_long_command_reports(tiny_directory, tmp_path):
 
 def test_an_evaluation_reports(tiny_directory):
     small = ("--dataset", "random", "--samples", 2, "--seq-len", 32, "--device", "cpu")
-    done = fp8kv(
-        "eval",
-        tiny_directory,
-        *small,
-        "--search",
-        0.01,
-        "--also",
-        "random",
-        "--progress",
-        "json",
-        "--json",
-    )
+    asked = ("--search", 0.01, "--also", "builtin:python-docs", "--progress", "json", "--json")
+    done = fp8kv("eval", tiny_directory, *small, *asked)
     assert stages(done) == []

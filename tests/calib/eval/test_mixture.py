@@ -113,7 +113,7 @@ def test_a_mixture_whose_kl_is_no_number_is_refused(tmp_path, monkeypatch):
     directory = save_model(tiny_model("llama"), tmp_path / "tiny")
     monkeypatch.setattr(
         "calib.eval.mixture.mean_kl",
-        lambda _, stage, v, documents: [0.1 if len(v) > 1 else nan] * len(v),
+        lambda _, name, v, __: [0.1 if len(v) > 1 else nan] * len(v),
     )
     flags = ("--dataset", "random", "--samples", "2", "--seq-len", "16", "--device", "cpu")
     done = fp8kv("eval", directory, *flags, "--caches", "nvfp4", "--search-bits", "7")
