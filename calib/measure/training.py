@@ -17,8 +17,8 @@ from calib.export import FORMATS, Export, check_format, export
 from calib.export.compressed_tensors import find_quantization_config
 from calib.measure.attention import AttentionMap, map_attention
 from calib.measure.distributed import World, surrounding_world
-from calib.measure.given import Given, as_batches
 from calib.measure.loop import calibrate, eval_mode
+from calib.measure.trainer_batches import Given, as_batches
 from calib.model.checkpoint import Checkpoint
 from calib.model.load import caches_latents, check_cacheable
 from calib.recipe import Recipe, load_recipe

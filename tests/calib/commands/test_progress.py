@@ -54,7 +54,7 @@ def test_a_log_is_told_of_a_stage_and_how_far_it_is_every_30_seconds(told, clock
         told.progress.advance(4096)
     assert told.lines == [
         "calibrate",
-        "calibrate: 16,384 of 71,168 tokens, 512 tokens/s, 107 s left",
+        "calibrate: 16,384 of 71,168 tokens, 512 tokens/s, 2 min left",
     ]
     clock.now += 8
     told.progress.stage("write")
