@@ -145,7 +145,8 @@ def in_training(request):
     model.lm_head.weight.requires_grad_(False)
     model.config.use_cache = False
     model.model.layers[1].register_forward_hook(lambda *_: None)
-    model(input_ids=ROWS, labels=ROWS).loss.backward()
+    # shorter than what is measured: `longrope` has other frequencies for more than 8 tokens
+    model(input_ids=ROWS[:, :6], labels=ROWS[:, :6]).loss.backward()
     return model
 
 
