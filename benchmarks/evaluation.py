@@ -127,8 +127,9 @@ def prepared(name: str) -> tuple[PreTrainedModel, list[Variant], list[Tensor], K
     tokenizer = AutoTokenizer.from_pretrained(directory)
     recipe = evaluation_recipe(load_recipe(None, {"data.dataset": "builtin:python-docs"}), suite)
     samples = load_data(recipe.data, tokenizer, lambda: model).samples
-    stats = calibrate_on(model, samples[: suite.calibration_samples], recipe)
-    random = calibrate_on_random_tokens(Setup(model, tokenizer), recipe)
+    setup = Setup(model, tokenizer)
+    stats = calibrate_on(setup, samples[: suite.calibration_samples], recipe)
+    random = calibrate_on_random_tokens(setup, recipe)
     held_out = [torch.tensor(sample) for sample in samples[suite.calibration_samples :]]
     return model, build_variants(stats, random), held_out, stats
 

@@ -18,6 +18,7 @@ _HOMES = {
     "load_stats": "calib.scales.stats_file",
     "run": "calib.job",
     "save_stats": "calib.scales.stats_file",
+    "scales_for": "calib.measure.training",
 }
 
 __all__ = sorted(_HOMES)

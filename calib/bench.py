@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from calib.errors import Fp8kvError, InputError
+from calib.progress import NOBODY, Progress
 
 if TYPE_CHECKING:
     from fp8kv_runtime.bench.session import Bench
@@ -47,6 +48,7 @@ def run_bench(
     tune: bool,
     trust_remote_code: bool,
     say: Callable[..., None],
+    progress: Progress = NOBODY,
 ) -> Result:
     """Check the kernels, with `tune` find their fastest configs first, and time them.
 
@@ -72,18 +74,22 @@ def run_bench(
     bench = Bench.of(shape, block_size, torch.device("cuda" if gpu else "cpu"))
     with torch.inference_mode():
         try:
-            return _run(bench, shape, tune=tune, say=say)
+            return _run(bench, shape, progress, tune=tune, say=say)
         except ValueError as error:
             say()
             raise InputError(str(error)) from None
 
 
-def _run(bench: "Bench", heads: Heads, *, tune: bool, say: Callable[..., None]) -> Result:
+def _run(
+    bench: "Bench", heads: Heads, progress: Progress, *, tune: bool, say: Callable[..., None]
+) -> Result:
+    if tune:
+        progress.stage("tune")
     tuned = str(bench.tune(say)) if tune else None
-    if wrong := bench.wrong(say):
+    if wrong := bench.wrong(say, lambda cases: progress.each("check", cases, "cases")):
         raise Fp8kvError(f"wrong on this machine, nothing was timed: {', '.join(wrong)}")
     if bench.device.type != "cuda":
         say("no GPU that torch can use: checked at small shapes, nothing was timed")
         return Result("no GPU", heads, None, tuned, [])
-    copy, rows = bench.measure()
+    copy, rows = bench.measure(lambda cases: progress.each("time", cases, "cases"))
     return Result(bench.gpu, heads, copy, tuned, rows)

@@ -20,6 +20,7 @@ Backend = Literal["auto", "triton", "torch"]
 AttentionMode = Literal["exact", "fa3", "vllm_triton", "vllm_triton_fp8"]
 SuiteName = Literal["quick", "full"]
 Weights = Literal["link", "copy", "none"]
+ProgressForm = Literal["auto", "json", "none"]
 VariantName = Literal[
     "bf16", "eager", "none", "e5m2", "tensor", "rest", "mse", "attn_head", "channel", "k only",
     "v only", "qkv", "channel+k_center", "k only+k_center", "random",

@@ -21,6 +21,7 @@ from calib.model.devices import check_token_ids, input_device
 from calib.model.find import find_checkpoint
 from calib.model.load import check_positions, load_config, load_model, load_tokenizer, served_dtype
 from calib.model.quantized import quantization_notes
+from calib.progress import NOBODY, Progress
 from calib.recipe import load_recipe
 from calib.scales.scales import KVScales
 from fp8kv_runtime.errors import AttentionError
@@ -111,6 +112,7 @@ def generate_text(
     options: GenerationOptions,
     overrides: dict[str, Any],
     on_text: Callable[[str], None] | None = None,
+    progress: Progress = NOBODY,
 ) -> Generated:
     """Continue `prompt` with the model's K and V in FP8, or as another cache would hold them.
 
@@ -121,6 +123,7 @@ def generate_text(
     """
     if not prompt:
         raise InputError("the prompt is empty; give the text to continue")
+    progress.stage("load")
     recipe = load_recipe(None, overrides)
     checkpoint = find_checkpoint(model_name)
     kind = _cache_type(options, scales)
@@ -137,6 +140,7 @@ def generate_text(
     heads = layer_shapes(model) if kind else []
     if kind:
         kind.bytes_per_token(heads)  # a head size that is refused, before a wait
+    progress.stage("generate")
     try:
         with _applied(model, opened, options, served_dtype(checkpoint)):
             fp8, cache = _generate(model, tokenizer, inputs, options, on_text)

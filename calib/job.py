@@ -22,7 +22,7 @@ from calib.output.card import dataset_facts
 from calib.output.finish import Destination, Result, default_output, finish
 from calib.output.in_place import check_in_place
 from calib.prepare import Prepared, check_before_loading, prepare
-from calib.progress import Progress
+from calib.progress import NOBODY, Progress
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats
 
@@ -37,7 +37,7 @@ def run(
     in_place: bool = False,
     overwrite: bool = False,
     resume: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = NOBODY,
 ) -> Result | None:
     """Calibrate `model_name` as `recipe` says and write `output`, all of it or nothing.
 
@@ -51,7 +51,6 @@ def run(
     output = output or default_output(model_name, recipe)
     with joined_world() as world, ExitStack() as held:
         world.check_same("commands or recipes", [model_name, str(output), recipe.model_dump()])
-        progress = progress or Progress()
         destination = Destination(output, in_place, overwrite, progress.copied)
         run = _Run(model_name, destination, world, progress, resume=resume)
         checkpoint, prepared = world.together(lambda: run.load(recipe, held))
@@ -94,14 +93,13 @@ class _Run:
         return checkpoint, prepared
 
     def measure(self, checkpoint: Checkpoint, prepared: Prepared) -> Measured:
-        self.progress.stage("calibrate")
         recipe, data, world = prepared.recipe, prepared.data, self.world
         given, size = recipe.data, int(recipe.data.batch_size)
         batches = make_batches(
             data.samples, size, pad_id=0, seed=given.seed, skip_first=given.skip_first
         )
         mine = world.share(batches)
-        self.progress.total(sum(batch.num_tokens for batch in mine))
+        self.progress.stage("calibrate", sum(batch.num_tokens for batch in mine), "tokens")
         if given.until is None:
             stats = world.together(lambda: self._all(checkpoint, prepared, mine))
             measured = Measured(world.reduce(stats), data)

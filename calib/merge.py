@@ -15,6 +15,7 @@ from calib.model.checkpoint import fingerprint
 from calib.model.find import find_checkpoint
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, Result, finish
+from calib.progress import NOBODY, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.scalefiles.calibrations import read_report
 from calib.scalefiles.file_names import CALIBRATION_FILE
@@ -24,7 +25,12 @@ from calib.scales.stats_file import load_stats
 
 
 def merge(
-    directories: Sequence[Path], output: Path, *, model: str | None = None, overwrite: bool = False
+    directories: Sequence[Path],
+    output: Path,
+    *,
+    model: str | None = None,
+    overwrite: bool = False,
+    progress: Progress = NOBODY,
 ) -> Result:
     """Merge two or more outputs of `fp8kv calibrate` as the first one's recipe says.
 
@@ -33,6 +39,7 @@ def merge(
     """
     if len(directories) < 2:
         raise InputError("merge takes two or more calibrations; give their directories")
+    progress.stage("load")
     runs = [_Run(path) for path in directories]
     for pair in combinations(runs, 2):
         _check_same(*pair)
@@ -51,7 +58,8 @@ def merge(
         stats = reduce(KVStats.join, map(load_stats, directories))
         dataset = _merged_data([report["dataset"] for report in reports])
         warnings = dict.fromkeys(line for report in reports for line in report["warnings"])
-        destination = Destination(output, overwrite=overwrite, claim=claim)
+        progress.stage("write")
+        destination = Destination(output, False, overwrite, progress.copied, claim)
         what = (name, checkpoint, runs[0].recipe, stats, destination, dataset)
         return finish(*what, [*warnings, *_other_threads(runs)], threads=threads)
 

@@ -1,9 +1,12 @@
 """Where a running job reports to."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
+
+Item = TypeVar("Item")
 
 # outputs of this process so far, so that a run that is stopped can name them
 WRITTEN: list[Path] = []
@@ -13,13 +16,37 @@ WRITTEN: list[Path] = []
 class Progress:
     """Callbacks of a running job; the default reports to nobody."""
 
-    stage: Callable[[str], None] = lambda name: None
-    total: Callable[[int], None] = lambda tokens: None
-    advance: Callable[[float], None] = lambda tokens: None
+    on_stage: Callable[[str, float | None, str], None] = lambda name, total, unit: None
+    on_advance: Callable[[float], None] = lambda amount: None
+    on_detail: Callable[[str], None] = lambda text: None
 
-    def copied(self, name: str, copied: int, size: int) -> None:
-        """Report a file that is being copied."""
-        self.stage(f"copy {name}, {copied / 1e9:.1f} of {size / 1e9:.1f} GB")
+    def stage(self, name: str, total: float | None = None, unit: str = "") -> None:
+        """Begin a stage of `total` units, None if nobody knows; it ends where the next begins."""
+        self.on_stage(name, total, unit)
+
+    def advance(self, amount: float) -> None:
+        """Count units of the stage that were done since the last call."""
+        self.on_advance(amount)
+
+    def detail(self, text: str) -> None:
+        """Say where in its stage the job is."""
+        self.on_detail(text)
+
+    def each(self, name: str, items: Sequence[Item], unit: str) -> Iterator[Item]:
+        """The `items`, as a stage of so many units; none make no stage."""
+        if items:
+            self.stage(name, len(items), unit)
+        for item in items:
+            yield item
+            self.advance(1)
+
+    def copied(self, name: str, more: int, size: int) -> None:
+        """Report that `more` bytes of a file of `size` bytes were copied."""
+        self.stage(f"copy {name}", size, "bytes")
+        self.advance(more)
+
+
+NOBODY = Progress()
 
 
 @contextmanager

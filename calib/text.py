@@ -43,6 +43,13 @@ def show_size(size: int) -> str:
     return f"{ceil(size * 100 / 2**30) / 100:.2f}GiB" if in_gib else f"{ceil(size / 2**20)}MiB"
 
 
+def show_duration(seconds: float) -> str:
+    """`seconds` in words as short as they are exact enough: 39 s, 12 min, 1.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 @dataclass(frozen=True)
 class Condition:
     """`[variant:]metric<limit`; without a variant it applies to the user's scales."""

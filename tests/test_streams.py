@@ -122,32 +122,19 @@ def run_to_exit(work):
         raise SystemExit(ended.exit_code) from None
 
 
-def test_without_a_terminal_every_stage_is_a_line(capsys):
-    with progress_bar(show=True) as progress:
-        progress.stage("load")
-        progress.total(100)
-        for part in range(3):
-            progress.copied("model.safetensors", part, 3)
-            progress.advance(10)
-        for batch in range(4):
-            progress.stage(f"layer 1 of 2, batch {batch}")
-        progress.stage("layer 2 of 2, batch 0")
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == ["load", "copy model.safetensors", "layer 1 of 2", "layer 2 of 2"]
-
-
 def test_calibrating_without_a_terminal_draws_no_bar(tiny_directory, tmp_path):
     done = calibrate(tiny_directory, "-o", tmp_path / "out")
     assert done.stderr.splitlines() == ["load", "calibrate", "write"]
 
 
-def test_a_progress_that_nobody_can_read_stops_nothing(monkeypatch):
+@pytest.mark.parametrize("form", ["auto", "json"])
+def test_a_progress_that_nobody_can_read_stops_nothing(form, monkeypatch):
     class Full(io.StringIO):
         def write(self, text):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(sys, "stderr", Full())
-    with progress_bar(show=True) as progress:
+    with progress_bar(form) as progress:
         assert isinstance(progress, Progress)
         progress.stage("load")
 

@@ -7,7 +7,7 @@ import typer
 
 from calib import choices
 from calib.commands.calibrate import print_result
-from calib.commands.flags import AsJson, Debug, Flag, Model, OutputFlag, Overwrite
+from calib.commands.flags import AsJson, Debug, Flag, Model, OutputFlag, Overwrite, ProgressFlag
 from calib.commands.running import command
 
 
@@ -32,16 +32,19 @@ def apply(
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
+    progress: ProgressFlag = "auto",
     debug: Debug = False,
 ) -> None:
     """Put a calibration's scales beside another checkpoint of its model, which is not run.
 
     MODEL may be a quantised version. Refused unless its K and V are shown to be the same.
     """
+    from calib.commands.progress_bar import progress_bar
     from calib.rewrite.apply import apply as apply_scales
 
-    result = apply_scales(
-        calibration, model, output,
-        in_place=in_place, base=base, format=format, strategy=strategy, overwrite=overwrite,
-    )  # fmt: skip
+    with progress_bar(progress, as_json=as_json) as reported:
+        result = apply_scales(
+            calibration, model, output, in_place=in_place, base=base, format=format,
+            strategy=strategy, overwrite=overwrite, progress=reported,
+        )  # fmt: skip
     print_result(result, as_json=as_json)

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from calib import choices
-from calib.commands.flags import AsJson, Debug, Flag, Model, OutputFlag, Overwrite, TrustRemoteCode
+from calib.commands.flags import (
+    AsJson,
+    Debug,
+    Flag,
+    Model,
+    OutputFlag,
+    Overwrite,
+    ProgressFlag,
+    TrustRemoteCode,
+)
 from calib.commands.running import command, print_json, print_lines
 
 if TYPE_CHECKING:
@@ -36,22 +45,26 @@ def bake(
     trust_remote_code: TrustRemoteCode = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
+    progress: ProgressFlag = "auto",
     debug: Debug = False,
 ) -> None:
     """Change weights so that an engine without scales holds K and V well; outputs stay the same."""
     from calib.commands.overrides import overrides
+    from calib.commands.progress_bar import progress_bar
     from calib.rescale.bake import bake as write_baked
 
-    done = write_baked(
-        model,
-        scales,
-        purpose,
-        output,
-        in_place=in_place,
-        any_factor=any_factor,
-        overrides=overrides({**context.params, "scales": None}),
-        overwrite=overwrite,
-    )
+    with progress_bar(progress, as_json=as_json) as reported:
+        done = write_baked(
+            model,
+            scales,
+            purpose,
+            output,
+            in_place=in_place,
+            any_factor=any_factor,
+            overrides=overrides({**context.params, "scales": None}),
+            overwrite=overwrite,
+            progress=reported,
+        )
     if as_json:
         print_json(done.to_json())
         return

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from calib.commands.flags import AsJson, Debug, Flag, TrustRemoteCode
+from calib.commands.flags import AsJson, Debug, Flag, ProgressFlag, TrustRemoteCode
 from calib.commands.running import command, print_json, print_table
 
 if TYPE_CHECKING:
@@ -29,21 +29,30 @@ def bench(
     tune: Annotated[bool, Flag("First find and save the fastest configs.", "--tune")] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
+    progress: ProgressFlag = "auto",
     debug: Debug = False,
 ) -> None:
     """Check the kernels against their references, then time them on this GPU at a model's shape."""
     from calib.bench import run_bench
+    from calib.commands.progress_bar import progress_bar
 
-    say = partial(print, file=sys.stderr)
-    result = run_bench(
-        model, heads, block_size, tune=tune, trust_remote_code=trust_remote_code, say=say
-    )
+    # a line for each case is progress enough, and would tear a bar
+    own = progress == "auto"
+    with progress_bar(progress, quiet=own) as reported:
+        result = run_bench(
+            model, heads, block_size, tune=tune, trust_remote_code=trust_remote_code,
+            say=partial(print, file=sys.stderr) if own else _unsaid, progress=reported,
+        )  # fmt: skip
     if as_json:
         print_json(asdict(result))
     elif result.rows:
         shape = "/".join(map(str, result.heads))
         title = f"{result.gpu}: {shape} query heads / KV heads / head_dim"
         print_table(title, _HEADINGS, [_cells(row, result.copy_tb_per_s) for row in result.rows])
+
+
+def _unsaid(*words: str, **how: object) -> None:
+    """Print nothing."""
 
 
 def _cells(row: "Row", copy: float | None) -> tuple[str, ...]:

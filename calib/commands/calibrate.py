@@ -17,6 +17,7 @@ from calib.commands.flags import (
     Model,
     OutputFlag,
     Overwrite,
+    ProgressFlag,
     ResourcesFlag,
     ScalesFlag,
     Seed,
@@ -99,6 +100,7 @@ def calibrate(
     quiet: Annotated[
         bool, OutputFlag("Print errors, and doubts that an engine loads the scales.", "--quiet")
     ] = False,
+    progress: ProgressFlag = "auto",
     as_json: AsJson = False,
     debug: Debug = False,
     dtype: DType = None,
@@ -125,7 +127,8 @@ def calibrate(
     silent = quiet or as_json
     if evaluate:
         _check_evaluation(model, resolved, output, in_place=in_place)
-    with progress_bar(show=not silent and is_first_process()) as progress:
+    hidden = quiet or not is_first_process()
+    with progress_bar(progress, quiet=hidden, as_json=as_json) as reported:
         result = run_job(
             model,
             resolved,
@@ -133,7 +136,7 @@ def calibrate(
             in_place=in_place,
             overwrite=overwrite,
             resume=resume,
-            progress=progress,
+            progress=reported,
         )
     if result is None:  # the first process says what was done
         return
@@ -146,7 +149,8 @@ def calibrate(
     if evaluate:
         scales = [next(iter(result.directories.values()))]
         beside = result.output / "evaluation"
-        evaluation, failed = measure(model, resolved, scales, beside, silent=silent)
+        bar = progress_bar(progress, quiet=quiet, as_json=as_json)
+        evaluation, failed = measure(model, resolved, scales, beside, bar, silent=silent)
         printed["evaluation"] = evaluation.to_json()
     if as_json:
         print_json(printed)

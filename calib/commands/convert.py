@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from calib import choices
-from calib.commands.flags import Debug, Flag, Output, Overwrite
+from calib.commands.flags import Debug, Flag, Output, Overwrite, ProgressFlag
 from calib.commands.running import command, print_lines
 
 if TYPE_CHECKING:
@@ -24,32 +24,42 @@ def convert(
     without_q: Annotated[bool, Flag("Leave query scales out.", "--without-q")] = False,
     tp_size: Annotated[int, Flag("Ranks in kv_cache_scales.json.", min=1)] = 1,
     overwrite: Overwrite = False,
+    progress: ProgressFlag = "auto",
     debug: Debug = False,
 ) -> None:
     """Write a checkpoint's scales in another engine's format; bit for bit, or not at all."""
+    from calib.commands.progress_bar import progress_bar
     from calib.rewrite.convert import convert as convert_scales
 
-    done = convert_scales(
-        directory,
-        to,
-        output,
-        reduce=reduce,
-        without_q=without_q,
-        tp_size=tp_size,
-        overwrite=overwrite,
-    )
+    with progress_bar(progress) as reported:
+        done = convert_scales(
+            directory,
+            to,
+            output,
+            reduce=reduce,
+            without_q=without_q,
+            tp_size=tp_size,
+            overwrite=overwrite,
+            progress=reported,
+        )
     written = f"{len(done.scales.layers)} layers written to {output}, format {to}"
     print_lines([*_warning_lines(done, to), written])
 
 
 @command
 def strip(
-    directory: Source, output: Output, overwrite: Overwrite = False, debug: Debug = False
+    directory: Source,
+    output: Output,
+    overwrite: Overwrite = False,
+    progress: ProgressFlag = "auto",
+    debug: Debug = False,
 ) -> None:
     """Write a checkpoint without its KV-cache scales and without the config that announces them."""
+    from calib.commands.progress_bar import progress_bar
     from calib.rewrite.convert import strip as strip_scales
 
-    strip_scales(directory, output, overwrite=overwrite)
+    with progress_bar(progress) as reported:
+        strip_scales(directory, output, overwrite=overwrite, progress=reported)
     print_lines([f"written to {output}, without KV-cache scales"])
 
 
@@ -60,12 +70,15 @@ def repair(
     output: Output,
     to: Annotated[choices.FormatName, Flag("Format to write.")] = "vllm",
     overwrite: Overwrite = False,
+    progress: ProgressFlag = "auto",
     debug: Debug = False,
 ) -> None:
     """Derive scales that are missing, zero, negative, NaN or garbage from measured absmax."""
+    from calib.commands.progress_bar import progress_bar
     from calib.rewrite.convert import repair as repair_scales
 
-    done = repair_scales(directory, stats, to, output, overwrite=overwrite)
+    with progress_bar(progress) as reported:
+        done = repair_scales(directory, stats, to, output, overwrite=overwrite, progress=reported)
     replaced = f"replaced: {', '.join(done.replaced) or 'nothing'}"
     print_lines([replaced, *_warning_lines(done, to), f"written to {output}"])
 

@@ -14,6 +14,7 @@ from calib.commands.flags import (
     DType,
     Flag,
     Model,
+    ProgressFlag,
     Quiet,
     ResourcesFlag,
     Seed,
@@ -23,7 +24,10 @@ from calib.commands.running import command, print_json, print_lines, print_table
 from calib.text import plain
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from calib.eval.schema import Report
+    from calib.progress import Progress
     from calib.recipe import Recipe
 
 DATASET = "builtin:python-docs"
@@ -84,34 +88,43 @@ def evaluate(
     dtype: DType = None,
     trust_remote_code: TrustRemoteCode = False,
     quiet: Quiet = False,
+    progress: ProgressFlag = "auto",
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Measure how an FP8 KV cache changes a model's output, on text that no scale has seen."""
     from calib.commands.overrides import overrides
+    from calib.commands.progress_bar import progress_bar
     from calib.recipe import load_recipe
 
     defaults = {} if recipe else {"data.dataset": DATASET}
     given = overrides(context.params, ("data", "evaluation"))
     resolved = load_recipe(recipe, {**defaults, **given})
-    report, failed = measure(model, resolved, scales or [], output, silent=quiet or as_json)
+    bar = progress_bar(progress, quiet=quiet, as_json=as_json)
+    silent = quiet or as_json
+    report, failed = measure(model, resolved, scales or [], output, bar, silent=silent)
     if as_json:
         print_json(report.to_json())
     fail_on(failed)
 
 
 def measure(
-    model: str, recipe: "Recipe", scales: list[Path], output: Path | None, *, silent: bool
+    model: str,
+    recipe: "Recipe",
+    scales: list[Path],
+    output: Path | None,
+    bar: "AbstractContextManager[Progress]",
+    *,
+    silent: bool,
 ) -> "tuple[Report, list[str]]":
-    """Evaluate; unless `silent`, show progress, print the tables and what follows from them."""
-    from calib.commands.progress_bar import progress_bar
+    """Evaluate behind `bar`; unless `silent`, print the tables and what follows from them."""
     from calib.eval.page.markdown import HEADINGS, closing_lines, table_rows, task_table, title
     from calib.eval.page.other_tables import OTHER_HEADINGS, printed_tables
     from calib.eval.run import run_evaluation
 
-    with progress_bar(show=not silent) as progress:
+    with bar as progress:
         report, failed = run_evaluation(
-            model, recipe, scales=scales, output=output, progress=progress.stage
+            model, recipe, scales=scales, output=output, progress=progress
         )
     if not silent:
         print_table(title(report), HEADINGS, table_rows(report))

@@ -25,6 +25,10 @@ Overwrite = Annotated[
     bool, OutputFlag("Replace an earlier output and all else in its directory.", "--overwrite")
 ]
 Quiet = Annotated[bool, OutputFlag("Print nothing but errors.", "--quiet")]
+ProgressFlag = Annotated[
+    choices.ProgressForm,
+    OutputFlag("On stderr. json: an object per line, for job runners.", "--progress"),
+]
 AsJson = Annotated[bool, OutputFlag("Print one JSON object.", "--json")]
 Debug = Annotated[bool, OutputFlag("Show tracebacks.", "--debug")]
 Device = Annotated[choices.Device | None, Flag("Where the model runs.")]

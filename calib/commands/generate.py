@@ -1,12 +1,21 @@
 """`fp8kv generate`."""
 
-from functools import partial
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from calib import choices
-from calib.commands.flags import AsJson, Debug, Device, DType, Flag, Model, TrustRemoteCode
+from calib.commands.flags import (
+    AsJson,
+    Debug,
+    Device,
+    DType,
+    Flag,
+    Model,
+    ProgressFlag,
+    TrustRemoteCode,
+)
 from calib.commands.running import command, print_json
 
 if TYPE_CHECKING:
@@ -34,18 +43,27 @@ def generate(
     dtype: DType = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
+    progress: ProgressFlag = "auto",
     debug: Debug = False,
 ) -> None:
     """Continue a prompt with the model's KV cache in FP8, or another type."""
     from calib.commands.overrides import overrides
+    from calib.commands.progress_bar import progress_bar
     from calib.generate import GenerationOptions, generate_text
 
     options = GenerationOptions(max_new_tokens, temperature, seed, chat, compare, backend, cache)
     given = overrides(context.params)
-    on_text = None if as_json else partial(print, end="", flush=True)
-    result = generate_text(
-        model, prompt, scales=scales, options=options, overrides=given, on_text=on_text
-    )
+    with ExitStack() as shown:
+        reported = shown.enter_context(progress_bar(progress, as_json=as_json))
+
+        def on_text(text: str) -> None:
+            shown.close()  # the text shows how far it is
+            print(text, end="", flush=True)
+
+        result = generate_text(
+            model, prompt, scales=scales, options=options, overrides=given,
+            on_text=None if as_json else on_text, progress=reported,
+        )  # fmt: skip
     if as_json:
         print_json(result.to_json())
     else:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from calib.commands.calibrate import print_result
-from calib.commands.flags import AsJson, Debug, Flag, Output, Overwrite
+from calib.commands.flags import AsJson, Debug, Flag, Output, Overwrite, ProgressFlag
 from calib.commands.running import command
 
 
@@ -21,10 +21,15 @@ def merge(
     ] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
+    progress: ProgressFlag = "auto",
     debug: Debug = False,
 ) -> None:
     """Merge the statistics of separate calibrations, as if one run had read all their data."""
+    from calib.commands.progress_bar import progress_bar
     from calib.merge import merge as merge_runs
 
-    result = merge_runs(directories, output, model=model, overwrite=overwrite)
+    with progress_bar(progress, as_json=as_json) as reported:
+        result = merge_runs(
+            directories, output, model=model, overwrite=overwrite, progress=reported
+        )
     print_result(result, as_json=as_json)

@@ -6,7 +6,7 @@ import typer
 
 from calib.commands.flags import AsJson, DataFlag, Debug, Flag, ResourcesFlag, TrustRemoteCode
 from calib.commands.running import command, print_json, print_lines, print_table
-from calib.text import parse_size, show_size
+from calib.text import parse_size, show_duration, show_size
 
 if TYPE_CHECKING:
     from calib.plan.ways import Plan, Way
@@ -67,7 +67,7 @@ def _row(way: "Way") -> tuple[str, ...]:
         show_size(way.gpu_bytes),
         show_size(way.disk_read),
         show_size(way.hidden_bytes) if way.hidden_bytes else "-",
-        _duration(way.seconds) if way.fits else "does not fit",
+        show_duration(way.seconds) if way.fits else "does not fit",
     )
 
 
@@ -108,9 +108,3 @@ def _command_line(plan: "Plan", way: "Way") -> str:
     nodes = f" --nnodes {way.nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
     nodes = nodes if way.nodes > 1 else ""
     return f"torchrun{nodes} --nproc-per-node {way.processes} -m cli {job}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -14,6 +14,7 @@ from calib.commands.flags import (
     DType,
     Flag,
     Model,
+    ProgressFlag,
     ResourcesFlag,
     Seed,
     TrustRemoteCode,
@@ -49,6 +50,7 @@ def recommend(
     ] = None,
     dtype: DType = None,
     trust_remote_code: TrustRemoteCode = False,
+    progress: ProgressFlag = "auto",
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -62,8 +64,8 @@ def recommend(
     wish = make_wish(budget_kl, budget_bytes, engine, gpu)
     given = overrides(context.params, ("data", "evaluation"))
     recipe = load_recipe(None, {"data.dataset": DATASET, **given})
-    with progress_bar(show=not as_json) as progress:
-        found, warnings = run_recommendation(model, recipe, wish, progress=progress.stage)
+    with progress_bar(progress, as_json=as_json) as reported:
+        found, warnings = run_recommendation(model, recipe, wish, progress=reported)
     if as_json:
         print_json({**found.model_dump(), "warnings": warnings})
         return

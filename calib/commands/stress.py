@@ -5,7 +5,16 @@ from typing import Annotated
 import typer
 
 from calib import choices
-from calib.commands.flags import AsJson, Debug, Flag, Model, Output, Overwrite, TrustRemoteCode
+from calib.commands.flags import (
+    AsJson,
+    Debug,
+    Flag,
+    Model,
+    Output,
+    Overwrite,
+    ProgressFlag,
+    TrustRemoteCode,
+)
 from calib.commands.running import command, print_json, print_lines
 
 
@@ -24,10 +33,12 @@ def stress(
     trust_remote_code: TrustRemoteCode = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
+    progress: ProgressFlag = "auto",
     debug: Debug = False,
 ) -> None:
     """Write a model with the same outputs that needs its scales: does your engine use them?"""
     from calib.commands.overrides import overrides
+    from calib.commands.progress_bar import progress_bar
     from calib.rescale.stress import parse_factor
     from calib.rescale.stress import stress as write_twin
 
@@ -36,7 +47,10 @@ def stress(
         for text, flag in ((k_factor, "--k-factor"), (v_factor, "--v-factor"))
     )
     given = overrides(context.params)
-    done = write_twin(model, output, *factors, overrides=given, overwrite=overwrite)
+    with progress_bar(progress, as_json=as_json) as reported:
+        done = write_twin(
+            model, output, *factors, overrides=given, overwrite=overwrite, progress=reported
+        )
     if as_json:
         print_json(done.to_json())
         return

@@ -38,7 +38,7 @@ def scaled_magnitudes(x: Tensor, scale: Tensor, centre: Tensor | None) -> Tensor
 
 @torch.inference_mode()
 def count_clipped(
-    setup: Setup, documents: Iterable[Tensor], variants: Sequence[Variant]
+    setup: Setup, documents: Sequence[Tensor], variants: Sequence[Variant]
 ) -> dict[str, dict[int, Clipped]]:
     """Count by variant and layer, in the K and V that the reference makes of `documents` [T] each.
 
@@ -61,7 +61,7 @@ def count_clipped(
         return original(module, query, key, value, *args, **kw)
 
     with swap_attention(model, attend):
-        for token_ids in documents:
+        for token_ids in setup.progress.each("clipped values", documents, "documents"):
             model.get_decoder()(input_ids=token_ids[None].to(model.device), use_cache=False)
     return {
         name: {idx: Clipped(*map(torch.cat, zip(*each, strict=True))) for idx, each in rows.items()}

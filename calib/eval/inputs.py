@@ -2,14 +2,14 @@
 
 import platform
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from itertools import chain
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
 from calib.any_scales import Opened, open_any_scales
 from calib.caches.types import Shape
@@ -24,6 +24,7 @@ from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids
 from calib.model.load import fit_seq_len, load_model, load_tokenizer
 from calib.output.card import versions
+from calib.progress import Progress
 from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe, load_recipe
 from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scales.stats import KVStats
@@ -96,10 +97,10 @@ def load_setup(
     checkpoint: Checkpoint,
     config: PreTrainedConfig,
     recipe: Recipe,
-    progress: Callable[[str], None],
+    progress: Progress,
 ) -> Setup:
     """Load the model and its tokenizer."""
-    progress("load")
+    progress.stage("load")
     tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
     asked = recipe.evaluation
     return Setup(model, tokenizer, asked.backend, progress, asked.attention)
@@ -143,18 +144,23 @@ def _order(data: DataRecipe) -> dict[str, object]:
     return data.model_dump(exclude={"samples", "batch_size", "skip_first", "until", *lengths})
 
 
-def calibrate_on(model: PreTrainedModel, samples: list[list[int]], recipe: Recipe) -> KVStats:
-    """Statistics of `samples`."""
-    data, size = recipe.data, resolve_batch_size(recipe.data, model.device.type)
+def calibrate_on(
+    setup: Setup, samples: list[list[int]], recipe: Recipe, stage: str = "calibrate"
+) -> KVStats:
+    """Statistics of `samples`, as the `stage` that progress shows."""
+    data, model = recipe.data, setup.model
+    size = resolve_batch_size(data, model.device.type)
     batches = make_batches(samples, size, pad_id=0, seed=data.seed, skip_first=data.skip_first)
-    return calibrate(model, batches, recipe)
+    setup.progress.stage(stage, sum(batch.num_tokens for batch in batches), "tokens")
+    done = setup.progress.advance
+    return calibrate(model, batches, recipe, on_batch=lambda batch, _: done(batch.num_tokens))
 
 
 def calibrate_on_random_tokens(setup: Setup, recipe: Recipe) -> KVStats:
     """Statistics of random token ids."""
     data = recipe.data.model_copy(update={"dataset": "random", "samples": RANDOM_SAMPLES})
     samples = load_data(data, setup.tokenizer, lambda: setup.model).samples
-    return calibrate_on(setup.model, samples, recipe)
+    return calibrate_on(setup, samples, recipe, "calibrate on random tokens")
 
 
 def describe(data: CalibrationData, material: Material, calibration_tokens: int) -> Data:

@@ -45,7 +45,7 @@ class LayerValues(NamedTuple):
 
 @torch.inference_mode()
 def layer_errors(
-    setup: Setup, documents: Iterable[Tensor], variants: Sequence[Variant]
+    setup: Setup, documents: Sequence[Tensor], variants: Sequence[Variant]
 ) -> tuple[dict[str, dict[int, LayerError]], dict[int, LayerValues]]:
     """Errors by variant and layer, and K and V by layer; each layer is given the reference's input.
 
@@ -80,7 +80,7 @@ def layer_errors(
         return out
 
     with swap_attention(model, attend):
-        for token_ids in documents:
+        for token_ids in setup.progress.each("per-layer errors", documents, "documents"):
             model.get_decoder()(input_ids=token_ids[None].to(model.device), use_cache=False)
     joined = {name: {i: _joined(e) for i, e in layers.items()} for name, layers in errors.items()}
     return joined, {idx: _added(each) for idx, each in values.items()}

@@ -42,14 +42,13 @@ def mix(
         bits = _bits(setup, variants)
         alone: dict[str, dict[int, float]] = {}
         for each in variants:
-            setup.progress(f"search: each layer alone in {each.name}")
             single = [mixed({layer: each}) for layer in bits]
-            found = mean_kl(setup, single, documents)
+            found = mean_kl(setup, f"search: layers alone in {each.name}", single, documents)
             alone[each.name] = dict(zip(bits, found, strict=True))
         chosen = choose({_16_BITS: dict.fromkeys(bits, 0.0), **alone}, bits, budget)
         by_name = {each.name: each for each in variants}
         together = mixed({i: by_name[name] for i, name in chosen.items() if name != _16_BITS})
-        kl = mean_kl(setup, [together], documents)[0]
+        kl = mean_kl(setup, "search: the mixture", [together], documents)[0]
     if not math.isfinite(kl):
         raise InputError(
             f"--search-bits {budget:g}: the KL of the mixture is {kl}, though that of each layer "

@@ -125,9 +125,7 @@ def measure_other_texts(
 
 def _measure(setup: Setup, text: OtherDocuments, kept: Sequence[Variant]) -> MeasuredElsewhere:
     divergences: dict[str, list[Divergence]] = {}
-    source, count = text.data.source, len(text.documents)
-    for number, token_ids in enumerate(text.documents, 1):
-        setup.progress(f"{source}: document {number} of {count}")
+    for token_ids in setup.progress.each(text.data.source, text.documents, "documents"):
         for name, divergence in read(setup, token_ids, kept).items():
             divergences.setdefault(name, []).append(divergence)
     return MeasuredElsewhere(text, divergences, count_clipped(setup, text.documents, kept))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -38,28 +39,25 @@ class Measured:
 def measure(setup: Setup, variants: Sequence[Variant], material: Material) -> dict[str, Measured]:
     """Measure all variants; the reference is the first entry."""
     found = {variant.name: Measured(variant) for variant in (UNCHANGED, *variants)}
-    for number, token_ids in enumerate(material.documents):
-        setup.progress(f"document {number + 1} of {len(material.documents)}")
+    for token_ids in setup.progress.each("documents", material.documents, "documents"):
         for name, divergence in read(setup, token_ids, variants).items():
             found[name].documents.append(divergence)
     served = [variant for variant in variants if variant.served]
-    for token_ids in material.long_documents:
-        setup.progress(f"{len(token_ids):,} tokens at once")
+    for token_ids in setup.progress.each("long documents", material.long_documents, "documents"):
         for name, divergence in read(setup, token_ids, served).items():
             found[name].long_documents.append(divergence)
-    setup.progress("per-layer errors")
     errors, found[REFERENCE].values = layer_errors(setup, material.layer_documents, variants)
     for name, layers in errors.items():
         found[name].layers = layers
-    for measured in found.values():
-        if measured.variant is UNCHANGED or measured.variant.generates:
-            _continue(setup, measured, found[REFERENCE], material)
+    writing = [m for m in found.values() if m.variant is UNCHANGED or m.variant.generates]
+    for measured in setup.progress.each("text", writing, "variants"):
+        _continue(setup, measured, found[REFERENCE], material)
     return found
 
 
 def _continue(setup: Setup, measured: Measured, reference: Measured, material: Material) -> None:
     """Write greedy text and look for passkeys."""
-    setup.progress(f"text: {measured.variant.name}")
+    setup.progress.detail(measured.variant.name)
     with measured.variant.applied(setup):
         if material.prompts:
             measured.texts = continue_greedily(setup, material.prompts, material.new_tokens)
@@ -113,11 +111,11 @@ def search(setup: Setup, variant: Variant, documents: Sequence[Tensor], budget: 
 
     def kl(skipped: Iterable[int]) -> float:
         kept = set(layers) - set(skipped)
-        setup.progress(f"search: {len(kept)} of {len(layers)} layers in FP8")
-        return mean_kl(setup, [_only(variant, kept)], documents)[0] if kept else 0.0
+        stage = f"search: {len(kept)} of {len(layers)} layers in FP8"
+        return mean_kl(setup, stage, [_only(variant, kept)], documents)[0] if kept else 0.0
 
-    setup.progress("search: each layer alone")
-    alone = dict(zip(layers, mean_kl(setup, ranking, documents), strict=True))
+    stage = "search: each layer alone"
+    alone = dict(zip(layers, mean_kl(setup, stage, ranking, documents), strict=True))
     worst_first = sorted(layers, key=lambda layer: -alone[layer])
     measured = {0: kl([]), len(layers): 0.0}
     few, enough = (0, 0) if measured[0] <= budget else (0, len(layers))
@@ -143,13 +141,15 @@ def _only(variant: Variant, kept: set[int]) -> Variant:
     return replace(variant, name=name, scales=replace(variant.scales, layers=layers))
 
 
-def mean_kl(setup: Setup, variants: Sequence[Variant], documents: Sequence[Tensor]) -> list[float]:
-    """Mean KL of each variant over all tokens of `documents`."""
+def mean_kl(
+    setup: Setup, stage: str, variants: Sequence[Variant], documents: Sequence[Tensor]
+) -> list[float]:
+    """Mean KL of each variant over all tokens of `documents`; progress shows it as `stage`."""
     total = {variant.name: 0.0 for variant in variants}
-    for token_ids in documents:
-        for few in chunks(len(variants), _AT_ONCE):
-            found = read(setup, token_ids, variants[few])
-            for variant in variants[few]:
-                total[variant.name] += float(found[variant.name].kl.double().sum())
+    reads = [*product(documents, chunks(len(variants), _AT_ONCE))]
+    for token_ids, few in setup.progress.each(stage, reads, "reads"):
+        found = read(setup, token_ids, variants[few])
+        for variant in variants[few]:
+            total[variant.name] += float(found[variant.name].kl.double().sum())
     tokens = sum(map(len, documents))
     return [total[variant.name] / tokens for variant in variants]

@@ -1,6 +1,6 @@
 """The whole evaluation: calibrate on one part of the data, measure every variant on another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ from calib.model.checkpoint import Checkpoint
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config
 from calib.model.quantized import quantization_notes
+from calib.progress import NOBODY, Progress
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.stats import LATENT_NOTE, KVStats
 from calib.text import Condition, parse_condition
@@ -69,7 +70,7 @@ def run_evaluation(
     *,
     scales: Sequence[Path] = (),
     output: Path | None = None,
-    progress: Callable[[str], None] = lambda stage: None,
+    progress: Progress = NOBODY,
 ) -> tuple[Report, list[str]]:
     """Measure what `recipe.evaluation` says; returns the report and a line per failed condition.
 
@@ -94,7 +95,7 @@ def evaluate(
     scales: Sequence[Path] = (),
     suite: Suite | None = None,
     wish: Wish | None = None,
-    progress: Callable[[str], None] = lambda stage: None,
+    progress: Progress = NOBODY,
 ) -> Evaluation:
     """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's.
 
@@ -117,8 +118,7 @@ def evaluate(
     shapes = layer_shapes(model)  # runs the model, whose tokens are checked now
     check_model(setup.attention, model, shapes)
     types, left_out = wanted_types(wanted.caches, shapes)
-    progress("calibrate")
-    stats = inputs.calibrate_on(model, data.samples[: suite.calibration_samples], recipe)
+    stats = inputs.calibrate_on(setup, data.samples[: suite.calibration_samples], recipe)
     notes += [LATENT_NOTE] * stats.latent + [ONE_ATTENTION] * (other_attention(model) is None)
     about = inputs.describe(data, material, stats.tokens)
     conditions = inputs.conditions(setup, model_name, suite, about, shapes)
@@ -219,7 +219,7 @@ def _mixture(
 
 
 def run_recommendation(
-    model_name: str, recipe: Recipe, wish: Wish, *, progress: Callable[[str], None]
+    model_name: str, recipe: Recipe, wish: Wish, *, progress: Progress
 ) -> tuple[Recommendation, list[str]]:
     """Measure whole texts with all caches that can be served, and choose one; warnings as well."""
     evaluation = recipe.evaluation.model_copy(

@@ -44,8 +44,8 @@ def run_tasks(setup: Setup, tasks: Tasks, variants: Sequence[Variant]) -> dict[s
     alone = patch.dict(os.environ, DISABLE_MULTIPROC="1")
     with alone, lm_eval_quiet(), _checking_ids(setup):
         lm = _language_model(setup)
-        for variant in (UNCHANGED, *variants):
-            setup.progress(f"tasks: {variant.name}")
+        for variant in setup.progress.each("tasks", (UNCHANGED, *variants), "variants"):
+            setup.progress.detail(variant.name)
             with variant.applied(setup):
                 results = _evaluate(lm, tasks, variant.name)
             for task, figures in results.items():

@@ -14,6 +14,7 @@ from calib.caches.applied import beside_queries, rounded_attention
 from calib.caches.rounding import CacheRounding, round_fp8
 from calib.choices import REFERENCE, VARIANTS, AttentionMode
 from calib.eval.simulated import simulated
+from calib.progress import NOBODY, Progress
 from calib.scales.first_tokens import without_first_tokens
 from calib.scales.observers import AbsMax, Mse
 from calib.scales.scales import KVScales, LayerScales
@@ -34,12 +35,12 @@ Rounding = Callable[[int, Tensor, Tensor, Tensor], QKV]
 
 @dataclass(frozen=True)
 class Setup:
-    """A loaded model, where its FP8 caches run, and who is told what is being done."""
+    """A loaded model, where its FP8 caches run, and who is told how far it is."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     backend: Backend = "auto"
-    progress: Callable[[str], None] = lambda stage: None
+    progress: Progress = NOBODY
     attention: AttentionMode = "exact"  # of FP8 caches
 
     @property

@@ -23,6 +23,7 @@ from calib.errors import Fp8kvError, InputError
 from calib.scales.stats import STATISTICS, KVStats
 
 Item = TypeVar("Item")
+Group = dist.ProcessGroup | None
 
 # loading a large model and one rank's share of the data both lie between two collectives
 _TIMEOUT = timedelta(hours=6)
@@ -39,6 +40,7 @@ class World:
 
     rank: int = 0
     size: int = 1
+    group: Group = None  # None: that of all processes
 
     @property
     def is_first(self) -> bool:
@@ -80,14 +82,14 @@ class World:
 
     def reduce(self, stats: KVStats) -> KVStats:
         """Statistics of all ranks together, on every rank."""
-        return stats if self.size == 1 else _reduced(stats)
+        return stats if self.size == 1 else _reduced(stats, self.group)
 
     def gather(self, value: Item) -> list[Item]:
         """Each rank's `value`, in their order."""
         if self.size == 1:
             return [value]
         gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
+        dist.all_gather_object(gathered, value, self.group)
         return gathered
 
 
@@ -114,6 +116,20 @@ def joined_world() -> Iterator[World]:
         dist.destroy_process_group()
 
 
+@contextmanager
+def surrounding_world() -> Iterator[World]:
+    """The processes of a program that has initialised torch.distributed, or this one alone."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        yield World()
+        return
+    # statistics lie on the CPU, which the program's own backend, such as NCCL, may not serve
+    group = dist.new_group(backend="gloo")
+    try:
+        yield World(dist.get_rank(), dist.get_world_size(), group)
+    finally:
+        dist.destroy_process_group(group)
+
+
 def is_first_process() -> bool:
     """Whether this is the first process of the run, or the only one; needs no world."""
     return _environment("RANK", 0) == 0
@@ -126,31 +142,35 @@ def _environment(name: str, default: int) -> int:
     return int(text)
 
 
-def _reduced(stats: KVStats) -> KVStats:
+def _reduced(stats: KVStats, group: Group) -> KVStats:
     tensors = stats.tensors()
     for field, statistic in STATISTICS.items():
         held = {place: x for place, x in tensors.items() if place[2] == field}
-        reduced = _all_combined([*held.values()], statistic.combine)
+        reduced = _all_combined([*held.values()], statistic.combine, group)
         tensors.update(zip(held, reduced, strict=True))
-    (counts,) = _all_reduced([torch.tensor(stats.counts())], dist.ReduceOp.SUM)
+    (counts,) = _all_reduced([torch.tensor(stats.counts())], dist.ReduceOp.SUM, group)
     return stats.with_tensors(tensors, counts.tolist())
 
 
-def _all_combined(tensors: list[Tensor], combine: Callable[..., Tensor]) -> list[Tensor]:
+def _all_combined(
+    tensors: list[Tensor], combine: Callable[..., Tensor], group: Group
+) -> list[Tensor]:
     """Combine each tensor with those of the other ranks, in one message for all."""
     if combine in _REDUCTIONS or not tensors:
-        return _all_reduced(tensors, _REDUCTIONS.get(combine, dist.ReduceOp.MAX))
+        return _all_reduced(tensors, _REDUCTIONS.get(combine, dist.ReduceOp.MAX), group)
     together = torch.cat(tensors)
-    gathered = [torch.empty_like(together) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, together)
+    gathered = [torch.empty_like(together) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, together, group)
     return [*torch.split(reduce(combine, gathered), [len(tensor) for tensor in tensors])]
 
 
-def _all_reduced(tensors: list[Tensor], operation: dist.ReduceOp.RedOpType) -> list[Tensor]:
+def _all_reduced(
+    tensors: list[Tensor], operation: dist.ReduceOp.RedOpType, group: Group
+) -> list[Tensor]:
     """Reduce tensors of one dtype in one message: hundreds of small ones would wait for each."""
     if not tensors:
         return []
     together = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(together, operation)
+    dist.all_reduce(together, operation, group)
     parts = together.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]

@@ -41,7 +41,7 @@ def calibrate(
         UnsupportedModelError: the model's attention cannot be observed.
         CalibrationError: K, V or Q held NaN or Inf; names layer, tensor and sample.
     """
-    with _eval_mode(model):
+    with eval_mode(model):
         attention = attention or map_attention(model)
         layers = running_layers(attention, recipe)
         for batch in batches:
@@ -154,7 +154,8 @@ def blame(found: str | None, batch: Batch) -> CalibrationError:
 
 
 @contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Inside the block every module of `model` is in eval mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -48,7 +48,7 @@ class Step:
 
     @property
     def label(self) -> str:
-        """Where the pass is, for a progress bar."""
+        """Where the pass is."""
         layer, batch = self.layer + 1, self.batch_index + 1
         return f"layer {layer} of {self.num_layers}, batch {batch} of {self.num_batches}"
 
@@ -91,7 +91,7 @@ def measure_layers(
     """Calibrate layer by layer within the limits of `recipe`; see `calibrate_layerwise`."""
 
     def step(done: Step) -> None:
-        progress.stage(done.label)
+        progress.detail(done.label)
         progress.advance(done.batch.num_tokens / done.num_layers)
 
     limit, directory = memory_limit(recipe), scratch_directory(output)

@@ -64,7 +64,7 @@ def write_checkpoint(
     *,
     weights: Placing | None,
     readme: str,
-    on_copied: OnCopied = lambda name, copied, size: None,
+    on_copied: OnCopied = lambda name, more, size: None,
 ) -> None:
     """Fill the directory `out` with the source's files and what `export` adds.
 

@@ -31,7 +31,7 @@ class Destination:
     path: Path
     in_place: bool = False  # it is the model's own directory
     overwrite: bool = False  # an earlier output there goes
-    on_copied: OnCopied = lambda name, copied, size: None
+    on_copied: OnCopied = lambda name, more, size: None
     claim: Claim | None = None  # where it was claimed when the run began
 
 

@@ -18,7 +18,7 @@ _CHUNK = 64 << 20
 
 Placing = Weights | Literal["keep"]
 
-# (file name, bytes copied, bytes in all)
+# (file name, bytes copied since the last call, bytes in all)
 OnCopied = Callable[[str, int, int], None]
 
 
@@ -69,4 +69,4 @@ def _copy(source: Path, target: Path, on_copied: OnCopied) -> None:
     with source.open("rb") as read, target.open("xb") as written:
         while sent := os.sendfile(written.fileno(), read.fileno(), copied, _CHUNK):
             copied += sent
-            on_copied(source.name, copied, size)
+            on_copied(source.name, sent, size)

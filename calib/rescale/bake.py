@@ -24,6 +24,7 @@ from calib.output.checkpoint_directory import (
     write_json,
 )
 from calib.output.in_place import back_up, complete, local_directory
+from calib.progress import NOBODY, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.rescale.bake_card import write_card
 from calib.rescale.choosing import (
@@ -93,6 +94,7 @@ def bake(
     any_factor: bool = False,
     overrides: dict[str, Any],
     overwrite: bool = False,
+    progress: Progress = NOBODY,
 ) -> Baked:
     """Write the model `name` with factors moved from Q to K and from the output projection to V.
 
@@ -103,6 +105,7 @@ def bake(
         raise InputError("--any-factor is for int8; FP8 gains nothing from other factors")
     if in_place and (output or overwrite):
         raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
+    progress.stage("load")
     checkpoint = find_checkpoint(name)
     output = local_directory(name) if in_place else output or _default_output(name, purpose)
     if not in_place:
@@ -123,6 +126,7 @@ def bake(
         done = rescale(
             checkpoint, scratch, recipe, choose, what=f"'{name}' cannot be baked",
             coarser=FOR_FP8 if purpose == "fp8" else FOR_INT8, exact=not any_factor,
+            progress=progress,
         )  # fmt: skip
         baked = _summed(name, output, purpose, recipe.dtype, not any_factor, done, stats.latent)
         _check_fits(scales, baked, done.after)

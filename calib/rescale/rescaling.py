@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from calib.errors import InputError
 from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, open_checkpoint
+from calib.progress import NOBODY, Progress
 from calib.recipe import Recipe
 from calib.rescale.edits import Coarser, Editing, fitting
 from calib.rescale.parameters import cached_attention, rescaled_parameters
@@ -93,6 +94,7 @@ def rescale(
     coarser: Sequence[Coarser] = (),
     advice: str = "",
     exact: bool = True,
+    progress: Progress = NOBODY,
 ) -> Rescaling:
     """Fill `out` with `checkpoint`, its K and V multiplied by the factors that are chosen.
 
@@ -101,10 +103,12 @@ def rescale(
     was to be made, with `advice` where a product is not exact. The recipe's dtype is that of the
     written weights. `coarser` factors are for weights that do not hold those.
     """
+    progress.stage("load")
     model = load_exact(checkpoint, recipe)
     before, modules = observe(model), cached_attention(model)
     dtype = None if recipe.dtype == "auto" else torch.float32
     editing = Editing.of(checkpoint, dtype, advice, exact=exact)
+    progress.stage("choose factors")
     wanted = choose(model, modules)
     if not exact:
         near = {name: _powers_of_two(each) for name, each in wanted.items()}
@@ -112,7 +116,8 @@ def rescale(
         prove(before, tried, modules, near, what)
     factors, edits = fitting(editing, model, modules, wanted, coarser)
     del model  # one copy in memory is enough
-    write_rescaled(checkpoint, edits, out, dtype)
+    write_rescaled(checkpoint, edits, out, dtype, progress)
+    progress.stage("prove")
     after = observe(load_exact(open_checkpoint(out), recipe))
     if exact:
         prove(before, after, modules, factors, what)

@@ -14,6 +14,7 @@ from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
 from calib.output.checkpoint_directory import copy_small_files, write_index, write_json
 from calib.output.placing import place_shard
+from calib.progress import NOBODY, Progress
 from calib.rescale.products import Rescaled
 from calib.scalefiles.file_names import CONFIG_FILE, INDEX_FILE
 
@@ -21,7 +22,11 @@ Edit = Callable[[Tensor], Tensor]
 
 
 def write_rescaled(
-    checkpoint: Checkpoint, edits: Mapping[str, Edit], out: Path, dtype: torch.dtype | None
+    checkpoint: Checkpoint,
+    edits: Mapping[str, Edit],
+    out: Path,
+    dtype: torch.dtype | None,
+    progress: Progress = NOBODY,
 ) -> None:
     """Fill `out` with the checkpoint, the tensors that `edits` names changed.
 
@@ -29,12 +34,14 @@ def write_rescaled(
     """
     copy_small_files(checkpoint, out)
     weight_map, grown = checkpoint.weight_map, 0
-    for shard in checkpoint.shards:
+    progress.stage("write", sum(size for _, size, _ in checkpoint.states.values()), "bytes")
+    for shard, (_, size, _) in checkpoint.states.items():
         held = {name for name, file in weight_map.items() if file == shard}
         if dtype is None and held.isdisjoint(edits):
             place_shard(checkpoint.path / shard, out / shard, set(), "link", lambda *_: None)
         else:
             grown += _rewrite(checkpoint.path / shard, out / shard, edits, dtype)
+        progress.advance(size)
     if dtype is not None:
         write_json(out / CONFIG_FILE, _config(checkpoint.config, dtype))
     if (checkpoint.path / INDEX_FILE).exists():

@@ -23,6 +23,7 @@ from calib.model.find import find_checkpoint
 from calib.model.load import caches_latents, load_config
 from calib.model.quantized import find_layout
 from calib.output.checkpoint_directory import check_output, write_json
+from calib.progress import NOBODY, Progress
 from calib.recipe import load_recipe
 from calib.rescale.products import LayerFactors
 from calib.rescale.proof import PROBE_TOKENS
@@ -123,6 +124,7 @@ def stress(
     *,
     overrides: dict[str, Any],
     overwrite: bool = False,
+    progress: Progress = NOBODY,
 ) -> Stressed:
     """Write the twin of the model `name` to `output`, once it is proved to be one.
 
@@ -135,6 +137,7 @@ def stress(
             f"--dtype {recipe.dtype} may round the source's weights, and with them the "
             "twin's outputs; use auto or float32"
         )
+    progress.stage("load")
     checkpoint = find_checkpoint(name)
     check_output(output, checkpoint.path, overwrite=overwrite)
     _check_plain(checkpoint)
@@ -150,6 +153,7 @@ def stress(
             lambda _, modules: {each: factors.of(module) for each, module in modules.items()},
             what=f"no twin of {architecture}",
             advice="use a --k-factor and --v-factor nearer to 1",
+            progress=progress,
         )
         k, v = ((done.before.amax(which), done.after.amax(which)) for which in "kv")
         dtype = _dtype(open_checkpoint(scratch))

@@ -18,6 +18,7 @@ from calib.model.quantized import quantization_notes
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, Result, default_output, finish, make_exports
 from calib.output.in_place import check_in_place
+from calib.progress import NOBODY, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.scalefiles.baked import baked_for
 from calib.scalefiles.calibrations import statistics_file
@@ -39,6 +40,7 @@ def apply(
     format: FormatName = "vllm",
     strategy: Strategy | None = None,
     overwrite: bool = False,
+    progress: Progress = NOBODY,
 ) -> Result:
     """Put the scales of the calibration `given` beside `model`, which is not run.
 
@@ -54,6 +56,7 @@ def apply(
     changes |= {"strategy": strategy} if strategy else {}
     recipe = load_recipe(str(source / CALIBRATION_FILE), changes)
     output = check_in_place(model, recipe) if in_place else output or default_output(model, recipe)
+    progress.stage("load")
     checkpoint = find_checkpoint(model)
     if not in_place:
         check_output(output, checkpoint.path, overwrite=overwrite)
@@ -61,11 +64,13 @@ def apply(
     # of the first model, where there was a chain
     first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
     marks = _marks(given, source, report.get("marks"), stats, base, first["checkpoint"])
+    progress.stage("compare weights")
     likeness = judge(str(given), marks, model, take_marks(checkpoint, stats.layers))
     warnings = [*report["warnings"], *_notes(first["model"], checkpoint, likeness)]
     origin = {"marks": marks.to_json(), "measured_on": {**first, "compared": asdict(likeness)}}
     with claimed(output, overwrite=overwrite or in_place) as claim:
-        destination = Destination(output, in_place, overwrite, claim=claim)
+        progress.stage("write")
+        destination = Destination(output, in_place, overwrite, progress.copied, claim)
         what = (model, checkpoint, recipe, stats, destination, report["dataset"])
         return finish(*what, warnings, threads=report.get("threads"), origin=origin)
 

@@ -13,6 +13,7 @@ from calib.export import FORMATS, export
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.output.card import format_card
 from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
+from calib.progress import NOBODY, Progress
 from calib.rewrite.absmax import Read, for_nvfp4, from_nvfp4
 from calib.rewrite.plain import config_without_scales, remove_documents, write_plain
 from calib.scalefiles.calibrations import statistics_file
@@ -45,6 +46,7 @@ def convert(
     without_q: bool = False,
     tp_size: int = 1,
     overwrite: bool = False,
+    progress: Progress = NOBODY,
 ) -> Rewritten:
     """Write the checkpoint `directory` to `output` with its scales in the format `to`."""
     checkpoint = open_checkpoint(directory)
@@ -58,21 +60,31 @@ def convert(
             )
         layers = {name: replace(layer, q=None) for name, layer in scales.layers.items()}
         scales = replace(scales, layers=layers)
-    notes += _write(scales, checkpoint, to, output, overwrite, reduce=reduce, tp_size=tp_size)
+    where = (output, overwrite, progress)
+    notes += _write(scales, checkpoint, to, *where, reduce=reduce, tp_size=tp_size)
     return Rewritten(scales, [], notes)
 
 
-def strip(directory: Path, output: Path, *, overwrite: bool = False) -> None:
+def strip(
+    directory: Path, output: Path, *, overwrite: bool = False, progress: Progress = NOBODY
+) -> None:
     """Write `directory` to `output` without scales, with the source's files if it kept them."""
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
     with atomic_directory(output, overwrite=overwrite) as scratch:
-        write_plain(checkpoint, scratch)
+        progress.stage("write")
+        write_plain(checkpoint, scratch, progress.copied)
         checkpoint.check_unchanged()
 
 
 def repair(
-    directory: Path, statistics: Path, to: FormatName, output: Path, *, overwrite: bool = False
+    directory: Path,
+    statistics: Path,
+    to: FormatName,
+    output: Path,
+    *,
+    overwrite: bool = False,
+    progress: Progress = NOBODY,
 ) -> Rewritten:
     """Write the checkpoint with missing or useless scales derived from measured absmax."""
     if FORMATS[to].nvfp4:
@@ -94,7 +106,8 @@ def repair(
                 replaced.append(f"{module} {letter}")
                 setattr(layer, letter, tuple(getattr(derived[module], letter).tolist()))
     scales = to_scales(found, layers, found.fp8_dtype)
-    notes = _write(scales, checkpoint, to, output, overwrite, reduce=None, tp_size=1)
+    where = (output, overwrite, progress)
+    notes = _write(scales, checkpoint, to, *where, reduce=None, tp_size=1)
     return Rewritten(scales, replaced, notes)
 
 
@@ -161,6 +174,7 @@ def _write(
     to: FormatName,
     output: Path,
     overwrite: bool,
+    progress: Progress,
     *,
     reduce: Reduce | None,
     tp_size: int,
@@ -182,7 +196,11 @@ def _write(
     card += "".join(f"- {warning}\n" for warning in warnings)
     whole = FORMATS[to].with_weights
     with atomic_directory(output, overwrite=overwrite) as scratch:
-        write_checkpoint(made, plain, scratch, weights="link" if whole else None, readme=card)
+        progress.stage("write")
+        write_checkpoint(
+            made, plain, scratch,
+            weights="link" if whole else None, readme=card, on_copied=progress.copied,
+        )  # fmt: skip
         if whole:
             remove_documents(plain, scratch)
             write_documents(made, scratch)

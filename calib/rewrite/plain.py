@@ -16,6 +16,7 @@ from calib.output.checkpoint_directory import (
     write_index,
     write_json,
 )
+from calib.output.placing import OnCopied
 from calib.scalefiles.file_names import (
     CARD_FILE,
     CONFIG_FILE,
@@ -27,7 +28,11 @@ from calib.scalefiles.file_names import (
 from calib.scalefiles.json import read_object
 
 
-def write_plain(checkpoint: Checkpoint, out: Path) -> None:
+def write_plain(
+    checkpoint: Checkpoint,
+    out: Path,
+    on_copied: OnCopied = lambda name, more, size: None,
+) -> None:
     """Fill `out` with the checkpoint without scales: the source's own files, if it kept them."""
     source = source_files(checkpoint.path)
     copy_small_files(checkpoint, out)
@@ -36,7 +41,7 @@ def write_plain(checkpoint: Checkpoint, out: Path) -> None:
     if source is not None and (source / CARD_FILE).exists():
         shutil.copyfile(source / CARD_FILE, out / CARD_FILE)
     _write_config(checkpoint, source, out)
-    _write_weights(checkpoint, source, out)
+    _write_weights(checkpoint, source, out, on_copied)
 
 
 def remove_documents(checkpoint: Checkpoint, out: Path) -> None:
@@ -62,14 +67,16 @@ def _write_config(checkpoint: Checkpoint, source: Path | None, out: Path) -> Non
     write_json(out / CONFIG_FILE, plain)
 
 
-def _write_weights(checkpoint: Checkpoint, source: Path | None, out: Path) -> None:
+def _write_weights(
+    checkpoint: Checkpoint, source: Path | None, out: Path, on_copied: OnCopied
+) -> None:
     index = (source or checkpoint.path) / INDEX_FILE
     original = read_object(index).get("weight_map") if index.exists() else None
     files = {*original.values()} if isinstance(original, dict) else {SINGLE_FILE}
     names = {shard: shard for shard in checkpoint.shards}
     if source is not None and SINGLE_FILE in files and RENAMED_SINGLE not in files:
         names |= {RENAMED_SINGLE: SINGLE_FILE}
-    weight_map = place_weights(checkpoint, out, names, "link", lambda *_: None)
+    weight_map = place_weights(checkpoint, out, names, "link", on_copied)
     # a tensor that the source's index left out is in its file all the same
     if original is not None and original.items() <= weight_map.items():
         shutil.copyfile(index, out / INDEX_FILE)

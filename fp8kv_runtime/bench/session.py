@@ -1,6 +1,6 @@
 """One shape's cases on this machine: checked, tuned, measured."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from fp8kv_runtime.kernels.targets import current_target, gpu_name
 from fp8kv_runtime.kernels.tuning import forget_tuned
 
 Say = Callable[..., None]  # like print
+EachOf = Callable[[Sequence[Case]], Iterator[Case]]  # iterates, and may count
 
 _K = 1024
 _DECODED = {
@@ -62,10 +63,10 @@ class Bench:
         """The GPU's name."""
         return gpu_name(self.device)
 
-    def wrong(self, say: Say) -> list[str]:
+    def wrong(self, say: Say, each_of: EachOf = iter) -> list[str]:
         """Names of the cases that a kernel gets wrong, on FP8 and on float16."""
         found = []
-        for each in self.cases:
+        for each in each_of(self.cases):
             for case in (each, in_float16(each)):
                 if not gate.checked(case, self._launchers, self.device, say):
                     found.append(f"{case.kernel} {case.name} {case.format}".strip())
@@ -89,10 +90,10 @@ class Bench:
         say(f"written: {path}")
         return path
 
-    def measure(self) -> tuple[float, list[Row]]:
+    def measure(self, each_of: EachOf = iter) -> tuple[float, list[Row]]:
         """TB/s of a copy within the GPU's memory, and a row for each case."""
         rows = []
-        for case in self.cases:
+        for case in each_of(self.cases):
             forms = {"fp8": case, "float16": in_float16(case)}
             work: dict[str, Work] = {
                 name: call(form, build(form, self.device), self._launchers)

@@ -47,7 +47,7 @@ def gpu(monkeypatch):
     """A GPU on which every case takes 10 microseconds, and 18 on float16."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(run, "gpu_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(run.Bench, "wrong", lambda self, say: [])
+    monkeypatch.setattr(run.Bench, "wrong", lambda self, say, each_of: [])
     monkeypatch.setattr(run.Bench, "_launchers", None)
     monkeypatch.setattr(run.Bench, "_timer", SimpleNamespace(copy_bandwidth=lambda: 4e12))
     monkeypatch.setattr(run.Bench, "_measure", lambda self, work: {"fp8": 10.0, "float16": 18.0})
@@ -69,8 +69,17 @@ def test_with_a_gpu_the_table_has_every_case():
 
 
 @pytest.mark.usefixtures("gpu")
+def test_a_job_runner_is_told_how_far_it_is_and_nothing_else():
+    done = fp8kv("--json", "--progress", "json")
+    last = json.loads(done.stderr.splitlines()[-1])
+    count = len(json.loads(done.stdout)["rows"])
+    said = [last[key] for key in ("event", "stage", "done", "total")]
+    assert said == ["end", "time", count, count]
+
+
+@pytest.mark.usefixtures("gpu")
 def test_nothing_is_timed_where_a_kernel_is_wrong(monkeypatch):
-    monkeypatch.setattr(run.Bench, "wrong", lambda self, say: ["decode_attention 1 x 1k"])
+    monkeypatch.setattr(run.Bench, "wrong", lambda self, say, each_of: ["decode_attention 1 x 1k"])
     done = fp8kv()
     assert done.exit_code == 2
     assert "wrong on this machine, nothing was timed: decode_attention 1 x 1k" in done.output

@@ -154,11 +154,10 @@ def test_an_export_that_must_fail_fails_before_calibration(tmp_path, monkeypatch
 
 
 def test_progress_counts_every_token(tiny_directory, tmp_path):
-    stages, totals, steps = [], [], []
-    progress = Progress(stages.append, totals.append, steps.append)
+    stages, steps = [], []
+    progress = Progress(lambda *stage: stages.append(stage), steps.append)
     run(str(tiny_directory), recipe(data__batch_size=4), tmp_path / "out", progress=progress)
-    assert stages == ["load", "calibrate", "write"]
-    assert totals == [192]
+    assert stages == [("load", None, ""), ("calibrate", 192, "tokens"), ("write", None, "")]
     assert steps == [128, 64]
 
 

@@ -112,7 +112,8 @@ def test_latents_are_served_at_scale_1():
 def test_a_mixture_whose_kl_is_no_number_is_refused(tmp_path, monkeypatch):
     directory = save_model(tiny_model("llama"), tmp_path / "tiny")
     monkeypatch.setattr(
-        "calib.eval.mixture.mean_kl", lambda _, v, documents: [0.1 if len(v) > 1 else nan] * len(v)
+        "calib.eval.mixture.mean_kl",
+        lambda _, name, v, __: [0.1 if len(v) > 1 else nan] * len(v),
     )
     flags = ("--dataset", "random", "--samples", "2", "--seq-len", "16", "--device", "cpu")
     done = fp8kv("eval", directory, *flags, "--caches", "nvfp4", "--search-bits", "7")

@@ -172,3 +172,56 @@ def test_a_pass_layer_by_layer_does_not_go_on(model, tmp_path):
     one_line_error(
         fp8kv("calibrate", model, "-o", tmp_path / "out", *options), "saves no progress; leave"
     )
+
+
+TRAINER = """
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from calib import Recipe, scales_for
+from calib.errors import InputError
+
+model, out = AutoModelForCausalLM.from_pretrained(sys.argv[1]), Path(sys.argv[2])
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+rows = torch.arange(3, 99).view(4, 24)
+mine = [row for row in rows[rank::2]]
+recipe = Recipe(targets="qkv", observer={"name": "mse"}, headroom=1.25)
+wrapped = torch.nn.parallel.DistributedDataParallel(model)
+together = scales_for(wrapped, mine, recipe=recipe, strategy="attn_head")
+alone = scales_for(model, mine, recipe=recipe, strategy="attn_head", gather=False)
+everything = scales_for(model, [*rows], recipe=recipe, strategy="attn_head", gather=False)
+torch.save((together, alone, everything), out / f"rank{rank}.pt")
+for batches, options in (([] if rank else mine, {}), (mine, {"recipe": Recipe(headroom=1 + rank)})):
+    try:
+        scales_for(model, batches, **options)
+    except InputError as error:
+        (out / "errors.txt").open("a").write(f"{error}\\n")
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_ranks_of_a_trainer_share_what_they_saw(model, tmp_path):
+    script = tmp_path / "trainer.py"
+    script.write_text(TRAINER)
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", 2, script)
+    command = [sys.executable, "-m", *launcher, model, tmp_path]
+    done = subprocess.run(
+        list(map(str, command)), cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    ranks = [torch.load(tmp_path / f"rank{rank}.pt") for rank in (0, 1)]
+    for together, _, everything in ranks:
+        assert_same(together, everything)
+    (_, first, _), (_, second, _) = ranks
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    errors = (tmp_path / "errors.txt").read_text().splitlines()
+    assert len(errors) == 4
+    assert sum("at least one batch" in error for error in errors) == 2
+    assert sum("different models or recipes" in error for error in errors) == 2

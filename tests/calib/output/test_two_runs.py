@@ -22,7 +22,7 @@ SMALL = {"data.dataset": "random", "data.samples": 2, "data.seq_len": 16, "devic
 
 def calibrate(model, out=None, *, at=None, then=lambda: None, seed=1, **options):
     """Calibrate, and call `then` when the stage `at` begins."""
-    progress = Progress(stage=lambda name: then() if name == at else None)
+    progress = Progress(lambda name, total, unit: then() if name == at else None)
     recipe = load_recipe(None, {**SMALL, "data.seed": seed})
     return run(str(model), recipe, out, progress=progress, **options)
 
@@ -72,7 +72,7 @@ def test_the_progress_of_the_first_run_stays(tiny_directory, tmp_path):
     seen = []
     each = {"data.batch_size": 1, "save_minutes": 0}
     recipe = load_recipe(None, {**SMALL, **each})
-    run(str(tiny_directory), recipe, tmp_path / "out", progress=Progress(advance=second))
+    run(str(tiny_directory), recipe, tmp_path / "out", progress=Progress(on_advance=second))
     assert seen[-1]
 
 

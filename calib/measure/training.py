@@ -1,0 +1,168 @@
+"""Scales of a model that is in memory, for a trainer that hands its weights to an engine."""
+
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from calib.choices import FormatName, Strategy
+from calib.errors import InputError
+from calib.export import FORMATS, Export, check_format, export
+from calib.export.compressed_tensors import find_quantization_config
+from calib.measure.attention import AttentionMap, map_attention
+from calib.measure.distributed import World, surrounding_world
+from calib.measure.loop import calibrate, eval_mode
+from calib.measure.trainer_batches import Given, as_batches
+from calib.model.checkpoint import Checkpoint
+from calib.model.load import caches_latents, check_cacheable
+from calib.recipe import Recipe, load_recipe
+from calib.scales.derive import derive_scales
+from calib.scales.one_scale import check_one_scale
+from calib.scales.scales import KVScales
+
+_INNER = ("module", "_orig_mod")  # of DDP, DeepSpeed and DataParallel; of torch.compile
+_SPREAD = ("ds_id", "placements")  # attributes of ZeRO-3's parameters, and of DTensor
+
+
+def scales_for(
+    model: nn.Module,
+    batches: Iterable[Given],
+    *,
+    strategy: Strategy | None = None,
+    format: FormatName = "vllm",
+    recipe: Recipe | None = None,
+    gather: bool = True,
+) -> dict[str, Tensor]:
+    """Measure `model` on `batches` and return its scales, by the names that engines load them by.
+
+    These are the names in a checkpoint of `format`, such as `model.layers.0.self_attn.k_scale`,
+    which an engine's `load_weights` takes as it takes those of weights. Scales are float32 on the
+    CPU, [1] or, of strategy attn_head, [heads, 1, 1]; `x ≈ x_fp8 * scale`.
+
+    A batch is a tensor [B, T] of token ids, a list of them, or a dict with `input_ids` and, where
+    rows are padded, `attention_mask`; other keys are not read. Of `recipe` the strategy, targets,
+    observer, fp8_dtype, headroom, scale_rounding and data.skip_first count; `strategy` goes before.
+
+    The model may be wrapped (DDP, torch.compile, PEFT, whose adapters count). It runs in eval mode
+    and is left exactly as it was, and so are the random numbers, also after an error.
+
+    Where torch.distributed is initialised, every process must call this: each measures its own
+    batches, and all get the scales of all. With `gather=False` each is for itself.
+
+    Raises:
+        InputError: no tokens, no transformers model, or one that is quantised or spread out.
+        UnsupportedModelError: the model's attention cannot be observed.
+        UnsupportedExportError: the format cannot hold such scales.
+        CalibrationError: K, V or Q held NaN or Inf.
+    """
+    given = recipe or Recipe()
+    recipe = load_recipe(None, {**given.model_dump(), "strategy": strategy or given.strategy})
+    inner = _unwrapped(model)
+    _check(model, inner, recipe, format)
+    with _left_alone(inner), surrounding_world() if gather else nullcontext(World()) as world:
+        attention = world.together(lambda: _mapped(inner, recipe, format))
+        world.check_same("models or recipes", [[*attention.cached], recipe.model_dump()])
+        each = as_batches(batches, inner, recipe.data.skip_first)
+        stats = world.together(lambda: calibrate(inner, each, recipe, attention=attention))
+        scales = derive_scales(world.reduce(stats), recipe)
+    made = _exported(inner, scales, recipe, format)
+    for doubt in made.doubts:
+        warnings.warn(doubt, stacklevel=2)
+    with torch.inference_mode(mode=False):
+        return {name: tensor.clone() for name, tensor in made.tensors.items()}
+
+
+def _unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside of wrappers."""
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        if hasattr(inner, "get_base_model"):  # PEFT's
+            inner = inner.get_base_model()
+            continue
+        inside = (getattr(inner, name, None) for name in _INNER)
+        inner = next((each for each in inside if isinstance(each, nn.Module)), None)
+        if inner is None:
+            raise InputError(
+                f"{type(model).__name__} is neither a transformers model nor a wrapper that is "
+                "known (DDP, torch.compile, PEFT); give the PreTrainedModel inside"
+            )
+    return inner
+
+
+def _check(model: nn.Module, inner: PreTrainedModel, recipe: Recipe, format: FormatName) -> None:
+    """Refuse what cannot be measured or expressed, before anything runs."""
+    name, config = type(inner).__name__, inner.config
+    check_cacheable(config, {"architectures": [name]})
+    fsdp = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    if fsdp or any(hasattr(weight, of) for weight in inner.parameters() for of in _SPREAD):
+        raise InputError(
+            f"the weights of this {name} are spread over processes (FSDP, ZeRO-3, or tensor "
+            "parallel); give a model that holds them whole, or save one for fp8kv-calibrate"
+        )
+    if find_quantization_config(config.to_dict()) is not None:
+        raise InputError(
+            f"the weights of this {name} are quantised; give the model that they are of, or use "
+            "fp8kv-calibrate on its checkpoint"
+        )
+    if format not in FORMATS:
+        raise InputError(f"no format '{format}'; there are {', '.join(FORMATS)}")
+    check_format(
+        format,
+        strategy=recipe.strategy,
+        fp8_dtype=recipe.fp8_dtype,
+        with_q=recipe.targets == "qkv",
+        reduce=recipe.export.reduce,
+        center_keys=recipe.center_keys,
+    )
+    if caches_latents(config):
+        check_one_scale(
+            strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys
+        )
+
+
+def _mapped(model: PreTrainedModel, recipe: Recipe, format: FormatName) -> AttentionMap:
+    """The model's attention, where the format can hold its scales."""
+    with eval_mode(model), torch.inference_mode():
+        attention = map_attention(model)
+    units = attention.unit_scales(recipe.strategy, recipe.fp8_dtype)
+    if not _exported(model, units, recipe, format).tensors:
+        raise InputError(
+            f"format '{format}' is a file or statistics, not tensors; use format='vllm'"
+        )
+    return attention
+
+
+def _exported(
+    model: PreTrainedModel, scales: KVScales, recipe: Recipe, format: FormatName
+) -> Export:
+    """`scales` in the format, as for a checkpoint that the model would be saved as."""
+    # any name inside of a module shows how transformers calls that module on disk
+    own = {f"{module}.kv.scale": torch.empty(0) for module in scales.with_shared()}
+    weight_map = dict.fromkeys(revert_weight_conversion(model, own), "")
+    name = type(model).__name__
+    config = {**model.config.to_dict(), "architectures": [name]}
+    checkpoint = Checkpoint(Path(model.name_or_path or name), config, weight_map, {}, {})
+    options = recipe.export
+    return export(scales, checkpoint, format, reduce=options.reduce, tp_size=options.tp_size)
+
+
+@contextmanager
+def _left_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Run plainly what was compiled; put back all that a forward pass or a batch changes."""
+    # some RoPEs keep frequencies for the longest text they saw
+    tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
+    before = [(table, dict(table)) for table in tables]
+    gpus = sorted({weight.device.index for weight in model.parameters() if weight.is_cuda})
+    with torch.random.fork_rng(gpus), torch.compiler.set_stance("force_eager"):
+        try:
+            yield
+        finally:
+            for table, held in before:
+                table.clear()
+                table.update(held)
