@@ -14,7 +14,11 @@ from calib.commands.running import command
 @command
 def apply(
     calibration: Annotated[
-        Path, typer.Argument(metavar="OUTPUT", help="A calibration's output, or its statistics.")
+        str,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="A calibration's output, its statistics, a pack, or a pack's Hub id[@revision].",
+        ),
     ],
     model: Model,
     output: Annotated[
@@ -38,10 +42,12 @@ def apply(
 
     MODEL may be a quantised version. Refused unless its K and V are shown to be the same.
     """
+    from calib.packs.hub import find_calibration
     from calib.rewrite.apply import apply as apply_scales
 
+    given, called = find_calibration(calibration)
     result = apply_scales(
-        calibration, model, output,
-        in_place=in_place, base=base, format=format, strategy=strategy, overwrite=overwrite,
+        given, model, output, in_place=in_place, base=base, format=format, strategy=strategy,
+        overwrite=overwrite, called=called,
     )  # fmt: skip
     print_result(result, as_json=as_json)
