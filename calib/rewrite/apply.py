@@ -79,7 +79,7 @@ def apply(
 def _provenance(source: Path, name: str) -> dict[str, Any] | None:
     """Which pack the scales are from, if `source` is one."""
     pack = read_pack(source)
-    return pack and {"name": name, "sha256": pack.sha256}
+    return {"name": name, "sha256": pack.sha256} if pack else None
 
 
 def _check_fits(
