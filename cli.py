@@ -18,6 +18,7 @@ from calib.commands.evaluate import evaluate
 from calib.commands.generate import generate
 from calib.commands.inspect import inspect
 from calib.commands.merge import merge
+from calib.commands.pack import pack
 from calib.commands.plan import plan
 from calib.commands.recipes import recipes
 from calib.commands.recommend import recommend
@@ -32,7 +33,7 @@ app = typer.Typer(
 )
 app.command()(calibrate)
 app.command("eval")(evaluate)
-of_scales = (inspect, verify, apply, bake, convert, strip, repair)
+of_scales = (inspect, verify, apply, pack, bake, convert, strip, repair)
 others = (compare, recommend, plan, merge, generate, stress, bench, recipes, doctor)
 for each in (*of_scales, *others):
     app.command()(each)

@@ -15,7 +15,7 @@ from calib.errors import InputError
 from calib.model.checkpoint import fingerprint
 from calib.scalefiles.baked import baked_for
 from calib.scalefiles.calibrations import read_report
-from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, STATS_FILE
+from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
 from calib.scalefiles.fp8_type import fp8_type
 from calib.scalefiles.identity import check_same_model, identity
 from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
@@ -45,7 +45,8 @@ def open_any_scales(directory: Path, checkpoint: Checkpoint | None = None) -> Op
         _check_baked(directory, checkpoint)
         measured = load_scales(directory)
         files = {file.name for file in directory.glob("*.safetensors")} - {STATS_FILE}
-        if not (files or (directory / JSON_FILE).exists()):  # format fp8kv
+        is_pack = (directory / PACK_FILE).exists()  # whose JSON has one scale for K and V
+        if is_pack or not (files or (directory / JSON_FILE).exists()):  # format fp8kv
             return partial(_of_calibration, directory, measured)
     found = read_scales(directory)
     fp8_type(found.directory)  # what is not known is refused before a model is loaded

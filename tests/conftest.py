@@ -39,6 +39,7 @@ KINDS = {
             "calib/rescale/",
             "calib/rewrite/",
             "calib/output/test_two",
+            "calib/packs/",
         ),
         *("calib/measure/test_distributed.py", "calib/measure/test_resume.py", "test_streams.py"),
         *("test_signals.py", "test_cli.py::test_a_signal", "test_cli.py::test_a_full_disk"),

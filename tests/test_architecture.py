@@ -24,7 +24,7 @@ FLOORS = (
     {"measure", "output"},
     {"any_scales", "merge", "offload", "rescale"},
     {"eval", "generate", "plan", "prepare", "rewrite"},
-    {"bench", "job", "served"},
+    {"bench", "job", "packs", "served"},
     {"commands"},
     {"cli"},
 )

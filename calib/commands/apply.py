@@ -14,7 +14,11 @@ from calib.commands.running import command
 @command
 def apply(
     calibration: Annotated[
-        Path, typer.Argument(metavar="OUTPUT", help="A calibration's output, or its statistics.")
+        str,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="A calibration's output, its statistics, a pack, or a pack's Hub id[@revision].",
+        ),
     ],
     model: Model,
     output: Annotated[
@@ -40,11 +44,13 @@ def apply(
     MODEL may be a quantised version. Refused unless its K and V are shown to be the same.
     """
     from calib.commands.progress_bar import progress_bar
+    from calib.packs.hub import find_calibration
     from calib.rewrite.apply import apply as apply_scales
 
+    given, called = find_calibration(calibration)
     with progress_bar(progress, as_json=as_json) as reported:
         result = apply_scales(
-            calibration, model, output, in_place=in_place, base=base, format=format,
-            strategy=strategy, overwrite=overwrite, progress=reported,
+            given, model, output, in_place=in_place, base=base, format=format, strategy=strategy,
+            overwrite=overwrite, called=called, progress=reported,
         )  # fmt: skip
     print_result(result, as_json=as_json)

@@ -1,5 +1,7 @@
 """`kv_cache_scales.json`: vLLM <= 0.6, Aphrodite <= 0.6, SGLang. A number per layer and rank."""
 
+from typing import Any
+
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export
 from calib.model.checkpoint import Checkpoint
@@ -15,17 +17,24 @@ def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Expor
             f"{JSON_FILE} needs model_type and the number of layers, which the config of "
             f"'{checkpoint.path}' lacks; use --format vllm or tgi"
         )
+    missing = num_layers - len({layer.layer_idx for layer in scales.with_shared().values()})
+    note = f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused"
+    document = scales_document(scales, model_type, num_layers, tp_size)
+    return Export(documents={JSON_FILE: document}, notes=(note,) if missing else ())
+
+
+def scales_document(
+    scales: KVScales, model_type: str, num_layers: int, tp_size: int = 1
+) -> dict[str, Any]:
+    """The JSON object: of each layer the larger of its K and V scale, for `tp_size` ranks."""
     layers = scales.with_shared().values()
     largest = {layer.layer_idx: float(layer.k.maximum(layer.v)) for layer in layers}
     # its loaders want every layer index, also of layers that cache no K and V
     factors = {str(index): largest.get(index, 1.0) for index in range(num_layers)}
-    document = {
+    return {
         "model_type": model_type,
         "kv_cache": {
             "dtype": f"float8_{scales.fp8_dtype}",
             "scaling_factor": {str(rank): factors for rank in range(tp_size)},
         },
     }
-    missing = num_layers - len(largest)
-    note = f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused"
-    return Export(documents={JSON_FILE: document}, notes=(note,) if missing else ())

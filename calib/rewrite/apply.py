@@ -25,6 +25,7 @@ from calib.scalefiles.calibrations import statistics_file
 from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scalefiles.identity import check_same_model, identity
 from calib.scalefiles.names import is_of_cache
+from calib.scalefiles.packs import read_pack
 from calib.scales.derive import derive_scales
 from calib.scales.measured import load_measured
 from calib.scales.stats import KVStats
@@ -40,18 +41,21 @@ def apply(
     format: FormatName = "vllm",
     strategy: Strategy | None = None,
     overwrite: bool = False,
+    called: str | None = None,
     progress: Progress = NOBODY,
 ) -> Result:
-    """Put the scales of the calibration `given` beside `model`, which is not run.
+    """Put the scales of the calibration or pack `given` beside `model`, which is not run.
 
-    `base` is the model that was calibrated, for outputs that hold no marks of it. InputError or
-    UnsupportedExportError, and nothing written, where K and V of `model` are not shown to be the
-    same, or its engine loads no scales beside its weights.
+    `base` is the model that was calibrated, for outputs that hold no marks of it; `called` is the
+    name of a pack that was fetched. InputError or UnsupportedExportError, and nothing written,
+    where K and V of `model` are not shown to be the same, or its engine loads no scales beside its
+    weights.
     """
     if in_place and (output or overwrite):
         raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
-    source = statistics_file(given).parent
+    source, name = statistics_file(given).parent, Path(called or given)
     stats, report = load_measured(given)
+    pack = _provenance(source, str(name)) or report.get("pack")
     changes: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
     changes |= {"strategy": strategy} if strategy else {}
     recipe = load_recipe(str(source / CALIBRATION_FILE), changes)
@@ -60,19 +64,27 @@ def apply(
     checkpoint = find_checkpoint(model)
     if not in_place:
         check_output(output, checkpoint.path, overwrite=overwrite)
-    _check_fits(given, source, stats, checkpoint, recipe)
+    _check_fits(name, source, stats, checkpoint, recipe)
     # of the first model, where there was a chain
     first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
-    marks = _marks(given, source, report.get("marks"), stats, base, first["checkpoint"])
+    marks = _marks(name, source, report.get("marks"), stats, base, first["checkpoint"])
     progress.stage("compare weights")
-    likeness = judge(str(given), marks, model, take_marks(checkpoint, stats.layers))
-    warnings = [*report["warnings"], *_notes(first["model"], checkpoint, likeness)]
+    likeness = judge(str(name), marks, model, take_marks(checkpoint, stats.layers))
+    measured = first["model"] + (f" (pack {pack['name']})" if pack else "")
+    warnings = [*report["warnings"], *_notes(measured, checkpoint, likeness)]
     origin = {"marks": marks.to_json(), "measured_on": {**first, "compared": asdict(likeness)}}
+    origin |= {"pack": pack} if pack else {}
     with claimed(output, overwrite=overwrite or in_place) as claim:
         progress.stage("write")
         destination = Destination(output, in_place, overwrite, progress.copied, claim)
         what = (model, checkpoint, recipe, stats, destination, report["dataset"])
         return finish(*what, warnings, threads=report.get("threads"), origin=origin)
+
+
+def _provenance(source: Path, name: str) -> dict[str, Any] | None:
+    """Which pack the scales are from, if `source` is one."""
+    pack = read_pack(source)
+    return {"name": name, "sha256": pack.sha256} if pack else None
 
 
 def _check_fits(

@@ -9,9 +9,10 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from calib.choices import FORMATS
 from calib.errors import InputError
-from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, STATS_FILE
+from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
 from calib.scalefiles.header import read_header, read_values
 from calib.scalefiles.json import read_object
+from calib.scalefiles.packs import PACKED, read_pack
 
 _AMAX = re.compile(r".+\.(?P<layer>\d{1,6})\..+\.(?P<which>[kvq]|latent|k_pe)\.amax")
 _BOTH = ("latent", "k_pe")  # which share K's and V's scale
@@ -73,12 +74,14 @@ def read_amax(path: Path) -> Amax:
 
 def read_report(directory: Path) -> dict[str, Any]:
     """What a finished calibration says of itself; InputError where `directory` holds none."""
-    file = directory / CALIBRATION_FILE
+    pack, file = read_pack(directory), directory / CALIBRATION_FILE
     if not file.exists():
         raise absent(directory, f"'{directory}' has no {CALIBRATION_FILE}: it is no calibration")
     report = read_object(file)
     if report.get("fp8kv_calibration") != 1:
         raise InputError(f"'{file}' is not of this version of fp8kv; calibrate again")
+    if report.get(PACKED) and pack is None:
+        raise InputError(f"'{directory}' was a pack, and its {PACK_FILE} is missing; get it again")
     try:
         _Report.model_validate(report)
     except ValidationError as error:
@@ -91,20 +94,26 @@ def read_report(directory: Path) -> dict[str, Any]:
 
 
 def statistics_file(path: Path) -> Path:
-    """The statistics file `path`, or the one in the directory `path`; an InputError without."""
+    """The statistics file `path`, or the one in the directory `path`; an InputError without.
+
+    All files of a pack are checked.
+    """
     file = path / STATS_FILE if path.is_dir() else path
     if not path.exists():
         raise InputError(f"cannot read statistics: there is no '{path}'")
     if path.is_dir() and not file.exists():
         problem = f"cannot read statistics: '{path}' has no {STATS_FILE}"
         raise absent(path, f"{problem}; give a calibration's output")
+    read_pack(file.parent)
     return file
 
 
 def no_model(path: Path, problem: str) -> InputError:
     """An error for a directory without a model: `problem`, or what it holds instead."""
     saved = path / CALIBRATION_FILE
-    if saved.is_file():
+    if (path / PACK_FILE).is_file():
+        problem = f"'{path}' is a pack and no model; fp8kv apply puts its scales beside one"
+    elif saved.is_file():
         problem = (
             f"'{path}' holds a calibration and no model: give the model's directory; another "
             f"format comes from fp8kv calibrate MODEL --recipe {saved} --format FORMAT"

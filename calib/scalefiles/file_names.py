@@ -9,6 +9,7 @@ CALIBRATION_FILE = "fp8kv_calibration.json"
 STATS_FILE = "fp8kv_stats.safetensors"
 STRESS_FILE = "fp8kv_stress.json"
 BAKE_FILE = "fp8kv_bake.json"
+PACK_FILE = "fp8kv_pack.json"
 SOURCE_DIRECTORY = "fp8kv_source"
 SCALES_SHARD = "model-fp8kv-scales.safetensors"
 # vLLM 0.4 to 0.6; ModelOpt

@@ -28,6 +28,7 @@ from calib.scalefiles.names import (
     parse_scale_name,
     pattern_of,
 )
+from calib.scalefiles.packs import read_pack
 
 # what no model comes near
 _MAX_FILES = 100_000
@@ -140,6 +141,7 @@ def open_scales(path: Path) -> ScaleDirectory:
     """Read the scales of a directory; never read weights."""
     if not path.is_dir():
         raise InputError(f"'{path}' is not a directory; give one that holds a model or its scales")
+    read_pack(path)
     index = read_index(path)
     # measurements of ours, which engines that read an index never see
     files = sorted({file.name for file in path.glob("*.safetensors")} - {STATS_FILE})

@@ -1,0 +1,1 @@
+"""Packs: a calibration in kilobytes, without weights, in a directory or on the Hub."""

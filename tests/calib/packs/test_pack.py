@@ -1,0 +1,279 @@
+"""`fp8kv pack`: what is in a pack, what is not, and what every reader makes of it."""
+
+import json
+import re
+import shlex
+import shutil
+
+import pytest
+import yaml
+from apply_cases import applied, calibrated, copy, refused, scales
+from coded_forms import FORMS
+from command_line import fp8kv, one_line_error
+from quantized_models import edit_json
+
+from calib.scales.stats_file import load_stats
+
+FILES = {
+    *("README.md", "fp8kv_calibration.json", "fp8kv_pack.json", "fp8kv_stats.safetensors"),
+    "kv_cache_scales.json",
+}
+
+
+def packed(given, path, *flags):
+    done = fp8kv("pack", given, "-o", path, *flags)
+    assert done.exit_code == 0, done.stderr
+    return path
+
+
+def report_of(directory):
+    return json.loads((directory / "fp8kv_calibration.json").read_text())
+
+
+def manifest(pack):
+    return json.loads((pack / "fp8kv_pack.json").read_text())
+
+
+def test_a_pack_holds_all_but_weights(measured, pack):
+    assert {file.name for file in pack.iterdir()} == FILES
+    same = ("checkpoint", "dataset", "versions", "recipe", "layers", "marks", "warnings")
+    assert [report_of(pack)[key] for key in same] == [report_of(measured)[key] for key in same]
+    mine, theirs = load_stats(pack).tensors(), load_stats(measured).tensors()
+    assert mine.keys() == theirs.keys()
+    assert all(mine[name].equal(theirs[name]) for name in mine)
+    for layer in report_of(pack)["layers"]:
+        larger = max(layer["k_scale"], layer["v_scale"])
+        factors = json.loads((pack / "kv_cache_scales.json").read_text())["kv_cache"]
+        assert factors["scaling_factor"]["0"][str(layer["layer_idx"])] == larger
+
+
+def test_the_json_is_that_of_the_format(model, pack, tmp_path):
+    out = calibrated(model, tmp_path / "json", "--format", "json")
+    name = "kv_cache_scales.json"
+    assert (pack / name).read_text() == (out / name).read_text()
+
+
+def test_what_is_printed(model, measured, tmp_path):
+    out = tmp_path / "a pack"
+    done = fp8kv("pack", measured, "-o", out)
+    sizes = {file.name: file.stat().st_size for file in out.iterdir()}
+    for name, size in sizes.items():
+        assert re.search(rf"{size:,} bytes +{re.escape(name)}\n", done.stdout)
+    assert f"written to {out}: {sum(sizes.values()):,} bytes, without weights" in done.stdout
+    assert shlex.split(done.stdout.splitlines()[-1]) == ["fp8kv", "apply", str(out), "MODEL"]
+    printed = json.loads(fp8kv("pack", measured, "-o", tmp_path / "other", "--json").stdout)
+    assert printed["files"].keys() == sizes.keys()
+    assert printed["pushed"] is None
+
+
+def test_scales_from_a_pack_are_those_of_the_calibration(model, measured, pack, tmp_path):
+    out = applied(pack, copy(model, tmp_path / "other"), tmp_path / "out")
+    assert scales(out) == scales(measured)
+    origin = report_of(out)
+    assert origin["pack"] == {"name": str(pack), "sha256": manifest(pack)["sha256"]}
+    assert any(f"(pack {pack})" in warning for warning in origin["warnings"])
+    again = applied(out, copy(model, tmp_path / "third"), tmp_path / "again")
+    assert report_of(again)["pack"] == origin["pack"]
+    assert "packed" not in report_of(again)
+
+
+def test_scales_from_a_pack_beside_quantised_weights(model, measured, pack, tmp_path):
+    other = FORMS["compressed-fp8"].quantise(copy(model, tmp_path / "other"), tmp_path / "plain")
+    assert scales(applied(pack, other, tmp_path / "out")) == scales(measured)
+
+
+def test_another_strategy_and_the_statistics_alone(model, pack, tmp_path):
+    flags = ("--strategy", "attn_head")
+    expected = calibrated(model, tmp_path / "expected", *flags)
+    out = applied(pack / "fp8kv_stats.safetensors", model, tmp_path / "out", *flags)
+    assert scales(out) == scales(expected)
+
+
+def test_another_model(pack, tmp_path, model):
+    def edit(tensors):
+        tensors["model.layers.1.self_attn.k_proj.weight"] *= 1.1
+
+    other = copy(model, tmp_path / "other", edit)
+    refused(pack, other, tmp_path / "out", f"the scales of '{pack}' do not fit '{other}'")
+
+
+def test_all_readers_of_calibrations_read_packs(model, measured, pack, tmp_path):
+    places = json.loads(fp8kv("inspect", measured, "--json").stdout)["first_tokens"]
+    shown = json.loads(fp8kv("inspect", pack, "--json").stdout)
+    assert shown["first_tokens"] == places
+    done = fp8kv("verify", measured, "--engine", "vllm", "--against", pack)
+    assert done.exit_code == 0, done.stderr
+    assert "100%" in done.stdout
+    other = calibrated(model, tmp_path / "other", "--seed", "7")
+    flags = ("--model", model)
+    done = fp8kv("merge", packed(other, tmp_path / "second"), pack, "-o", tmp_path / "m", *flags)
+    assert done.exit_code == 0, done.stderr
+    done = fp8kv("merge", other, measured, "-o", tmp_path / "expected", *flags)
+    assert scales(tmp_path / "m") == scales(tmp_path / "expected")
+
+
+def test_scales_of_a_pack_are_k_and_v_each_not_the_json(model, pack):
+    from calib.any_scales import open_any_scales
+    from calib.model.find import find_checkpoint
+    from calib.model.load import load_config, load_model
+    from calib.recipe import load_recipe
+
+    checkpoint, recipe = find_checkpoint(str(model)), load_recipe(None, {"device": "cpu"})
+    loaded = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
+    found = open_any_scales(pack, checkpoint)(loaded).layers.values()
+    said = report_of(pack)["layers"]
+    assert [float(layer.v) for layer in found] == [layer["v_scale"] for layer in said]
+    assert any(layer["v_scale"] != layer["k_scale"] for layer in said)
+
+
+def test_finer_scales_have_no_json(model, tmp_path):
+    for name, flags in {
+        "heads": ("--strategy", "attn_head"),
+        "queries": ("--targets", "qkv"),
+        "range": ("--fp8-dtype", "e5m2", "--format", "fp8kv"),
+    }.items():
+        made = packed(calibrated(model, tmp_path / name, *flags), tmp_path / f"{name}-pack")
+        assert {file.name for file in made.iterdir()} == FILES - {"kv_cache_scales.json"}
+        out = ("--format", "fp8kv") if name == "range" else ()
+        applied(made, model, tmp_path / f"{name}-out", *out)
+
+
+def test_the_card_is_one_of_the_hub(model, tmp_path):
+    (model_copy := copy(model, tmp_path / "with-card")).joinpath("README.md").write_text(
+        "---\nlicense: apache-2.0\ntags:\n- x\n---\n# A model\n"
+    )
+    given = calibrated(model_copy, tmp_path / "given")
+    flags = ("--base-model", "owner/model")
+    card = (packed(given, tmp_path / "pack", *flags) / "README.md").read_text()
+    front, text = re.fullmatch(r"---\n(.*?)---\n(.*)", card, re.DOTALL).groups()
+    assert yaml.safe_load(front) == {
+        "base_model": "owner/model",
+        "license": "apache-2.0",
+        "library_name": "fp8kv",
+        "tags": ["fp8", "kv-cache", "fp8kv"],
+    }
+    assert "# FP8 KV-cache scales for owner/model" in text
+    for layer in report_of(given)["layers"]:
+        assert f"| {layer['k_amax']:.4g} | {layer['v_amax']:.4g} |" in text
+    plain = (packed(calibrated(model, tmp_path / "p"), tmp_path / "q") / "README.md").read_text()
+    assert "license" not in plain
+    assert "base_model" not in plain
+
+
+def test_a_card_that_steers_no_terminal_and_holds_no_markup(measured, tmp_path):
+    given = shutil.copytree(measured, tmp_path / "given")
+    dataset = {"source": "\x1b[2J<script>|x|", "samples": 1, "tokens": 1}
+    edit_json(given / "fp8kv_calibration.json", warnings=["\x1b[3J\n# no"], dataset=dataset)
+    card = (packed(given, tmp_path / "pack") / "README.md").read_text()
+    assert "\x1b" not in card
+    assert "<script>" not in card.replace("\\<", "")
+    assert "\n# no" not in card
+
+
+def test_where_things_lie_stays_at_home(model, tmp_path):
+    home = tmp_path / "secret place"
+    home.mkdir()
+    rows = home / "rows.jsonl"
+    words = " ".join(f"w{i}" for i in range(3, 30))
+    rows.write_text("\n".join(json.dumps({"text": words}) for _ in range(8)))
+    given = tmp_path / "given"
+    flags = ["--samples", "4", "--seq-len", "16", "--device", "cpu", "--dataset", rows]
+    done = fp8kv("calibrate", copy(model, home / "tiny"), "-o", given, *flags)
+    assert done.exit_code == 0, done.stderr
+    pack = packed(given, tmp_path / "pack")
+    assert "secret place" in (given / "fp8kv_calibration.json").read_text()
+    for file in pack.iterdir():
+        assert b"secret place" not in file.read_bytes(), file
+        assert str(tmp_path).encode() not in file.read_bytes(), file
+    assert report_of(pack)["dataset"]["source"] == "rows.jsonl"
+    assert report_of(pack)["recipe"]["data"]["dataset"] == "rows.jsonl"
+    assert report_of(pack)["model"] == "tiny"
+
+
+def test_the_commit_of_a_model_on_the_hub(model, tmp_path):
+    commit = "0123456789" * 4
+    snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / commit
+    snapshot.parent.mkdir(parents=True)
+    given = calibrated(copy(model, snapshot), tmp_path / "given")
+    found = manifest(packed(given, tmp_path / "pack"))
+    assert (found["base_model"], found["revision"]) == ("owner/name", commit)
+    assert found["fingerprint"] == report_of(given)["checkpoint"]
+    other = manifest(packed(given, tmp_path / "other", "--base-model", "a/b"))
+    assert (other["base_model"], other["revision"]) == ("a/b", None)
+    fits_none = fp8kv("pack", given, "-o", tmp_path / "no", "--base-model", "not an id")
+    one_line_error(fits_none, "--base-model 'not an id' is no id on the Hub")
+
+
+def test_what_is_not_packed(model, measured, pack, tmp_path):
+    def no(given, *phrases, at=tmp_path / "no", flags=()):
+        one_line_error(fp8kv("pack", given, "-o", at, *flags), *phrases)
+
+    no(pack, "is a pack already")
+    no(model, "has no fp8kv_stats.safetensors")
+    no(tmp_path / "gone", "there is no")
+    no(applied(measured, model, tmp_path / "applied"), "were applied, and not measured there")
+    old = shutil.copytree(measured, tmp_path / "old")
+    edit_json(old / "fp8kv_calibration.json", marks=None)
+    no(old, "keeps no marks")
+    no(measured, "would mix with the calibration in", at=measured / "pack")
+    no(measured, "exists; add --overwrite", at=pack)
+    mine = tmp_path / "mine"
+    (mine / "thesis").mkdir(parents=True)
+    no(measured, "was not written by fp8kv", at=mine, flags=("--overwrite",))
+    no(measured, "cannot write", at="/proc/pack")
+    no(measured, "--private is for --push-to-hub", flags=("--private",))
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_pack_is_written_anew_with_overwrite(measured, tmp_path):
+    out = packed(measured, tmp_path / "pack")
+    before = manifest(out)
+    (out / "kv_cache_scales.json").unlink()
+    packed(measured, out, "--overwrite")
+    assert manifest(out) == before
+    assert {file.name for file in out.iterdir()} == FILES
+
+
+def test_two_runs_at_once(measured, tmp_path):
+    from calib.atomic import claimed
+
+    with claimed(tmp_path / "pack"):
+        one_line_error(fp8kv("pack", measured, "-o", tmp_path / "pack"), "another run is writing")
+    assert not (tmp_path / "pack").exists()
+
+
+def test_a_pack_is_no_model(pack, tmp_path):
+    one_line_error(fp8kv("apply", pack, pack, "-o", tmp_path / "out"), "is a pack and no model")
+
+
+@pytest.fixture(scope="module")
+def evaluated(model, measured, tmp_path_factory):
+    out = tmp_path_factory.mktemp("evaluated") / "report"
+    flags = ["--dataset", "random", "--samples", "3", "--seq-len", "24", "--variants", "none"]
+    done = fp8kv("eval", model, "--scales", measured, *flags, "--device", "cpu", "-o", out)
+    assert done.exit_code == 0, done.stderr
+    return out
+
+
+def test_figures_of_an_evaluation(evaluated, measured, tmp_path):
+    pack = packed(measured, tmp_path / "pack", "--report", evaluated)
+    rows = json.loads((evaluated / "report.json").read_text())["variants"]
+    found = manifest(pack)["evaluation"]["variants"]
+    for mine, theirs in {"these scales": measured.name, "scale 1.0": "none"}.items():
+        assert found[mine] == {key: rows[theirs][key] for key in ("kl", "ppl_change", "top1")}
+    card = (pack / "README.md").read_text()
+    assert f"| these scales | {rows[measured.name]['kl']['value']:.2g} [" in card
+
+
+def test_figures_beside_the_calibration_are_taken(evaluated, measured, tmp_path):
+    given = shutil.copytree(measured, tmp_path / "given")
+    shutil.copytree(evaluated, given / "evaluation")
+    assert manifest(packed(given, tmp_path / "pack"))["evaluation"]
+
+
+def test_figures_of_other_scales(evaluated, model, tmp_path):
+    other = calibrated(model, tmp_path / "other", "--headroom", "2")
+    done = fp8kv("pack", other, "-o", tmp_path / "pack", "--report", evaluated)
+    one_line_error(done, "has no figures of these scales; measure them: fp8kv-eval")
+    done = fp8kv("pack", other, "-o", tmp_path / "pack", "--report", other / "config.json")
+    one_line_error(done, "is no report of this version of fp8kv-eval")

@@ -1,0 +1,173 @@
+"""A Hub in a thread: the few endpoints that packs need, as huggingface.co answers them."""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_secret"
+
+
+class Repository:
+    def __init__(self, private=False):
+        self.private, self.commits = private, [{".gitattributes": b""}]
+
+    def commit(self, number):
+        return hashlib.sha1(f"{number}".encode()).hexdigest()
+
+    @property
+    def head(self):
+        return self.commit(len(self.commits) - 1)
+
+    def files(self, revision):
+        """The files at a revision, and its commit; None if there is none."""
+        known = {self.commit(i): files for i, files in enumerate(self.commits)}
+        commit = self.head if revision == "main" else revision
+        return (known[commit], commit) if commit in known else None
+
+
+class FakeHub:
+    """Repositories by name; tests change what they want to be wrong."""
+
+    def __init__(self):
+        self.repositories, self.requests, self.url = {}, [], ""
+        self.sizes = {}  # that it claims of files
+
+    def put(self, name, files):
+        """A repository with these files."""
+        repository = self.repositories.setdefault(name, Repository())
+        repository.commits.append({**repository.commits[-1], **files})
+        return repository
+
+    def answer(self, method, path, body, token):
+        """The status, headers and content of an answer."""
+        self.requests.append((method, path))
+        if method == "POST" and token != f"Bearer {TOKEN}":
+            return 401, {"X-Error-Message": "Invalid username or password."}, b""
+        for pattern, handle in (
+            (r"/api/repos/create", self._create),
+            (r"/api/validate-yaml", self._validate),
+            (r"/api/models/([^/]+/[^/]+)/preupload/main", self._preupload),
+            (r"/api/models/([^/]+/[^/]+)/commit/main", self._commit),
+            (r"/api/models/([^/]+/[^/]+)", self._info),
+            (r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._resolve),
+        ):
+            if match := re.fullmatch(pattern, path):
+                return handle(*match.groups(), body=body)
+        raise AssertionError(f"packs need no {method} {path}")
+
+    def _create(self, body):
+        asked = json.loads(body)
+        name = f"{asked['organization']}/{asked['name']}"
+        if name in self.repositories:
+            return 409, {}, b"{}"
+        private = asked.get("private") or asked.get("visibility") == "private"
+        self.repositories[name] = Repository(private)
+        return self._json({"url": f"{self.url}/{name}"})
+
+    def _validate(self, body):
+        return self._json({"errors": [], "warnings": []})
+
+    def _preupload(self, name, body):
+        plain = {"uploadMode": "regular", "shouldIgnore": False}
+        files = [{"path": file["path"], **plain} for file in json.loads(body)["files"]]
+        return self._json({"files": files})
+
+    def _commit(self, name, body):
+        repository = self.repositories[name]
+        lines = [json.loads(line) for line in body.splitlines()]
+        files = dict(repository.commits[-1])
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header" and value.get("parentCommit") != repository.head:
+                return 412, {}, b"{}"
+            if line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            if line["key"] == "deletedFile":
+                del files[value["path"]]
+        repository.commits.append(files)
+        oid = repository.head
+        return self._json({"commitUrl": f"{self.url}/{name}/commit/{oid}", "commitOid": oid})
+
+    def _info(self, name, body):
+        if (repository := self.repositories.get(name)) is None:
+            return self._missing("Repo")
+        siblings = [{"rfilename": file} for file in repository.commits[-1]]
+        facts = {"sha": repository.head, "private": repository.private, "siblings": siblings}
+        return self._json({"id": name, **facts})
+
+    def _resolve(self, name, revision, file, body):
+        if (repository := self.repositories.get(name)) is None:
+            return self._missing("Repo")
+        if (found := repository.files(revision)) is None:
+            return self._missing("Revision")
+        files, commit = found
+        if file not in files:
+            return self._missing("Entry")
+        content = files[file]
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
+        return 200, headers, content
+
+    def _missing(self, what):
+        return 404, {"X-Error-Code": f"{what}NotFound"}, b""
+
+    def _json(self, document):
+        return 200, {"Content-Type": "application/json"}, json.dumps(document).encode()
+
+
+@contextmanager
+def running_hub():
+    """Serve an empty Hub."""
+    hub = FakeHub()
+
+    class Handler(BaseHTTPRequestHandler):
+        def reply(self):
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            path = unquote(urlsplit(self.path).path)
+            status, headers, content = hub.answer(
+                self.command, path, body, self.headers.get("Authorization")
+            )
+            self.send_response(status)
+            size = hub.sizes.get(path.rpartition("/")[2], len(content))
+            for name, value in {**headers, "Content-Length": size}.items():
+                self.send_header(name, str(value))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        do_GET = do_HEAD = do_POST = reply
+
+        def log_message(self, *args):
+            pass
+
+    class Quiet(ThreadingHTTPServer):
+        daemon_threads = True
+
+    with Quiet(("127.0.0.1", 0), Handler) as server:
+        hub.url = f"http://127.0.0.1:{server.server_port}"
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        try:
+            yield hub
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def on(hub, cache, monkeypatch, token=TOKEN):
+    """Have huggingface_hub, which read its settings when it was imported, ask `hub`."""
+    from huggingface_hub import constants
+
+    with monkeypatch.context() as patch:
+        patch.setattr(constants, "ENDPOINT", hub.url)
+        template = f"{hub.url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        patch.setattr(constants, "HF_HUB_OFFLINE", False)
+        patch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        patch.setenv("HF_TOKEN", token) if token else patch.delenv("HF_TOKEN", raising=False)
+        yield
