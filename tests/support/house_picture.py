@@ -7,12 +7,18 @@ from house import FLOORS, ROOT, import_graph, room_graph
 
 PICTURES = {
     ROOT / "docs" / "house-light.svg": {
-        "paper": "#ffffff", "ink": "#1f2328", "line": "#8c959f", "room": "#ddf4ff", "file": "#ffffff",
+        "paper": "#ffffff",
+        "ink": "#1f2328",
+        "line": "#8c959f",
+        "room": "#ddf4ff",
     },
     ROOT / "docs" / "house-dark.svg": {
-        "paper": "#0d1117", "ink": "#e6edf3", "line": "#6e7681", "room": "#0c2d6b", "file": "#0d1117",
+        "paper": "#0d1117",
+        "ink": "#e6edf3",
+        "line": "#6e7681",
+        "room": "#0c2d6b",
     },
-}  # fmt: skip
+}
 WIDTH, FLOOR, BOX, LETTER, GAP = 1000, 78, 34, 8.0, 16
 TITLE = "Rooms of fp8kv, and what each imports from the floors below"
 
@@ -80,7 +86,7 @@ def _line(upper, lower, colours):
 
 def _box(name, place, colours):
     left, top, width = place
-    fill = colours["room" if _is_package(name) else "file"]
+    fill = colours["room" if _is_package(name) else "paper"]
     return (
         f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{BOX}" rx="6" fill="{fill}" '
         f'stroke="{colours["line"]}"/><text x="{_centre(place):.1f}" y="{top + BOX / 2 + 5:.0f}" '

@@ -18,7 +18,3 @@ def table():
         versions = " | ".join(row["versions"][name] for name in _SHOWN)
         lines.append(f"| {row['python']} | {_WORDS[row['resolution']]} | {versions} |")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    print(table())
