@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch golden golden-weights clean
+.PHONY: help demo test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -46,6 +46,13 @@ check: $(VENV)/.installed ## lint and types
 fix: $(VENV)/.installed ## what the linter can put right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+install-check: export UV_TORCH_BACKEND ?= cpu
+install-check: $(VENV)/.installed ## wheel and sdist in empty environments: four Pythons, oldest and newest versions
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/install/check_install.py
+
+house: $(VENV)/.installed ## draw docs/house-*.svg from the imports
+	$(BIN)/python tests/support/house_picture.py
 
 compile-kernels: $(VENV)/.installed ## every kernel for every GPU, without one; no spills, no slow loads
 	$(BIN)/python benchmarks/compile_kernels.py
@@ -209,6 +216,9 @@ bench-generate-gpu: ## whole models on a GPU; without one, whether the kernels a
 
 bench-launch: $(VENV)/.installed ## what launching a kernel costs Python; no GPU
 	$(BIN)/python benchmarks/launch_cost.py
+
+bench-dependencies: $(VENV)/.installed ## megabytes and import time of each dependency
+	$(BIN)/python benchmarks/dependencies.py
 
 golden: $(PEERS)/.installed $(PEERS)-modelopt/.installed $(PEERS)-autoround/.installed ## files of other tools, for the tests
 	$(PEERS)/bin/python benchmarks/peers/write_llmcompressor.py

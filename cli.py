@@ -15,6 +15,7 @@ from calib.commands.compare import compare
 from calib.commands.convert import convert, repair, strip
 from calib.commands.doctor import doctor
 from calib.commands.evaluate import evaluate
+from calib.commands.flags import Version
 from calib.commands.generate import generate
 from calib.commands.inspect import inspect
 from calib.commands.merge import merge
@@ -31,6 +32,13 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+@app.callback()
+def _options(version: Version = False) -> None:
+    pass
+
+
 app.command()(calibrate)
 app.command("eval")(evaluate)
 of_scales = (inspect, verify, apply, pack, bake, convert, strip, repair)

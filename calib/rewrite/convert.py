@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from pathlib import Path
 
+from calib import __version__
 from calib.any_scales import to_scales
 from calib.atomic import atomic_directory
 from calib.choices import FormatName, Reduce
@@ -189,7 +189,7 @@ def _write(
             f"--to {to} holds the statistics of a calibration, which cannot be derived from "
             f"scales; use fp8kv calibrate --format {to}"
         )
-    about = f". Written by fp8kv {version('fp8kv')} from the scales there."
+    about = f". Written by fp8kv {__version__} from the scales there."
     name = checkpoint.path.resolve().name
     card = format_card(name, to, output, scales.strategy, about, flags=made.flags)
     warnings = made.notes + made.doubts

@@ -1,5 +1,6 @@
 """A picture of the scales of a directory, layer by layer, and of how their amax grew."""
 
+import importlib.util
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -17,6 +18,12 @@ Growth = Sequence[tuple[int, float]]  # tokens read, and the amax by then
 _SUFFIXES = (".png", ".svg", ".pdf")
 
 
+def check_can_draw(what: str) -> None:
+    """Refuse to draw `what` where matplotlib is not installed; it comes with an extra."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InputError(f"{what} needs matplotlib: pip install 'fp8kv[report]'")
+
+
 def plot_scales(found: FoundScales, path: Path, places: Sequence[LayerPlaces] = ()) -> None:
     """Draw K, V and Q scales over the layers; with several per layer, their range.
 
@@ -24,6 +31,7 @@ def plot_scales(found: FoundScales, path: Path, places: Sequence[LayerPlaces] = 
     """
     if path.suffix.lower() not in _SUFFIXES:
         raise InputError(f"--plot {path}: give a name that ends with {', '.join(_SUFFIXES)}")
+    check_can_draw("--plot")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(14 if places else 9, 4.5), layout="constrained")

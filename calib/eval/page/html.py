@@ -17,6 +17,7 @@ from calib.eval.page.markdown import figures, markdown, task_table
 from calib.eval.page.other_tables import OTHER_HEADINGS, other_tables
 from calib.eval.schema import REPORT_FILE, Continuation, Report, Row
 from calib.progress import WRITTEN
+from calib.scalefiles.plot import check_can_draw
 
 # control characters that are no white space, halves of characters, and what is no character
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -161,7 +162,8 @@ def _heading(text: Continuation) -> str:
 
 
 def check_report_directory(directory: Path) -> None:
-    """Refuse a file, and a directory that holds something else than a report."""
+    """Refuse a file, a directory that holds something else than a report, and no matplotlib."""
+    check_can_draw("a report")
     if directory.exists() and not directory.is_dir():
         raise InputError(f"'{directory}' is a file; give another --output")
     known = {*_FORMS, LAYER_MAP_FILE}

@@ -1,0 +1,114 @@
+"""What each dependency costs: megabytes, those that it alone brings, and seconds of importing.
+
+Only what the base and the extras need is counted, whatever else is installed. `--table` prints the
+table of docs/install.md from results/dependencies.json.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+from importlib.metadata import Distribution, distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+RESULTS = Path(__file__).parent / "results" / "dependencies.json"
+_ROUNDS = 7
+_MB = 1e6
+_TIME = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+_EXTRAS = ("report", "demo")
+_MODULES = {"pyyaml": "yaml"}  # that are not called what their distribution is
+
+
+def normal(name: str) -> str:
+    """A distribution's name as indexes spell it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def needed(dist: Distribution, extras: tuple[str, ...] = ()) -> set[str]:
+    """Names of what `dist` needs here, with these extras."""
+    found = map(Requirement, dist.requires or [])
+    asked = [{"extra": extra} for extra in ("", *extras)]
+    return {
+        normal(each.name)
+        for each in found
+        if not each.marker or any(each.marker.evaluate(extra) for extra in asked)
+    }
+
+
+def closure(names: set[str]) -> set[str]:
+    """`names` and everything that they need."""
+    found: set[str] = set()
+    while names:
+        found |= names
+        names = set().union(*(needed(distribution(name)) for name in names)) - found
+    return found
+
+
+def megabytes(names: set[str]) -> float:
+    """Size of their files, with the compiled Python beside them."""
+    paths = (file.locate() for name in names for file in distribution(name).files or [])
+    return sum(Path(path).stat().st_size for path in paths if Path(path).exists()) / _MB
+
+
+def import_seconds(module: str) -> float:
+    """Median time to import it in a new process, the files being in memory."""
+    command = [sys.executable, "-c", _TIME.format(module)]
+    times = [float(subprocess.check_output(command)) for _ in range(_ROUNDS + 1)]
+    return statistics.median(times[1:])
+
+
+def measure() -> dict[str, object]:
+    """Measure every direct dependency of what is installed here."""
+    ours = distribution("fp8kv")
+    base = needed(ours)
+    direct = dict.fromkeys(base, "")
+    for extra in _EXTRAS:
+        direct |= dict.fromkeys(needed(ours, (extra,)) - base, extra)
+    return {
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "base_mb": round(megabytes(closure(base)), 1),
+        "rows": [_row(name, extra, base) for name, extra in sorted(direct.items())],
+    }
+
+
+def _row(name: str, extra: str, base: set[str]) -> dict[str, object]:
+    module = _MODULES.get(name, name.replace("-", "_"))
+    alone = closure(base | {name}) - closure(base - {name})
+    return {
+        "name": name,
+        "version": distribution(name).version,
+        "extra": extra,
+        "mb": round(megabytes({name}), 1),
+        "alone_mb": round(megabytes(alone), 1),
+        "brings": sorted(alone - {name}),
+        "import_seconds": round(import_seconds(module), 2),
+    }
+
+
+def table(result: dict[str, object]) -> str:
+    """The table of docs/install.md, the largest first."""
+    lines = ["| package | MB | MB that it alone brings | import, s | in |", "|---|---|---|---|---|"]
+    for row in sorted(result["rows"], key=lambda row: -row["mb"]):
+        where = f"`{row['extra']}`" if row["extra"] else "base"
+        figures = f"{row['mb']:.1f} | {row['alone_mb']:.1f} | {row['import_seconds']:.2f}"
+        lines.append(f"| {row['name']} {row['version']} | {figures} | {where} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure, or print the table of what was measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if not options.table:
+        options.output.write_text(json.dumps(measure(), indent=2) + "\n")
+    print(table(json.loads(options.output.read_text())))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""An empty virtual environment that uv makes, and commands run in it."""
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+# what would lead to the checkout, or to what was made before
+_FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTEST_ADDOPTS")
+_LIST = (
+    "import json; from importlib.metadata import distributions; "
+    "print(json.dumps({d.name.lower().replace('_', '-'): d.version for d in distributions()}))"
+)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A directory: the environment, a place to work in, and caches of its own."""
+
+    path: Path
+    python: str
+    archive: Path  # our wheel
+    resolution: str  # uv's word: lowest-direct, highest
+    constraints: tuple[str, ...] = ()
+
+    @property
+    def bin(self):
+        return self.path / "venv" / "bin"
+
+    @property
+    def work(self):
+        return self.path / "work"
+
+    def create(self):
+        self.remove()
+        self.work.mkdir(parents=True)
+        command = ["uv", "venv", "-q", "--python", self.python, str(self.path / "venv")]
+        subprocess.run(command, check=True, capture_output=True, text=True)
+
+    def remove(self):
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def install_ours(self, extra=""):
+        """Install our archive, with the oldest or the newest versions that it allows.
+
+        Of what has a wheel for this Python: the others would be compiled.
+        """
+        resolution = ("--resolution", self.resolution, "--no-build")
+        self.install([f"{self.archive}{extra}"], *resolution)
+
+    def install(self, packages, *flags):
+        file = self.work / "constraints.txt"
+        file.write_text("\n".join(self.constraints))
+        python = str(self.bin / "python")
+        command = ["uv", "pip", "install", "-q", "--python", python, "-c", str(file), *flags]
+        subprocess.run([*command, *packages], check=True, capture_output=True, text=True)
+
+    def run(self, *command, status=0):
+        """Run what is installed here, in the place to work in; returns what it printed."""
+        done = subprocess.run(
+            [str(self.bin / command[0]), *map(str, command[1:])],
+            cwd=self.work, env=self.variables(), capture_output=True, text=True, timeout=1500,
+        )  # fmt: skip
+        if done.returncode != status:
+            said = done.stderr or done.stdout
+            shown = " ".join(map(str, command))
+            raise subprocess.CalledProcessError(done.returncode, shown, done.stdout, said)
+        return done.stdout + done.stderr
+
+    def variables(self):
+        own = {k: v for k, v in os.environ.items() if k not in _FOREIGN}
+        own["PATH"] = f"{self.bin}{os.pathsep}{own['PATH']}"
+        own["XDG_CACHE_HOME"] = str(self.path / "cache")
+        return own | {"HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
+
+    def version(self):
+        return self.run("python", "-c", "import platform; print(platform.python_version())").strip()
+
+    def versions(self):
+        """Versions of all that is installed, by name."""
+        return dict(sorted(json.loads(self.run("python", "-c", _LIST)).items()))
