@@ -253,6 +253,14 @@ def test_forms_of_a_batch(batch):
     assert_same(scales_for(model, [batch]), scales_for(model, [ROWS[:1, :18]]))
 
 
+def test_rows_that_are_skipped_whole_are_left_out():
+    model, recipe = tiny_model("llama"), Recipe(data={"skip_first": 3})
+    found = scales_for(model, [ROWS[:, :3], ROWS], recipe=recipe)
+    assert_same(found, scales_for(model, [ROWS], recipe=recipe))
+    with pytest.raises(InputError, match="at least one batch"):
+        scales_for(model, [ROWS[:, :3]], recipe=recipe)
+
+
 class Adapters(nn.Module):
     """As PEFT's models show what is inside."""
 
