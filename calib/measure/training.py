@@ -155,9 +155,10 @@ def _exported(
 @contextmanager
 def _left_alone(model: PreTrainedModel) -> Iterator[None]:
     """Run plainly what was compiled; put back all that a forward pass or a batch changes."""
-    # some RoPEs keep frequencies for the longest text they saw
+    # some RoPEs keep, or write into a buffer, frequencies for the length of the last text
     tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
     before = [(table, dict(table)) for table in tables]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     gpus = sorted({weight.device.index for weight in model.parameters() if weight.is_cuda})
     with torch.random.fork_rng(gpus), torch.compiler.set_stance("force_eager"):
         try:
@@ -166,3 +167,7 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
             for table, held in before:
                 table.clear()
                 table.update(held)
+            with torch.inference_mode():
+                for buffer, value in values:
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)

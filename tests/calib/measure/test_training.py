@@ -106,7 +106,8 @@ class Held:
         self.flags = {n: (w.requires_grad, w.dtype, w.device) for n, w in weights.items()}
         self.grads = {name: weight.grad for name, weight in weights.items()}
         self.config = (model.config.to_dict(), model.config._attn_implementation)
-        self.values = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        tensors = {**model.state_dict(), **dict(model.named_buffers())}
+        self.values = {name: tensor.clone() for name, tensor in tensors.items()}
         self.generator, self.grad_mode = torch.get_rng_state(), torch.is_grad_enabled()
 
 
@@ -173,6 +174,13 @@ def test_the_model_is_left_as_it_was(in_training):
     assert_as_before(in_training, before)
     assert_same(first, scales_for(in_training, drawing(ROWS)))
     in_training(input_ids=ROWS, labels=ROWS).loss.backward()
+
+
+def test_a_model_that_has_never_run_is_left_as_it_was():
+    model = tiny_model("llama", **LONG)
+    before = Held(model)
+    scales_for(model, [ROWS])
+    assert_as_before(model, before)
 
 
 def failing(rows):
@@ -243,6 +251,14 @@ REAL = torch.tensor([[0] * 6 + [1] * 18])
 def test_forms_of_a_batch(batch):
     model = tiny_model("llama")
     assert_same(scales_for(model, [batch]), scales_for(model, [ROWS[:1, :18]]))
+
+
+def test_rows_that_are_skipped_whole_are_left_out():
+    model, recipe = tiny_model("llama"), Recipe(data={"skip_first": 3})
+    found = scales_for(model, [ROWS[:, :3], ROWS], recipe=recipe)
+    assert_same(found, scales_for(model, [ROWS], recipe=recipe))
+    with pytest.raises(InputError, match="at least one batch"):
+        scales_for(model, [ROWS[:, :3]], recipe=recipe)
 
 
 class Adapters(nn.Module):
