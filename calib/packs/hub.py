@@ -7,10 +7,10 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf
 from huggingface_hub import errors as hub
 
 from calib.errors import InputError
-from calib.model.find import ask_hub, hub_origin
+from calib.model.find import ask_hub
 from calib.packs.packing import HUB_ID
 from calib.scalefiles.file_names import PACK_FILE
-from calib.scalefiles.packs import FILES, MAX_MANIFEST_BYTES, read_manifest, read_pack
+from calib.scalefiles.packs import FILES, MAX_MANIFEST_BYTES, read_manifest
 
 _REVISION = re.compile(r"[\w./-]{1,200}", re.ASCII)
 _OF_THE_HUB = {".gitattributes"}  # in every new repository
@@ -19,15 +19,15 @@ _OF_THE_HUB = {".gitattributes"}  # in every new repository
 def find_calibration(given: str) -> tuple[Path, str]:
     """Where the calibration or pack `given` is, and its name: a path, or `owner/name[@revision]`.
 
-    What is no path is fetched from the Hub into its cache; InputError where it is no pack.
+    What is no path is fetched from the Hub into its cache; InputError where it is no pack there.
+    The files are checked where they are read.
     """
     path = Path(given).expanduser()
     name, at, revision = given.partition("@")
     if path.exists() or not HUB_ID.fullmatch(name) or (at and not _REVISION.fullmatch(revision)):
         return path, str(path)  # which may not be there, as its reader says
     directory = ask_hub("pack", name, lambda: _fetch(name, revision or None))
-    commit = (hub_origin(directory) or {}).get("revision")
-    return directory, f"{name}@{commit}"
+    return directory, f"{name}@{directory.name}"
 
 
 def push(directory: Path, name: str, *, private: bool = False) -> str:
@@ -74,7 +74,6 @@ def _fetch(name: str, revision: str | None) -> Path:
     directory = manifest.parent
     for file, known in read_manifest(manifest).files.items():
         _download(name, file, directory.name, known.size)
-    read_pack(directory)
     return directory
 
 
