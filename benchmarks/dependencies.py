@@ -1,4 +1,4 @@
-"""What each dependency costs: megabytes, those that it alone brings, and seconds of importing.
+"""What each dependency costs: megabytes, those that it alone brings, and CPU time of importing.
 
 Only what the base and the extras need is counted, whatever else is installed. `--table` prints the
 table of docs/install.md from results/dependencies.json.
@@ -16,9 +16,9 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 RESULTS = Path(__file__).parent / "results" / "dependencies.json"
-_ROUNDS = 7
+_ROUNDS = 3
 _MB = 1e6
-_TIME = "import time; start = time.perf_counter(); import {}; print(time.perf_counter() - start)"
+_TIME = "import time; start = time.process_time(); import {}; print(time.process_time() - start)"
 _EXTRAS = ("report", "demo")
 _MODULES = {"pyyaml": "yaml"}  # that are not called what their distribution is
 
@@ -55,7 +55,7 @@ def megabytes(names: set[str]) -> float:
 
 
 def import_seconds(module: str) -> float:
-    """Median time to import it in a new process, the files being in memory."""
+    """Median CPU seconds to import it in a new process, the files being in memory."""
     command = [sys.executable, "-c", _TIME.format(module)]
     times = [float(subprocess.check_output(command)) for _ in range(_ROUNDS + 1)]
     return statistics.median(times[1:])

@@ -70,7 +70,7 @@ def check(python, resolution, archive, options):
         row["passed"] = True
     except subprocess.CalledProcessError as error:
         row["failed"] = f"{error.cmd}: {(error.stderr or error.stdout)[-2000:]}"
-    except AssertionError as error:
+    except (AssertionError, subprocess.TimeoutExpired) as error:
         row["failed"] = str(error)
     finally:
         if not options.keep:

@@ -7,6 +7,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from archives import requirements
+
 # what would lead to the checkout, or to what was made before
 _FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTEST_ADDOPTS")
 _LIST = (
@@ -43,12 +45,13 @@ class Environment:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def install_ours(self, extra=""):
-        """Install our archive, with the oldest or the newest versions that it allows.
+        """Install our archive and what it or an `extra` of it needs, with the oldest or the newest versions that it allows.
 
         Of what has a wheel for this Python: the others would be compiled.
         """
-        resolution = ("--resolution", self.resolution, "--no-build")
-        self.install([f"{self.archive}{extra}"], *resolution)
+        # the oldest is taken of what is named to uv, so each dependency is
+        flags = ("--resolution", self.resolution, "--no-build")
+        self.install([str(self.archive), *requirements(self.archive, extra)], *flags)
 
     def install(self, packages, *flags):
         file = self.work / "constraints.txt"
