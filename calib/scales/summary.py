@@ -89,8 +89,8 @@ def _of_places(places: list[LayerPlaces], strategy: Strategy, *, growth: bool) -
         if named := [layer for layer, ratio in first.items() if ratio >= OUTLIER_FIRST_TOKEN]:
             found.append(
                 f"{which.upper()}: the first token of a sample is up to "
-                f"{max(first.values()):.0f}x all others in {name_layers(named)}, and alone sets their "
-                "scale; `fp8kv inspect` shows amax without it"
+                f"{max(first.values()):.0f}x all others in {name_layers(named)}, and alone sets "
+                "their scale; `fp8kv inspect` shows amax without it"
             )
     return found
 

@@ -143,7 +143,8 @@ def test_layers_of_which_no_chance_is_known_are_named_and_not_left_out(stats):
         own[name] = replace(own[name], k=own[name].k / 1000)
         found = clipped_tokens(stats, replace(scales, layers=own))
         rest = {layer: chance for layer, chance in known.items() if layer >= many}
-        assert found.by_layer == rest and found.unknown == tuple(range(many))
+        assert found.by_layer == rest
+        assert found.unknown == tuple(range(many))
         assert f"more than can be told in layer{'s' * (many > 1)} 0" in found.line
         assert ("of the other layers (the median)" in found.line) == bool(rest)
 
