@@ -5,11 +5,11 @@ from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, PositiveInt, ValidationError, model_validator
+from pydantic import AfterValidator, Field, PositiveInt, ValidationError, model_validator
 
 from calib import choices
 from calib.errors import InputError
-from calib.strict_yaml import did_you_mean, explain, read_yaml
+from calib.strict_yaml import StrictModel, did_you_mean, explain, read_yaml
 from calib.text import parse_condition, parse_size
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
@@ -17,10 +17,6 @@ ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
 
 _CLIP_CHANCE = 1e-6
 Headroom = Annotated[float, Field(ge=1 / 16, le=16)]
-
-
-class _Strict(BaseModel, extra="forbid", frozen=True):
-    pass
 
 
 def _conditions(given: tuple[str, ...]) -> tuple[str, ...]:
@@ -34,14 +30,14 @@ def _size(given: str) -> str:
     return given
 
 
-class ObserverRecipe(_Strict):
+class ObserverRecipe(StrictModel):
     """How an amax is derived from what was measured."""
 
     name: choices.ObserverName = "absmax"
     percentile: float = Field(99.99, gt=50, le=100, description="used by `percentile` only")
 
 
-class DataRecipe(_Strict):
+class DataRecipe(StrictModel):
     """Which text the model reads during calibration."""
 
     dataset: str = ULTRACHAT
@@ -58,7 +54,7 @@ class DataRecipe(_Strict):
     )
 
 
-class ExportRecipe(_Strict):
+class ExportRecipe(StrictModel):
     """What is written for the engines."""
 
     formats: tuple[choices.FormatName, ...] = Field(("vllm",), min_length=1)
@@ -67,7 +63,7 @@ class ExportRecipe(_Strict):
     weights: choices.Weights = "link"
 
 
-class EvaluationRecipe(_Strict):
+class EvaluationRecipe(StrictModel):
     """What `--evaluate` and `fp8kv-eval` measure; see docs/evaluation.md."""
 
     suite: choices.SuiteName = "quick"
@@ -108,7 +104,7 @@ class EvaluationRecipe(_Strict):
         return self
 
 
-class Recipe(_Strict):
+class Recipe(StrictModel):
     """One calibration, end to end."""
 
     version: int = Field(1, ge=1, le=1)

@@ -5,7 +5,7 @@ import reprlib
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
 from calib.errors import InputError
 
@@ -13,6 +13,18 @@ _MAX_ALIASES = 20  # each may stand for all before it, so that few lines could f
 _MAX_QUOTED = 300
 # pydantic's names for members of a union
 _NUMBERS = (".constrained-int", ".constrained-float")
+
+
+class StrictModel(BaseModel, extra="forbid", frozen=True):
+    """Settings: no unknown keys, and no `yes` where a number is wanted."""
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _yes_is_no_number(cls, given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        taken = validate(given)
+        if isinstance(given, bool) and not isinstance(taken, bool):
+            raise ValueError(f"needs a number, not {str(given).lower()}")
+        return taken
 
 
 class _Loader(yaml.SafeLoader):

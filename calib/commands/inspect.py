@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from calib.scalefiles.reading import FoundLayer, FoundScales, Values
 
 _FIRST_HEADINGS = (
-    "layer", "K at 0", "at 1, 2", "after", "scale without 0", "V at 0", "at 1, 2", "after",
-    "scale without 0",
+    "layer", "K at 0", "at 1, 2", "after", "/ 448 without 0", "V at 0", "at 1, 2", "after",
+    "/ 448 without 0",
 )  # fmt: skip
 _HEADINGS = ("layer", "K scale", "V scale", "Q scale", "type", "shape")
 
@@ -46,7 +46,7 @@ def inspect(
     print_lines(_opening_lines(found))
     print_table(str(directory), _HEADINGS, [_row(layer) for layer in found.layers])
     if places:
-        title = "amax by position in the sample, and the scale without position 0"
+        title = "amax by position in the sample; without position 0, divided by 448 (no headroom)"
         print_table(title, _FIRST_HEADINGS, [_first_row(layer) for layer in places])
     print_lines([f"problem: {problem}" for problem in (*found.problems, *problems)])
 

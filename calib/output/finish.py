@@ -121,7 +121,7 @@ def finish(
     of_others = f" (of those after the first {skipped} of a sample)" * bool(skipped)
     notes = [*notes, *([expected.line + of_others] if expected else [])]
     report = calibration_report(model_name, checkpoint, recipe, dataset, layers, warned, threads)
-    report |= {"expected": notes, "clip_chance": expected and expected.by_layer}
+    report |= {"expected": notes, "clip_chance": (expected and expected.by_layer) or None}
     report |= origin or {"marks": marks_or_none(checkpoint, stats.layers)}
     parts = {name: name if len(exports) > 1 else "" for name in exports}
     directories = {name: destination.path / part for name, part in parts.items()}

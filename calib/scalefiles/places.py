@@ -42,7 +42,8 @@ class FirstTokens:
     position_0: float
     positions_1_2: float
     rest: float
-    scale_without_first: float  # what E4M3 would need without the first token of each sample
+    # what E4M3 would need without the first token of each sample, with no headroom and unrounded
+    scale_without_first: float
 
     @property
     def ratio(self) -> float:

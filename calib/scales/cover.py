@@ -9,7 +9,8 @@ from torch import Tensor
 
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats, LayerStats
-from calib.scales.tail import MIN_TOKENS, Tail
+from calib.scales.summary import name_layers
+from calib.scales.tail import MIN_TOKENS, ROUNDING, TAIL, Tail
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 
@@ -17,27 +18,37 @@ class ClippedTokens(NamedTuple):
     """The chance that a new token has any value of K or V beyond a layer's scales."""
 
     by_layer: dict[int, float]  # by layer_idx
+    unknown: tuple[int, ...] = ()  # layers whose scales clip more tokens than tails hold
 
     @property
     def line(self) -> str:
-        """Both ends in words."""
+        """Both ends in words, and where it is more than can be told."""
+        found = [self._ends] if self.by_layer else []
+        if self.unknown:
+            where = name_layers(self.unknown)
+            found.append(f"more than can be told in {where} (beyond the {TAIL} largest tokens)")
+        return f"expected of new text like this: {'; '.join(found)}"
+
+    @property
+    def _ends(self) -> str:
         worst = max(self.by_layer, key=self.by_layer.__getitem__)
         usual = median(self.by_layer.values())
+        which = "one of the other layers" if self.unknown else "a layer"
         return (
-            f"expected of new text like this: {_one_in(usual)} has a value beyond the scales in a "
-            f"layer (the median), {_one_in(self.by_layer[worst])} in layer {worst}"
+            f"{_one_in(usual)} has a value beyond the scales in {which} (the median), "
+            f"{_one_in(self.by_layer[worst])} in layer {worst}"
         )
 
 
 def _one_in(chance: float) -> str:
-    return f"one token in {1 / chance:,.0f}" if chance > 1e-12 else "no token"
+    return f"one token in {1 / chance:,.0f}" if chance > 1e-12 else "less than one token in 10^12"
 
 
 def clipped_tokens(stats: KVStats, scales: KVScales, tensors: str = "kv") -> ClippedTokens | None:
     """What to expect of `scales` of those of K and V that `tensors` names.
 
     None where `stats` cannot tell: they are old, or of few tokens, or the scales are by channel or
-    of centred keys. Layers whose scales clip more than the largest tokens are left out.
+    of centred keys. Of layers whose scales clip more than the largest tokens no chance is known.
     """
     knows = all(
         layer.k.tail is not None and layer.v.tail is not None and layer.tokens >= MIN_TOKENS
@@ -52,7 +63,7 @@ def clipped_tokens(stats: KVStats, scales: KVScales, tensors: str = "kv") -> Cli
         if name in scales.layers
     }
     known = {layer: chance for layer, chance in found.items() if chance is not None}
-    return ClippedTokens(known) if known else None
+    return ClippedTokens(known, tuple(sorted(found.keys() - known.keys()))) if found else None
 
 
 def clip_chance(
@@ -62,13 +73,18 @@ def clip_chance(
 
     None where a scale holds less than the largest tokens that were kept.
     """
-    below = _of_groups(layer, scales, limit, lambda tail, level: level < tail.threshold)
+    below = _of_groups(layer, scales, limit, _below_tail)
     if any(bool(each.any()) for each in below):
         return None
     chances = _of_groups(layer, scales, limit, lambda tail, level: tail.chance_above(level))
     if not layer.latent:
         chances = [each for name, each in zip("kv", chances, strict=True) if name in tensors]
     return float(1 - torch.cat(chances).neg().clamp(min=-1).log1p().sum().exp())
+
+
+def _below_tail(tail: Tail, level: Tensor) -> Tensor:
+    # where the largest tokens all tie, a rounded scale may lie under them
+    return level * ROUNDING < tail.threshold
 
 
 def holds(stats: KVStats, scales: KVScales, ahead: int, share: float) -> float:

@@ -29,6 +29,7 @@ from calib.scales.tail import TAIL
 
 _KEY = "fp8kv_stats"
 _VERSION = 2
+_MOST_TOKENS = 2 ** (BUCKETS - 1)
 _PER_TOKEN = "curve, positions and tail"
 _COLUMNS = {
     "histogram": NUM_BINS,
@@ -82,8 +83,9 @@ class _Strict(BaseModel):
 
 class _Module(_Strict):
     layer_idx: int = Field(ge=0)
-    tokens: int = Field(ge=1, lt=2**63)
-    read: int | None = Field(None, lt=2**63)
+    # the buckets of `curve` have room for two such runs, one after the other
+    tokens: int = Field(ge=1, lt=_MOST_TOKENS)
+    read: int | None = Field(None, lt=_MOST_TOKENS)
 
     @model_validator(mode="after")
     def _counted_tokens_were_read(self) -> "_Module":

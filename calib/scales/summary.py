@@ -1,6 +1,6 @@
 """Summary of a calibration: one row per layer, and warnings in plain words."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -52,7 +52,7 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
                 if is_so(getattr(layer, which).amax, getattr(scales.layers[name], which))
             ]
             if layers:
-                found.append(text.format(which.upper(), _layers(layers)))
+                found.append(text.format(which.upper(), name_layers(layers)))
     # what is told of whole K and whole heads, and of scales that leave no room
     if not (scales.has_center or scales.strategy == "channel"):
         covers = recipe.headroom == "auto" or recipe.data.until is not None
@@ -83,14 +83,14 @@ def _of_places(places: list[LayerPlaces], strategy: Strategy, *, growth: bool) -
             read = places[0].read
             found.append(
                 f"{which.upper()}: still grew by up to {max(grew.values()):.0%} in the last "
-                f"{read - first_of(middle_of(read)):,} of {read:,} tokens in {_layers(named)}; "
+                f"{read - first_of(middle_of(read)):,} of {read:,} tokens in {name_layers(named)}; "
                 "calibrate on more text"
             )
         if named := [layer for layer, ratio in first.items() if ratio >= OUTLIER_FIRST_TOKEN]:
             found.append(
                 f"{which.upper()}: the first token of a sample is up to "
-                f"{max(first.values()):.0f}x all others in {_layers(named)}, and alone sets their "
-                "scale; `fp8kv inspect` shows what it would be without"
+                f"{max(first.values()):.0f}x all others in {name_layers(named)}, and alone sets "
+                "their scale; `fp8kv inspect` shows amax without it"
             )
     return found
 
@@ -142,7 +142,8 @@ def _head_ratio(amax: Tensor) -> float:
     return float(heads[-1] / heads[:-1].median()) if len(heads) > 1 else 1.0
 
 
-def _layers(indices: list[int]) -> str:
+def name_layers(indices: Sequence[int]) -> str:
+    """Layers in words; of many their number."""
     if len(indices) > _MANY:
         return f"{len(indices)} layers"
     return f"layer{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices))}"

@@ -13,7 +13,7 @@ from calib.data import make_batches
 from calib.errors import InputError
 from calib.measure.loop import calibrate
 from calib.recipe import Recipe
-from calib.scales.cover import clip_chance, clipped_tokens, holds
+from calib.scales.cover import ClippedTokens, clip_chance, clipped_tokens, holds
 from calib.scales.derive import derive_scales, load_scales
 from calib.scales.stats_file import load_stats, save_stats
 from calib.scales.tail import TAIL, Tail, headroom_for
@@ -133,6 +133,38 @@ def test_scales_that_clip_more_than_is_known_have_no_chance(stats):
     assert clip_chance(layer, small, E4M3) is None
     assert clip_chance(layer, small, E4M3, "v") is None  # K and V are judged together
     assert clip_chance(layer, plain, E4M3) is not None
+
+
+def test_layers_of_which_no_chance_is_known_are_named_and_not_left_out(stats):
+    scales = derive_scales(stats, Recipe())
+    known = clipped_tokens(stats, scales).by_layer
+    names, own = [*stats.layers], dict(scales.layers)
+    for many, name in enumerate(names, 1):
+        own[name] = replace(own[name], k=own[name].k / 1000)
+        found = clipped_tokens(stats, replace(scales, layers=own))
+        rest = {layer: chance for layer, chance in known.items() if layer >= many}
+        assert found.by_layer == rest
+        assert found.unknown == tuple(range(many))
+        assert f"more than can be told in layer{'s' * (many > 1)} 0" in found.line
+        assert ("of the other layers (the median)" in found.line) == bool(rest)
+
+
+def test_largest_tokens_that_all_tie_are_held_by_a_rounded_scale(stats):
+    """As where every sample starts with the same token, and that one is the largest."""
+    name, layer = next(iter(stats.layers.items()))
+    for amax in torch.rand(50, generator=torch.Generator().manual_seed(1)).add(1).tolist():
+        k = replace(
+            layer.k,
+            amax=torch.full_like(layer.k.amax, amax),
+            tail=torch.full_like(layer.k.tail, amax),
+        )
+        tied = replace(stats, layers={name: replace(layer, k=k)})
+        scales = derive_scales(tied, Recipe())
+        assert clip_chance(tied.layers[name], scales.layers[name], E4M3) is not None
+
+
+def test_what_is_very_unlikely_is_not_called_impossible():
+    assert "less than one token in 10^12" in ClippedTokens({0: 0.0}).line
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,10 @@ METADATA = {
     "fewer tokens read than counted": {**FACTS, "modules": {"a": {**MODULE, "read": 9}}},
     "half a token": {**FACTS, "modules": {"a": {**MODULE, "tokens": 0.5}}},
     "more tokens than count": {**FACTS, "modules": {"a": {**MODULE, "tokens": 10**40}}},
+    "more tokens than two runs have buckets": {
+        **FACTS,
+        "modules": {"a": {**MODULE, "read": 2**47}},
+    },
     "a name of two lines": {**FACTS, "modules": {"a\nb": None}},
     "no shared": {k: v for k, v in FACTS.items() if k != "shared"},
     "shared without owner": {**FACTS, "shared": {"b": {"layer_idx": 1}}},
