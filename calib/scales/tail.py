@@ -5,7 +5,9 @@ them excesses fall off about exponentially, by their mean (peaks over threshold;
 second estimate knows nothing but the count: of `m` tokens each is as likely as a new one to be the
 largest, so one in `m` is above. The chance is the geometric mean of both, which errs less than
 either (make bench-cover), divided by the root of the number of tokens that tie at the top: where
-the same token returns, the largest value is an end, and no sample of a slope.
+the same token returns, the largest value is an end, and no sample of a slope. Beyond it the fall is
+taken to be slower than exponential: of texts that were measured one layer of thirty has such a
+tail, and would break the promise for all.
 """
 
 from collections.abc import Sequence
@@ -21,7 +23,7 @@ TAIL = 128
 MIN_TOKENS = 8 * TAIL
 MOST_HEADROOM = 16.0
 
-_HEAVIER = 0.2  # shape of the generalised Pareto distribution that headroom is taken from
+_SHAPE = 0.2  # of the generalised Pareto distribution beyond the largest value
 _ABOVE = TAIL - 1  # tokens above the threshold
 _TIE = 1 - 2.0**-8  # closer to the largest than bfloat16 can tell
 ROUNDING = 1 + 2.0**-20  # a scale is a rounded float32: so little beyond it is nothing clipped
@@ -83,13 +85,10 @@ class Tail:
         ties = (self.top >= self.largest[:, None] * _TIE).sum(-1)
         return (self._on_slope(self.largest) / self.tokens / ties).sqrt()
 
-    def chance_above(self, level: Tensor, *, cautious: bool = False) -> Tensor:
-        """That a new token is above `level` [G], at least the threshold: [G].
-
-        `cautious`: beyond what was seen, the tail is heavier than exponential.
-        """
+    def chance_above(self, level: Tensor) -> Tensor:
+        """That a new token is above `level` [G], at least the threshold: [G]."""
         level = level.double() * ROUNDING
-        beyond = self.chance * _falls(level - self.largest, self.decay, heavier=cautious)
+        beyond = self.chance * _falls(level - self.largest, self.decay, shape=_SHAPE)
         seen = (self.top > level[:, None]).sum(-1) / self.tokens
         return torch.where(level >= self.largest, beyond, seen)
 
@@ -101,23 +100,21 @@ class Tail:
         return _ABOVE / self.tokens * _falls(level - self.top[:, -1], self.decay)
 
 
-def _falls(distance: Tensor, decay: Tensor, *, heavier: bool = False) -> Tensor:
+def _falls(distance: Tensor, decay: Tensor, *, shape: float = 0) -> Tensor:
     """The share of tokens that is left after `distance`; where all tie, none."""
     steps = distance / decay.clamp(min=torch.finfo(torch.float64).tiny)
-    share = (1 + _HEAVIER * steps) ** (-1 / _HEAVIER) if heavier else torch.exp(-steps)
+    share = (1 + shape * steps) ** (-1 / shape) if shape else torch.exp(-steps)
     return torch.where(distance == 0, 1.0, share)
 
 
 def headroom_for(tails: Sequence[Tail], chance: float) -> float:
     """The smallest factor >= 1 on all amax of a layer by which a token is clipped with `chance`.
 
-    `tails` are K's and V's, taken heavier than exponential: of texts that were measured (make
-    bench-cover) one layer of thirty has such a tail, and would break the promise for all.
-    An InputError where none up to 16 is enough.
+    `tails` are K's and V's. An InputError where none up to 16 is enough.
     """
 
     def clipped(factor: float) -> float:
-        chances = (tail.chance_above(tail.largest * factor, cautious=True) for tail in tails)
+        chances = (tail.chance_above(tail.largest * factor) for tail in tails)
         # a head of zeros is given the largest scale of its layer
         alive = zip(chances, tails, strict=True)
         return sum(float(each[tail.largest > 0].sum()) for each, tail in alive)
