@@ -6,6 +6,7 @@ their own paths. A comment `<!-- made: NAME -->` becomes what the function NAME 
 
 import posixpath
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,11 @@ ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 _MADE = re.compile(r"<!-- made: (\w+) -->")
 _ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md")
+
+
+def on_startup(**_: object) -> None:
+    """Make pages from this checkout's code, whatever is installed."""
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

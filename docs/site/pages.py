@@ -1,14 +1,12 @@
 """Parts of the reference, made from the code: each function returns Markdown."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from tables import schema_tables, table
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 
 def cli() -> str:
