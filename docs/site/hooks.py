@@ -50,6 +50,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return _LINK.sub(lambda found: _site_link(here, found[1]), markdown)
 
 
+def on_page_content(html: str, **_: object) -> str:
+    """Leave away what heads no column of a table."""
+    return html.replace("<th></th>", "<td></td>")
+
+
 def _targets(path: str, text: str) -> Iterator[str]:
     folder = posixpath.dirname(path)
     return (posixpath.normpath(f"{folder}/{link}".lstrip("/")) for link in _LINK.findall(text))

@@ -1,8 +1,13 @@
-// Wide tables scroll in a box that the theme puts around them: with the keyboard, too.
-const reach = () => {
-  for (const box of document.querySelectorAll(".md-typeset__scrollwrap:not([tabindex])")) {
-    box.tabIndex = 0;
+// What the theme makes when a page is open, made plain to keyboards and screen readers.
+const mend = () => {
+  document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
+  for (const buttons of document.querySelectorAll("nav.md-code__nav")) {
+    buttons.setAttribute("role", "group");
+  }
+  for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
   }
 };
-new MutationObserver(reach).observe(document.body, { childList: true, subtree: true });
-reach();
+new MutationObserver(mend).observe(document.body, { childList: true, subtree: true });
+addEventListener("resize", mend);
+mend();
