@@ -2,7 +2,7 @@
 const mend = () => {
   document.querySelector(".md-search")?.setAttribute("aria-label", "Search");
   for (const buttons of document.querySelectorAll("nav.md-code__nav")) {
-    buttons.setAttribute("role", "group");
+    buttons.setAttribute("role", "none");
   }
   for (const box of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
