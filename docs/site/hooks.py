@@ -18,6 +18,8 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 _MADE = re.compile(r"<!-- made: (\w+) -->")
+# GitHub wants bars in code of a table escaped, Python-Markdown shows the backslash
+_CODE = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
 _ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md")
 
 
@@ -47,6 +49,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Put in what is made, and turn links of the repository into links of the site."""
     here = page.file.src_uri
     markdown = _MADE.sub(lambda found: getattr(pages, found[1])(), markdown)
+    markdown = _CODE.sub(lambda found: found[0].replace("\\|", "|"), markdown)
     return _LINK.sub(lambda found: _site_link(here, found[1]), markdown)
 
 

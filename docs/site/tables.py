@@ -1,6 +1,7 @@
 """Markdown tables, also of JSON schemas."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,13 +9,14 @@ Schema = Mapping[str, Any]
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lines of a table; a bar inside a cell is escaped."""
+    """Lines of a table; bars in cells are escaped, and what HTML would take for a tag."""
     lines = [titles, ["---"] * len(titles), *([_cell(x) for x in row] for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
+    parts = re.split(r"(`[^`]*`)", " ".join(text.replace("|", "\\|").split()))
+    return "".join(part if part.startswith("`") else part.replace("<", "&lt;") for part in parts)
 
 
 def schema_tables(schema: Schema, names: Mapping[str, str] | None = None) -> str:
