@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 _LINK = re.compile(r"(?<=\]\()([^)\s#:]+)(?=[)#])")
 _MADE = re.compile(r"<!-- made: (\w+) -->")
 # GitHub wants bars in code of a table escaped, Python-Markdown shows the backslash
-_CODE = re.compile(r"`[^`\n]*\\\|[^`\n]*`")
+_ROW, _CODE = re.compile(r"^\|.*$", re.MULTILINE), re.compile(r"`[^`]+`")
 _ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md")
 
 
@@ -49,8 +49,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Put in what is made, and turn links of the repository into links of the site."""
     here = page.file.src_uri
     markdown = _MADE.sub(lambda found: getattr(pages, found[1])(), markdown)
-    markdown = _CODE.sub(lambda found: found[0].replace("\\|", "|"), markdown)
+    markdown = _ROW.sub(lambda row: _CODE.sub(_plain, row[0]), markdown)
     return _LINK.sub(lambda found: _site_link(here, found[1]), markdown)
+
+
+def _plain(code: re.Match[str]) -> str:
+    return code[0].replace("\\|", "|")
 
 
 def on_page_content(html: str, **_: object) -> str:
