@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from machine import machine, peak_bytes, reset_peak, write_result
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from workload import DATASET, DTYPE, MODEL, Workload, load_workload, make_recipe
 
 from calib.data import Batch
+from calib.measure import accumulate
 from calib.measure.attention import map_attention
 from calib.measure.loop import calibrate
 from calib.scales.derive import derive_scales
@@ -28,6 +30,7 @@ from calib.scales.derive import derive_scales
 BARE = "bare forward"
 SPEED_TARGETS = {"absmax": 0.97, "mse": 0.90}  # least share of the bare forward's tokens/s
 PEAK_TARGET = 1.05  # most resident memory, as a multiple of the bare forward's
+CURVES_TARGET = 0.01  # most of a calibration's time for what is kept of single tokens
 
 # reads the batches once and returns what is left to do until the scales are known
 Variant = Callable[[Iterable[Batch]], Callable[[], Any]]
@@ -48,6 +51,7 @@ def main() -> None:
         "workload": _describe(work, args),
         "rounds": _summarise_rounds(rounds),
         "full_pass": _compare_full_passes(full),
+        "curves": _curves(variants["absmax"], work),
     }
     write_result(args.output, result)
     _print(result)
@@ -129,6 +133,26 @@ def _full_pass(name: str, variant: Variant, work: Workload) -> dict[str, Any]:
     }
 
 
+def _curves(calibration: Variant, work: Workload) -> dict[str, Any]:
+    """Time that curves, positions and tails take of a full pass, timed from within."""
+    print("full pass: curves", file=sys.stderr, flush=True)
+    whole, inside = accumulate.per_token_statistics, 0.0
+
+    def timed(*args: Any) -> Any:
+        nonlocal inside
+        start = time.perf_counter()
+        found = whole(*args)
+        inside += time.perf_counter() - start
+        return found
+
+    start = time.perf_counter()
+    with mock.patch.object(accumulate, "per_token_statistics", timed):
+        calibration(work.batches)
+    seconds = time.perf_counter() - start
+    share = {"seconds": inside, "of_seconds": seconds, "share": inside / seconds}
+    return share | _verdict("target", CURVES_TARGET, inside / seconds, at_least=False)
+
+
 def _summarise_rounds(rounds: list[tuple[int, dict[str, float]]]) -> dict[str, Any]:
     tokens = sum(count for count, _ in rounds)
     summary = {}
@@ -197,6 +221,9 @@ def _print(result: dict[str, Any]) -> None:
             memory = f"{row['peak_bytes'] / 2**20:.0f} MiB", f"{row['peak_ratio']:.3f}"
         table.add_row(name, *memory, _target(row, "peak_target", "<="))
     console.print(table)
+    curves = result["curves"]
+    told = _target(curves, "target", "<=")
+    console.print(f"curves, positions and tails: {curves['share']:.2%} of a full pass ({told})")
 
 
 def _speed(row: dict[str, Any]) -> tuple[str, str]:

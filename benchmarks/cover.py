@@ -4,12 +4,13 @@ Every token's largest |K| and |V| of every head is taken once. Scales are then m
 1k to 16k tokens of its documents in six orders, and what was predicted is compared with the rest.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise, product
+from collections.abc import Iterable, Iterator
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from cover_growth import PREDICTORS, tail_of
 from machine import machine, scratch_and_output, write_result
 from numpy.typing import NDArray
 from torch import Tensor
@@ -20,7 +21,7 @@ from calib.measure.attention import observe_qkv
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, load_tokenizer
 from calib.recipe import DataRecipe, Recipe
-from calib.scales.tail import Tail, headroom_for, largest
+from calib.scales.tail import headroom_for
 
 MODEL = "builtin:smollm2"
 # the model was chosen by looking at the first two
@@ -109,11 +110,6 @@ def splits(text: Text, counts: tuple[int, ...]) -> Iterator[tuple[str, int, int,
             yield strategy, count, seed, grouped(amax, strategy)
 
 
-def tail_of(seen: Tensor) -> Tail:
-    """The tail of `seen` [groups, tokens]."""
-    return Tail.of(largest(seen, seen[:, :0]), seen.shape[-1], per_head=True)
-
-
 def exceedance(dataset: str, text: Text) -> Rows:
     """Predicted and seen tokens with any clipped value in a layer, without headroom."""
     found: dict[tuple[str, int], list[tuple[float, float, int]]] = {}
@@ -132,6 +128,9 @@ def _agreement(
 ) -> dict[str, Any]:
     judged = [(a, b, seen) for a, b, seen in rows if a >= LEAST_EVENTS]
     ratios = [max(seen, 0.5) / a for a, _, seen in judged]
+    # rows are of one order after the other: each layer's expectation over all of them
+    layers = np.array(rows).reshape(ORDERS, -1, 3).mean(0)
+    each_layer = [(a, seen) for a, _, seen in layers if a >= LEAST_EVENTS]
     return {
         "dataset": dataset,
         "strategy": strategy,
@@ -139,6 +138,7 @@ def _agreement(
         "layers": len(judged),
         "agree": _share(_agrees(a, seen) for a, _, seen in judged),
         "agree_by_count_alone": _share(_agrees(b, seen) for _, b, seen in judged),
+        "agree_over_orders": _share(_close(a, seen) for a, seen in each_layer),
         "median_ratio": float(np.median(ratios)) if judged else None,
     }
 
@@ -151,8 +151,11 @@ def _share(answers: Iterable[bool]) -> float | None:
 
 def _agrees(expected: float, seen: int) -> bool:
     low, high = poisson_interval(seen)
-    close = expected / FACTOR <= seen <= expected * FACTOR
-    return close or low <= expected <= high
+    return _close(expected, seen) or low <= expected <= high
+
+
+def _close(expected: float, seen: float) -> bool:
+    return expected / FACTOR <= seen <= expected * FACTOR
 
 
 def growth(dataset: str, text: Text) -> Rows:
@@ -176,48 +179,6 @@ def growth(dataset: str, text: Text) -> Rows:
         }
         for (count, name), errors in found.items()
     ]
-
-
-def _unchanged(seen: Tensor, ahead: int) -> Tensor:
-    return seen.amax(-1)
-
-
-def _by_tail(seen: Tensor, ahead: int) -> Tensor:
-    return tail_of(seen).reached_in(ahead)
-
-
-def _by_growth(seen: Tensor, ahead: int) -> Tensor:
-    """As much more for every doubling as before: a line through the amax at powers of two."""
-    ends = 2 ** np.arange(6, int(np.log2(seen.shape[-1])) + 1)
-    reached = seen.cummax(-1).values[:, ends - 1]
-    slope, _ = _line(torch.arange(len(ends)).double(), reached)
-    return seen.amax(-1) + slope * float(np.log2(1 + ahead / seen.shape[-1]))
-
-
-def _by_gumbel(seen: Tensor, ahead: int) -> Tensor:
-    """A Gumbel distribution through the maxima of the power-of-two buckets."""
-    ends = 2 ** np.arange(5, int(np.log2(seen.shape[-1])) + 1) - 1
-    pairs = list(pairwise(ends))
-    maxima = torch.stack([seen[:, a:b].amax(-1) for a, b in pairs], dim=-1)
-    sizes = torch.tensor([float(b - a) for a, b in pairs]).double()
-    slope, start = _line(sizes.log() + np.euler_gamma, maxima)
-    expected = start + slope * float(np.log(ahead) + np.euler_gamma)
-    return torch.maximum(expected, seen.amax(-1))
-
-
-def _line(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """Slope and intercept of least squares through `y` [groups, n]."""
-    y, off = y.double(), x - x.mean()
-    slope = (off * y).sum(-1) / off.square().sum()
-    return slope, y.mean(-1) - slope * x.mean()
-
-
-PREDICTORS: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "tail": _by_tail,
-    "growth of the curve": _by_growth,
-    "Gumbel through buckets": _by_gumbel,
-    "no growth": _unchanged,
-}
 
 
 def headroom(dataset: str, text: Text) -> Rows:

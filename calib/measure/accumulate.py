@@ -31,7 +31,7 @@ class RunningTensor:
         # reducing over the leading dimension is what a CPU does at full width
         batch = {"amax": magnitudes.amax(0).view(x.shape[1:])}
         if self._places:
-            batch |= per_token_statistics(magnitudes.view(x.shape).amax(-1), tokens)
+            batch |= per_token_statistics(magnitudes.view(x.shape), tokens)
         if self._histogram:
             batch["histogram"] = magnitude_histogram(x)
         if self._means:

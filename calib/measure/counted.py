@@ -42,9 +42,9 @@ def counted(batch: Batch) -> Counted:
     return Counted(rows, batch.num_tokens, buckets_of(indices[kept]), of_sample)
 
 
-def per_token_statistics(largest: Tensor, tokens: Counted) -> dict[str, Tensor]:
-    """Fields of `TensorStats` that come of each token's largest magnitude, `largest` [N, H]."""
-    heads = largest.t()  # [H, N]
+def per_token_statistics(magnitudes: Tensor, tokens: Counted) -> dict[str, Tensor]:
+    """Fields of `TensorStats` that come of each token's largest magnitude, of [N, H, D]."""
+    heads = magnitudes.amax(-1).t()  # [H, N]
 
     def by(buckets: Tensor, count: int) -> Tensor:
         table = heads.new_zeros(len(heads), count)

@@ -21,7 +21,7 @@ TAIL = 128
 MIN_TOKENS = 8 * TAIL
 MOST_HEADROOM = 16.0
 
-_HEAVIER = 0.1  # shape of the generalised Pareto distribution that headroom is taken from
+_HEAVIER = 0.2  # shape of the generalised Pareto distribution that headroom is taken from
 _ABOVE = TAIL - 1  # tokens above the threshold
 _TIE = 1 - 2.0**-8  # closer to the largest than bfloat16 can tell
 ROUNDING = 1 + 2.0**-20  # a scale is a rounded float32: so little beyond it is nothing clipped
@@ -86,7 +86,7 @@ class Tail:
     def chance_above(self, level: Tensor, *, cautious: bool = False) -> Tensor:
         """That a new token is above `level` [G], at least the threshold: [G].
 
-        `cautious`: beyond what was seen, the tail is a little heavier than exponential.
+        `cautious`: beyond what was seen, the tail is heavier than exponential.
         """
         level = level.double() * ROUNDING
         beyond = self.chance * _falls(level - self.largest, self.decay, heavier=cautious)
@@ -111,8 +111,8 @@ def _falls(distance: Tensor, decay: Tensor, *, heavier: bool = False) -> Tensor:
 def headroom_for(tails: Sequence[Tail], chance: float) -> float:
     """The smallest factor >= 1 on all amax of a layer by which a token is clipped with `chance`.
 
-    `tails` are K's and V's, taken a little heavier than exponential: of texts that were measured
-    (make bench-cover) one layer of thirty has such a tail, and would break the promise for all.
+    `tails` are K's and V's, taken heavier than exponential: of texts that were measured (make
+    bench-cover) one layer of thirty has such a tail, and would break the promise for all.
     An InputError where none up to 16 is enough.
     """
 
