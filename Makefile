@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house golden golden-weights clean
+.PHONY: help demo docs test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -12,6 +12,10 @@ help:
 demo: $(VENV)/.installed ## calibrate a real model on real text and write a checkpoint
 	$(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs --strategy attn_head \
 		--dtype float32 --samples 64 --seq-len 512 --output build/demo --overwrite
+
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/.installed ## the documentation as a site, in build/site
+	$(BIN)/python -m mkdocs build --strict --quiet
 
 test: $(VENV)/.installed ## all tests; no GPU, no network
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal

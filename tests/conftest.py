@@ -21,7 +21,7 @@ torch.manual_seed(0)
 
 # kinds of slow tests, which `make test-fast` leaves out: where they are, or a fixture they use
 KINDS = {
-    "browser": ["calib/eval/test_html_browser.py"],
+    "browser": ["calib/eval/test_html_browser.py", "test_site.py"],
     "real_model": ["smollm2_directory", "calib/eval/test_smollm2.py", "test_demo.py"],
     "mutation": ["runtime/test_mutations.py"],
     "interpreter": [

@@ -1,23 +1,14 @@
 """report.html in headless Chromium: it is seen whole, on any screen, and asks for nothing."""
 
-import json
 import re
-import shutil
 
 import pytest
+from browser import asked_for, browser, look, needs_browser
 
 from calib.eval.page.html import write_report
 from calib.eval.schema import Report
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (CHROMIUM and DRIVER),
-    reason="needs Debian's packages chromium and chromium-driver: nothing else opens report.html",
-)
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
-    "--disable-background-networking --disable-component-update --disable-dev-shm-usage"
-)
+pytestmark = needs_browser
 CLIPPED = {"tokens": 2048, "events": 77, "low": 0.0297, "high": 0.047}
 OTHER = {
     "kl": {"value": 0.0123, "low": 0.0101, "high": 0.0145},
@@ -62,16 +53,8 @@ MORE = {
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for flag in (*FLAGS.split(), f"--user-data-dir={tmp_path_factory.mktemp('profile')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+    with browser(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
 
 
 @pytest.fixture(scope="module")
@@ -89,13 +72,6 @@ def page(driver, address):
     for details in driver.find_elements("css selector", "details"):
         driver.execute_script("arguments[0].open = true", details)
     return driver
-
-
-def look(driver, *, width=1200, media="screen", scheme="light"):
-    screen = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", screen)
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": media, "features": features})
 
 
 # Pictures of SVG become SVG, at the same place and size, so that what is in them can be seen.
@@ -144,14 +120,7 @@ def test_nothing_is_asked_for_and_nothing_complained_about(driver, address):
     driver.get_log("performance")
     driver.get_log("browser")
     driver.get(address)
-    messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    asked = {
-        message["params"]["request"]["url"]
-        for message in messages
-        if message["method"] == "Network.requestWillBeSent"
-        # on a slow machine the browser's own first page may still be asking
-        and message["params"]["documentURL"] == address
-    }
+    asked = asked_for(driver, address)
     assert address in asked
     assert all(url == address or url.startswith("data:") for url in asked)
     entries = driver.execute_script(
