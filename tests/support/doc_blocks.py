@@ -15,7 +15,7 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*.ipynb")),
 ]
 
-_FENCE = re.compile(r" *(`{3,}|~{3,})(.*)")
+_FENCE = re.compile(r" *(`{3,}|~{3,})([^`]*)")
 _INCLUDED = re.compile(r'^ *-+8<-+ "(.+)"\n', re.MULTILINE)
 # `# exit 1: why`; with an `if` both are right
 _EXIT = re.compile(r"# exit (\d+)(?=$|[:;,])|# .*\bexit (?:status )?(\d+) if ")
