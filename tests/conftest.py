@@ -42,7 +42,12 @@ KINDS = {
             "calib/packs/",
         ),
         *("calib/measure/test_distributed.py", "calib/measure/test_resume.py", "test_streams.py"),
-        *("test_signals.py", "test_cli.py::test_a_signal", "test_cli.py::test_a_full_disk"),
+        *(
+            "test_signals.py",
+            "test_examples.py",
+            "test_cli.py::test_a_signal",
+            "test_cli.py::test_a_full_disk",
+        ),
     ],
 }
 # of those places, what takes no time

@@ -46,7 +46,8 @@ from calib.model.load import load_config
 from calib.model.quantized import quantization_notes
 from calib.progress import NOBODY, Progress
 from calib.recipe import EvaluationRecipe, Recipe
-from calib.scales.stats import LATENT_NOTE, KVStats
+from calib.scales.one_scale import LATENT_NOTE
+from calib.scales.stats import KVStats
 from calib.text import Condition, parse_condition
 from fp8kv_runtime.errors import AttentionError
 

@@ -5,6 +5,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from calib.atomic import Claim, atomic_directory
 from calib.choices import FormatName
 from calib.export import FORMATS, Command, Export, export
@@ -18,6 +20,7 @@ from calib.recipe import Recipe
 from calib.scalefiles.file_names import CALIBRATION_FILE, STATS_FILE
 from calib.scales.cover import clipped_tokens
 from calib.scales.derive import derive_scales
+from calib.scales.notebook import layers_html
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import save_stats
@@ -56,6 +59,17 @@ class Result:
         """Calibration speed; None where statistics were only merged."""
         seconds = self.seconds.get("calibrate")
         return None if seconds is None else self.tokens / seconds
+
+    def _repr_html_(self) -> str:
+        names = ("k_amax", "v_amax", "k_scale", "v_scale")
+        figures = {
+            (row.module, f"{name[0].upper()} {name[2:]}"): torch.tensor(getattr(row, name))
+            for row in self.layers
+            for name in names
+        }
+        layers = {row.module: row.layer_idx for row in self.layers}
+        warnings = (f"warning: {warning}" for warning in self.warnings)
+        return layers_html(f"Written to {self.output}", layers, figures, [*warnings, *self.notes])
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""

@@ -10,6 +10,12 @@ from calib.errors import CalibrationError, InputError
 from calib.scalefiles.reading import is_usable
 from calib.scales.observers import Observer, group_amax
 
+# for tables and reports
+LATENT_NOTE = (
+    "this model caches latents (MLA): K stands for the latent, V for k_pe, the rotated part of the "
+    "keys that all heads share; one scale is for both"
+)
+
 
 @dataclass(frozen=True)
 class Deriving:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from calib.choices import FP8Name, Strategy
 from calib.scalefiles.reading import is_usable
+from calib.scales.notebook import layers_html
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,15 @@ class KVScales:
     def latent(self) -> bool:
         """Whether a layer caches a latent instead of K and V per head (MLA)."""
         return any(layer.latent for layer in self.layers.values())
+
+    def _repr_html_(self) -> str:
+        layers = {name: layer.layer_idx for name, layer in self.layers.items()}
+        scales = {
+            (name, f"{which.upper()} scale"): scale
+            for name, layer in self.layers.items()
+            for which, scale in layer.items()
+        }
+        return layers_html(f"Scales: {self.strategy}, {self.fp8_dtype}", layers, scales)
 
     def with_shared(self) -> Mapping[str, LayerScales]:
         """All modules an engine asks about; one that shares a cache has its owner's scales.

@@ -14,6 +14,7 @@ from calib.choices import FP8Name, ScaleRounding, Strategy, Targets
 from calib.errors import InputError
 from calib.scalefiles.places import LayerPlaces, TensorPlaces
 from calib.scales.curve import moved
+from calib.scales.notebook import amax_html
 from calib.scales.observers import Observer
 from calib.scales.one_scale import Deriving, centered, check_one_scale
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
@@ -30,12 +31,6 @@ class Merge(NamedTuple):
 
 # module name; "k", "v" or "q"; field of `TensorStats`
 Place = tuple[str, str, str]
-
-# for tables and reports
-LATENT_NOTE = (
-    "this model caches latents (MLA): K stands for the latent, V for k_pe, the rotated part of the "
-    "keys that all heads share; one scale is for both"
-)
 
 STATISTICS = {
     "amax": Merge(torch.float32, torch.maximum),
@@ -130,6 +125,10 @@ class KVStats:
     def latent(self) -> bool:
         """Whether a layer caches a latent instead of K and V per head (MLA)."""
         return any(layer.latent for layer in self.layers.values())
+
+    def _repr_html_(self) -> str:
+        layers = {name: layer.layer_idx for name, layer in self.layers.items()}
+        return amax_html(f"Statistics of {self.tokens:,} tokens", layers, self.tensors())
 
     def places(self) -> list[LayerPlaces]:
         """Where the largest K and V of each layer were; empty if that is not known."""

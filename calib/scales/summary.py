@@ -8,9 +8,9 @@ from torch import Tensor
 from calib.choices import Strategy
 from calib.recipe import Recipe
 from calib.scalefiles.places import LayerPlaces, first_of, middle_of
-from calib.scales.one_scale import dead_groups
+from calib.scales.one_scale import LATENT_NOTE, dead_groups
 from calib.scales.scales import KVScales, LayerScales
-from calib.scales.stats import LATENT_NOTE, KVStats, LayerStats
+from calib.scales.stats import KVStats, LayerStats
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 OUTLIER_HEAD = 20  # times the median of the other heads

@@ -1,0 +1,193 @@
+"""What the documentation's names stand for where its examples run, and what is made smaller."""
+
+import os
+import shutil
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import datasets
+import torch
+from big_weights import quantised
+from command_line import CliRunner
+from doc_blocks import ROOT, Command
+from families import spread
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+import cli
+from calib.data import builtin, loading
+from calib.eval import inputs
+from calib.eval.schema import Suite
+from calib.model import find
+
+# as in pyproject.toml
+APPS = {"fp8kv": "main", "fp8kv-calibrate": "calibrate_main", "fp8kv-eval": "eval_main"}
+
+PROMPTS = "".join(
+    f'{{"prompt": "Count to {i}, please, and say what comes after {i}."}}\n' for i in range(40)
+)
+FILES = {
+    "prompts.jsonl": PROMPTS,
+    "mine.jsonl": PROMPTS,
+    "mine.yaml": "strategy: attn_head\ndata: {samples: 8}\nevaluation: {fail_if: ['kl>100']}\n",
+    "capitals.jsonl": '{"country": "France", "cities": ["Paris", "Rome"]}\n',
+}
+# directories by the commands that make them, in this order
+_SMALL = "--dataset prompts.jsonl --samples 4"
+DIRECTORIES = {
+    "MODEL": None,
+    "QUANTISED_MODEL": None,
+    "MODEL_DIRECTORY": None,
+    "path/to/model": None,
+    **dict.fromkeys(("OUTPUT", "RUN_A", "A"), f"fp8kv-calibrate MODEL {_SMALL}"),
+    **dict.fromkeys(("DIR", "B"), f"fp8kv-calibrate MODEL {_SMALL} --set headroom=2.0"),
+    "RUN_B": f"fp8kv-calibrate MODEL {_SMALL} --seed 1",
+    **dict.fromkeys(("REPORT_A", "REPORT_B"), "fp8kv-eval MODEL --variants none,tensor"),
+    "build/demo": "fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs "
+    "--strategy attn_head --dtype float32 --samples 8",
+}
+
+# an evaluation's and a text's size here; the text of SmolLM2 is as short
+_SUITE = Suite(4, 3, 32, 2, 4, (), (), 2)
+_ROWS, _CHARACTERS = 24, 160
+_CHATS = 48
+_CARD = """---
+configs: [{config_name: default, data_files: [{split: train_sft, path: a.jsonl}]}]
+---
+"""
+_CHAT = '{"messages": [{"role": "user", "content": "Hello, number %d. How are you today?"}]}\n'
+
+
+class Names:
+    """Makes what a page names, each once."""
+
+    def __init__(self, home):
+        self.home = home
+        self.printed = {}  # by commands
+        for name, text in FILES.items():
+            (home / name).write_text(text)
+
+    def put(self, name, here):
+        """A fresh copy of what is called `name`, in the directory `here`."""
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(here / name, ignore_errors=True)
+        shutil.copytree(self.made(name), here / name, copy_function=_copy)
+
+    def made(self, name):
+        path = self.home / name
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._make(name, path)
+        return path
+
+    def _make(self, name, path):
+        if command := DIRECTORIES[name]:
+            self.made("MODEL")
+            with chdir(self.home):
+                done = invoke(Command(f"{command} -o {name}"))
+            assert done.exit_code == 0, done.output
+            self.printed[f"{command} -o {name}"] = done.output
+        elif name == "path/to/model":  # that build/demo is made from
+            path.symlink_to(find.builtin_model("builtin:smollm2"))
+        elif name == "QUANTISED_MODEL":
+            quantised(self.made("MODEL"), path, "fp8")
+        else:
+            save_model(path)
+
+
+@contextmanager
+def chdir(directory):
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def _copy(source, target):
+    # what is large is only linked: no command writes into a weight file
+    large = Path(source).stat().st_size > 2**20
+    return Path(target).hardlink_to(source) if large else shutil.copy(source, target)
+
+
+def invoke(command):
+    """Run a command of ours in this process."""
+    program, *arguments = command.words
+    return CliRunner().invoke(getattr(cli, APPS[program]), arguments)
+
+
+def save_model(directory):
+    """A tiny Llama whose tokenizer knows letters, and chats."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama",
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=8,  # so that eight GPUs can share them
+        num_key_value_heads=2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    spread(AutoModelForCausalLM.from_config(config)).save_pretrained(directory)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(
+        [text for _, text in builtin.builtin_rows(builtin.PYTHON_DOCS, 32)], trainer
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template="{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}",
+    ).save_pretrained(directory)
+
+
+def make_small(monkeypatch):
+    """Less text, and smaller suites, than the commands ask for."""
+    whole = builtin.builtin_rows
+
+    def few_rows(dataset, seq_len):
+        rows = whole(dataset, seq_len)[:_ROWS]
+        return [(at, row[:_CHARACTERS] if isinstance(row, str) else row) for at, row in rows]
+
+    monkeypatch.setattr(loading, "builtin_rows", few_rows)
+    for name in inputs.SUITES:
+        monkeypatch.setitem(inputs.SUITES, name, _SUITE)
+
+
+def fake_hub(monkeypatch, names, home):
+    """Every model of the Hub is MODEL, or a config of `benchmarks/`; every dataset a few chats."""
+    monkeypatch.setattr(find, "snapshot_download", lambda repo, **_: str(names.made("MODEL")))
+    monkeypatch.setattr(find, "hf_hub_download", partial(_config, names))
+    chats = home / "chats"
+    chats.mkdir()
+    (chats / "README.md").write_text(_CARD)
+    (chats / "a.jsonl").write_text("".join(_CHAT % i for i in range(_CHATS)))
+    for name in ("get_dataset_split_names", "load_dataset"):
+        monkeypatch.setattr(datasets, name, _local(getattr(datasets, name), chats))
+
+
+def _config(names, repo, file):
+    known = ROOT / "benchmarks/configs" / f"{repo.partition('/')[2].lower()}.json"
+    return str(known if known.exists() else names.made("MODEL") / file)
+
+
+def _local(function, directory):
+    def of_directory(path, *arguments, **options):
+        is_of_hub = "/" in path and not Path(path).exists()
+        return function(str(directory) if is_of_hub else path, *arguments, **options)
+
+    return of_directory
