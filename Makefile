@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo docs test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house golden golden-weights clean
+.PHONY: help demo docs test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -58,8 +58,12 @@ install-check: $(VENV)/.installed ## wheel and sdist in empty environments: four
 house: $(VENV)/.installed ## draw docs/house-*.svg from the imports
 	$(BIN)/python tests/support/house_picture.py
 
+GPUS ?=
+
 compile-kernels: $(VENV)/.installed ## every kernel for every GPU, without one; no spills, no slow loads
-	$(BIN)/python benchmarks/compile_kernels.py
+	$(BIN)/python benchmarks/compile_kernels.py $(if $(GPUS),--target $(GPUS))
+
+nightly: test-ptx test-ptx-oldest compile-kernels interop install-check ## what CI has no time for, two hours
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
