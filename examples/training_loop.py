@@ -9,7 +9,7 @@ import calib
 
 
 class Engine:
-    """Stands in for vLLM, whose workers have this method too."""
+    """Stands in for vLLM, started on a checkpoint with scales; its workers have this method."""
 
     def reload_weights(self, weights_iterator):
         self.weights = {name: tensor.clone() for name, tensor in weights_iterator}
