@@ -45,9 +45,9 @@ class Environment:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def install_ours(self, extra=""):
-        """Install our archive and what it or an `extra` of it needs, with the oldest or the newest versions that it allows.
+        """Install our archive and what it, or an `extra` of it, needs: oldest or newest versions.
 
-        Of what has a wheel for this Python: the others would be compiled.
+        Only of what has a wheel for this Python: the others would be compiled.
         """
         # the oldest is taken of what is named to uv, so each dependency is
         flags = ("--resolution", self.resolution, "--no-build")

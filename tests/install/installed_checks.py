@@ -38,7 +38,7 @@ def calibrates(environment):
 
 
 def names_the_extra(environment):
-    """Without the extra one line says what to install, before anything runs; with it all is well."""
+    """Without the extra, one line at once says what to install; with it, there is a picture."""
     plot = ("fp8kv", "inspect", "out", "--plot", "scales.png")
     if "matplotlib" not in environment.versions():
         assert NEEDS_REPORT in environment.run(*plot, status=2)
