@@ -26,7 +26,7 @@ def _names(rules: Rules) -> list[Remap]:
     return [*dict.fromkeys((*own, *rules.remap))]
 
 
-def class_rows(vllm: Classes, sglang: Classes, page: str = "") -> list[tuple[str, ...]]:
+def class_rows(vllm: Classes, sglang: Classes, *, page: str = "") -> list[tuple[str, ...]]:
     """Each architecture: in vLLM one scale per layer, per head, ModelOpt's config; in SGLang.
 
     Links about latents lead to `page`, where that is another one.
