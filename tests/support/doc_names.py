@@ -41,7 +41,7 @@ DIRECTORIES = {
     "MODEL_DIRECTORY": None,
     "path/to/model": None,
     **dict.fromkeys(("OUTPUT", "RUN_A", "A"), f"fp8kv-calibrate MODEL {_SMALL}"),
-    **dict.fromkeys(("DIR", "B"), f"fp8kv-calibrate MODEL {_SMALL} --set headroom=2.0"),
+    **dict.fromkeys(("DIR", "B"), f"fp8kv-calibrate MODEL {_SMALL} --set headroom=1.25"),
     "RUN_B": f"fp8kv-calibrate MODEL {_SMALL} --seed 1",
     **dict.fromkeys(("REPORT_A", "REPORT_B"), "fp8kv-eval MODEL --variants none,tensor"),
     "build/demo": "fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs "
@@ -129,6 +129,7 @@ def save_model(directory):
         num_hidden_layers=3,
         num_attention_heads=8,  # so that eight GPUs can share them
         num_key_value_heads=2,
+        head_dim=16,
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=2,
