@@ -15,7 +15,7 @@ demo: $(VENV)/.installed ## calibrate a real model on real text and write a chec
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/.installed ## the documentation as a site, in build/site
-	$(BIN)/python -m mkdocs build --strict --quiet
+	$(BIN)/python -m mkdocs build --strict
 
 test: $(VENV)/.installed ## all tests; no GPU, no network
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal
