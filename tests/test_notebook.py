@@ -13,7 +13,7 @@ def executed(smollm2_directory, tmp_path_factory):
     """The notebook after a run in another directory."""
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     place = {"metadata": {"path": tmp_path_factory.mktemp("notebook")}}
-    return NotebookClient(notebook, timeout=300, resources=place).execute()
+    return NotebookClient(notebook, timeout=None, resources=place).execute()
 
 
 def test_it_is_committed_without_outputs():
