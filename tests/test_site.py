@@ -31,7 +31,8 @@ def site(tmp_path_factory):
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
     return directory
 
 
