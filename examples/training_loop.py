@@ -1,7 +1,5 @@
 """A training loop that gives its engine new weights, and KV-cache scales that fit them."""
 
-from pathlib import Path
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -17,7 +15,7 @@ class Engine:
 
 sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", vocab_size=256, **sizes))
-text = torch.tensor([*Path(__file__).read_bytes()])[:1152].view(9, 128)
+text = torch.tensor([*calib.scales_for.__doc__.encode()])[:1152].view(9, 128)
 engine, optimizer = Engine(), torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 for step in range(1, 31):
