@@ -53,7 +53,7 @@ fix: $(VENV)/.installed ## what the linter can put right
 	$(BIN)/ruff format .
 
 install-check: export UV_TORCH_BACKEND ?= cpu
-install-check: $(VENV)/.installed ## wheel and sdist in empty environments: four Pythons, oldest and newest versions
+install-check: $(VENV)/.installed ## wheel and sdist in empty environments: every Python found, oldest and newest versions
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tests/install/check_install.py
 
 house: $(VENV)/.installed ## draw docs/house-*.svg from the imports

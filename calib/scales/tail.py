@@ -5,9 +5,9 @@ them excesses fall off about exponentially, by their mean (peaks over threshold;
 second estimate knows nothing but the count: of `m` tokens each is as likely as a new one to be the
 largest, so one in `m` is above. The chance is the geometric mean of both, which errs less than
 either (make bench-cover), divided by the root of the number of tokens that tie at the top: where
-the same token returns, the largest value is an end, and no sample of a slope. Beyond it the fall is
-taken to be slower than exponential: of texts that were measured one layer of thirty has such a
-tail, and would break the promise for all.
+the same token returns, the largest value is an end, and no sample of a slope. Chances beyond it are
+taken to fall more slowly than exponentially: of texts that were measured one layer of thirty has
+such a tail, and would break the promise for all. What is expected of more text is exponential.
 """
 
 from collections.abc import Sequence

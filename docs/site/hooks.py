@@ -58,7 +58,7 @@ def _plain(code: re.Match[str]) -> str:
 
 
 def on_page_content(html: str, **_: object) -> str:
-    """Leave away what heads no column of a table."""
+    """Make empty headings of tables plain cells: they head nothing."""
     return html.replace("<th></th>", "<td></td>")
 
 
