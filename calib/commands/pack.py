@@ -42,7 +42,7 @@ def pack(
     from calib.packs.packing import pack as write_pack
 
     if private and push_to_hub is None:
-        raise InputError("--private is for --push-to-hub; leave it away")
+        raise InputError("--private is for --push-to-hub; leave it out")
     if push_to_hub is not None:
         check_name(push_to_hub)
     packed = write_pack(
