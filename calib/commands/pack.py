@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from calib.commands.flags import AsJson, Debug, Flag, Output, OutputFlag, Overwrite
-from calib.commands.running import command, print_json, print_lines
+from calib.commands.running import command, print_json, print_lines, warn
 from calib.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,8 +50,16 @@ def pack(
     )
     pushed = push(output, push_to_hub, private=private) if push_to_hub else None
     if as_json:
-        print_json({"output": str(output), "files": packed.sizes, "pushed": pushed})
+        print_json(
+            {
+                "output": str(output),
+                "files": packed.sizes,
+                "pushed": pushed,
+                "warnings": packed.warnings,
+            }
+        )
         return
+    warn(packed.warnings)
     print_lines(_lines(packed, pushed, push_to_hub or str(output)))
 
 
