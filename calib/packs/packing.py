@@ -68,7 +68,7 @@ def pack(
     layers = summarize(stats, scales)
     found = (figures_of(report, layers), []) if report else figures_beside(source, layers)
     figures, warnings = found
-    places = places_of(said, recipe, figures and figures["data"])
+    places = places_of(said, recipe, figures["data"] if figures else None)
     public = {key: x if key == "marks" else without_places(x, places) for key, x in said.items()}
     with atomic_directory(output, overwrite=overwrite) as scratch:
         save_stats(stats, scratch / STATS_FILE)
