@@ -20,7 +20,7 @@ from calib.model.checkpoint import Checkpoint, fingerprint
 from calib.offload.layerwise import measure_layers
 from calib.output.card import dataset_facts
 from calib.output.finish import Destination, Result, default_output, finish
-from calib.output.in_place import check_in_place
+from calib.output.in_place import check_in_place, check_places
 from calib.prepare import Prepared, check_before_loading, prepare
 from calib.progress import NOBODY, Progress
 from calib.recipe import Recipe
@@ -45,8 +45,7 @@ def run(
     One of several processes, started by torchrun or accelerate launch, measures a share; the first
     writes and has a result, the others return None. What a user can put right is an Fp8kvError.
     """
-    if in_place and (output or overwrite):
-        raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
+    check_places(output, in_place=in_place, overwrite=overwrite)
     output = check_in_place(model_name, recipe) if in_place else output
     output = output or default_output(model_name, recipe)
     with joined_world() as world, ExitStack() as held:

@@ -44,11 +44,13 @@ def apply(
     MODEL may be a quantised version. Refused unless its K and V are shown to be the same.
     """
     from calib.commands.progress_bar import progress_bar
+    from calib.output.in_place import check_places
     from calib.packs.hub import find_calibration
     from calib.rewrite.apply import apply as apply_scales
 
-    given, called = find_calibration(calibration)
+    check_places(output, in_place=in_place, overwrite=overwrite)
     with progress_bar(progress, as_json=as_json) as reported:
+        given, called = find_calibration(calibration, reported)
         result = apply_scales(
             given, model, output, in_place=in_place, base=base, format=format, strategy=strategy,
             overwrite=overwrite, called=called, progress=reported,

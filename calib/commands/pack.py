@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from calib.commands.flags import AsJson, Debug, Flag, Output, OutputFlag, Overwrite
-from calib.commands.running import command, print_json, print_lines
+from calib.commands.running import command, print_json, print_lines, warn
 from calib.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def pack(
     from calib.packs.packing import pack as write_pack
 
     if private and push_to_hub is None:
-        raise InputError("--private is for --push-to-hub; leave it away")
+        raise InputError("--private is for --push-to-hub; leave it out")
     if push_to_hub is not None:
         check_name(push_to_hub)
     packed = write_pack(
@@ -50,8 +50,16 @@ def pack(
     )
     pushed = push(output, push_to_hub, private=private) if push_to_hub else None
     if as_json:
-        print_json({"output": str(output), "files": packed.sizes, "pushed": pushed})
+        print_json(
+            {
+                "output": str(output),
+                "files": packed.sizes,
+                "pushed": pushed,
+                "warnings": packed.warnings,
+            }
+        )
         return
+    warn(packed.warnings)
     print_lines(_lines(packed, pushed, push_to_hub or str(output)))
 
 

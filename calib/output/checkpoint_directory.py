@@ -167,6 +167,12 @@ def write_index(checkpoint: Checkpoint, out: Path, weight_map: dict[str, str], a
     write_json(out / INDEX_FILE, written)
 
 
+def front_matter(card: str) -> str:
+    """The head of a card, in YAML between two lines of dashes; empty without one."""
+    found = re.match(r"---\n.*?\n---\n", card, re.DOTALL)
+    return found.group() if found else ""
+
+
 def prepend_card(source: Path | None, ours: str, out: Path) -> None:
     """Write the README of `out`: the front matter of the one in `source`, `ours`, and the rest.
 
@@ -175,7 +181,6 @@ def prepend_card(source: Path | None, ours: str, out: Path) -> None:
     # what an output of an older version says of itself is no longer true; its head is the source's
     card = (source or out) / CARD_FILE
     text = card.read_text(errors="replace") if card.exists() else ""
-    front = re.match(r"---\n.*?\n---\n", text, re.DOTALL)
-    matter = front.group() if front else ""
+    matter = front_matter(text)
     rest = text[len(matter) :] if source else ""
     (out / CARD_FILE).write_text("\n".join(filter(None, [matter, ours, rest])))

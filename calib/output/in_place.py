@@ -12,6 +12,12 @@ from calib.recipe import Recipe
 from calib.scalefiles.file_names import SINGLE_FILE
 
 
+def check_places(output: Path | None, *, in_place: bool, overwrite: bool) -> None:
+    """Refuse `in_place` together with another place, or with leave to replace what is there."""
+    if in_place and (output or overwrite):
+        raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
+
+
 def check_in_place(model_name: str, recipe: Recipe) -> Path:
     """Return the directory of `model_name`; an InputError if scales cannot be added to it."""
     path, formats, refusal = local_directory(model_name), recipe.export.formats, ""

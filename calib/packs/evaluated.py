@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from calib.choices import FORMATS
 from calib.errors import InputError
 from calib.eval.schema import REPORT_FILE, Extremes, Report, Row
 from calib.scalefiles.json import read_object
@@ -42,6 +43,22 @@ def figures_of(given: Path, layers: Sequence[LayerSummary]) -> dict[str, Any]:
         "noise_floor": report.noise_floor,
         "variants": {name: r.model_dump(include=_FIGURES) for name, r in rows.items() if r},
     }
+
+
+def figures_beside(
+    calibration: Path, layers: Sequence[LayerSummary]
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """The figures that `--evaluate` left with a calibration, or None; why one was not taken."""
+    within = calibration.absolute()  # of an output in several formats
+    homes = [calibration, *([within.parent] if within.name in FORMATS else [])]
+    warnings = []
+    for file in (home / "evaluation" / REPORT_FILE for home in homes):
+        try:
+            if file.exists():
+                return figures_of(file, layers), []
+        except InputError as error:
+            warnings.append(f"packed without figures of an evaluation: {error}")
+    return None, warnings
 
 
 def _is_of(row: Row, layers: Sequence[LayerSummary]) -> bool:

@@ -9,6 +9,7 @@ from huggingface_hub import errors as hub
 from calib.errors import InputError
 from calib.model.find import ask_hub
 from calib.packs.packing import HUB_ID
+from calib.progress import NOBODY, Progress
 from calib.scalefiles.file_names import PACK_FILE
 from calib.scalefiles.packs import FILES, MAX_MANIFEST_BYTES, read_manifest
 
@@ -16,7 +17,7 @@ _REVISION = re.compile(r"[\w./-]{1,200}", re.ASCII)
 _OF_THE_HUB = {".gitattributes"}  # in every new repository
 
 
-def find_calibration(given: str) -> tuple[Path, str]:
+def find_calibration(given: str, progress: Progress = NOBODY) -> tuple[Path, str]:
     """Where the calibration or pack `given` is, and its name: a path, or `owner/name[@revision]`.
 
     What is no path is fetched from the Hub into its cache; InputError where it is no pack there.
@@ -26,6 +27,7 @@ def find_calibration(given: str) -> tuple[Path, str]:
     name, at, revision = given.partition("@")
     if path.exists() or not HUB_ID.fullmatch(name) or (at and not _REVISION.fullmatch(revision)):
         return path, str(path)  # which may not be there, as its reader says
+    progress.stage("fetch")
     directory = ask_hub("pack", name, lambda: _fetch(name, revision or None))
     return directory, f"{name}@{directory.name}"
 

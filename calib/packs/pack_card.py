@@ -7,13 +7,16 @@ from typing import Any
 
 import yaml
 
+from calib.errors import InputError
+from calib.output.checkpoint_directory import front_matter
 from calib.recipe import Recipe
 from calib.scalefiles.file_names import CARD_FILE
 from calib.scalefiles.packs import Pack
 from calib.scales.summary import LayerSummary
+from calib.strict_yaml import read_yaml
 from calib.text import plain
 
-_LICENSE = re.compile(r"---\n(?:.*\n)*?license: *([a-z0-9][a-z0-9.-]{0,63})\n(?:.*\n)*?---\n")
+_LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 _TEXT = """# FP8 KV-cache scales for {model}
 
 A calibration by fp8kv without weights. Put its scales beside your copy of the model, quantised or
@@ -32,8 +35,13 @@ _FIGURES = (("kl", ".2g"), ("ppl_change", "+.2%"), ("top1", ".1%"))
 def license_of(source: Path) -> str | None:
     """The license in the model's card, whose head an output's card repeats; None if unknown."""
     card = source / CARD_FILE
-    found = _LICENSE.match(card.read_text(errors="replace")) if card.is_file() else None
-    return found and found[1]
+    text = front_matter(card.read_text(errors="replace")) if card.is_file() else ""
+    try:
+        said = read_yaml(text.strip().strip("-"), f"the head of '{card}'")
+    except InputError:
+        return None
+    found = said.get("license") if isinstance(said, dict) else None
+    return found if isinstance(found, str) and _LICENSE.fullmatch(found) else None
 
 
 def pack_card(

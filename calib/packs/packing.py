@@ -7,12 +7,12 @@ from typing import Any
 
 from calib.atomic import atomic_directory
 from calib.errors import InputError, UnsupportedExportError
-from calib.eval.schema import REPORT_FILE
 from calib.export import check_format, check_latent
 from calib.export.scales_json import scales_document
 from calib.marks.record import Marks
 from calib.output.checkpoint_directory import check_output, write_json
-from calib.packs.evaluated import figures_of
+from calib.packs.evaluated import figures_beside, figures_of
+from calib.packs.hidden_paths import places_of, without_places
 from calib.packs.pack_card import license_of, pack_card
 from calib.recipe import load_recipe
 from calib.scalefiles.calibrations import statistics_file
@@ -31,8 +31,6 @@ from calib.scales.stats_file import save_stats
 from calib.scales.summary import summarize
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
-_PATH = re.compile(r"(?:/|\./|\.\./|~).*")
-_QUOTED = re.compile(r"'((?:/|\./|\.\./|~)[^']*)'")
 
 
 @dataclass(frozen=True)
@@ -42,6 +40,7 @@ class Packed:
     path: Path
     pack: Pack
     sizes: dict[str, int]  # bytes of each file, by name
+    warnings: list[str]  # what was found and not packed
 
 
 def pack(
@@ -54,8 +53,8 @@ def pack(
 ) -> Packed:
     """Write the calibration `given` to the directory `output`, whole or not at all.
 
-    `report` is what fp8kv-eval wrote of these scales, by default what lies in the calibration's
-    directory; `base_model` is the model's id on the Hub, where that was calibrated from a copy.
+    `report` is what fp8kv-eval wrote of these scales, by default what lies beside the calibration,
+    if it fits; `base_model` is the model's id on the Hub, where that was calibrated from a copy.
     InputError for what is no calibration, or one that keeps no marks of its model.
     """
     source = statistics_file(given).parent
@@ -67,21 +66,21 @@ def pack(
     recipe = load_recipe(str(source / CALIBRATION_FILE))
     scales = derive_scales(stats, recipe)
     layers = summarize(stats, scales)
-    beside = source / "evaluation" / REPORT_FILE
-    report = report or (beside if beside.exists() else None)
-    figures = figures_of(report, layers) if report else None
-    public = {key: x if key == "marks" else _without_places(x) for key, x in said.items()}
+    found = (figures_of(report, layers), []) if report else figures_beside(source, layers)
+    figures, warnings = found
+    places = places_of(said, recipe, figures["data"] if figures else None)
+    public = {key: x if key == "marks" else without_places(x, places) for key, x in said.items()}
     with atomic_directory(output, overwrite=overwrite) as scratch:
         save_stats(stats, scratch / STATS_FILE)
         write_json(scratch / CALIBRATION_FILE, public | {PACKED: True})
         if _fits_json(scales) and (model_type := marks.settings.get("model_type")):
             write_json(scratch / JSON_FILE, scales_document(scales, model_type, marks.layers))
-        about = _origin(said, base_model) | {"evaluation": _without_places(figures)}
+        about = _origin(said, base_model) | {"evaluation": without_places(figures, places)}
         written = write_manifest(scratch / PACK_FILE, about)
         card = pack_card(public, recipe, layers, written, license_of(source))
         (scratch / CARD_FILE).write_text(card)
         sizes = {file.name: file.stat().st_size for file in sorted(scratch.iterdir())}
-    return Packed(output, written, sizes)
+    return Packed(output, written, sizes, warnings)
 
 
 def _check_measured_here(source: Path, said: dict[str, Any]) -> Marks:
@@ -124,15 +123,3 @@ def _fits_json(scales: KVScales) -> bool:
     except UnsupportedExportError:
         return False
     return True
-
-
-def _without_places(value: Any) -> Any:
-    """`value` with names for paths: where models and data lie is nobody else's business."""
-    if isinstance(value, dict):
-        return {key: _without_places(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_without_places(each) for each in value]
-    if not isinstance(value, str):
-        return value
-    named = (Path(x).name if _PATH.fullmatch(x) else x for x in value.split(" + "))
-    return _QUOTED.sub(lambda match: f"'{Path(match[1]).name}'", " + ".join(named))

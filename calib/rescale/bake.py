@@ -23,7 +23,7 @@ from calib.output.checkpoint_directory import (
     other_weights,
     write_json,
 )
-from calib.output.in_place import back_up, complete, local_directory
+from calib.output.in_place import back_up, check_places, complete, local_directory
 from calib.progress import NOBODY, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.rescale.bake_card import write_card
@@ -103,8 +103,7 @@ def bake(
     """
     if any_factor and purpose == "fp8":
         raise InputError("--any-factor is for int8; FP8 gains nothing from other factors")
-    if in_place and (output or overwrite):
-        raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
+    check_places(output, in_place=in_place, overwrite=overwrite)
     progress.stage("load")
     checkpoint = find_checkpoint(name)
     output = local_directory(name) if in_place else output or _default_output(name, purpose)

@@ -17,7 +17,7 @@ from calib.model.find import find_checkpoint
 from calib.model.quantized import quantization_notes
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, Result, default_output, finish, make_exports
-from calib.output.in_place import check_in_place
+from calib.output.in_place import check_in_place, check_places
 from calib.progress import NOBODY, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.scalefiles.baked import baked_for
@@ -51,8 +51,7 @@ def apply(
     where K and V of `model` are not shown to be the same, or its engine loads no scales beside its
     weights.
     """
-    if in_place and (output or overwrite):
-        raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
+    check_places(output, in_place=in_place, overwrite=overwrite)
     source, name = statistics_file(given).parent, Path(called or given)
     stats, report = load_measured(given)
     pack = _provenance(source, str(name)) or report.get("pack")

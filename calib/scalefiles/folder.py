@@ -141,7 +141,8 @@ def open_scales(path: Path) -> ScaleDirectory:
     """Read the scales of a directory; never read weights."""
     if not path.is_dir():
         raise InputError(f"'{path}' is not a directory; give one that holds a model or its scales")
-    read_pack(path)
+    if read_pack(path):
+        _check_alone(path)
     index = read_index(path)
     # measurements of ours, which engines that read an index never see
     files = sorted({file.name for file in path.glob("*.safetensors")} - {STATS_FILE})
@@ -166,6 +167,14 @@ def open_scales(path: Path) -> ScaleDirectory:
     )
     modules.difference_update([m for m in modules if found.guesses(layer_of(m))])
     return found
+
+
+def _check_alone(pack: Path) -> None:
+    """Refuse weights in a pack: its manifest knows nothing of them, or of scales in them."""
+    found = {file.name for file in pack.glob("*.safetensors")} - {STATS_FILE}
+    found |= {name for name in (CONFIG_FILE, INDEX_FILE, MODELOPT_FILE) if (pack / name).exists()}
+    if found:
+        raise InputError(f"'{pack / min(found)}' is no file of a pack; move it out of '{pack}'")
 
 
 def read_scales_json(path: Path) -> ScalesJson:

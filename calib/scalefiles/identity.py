@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
-from calib.scalefiles.file_names import CALIBRATION_FILE, CONFIG_FILE, JSON_FILE
+from calib.scalefiles.file_names import CALIBRATION_FILE, CONFIG_FILE, JSON_FILE, PACK_FILE
 from calib.scalefiles.json import read_object
 
 # of the language model, where configs of one type differ between models
@@ -19,7 +19,8 @@ Identity = Mapping[str, Any]  # a config.json, or the part of it that is known
 
 def identity(directory: Path) -> Identity:
     """What a directory says of its model: its config.json, or what its scales' own files repeat."""
-    if (directory / CONFIG_FILE).is_file():
+    is_pack = (directory / PACK_FILE).exists()  # whose manifest names no config.json
+    if (directory / CONFIG_FILE).is_file() and not is_pack:
         return read_object(directory / CONFIG_FILE)
     if (directory / CALIBRATION_FILE).is_file():
         said = read_object(directory / CALIBRATION_FILE).get("config")

@@ -5,11 +5,11 @@ import re
 import shlex
 import shutil
 
-import pytest
 import yaml
 from apply_cases import applied, calibrated, copy, refused, scales
 from coded_forms import FORMS
 from command_line import fp8kv, one_line_error
+from pack_cases import manifest, packed, report_of
 from quantized_models import edit_json
 
 from calib.scales.stats_file import load_stats
@@ -18,20 +18,6 @@ FILES = {
     *("README.md", "fp8kv_calibration.json", "fp8kv_pack.json", "fp8kv_stats.safetensors"),
     "kv_cache_scales.json",
 }
-
-
-def packed(given, path, *flags):
-    done = fp8kv("pack", given, "-o", path, *flags)
-    assert done.exit_code == 0, done.stderr
-    return path
-
-
-def report_of(directory):
-    return json.loads((directory / "fp8kv_calibration.json").read_text())
-
-
-def manifest(pack):
-    return json.loads((pack / "fp8kv_pack.json").read_text())
 
 
 def test_a_pack_holds_all_but_weights(measured, pack):
@@ -170,26 +156,6 @@ def test_a_card_that_steers_no_terminal_and_holds_no_markup(measured, tmp_path):
     assert "\n# no" not in card
 
 
-def test_where_things_lie_stays_at_home(model, tmp_path):
-    home = tmp_path / "secret place"
-    home.mkdir()
-    rows = home / "rows.jsonl"
-    words = " ".join(f"w{i}" for i in range(3, 30))
-    rows.write_text("\n".join(json.dumps({"text": words}) for _ in range(8)))
-    given = tmp_path / "given"
-    flags = ["--samples", "4", "--seq-len", "16", "--device", "cpu", "--dataset", rows]
-    done = fp8kv("calibrate", copy(model, home / "tiny"), "-o", given, *flags)
-    assert done.exit_code == 0, done.stderr
-    pack = packed(given, tmp_path / "pack")
-    assert "secret place" in (given / "fp8kv_calibration.json").read_text()
-    for file in pack.iterdir():
-        assert b"secret place" not in file.read_bytes(), file
-        assert str(tmp_path).encode() not in file.read_bytes(), file
-    assert report_of(pack)["dataset"]["source"] == "rows.jsonl"
-    assert report_of(pack)["recipe"]["data"]["dataset"] == "rows.jsonl"
-    assert report_of(pack)["model"] == "tiny"
-
-
 def test_the_commit_of_a_model_on_the_hub(model, tmp_path):
     commit = "0123456789" * 4
     snapshot = tmp_path / "hub" / "models--owner--name" / "snapshots" / commit
@@ -244,36 +210,3 @@ def test_two_runs_at_once(measured, tmp_path):
 
 def test_a_pack_is_no_model(pack, tmp_path):
     one_line_error(fp8kv("apply", pack, pack, "-o", tmp_path / "out"), "is a pack and no model")
-
-
-@pytest.fixture(scope="module")
-def evaluated(model, measured, tmp_path_factory):
-    out = tmp_path_factory.mktemp("evaluated") / "report"
-    flags = ["--dataset", "random", "--samples", "3", "--seq-len", "24", "--variants", "none"]
-    done = fp8kv("eval", model, "--scales", measured, *flags, "--device", "cpu", "-o", out)
-    assert done.exit_code == 0, done.stderr
-    return out
-
-
-def test_figures_of_an_evaluation(evaluated, measured, tmp_path):
-    pack = packed(measured, tmp_path / "pack", "--report", evaluated)
-    rows = json.loads((evaluated / "report.json").read_text())["variants"]
-    found = manifest(pack)["evaluation"]["variants"]
-    for mine, theirs in {"these scales": measured.name, "scale 1.0": "none"}.items():
-        assert found[mine] == {key: rows[theirs][key] for key in ("kl", "ppl_change", "top1")}
-    card = (pack / "README.md").read_text()
-    assert f"| these scales | {rows[measured.name]['kl']['value']:.2g} [" in card
-
-
-def test_figures_beside_the_calibration_are_taken(evaluated, measured, tmp_path):
-    given = shutil.copytree(measured, tmp_path / "given")
-    shutil.copytree(evaluated, given / "evaluation")
-    assert manifest(packed(given, tmp_path / "pack"))["evaluation"]
-
-
-def test_figures_of_other_scales(evaluated, model, tmp_path):
-    other = calibrated(model, tmp_path / "other", "--headroom", "2")
-    done = fp8kv("pack", other, "-o", tmp_path / "pack", "--report", evaluated)
-    one_line_error(done, "has no figures of these scales; measure them: fp8kv-eval")
-    done = fp8kv("pack", other, "-o", tmp_path / "pack", "--report", other / "config.json")
-    one_line_error(done, "is no report of this version of fp8kv-eval")

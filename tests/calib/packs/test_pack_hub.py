@@ -26,8 +26,8 @@ def files(pack):
     return {file.name: file.read_bytes() for file in pack.iterdir()}
 
 
-def refuse(name, model, tmp_path, *phrases):
-    one_line_error(fp8kv("apply", name, model, "-o", tmp_path / "out"), *phrases)
+def refuse(name, model, tmp_path, *phrases, flags=()):
+    one_line_error(fp8kv("apply", name, model, "-o", tmp_path / "out", *flags), *phrases)
     assert not (tmp_path / "out").exists()
 
 
@@ -46,6 +46,17 @@ def test_there_and_back(hub, model, measured, tmp_path):
     assert origin["name"] == f"me/scales@{repository.head}"
     asked = {path.rpartition("/")[2] for method, path in hub.requests if method == "GET"}
     assert asked & FILES == FILES - {"README.md"}
+
+
+def test_no_stage_of_what_lies_here(hub, pack, model, tmp_path):
+    done = fp8kv("apply", pack, model, "-o", tmp_path / "out")
+    assert done.stderr.splitlines() == ["load", "compare weights", "write"]
+
+
+def test_flags_are_checked_before_anything_is_fetched(hub, pack, model, tmp_path):
+    hub.put("me/scales", files(pack))
+    refuse("me/scales", model, tmp_path, "--in-place writes into", flags=["--in-place"])
+    assert not hub.requests
 
 
 def test_only_what_the_manifest_names_is_fetched(hub, model, pack, tmp_path):
@@ -189,5 +200,7 @@ def test_in_a_process_of_its_own_with_the_usual_settings(measured, model, tmp_pa
         ):
             line = [*CLI, *map(str, command)]
             done = subprocess.run(line, env=env, capture_output=True, text=True)
-            assert (done.returncode, done.stderr) == (0, "")
+            assert done.returncode == 0, done.stderr
+            stages = ["fetch", "load", "compare weights", "write"] if "apply" in command else []
+            assert done.stderr.splitlines() == stages
     assert scales(tmp_path / "out") == scales(measured)

@@ -146,3 +146,52 @@ def test_a_pipe_is_no_file(broken, model, tmp_path):
     (broken / "fp8kv_stats.safetensors").unlink()
     os.mkfifo(broken / "fp8kv_stats.safetensors")
     refused(broken, model, tmp_path / "out", "is not a file")
+
+
+@pytest.fixture
+def with_weights(broken, measured):
+    """A pack into which somebody put scales, and a config, that its manifest does not name."""
+    from safetensors.torch import load_file, save_file
+
+    found = load_file(measured / "model-fp8kv-scales.safetensors")
+    save_file({name: scale * 2 for name, scale in found.items()}, broken / "model.safetensors")
+    shutil.copyfile(measured / "config.json", broken / "config.json")
+    return broken
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("inspect", "PACK"),
+        ("verify", "PACK"),
+        ("compare", "PACK", "MEASURED"),
+        ("compare", "MEASURED", "PACK"),
+        ("convert", "PACK", "--to", "json", "-o", "OUT"),
+    ],
+    ids=" ".join,
+)
+def test_scales_that_the_manifest_does_not_name(command, with_weights, measured, tmp_path):
+    names = {"PACK": with_weights, "MEASURED": measured, "OUT": tmp_path / "out"}
+    done = fp8kv(*(names.get(word, word) for word in command))
+    one_line_error(done, f"is no file of a pack; move it out of '{with_weights}'")
+    assert not (tmp_path / "out").exists()
+
+
+def test_weights_alone(with_weights):
+    (with_weights / "config.json").unlink()
+    (with_weights / "model.safetensors").rename(with_weights / "x.safetensors")
+    one_line_error(fp8kv("inspect", with_weights), "x.safetensors' is no file of a pack")
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "hf_quant_config.json", "model.safetensors.index.json"]
+)
+def test_what_only_models_have(name, broken):
+    (broken / name).write_text("{}")
+    one_line_error(fp8kv("inspect", broken), f"{name}' is no file of a pack")
+
+
+def test_a_config_in_a_pack_is_not_read_by_apply(broken, model, tmp_path):
+    (broken / "config.json").write_text('{"model_type": "another"}')
+    done = fp8kv("apply", broken, model, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
