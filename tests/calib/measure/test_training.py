@@ -176,6 +176,23 @@ def test_the_model_is_left_as_it_was(in_training):
     in_training(input_ids=ROWS, labels=ROWS).loss.backward()
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_what_a_generator_of_batches_keeps_can_be_trained_on(gradients):
+    model, kept = tiny_model("llama").train(), []
+
+    def made():
+        for row in ROWS:
+            loss_weights = torch.ones(1, len(row), 64)
+            kept.append((loss_weights, torch.is_grad_enabled()))
+            yield row[None]
+
+    with torch.set_grad_enabled(gradients):
+        scales_for(model, made())
+    assert [(made.is_inference(), mode) for made, mode in kept] == [(False, gradients)] * len(ROWS)
+    hidden = model.model(input_ids=ROWS[:1]).last_hidden_state
+    (hidden * kept[0][0]).sum().backward()
+
+
 def test_a_model_that_has_never_run_is_left_as_it_was():
     model = tiny_model("llama", **LONG)
     before = Held(model)
