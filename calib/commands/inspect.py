@@ -24,7 +24,9 @@ _HEADINGS = ("layer", "K scale", "V scale", "Q scale", "type", "shape")
 
 @command
 def inspect(
-    directory: Annotated[Path, typer.Argument(help="A checkpoint, scales of any tool, or statistics.")],
+    directory: Annotated[
+        Path, typer.Argument(help="A checkpoint, scales of any tool; statistics.")
+    ],
     plot: Annotated[Path | None, Flag("Draw scales: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: AsJson = False,
     debug: Debug = False,

@@ -52,9 +52,8 @@ def scales_for(
     observer, targets, fp8_dtype, headroom, clip_chance, scale_rounding, center_keys,
     data.skip_first, export.reduce and export.tp_size. `strategy` overrides the recipe's.
 
-    The model may be wrapped in DDP or torch.compile; PEFT's models are looked through by
-    `get_base_model`. It runs in eval mode, also while batches are made, and is left exactly as it
-    was, and so are the random numbers, also after an error.
+    DDP, torch.compile and, by `get_base_model`, PEFT are looked through. The model runs in eval
+    mode and is left exactly as it was, and so are the random numbers, also after an error.
 
     Where torch.distributed is initialised, every process must call this: each measures its own
     batches, and all get the scales of all. With `gather=False` each is for itself.
