@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fp8kv_runtime.bench.session import Row as Row
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
+Say = Callable[..., None]  # like print
 
 
 @dataclass(frozen=True)
@@ -47,13 +48,15 @@ def run_bench(
     *,
     tune: bool,
     trust_remote_code: bool,
-    say: Callable[..., None],
+    say: Say,
+    say_case: Say,
     progress: Progress = NOBODY,
 ) -> Result:
     """Check the kernels, with `tune` find their fastest configs first, and time them.
 
     Without a GPU they are checked at small shapes, in Triton's interpreter, and nothing is timed.
-    Without `model` the shape is `heads`. `say` is called like print.
+    Without `model` the shape is `heads`. `say` gets what came of it, `say_case` each case and
+    config on its way; both are called like print.
     """
     gpu = torch.cuda.is_available()
     if tune and not gpu:
@@ -74,19 +77,21 @@ def run_bench(
     bench = Bench.of(shape, block_size, torch.device("cuda" if gpu else "cpu"))
     with torch.inference_mode():
         try:
-            return _run(bench, shape, progress, tune=tune, say=say)
+            return _run(bench, shape, progress, tune=tune, say=say, say_case=say_case)
         except ValueError as error:
-            say()
+            say_case()  # ends the line of a case
             raise InputError(str(error)) from None
 
 
 def _run(
-    bench: "Bench", heads: Heads, progress: Progress, *, tune: bool, say: Callable[..., None]
+    bench: "Bench", heads: Heads, progress: Progress, *, tune: bool, say: Say, say_case: Say
 ) -> Result:
+    tuned = None
     if tune:
         progress.stage("tune")
-    tuned = str(bench.tune(say)) if tune else None
-    if wrong := bench.wrong(say, lambda cases: progress.each("check", cases, "cases")):
+        tuned = str(bench.tune(say_case))
+        say(f"written: {tuned}")
+    if wrong := bench.wrong(say_case, lambda cases: progress.each("check", cases, "cases")):
         raise Fp8kvError(f"wrong on this machine, nothing was timed: {', '.join(wrong)}")
     if bench.device.type != "cuda":
         say("no GPU that torch can use: checked at small shapes, nothing was timed")

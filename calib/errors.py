@@ -9,6 +9,10 @@ class InputError(Fp8kvError, ValueError):
     """A flag, recipe, model directory, dataset or output path cannot be used as given."""
 
 
+class NoModelError(InputError):
+    """A directory holds no model."""
+
+
 class NoScalesError(InputError):
     """A directory holds no KV-cache scales."""
 

@@ -59,7 +59,7 @@ def read_yaml(text: str, source: str) -> Any:
 def explain(source: str | None, error: ValidationError, model: type[BaseModel]) -> str:
     """Say in one line what is wrong with the document from `source`, which is no `model`."""
     first, *others = error.errors()
-    dotted = ".".join(map(str, first["loc"])) or "recipe"
+    dotted = ".".join(map(str, first["loc"]))
     where = f"recipe '{source}'" if source else "recipe"
     if first["type"] == "extra_forbidden":
         parent, leaf = first["loc"][:-1], str(first["loc"][-1])
@@ -73,7 +73,7 @@ def explain(source: str | None, error: ValidationError, model: type[BaseModel]) 
         message += f", or {others[0]['msg'].removeprefix('Input should be ')}"
         dotted = dotted.rpartition(".")[0]
     given = "" if first["type"] == "value_error" else f", got {_shown(first['input'])}"
-    return f"{where}: {dotted}: {message}{given}"
+    return ": ".join(filter(None, (where, dotted, f"{message}{given}")))
 
 
 def _shown(value: object) -> str:

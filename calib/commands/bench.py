@@ -37,11 +37,11 @@ def bench(
     from calib.commands.progress_bar import progress_bar
 
     # a line for each case is progress enough, and would tear a bar
-    own = progress == "auto"
+    own, say = progress == "auto", partial(print, file=sys.stderr)
     with progress_bar(progress, quiet=own) as reported:
         result = run_bench(
             model, heads, block_size, tune=tune, trust_remote_code=trust_remote_code,
-            say=partial(print, file=sys.stderr) if own else _unsaid, progress=reported,
+            say=say, say_case=say if own else _unsaid, progress=reported,
         )  # fmt: skip
     if as_json:
         print_json(asdict(result))

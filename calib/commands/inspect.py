@@ -9,7 +9,7 @@ import typer
 
 from calib.commands.flags import AsJson, Debug, Flag
 from calib.commands.running import command, print_json, print_lines, print_table
-from calib.errors import InputError
+from calib.errors import InputError, NoModelError, NoScalesError
 
 if TYPE_CHECKING:
     from calib.scalefiles.places import LayerPlaces
@@ -24,17 +24,17 @@ _HEADINGS = ("layer", "K scale", "V scale", "Q scale", "type", "shape")
 
 @command
 def inspect(
-    directory: Annotated[Path, typer.Argument(help="A checkpoint, or scales of any tool.")],
+    directory: Annotated[
+        Path, typer.Argument(help="A checkpoint, scales of any tool; statistics.")
+    ],
     plot: Annotated[Path | None, Flag("Draw scales: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show the FP8 KV-cache scales of a directory, whatever tool wrote them; reads no weights."""
     from calib.scalefiles.conventions import convention
-    from calib.scalefiles.reading import read_scales
 
-    found = read_scales(directory)
-    places, problems = _places(found)
+    found, places, problems = _read(directory)
     if plot:
         from calib.scalefiles.plot import plot_scales
 
@@ -44,21 +44,33 @@ def inspect(
         print_json(found.to_json() | {"nvfp4": nvfp4 and nvfp4._asdict(), "first_tokens": first})
         return
     print_lines(_opening_lines(found))
-    print_table(str(directory), _HEADINGS, [_row(layer) for layer in found.layers])
+    if found.layers:
+        print_table(str(directory), _HEADINGS, [_row(layer) for layer in found.layers])
     if places:
         title = "amax by position in the sample; without position 0, divided by 448 (no headroom)"
         print_table(title, _FIRST_HEADINGS, [_first_row(layer) for layer in places])
     print_lines([f"problem: {problem}" for problem in (*found.problems, *problems)])
 
 
-def _places(found: "FoundScales") -> tuple[list["LayerPlaces"], list[str]]:
-    """Where the statistics beside the scales say the largest values were, or what ails them."""
+def _read(directory: Path) -> tuple["FoundScales", list["LayerPlaces"], list[str]]:
+    """The scales; where statistics say the largest values were, or what ails them.
+
+    There may be statistics alone, as of format fp8kv.
+    """
+    from calib.scalefiles.folder import open_scales
     from calib.scalefiles.places import read_places
+    from calib.scalefiles.reading import FoundScales, read_scales
 
     try:
-        return read_places(found.directory.path), []
+        found = read_scales(directory)
+    except (NoModelError, NoScalesError):
+        if not (places := read_places(directory)):
+            raise
+        return FoundScales(open_scales(directory, or_statistics=True), []), places, []
+    try:
+        return found, read_places(directory), []
     except InputError as error:
-        return [], [str(error)]
+        return found, [], [str(error)]
 
 
 def _first_row(layer: "LayerPlaces") -> tuple[str, ...]:
@@ -70,6 +82,8 @@ def _opening_lines(found: "FoundScales") -> list[str]:
     from calib.scalefiles.conventions import convention
     from calib.scalefiles.reading import quantization
 
+    if not found.layers:
+        return ["statistics, and no scales in the form of an engine"]
     directory, files = found.directory, len(found.directory.files)
     index = "no index" if directory.index is None else "an index"
     nvfp4 = convention(directory)

@@ -7,6 +7,7 @@ import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from calib.data.builtin import BUILTIN_PREFIX, builtin_rows, check_builtin
@@ -77,6 +78,12 @@ def check_dataset(dataset: str) -> None:
         check_builtin(dataset)
     elif dataset not in GENERATED and looks_local(dataset):
         check_path(dataset)
+
+
+def dataset_key(dataset: str) -> str:
+    """What tells datasets apart: of a local one the path, links followed; of others the name."""
+    local = dataset not in GENERATED and looks_local(dataset)
+    return str(Path(dataset).expanduser().resolve()) if local else dataset
 
 
 def fingerprint(samples: Sequence[Sequence[int]]) -> str:

@@ -37,6 +37,8 @@ def check_path(dataset: str) -> list[Path]:
     """The readable files that `dataset` names, in order of name; InputError if there are none."""
     path = Path(dataset).expanduser()
     known = ", ".join(READERS)
+    if not dataset:
+        raise InputError(f"the dataset's name is empty; give a {known} file or a Hub dataset")
     if not path.exists():
         raise InputError(f"no file or directory '{dataset}'; give a {known} file or a Hub dataset")
     if path.is_file() and path.suffix.lower() not in READERS:

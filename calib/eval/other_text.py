@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from calib.data import CalibrationData, check_dataset, load_data
+from calib.data import CalibrationData, check_dataset, dataset_key, load_data
 from calib.data.builtin import BUILTIN, LONG
 from calib.errors import InputError
 from calib.eval.exceedance import Clipped, count_clipped
@@ -46,12 +46,16 @@ def wanted_datasets(recipe: Recipe) -> dict[str, bool]:
     """Datasets of `evaluation.also`, and whether each was named; InputError where one cannot be."""
     asked, own = recipe.evaluation.also, recipe.evaluation.dataset or recipe.data.dataset
     named = [name for name in asked if name != ALL]
+    known: dict[str, str] = {}
     for name in named:
-        if asked.count(name) > 1:
-            raise InputError(f"--also '{name}' is given twice; give every dataset once")
-        if name == own:
-            raise InputError(f"--also '{name}' is what is evaluated on already; give another")
         check_dataset(name)
+        key = dataset_key(name)
+        if first := known.get(key):
+            other = f" (also as '{first}')" if first != name else ""
+            raise InputError(f"--also '{name}' is given twice{other}; give every dataset once")
+        if key == dataset_key(own):
+            raise InputError(f"--also '{name}' is what is evaluated on already; give another")
+        known[key] = name
     every = _DOMAINS if ALL in asked else ()
     return {name: name in named for name in (*named, *every) if name != own}
 

@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 Group = dist.ProcessGroup | None
 
 # loading a large model and one rank's share of the data both lie between two collectives
-_TIMEOUT = timedelta(hours=6)
+TIMEOUT = timedelta(hours=6)
 _REDUCTIONS: dict[Callable[..., Tensor], dist.ReduceOp.RedOpType] = {
     torch.maximum: dist.ReduceOp.MAX,
     torch.minimum: dist.ReduceOp.MIN,
@@ -104,7 +104,7 @@ def joined_world() -> Iterator[World]:
         torch.cuda.set_device(_environment("LOCAL_RANK", 0))
     try:
         # statistics are reduced on the CPU, a few megabytes at the end
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
+        dist.init_process_group("gloo", timeout=TIMEOUT)
     except (ValueError, RuntimeError) as error:
         raise InputError(
             f"cannot join {size} processes: {' '.join(str(error).split())}; "
@@ -123,7 +123,7 @@ def surrounding_world() -> Iterator[World]:
         yield World()
         return
     # statistics lie on the CPU, which the program's own backend, such as NCCL, may not serve
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
     try:
         yield World(dist.get_rank(), dist.get_world_size(), group)
     finally:

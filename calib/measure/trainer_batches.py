@@ -1,7 +1,9 @@
 """Batches as trainers hold them, made into those of a calibration."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -19,11 +21,35 @@ Given = Mapping[str, Any] | Tensor | Sequence[int] | Sequence[Sequence[int]]
 def as_batches(given: Iterable[Given], model: PreTrainedModel, skip_first: int) -> Iterator[Batch]:
     """Batches of the same rows, padded on the right wherever they were.
 
-    Rows of `skip_first` tokens or fewer are left out.
+    Rows of `skip_first` tokens or fewer are left out. Items of `given` are drawn in the modes of
+    inference and gradients that this was called in, whatever those are where batches are asked for.
 
     Raises:
         InputError: what was given is no batch of token ids, or not of this model's.
     """
+    modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    return _batches(_drawn(given, *modes), model, skip_first)
+
+
+def _drawn(given: Iterable[Given], inference: bool, gradients: bool) -> Iterator[Given]:
+    """The items of `given`, each made in these modes: tensors made to be kept can be trained on."""
+    with _modes(inference, gradients):
+        items = iter(given)
+    while True:
+        with _modes(inference, gradients):
+            drawn = [*islice(items, 1)]
+        if not drawn:
+            return
+        yield drawn[0]
+
+
+@contextmanager
+def _modes(inference: bool, gradients: bool) -> Iterator[None]:
+    with torch.inference_mode(mode=inference), torch.set_grad_enabled(gradients):
+        yield
+
+
+def _batches(given: Iterable[Given], model: PreTrainedModel, skip_first: int) -> Iterator[Batch]:
     tokens = samples = 0
     for number, each in enumerate(given):
         rows = _rows(each, number)

@@ -42,17 +42,18 @@ def scales_for(
     """Measure `model` on `batches` and return its scales, by the names that engines load them by.
 
     These are the names in a checkpoint of `format`, such as `model.layers.0.self_attn.k_scale`,
-    which an engine's loader takes as it takes those of weights. vLLM, started on a checkpoint of
-    that format, takes them by `reload_weights`; a second `load_weights` drops them without a word
-    (0.32.0, ran). Scales are float32 on the CPU, [1] or, of strategy attn_head, [heads, 1, 1];
-    `x ≈ x_fp8 * scale`.
+    which an engine's loader takes as it takes those of weights. vLLM 0.32.0 on a CPU, started on a
+    checkpoint of that format and tried once by hand, took them by `reload_weights`; a second
+    `load_weights` dropped them without a word. Scales are float32 on the CPU, [1] or, of strategy
+    attn_head, [heads, 1, 1]; `x ≈ x_fp8 * scale`.
 
     A batch is a tensor [B, T] of token ids, a list of them, or a dict with `input_ids` and, where
-    rows are padded, `attention_mask`; other keys are not read. Of `recipe` the strategy, targets,
-    observer, fp8_dtype, headroom, scale_rounding and data.skip_first count; `strategy` goes before.
+    rows are padded, `attention_mask`; other keys are not read. Of `recipe` these count: strategy,
+    observer, targets, fp8_dtype, headroom, clip_chance, scale_rounding, center_keys,
+    data.skip_first, export.reduce and export.tp_size. `strategy` overrides the recipe's.
 
-    The model may be wrapped (DDP, torch.compile, PEFT, whose adapters count). It runs in eval mode
-    and is left exactly as it was, and so are the random numbers, also after an error.
+    DDP, torch.compile and, by `get_base_model`, PEFT are looked through. The model runs in eval
+    mode and is left exactly as it was, and so are the random numbers, also after an error.
 
     Where torch.distributed is initialised, every process must call this: each measures its own
     batches, and all get the scales of all. With `gather=False` each is for itself.

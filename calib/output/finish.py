@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -147,6 +147,11 @@ def finish(
     )  # fmt: skip
 
 
+def _naming(part: str, on_copied: OnCopied) -> OnCopied:
+    """Report copies into a part of the output by its name too: each part has a copy of a file."""
+    return lambda name, more, size: on_copied(str(PurePosixPath(part, name)), more, size)
+
+
 def _write(
     exports: dict[FormatName, Export],
     parts: dict[FormatName, str],
@@ -169,7 +174,7 @@ def _write(
                 made, checkpoint, directory,
                 weights=weights if FORMATS[name].with_weights else None,
                 readme=output_card(report, name, output / parts[name], made.flags),
-                on_copied=destination.on_copied,
+                on_copied=_naming(parts[name], destination.on_copied),
             )  # fmt: skip
             save_stats(stats, directory / STATS_FILE)
             write_json(directory / CALIBRATION_FILE, report)

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from calib.choices import FORMATS
-from calib.errors import InputError
+from calib.errors import InputError, NoModelError
 from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
 from calib.scalefiles.header import read_header, read_values
 from calib.scalefiles.json import read_object
@@ -108,7 +108,7 @@ def statistics_file(path: Path) -> Path:
     return file
 
 
-def no_model(path: Path, problem: str) -> InputError:
+def no_model(path: Path, problem: str) -> NoModelError:
     """An error for a directory without a model: `problem`, or what it holds instead."""
     saved = path / CALIBRATION_FILE
     if (path / PACK_FILE).is_file():
@@ -123,7 +123,7 @@ def no_model(path: Path, problem: str) -> InputError:
             f"'{path}' holds {JSON_FILE} and no model: put it into a copy of the model's "
             "directory, and give that"
         )
-    return absent(path, problem)
+    return NoModelError(str(absent(path, problem)))
 
 
 def absent(path: Path, problem: str) -> InputError:

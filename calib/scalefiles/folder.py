@@ -137,8 +137,11 @@ class ScaleDirectory:
         return nested if isinstance(nested, dict) else config
 
 
-def open_scales(path: Path) -> ScaleDirectory:
-    """Read the scales of a directory; never read weights."""
+def open_scales(path: Path, *, or_statistics: bool = False) -> ScaleDirectory:
+    """Read the scales of a directory; never read weights.
+
+    Without a model or scales that is a NoModelError, if there are no statistics that would do.
+    """
     if not path.is_dir():
         raise InputError(f"'{path}' is not a directory; give one that holds a model or its scales")
     if read_pack(path):
@@ -157,7 +160,8 @@ def open_scales(path: Path) -> ScaleDirectory:
         tensors += _scale_tensors(path / file, header, indexed=file in listed)
     json = read_scales_json(path / JSON_FILE) if (path / JSON_FILE).exists() else None
     config = _optional(path / CONFIG_FILE)
-    if not (files or json or config):
+    statistics = or_statistics and (path / STATS_FILE).is_file()
+    if not (files or json or config or statistics):
         raise no_model(path, f"'{path}' holds no model: no config.json, no safetensors file")
     modelopt = _optional(path / MODELOPT_FILE)
     modules, misnamed = _attention_modules(names), sorted(filter(_is_misnamed, names))

@@ -27,21 +27,23 @@ def check_can_draw(what: str) -> None:
 def plot_scales(found: FoundScales, path: Path, places: Sequence[LayerPlaces] = ()) -> None:
     """Draw K, V and Q scales over the layers; with several per layer, their range.
 
-    Where `places` are known, a second panel shows how amax grew with the tokens.
+    Where `places` are known, another panel shows how amax grew with the tokens.
     """
     if path.suffix.lower() not in _SUFFIXES:
         raise InputError(f"--plot {path}: give a name that ends with {', '.join(_SUFFIXES)}")
     check_can_draw("--plot")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(14 if places else 9, 4.5), layout="constrained")
-    axes = figure.subplots(1, 2 if places else 1, squeeze=False)[0]
-    _draw_scales(axes[0], found)
+    count = bool(found.layers) + bool(places)
+    figure = Figure(figsize=(14 if count > 1 else 9, 4.5), layout="constrained")
+    axes = figure.subplots(1, count, squeeze=False)[0]
+    if found.layers:
+        _draw_scales(axes[0], found)
     if places:
         lines = {x: [getattr(each, x).growth(each.read) for each in places] for x in "kv"}
-        draw_growth(axes[1], lines, {"k": "C0", "v": "C1"})
-        axes[1].set_title("amax against tokens: a line per layer", parse_math=False)
-        axes[1].legend(loc="lower right")
+        draw_growth(axes[-1], lines, {"k": "C0", "v": "C1"})
+        axes[-1].set_title("amax against tokens: a line per layer", parse_math=False)
+        axes[-1].legend(loc="lower right")
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

@@ -100,7 +100,7 @@ class FoundScales:
         return {
             "directory": str(self.directory.path),
             "formats": self.formats,
-            "strategy": self.strategy,
+            "strategy": self.strategy if self.layers else None,
             "quantization": quantization(self.directory),
             "layers": [
                 {"layer": layer.layer, "k": layer.k, "v": layer.v, "q": layer.q}

@@ -87,7 +87,6 @@ class Bench:
         path = tuned_path()
         write_table(path, merged(read_table(path), found))
         forget_tuned()
-        say(f"written: {path}")
         return path
 
     def measure(self, each_of: EachOf = iter) -> tuple[float, list[Row]]:

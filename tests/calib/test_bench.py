@@ -77,6 +77,34 @@ def test_a_job_runner_is_told_how_far_it_is_and_nothing_else():
     assert said == ["end", "time", count, count]
 
 
+@pytest.mark.parametrize("progress", ["none", "json"])
+def test_the_verdict_is_no_progress(progress, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def wrong(self, say, each_of):
+        say("a case ", end="", flush=True)
+        return []
+
+    monkeypatch.setattr(run.Bench, "wrong", wrong)
+    done = fp8kv("--progress", progress)
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert done.stderr == "no GPU that torch can use: checked at small shapes, nothing was timed\n"
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize("progress", ["none", "json"])
+def test_where_tuned_configs_are_is_no_progress(progress, monkeypatch, tmp_path):
+    def tune(self, say):
+        say("a config: 0.9 of the time")
+        return tmp_path
+
+    monkeypatch.setattr(run.Bench, "tune", tune)
+    done = fp8kv("--tune", "--progress", progress)
+    assert done.exit_code == 0, done.output
+    assert f"written: {tmp_path}" in done.stderr.splitlines()
+    assert "a config" not in done.stderr
+
+
 @pytest.mark.usefixtures("gpu")
 def test_nothing_is_timed_where_a_kernel_is_wrong(monkeypatch):
     monkeypatch.setattr(run.Bench, "wrong", lambda self, say, each_of: ["decode_attention 1 x 1k"])

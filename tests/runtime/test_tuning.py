@@ -230,7 +230,7 @@ def test_tuning_writes_what_later_launches_use(monkeypatch, own_table, device):
     said = []
     with torch.inference_mode():
         assert bench.tune(said.append) == own_table
-    assert said[-1] == f"written: {own_table}"
+    assert said[-1].endswith(" of the time")
     rows = json.loads(own_table.read_text())
     assert {kernel: [(r["bits"], r["tile"]) for r in rows[kernel]] for kernel in rows} == {
         "decode": [(8, 32), (16, 32)],

@@ -7,10 +7,12 @@ import threading
 
 import pytest
 from command_line import calibrate, fp8kv
+from families import save_model, tiny_model
 
 from calib.commands import progress_bar as module
 from calib.commands.meter import Meter
 from calib.commands.progress_bar import Reporter, json_lines, progress_bar, reporting, text_lines
+from calib.output import placing
 
 
 class Clock:
@@ -140,6 +142,19 @@ def test_a_copied_file_is_one_stage(told, clock):
         told.progress.copied("model.safetensors", 10, 30)
     told.reporter.end()
     assert [(each["event"], each["done"]) for each in told.objects] == [("begin", 0), ("end", 30)]
+
+
+def test_each_formats_copy_of_a_file_is_a_stage(tmp_path, monkeypatch):
+    monkeypatch.setattr(placing, "_clone", lambda *_: False)
+    model = save_model(tiny_model("llama"), tmp_path / "tiny")
+    formats = ("--format", "vllm", "--format", "tgi", "--weights", "copy")
+    done = calibrate(model, "-o", tmp_path / "out", *formats, "--progress", "json")
+    assert done.exit_code == 0, done.stderr
+    told = map(json.loads, done.stderr.splitlines())
+    copies = {x["stage"]: x for x in told if x["event"] == "end" and x["unit"] == "bytes"}
+    assert [*copies] == ["copy vllm/model.safetensors", "copy tgi/model.safetensors"]
+    size = (model / "model.safetensors").stat().st_size
+    assert [(x["done"], x["total"]) for x in copies.values()] == [(size, size)] * 2
 
 
 def test_items_are_counted_after_they_are_done(told):

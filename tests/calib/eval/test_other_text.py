@@ -262,6 +262,7 @@ def test_a_text_is_named_where_it_is_clipped_more(here, own, answer):
         (["builtin:wiki"], "no built-in dataset 'builtin:wiki'"),
         (["./gone.txt"], "no file or directory './gone.txt'"),
         (["random", "random"], "--also 'random' is given twice"),
+        ([""], "the dataset's name is empty; give a .*.jsonl"),
         (["self"], "--also 'self' is what is evaluated on already; give another"),
     ],
 )
@@ -269,6 +270,21 @@ def test_names_are_checked_before_anything_is_loaded(also, phrase):
     recipe = load_recipe(None, {"data.dataset": "self", "evaluation.also": also})
     with pytest.raises(InputError, match=phrase):
         check_evaluation(recipe, [])
+
+
+def test_one_file_by_two_paths_is_one_dataset(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    write_words(tmp_path / "here/q.jsonl", ["w5"])
+    (tmp_path / "link.jsonl").symlink_to("here/q.jsonl")
+    for other in ("./q.jsonl", "../here/q.jsonl", str(tmp_path / "link.jsonl")):
+        for own, also, phrase in (
+            ("random", ["q.jsonl", other], f"--also '{other}' is given twice .also as 'q.jsonl'.;"),
+            ("q.jsonl", [other], f"--also '{other}' is what is evaluated on already"),
+        ):
+            recipe = load_recipe(None, {"data.dataset": own, "evaluation.also": also})
+            with pytest.raises(InputError, match=phrase):
+                check_evaluation(recipe, [])
 
 
 def test_what_was_named_and_cannot_be_had_is_refused(directory, texts, tmp_path):

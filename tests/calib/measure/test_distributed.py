@@ -13,6 +13,8 @@ from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
 from processes import ROOT, assert_same, launched, statistics
 
+from calib.measure.distributed import TIMEOUT
+
 DATA = ("--dataset", "random", "--samples", 12, "--seq-len", 24, "--batch-size", 2)
 COLLECTED = (
     "--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu",
@@ -184,6 +186,7 @@ from transformers import AutoModelForCausalLM
 
 from calib import Recipe, scales_for
 from calib.errors import InputError
+from calib.measure.distributed import surrounding_world
 
 model, out = AutoModelForCausalLM.from_pretrained(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo")
@@ -201,6 +204,9 @@ for batches, options in (([] if rank else mine, {}), (mine, {"recipe": Recipe(he
         scales_for(model, batches, **options)
     except InputError as error:
         (out / "errors.txt").open("a").write(f"{error}\\n")
+with surrounding_world() as world:
+    options = world.group._get_backend(torch.device("cpu")).options
+    (out / f"timeout{rank}.txt").write_text(str(options._timeout.total_seconds()))
 dist.barrier()
 dist.destroy_process_group()
 """
@@ -225,3 +231,6 @@ def test_ranks_of_a_trainer_share_what_they_saw(model, tmp_path):
     assert len(errors) == 4
     assert sum("at least one batch" in error for error in errors) == 2
     assert sum("different models or recipes" in error for error in errors) == 2
+    # no sooner than the processes of a command: one rank's batches may take long
+    waits = {float((tmp_path / f"timeout{rank}.txt").read_text()) for rank in (0, 1)}
+    assert waits == {TIMEOUT.total_seconds()}

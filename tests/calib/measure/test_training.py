@@ -17,12 +17,14 @@ from torch import nn
 from calib.data import load_data, make_batches
 from calib.errors import CalibrationError, Fp8kvError, InputError
 from calib.export import export
+from calib.measure import training
 from calib.measure.attention import map_attention
 from calib.measure.training import scales_for
 from calib.model.checkpoint import open_checkpoint
 from calib.model.load import load_tokenizer
 from calib.recipe import Recipe, load_recipe
 from calib.scalefiles.file_names import SCALES_SHARD
+from calib.strict_yaml import StrictModel
 
 GENERATOR = torch.Generator().manual_seed(1)
 ROWS = torch.randint(3, 128, (4, 24), generator=GENERATOR)
@@ -176,6 +178,23 @@ def test_the_model_is_left_as_it_was(in_training):
     in_training(input_ids=ROWS, labels=ROWS).loss.backward()
 
 
+@pytest.mark.parametrize("gradients", [True, False])
+def test_what_a_generator_of_batches_keeps_can_be_trained_on(gradients):
+    model, kept = tiny_model("llama").train(), []
+
+    def made():
+        for row in ROWS:
+            loss_weights = torch.ones(1, len(row), 64)
+            kept.append((loss_weights, torch.is_grad_enabled()))
+            yield row[None]
+
+    with torch.set_grad_enabled(gradients):
+        scales_for(model, made())
+    assert [(made.is_inference(), mode) for made, mode in kept] == [(False, gradients)] * len(ROWS)
+    hidden = model.model(input_ids=ROWS[:1]).last_hidden_state
+    (hidden * kept[0][0]).sum().backward()
+
+
 def test_a_model_that_has_never_run_is_left_as_it_was():
     model = tiny_model("llama", **LONG)
     before = Held(model)
@@ -228,6 +247,31 @@ def test_new_weights_get_new_scales():
     of_layer_1, of_layer_0 = (f"model.layers.{i}.self_attn.v_scale" for i in (1, 0))
     assert torch.equal(after[of_layer_1], 4 * before[of_layer_1])
     assert torch.equal(after[of_layer_0], before[of_layer_0])
+
+
+def test_the_docstring_names_the_keys_of_recipes_that_count(monkeypatch):
+    read = set()
+
+    def recording(at, given):
+        class Recording(type(given)):
+            def __getattribute__(self, name):
+                value = super().__getattribute__(name)
+                if name not in type(given).model_fields:
+                    return value
+                if not isinstance(value, StrictModel):
+                    read.add(at + name)
+                    return value
+                return recording(f"{at}{name}.", value)
+
+        return Recording.model_construct(**dict(given))
+
+    made = load_recipe(None, {"headroom": "auto"})
+    monkeypatch.setattr(training, "load_recipe", lambda *_: recording("", made))
+    scales_for(tiny_model("llama"), [ROWS] * 40, recipe=made)
+    listed = re.search("these count: (.*?)\\. `", scales_for.__doc__, re.DOTALL)[1]
+    named = set(re.split(r",\s+|\s+and\s+", listed))
+    # the observer counts as a whole; means are collected and make no scale
+    assert {re.sub(r"observer\..*", "observer", key) for key in read - {"means"}} == named
 
 
 LEFT = torch.cat([torch.zeros(1, 6, dtype=torch.int64), ROWS[:1, :18]], 1)

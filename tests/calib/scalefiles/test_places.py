@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv
+from command_line import calibrate, fp8kv, one_line_error
 from families import LATENT, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
@@ -72,6 +72,43 @@ def test_the_picture_has_a_second_panel(measured, tmp_path):
         picture = tmp_path / f"{panels}.svg"
         assert fp8kv("inspect", name, "--plot", picture).exit_code == 0
         assert len(re.findall('id="axes_[0-9]+"', picture.read_text())) == panels
+
+
+@pytest.fixture(scope="module")
+def statistics_alone(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("statistics")
+    model = save_model(tiny_model("llama"), directory / "tiny")
+    done = calibrate(model, "-o", directory / "out", "--format", "fp8kv")
+    assert done.exit_code == 0, done.stderr
+    return directory / "out"
+
+
+def test_statistics_without_scales_are_shown(statistics_alone, measured, tmp_path):
+    shown, beside = (fp8kv("inspect", each).stdout for each in (statistics_alone, measured))
+    assert shown.startswith("statistics, and no scales in the form of an engine\n")
+    assert "K scale" not in shown
+    title = "amax by position in the sample"
+    beside = beside.partition("problem: ")[0]  # there are no weights
+    assert shown[shown.index(title) :] == beside[beside.index(title) :]
+    said, same = (
+        json.loads(fp8kv("inspect", each, "--json").stdout) for each in (statistics_alone, measured)
+    )
+    assert said["first_tokens"] == same["first_tokens"] != []
+    assert said.keys() == same.keys()
+    assert (said["strategy"], said["layers"], said["problems"]) == (None, [], [])
+    picture = tmp_path / "grown.svg"
+    assert fp8kv("inspect", statistics_alone, "--plot", picture).exit_code == 0
+    assert len(re.findall('id="axes_[0-9]+"', picture.read_text())) == 1
+
+
+def test_statistics_without_scales_and_without_places_are_refused(statistics_alone, tmp_path):
+    damaged(statistics_alone, tmp_path, {})
+    one_line_error(fp8kv("inspect", tmp_path), "holds a calibration and no model")
+
+
+def test_damaged_statistics_without_scales_are_one_line(statistics_alone, tmp_path):
+    damaged(statistics_alone, tmp_path, **DAMAGE["NaN"])
+    one_line_error(fp8kv("inspect", tmp_path), STATS_FILE, "is damaged")
 
 
 DAMAGE = {
