@@ -139,8 +139,10 @@ def test_search_finds_a_word(driver, origin):
     field = driver.find_element("css selector", ".md-search__input")
     driver.execute_script("document.querySelector('#__search').checked = true")
     field.send_keys("saturates")
-    found = until(lambda: driver.find_elements("css selector", ".md-search-result__link"))
-    assert any("what-fp8-does" in each.get_attribute("href") for each in found)
+    # results are drawn again as they come: no element is held from one look to the next
+    links = "return [...document.querySelectorAll('.md-search-result__link')].map(a => a.href)"
+    found = until(lambda: [a for a in driver.execute_script(links) if "what-fp8-does" in a])
+    assert found
 
 
 def until(look_for, seconds=20):
