@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.errors import InputError
-from calib.export import check_format, check_latent
+from calib.export import check_latent, check_recipe
 from calib.measure.attention import AttentionMap, map_attention
 from calib.model.checkpoint import Checkpoint
 from calib.model.config import making_sense
@@ -41,14 +41,7 @@ class Prepared:
 def check_before_loading(model_name: str, recipe: Recipe, destination: Destination) -> Checkpoint:
     """Find the checkpoint, and refuse what cannot be written before any weight is read."""
     for name in recipe.export.formats:
-        check_format(
-            name,
-            strategy=recipe.strategy,
-            fp8_dtype=recipe.fp8_dtype,
-            with_q=recipe.targets == "qkv",
-            reduce=recipe.export.reduce,
-            center_keys=recipe.center_keys,
-        )
+        check_recipe(name, recipe)
     checkpoint = find_checkpoint(model_name)
     if not destination.in_place:
         check_output(destination.path, checkpoint.path, overwrite=destination.overwrite)

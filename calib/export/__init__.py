@@ -17,14 +17,29 @@ from calib.export.scales_json import scales_json
 from calib.export.tgi import tgi
 from calib.model.checkpoint import Checkpoint
 from calib.model.quantized import find_layout
+from calib.recipe import Recipe
 from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.names import layer_of
 from calib.scales.scales import KVScales
 from calib.verify.rules import Rules, all_rules
 
-__all__ = ["FORMATS", "Export", "Format", "check_format", "check_latent", "export"]
+__all__ = [
+    "FORMATS", "Export", "Format", "check_format", "check_latent", "check_recipe", "export",
+]  # fmt: skip
 
 Command = Literal["calibrate", "apply", "convert"]  # of which messages name flags
+
+
+def check_recipe(name: FormatName, recipe: Recipe) -> None:
+    """Refuse what the format cannot express of the scales that `recipe` asks for."""
+    check_format(
+        name,
+        strategy=recipe.strategy,
+        fp8_dtype=recipe.fp8_dtype,
+        with_q=recipe.targets == "qkv",
+        reduce=recipe.export.reduce,
+        center_keys=recipe.center_keys,
+    )
 
 
 def check_format(

@@ -13,7 +13,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from calib.choices import FormatName, Strategy
 from calib.errors import InputError
-from calib.export import FORMATS, Export, check_format, export
+from calib.export import FORMATS, Export, check_recipe, export
 from calib.export.compressed_tensors import find_quantization_config
 from calib.measure.attention import AttentionMap, map_attention
 from calib.measure.distributed import World, surrounding_world
@@ -115,14 +115,7 @@ def _check(model: nn.Module, inner: PreTrainedModel, recipe: Recipe, format: For
         )
     if format not in FORMATS:
         raise InputError(f"no format '{format}'; there are {', '.join(FORMATS)}")
-    check_format(
-        format,
-        strategy=recipe.strategy,
-        fp8_dtype=recipe.fp8_dtype,
-        with_q=recipe.targets == "qkv",
-        reduce=recipe.export.reduce,
-        center_keys=recipe.center_keys,
-    )
+    check_recipe(format, recipe)
     if caches_latents(config):
         check_one_scale(
             strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys
