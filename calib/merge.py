@@ -19,9 +19,10 @@ from calib.progress import NOBODY, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.scalefiles.calibrations import read_report
 from calib.scalefiles.file_names import CALIBRATION_FILE
-from calib.scales.derive import recipe_observer
+from calib.scales.derive import derive_scales, recipe_observer
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
+from calib.scales.summary import warnings_for
 
 
 def merge(
@@ -57,7 +58,7 @@ def merge(
     with claimed(output, overwrite=overwrite) as claim:
         stats = reduce(KVStats.join, map(load_stats, directories))
         dataset = _merged_data([report["dataset"] for report in reports])
-        warnings = dict.fromkeys(line for report in reports for line in report["warnings"])
+        warnings = dict.fromkeys(line for run in runs for line in run.warnings())
         progress.stage("write")
         destination = Destination(output, False, overwrite, progress.copied, claim)
         what = (name, checkpoint, runs[0].recipe, stats, destination, dataset)
@@ -77,6 +78,12 @@ class _Run:
         self.recipe = load_recipe(str(path / CALIBRATION_FILE))
         threads = self.report.get("threads")  # old runs have none
         self.threads = threads if isinstance(threads, int) else None
+
+    def warnings(self) -> list[str]:
+        """Those that are not of its scales: of these the merged ones have their own."""
+        stats = load_stats(self.path)
+        own = warnings_for(stats, derive_scales(stats, self.recipe), self.recipe)
+        return [line for line in self.report["warnings"] if line not in own]
 
 
 def _other_threads(runs: Sequence[_Run]) -> list[str]:

@@ -45,12 +45,6 @@ class FirstTokens:
     # what E4M3 would need without the first token of each sample, with no headroom and unrounded
     scale_without_first: float
 
-    @property
-    def ratio(self) -> float:
-        """How many times the largest of all other tokens the first one is."""
-        others = max(self.positions_1_2, self.rest)
-        return self.position_0 / others if others else 1.0
-
 
 @dataclass(frozen=True)
 class TensorPlaces:
@@ -67,9 +61,13 @@ class TensorPlaces:
 
     def grew(self, since: int, *, per_head: bool) -> float:
         """By which share the amax, or that of any head, grew from the bucket `since` on."""
-        rows = self.curve if per_head else [[*map(max, *self.curve, [0.0] * BUCKETS)]]
-        pairs = [(max(row[:since]), max(row[since:])) for row in rows]
-        return max((after / before - 1 for before, after in pairs if before), default=0.0)
+        parts = _largest(self.curve, since, per_head=per_head)
+        return max((after / before - 1 for before, after in parts if before), default=0.0)
+
+    def first_alone(self, *, per_head: bool) -> float:
+        """How many times the largest of all other tokens the first of a sample is."""
+        parts = _largest(self.positions, 1, per_head=per_head)
+        return max((first / others for first, others in parts if others), default=1.0)
 
     @property
     def first_tokens(self) -> FirstTokens:
@@ -94,6 +92,12 @@ class LayerPlaces:
         return {"layer": self.layer, "k": asdict(k), "v": asdict(v)}
 
 
+def _largest(rows: Rows, bucket: int, *, per_head: bool) -> list[tuple[float, float]]:
+    """The largest before `bucket` and from there on, of each head or of all."""
+    heads = rows if per_head else [[*map(max, *rows, [0.0] * len(rows[0]))]]
+    return [(max(head[:bucket]), max(head[bucket:])) for head in heads]
+
+
 def middle_of(read: int) -> int:
     """The bucket that begins nearest to the middle of `read` tokens."""
     return max(1, round(math.log2(read)) - 1)
@@ -112,27 +116,34 @@ def read_places(directory: Path) -> list[LayerPlaces]:
         if k is None or v is None:
             return []
         match facts:
-            case {"layer_idx": int(layer), "read": int(read)} if layer >= 0 and read >= 1:
+            case {"layer_idx": int(layer), "tokens": int(tokens), "read": int(read)} if (
+                layer >= 0 and 1 <= tokens <= read
+            ):
                 found.append(LayerPlaces(layer, read, k, v))
             case _:
-                raise _damaged(path, f"{name[:80]} has no layer_idx or no tokens read")
+                raise _damaged(path, f"{name[:80]} has no layer_idx, or not the tokens it counted")
     return found
 
 
 def _tensor(path: Path, entries: dict[str, Entry], name: str, letter: str) -> TensorPlaces | None:
     parts = []
-    for field, columns in (("curve", BUCKETS), ("positions", POSITION_BUCKETS)):
+    for field, columns in (("curve", BUCKETS), ("positions", POSITION_BUCKETS), ("amax", None)):
         names = (f"{name}.{called}.{field}" for called in _LETTERS[letter])
         entry = next((entries[each] for each in names if each in entries), None)
         if entry is None:
             return None
-        values = read_values(path, entry)
-        if entry.shape[1:] != (columns,) or not values:
-            raise _damaged(path, f"{field} of {name[:80]} is {[*entry.shape]}")
+        match entry.shape:
+            case (heads, step) if heads and step and columns in (None, step):
+                values = read_values(path, entry)
+            case _:
+                raise _damaged(path, f"{field} of {name[:80]} is {[*entry.shape]}")
         if not all(math.isfinite(x) and x >= 0 for x in values):
             raise _damaged(path, f"{field} of {name[:80]} is not finite, or below zero")
-        parts.append([values[i : i + columns] for i in range(0, len(values), columns)])
-    return TensorPlaces(*parts)
+        parts.append([values[i : i + step] for i in range(0, len(values), step)])
+    curve, positions, amax = parts
+    if not [*map(max, curve)] == [*map(max, positions)] == [*map(max, amax)]:
+        raise _damaged(path, f"curve, positions and amax of {name[:80]} have not the same largest")
+    return TensorPlaces(curve, positions)
 
 
 def _damaged(path: Path, problem: str) -> InputError:

@@ -71,14 +71,14 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
 
 def _of_places(places: list[LayerPlaces], strategy: Strategy, *, growth: bool) -> list[str]:
     """Whether amax would have grown with more tokens, and whether first tokens alone set it."""
-    found = []
+    found, per_head = [], strategy != "tensor"
     for which in ("k", "v"):
         grew, first = {}, {}
         for layer in places:
             x, middle = getattr(layer, which), middle_of(layer.read)
             if growth and layer.read >= TOKENS_TO_GROW:
-                grew[layer.layer] = x.grew(middle, per_head=strategy != "tensor")
-            first[layer.layer] = x.first_tokens.ratio
+                grew[layer.layer] = x.grew(middle, per_head=per_head)
+            first[layer.layer] = x.first_alone(per_head=per_head)
         if named := [layer for layer, share in grew.items() if share > GREW]:
             read = places[0].read
             found.append(

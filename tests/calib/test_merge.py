@@ -77,6 +77,22 @@ def test_two_runs_are_one(model, texts, halves, tmp_path):
     assert json.loads(again.stdout)["tokens"] == 240 + 96
 
 
+def test_warnings_are_those_of_all_that_was_read(model, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("calib.scales.summary.TOKENS_TO_GROW", 16)
+    monkeypatch.setattr("calib.scales.summary.GREW", 0.0)
+    runs = [calibrated(model, texts / f"{name}.jsonl", tmp_path / name) for name in "ab"]
+    file = runs[0] / "fp8kv_calibration.json"
+    said = json.loads(file.read_text())["warnings"]
+    assert any("still grew" in line for line in said)
+    edit_json(file, warnings=[*said, "what is said of the data"])
+    done = fp8kv("merge", *runs, "-o", tmp_path / "merged", "--json")
+    warnings = json.loads(done.stdout)["warnings"]
+    assert "what is said of the data" in warnings
+    grew = [line for line in warnings if "still grew" in line]
+    assert grew
+    assert all("of 240 tokens" in line for line in grew)
+
+
 def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path):
     a, b = halves
     out = ("-o", tmp_path / "merged")

@@ -48,7 +48,9 @@ def printed_tables(report: Report) -> list[OtherTable]:
 def _own(report: Report, name: str) -> tuple[Cell, ...]:
     row, data = report.variants[name], report.data
     layers = [(each.layer_idx, each.exceedance) for each in row.layers if each.exceedance]
-    counts = ((data.source, "(its own)"), (str(data.documents), ""), (f"{data.tokens:,}", ""))
+    counted = row.clipped.tokens if row.clipped else data.tokens
+    fewer = f"(clipped: of {counted:,})" * (counted != data.tokens)
+    counts = ((data.source, "(its own)"), (str(data.documents), ""), (f"{data.tokens:,}", fewer))
     return (*counts, _kl(row.kl), ("", ""), _share(row.clipped), _worst(layers))
 
 

@@ -188,6 +188,16 @@ def test_the_tables_have_the_figures(report):
             assert row[5].split(" [")[0] in page
 
 
+def test_tokens_that_were_not_counted_for_clipping_are_said(report):
+    name, tokens = other_tables(report)[0].name, report.data.tokens
+    row = report.variants[name]
+    for counted, said in ((tokens, f"{tokens:,}"), (7, f"{tokens:,} (clipped: of 7)")):
+        clipped = row.clipped.model_copy(update={"tokens": counted})
+        variants = {**report.variants, name: row.model_copy(update={"clipped": clipped})}
+        tables = other_tables(report.model_copy(update={"variants": variants}))
+        assert tables[0].rows[0][2] == said
+
+
 def test_a_report_without_other_text_says_nothing_of_it(report):
     plain = report.model_copy(update={"other_texts": []})
     assert "Other text" not in html(plain)

@@ -117,6 +117,9 @@ DAMAGE = {
     "below zero": {"positions": torch.full((2, 24), -1.0)},
     "no heads": {"positions": torch.ones(0, 24)},
     "flat": {"curve": torch.ones(96)},
+    "another amax": {"amax": torch.ones(2, 8)},
+    "an amax without channels": {"amax": torch.ones(2, 0)},
+    "other positions": {"positions": torch.ones(2, 24)},
 }
 
 
@@ -153,9 +156,16 @@ def test_statistics_that_name_no_module_with_places_have_none(facts, measured, t
 
 @pytest.mark.parametrize(
     "module",
-    [None, [], {"layer_idx": 0}, {"layer_idx": 0, "read": "3"}, {"layer_idx": -1, "read": 3}],
+    [
+        None,
+        [],
+        {"layer_idx": 0},
+        {"layer_idx": 0, "tokens": 3, "read": "3"},
+        {"layer_idx": -1, "tokens": 3, "read": 3},
+        {"layer_idx": 0, "tokens": 3, "read": 2},
+    ],
 )
 def test_modules_without_facts_are_refused(module, measured, tmp_path):
     facts = {"modules": {"model.layers.0.self_attn": module}}
-    with pytest.raises(InputError, match="has no layer_idx or no tokens read"):
+    with pytest.raises(InputError, match="has no layer_idx, or not the tokens it counted"):
         read_places(damaged(measured, tmp_path, facts))

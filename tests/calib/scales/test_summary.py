@@ -138,6 +138,10 @@ def test_first_tokens_that_set_a_scale_alone_are_named():
     assert warning.startswith("K: the first token of a sample is up to 3x all others in layer 7")
     assert warn(seen_at({0: 9.0}, {0: 9.0, 1: 2.0, 5: 5.0})) == []
     assert warn(seen_at({0: 9.0}, {0: 3.0, 1: 9.0})) == []
+    # it sets the scale of one head, and not the layer's
+    one_head = seen_at({0: 9.0}, {0: [9.0, 4.0], 1: [9.0, 1.0]})
+    assert warn(one_head) == []
+    assert "up to 4x all others" in warn(one_head, "attn_head")[0]
 
 
 @pytest.mark.parametrize("read", [1024, 1400, 1500, 2047, 2048, 3000, 10**6, 3 * 10**9])
