@@ -99,6 +99,7 @@ interop-scales: interop-outputs
 		$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/$$name || exit 1; \
 	done
 	$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/tensor-kv/vllm --doubled
+	$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/tensor-kv/vllm --reloaded
 	$(INTEROP)/bin/python tests/interop/check_verify.py
 	$(BIN)/python tests/interop/write_conversions.py $(OUT)/conversions
 	$(INTEROP)/bin/python tests/interop/check_verify.py --only $(OUT)/conversions

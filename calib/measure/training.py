@@ -42,9 +42,9 @@ def scales_for(
     """Measure `model` on `batches` and return its scales, by the names that engines load them by.
 
     These are the names in a checkpoint of `format`, such as `model.layers.0.self_attn.k_scale`,
-    which an engine's loader takes as it takes those of weights. vLLM 0.32.0 on a CPU, started on a
-    checkpoint of that format and tried once by hand, took them by `reload_weights`; a second
-    `load_weights` dropped them without a word. Scales are float32 on the CPU, [1] or, of strategy
+    which an engine's loader takes as it takes those of weights. vLLM 0.32.0 on a CPU, serving a
+    checkpoint of format vllm, takes such scales by `reload_weights`; a second `load_weights` drops
+    them without a word (make interop-scales). Scales are float32 on the CPU, [1] or, of strategy
     attn_head, [heads, 1, 1]; `x ≈ x_fp8 * scale`.
 
     A batch is a tensor [B, T] of token ids, a list of them, or a dict with `input_ids` and, where

@@ -2,18 +2,22 @@
 
 check_vllm.py DIR            exit 0 if every attention layer holds exactly the file's scales
 check_vllm.py DIR --doubled  the same with one scale doubled in a copy: exit 0 if that is found
+check_vllm.py DIR --reloaded gives the engine that serves DIR all scales doubled, the ways that a
+                             training loop could: exit 0 if `reload_weights` takes them and, as our
+                             pages say, `load_weights` drops them
 
 The text it generates and the bytes in its caches are looked at too.
 """
 
 import argparse
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from engine import kernels, start
-from outputs import SCALES_FILE, Output, read_output, report
+from outputs import SCALES_FILE, STATS_FILE, Output, read_output, report
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -140,12 +144,46 @@ def check_doubled(directory: Path) -> None:
     report(directory, problems, f"a doubled scale is found: {' '.join(found)}")
 
 
+def check_reloaded(directory: Path) -> None:
+    """Give a running engine weights with other scales."""
+    first = read_output(directory)
+    doubled = replace(first, scales=times(first, 2))
+    llm = start(directory)
+    before = text_of(llm)
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs(directory, factor=2)})
+    reloaded, text = llm.apply_model(look)[0], text_of(llm)
+    held = llm.apply_model(look)[0]
+    problems = [*wrong_scales(reloaded, doubled), *other_problems(held, doubled, text)]
+    again = [(name, scale * 4) for name, scale in load_file(directory / SCALES_FILE).items()]
+    llm.apply_model(lambda model: len(model.load_weights(iter(again))))
+    problems += [f"load_weights: {x}" for x in wrong_scales(llm.apply_model(look)[0], doubled)]
+    success = "scales twice as large are taken by reload_weights, and dropped by load_weights"
+    report(directory, problems, f"{success}; {before!r}, {text!r}")
+
+
+def times(output: Output, factor: float) -> dict[str, dict[str, Tensor]]:
+    """Its scales, each `factor` times as large."""
+    return {
+        name: {which: scale * factor for which, scale in layer.items()}
+        for name, layer in output.scales.items()
+    }
+
+
+def pairs(directory: Path, *, factor: float) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of `directory`, its scales `factor` times as large."""
+    for file in sorted(directory.glob("*.safetensors")):
+        if file.name != STATS_FILE:
+            for name, tensor in load_file(file).items():
+                yield name, tensor * factor if file.name == SCALES_FILE else tensor
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--doubled", action="store_true")
+    parser.add_argument("--doubled", dest="check", action="store_const", const=check_doubled)
+    parser.add_argument("--reloaded", dest="check", action="store_const", const=check_reloaded)
     arguments = parser.parse_args()
-    (check_doubled if arguments.doubled else check)(arguments.directory)
+    (arguments.check or check)(arguments.directory)
 
 
 if __name__ == "__main__":

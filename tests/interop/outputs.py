@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-SCALES_FILE = "model-fp8kv-scales.safetensors"
+SCALES_FILE, STATS_FILE = "model-fp8kv-scales.safetensors", "fp8kv_stats.safetensors"
 
 _SCALE = re.compile(r"(?P<attention>.+\.self_attn)\.(?:[kv]_proj\.)?(?P<which>[qkv])_scale")
 
