@@ -24,9 +24,8 @@ from calib.recipe import DataRecipe, Recipe
 from calib.scales.tail import headroom_for
 
 MODEL = "builtin:smollm2"
-# the model was chosen by looking at the first two
-DATASETS = ("builtin:python-docs", "builtin:code", "builtin:chat")
-TOKENS = 71_168
+# at most so many tokens. The fit was chosen by looking at 71,168 of each of the first two
+DATASETS = {"builtin:python-docs": 71_168, "builtin:code": 512_000, "builtin:chat": 71_168}
 SEQ_LEN = 512
 ORDERS = 6
 CALIBRATED = (1024, 2048, 4096, 8192)
@@ -36,8 +35,16 @@ LEAST_EVENTS = 20
 FACTOR = 3.0
 
 Rows = list[dict[str, Any]]
-# factor, tokens clipped, of how many, cover with the factor and without
-Promise = tuple[float, int, int, float, float]
+
+
+class Promise(NamedTuple):
+    """One layer of one order."""
+
+    factor: float
+    clipped: int  # tokens
+    documents: set[int]  # they are of
+    tokens: int
+    cover: float  # of the amax of all tokens
 
 
 class Text(NamedTuple):
@@ -46,17 +53,19 @@ class Text(NamedTuple):
     amax: Tensor
     lengths: list[int]
 
-    def shuffled(self, seed: int) -> Tensor:
-        """The documents in another order."""
+    def shuffled(self, seed: int) -> tuple[Tensor, Tensor]:
+        """The documents in another order, and of each token [tokens] its document."""
         order = np.random.default_rng(seed).permutation(len(self.lengths))
         parts = self.amax.split(self.lengths, dim=-1)
-        return torch.cat([parts[i] for i in order], dim=-1)
+        lengths = torch.tensor(self.lengths)[order]
+        documents = torch.from_numpy(order).repeat_interleave(lengths)
+        return torch.cat([parts[i] for i in order], dim=-1), documents
 
 
 def main() -> None:
     """Measure, print, write the JSON."""
     args = scratch_and_output(__doc__, "cover")
-    texts = {name: read(name) for name in DATASETS}
+    texts = {name: read(name, tokens) for name, tokens in DATASETS.items()}
     result = {
         "machine": machine(),
         "model": MODEL,
@@ -72,9 +81,9 @@ def main() -> None:
 
 
 @torch.inference_mode()
-def read(dataset: str) -> Text:
-    """Run the model over `dataset`."""
-    data = DataRecipe(dataset=dataset, samples=TOKENS // SEQ_LEN, seq_len=SEQ_LEN)
+def read(dataset: str, tokens: int) -> Text:
+    """Run the model over `tokens` of `dataset`, or all it has."""
+    data = DataRecipe(dataset=dataset, samples=tokens // SEQ_LEN, seq_len=SEQ_LEN)
     recipe = Recipe(device="cpu", dtype="float32", data=data)
     checkpoint = find_checkpoint(MODEL)
     config = load_config(checkpoint, recipe)
@@ -102,18 +111,18 @@ def grouped(amax: Tensor, strategy: str) -> Tensor:
     return (amax if strategy == "attn_head" else amax.amax(2, keepdim=True)).flatten(1, 2)
 
 
-def splits(text: Text, counts: tuple[int, ...]) -> Iterator[tuple[str, int, int, Tensor]]:
-    """Strategy, tokens calibrated on, order, and values in that order."""
+def splits(text: Text, counts: tuple[int, ...]) -> Iterator[tuple[str, int, Tensor, Tensor]]:
+    """Strategy, tokens calibrated on, values in an order, and the document of each token."""
     for seed in range(ORDERS):
-        amax = text.shuffled(seed)
+        amax, documents = text.shuffled(seed)
         for strategy, count in product(STRATEGIES, counts):
-            yield strategy, count, seed, grouped(amax, strategy)
+            yield strategy, count, grouped(amax, strategy), documents
 
 
 def exceedance(dataset: str, text: Text) -> Rows:
     """Predicted and seen tokens with any clipped value in a layer, without headroom."""
     found: dict[tuple[str, int], list[tuple[float, float, int]]] = {}
-    for strategy, count, _, values in splits(text, CALIBRATED):
+    for strategy, count, values, _ in splits(text, CALIBRATED):
         rest = values.shape[-1] - count
         for layer in values:
             tail = tail_of(layer[:, :count])
@@ -161,7 +170,7 @@ def _close(expected: float, seen: float) -> bool:
 def growth(dataset: str, text: Text) -> Rows:
     """Error of the predicted amax of the next 4 times as many tokens, three ways and without."""
     found: dict[tuple[int, str], list[NDArray[np.float64]]] = {}
-    for strategy, count, _, values in splits(text, CALIBRATED):
+    for strategy, count, values, _ in splits(text, CALIBRATED):
         if strategy != "tensor":
             continue
         true = values[..., : 5 * count].amax(-1)
@@ -184,31 +193,43 @@ def growth(dataset: str, text: Text) -> Rows:
 def headroom(dataset: str, text: Text) -> Rows:
     """What `--headroom auto` promises and does, and how much of the whole run's amax it covers."""
     found: dict[tuple[str, int], list[Promise]] = {}
-    for strategy, count, _, values in splits(text, (*CALIBRATED[1:], 2 * CALIBRATED[-1])):
+    for strategy, count, values, documents in splits(text, (*CALIBRATED[1:], 2 * CALIBRATED[-1])):
         for layer in values:
             factor = headroom_for([tail_of(layer[:, :count])], CHANCE)
             level = layer[:, :count].amax(-1, keepdim=True) * factor
-            clipped = int((layer[:, count:] > level).any(0).sum())
+            clipped = (layer[:, count:] > level).any(0)
+            where = set(documents[count:][clipped].tolist())
             cover = float((level[:, 0] / layer.amax(-1)).min())
-            row = (factor, clipped, layer.shape[-1] - count, cover, cover / factor)
+            row = Promise(factor, int(clipped.sum()), where, len(clipped), cover)
             found.setdefault((strategy, count), []).append(row)
     return [_promise(dataset, *at, rows) for at, rows in found.items()]
 
 
 def _promise(dataset: str, strategy: str, count: int, rows: list[Promise]) -> dict[str, Any]:
-    factors, clipped, tokens, covers, plain = map(np.array, zip(*rows, strict=True))
-    events = int(clipped.sum())
+    clipped, tokens = sum(row.clipped for row in rows), sum(row.tokens for row in rows)
+    documents = len(set().union(*(row.documents for row in rows)))
+    covers = np.array([row.cover for row in rows])
     return {
         "dataset": dataset,
         "strategy": strategy,
         "tokens": count,
-        "factor": [float(np.quantile(factors, q)) for q in (0, 0.5, 1)],
-        "chance": float(events / tokens.sum()),
-        "chance_interval": [x / float(tokens.sum()) for x in poisson_interval(events)],
+        "factor": [float(np.quantile([row.factor for row in rows], q)) for q in (0, 0.5, 1)],
+        "chance": clipped / tokens,
+        "chance_interval": _by_documents(clipped, documents, tokens),
+        "documents": documents,
         "layers_covered": float(np.mean(covers >= 1)),
         "least_cover": float(covers.min()),
-        "layers_covered_without": float(np.mean(plain >= 1)),
+        "layers_covered_without": float(np.mean([row.cover >= row.factor for row in rows])),
     }
+
+
+def _by_documents(clipped: int, documents: int, tokens: int) -> list[float]:
+    """The interval of the chance, were the documents with clipped tokens drawn anew.
+
+    The tokens of one document are not independent, and the orders share documents.
+    """
+    weight = clipped / documents if documents else ORDERS
+    return [x * weight / tokens for x in poisson_interval(documents)]
 
 
 if __name__ == "__main__":
