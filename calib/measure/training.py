@@ -49,8 +49,9 @@ def scales_for(
 
     A batch is a tensor [B, T] of token ids, a list of them, or a dict with `input_ids` and, where
     rows are padded, `attention_mask`; other keys are not read. Of `recipe` these count: strategy,
-    observer, targets, fp8_dtype, headroom, clip_chance, scale_rounding, center_keys,
-    data.skip_first, export.reduce and export.tp_size. `strategy` overrides the recipe's.
+    observer, targets, fp8_dtype, headroom, clip_chance, scale_rounding, data.skip_first,
+    export.reduce and export.tp_size. `strategy` overrides the recipe's. Centred keys are refused:
+    no engine has names for their means.
 
     DDP, torch.compile and, by `get_base_model`, PEFT are looked through. The model runs in eval
     mode and is left exactly as it was, and so are the random numbers, also after an error.
