@@ -53,6 +53,8 @@ def merge(
             "--model"
         )
     check_output(output, checkpoint.path, overwrite=overwrite)
+    for path in directories:
+        check_output(output, path, overwrite=overwrite, what="calibration")
     counts = {run.threads for run in runs}
     threads = counts.pop() if len(counts) == 1 else None
     with claimed(output, overwrite=overwrite) as claim:

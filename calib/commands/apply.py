@@ -41,7 +41,8 @@ def apply(
 ) -> None:
     """Put a calibration's scales beside another checkpoint of its model, which is not run.
 
-    MODEL may be a quantised version. Refused unless its K and V are shown to be the same.
+    MODEL may be a quantised version. Refused unless its norms and the weights that K and V come
+    from are the same, as far as sampled; what reads no norm (o_proj, down_proj) is not compared.
     """
     from calib.commands.progress_bar import progress_bar
     from calib.output.in_place import check_places

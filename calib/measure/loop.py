@@ -60,7 +60,7 @@ def running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, Running
 def results(layers: dict[str, RunningLayer], attention: AttentionMap) -> KVStats:
     """Statistics of all batches that `layers` have seen, at least one."""
     if not any(layer.tokens for layer in layers.values()):
-        raise InputError("calibration needs at least one batch; the dataset gave none")
+        raise InputError("there is nothing to calibrate on: no token was read that counts")
     return KVStats({name: layer.result() for name, layer in layers.items()}, attention.shared)
 
 

@@ -1,5 +1,6 @@
 """Batches as trainers hold them, made into those of a calibration."""
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,10 +13,16 @@ from transformers import PreTrainedModel
 
 from calib.data import Batch, make_batches
 from calib.errors import InputError
-from calib.model.load import check_positions
+from calib.model.load import model_positions
 
 # token ids [B, T] or [T], or a dict of such `input_ids` and, for padded rows, an `attention_mask`
 Given = Mapping[str, Any] | Tensor | Sequence[int] | Sequence[Sequence[int]]
+
+# what a model's forward takes and K and V do not depend on, or that is read here
+_HARMLESS = {
+    "input_ids", "attention_mask", "labels", "use_cache", "return_dict", "logits_to_keep",
+    "output_attentions", "output_hidden_states", "output_router_logits",
+}  # fmt: skip
 
 
 def as_batches(given: Iterable[Given], model: PreTrainedModel, skip_first: int) -> Iterator[Batch]:
@@ -27,6 +34,8 @@ def as_batches(given: Iterable[Given], model: PreTrainedModel, skip_first: int) 
     Raises:
         InputError: what was given is no batch of token ids, or not of this model's.
     """
+    if isinstance(given, (Mapping, str)) or not isinstance(given, Iterable):
+        raise InputError(f"batches must be a list or loader of batches, got {_described(given)}")
     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     return _batches(_drawn(given, *modes), model, skip_first)
 
@@ -52,8 +61,7 @@ def _modes(inference: bool, gradients: bool) -> Iterator[None]:
 def _batches(given: Iterable[Given], model: PreTrainedModel, skip_first: int) -> Iterator[Batch]:
     tokens = samples = 0
     for number, each in enumerate(given):
-        rows = _rows(each, number)
-        _check(rows, model, number)
+        rows = _rows(each, model, f"batch {number}")
         kept = [i for i, row in enumerate(rows) if len(row) > skip_first]
         texts = [rows[i] for i in kept]
         for batch in make_batches(texts, len(texts), pad_id=0, skip_first=skip_first):
@@ -63,23 +71,50 @@ def _batches(given: Iterable[Given], model: PreTrainedModel, skip_first: int) ->
         samples += len(rows)
 
 
-def _rows(given: Given, number: int) -> list[list[int]]:
-    """The token ids of each row, without padding."""
-    ids, mask = (
-        (given.get("input_ids"), given.get("attention_mask"))
-        if isinstance(given, Mapping)
-        else (given, None)
-    )
-    rows = _table(ids, f"batch {number}: input_ids")
+def _rows(given: Given, model: PreTrainedModel, which: str) -> list[list[int]]:
+    """The token ids of each row of the batch `which`, without padding."""
+    held = given if isinstance(given, Mapping) else {"input_ids": given}
+    ids = _table(held.get("input_ids"), f"{which}: input_ids")
+    if any(row.dtype == torch.bool for row in ids):
+        raise InputError(f"{which}: input_ids must be whole numbers, got bool: is that a mask?")
+    real = _real(held.get("attention_mask"), ids, which)
+    _check_others(held, real, model, which)
+    rows = [row[kept].tolist() for row, kept in zip(ids, real, strict=True)]
+    _check(rows, model, which)
+    return rows
+
+
+def _real(mask: Any, ids: list[Tensor], which: str) -> list[Tensor]:
+    """Which tokens of each row are no padding: bool [T]."""
     if mask is None:
-        return [row.tolist() for row in rows]
-    masks = _table(mask, f"batch {number}: attention_mask")
-    if [len(row) for row in rows] != [len(row) for row in masks]:
+        return [torch.ones_like(row, dtype=torch.bool) for row in ids]
+    masks = _table(mask, f"{which}: attention_mask")
+    same = [len(row) for row in masks] == [len(row) for row in ids]
+    if not same or any((row != row.bool()).any() for row in masks):
         raise InputError(
-            f"batch {number}: attention_mask must be [B, T] as input_ids is, 1 for each token that "
-            "is no padding"
+            f"{which}: attention_mask must be [B, T] as input_ids is, 1 for each token that is no "
+            "padding and 0 for padding"
         )
-    return [row[real.bool()].tolist() for row, real in zip(rows, masks, strict=True)]
+    return [row.bool() for row in masks]
+
+
+def _check_others(
+    held: Mapping[str, Any], real: list[Tensor], model: PreTrainedModel, which: str
+) -> None:
+    """Refuse what else changes K and V; positions that count each row's tokens do not."""
+    taken = inspect.signature(model.forward).parameters.keys() - _HARMLESS
+    others = {name for name in taken if held.get(name) is not None}
+    if "position_ids" in others:
+        places = _table(held["position_ids"], f"{which}: position_ids")
+        if [len(row) for row in places] == [len(row) for row in real]:
+            counted = (row[kept] for row, kept in zip(places, real, strict=True))
+            if all(row.tolist() == [*range(len(row))] for row in counted):
+                others.remove("position_ids")
+    if others:
+        raise InputError(
+            f"{which}: {', '.join(sorted(others))} can change K and V, and scales are measured of "
+            "input_ids and attention_mask alone; split packed rows, and give text only"
+        )
 
 
 def _table(given: Any, what: str) -> list[Tensor]:
@@ -89,8 +124,13 @@ def _table(given: Any, what: str) -> list[Tensor]:
         tensors = [torch.as_tensor(row, device="cpu") for row in rows]
     except (TypeError, ValueError, RuntimeError):
         tensors = []
-    if any(tensor.ndim == 2 for tensor in tensors):
-        tensors = [row for tensor in tensors for row in tensor]
+    if isinstance(given, Tensor) and given.ndim == 2:
+        tensors = [*tensors[0]]
+    elif any(tensor.ndim > 1 for tensor in tensors):
+        raise InputError(
+            f"{what} is a list of tables; give a dict of input_ids and attention_mask, or each as "
+            "a batch"
+        )
     if not tensors or any(row.ndim != 1 or row.is_floating_point() for row in tensors):
         raise InputError(f"{what} must be whole numbers [B, T] or [T], got {_described(given)}")
     return tensors
@@ -103,12 +143,18 @@ def _is_nested(given: Any) -> bool:
 def _described(given: Any) -> str:
     if isinstance(given, Tensor):
         return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
-    return "nothing" if given is None else type(given).__name__
+    if isinstance(given, int):
+        return f"{given}; batches are a list, also of one batch"
+    return "nothing" if given is None else f"{given!r:.60}"
 
 
-def _check(rows: list[list[int]], model: PreTrainedModel, number: int) -> None:
-    check_positions(model.config, max(map(len, rows), default=0), f"batch {number}: a row of")
+def _check(rows: list[list[int]], model: PreTrainedModel, which: str) -> None:
+    longest, positions = max(map(len, rows), default=0), model_positions(model.config)
+    if positions and longest > positions:
+        raise InputError(
+            f"{which}: a row of {longest} tokens is longer than the model's {positions} positions"
+        )
     known = model.get_input_embeddings().weight.shape[0]
     wrong = next((token for row in rows for token in row if not 0 <= token < known), None)
     if wrong is not None:
-        raise InputError(f"batch {number}: token id {wrong} is none of the model's {known:,}")
+        raise InputError(f"{which}: token id {wrong} is none of the model's {known:,}")

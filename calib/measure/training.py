@@ -25,6 +25,9 @@ from calib.recipe import Recipe, load_recipe
 from calib.scales.derive import derive_scales
 from calib.scales.one_scale import check_one_scale
 from calib.scales.scales import KVScales
+from calib.scales.stats import KVStats
+from fp8kv_runtime.errors import AttentionError
+from fp8kv_runtime.hf.swap import alone
 
 _INNER = ("module", "_orig_mod")  # of DDP, DeepSpeed and DataParallel; of torch.compile
 _SPREAD = ("ds_id", "placements")  # attributes of ZeRO-3's parameters, and of DTensor
@@ -47,11 +50,13 @@ def scales_for(
     them without a word (make interop-scales). Scales are float32 on the CPU, [1] or, of strategy
     attn_head, [heads, 1, 1]; `x ≈ x_fp8 * scale`.
 
-    A batch is a tensor [B, T] of token ids, a list of them, or a dict with `input_ids` and, where
-    rows are padded, `attention_mask`; other keys are not read. Of `recipe` these count: strategy,
-    observer, targets, fp8_dtype, headroom, clip_chance, scale_rounding, data.skip_first,
-    export.reduce and export.tp_size. `strategy` overrides the recipe's. Centred keys are refused:
-    no engine has names for their means.
+    A batch is a tensor [B, T] of token ids, a list of rows [T], or a dict with `input_ids` and,
+    where rows are padded, `attention_mask`. What else the model's forward takes and would change K
+    or V is refused (pictures, embeddings, positions of packed rows); other keys are not read.
+
+    Of `recipe` these count: strategy, observer, targets, fp8_dtype, headroom, clip_chance,
+    scale_rounding, center_keys, data.skip_first, export.reduce and export.tp_size. `strategy`
+    overrides the recipe's. Centred keys are refused: no engine has names for their means.
 
     DDP, torch.compile and, by `get_base_model`, PEFT are looked through. The model runs in eval
     mode and is left exactly as it was, and so are the random numbers, also after an error.
@@ -60,21 +65,30 @@ def scales_for(
     batches, and all get the scales of all. With `gather=False` each is for itself.
 
     Raises:
-        InputError: no tokens, no transformers model, or one that is quantised or spread out.
+        InputError: no tokens, no transformers model, or one that is quantised, spread out, or in
+            use by another thread.
         UnsupportedModelError: the model's attention cannot be observed.
         UnsupportedExportError: the format cannot hold such scales.
         CalibrationError: K, V or Q held NaN or Inf.
     """
     given = recipe or Recipe()
+    if not isinstance(given, Recipe):
+        raise InputError(f"recipe must be a calib.Recipe, got {given!r:.60}; see calib.load_recipe")
     recipe = load_recipe(None, {**given.model_dump(), "strategy": strategy or given.strategy})
     inner = _unwrapped(model)
     _check(model, inner, recipe, format)
-    with _left_alone(inner), surrounding_world() if gather else nullcontext(World()) as world:
-        attention = world.together(lambda: _mapped(inner, recipe, format))
-        world.check_same("models or recipes", [[*attention.cached], recipe.model_dump()])
-        each = as_batches(batches, inner, recipe.data.skip_first)
-        stats = world.together(lambda: calibrate(inner, each, recipe, attention=attention))
-        scales = derive_scales(world.reduce(stats), recipe)
+
+    def measure() -> KVStats:
+        given = as_batches(batches, inner, recipe.data.skip_first)
+        return calibrate(inner, given, recipe, attention=attention)
+
+    try:
+        with _left_alone(inner), surrounding_world() if gather else nullcontext(World()) as world:
+            attention = world.together(lambda: _mapped(inner, recipe, format))
+            world.check_same("models or recipes", [[*attention.cached], recipe.model_dump()])
+            scales = derive_scales(world.reduce(world.together(measure)), recipe)
+    except AttentionError as error:
+        raise InputError(str(error)) from None
     made = _exported(inner, scales, recipe, format)
     for doubt in made.doubts:
         warnings.warn(doubt, stacklevel=2)
@@ -109,6 +123,8 @@ def _check(model: nn.Module, inner: PreTrainedModel, recipe: Recipe, format: For
             f"the weights of this {name} are spread over processes (FSDP, ZeRO-3, or tensor "
             "parallel); give a model that holds them whole, or save one for fp8kv-calibrate"
         )
+    if any(weight.is_meta for weight in inner.parameters()):
+        raise InputError(f"weights of this {name} are on device meta; load them first")
     if find_quantization_config(config.to_dict()) is not None:
         raise InputError(
             f"the weights of this {name} are quantised; give the model that they are of, or use "
@@ -157,7 +173,8 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
     before = [(table, dict(table)) for table in tables]
     values = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     gpus = sorted({weight.device.index for weight in model.parameters() if weight.is_cuda})
-    with torch.random.fork_rng(gpus), torch.compiler.set_stance("force_eager"):
+    plainly = torch.compiler.set_stance("force_eager")
+    with alone(model.get_decoder()), torch.random.fork_rng(gpus), plainly:
         try:
             yield
         finally:

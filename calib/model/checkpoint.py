@@ -73,7 +73,7 @@ class Checkpoint:
 
 def fingerprint(checkpoint: Checkpoint) -> str:
     """The sha256 of the config, of every weight file's name, size, header and a few blocks, and of
-    a few bytes of every tensor of attention.
+    a few bytes of every tensor but those of experts.
 
     It tells models and revisions apart without reading hundreds of gigabytes; it is no proof that
     two checkpoints are the same. Files that have changed since they were opened are refused.
@@ -81,7 +81,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     checkpoint.check_unchanged()
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
     add_files(digest, checkpoint.path, checkpoint.shards)
-    digest.update(weights_digest(checkpoint.path).encode())
+    digest.update(weights_digest(checkpoint.path, beyond_attention=True).encode())
     return digest.hexdigest()
 
 

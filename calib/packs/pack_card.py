@@ -26,7 +26,7 @@ not; OUTPUT is this repository's name, or a copy of its directory:
 fp8kv apply OUTPUT MODEL
 ```
 
-`apply` refuses a model whose K and V are not those that were measured.
+`apply` refuses a model whose norms, or weights for K and V, are not those that were measured.
 
 """
 _FIGURES = (("kl", ".2g"), ("ppl_change", "+.2%"), ("top1", ".1%"))

@@ -17,6 +17,7 @@ _SAMPLED_BLOCKS = 16
 _BLOCK_BYTES = 4096
 _SAMPLE_BYTES = 256
 _ATTENTION = re.compile("attn|attention")
+_NO_EXPERT = re.compile(r"^(?!.*\bexperts\.)")  # of which there can be tens of thousands
 
 
 class Digest(Protocol):
@@ -52,16 +53,18 @@ def bakes_latents(path: Path) -> bool:
     return read_object(path / BAKE_FILE).get("latent") is True
 
 
-def weights_digest(path: Path) -> str:
+def weights_digest(path: Path, *, beyond_attention: bool = False) -> str:
     """The sha256 of a few bytes of every tensor of attention; scales of the KV cache left out.
 
-    It does not change where files are renamed, or scales put beside the weights.
+    Or of all tensors but those of experts. It does not change where files are renamed, or scales
+    put beside the weights.
     """
+    wanted = _NO_EXPERT if beyond_attention else _ATTENTION
     shards = sorted({*(read_index(path) or {}).values()} or {SINGLE_FILE})
     found: dict[str, tuple[Path, Entry]] = {}
     for file in (path / shard for shard in shards):
         header = read_header(file) if file.exists() else {}
-        found |= {name: (file, entry) for name, entry in header.items() if _ATTENTION.search(name)}
+        found |= {name: (file, entry) for name, entry in header.items() if wanted.search(name)}
     digest = hashlib.sha256()
     for name in sorted(name for name in found if not is_of_cache(name)):
         file, entry = found[name]

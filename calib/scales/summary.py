@@ -44,6 +44,11 @@ def summarize(stats: KVStats, scales: KVScales) -> list[LayerSummary]:
 def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
     """Return what the user should know before trusting the scales, one line each."""
     found = [LATENT_NOTE] if stats.latent else []
+    if recipe.headroom != "auto" and recipe.headroom < 1:
+        found.append(
+            f"headroom {recipe.headroom:g}: scales hold {recipe.headroom:.0%} of the largest "
+            "values that were seen, and clip what is beyond"
+        )
     for is_so, text in _checks(scales.strategy):
         for which in ("k", "v"):
             layers = [

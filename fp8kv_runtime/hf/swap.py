@@ -8,9 +8,11 @@ is put off, so that a replacement meets the latent.
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -30,19 +32,45 @@ from fp8kv_runtime.errors import AttentionError
 # [B, 1, T, P], the shared and rotated part of the keys
 Replacement = Callable[..., Any]
 
+# of each decoder, the threads that stand in for its attention: nested blocks are of one
+_THREADS: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
 
-def swap_attention(
-    model: PreTrainedModel, replacement: Replacement
-) -> AbstractContextManager[None]:
+
+@contextmanager
+def swap_attention(model: PreTrainedModel, replacement: Replacement) -> Iterator[None]:
     """Route every attention call of `model`'s decoder through `replacement` inside the block.
 
     `replacement(original, module, query, key, value, ...)` gets the function it stands for as its
     first argument. On exit, also after an exception, the model is exactly as before.
+
+    Raises:
+        AttentionError: another thread is in such a block, or the model's attention implementation
+            is one that transformers does not know.
     """
     decoder = model.get_decoder()
-    if decoder._can_set_attn_implementation():
-        return _swap_interface(decoder, replacement)
-    return _swap_sdpa(decoder, replacement)
+    swap = _swap_interface if decoder._can_set_attn_implementation() else _swap_sdpa
+    with alone(decoder), swap(decoder, replacement):
+        yield
+
+
+@contextmanager
+def alone(decoder: nn.Module) -> Iterator[None]:
+    """Keep other threads from standing in for the attention of `decoder` while the block runs.
+
+    Raises:
+        AttentionError: another thread does.
+    """
+    threads = _THREADS.setdefault(decoder, [])
+    threads.append(own := threading.get_ident())
+    try:
+        if threads[0] != own:
+            raise AttentionError(
+                "another thread measures this model, or runs it with an FP8 cache: wait for it, or "
+                "give each thread a model of its own"
+            )
+        yield
+    finally:
+        threads.remove(own)
 
 
 @contextmanager
@@ -80,6 +108,11 @@ def _swap_interface(decoder: nn.Module, replacement: Replacement) -> Iterator[No
                 stack.callback(delattr, module, "expand_kv")
         for config in _attention_configs(decoder):
             implementation = config._attn_implementation
+            if implementation != "eager" and implementation not in AttentionInterface():
+                raise AttentionError(
+                    f"transformers knows no attention implementation '{implementation}', which the "
+                    "model's config names: register it, or call model.set_attn_implementation"
+                )
             name = _Name.of(implementation, replacement)
             AttentionInterface.register(name, _stand_in(implementation, replacement))
             stack.callback(AttentionInterface._global_mapping.pop, name, None)

@@ -2,6 +2,7 @@
 
 import re
 import runpy
+import threading
 import warnings
 from collections import UserDict
 from pathlib import Path
@@ -288,6 +289,12 @@ REAL = torch.tensor([[0] * 6 + [1] * 18])
         {"input_ids": ROWS[:1, :18], "labels": ROWS},
         UserDict(input_ids=ROWS[:1, :18].tolist(), attention_mask=None),
         {"input_ids": LEFT, "attention_mask": REAL},
+        {
+            "input_ids": LEFT,
+            "attention_mask": REAL,
+            "position_ids": (REAL.cumsum(1) - 1).clamp(min=0),
+            "rewards": None,
+        },
         {"input_ids": LEFT.tolist(), "attention_mask": REAL.bool().tolist()},
     ],
     ids=lambda batch: type(batch).__name__,
@@ -297,11 +304,33 @@ def test_forms_of_a_batch(batch):
     assert_same(scales_for(model, [batch]), scales_for(model, [ROWS[:1, :18]]))
 
 
+def test_another_thread_with_the_same_model_is_refused():
+    model = tiny_model("llama")
+    expected, refused = scales_for(model, [ROWS]), []
+
+    def other():
+        with pytest.raises(InputError, match="another thread measures this model"):
+            scales_for(model, [ROWS])
+        refused.append(True)
+
+    def batches():
+        yield ROWS
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    before = Held(model)
+    assert_same(scales_for(model, batches()), expected)
+    assert refused
+    assert_as_before(model, before)
+    assert_same(scales_for(model, [ROWS]), expected)
+
+
 def test_rows_that_are_skipped_whole_are_left_out():
     model, recipe = tiny_model("llama"), Recipe(data={"skip_first": 3})
     found = scales_for(model, [ROWS[:, :3], ROWS], recipe=recipe)
     assert_same(found, scales_for(model, [ROWS], recipe=recipe))
-    with pytest.raises(InputError, match="at least one batch"):
+    with pytest.raises(InputError, match="no token was read that counts"):
         scales_for(model, [ROWS[:, :3]], recipe=recipe)
 
 
@@ -347,6 +376,11 @@ def test_compiled_code_is_not_run():
     assert ran
 
 
+def attending(model, implementation):
+    model.config._attn_implementation_internal = implementation
+    return model
+
+
 def spread_out(model, attribute):
     setattr(model.lm_head.weight, attribute, 0)
     return model
@@ -363,8 +397,30 @@ def quantised(model):
         (lambda: nn.Linear(2, 2), [ROWS], {}, "Linear is neither a transformers model"),
         (lambda: tiny_model("llama").model, [ROWS], {}, "not a causal language model"),
         (lambda: tiny_model("bloom"), [ROWS], {}, "cannot be observed"),
-        (lambda: tiny_model("llama"), [], {}, "at least one batch"),
-        (lambda: tiny_model("llama"), [[]], {}, "whole numbers .* got list"),
+        (lambda: tiny_model("llama"), [], {}, "no token was read that counts"),
+        (lambda: tiny_model("llama"), [[]], {}, r"whole numbers .* got \[\]"),
+        (lambda: tiny_model("llama"), [[[], [1, 2]]], {}, r"whole numbers .* got \[\[\], \[1, 2"),
+        (lambda: tiny_model("llama"), [[ROWS, ROWS > 0]], {}, "is a list of tables; give a dict"),
+        (lambda: tiny_model("llama"), [(ROWS, ROWS)], {}, "is a list of tables; give a dict"),
+        (lambda: tiny_model("llama"), [ROWS > 0], {}, "got bool: is that a mask"),
+        (lambda: tiny_model("llama"), {"input_ids": ROWS}, {}, "batches must be a list or loader"),
+        (lambda: tiny_model("llama"), None, {}, "batches must be a list or loader .* got nothing"),
+        (lambda: tiny_model("llama"), [1, 2, 3], {}, "got 1; batches are a list, also of one"),
+        (lambda: tiny_model("llama").to("meta"), [ROWS], {}, "are on device meta"),
+        (lambda: tiny_model("llama"), [ROWS], {"recipe": "tensor-absmax"}, "recipe must be a calib"),
+        (lambda: attending(tiny_model("llama"), "another"), [ROWS], {}, "implementation 'another'"),
+        (
+            lambda: tiny_model("llama"), [{"input_ids": ROWS, "attention_mask": 2 * ROWS}], {},
+            "attention_mask must be",
+        ),
+        (
+            lambda: tiny_model("llama"), [{"input_ids": ROWS, "position_ids": ROWS}], {},
+            "position_ids can change K and V",
+        ),
+        (
+            lambda: tiny_model("llama"), [{"input_ids": ROWS, "inputs_embeds": ROWS.float()}], {},
+            "inputs_embeds can change K and V",
+        ),
         (lambda: quantised(tiny_model("llama")), [ROWS], {}, "are quantised"),
         (lambda: spread_out(tiny_model("llama"), "ds_id"), [ROWS], {}, "spread over processes"),
         (lambda: tiny_model("llama"), [ROWS], {"format": "json"}, "use format='vllm'"),
@@ -386,10 +442,10 @@ def quantised(model):
         ),
         (lambda: tiny_model("llama"), [ROWS, ROWS + 120], {}, "batch 1: token id 2.. is none of"),
         (lambda: tiny_model("llama"), [-ROWS], {}, "batch 0: token id -"),
-        (lambda: tiny_model("llama"), [torch.ones(300).int()], {}, "longer than the model's 256"),
+        (lambda: tiny_model("llama"), [torch.ones(300).int()], {}, "300 tokens is longer than the model's 256"),
         (lambda: tiny_model("llama"), [ROWS.float()], {}, "whole numbers .* got float32"),
         (lambda: tiny_model("llama"), [{"labels": ROWS}], {}, "whole numbers .* got nothing"),
-        (lambda: tiny_model("llama"), ["text"], {}, "whole numbers .* got str"),
+        (lambda: tiny_model("llama"), ["text"], {}, "whole numbers .* got 'text'"),
         (lambda: tiny_model("llama"), [3], {}, "whole numbers"),
         (
             lambda: tiny_model("llama"), [{"input_ids": ROWS, "attention_mask": ROWS[:, 1:]}], {},
