@@ -93,6 +93,14 @@ def test_warnings_are_those_of_all_that_was_read(model, texts, tmp_path, monkeyp
     assert all("of 240 tokens" in line for line in grew)
 
 
+def test_no_run_is_replaced_by_what_is_made_of_it(halves):
+    for run in halves:
+        before = (run / STATS_FILE).read_bytes()
+        done = fp8kv("merge", *halves, "-o", run, "--overwrite")
+        one_line_error(done, f"would mix with the calibration in '{run}'")
+        assert (run / STATS_FILE).read_bytes() == before
+
+
 def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path):
     a, b = halves
     out = ("-o", tmp_path / "merged")

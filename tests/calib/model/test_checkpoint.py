@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from families import tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
@@ -106,6 +107,15 @@ def test_fingerprints_tell_revisions_apart(tiny_llama, tmp_path):
     config = json.loads((tmp_path / "one/config.json").read_text())
     (tmp_path / "one/config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
     assert fingerprint(open_checkpoint(tmp_path / "one")) != one
+
+
+def test_any_tensor_trained_further_makes_another_fingerprint(tmp_path):
+    tiny_model("mixtral").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors, one = load_file(file), fingerprint(open_checkpoint(tmp_path))
+    for name, tensor in tensors.items():
+        save_file({**tensors, name: tensor * 30 + 1}, file, {"format": "pt"})
+        assert (fingerprint(open_checkpoint(tmp_path)) != one) or ".experts." in name
 
 
 def test_a_single_file_beside_an_index_that_does_not_name_it(directory):

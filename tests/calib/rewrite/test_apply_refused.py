@@ -13,6 +13,7 @@ from apply_cases import (
     scales,
 )
 from coded_forms import FORMS
+from command_line import fp8kv, one_line_error
 from families import LATENT, save_model, tiny_model
 
 
@@ -196,3 +197,11 @@ def test_other_families(family, tmp_path):
     measured = calibrated(model, tmp_path / "measured", "--format", "fp8kv")
     out = applied(measured, copy(model, tmp_path / "same"), tmp_path / "out", "--format", "fp8kv")
     assert json.loads((out / "fp8kv_calibration.json").read_text())["measured_on"]
+
+
+def test_the_calibration_is_not_replaced_by_what_is_made_of_it(model, measured):
+    before = {file.name: file.read_bytes() for file in measured.iterdir() if file.is_file()}
+    done = fp8kv("apply", measured, model, "-o", measured, "--overwrite")
+    one_line_error(done, f"would mix with the calibration in '{measured}'")
+    after = {file.name: file.read_bytes() for file in measured.iterdir() if file.is_file()}
+    assert after == before

@@ -35,6 +35,12 @@ def test_a_quiet_model_has_no_warnings():
     assert warn(stats([10.0, 12.0, 9.0])) == []
 
 
+def test_headroom_below_one_clips_what_was_seen():
+    (warning,) = warn(stats([10.0]), recipe=load_recipe(None, {"headroom": 0.5}))
+    assert warning.startswith("headroom 0.5: scales hold 50% of the largest values that were seen")
+    assert warn(stats([10.0]), recipe=load_recipe(None, {"headroom": 1.5})) == []
+
+
 def test_a_row_has_the_layers_figures():
     measured = stats([112.0, 448.0], v=224.0)
     (row,) = summarize(measured, derive(measured))
