@@ -71,29 +71,40 @@ def scales_for(
         UnsupportedExportError: the format cannot hold such scales.
         CalibrationError: K, V or Q held NaN or Inf.
     """
-    given = recipe or Recipe()
-    if not isinstance(given, Recipe):
-        raise InputError(f"recipe must be a calib.Recipe, got {given!r:.60}; see calib.load_recipe")
-    recipe = load_recipe(None, {**given.model_dump(), "strategy": strategy or given.strategy})
-    inner = _unwrapped(model)
+    recipe, inner = _asked(recipe or Recipe(), strategy), _unwrapped(model)
     _check(model, inner, recipe, format)
-
-    def measure() -> KVStats:
-        given = as_batches(batches, inner, recipe.data.skip_first)
-        return calibrate(inner, given, recipe, attention=attention)
-
-    try:
-        with _left_alone(inner), surrounding_world() if gather else nullcontext(World()) as world:
-            attention = world.together(lambda: _mapped(inner, recipe, format))
-            world.check_same("models or recipes", [[*attention.cached], recipe.model_dump()])
-            scales = derive_scales(world.reduce(world.together(measure)), recipe)
-    except AttentionError as error:
-        raise InputError(str(error)) from None
+    scales = _measured(inner, batches, recipe, format, gather=gather)
     made = _exported(inner, scales, recipe, format)
     for doubt in made.doubts:
         warnings.warn(doubt, stacklevel=2)
     with torch.inference_mode(mode=False):
         return {name: tensor.clone() for name, tensor in made.tensors.items()}
+
+
+def _asked(recipe: Recipe, strategy: Strategy | None) -> Recipe:
+    if not isinstance(recipe, Recipe):
+        got = f"{recipe!r:.60}"
+        raise InputError(f"recipe must be a calib.Recipe, got {got}; calib.load_recipe makes one")
+    return load_recipe(None, {**recipe.model_dump(), "strategy": strategy or recipe.strategy})
+
+
+def _measured(
+    model: PreTrainedModel, batches: Iterable[Given], recipe: Recipe, format: FormatName, *,
+    gather: bool,
+) -> KVScales:  # fmt: skip
+    """The scales of all processes that `gather`, whose batches are of one model."""
+
+    def measure() -> KVStats:
+        given = as_batches(batches, model, recipe.data.skip_first)
+        return calibrate(model, given, recipe, attention=attention)
+
+    try:
+        with _left_alone(model), surrounding_world() if gather else nullcontext(World()) as world:
+            attention = world.together(lambda: _mapped(model, recipe, format))
+            world.check_same("models or recipes", [[*attention.cached], recipe.model_dump()])
+            return derive_scales(world.reduce(world.together(measure)), recipe)
+    except AttentionError as error:
+        raise InputError(str(error)) from None
 
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:

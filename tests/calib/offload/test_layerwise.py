@@ -118,7 +118,7 @@ def test_progress_names_layer_and_batch(llama):
 
 
 def test_no_batches_is_an_error(llama):
-    with pytest.raises(InputError, match="at least one batch"):
+    with pytest.raises(InputError, match="no token was read"):
         llama.by_layer(llama.recipe(), [])
 
 
