@@ -226,7 +226,8 @@ def _promise(dataset: str, strategy: str, count: int, rows: list[Promise]) -> di
 def _by_documents(clipped: int, documents: int, tokens: int) -> list[float]:
     """The interval of the chance, were the documents with clipped tokens drawn anew.
 
-    The tokens of one document are not independent, and the orders share documents.
+    The tokens of one document are not independent, and the orders share documents: without any
+    clipped, what was seen counts once, and not for each order.
     """
     weight = clipped / documents if documents else ORDERS
     return [x * weight / tokens for x in poisson_interval(documents)]

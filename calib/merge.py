@@ -11,7 +11,7 @@ from calib.atomic import claimed
 from calib.errors import InputError
 from calib.marks.judging import judge
 from calib.marks.record import Marks
-from calib.model.checkpoint import fingerprint
+from calib.model.checkpoint import fingerprints
 from calib.model.find import find_checkpoint
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, Result, finish
@@ -47,14 +47,14 @@ def merge(
     reports = [run.report for run in runs]
     name = model or reports[0]["model"]
     checkpoint = find_checkpoint(name)
-    if fingerprint(checkpoint) != reports[0]["checkpoint"]:
+    if not _same_model(fingerprints(checkpoint), reports[0]):
         raise InputError(
             f"'{name}' is not the model that '{directories[0]}' was calibrated on; give it with "
             "--model"
         )
-    check_output(output, checkpoint.path, overwrite=overwrite)
     for path in directories:
         check_output(output, path, overwrite=overwrite, what="calibration")
+    check_output(output, checkpoint.path, overwrite=overwrite)
     counts = {run.threads for run in runs}
     threads = counts.pop() if len(counts) == 1 else None
     with claimed(output, overwrite=overwrite) as claim:
@@ -101,7 +101,7 @@ def _other_threads(runs: Sequence[_Run]) -> list[str]:
 
 def _check_same(first: _Run, other: _Run) -> None:
     both, mine, theirs = f"'{first.path}' and '{other.path}'", first.report, other.report
-    if mine["checkpoint"] != theirs["checkpoint"]:
+    if not _same_model(mine, theirs):
         raise InputError(
             f"{both} are of different models or revisions ({mine['model']}, {theirs['model']}); "
             "merge only runs of one"
@@ -119,6 +119,12 @@ def _check_same(first: _Run, other: _Run) -> None:
             )
     if {*_parts(mine["dataset"])} & {*_parts(theirs["dataset"])}:
         raise InputError(f"{both} have read the same data; merging them adds nothing")
+
+
+def _same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two reports are of one checkpoint; older ones say less of it."""
+    known = {"checkpoint", "weights"} & one.keys() & other.keys()
+    return all(one[key] == other[key] for key in known)
 
 
 def _parts(dataset: dict[str, Any]) -> list[str]:

@@ -23,6 +23,9 @@ _HARMLESS = {
     "input_ids", "attention_mask", "labels", "use_cache", "return_dict", "logits_to_keep",
     "output_attentions", "output_hidden_states", "output_router_logits",
 }  # fmt: skip
+# of rows that hold several texts; taken as further arguments
+_PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+_KINDS = {"token_type_ids", "mm_token_type_ids"}
 
 
 def as_batches(given: Iterable[Given], model: PreTrainedModel, skip_first: int) -> Iterator[Batch]:
@@ -34,7 +37,8 @@ def as_batches(given: Iterable[Given], model: PreTrainedModel, skip_first: int) 
     Raises:
         InputError: what was given is no batch of token ids, or not of this model's.
     """
-    if isinstance(given, (Mapping, str)) or not isinstance(given, Iterable):
+    has_items = isinstance(given, Iterable) or hasattr(given, "__getitem__")
+    if isinstance(given, (Mapping, str)) or not has_items:
         raise InputError(f"batches must be a list or loader of batches, got {_described(given)}")
     modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     return _batches(_drawn(given, *modes), model, skip_first)
@@ -102,10 +106,15 @@ def _check_others(
     held: Mapping[str, Any], real: list[Tensor], model: PreTrainedModel, which: str
 ) -> None:
     """Refuse what else changes K and V; positions that count each row's tokens do not."""
-    taken = inspect.signature(model.forward).parameters.keys() - _HARMLESS
+    # a forward may be wrapped by one that says nothing of what it takes
+    forwards = (inspect.signature(each).parameters for each in (type(model).forward, model.forward))
+    taken = _PACKED.union(*forwards) - _HARMLESS
     others = {name for name in taken if held.get(name) is not None}
+    if hasattr(model.config, "vision_config"):  # zeros: text, and no picture
+        others -= {name for name in _KINDS & others if not torch.as_tensor(held[name]).any()}
     if "position_ids" in others:
         places = _table(held["position_ids"], f"{which}: position_ids")
+        places *= len(real) if len(places) == 1 else 1
         if [len(row) for row in places] == [len(row) for row in real]:
             counted = (row[kept] for row, kept in zip(places, real, strict=True))
             if all(row.tolist() == [*range(len(row))] for row in counted):
@@ -124,8 +133,8 @@ def _table(given: Any, what: str) -> list[Tensor]:
         tensors = [torch.as_tensor(row, device="cpu") for row in rows]
     except (TypeError, ValueError, RuntimeError):
         tensors = []
-    if isinstance(given, Tensor) and given.ndim == 2:
-        tensors = [*tensors[0]]
+    if not _is_nested(given):
+        tensors = [*tensors[0]] if tensors and tensors[0].ndim == 2 else tensors
     elif any(tensor.ndim > 1 for tensor in tensors):
         raise InputError(
             f"{what} is a list of tables; give a dict of input_ids and attention_mask, or each as "
@@ -141,7 +150,7 @@ def _is_nested(given: Any) -> bool:
 
 
 def _described(given: Any) -> str:
-    if isinstance(given, Tensor):
+    if hasattr(given, "shape"):
         return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
     if isinstance(given, int):
         return f"{given}; batches are a list, also of one batch"

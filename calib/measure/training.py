@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,8 @@ def _measured(
         return calibrate(model, given, recipe, attention=attention)
 
     try:
-        with _left_alone(model), surrounding_world() if gather else nullcontext(World()) as world:
+        with surrounding_world() if gather else nullcontext(World()) as world, ExitStack() as held:
+            world.together(lambda: held.enter_context(_left_alone(model)))
             attention = world.together(lambda: _mapped(model, recipe, format))
             world.check_same("models or recipes", [[*attention.cached], recipe.model_dump()])
             return derive_scales(world.reduce(world.together(measure)), recipe)

@@ -73,7 +73,7 @@ class Checkpoint:
 
 def fingerprint(checkpoint: Checkpoint) -> str:
     """The sha256 of the config, of every weight file's name, size, header and a few blocks, and of
-    a few bytes of every tensor but those of experts.
+    a few bytes of every tensor of attention.
 
     It tells models and revisions apart without reading hundreds of gigabytes; it is no proof that
     two checkpoints are the same. Files that have changed since they were opened are refused.
@@ -81,8 +81,15 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     checkpoint.check_unchanged()
     digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
     add_files(digest, checkpoint.path, checkpoint.shards)
-    digest.update(weights_digest(checkpoint.path, beyond_attention=True).encode())
+    digest.update(weights_digest(checkpoint.path).encode())
     return digest.hexdigest()
+
+
+def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
+    """What a calibration says of its model: its fingerprint as `checkpoint`, and as `weights` the
+    sha256 of a few bytes of every tensor but those of experts."""
+    weights = weights_digest(checkpoint.path, beyond_attention=True)
+    return {"checkpoint": fingerprint(checkpoint), "weights": weights}
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

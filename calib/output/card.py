@@ -11,7 +11,7 @@ from calib import __version__
 from calib.choices import FormatName, Strategy
 from calib.data import CalibrationData
 from calib.export import FORMATS
-from calib.model.checkpoint import Checkpoint, fingerprint
+from calib.model.checkpoint import Checkpoint, fingerprints
 from calib.model.find import hub_origin
 from calib.recipe import Recipe
 from calib.scalefiles.identity import summary
@@ -38,7 +38,7 @@ def calibration_report(
         "fp8kv_calibration": 1,
         "model": model,
         "hub": hub_origin(checkpoint.path),
-        "checkpoint": fingerprint(checkpoint),
+        **fingerprints(checkpoint),
         "config": summary(checkpoint.config),
         "recipe": recipe.model_dump(mode="json"),
         "dataset": dataset,

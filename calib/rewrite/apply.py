@@ -62,8 +62,8 @@ def apply(
     progress.stage("load")
     checkpoint = find_checkpoint(model)
     if not in_place:
-        check_output(output, checkpoint.path, overwrite=overwrite)
         check_output(output, source, overwrite=overwrite, what="calibration")
+        check_output(output, checkpoint.path, overwrite=overwrite)
     _check_fits(name, source, stats, checkpoint, recipe)
     # of the first model, where there was a chain
     first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}

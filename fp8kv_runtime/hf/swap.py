@@ -34,6 +34,7 @@ Replacement = Callable[..., Any]
 
 # of each decoder, the threads that stand in for its attention: nested blocks are of one
 _THREADS: WeakKeyDictionary[nn.Module, list[int]] = WeakKeyDictionary()
+_LOCK = threading.Lock()
 
 
 @contextmanager
@@ -60,14 +61,16 @@ def alone(decoder: nn.Module) -> Iterator[None]:
     Raises:
         AttentionError: another thread does.
     """
-    threads = _THREADS.setdefault(decoder, [])
-    threads.append(own := threading.get_ident())
-    try:
-        if threads[0] != own:
+    own = threading.get_ident()
+    with _LOCK:
+        threads = _THREADS.setdefault(decoder, [])
+        if threads and threads[0] != own:
             raise AttentionError(
                 "another thread measures this model, or runs it with an FP8 cache: wait for it, or "
                 "give each thread a model of its own"
             )
+        threads.append(own)
+    try:
         yield
     finally:
         threads.remove(own)

@@ -8,7 +8,7 @@ import torch
 from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 from quantized_models import edit_json
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from calib.scalefiles.file_names import STATS_FILE
 from calib.scales.curve import moved
@@ -91,6 +91,19 @@ def test_warnings_are_those_of_all_that_was_read(model, texts, tmp_path, monkeyp
     grew = [line for line in warnings if "still grew" in line]
     assert grew
     assert all("of 240 tokens" in line for line in grew)
+
+
+def test_a_model_with_one_other_tensor_is_another(model, texts, halves, tmp_path):
+    shutil.copytree(model, tmp_path / "tuned")
+    file = tmp_path / "tuned/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 30
+    save_file(tensors, file, {"format": "pt"})
+    tuned = calibrated(tmp_path / "tuned", texts / "b.jsonl", tmp_path / "out")
+    done = fp8kv("merge", halves[0], tuned, "-o", tmp_path / "merged")
+    one_line_error(done, "are of different models or revisions")
+    done = fp8kv("merge", *halves, "-o", tmp_path / "merged", "--model", tmp_path / "tuned")
+    one_line_error(done, "is not the model that")
 
 
 def test_no_run_is_replaced_by_what_is_made_of_it(halves):

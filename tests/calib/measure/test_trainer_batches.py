@@ -4,7 +4,7 @@ from collections import UserDict
 
 import pytest
 import torch
-from families import tiny_model
+from families import tiny_model, tiny_vision_language_model
 
 from calib.errors import InputError
 from calib.measure.training import scales_for
@@ -29,7 +29,7 @@ REAL = torch.tensor([[0] * 6 + [1] * 18])
             "input_ids": LEFT,
             "attention_mask": REAL,
             "position_ids": (REAL.cumsum(1) - 1).clamp(min=0),
-            "rewards": None,
+            "rewards": [1.0],
         },
         {"input_ids": LEFT.tolist(), "attention_mask": REAL.bool().tolist()},
     ],
@@ -38,6 +38,46 @@ REAL = torch.tensor([[0] * 6 + [1] * 18])
 def test_forms_of_a_batch(batch):
     model = tiny_model("llama")
     assert scales_for(model, [batch]) == scales_for(model, [ROWS[:1, :18]])
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ROWS.numpy(),
+        [*ROWS.numpy()],
+        {"input_ids": ROWS.numpy(), "position_ids": torch.arange(24)[None]},
+    ],
+    ids=["numpy", "rows of numpy", "one row of positions"],
+)
+def test_forms_of_many_rows(batch):
+    model = tiny_model("llama")
+    assert scales_for(model, [batch]) == scales_for(model, [ROWS])
+
+
+def test_datasets_without_an_iterator():
+    class Rows:
+        def __getitem__(self, index):
+            return {"input_ids": ROWS[index]}  # an IndexError ends it
+
+    model = tiny_model("llama")
+    assert scales_for(model, Rows()) == scales_for(model, [ROWS])
+
+
+def test_a_wrapped_forward_hides_nothing():
+    model = tiny_model("llama")
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(InputError, match="inputs_embeds can change"):
+        scales_for(model, [{"input_ids": ROWS, "inputs_embeds": ROWS.float()}])
+
+
+def test_zeros_that_say_that_all_is_text():
+    model = tiny_vision_language_model()
+    text = {"input_ids": ROWS, "token_type_ids": torch.zeros_like(ROWS)}
+    assert scales_for(model, [text]) == scales_for(model, [ROWS])
+    text["token_type_ids"][0, 3] = 1
+    with pytest.raises(InputError, match="token_type_ids can change"):
+        scales_for(model, [text])
 
 
 def test_rows_that_are_skipped_whole_are_left_out():
@@ -67,6 +107,8 @@ def test_rows_that_are_skipped_whole_are_left_out():
         ([{"input_ids": ROWS, "attention_mask": ROWS[:, 1:]}], "attention_mask must be"),
         ([{"input_ids": ROWS, "position_ids": ROWS}], "position_ids can change K and V"),
         ([{"input_ids": ROWS, "position_ids": ROWS[:1]}], "position_ids can change K and V"),
+        ([{"input_ids": ROWS, "seq_idx": ROWS}], "seq_idx can change K and V"),
+        ([ROWS[None]], r"whole numbers .* got int64 \[1, 4, 24\]"),
         ([{"input_ids": ROWS, "inputs_embeds": ROWS.float()}], "inputs_embeds can change K and V"),
         ([ROWS, ROWS + 120], "batch 1: token id 2.. is none of"),
         ([-ROWS], "batch 0: token id -"),
