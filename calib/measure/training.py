@@ -46,9 +46,9 @@ def scales_for(
 
     These are the names in a checkpoint of `format`, such as `model.layers.0.self_attn.k_scale`,
     which an engine's loader takes as it takes those of weights. vLLM 0.32.0 on a CPU, serving a
-    checkpoint of format vllm, takes such scales by `reload_weights`; a second `load_weights` drops
-    them without a word (make interop-scales). Scales are float32 on the CPU, [1] or, of strategy
-    attn_head, [heads, 1, 1]; `x ≈ x_fp8 * scale`.
+    checkpoint of format vllm, takes such scales by `reload_weights`, with all weights; given alone
+    to a second `load_weights` they are dropped without a word (make interop-scales). Scales are
+    float32 on the CPU, [1] or, of strategy attn_head, [heads, 1, 1]; `x ≈ x_fp8 * scale`.
 
     A batch is a tensor [B, T] of token ids, a list of rows [T], or a dict with `input_ids` and,
     where rows are padded, `attention_mask`. What else the model's forward takes and would change K

@@ -3,8 +3,8 @@
 check_vllm.py DIR            exit 0 if every attention layer holds exactly the file's scales
 check_vllm.py DIR --doubled  the same with one scale doubled in a copy: exit 0 if that is found
 check_vllm.py DIR --reloaded gives the engine that serves DIR all scales doubled, the ways that a
-                             training loop could: exit 0 if `reload_weights` takes them and, as our
-                             pages say, `load_weights` drops them
+                             training loop could: exit 0 if `reload_weights` takes them with the
+                             weights and, as our pages say, `load_weights` drops them alone
 
 The text it generates and the bytes in its caches are looked at too.
 """
