@@ -11,7 +11,7 @@ import torch
 from big_weights import quantised
 from command_line import CliRunner
 from doc_blocks import ROOT, Command
-from families import spread
+from realistic import give_realistic_weights
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -134,7 +134,7 @@ def save_model(directory):
         bos_token_id=1,
         eos_token_id=2,
     )
-    spread(AutoModelForCausalLM.from_config(config)).save_pretrained(directory)
+    give_realistic_weights(AutoModelForCausalLM.from_config(config)).save_pretrained(directory)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -3,6 +3,7 @@
 import json
 
 import torch
+from realistic import give_realistic_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -117,7 +118,7 @@ def tiny_model(model_type: str, **options):
     """A random model of one family, in eval mode, the same every time."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**_BASE, **options})
-    return spread(AutoModelForCausalLM.from_config(config)).eval()
+    return give_realistic_weights(AutoModelForCausalLM.from_config(config)).eval()
 
 
 def kimi_k25():
@@ -127,7 +128,7 @@ def kimi_k25():
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
     vision = {**sizes, "num_attention_heads": 2, "patch_size": 14}
     config = AutoConfig.for_model("kimi_k25", text_config=text, vision_config=vision)
-    return spread(AutoModelForImageTextToText.from_config(config)).eval()
+    return give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
 
 
 def mixed_model():
@@ -156,16 +157,7 @@ def tiny_vision_language_model(model_type="gemma3"):
     config = AutoConfig.for_model(
         model_type, text_config=text, vision_config=vision, mm_tokens_per_image=1
     )
-    return spread(AutoModelForImageTextToText.from_config(config)).eval()
-
-
-def spread(model):
-    """Give biases and norms values other than their neutral start, so that dropping one shows."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model
+    return give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
 
 
 def save_model(model, directory):

@@ -1,0 +1,93 @@
+"""Weights like those of trained models: norms far from 1, biases, outlier channels of K, a sink.
+
+Models made from a config have norms of ones, biases of zero and K without outliers. Real ones do
+not, and what holds for the first fails on the second: 1 + w is not a value of bfloat16, a bias is
+not in front of a norm, and a channel 200 times the median decides a scale.
+"""
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+SINK = 1  # the token with a massive activation, like BOS in most trained models
+_SMALLEST, _LARGEST = 0.3, 60.0  # of norm weights: Gemma 3 has both in one layer
+_KEYS = ("k_proj", "key", "kv_a_proj_with_mqa")
+
+
+@torch.no_grad()
+def give_realistic_weights(model, seed=0):
+    """Change the weights of `model` in place, the same way every time; return it."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in model.modules():
+        if "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
+            _change_norm(module, generator)
+        elif isinstance(getattr(module, "bias", None), nn.Parameter):
+            module.bias.normal_(generator=generator)
+    for module in model.modules():
+        _give_outliers(module, generator)
+    embedding = model.get_input_embeddings().weight
+    embedding[SINK, int(torch.randint(embedding.shape[1], (), generator=generator))] = (
+        20 * embedding.abs().max()
+    )
+    return model
+
+
+def _change_norm(norm, generator):
+    parameters = dict(norm.named_parameters(recurse=False))
+    multiplies_by_one_plus = _multiplies_by_one_plus(norm)
+    weight = norm.weight
+    wanted = torch.empty(weight.shape).normal_(generator=generator).mul(0.7).exp()
+    wanted = wanted.clamp(_SMALLEST, 4)
+    largest = torch.randint(wanted.shape[-1], (), generator=generator)
+    wanted[..., largest] = _LARGEST
+    if multiplies_by_one_plus:
+        wanted -= 1
+        # 1 + it takes more bits than float32 has; Gemma 3 has some in every layer
+        wanted[..., largest - 1] = 3.1e-6
+    weight.copy_(wanted.bfloat16())
+    if isinstance(parameters.get("bias"), nn.Parameter):
+        norm.bias.normal_(generator=generator)
+
+
+def _multiplies_by_one_plus(norm):
+    """Whether a norm whose weight is -1 answers with zeros, as Gemma's do."""
+    x = torch.linspace(-1, 2, norm.weight.numel()).to(norm.weight).view(1, 1, *norm.weight.shape)
+    changed = {name: torch.zeros_like(p) for name, p in norm.named_parameters()}
+    changed["weight"] = torch.full_like(norm.weight, -1.0)
+    arguments = (x,) if "Gated" not in type(norm).__name__ else (x, x)
+    return not functional_call(norm, changed, arguments).any()
+
+
+def _give_outliers(attention, generator):
+    """Enlarge a channel of K 50 to 500 times."""
+    keys, rows = _rows_of_keys(attention)
+    if keys is None:
+        return
+    channel = rows[int(torch.randint(len(rows), (), generator=generator))]
+    factor = 10 ** float(torch.empty(()).uniform_(1.7, 2.7, generator=generator))
+    keys.weight[channel] *= factor
+    if keys.bias is not None:
+        keys.bias[channel] *= factor
+
+
+def _rows_of_keys(attention):
+    """The linear layer that makes K in a decoder's attention, and which of its rows do."""
+    children = dict(attention.named_children())
+    if not hasattr(attention, "layer_idx"):
+        return None, None
+    for name in _KEYS:
+        if isinstance(children.get(name), nn.Linear):
+            return children[name], range(len(children[name].weight))
+    config = getattr(attention, "config", None)
+    heads = getattr(config, "num_attention_heads", 1)
+    size = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
+    if "qkv_proj" in children:
+        start = heads * size
+        return children["qkv_proj"], range(start, start + config.num_key_value_heads * size)
+    if "query_key_value" in children:  # by KV head: its queries, its key, its value
+        stacked = children["query_key_value"]
+        groups = getattr(config, "num_kv_heads", heads)
+        rows_of_group = len(stacked.weight) // groups
+        starts = [(group + 1) * rows_of_group - 2 * size for group in range(groups)]
+        return stacked, [start + i for start in starts for i in range(size)]
+    return None, None
