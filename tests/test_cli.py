@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import resource
+import shlex
 import signal
 import subprocess
 import sys
@@ -30,6 +31,15 @@ def test_calibrate_prints_layers_speed_and_the_serve_command(tiny_directory, tmp
     assert f"vllm serve {out} --kv-cache-dtype fp8" in done.stdout
     assert "random token ids" in done.stdout.lower()  # the warning about the data
     assert len(load_file(out / "model-fp8kv-scales.safetensors")) == 6
+    next_command = done.stdout.splitlines()[-1].partition("fp8kv ")[2]
+    assert next_command == f'generate {out} "The capital of France is" --compare'
+    assert fp8kv(*shlex.split(next_command)).exit_code == 0
+
+
+def test_without_weights_the_next_step_is_verify(tiny_directory, tmp_path):
+    out = tmp_path / "out"
+    done = calibrate(tiny_directory, "-o", out, "--set", "export.weights=none")
+    assert done.stdout.splitlines()[-1].endswith(f"fp8kv verify {out}")
 
 
 def test_json_is_one_object_with_the_promised_keys(tiny_directory, tmp_path):

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 DOCS = Path(__file__).parent.parent / "docs"
+MAKEFILE = DOCS.parent / "Makefile"
 
 
 def test_the_guide_lists_every_exit_status():
@@ -23,3 +24,22 @@ def _statuses(commands):
     )
     last = [call.args[-1] for call in calls]
     return {number.value for number in last if isinstance(number, ast.Constant)}
+
+
+def test_the_first_screen_of_the_readme_shows_the_two_commands():
+    readme = (DOCS.parent / "README.md").read_text()
+    first_screen = "\n".join(readme.splitlines()[:24])
+    block = re.search(r"```bash\n(.*?)```", first_screen, re.DOTALL)
+    commands = [line.partition("#")[0].strip() for line in block[1].splitlines()]
+    assert commands == ["make demo", "make test"]
+    targets = re.findall(r"^([a-z-]+): \$\(VENV\)/\.installed", MAKEFILE.read_text(), re.MULTILINE)
+    assert {"demo", "test"} <= set(targets)  # each installs first
+
+
+def test_the_readme_runs_what_make_demo_runs():
+    rule = MAKEFILE.read_text().partition("\ndemo:")[2].partition("\n\n")[0]
+    words = rule.replace("\\\n", " ").partition("fp8kv-calibrate ")[2].split()
+    words.remove("--overwrite")
+    command = "fp8kv-calibrate " + " ".join(words).replace("--output", "-o")
+    for page in ("README.md", "docs/install.md", "Dockerfile"):
+        assert command in (DOCS.parent / page).read_text(), page

@@ -14,6 +14,7 @@ from fake_hub import on, running_hub
 
 # what does not run here, by its first words
 NOT_RUN = {
+    "make": "installs; CI runs `make test`, and tests/test_docs.py compares `make demo`",
     "vllm serve": "needs the engine; `make interop` serves our outputs in it",
     "trtllm-serve": "needs the engine and a GPU",
     "torchrun": "starts eight processes; tests/calib/measure/test_distributed.py starts two",

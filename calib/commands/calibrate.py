@@ -1,5 +1,6 @@
 """`fp8kv calibrate`, also installed as `fp8kv-calibrate`."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -212,7 +213,18 @@ def closing_lines(result: "Result") -> list[str]:
             flags = result.flags.get(name, "")
             command_line = serve_command(name, directory, per_head=per_head, flags=flags)
             lines += ["", f"serve with {engine_of(name, flags)}:", f"  {command_line}"]
-    return lines
+    return [*lines, "", _next_step(result)]
+
+
+def _next_step(result: "Result") -> str:
+    """Return the line that says what to try with the first directory of an output."""
+    from calib.export import FORMATS
+
+    name, directory = next(iter(result.directories.items()))
+    path = shlex.quote(str(directory))
+    if FORMATS[name].with_weights and result.recipe.export.weights != "none":
+        return f'next, see it write: fp8kv generate {path} "The capital of France is" --compare'
+    return f"next, see which engines load the scales: fp8kv verify {path}"
 
 
 def _speed(result: "Result") -> str:
