@@ -13,7 +13,7 @@ from calib.atomic import claimed
 from calib.data import Batch, CalibrationData, make_batches
 from calib.errors import InputError
 from calib.measure.distributed import World, joined_world
-from calib.measure.resume import SavedProgress, progress_file
+from calib.measure.resume import SavedProgress, progress_file, remove_progress
 from calib.measure.share import Share, calibrate_share
 from calib.measure.until import read_until
 from calib.model.checkpoint import Checkpoint, fingerprint
@@ -141,7 +141,7 @@ class _Run:
             result = finish(*what, dataset_facts(data), data.warnings, notes, threads=threads)
             self._lap("write")
             result = replace(result, seconds=self.seconds)
-        progress_file(self.destination.path, self.world.rank).unlink(missing_ok=True)
+        remove_progress(progress_file(self.destination.path, self.world.rank))
         return result
 
     def _saved(self, checkpoint: Checkpoint, prepared: Prepared) -> SavedProgress:

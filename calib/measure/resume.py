@@ -4,6 +4,7 @@ The file lies beside the output under a hidden name and is gone once the output 
 replaced by a rename: after a crash it is whole, and says exactly which batches it covers.
 """
 
+import glob
 import os
 import time
 from collections.abc import Callable
@@ -60,9 +61,16 @@ class SavedProgress:
 
     def forget(self) -> None:
         """Remove the file: the output is there, or the user starts again."""
-        self._path.unlink(missing_ok=True)
+        remove_progress(self._path)
 
 
 def progress_file(output: Path, rank: int) -> Path:
     """Where the process `rank` saves its progress towards `output`."""
     return output.parent / f".{output.name}.rank{rank}.progress"
+
+
+def remove_progress(path: Path) -> None:
+    """Remove a progress file, and what a run that was killed while it saved left beside it."""
+    path.unlink(missing_ok=True)
+    for scratch in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
+        scratch.unlink(missing_ok=True)

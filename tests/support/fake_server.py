@@ -1,7 +1,6 @@
 """An OpenAI-compatible server in a thread, which answers from a model of transformers."""
 
 import json
-import random
 import threading
 import time
 from contextlib import contextmanager, nullcontext
@@ -47,13 +46,13 @@ class FakeServer:
         ids = torch.tensor([body["prompt"]])
         fp8 = fp8_attention(self.model, self.scales, backend="torch")
         with fp8 if self.scales else nullcontext():
-            logprobs = self.model(input_ids=ids).logits[0].float().log_softmax(-1)
-        wrong = lambda: random.gauss(0, self.noise)  # noqa: E731
-        top = logprobs[-1].max().item() + wrong()
+            logits = self.model(input_ids=ids).logits[0].float()
+        logprobs = (logits + self.noise * torch.randn_like(logits)).log_softmax(-1)
+        top = logprobs[-1].max().item()
         choice = {"text": " x", "logprobs": {"tokens": ["x"], "token_logprobs": [top]}}
         if "prompt_logprobs" in body and self.prompt_logprobs == "given":
             pairs = zip(body["prompt"][1:], logprobs, strict=False)
-            given = [{str(i): {"logprob": row[i].item() + wrong(), "rank": 1}} for i, row in pairs]
+            given = [{str(i): {"logprob": row[i].item(), "rank": 1}} for i, row in pairs]
             choice["prompt_logprobs"] = [None, *given]
         return {"choices": [choice], "usage": {"prompt_tokens": len(body["prompt"])}}
 

@@ -8,7 +8,7 @@ import torch
 from command_line import calibrate, fp8kv, one_line_error
 from fake_quant import fake_quantized, rounded
 from families import FAMILIES, save_model, tiny_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from calib.data import load_data
 from calib.errors import InputError
@@ -110,13 +110,21 @@ def test_e5m2_is_worse_than_e4m3(report):
     assert variants["e5m2"]["kl"]["low"] > variants["tensor"]["kl"]["high"]
 
 
-def test_layers_count_what_rounding_does(report):
+def test_layers_count_what_rounding_does(report, directory):
     none, tensor = (report["variants"][name]["layers"] for name in ("none", "tensor"))
     assert [layer["layer_idx"] for layer in tensor] == [0, 1, 2]
     assert all(len(layer["rel_rms"]) == 4 for layer in tensor)
     assert all(0 < error < 0.2 for layer in tensor for error in layer["rel_rms"])
     assert all(share == 0 for layer in none for share in layer["saturated"]["k"])
-    assert max(max(layer["range_used"]["k"]) for layer in none) < 0.1  # amax of about 1 of 448
+    model, documents = held_out(directory)
+    with torch.inference_mode():
+        caches = [
+            model(torch.tensor([ids]), past_key_values=DynamicCache()).past_key_values.layers
+            for ids in documents[: SMALL.layer_documents]
+        ]
+    for index, layer in enumerate(none):
+        amax = torch.stack([cache[index].keys.abs().amax((0, 2, 3)) for cache in caches]).amax(0)
+        np.testing.assert_allclose(layer["range_used"]["k"], amax / 448, rtol=1e-6)
     assert max(max(layer["range_used"]["k"]) for layer in tensor) > 0.5
 
 

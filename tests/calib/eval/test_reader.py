@@ -16,7 +16,8 @@ DOCUMENT = torch.randint(1, 90, (37,), generator=torch.Generator().manual_seed(0
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text"])
 def test_chunks_give_what_one_pass_gives(family, monkeypatch):
-    model = tiny_model(family, **FAMILIES[family]).eval()
+    # float64, where attention over other shapes gives the same K, V and logits to rounding
+    model = tiny_model(family, **FAMILIES[family]).double()
     recipe = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
     stats = calibrate(model, make_batches([DOCUMENT.tolist()], 1, pad_id=0), recipe)
     variants = build_variants(stats, stats)
@@ -28,8 +29,7 @@ def test_chunks_give_what_one_pass_gives(family, monkeypatch):
     for name, divergence in whole.items():
         assert divergence.kl.shape == (37,)
         assert divergence.nll.shape == (36,)
-        # float32 attention over other shapes; the rounding of K and V is the same
-        torch.testing.assert_close(chunked[name].kl, divergence.kl, rtol=0.01, atol=1e-8)
+        torch.testing.assert_close(chunked[name].kl, divergence.kl, rtol=1e-3, atol=1e-8)
         torch.testing.assert_close(chunked[name].nll, divergence.nll, rtol=1e-4, atol=1e-5)
         assert torch.equal(chunked[name].agrees, divergence.agrees)
-    assert whole["e5m2"].kl.mean() > 2 * whole["tensor"].kl.mean() > 0
+    assert whole["e5m2"].kl.mean() > 1.5 * whole["tensor"].kl.mean() > 0

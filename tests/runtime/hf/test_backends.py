@@ -13,7 +13,7 @@ ALL.pop("falcon")  # calls attention itself
 IDS = torch.tensor([[0, 0, 0, 5, 81, 7, 44, 9], [3, 99, 12, 6, 70, 8, 31, 20]])
 MASK = (IDS != 0).long()
 # fp32 queries are computed with in two float16 parts, 22 bits
-SAME = 1e-5
+SAME = 1e-5  # of the largest logit
 
 
 def run(model, scales, backend, **options):
@@ -33,7 +33,8 @@ def test_logits_agree(family, device):
     scales = scales_for(model)
     expected, theirs = run(model, scales, "torch", block_size=4)
     found, ours = run(model, scales, "triton", block_size=4)
-    torch.testing.assert_close(found, expected, rtol=0, atol=SAME)
+    largest = float(expected.abs().max())
+    torch.testing.assert_close(found, expected, rtol=0, atol=SAME * max(1, largest))
     assert paged_cache(ours).num_bytes_used == paged_cache(theirs).num_bytes_used
 
 
