@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from calib.scalefiles.baked import baked_for
 from calib.scalefiles.file_names import JSON_FILE, MODELOPT_FILE
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor, open_scales
 from calib.scalefiles.fp8_type import fp8_type
+from calib.scalefiles.heads import caches_latents, head_counts
 from calib.scalefiles.names import layer_of
 
 Values = tuple[float, ...]
@@ -70,7 +71,12 @@ class FoundScales:
     def problems(self) -> list[str]:
         """What is wrong for any engine, one line each."""
         of_scales = _value_problems(self.layers) + _contradictions(self.layers)
-        return of_scales + _file_problems(self.directory)
+        return of_scales + self.count_problems + _file_problems(self.directory)
+
+    @property
+    def count_problems(self) -> list[str]:
+        """Numbers of scales that are not those of the model's heads, one line each."""
+        return _count_problems(self.layers, self.directory.text_config)
 
     def by_module(self) -> dict[str, FoundLayer]:
         """Layers by attention module, also those without a scale; useless query scales left out."""
@@ -204,6 +210,28 @@ def _same(scales: list[Values]) -> bool:
         for values in scales[1:]
         for a, b in zip(scales[0], values, strict=True)
     )
+
+
+def _count_problems(layers: list[FoundLayer], config: Mapping[str, Any]) -> list[str]:
+    problems = []
+    for letter, kind, other in (("k", "KV", "q"), ("v", "KV", "q"), ("q", "query", "k")):
+        heads = head_counts(config, letter)
+        wrong: dict[int, list[int]] = defaultdict(list)
+        for layer in layers:
+            count = len(getattr(layer, letter) or (0,))
+            if heads and count not in {1, *heads}:
+                wrong[count].append(layer.layer)
+        for count, indices in wrong.items():
+            named = f"has {' or '.join(map(str, sorted(heads)))} {kind} head{'s' * (heads != {1})}"
+            if letter != "q" and caches_latents(config):
+                named = "caches latents (MLA), which have one scale"
+            of_others = f" (one per {'query' if other == 'q' else 'KV'} head)"
+            problems.append(
+                f"{letter.upper()} has {count} scales in {these(indices)}"
+                f"{of_others * (count in head_counts(config, other))}, but the model {named}: "
+                "engines stop, or give heads the scales of others"
+            )
+    return problems
 
 
 def these(indices: list[int]) -> str:

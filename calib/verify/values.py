@@ -8,11 +8,11 @@ from itertools import product
 
 from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.folder import ScaleDirectory, ScalesJson, ScaleTensor
+from calib.scalefiles.heads import head_count
 from calib.verify.result import Outcome, Place, Refused, Simulation, Values, default
 from calib.verify.rules import Method
 
 Tensors = Mapping[str, ScaleTensor | None]  # k, v, q
-_HEADS = ("num_attention_heads", "n_head", "n_heads")
 
 
 def one_or_per_head(
@@ -139,11 +139,8 @@ def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor, plac
 def heads_of(directory: ScaleDirectory) -> tuple[int, int]:
     """Query heads and KV heads, as config.json says; `Refused` where it does not."""
     config = directory.text_config
-    heads = next((config[key] for key in _HEADS if key in config), None)
-    inner = config.get("attn_config")
-    grouped = inner.get("kv_n_heads") if isinstance(inner, dict) else None
-    kv_heads = config.get("num_key_value_heads") or grouped or heads
-    if not (isinstance(heads, int) and isinstance(kv_heads, int) and 0 < kv_heads <= heads):
+    heads, kv_heads = head_count(config, "q"), head_count(config, "k")
+    if heads is None or kv_heads is None or kv_heads > heads:
         raise Refused("config.json does not say how many attention heads there are")
     return heads, kv_heads
 

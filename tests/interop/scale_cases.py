@@ -122,6 +122,7 @@ CT, HEAD, OPT = compressed(), compressed(PER_HEAD), MODELOPT
 NO_GROUPS = compressed(PER_HEAD, config_groups=None)
 ONE = scales([0.02], [0.01])
 K2, V2, Q4 = heads(0.02, 0.03), heads(0.01, 0.015), heads(0.04, 0.05, 0.06, 0.07)
+_EIGHT = (0.04, 0.05, 0.06, 0.07, 0.08, 0.09, 0.1, 0.2)
 PROJ = "{module}.{x}_proj.{x}_scale"
 QUARK = "{module}.{x}_proj.output_scale"
 # the values of an NVFP4 cache, as our formats write them, and as ModelOpt and AutoRound do
@@ -145,6 +146,8 @@ CASES = [
     Case("per head, one K scale", HEAD, scales([0.02], V2), "k v"),
     Case("per head, K scales of query heads", HEAD, scales(Q4, V2), "k v"),
     Case("per head, three K scales", HEAD, scales(heads(0.02, 0.03, 0.04), V2), "k v"),
+    Case("per head, V scales of query heads", HEAD, scales(K2, Q4), "k v"),
+    Case("per head, eight query scales", HEAD, scales(K2, V2, heads(*_EIGHT)), "k v q"),
     Case("per head, no config_groups", NO_GROUPS, scales(K2, V2), "refused"),
     Case("per head under strategy tensor", CT, scales(K2, V2), "refused"),
     Case("type int", with_scheme(type="int"), ONE, "refused"),

@@ -1,0 +1,56 @@
+"""How many scales a layer can have, by the numbers of heads that config.json names."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+_QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
+# of other layers of the same model, as in Gemma 4 and MiMo-V2-Flash
+_OTHER_QUERY_HEADS = ("swa_num_attention_heads",)
+_OTHER_KV_HEADS = ("num_global_key_value_heads", "swa_num_key_value_heads")
+
+
+def head_count(config: Mapping[str, Any], letter: str) -> int | None:
+    """The number of heads of K and V, or of Q, in most layers of a text config, if it says so."""
+    heads = _first(config, _QUERY_HEADS)
+    if letter == "q":
+        return heads
+    inner = config.get("attn_config")
+    grouped = inner.get("kv_n_heads") if isinstance(inner, dict) else None
+    # Falcon with another decoder names one head for all queries by this alone
+    single = 1 if config.get("multi_query") and not config.get("new_decoder_architecture") else None
+    return single or _first(config, _KV_HEADS) or _number(grouped) or heads
+
+
+def caches_latents(config: Mapping[str, Any]) -> bool:
+    """Whether a text config is of a model that caches latents (MLA): one scale per layer."""
+    # vLLM's class of MiniCPM3 caches K and V of heads
+    return bool(config.get("kv_lora_rank")) and config.get("model_type") != "minicpm3"
+
+
+def head_counts(config: Mapping[str, Any], letter: str) -> set[int]:
+    """All numbers of heads of K and V, or of Q, that layers of a text config have."""
+    if letter != "q" and caches_latents(config):
+        return {1}
+    return {count for count in _all_counts(config, letter) if count is not None}
+
+
+def _all_counts(config: Mapping[str, Any], letter: str) -> Iterator[int | None]:
+    yield head_count(config, letter)
+    for key in _OTHER_QUERY_HEADS if letter == "q" else _OTHER_KV_HEADS:
+        yield _number(config.get(key))
+    for key in _QUERY_HEADS if letter == "q" else _KV_HEADS:
+        by_layer = config.get(key)
+        if isinstance(by_layer, list):
+            yield from map(_number, by_layer)
+    layers = config.get("per_layer_config")
+    for layer in layers.values() if isinstance(layers, dict) else ():
+        yield head_count(layer, letter) if isinstance(layer, dict) else None
+
+
+def _first(config: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    return next((count for key in keys if (count := _number(config.get(key)))), None)
+
+
+def _number(value: object) -> int | None:
+    return value if type(value) is int and value > 0 else None
