@@ -11,8 +11,9 @@ from calib.errors import InputError
 
 if TYPE_CHECKING:
     from calib.served import Comparison
+    from calib.verify.fit import Fit
     from calib.verify.result import Place, Simulation
-    from calib.verify.verification import Fit, Verification
+    from calib.verify.verification import Verification
 
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales", "FP8 cache")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
@@ -140,9 +141,15 @@ def _count(found: "Simulation", letter: str, baked: bool) -> str:
 def _fit_row(fit: "Fit") -> tuple[str, ...]:
     return (
         str(fit.layer),
-        *(f"{fit.used[x]:.0%}" if x in fit.used else "-" for x in "kv"),
+        *(_range(fit.least[x], fit.used[x]) if x in fit.used else "-" for x in "kv"),
         " and ".join(x.upper() for x in fit.clipped) or "-",
     )
+
+
+def _range(least: float, most: float) -> str:
+    """The share that is used, or the least and the largest of several scales."""
+    shown = [f"{share:.0%}" if share >= 0.01 else f"{share * 100:.2g}%" for share in (least, most)]
+    return shown[1] if least >= most * 0.99 or shown[0] == shown[1] else " to ".join(shown)
 
 
 def _closing_lines(found: "Verification") -> list[str]:
@@ -156,6 +163,7 @@ def _closing_lines(found: "Verification") -> list[str]:
         if each.rules.other_flag and each.rules.other_flag in (each.flag or ""):
             lines.append(f"{each.rules.title}: this holds with {each.rules.other_flag} alone")
     lines += [f"problem: {problem}" for problem in found.problems]
+    lines += [f"warning: {warning}" for warning in found.warnings]
     lines += [f"values of an NVFP4 cache: {found.nvfp4}"] if found.nvfp4 else []
     stored = {tensor.dtype for layer in found.scales.layers for tensor in layer.tensors}
     lines += [f"note: scales are stored as {x}, rounded" for x in sorted(stored & {"BF16", "F16"})]

@@ -9,6 +9,7 @@ from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.folder import ScaleDirectory
 
 FP8_MAX: dict[FP8Name, float] = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0}
+FP8_SMALLEST: dict[FP8Name, float] = {"e4m3fn": 2**-9, "e4m3fnuz": 2**-10, "e5m2": 2**-16}
 _TYPES: dict[str, FP8Name] = {f"float8_{name}": name for name in FP8_MAX}
 _TYPES |= {"fp8_e4m3": "e4m3fn", "fp8_e5m2": "e5m2"}
 _NVFP4 = ("NVFP4", "float of 4 bits")
