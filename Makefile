@@ -102,6 +102,9 @@ interop-scales: interop-outputs
 	done
 	$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/tensor-kv/vllm --doubled
 	$(INTEROP)/bin/python tests/interop/check_vllm.py $(OUT)/tensor-kv/vllm --reloaded
+	for name in tensor-kv/modelopt attn_head-qkv; do \
+		$(INTEROP)/bin/python tests/interop/check_copies.py $(OUT)/$$name || exit 1; \
+	done
 	$(INTEROP)/bin/python tests/interop/check_verify.py
 	$(BIN)/python tests/interop/write_conversions.py $(OUT)/conversions
 	$(INTEROP)/bin/python tests/interop/check_verify.py --only $(OUT)/conversions

@@ -1,11 +1,16 @@
 """Compare the scales that an engine computes with, layer by layer, with those in the files."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from calib.scalefiles.reading import FoundLayer, FoundScales, Values, is_usable, these
 from calib.verify.result import Place
+
+# every copy that an engine holds of one scale, by its name there: which one a kernel reads is for
+# the kernel to say. The first has a value per head; others may hold the largest. One that is empty
+# has no value.
+Copies = Mapping[str, Values]
 
 _BF16 = 2**-8  # some engines pass scales through bfloat16
 
@@ -16,8 +21,9 @@ class LayerInForce:
 
     layer: int
     is_fp8: bool  # whether its cache is
-    k: Values
-    v: Values
+    k: Copies
+    v: Copies
+    q: Copies = field(default_factory=dict)  # none: the engine has no place for it
     cache: str = "16 bits"  # what it is instead
 
 
@@ -52,18 +58,21 @@ def compare(
     have an FP8 cache even if all that are here were left in 16 bits.
     """
     report, wrong = Report(), defaultdict(list)
+    unused = 0
     files = _files(found) if found else {}
     for layer in sorted(layers, key=lambda each: each.layer):
         if not layer.is_fp8:
             report.not_fp8[layer.cache].append(layer.layer)
             continue
-        for letter in "kv":
-            report.total += 1
-            if why := _difference(layer, letter, files.get(layer.layer), place, rank):
-                wrong[f"{letter.upper()} {why}"].append(layer.layer)
+        report.total += 2
+        for letter in "kvq":
+            problems = _problems(layer, letter, files.get(layer.layer), place, rank)
+            unused += bool(problems) and letter != "q"
+            for problem in problems:
+                wrong[problem].append(layer.layer)
     if files and layers and not report.total and not (is_fp8 and stages > 1):
         report.problems.append("the cache is not FP8, so no scale is used")
-    report.used = report.total - sum(map(len, wrong.values()))
+    report.used = report.total - unused
     report.problems += [f"{why} in {these(indices)}" for why, indices in wrong.items()]
     missing = sorted(files.keys() - {layer.layer for layer in layers})
     if missing and stages == 1:
@@ -82,34 +91,63 @@ def _files(found: FoundScales) -> dict[int, FoundLayer]:
         if (each.tensors and not read) or (isinstance(count, int) and each.layer >= count):
             continue
         values = {x: t.values for t in read for x in t.parsed.letters}
-        k, v = (values.get(x) if read else getattr(each, x) for x in "kv")
-        layers[each.layer] = FoundLayer(each.layer, k, v)
+        k, v, q = (values.get(x) if read else getattr(each, x) for x in "kvq")
+        layers[each.layer] = FoundLayer(each.layer, k, v, q)
     return layers
 
 
-def _difference(
+def _problems(
     layer: LayerInForce, letter: str, file: FoundLayer | None, place: Place, rank: int
+) -> list[str]:
+    """Say what is wrong with a layer's scale, of which copy of it unless of all."""
+    copies: Copies = getattr(layer, letter)
+    if not copies:
+        return [] if letter == "q" else [f"{letter.upper()} has no place"]
+    why = {
+        name: _difference(held, letter, file, place, rank, is_first=i == 0)
+        for i, (name, held) in enumerate(copies.items())
+    }
+    kinds, name = set(why.values()), letter.upper()
+    if len(kinds) == 1:
+        return [f"{name} {kind}" for kind in kinds if kind]
+    return [f"{name}'s copy {copy} {kind}" for copy, kind in why.items() if kind]
+
+
+def _difference(
+    held: Values, letter: str, file: FoundLayer | None, place: Place, rank: int, *, is_first: bool
 ) -> str:
-    """Say what is wrong with a layer's scale; nothing where it is the file's."""
-    held: Values = getattr(layer, letter)
+    """Say what is wrong with a copy of a scale; nothing where it is the file's."""
+    if not held:
+        return "is empty, which kernels take for 1.0"
+    is_1 = _same(held, (1.0,))
     wanted: Values | None = getattr(file, letter) if file else None
-    if not wanted and file and letter == "v" and not _same(held, (1.0,)):
+    if letter == "q" and is_1 and not is_usable(wanted):
+        return ""  # a query scale is optional
+    if not wanted and file and letter == "v" and not is_1:
         wanted = file.k  # which some engines give a V without a scale
     if not wanted:
-        return "has no scale in the files and is at 1.0" if _same(held, (1.0,)) else "is not known"
+        return "has no scale in the files and is at 1.0" if is_1 else "is not from the files"
     if not is_usable(wanted):
         return "has no usable scale in the files"
+    if letter == "q" and file and file.k:
+        wanted = _of_kv_heads(wanted, len(file.k))
     if len(wanted) > 1:
         wanted = wanted[place.of_rank(rank, len(wanted))]
-    if set(wanted) == {1.0}:
+    if len(held) == 1 and not is_first:
+        wanted = (max(wanted),)
+    if letter != "q" and set(wanted) == {1.0}:
         return "is 1.0 in the files, which nobody measured"
     if _same(held, tuple(2 * x for x in wanted)):
         return "" if place.fnuz else "is twice the file's"
     if _same(held, wanted):
         return "is not doubled for an FP8 type that ends at 240" if place.fnuz else ""
-    if _same(held, (1.0,)):
-        return "is at 1.0: the engine dropped the file's scale"
-    return "is not the file's"
+    return "is at 1.0: the engine dropped the file's scale" if is_1 else "is not the file's"
+
+
+def _of_kv_heads(scales: Values, heads: int) -> Values:
+    """Scales of query heads as engines use them: of those that share a KV head, the largest."""
+    size = max(1, len(scales) // heads)
+    return tuple(max(scales[i : i + size]) for i in range(0, len(scales), size))
 
 
 def _same(held: Values, wanted: Values) -> bool:

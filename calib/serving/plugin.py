@@ -32,6 +32,7 @@ _SGLANG_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.configure_kv_
 # caches whose scales come from files; others that are quantised make their own
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
 _IN_16_BITS = ("auto", "float16", "bfloat16")
+_AT_1 = {"k_scale": (1.0,)}  # of a layer that holds no scale
 
 
 class ScalesNotUsedError(RuntimeError):
@@ -147,9 +148,12 @@ def vllm_layers(model: Any) -> "Iterator[LayerInForce]":
         # others are of pictures and sound
         is_decoder = getattr(module, "attn_type", "decoder") == "decoder"
         if index is not None and is_decoder and hasattr(module, "_k_scale"):
-            k, v = (getattr(module, x).flatten().tolist() for x in ("_k_scale", "_v_scale"))
+            k, v, q = (
+                _copies(module, f"_{x}_scale", f"_{x}_scale_float", f"_{x}_scale_cpu")
+                for x in "kvq"
+            )
             cache = module.kv_cache_dtype
-            yield LayerInForce(index, cache in _FP8, tuple(k), tuple(v), _called(cache))
+            yield LayerInForce(index, cache in _FP8, k, v, q, _called(cache))
 
 
 def sglang_layers(model: Any, is_fp8: bool, cache: str = "16 bits") -> "Iterator[LayerInForce]":
@@ -157,9 +161,21 @@ def sglang_layers(model: Any, is_fp8: bool, cache: str = "16 bits") -> "Iterator
     from calib.serving.in_force import LayerInForce
 
     for module in sglang_attention(model).values():
-        held = module.k_scale_float, module.v_scale_float
-        k, v = (1.0 if scale is None else scale for scale in held)
-        yield LayerInForce(module.layer_id, is_fp8, (k,), (v,), cache)
+        k, v = (_copies(module, f"{x}_scale", f"{x}_scale_float") for x in "kv")
+        yield LayerInForce(module.layer_id, is_fp8, k or _AT_1, v or _AT_1, cache=cache)
+
+
+def _copies(module: Any, *names: str) -> dict[str, tuple[float, ...]]:
+    """What a layer holds under each of the names that it has; nothing where all are empty."""
+    held = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    if all(scale is None for scale in held.values()):
+        return {}
+    return {
+        name: () if scale is None
+        else tuple(scale.flatten().tolist()) if hasattr(scale, "flatten")
+        else (float(scale),)
+        for name, scale in held.items()
+    }  # fmt: skip
 
 
 def sglang_attention(model: Any) -> dict[str, Any]:

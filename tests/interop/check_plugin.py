@@ -28,7 +28,7 @@ class Served:
     change: Callable[[Tensors], Tensors] = dict
     case: str = "one scale per layer, [1]"
     options: tuple[str, ...] = ()
-    doubled: bool = False
+    doubled: str = ""
     required: bool = True  # FP8KV_REQUIRE_SCALES
     serves: bool = False
 
@@ -65,7 +65,12 @@ SERVED = [
     # one bad directory shows that without the variable a warning is all
     Served("the same, not required", LACKS, without_a_layer, required=False, serves=True),
     Served("a scale that vLLM drops", DROPS, one_for_both),
-    Served("doubled", "0 of 4 KV scales in use, FP8 cache; K is twice the file's", doubled=True),
+    Served("doubled", "0 of 4 KV scales in use, FP8 cache; K is twice the file's", doubled="all"),
+    Served(
+        "the numbers doubled that vLLM's kernel for CPUs reads",
+        "0 of 4 KV scales in use, FP8 cache; K's copy _k_scale_float is twice the file's",
+        doubled="floats",
+    ),
     Served(
         "shards of scales per head",
         GOOD,
@@ -97,7 +102,7 @@ def check(case: Served, directory: Path, packages: Path) -> bool:
     (made,) = [each for each in CASES if each.name == case.case]
     file = write_case(made, directory) / "scales.safetensors"
     save_file(case.change(load_file(file)), file, {"format": "pt"})
-    faults = {"DOUBLED": "1"} if case.doubled else {}
+    faults = {"DOUBLED": case.doubled} if case.doubled else {}
     required = "1" if case.required else ""
     with serving(
         directory, packages, *OPTIONS, *case.options, FP8KV_REQUIRE_SCALES=required, **faults

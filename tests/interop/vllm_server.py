@@ -14,7 +14,8 @@ from pathlib import Path
 from engine import ENVIRONMENT
 
 SECONDS = 300
-# a plugin of its own: FP8 kernels for CPUs without, and a fault: all scales twice as large
+# a plugin of its own: FP8 kernels for CPUs without, and a fault: scales twice as large, all copies
+# of them or the numbers alone
 HELPER = """
 import os, sys
 def register():
@@ -22,14 +23,17 @@ def register():
     import torch_kernels
     if torch_kernels.is_needed():
         torch_kernels.install()
-    if os.environ.get("DOUBLED"):
+    if what := os.environ.get("DOUBLED"):
         from vllm.model_executor.layers.quantization.compressed_tensors import compressed_tensors
         method = compressed_tensors.CompressedTensorsKVCacheMethod
         process = method.process_weights_after_loading
         def doubled(self, layer):
             process(self, layer)
-            layer._k_scale.mul_(2)
-            layer._v_scale.mul_(2)
+            layer._k_scale_float *= 2
+            layer._v_scale_float *= 2
+            if what == "all":
+                for x in (layer._k_scale, layer._v_scale, layer._k_scale_cpu, layer._v_scale_cpu):
+                    x.mul_(2)
         method.process_weights_after_loading = doubled
 """
 POINTS = "[vllm.general_plugins]\ninterop_helper = interop_helper:register\n"

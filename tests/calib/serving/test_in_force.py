@@ -25,8 +25,13 @@ def files(tmp_path, k, v):
     return read_scales(tmp_path)
 
 
+def layer(index, is_fp8, k, v, **others):
+    """A layer of an engine that holds each scale once."""
+    return LayerInForce(index, is_fp8, {"k_scale": k}, {"v_scale": v}, **others)
+
+
 def held(k, v, is_fp8=True):
-    return [LayerInForce(i, is_fp8, a, b) for i, (a, b) in enumerate(zip(k, v, strict=True))]
+    return [layer(i, is_fp8, a, b) for i, (a, b) in enumerate(zip(k, v, strict=True))]
 
 
 @pytest.fixture
@@ -68,7 +73,7 @@ def test_other_scales_are_named_with_their_layers(k, v, problem, found):
 
 
 def test_layers_that_the_files_leave_out_are_named(found):
-    layers = [*held(K, V), LayerInForce(3, True, (1.0,), (1.0,))]
+    layers = [*held(K, V), layer(3, True, (1.0,), (1.0,))]
     assert compare(layers, found, ONE).problems == [
         "K has no scale in the files and is at 1.0 in layer 3",
         "V has no scale in the files and is at 1.0 in layer 3",
@@ -136,7 +141,7 @@ def test_scales_of_1_in_the_files_are_no_calibration(tmp_path):
 
 
 def test_layers_in_16_bits_are_counted_and_a_cache_in_16_bits_is_a_problem(found):
-    some = [*held(K, V)[:2], LayerInForce(2, False, (1.0,), (1.0,))]
+    some = [*held(K, V)[:2], layer(2, False, (1.0,), (1.0,))]
     report = compare(some, found, ONE)
     assert str(report) == "fp8kv: 4 of 4 KV scales in use, FP8 cache, 1 layers in 16 bits"
     assert compare(held(K, V, is_fp8=False), found, ONE).problems == [
@@ -153,7 +158,7 @@ def test_a_stage_may_hold_nothing_but_layers_left_in_16_bits(found):
 
 
 def test_other_caches_are_named(found):
-    layers = [LayerInForce(i, False, (1.0,), (1.0,), "nvfp4") for i in range(3)]
+    layers = [layer(i, False, (1.0,), (1.0,), cache="nvfp4") for i in range(3)]
     assert str(compare(layers, found, ONE)) == (
         "fp8kv: 3 layers in nvfp4; the cache is not FP8, so no scale is used"
     )
@@ -178,3 +183,40 @@ def test_a_rank_holds_its_own_heads(ranks, rank, k, tmp_path):
     assert compare(held([k], [v]), found, place, other).problems == [
         "K is not the file's in layer 0"
     ]
+
+
+def test_a_query_scale_is_optional_and_engines_without_a_place_have_none(tmp_path):
+    def problems(q, name="q"):
+        tensors = {f"model.layers.0.self_attn.{x}_scale": torch.tensor([0.5]) for x in "kv"}
+        tensors |= {"model.layers.0.self_attn.q_scale": torch.tensor(name)} if name != "q" else {}
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        one = layer(0, True, (0.5,), (0.5,), q=q)
+        report = compare([one], read_scales(tmp_path), ONE)
+        assert report.used == 2  # of K and V
+        return report.problems
+
+    at_1, other = {"q_scale": (1.0,)}, {"q_scale": (0.25,)}
+    assert problems(at_1) == problems(at_1, [0.0]) == problems({}, [0.25]) == []
+    assert problems(other, [0.25]) == problems(other, [0.125, 0.25]) == []
+    assert problems(at_1, [1.0]) == []
+    assert problems(other) == ["Q is not from the files in layer 0"]
+    assert problems(other, [0.0]) == ["Q has no usable scale in the files in layer 0"]
+    assert problems(at_1, [0.25]) == ["Q is at 1.0: the engine dropped the file's scale in layer 0"]
+
+
+def test_copies_that_are_wrong_in_different_ways_are_told_apart(found):
+    mixed = {"a": (1.0,), "b": (0.375,), "c": (), "d": (0.75,)}
+    layers = held(K, V)
+    layers[1] = LayerInForce(1, True, mixed, {"v_scale": V[1]})
+    report = compare(layers, found, ONE)
+    assert report.problems == [
+        "K's copy a is at 1.0: the engine dropped the file's scale in layer 1",
+        "K's copy c is empty, which kernels take for 1.0 in layer 1",
+        "K's copy d is twice the file's in layer 1",
+    ]
+    assert (report.used, report.total) == (5, 6)
+    nowhere = compare([LayerInForce(0, True, {"k_scale": K[0]}, {})], found, ONE, stages=2)
+    assert (nowhere.problems, nowhere.used) == (["V has no place in layer 0"], 1)
+    files_less = compare(layers[1:2], None, ONE)
+    assert files_less.problems[1] == "K's copy b is not from the files in layer 1"

@@ -12,8 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from calib.scalefiles.reading import read_scales
 from calib.serving import plugin
-from calib.serving.in_force import Report
+from calib.serving.in_force import Report, compare
+from calib.verify.result import Place
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 
@@ -95,40 +97,111 @@ def test_the_entry_points_lead_to_functions(group):
 
 
 class Attention(nn.Module):
-    def __init__(self, name, dtype="fp8", kind="decoder"):
+    """A layer of vLLM's, which holds a number on the host beside each scale."""
+
+    def __init__(self, name, dtype="fp8", kind="decoder", k=(0.5,), v=(0.25, 0.75), q=(1.0,)):
         super().__init__()
         self.layer_name, self.kv_cache_dtype, self.attn_type = name, dtype, kind
-        self.register_buffer("_k_scale", torch.tensor(0.5))
-        self.register_buffer("_v_scale", torch.tensor([0.25, 0.75]))
+        for x, values in (("k", k), ("v", v), ("q", q)):
+            self.register_buffer(f"_{x}_scale", torch.tensor(values))
+            setattr(self, f"_{x}_scale_float", max(values))
+        self._k_scale_cpu, self._v_scale_cpu = torch.tensor(max(k)), torch.tensor(max(v))
 
 
 def test_layers_of_vllm():
+    old = Attention("model.layers.2.self_attn.attn")
+    del old._k_scale_cpu  # vLLM 0.23 has none
     model = nn.ModuleList(
         [
             Attention("model.layers.0.self_attn.attn"),
             Attention("model.layers.1.self_attn.attn", "auto"),
             Attention("visual.blocks.0.attn", kind="encoder_only"),
             nn.Linear(2, 2),
+            old,
         ]
     )
     found = list(plugin.vllm_layers(model))
-    assert [(layer.layer, layer.is_fp8) for layer in found] == [(0, True), (1, False)]
-    assert (found[0].k, found[0].v) == ((0.5,), (0.25, 0.75))
+    assert [(layer.layer, layer.is_fp8) for layer in found] == [(0, True), (1, False), (2, True)]
+    assert found[0].k == {"_k_scale": (0.5,), "_k_scale_float": (0.5,), "_k_scale_cpu": (0.5,)}
+    assert found[0].v == {
+        "_v_scale": (0.25, 0.75),
+        "_v_scale_float": (0.75,),
+        "_v_scale_cpu": (0.75,),
+    }
+    assert found[0].q == {"_q_scale": (1.0,), "_q_scale_float": (1.0,)}
+    assert [*found[2].k] == ["_k_scale", "_k_scale_float"]
+
+
+def problems_of(layers, directory, tensors, place=Place()):  # noqa: B008 (frozen)
+    """What the plugin says of layers whose files hold `tensors`."""
+    save_file({name: torch.tensor(x) for name, x in tensors.items()}, directory / "s.safetensors")
+    (directory / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    report = compare([*layers], read_scales(directory), place)
+    assert report.used == report.total - sum(x[0] in "KV" for x in report.problems)
+    return report.problems
+
+
+SCALES = {"k": [0.375, 0.3125], "v": [0.25, 0.75], "q": [0.125, 0.125, 0.25, 0.375]}
+# as vLLM holds them: query heads have the largest of those that share a KV head
+HELD = {**SCALES, "q": [0.125, 0.375]}
+COPIES = [f"_{x}_scale{kind}" for x in "kvq" for kind in ("", "_float", "_cpu")][:-1]
+
+
+@pytest.mark.parametrize("heads", [1, 2], ids=["per layer", "per head"])
+@pytest.mark.parametrize("fnuz", [False, True], ids=["e4m3fn", "fnuz"])
+@pytest.mark.parametrize("copy", COPIES)
+def test_every_copy_of_a_scale_is_compared_and_named(copy, fnuz, heads, tmp_path):
+    def layers(factor=2 if fnuz else 1):
+        held = {x: [factor * y for y in values[:heads]] for x, values in HELD.items()}
+        model = nn.ModuleList(
+            [Attention(f"model.layers.{i}.self_attn.attn", **held) for i in range(3)]
+        )
+        return model, plugin.vllm_layers(model)
+
+    file = {x: values if heads > 1 else values[:1] for x, values in SCALES.items()}
+    names = {f"model.layers.{i}.self_attn.{x}_scale": file[x] for i in range(3) for x in file}
+    place = Place(fnuz=fnuz)
+    model, intact = layers()
+    assert problems_of(intact, tmp_path, names, place) == []
+    model, spoiled = layers()
+    held = getattr(model[1], copy)
+    setattr(model[1], copy, torch.ones_like(held) if isinstance(held, torch.Tensor) else 1.0)
+    assert problems_of(spoiled, tmp_path, names, place) == [
+        f"{copy[1].upper()}'s copy {copy} is at 1.0: the engine dropped the file's scale in layer 1"
+    ]
 
 
 class RadixAttention(nn.Module):
     def __init__(self, layer_id, k, v):
         super().__init__()
         self.layer_id, self.k_scale_float, self.v_scale_float = layer_id, k, v
+        self.k_scale, self.v_scale = (x and torch.tensor(x) for x in (k, v))
 
 
 def of_sglang(model):
-    return [(each.layer, each.k, each.v) for each in plugin.sglang_layers(model, True)]
+    """The one value that all copies of K and V hold, by layer."""
+    return [
+        (each.layer, *(value for x in (each.k, each.v) for value in {*x.values()}))
+        for each in plugin.sglang_layers(model, True)
+    ]
 
 
 def test_layers_of_sglang_without_a_place_are_at_1():
     model = nn.ModuleList([RadixAttention(0, 0.5, 0.25), RadixAttention(1, None, None)])
     assert of_sglang(model) == [(0, (0.5,), (0.25,)), (1, (1.0,), (1.0,))]
+
+
+def test_the_number_that_sglang_leaves_empty_is_named(tmp_path):
+    model = nn.ModuleList([RadixAttention(0, 0.5, 0.25), RadixAttention(1, 0.5, 0.25)])
+    # as `load_kv_cache_scales` leaves it
+    model[1].k_scale, model[1].k_scale_float = 0.5, None
+    model[0].v_scale = torch.tensor(1.0)
+    names = {f"model.layers.{i}.self_attn.{x}_scale": [{"k": 0.5, "v": 0.25}[x]]
+             for i in range(2) for x in "kv"}  # fmt: skip
+    assert problems_of(plugin.sglang_layers(model, True), tmp_path, names) == [
+        "V's copy v_scale is at 1.0: the engine dropped the file's scale in layer 0",
+        "K's copy k_scale_float is empty, which kernels take for 1.0 in layer 1",
+    ]
 
 
 def test_of_the_two_layers_of_mla_in_sglang_one_counts():
