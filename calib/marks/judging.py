@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from calib.errors import InputError
+from calib.marks.probing import signs
 from calib.marks.record import PROBES, Mark, Marks
 from calib.marks.taking import is_cached, is_embedding, norm_of
 
@@ -28,6 +29,12 @@ _ROW, _MEDIAN = 0.03, 0.02
 _SIZED = re.compile(r".*\b(?:q_proj|gate_proj|w1)\.weight")
 # standard deviations of what probes see of that noise
 _ROW_DEVIATIONS, _MEDIAN_DEVIATIONS = 4, 2
+# An input that makes more than this part of what rows give is compared apart: a trained norm may
+# enlarge one channel a hundred times, and the rounding of one weight then looks like a factor.
+# Below it the noise of a row is that of at least eight weights, which `_ROW_DEVIATIONS` allow for.
+_LARGE = 1 / 8
+_MOST_LARGE = 8  # of them, of 64 probes
+_RECORDED = 2**-8  # two marks are each rounded to bfloat16, relative to the whole of a row
 # half a step of E4M3, which a row takes over where one value is nearly all of it
 _FLOAT_STEP = 2**-4
 
@@ -123,8 +130,21 @@ class _Pair:
 
     def _compare(self, name: str, how: str) -> tuple[float, float]:
         mark, other = self.base[name], self.found[name]
-        factors, errors = _factors(mark.values, other.values)
-        error = _difference(mark.values * factors[:, None], other.values)
+        large = _large_inputs(mark)
+        apart, other_apart = _along(mark.values, large), _along(other.values, large)
+        rest = mark.values - apart
+        factors, errors = _factors(rest, other.values - other_apart)
+        size = rest.norm(dim=1, keepdim=True).clamp(min=1e-19)
+        beyond = errors
+        if large.shape[1]:  # what rounded marks leave of the rest is no error
+            whole = mark.values.norm(dim=1) / size[:, 0]
+            beyond = (errors - _RECORDED * whole * factors.abs().clamp(min=1)).clamp(min=0)
+        error = float(beyond.square().mean().sqrt())
+        if mark.bits == other.bits == 16 or is_cached(name):  # of others two weights are too few
+            was, became = apart / size, other_apart / size
+            # as it was, or larger like the rest of its row, which is known less well
+            ways = (torch.ones_like(factors), factors)
+            error = max(error, min(_difference(was * way[:, None], became) for way in ways))
         if error > _noise(mark, other, _MOVED if how else _NOISE):
             raise self._refuse(f"{how}'{name}' is {error:.0%} from what it was, more than rounding")
         if is_cached(name) or _SIZED.fullmatch(name):
@@ -178,6 +198,26 @@ def _noise(mark: Mark, other: Mark, table: Mapping[int, float] = _MOVED) -> floa
 def _step(mark: Mark) -> float:
     """Half a step of a weight's codes, relative to the largest value that these hold."""
     return 0.0 if mark.bits == 16 else max(_FLOAT_STEP, 1 / (2**mark.bits - 1))
+
+
+def _large_inputs(mark: Mark) -> Tensor:
+    """Signs [PROBES, few] of the inputs of a matrix that make most of what its rows give."""
+    inputs, rest = signs(mark.shape[1]), mark.values
+    large = torch.zeros(PROBES, 0)
+    while large.shape[1] < _MOST_LARGE:
+        size = rest.norm(dim=1, keepdim=True)
+        share = (rest / size.clamp(min=1e-19) @ inputs.t()).square().mean(0) / PROBES
+        if share.max() <= _LARGE:
+            break
+        large = torch.cat([large, inputs[share.argmax()][:, None]], 1)
+        rest = mark.values - _along(mark.values, large)
+    return large
+
+
+def _along(values: Tensor, directions: Tensor) -> Tensor:
+    """The part of values [rows, PROBES] that `directions` [PROBES, few] make up."""
+    inverse: Tensor = torch.linalg.pinv(directions)
+    return values @ directions @ inverse
 
 
 def _difference(one: Tensor, other: Tensor) -> float:

@@ -77,7 +77,7 @@ def final_norm(tensors):
         (other_keys, ["'layers.2.self_attn.k_proj.weight'", "from what it was"]),
         (mlp_norm_as_a_whole, ["norms differ", "a row of 'layers.1.mlp.gate_proj", " times"]),
         (all_but_queries, ["norms differ", "a row of 'layers.1.self_attn.q_proj", "0.01 times"]),
-        (other_queries, ["a row of 'layers.1.self_attn.q_proj.weight' is 10.00 times"]),
+        (other_queries, ["a row of 'layers.1.self_attn.q_proj.weight' is ", " times what it was"]),
         (larger_keys, ["k_proj.weight' is 1.10 times what it was; calibrate that model"]),
         (other_mlp, ["'layers.2.mlp.up_proj.weight'", "from what it was"]),
         (slightly_tuned, ["'layers.2.self_attn.k_proj.weight'", "from what it was"]),
