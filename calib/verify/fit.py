@@ -6,7 +6,7 @@ from statistics import median
 from typing import NamedTuple
 
 from calib.scalefiles.calibrations import Amax
-from calib.scalefiles.reading import FoundLayer, these
+from calib.scalefiles.reading import FoundLayer, is_usable, these
 
 # rounding to bfloat16 takes 0.4 %
 _ROUNDING = 1.005
@@ -82,9 +82,10 @@ def judge(
         problems.append("K scales fit V's measured absmax and V scales K's: they are swapped")
     elif clipped:
         worst = max(clipped, key=lambda fit: max(fit.used.values()))
+        letter = max(worst.used, key=lambda letter: worst.used[letter])
         problems.append(
             f"{len(clipped)} layers clip what was measured, layer {worst.layer} the most: its "
-            f"absmax is {max(worst.used.values()):.2f} times what its scale can hold"
+            f"{letter.upper()} is {worst.used[letter]:.2f} times what its scale can hold"
         )
     used = [value for fit in fits for value in fit.used.values()]
     for factor, what in ((2.0, "half"), (0.5, "twice")):
@@ -156,6 +157,8 @@ def _kind(shares: list[_Share], largest: float) -> str | None:
 def _shares(layer: FoundLayer, letter: str, amax: Amax) -> Iterator[_Share]:
     """Each scale of a layer with the measured absmax of the heads that it is for."""
     scales, heads = getattr(layer, letter), amax.get((layer.layer, letter))
+    if letter == "q" and not is_usable(scales):
+        return  # that is said of the scales themselves
     if scales and heads and len(scales) in (1, len(heads)):
         each = (max(heads),) if len(scales) == 1 else heads
         yield from map(_Share, [layer.layer] * len(scales), scales, each)

@@ -79,8 +79,8 @@ def test_what_is_wrong_with_them_is_said(case, tmp_path):
     said = lines_of(done)
     # llm-compressor never measures Q: uninitialised memory, which is not the same every time
     assert ("problem: Q scales " in said) == case.name.endswith("qkv")
-    # AutoRound keeps the last forward's absmax only
-    assert ("layers clip what was measured" in said) == (case in LAST)
+    # AutoRound keeps the last forward's absmax only; what nobody wrote may look like a scale of Q
+    assert ("layers clip what was measured" in said) == (case in LAST or case.match("*/tensor-qkv"))
     alone = case.match("nvidia-modelopt-*/kv") or case.match("nvidia-modelopt-*/nvfp4-kv")
     assert ("quant_algo is missing" in said) == alone
 
