@@ -26,6 +26,12 @@ from calib.scalefiles.baked import baked_for
 from calib.scales.one_scale import check_one_scale
 from calib.scales.tail import check_enough
 
+# seen in vLLM 0.32's class, which hands on the positions that it is given
+_POSITIONS = (
+    "transformers counts PaliGemma's positions from 1, vLLM from 0: K is measured as transformers "
+    "caches it; --headroom 1.1 makes room for the difference"
+)
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -66,6 +72,8 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     notes += quantization_notes(checkpoint)
     if purpose := baked_for(checkpoint.path):
         notes.append(f"this model is baked for {purpose} (fp8kv bake)")
+    if config.model_type == "paligemma":
+        notes.append(_POSITIONS)
     recipe = resolve_offload(checkpoint, config, recipe)
     by_layer = recipe.offload == "layerwise"
 

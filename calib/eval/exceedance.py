@@ -45,7 +45,8 @@ def count_clipped(
     Layers that read another layer's cache are left out.
     """
     model = setup.model
-    repeats = {m.layer_idx: m.kv_repeat for m in map_attention(model).cached.values()}
+    attention = map_attention(model)
+    repeats = {m.layer_idx: m.kv_repeat for m in attention.cached.values()}
     largest = {v.name: fp8_max(FP8_DTYPES[v.scales.fp8_dtype]) for v in variants if v.scales}
     found: dict[str, dict[int, list[Clipped]]] = {v.name: {} for v in variants}
 
@@ -62,7 +63,7 @@ def count_clipped(
 
     with swap_attention(model, attend):
         for token_ids in setup.progress.each("clipped values", documents, "documents"):
-            model.get_decoder()(input_ids=token_ids[None].to(model.device), use_cache=False)
+            attention.read(model, token_ids[None].to(model.device))
     return {
         name: {idx: Clipped(*map(torch.cat, zip(*each, strict=True))) for idx, each in rows.items()}
         for name, rows in found.items()

@@ -52,7 +52,8 @@ def layer_errors(
     Layers that read another layer's cache are left out.
     """
     model = setup.model
-    repeats = {m.layer_idx: m.kv_repeat for m in map_attention(model).cached.values()}
+    attention = map_attention(model)
+    repeats = {m.layer_idx: m.kv_repeat for m in attention.cached.values()}
     scaled = [(v, v.scales) for v in variants if v.scales]
     probes = [
         (v, FP8_DTYPES[s.fp8_dtype], fp8_rounding(s, v.tensors), v.engine(setup) or _as_it_is)
@@ -81,7 +82,7 @@ def layer_errors(
 
     with swap_attention(model, attend):
         for token_ids in setup.progress.each("per-layer errors", documents, "documents"):
-            model.get_decoder()(input_ids=token_ids[None].to(model.device), use_cache=False)
+            attention.read(model, token_ids[None].to(model.device))
     joined = {name: {i: _joined(e) for i, e in layers.items()} for name, layers in errors.items()}
     return joined, {idx: _added(each) for idx, each in values.items()}
 

@@ -29,6 +29,8 @@ QKV = tuple[Tensor, Tensor, Tensor]
 QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
 
 _PROBE_TOKENS = 8
+# what a model raises that misses an image, or a field of its config that says where images are
+_NOT_FOR_TEXT = (TypeError, ValueError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,11 @@ class AttentionMap:
 
     cached: dict[str, CachedAttention]
     shared: dict[str, SharedAttention]
+    reader: str  # the module that is given token ids
+
+    def read(self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None) -> None:
+        """Run `model` on token ids [B, T], as far as what it caches needs."""
+        model.get_submodule(self.reader)(input_ids=token_ids, attention_mask=mask, use_cache=False)
 
     def unit_scales(self, strategy: Strategy = "tensor", fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
         """Scale 1.0 for every module, which engines use where they have no other."""
@@ -98,13 +105,8 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported"
         )
-    seen: dict[str, QKV] = {}
-    with (
-        making_sense(f"this {model.config.model_type} cannot run as its config says"),
-        observe_qkv(model, lambda name, q, k, v: seen.__setitem__(name, (q, k, v))),
-    ):
-        tokens = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
-        cache = model.get_decoder()(input_ids=tokens, use_cache=True).get("past_key_values")
+    with making_sense(f"this {model.config.model_type} cannot run as its config says"):
+        reader, seen, cache = _probe(model)
     if cache is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} returns no KV cache: it is an encoder, or not a causal decoder"
@@ -113,7 +115,32 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
     cached = {name: module for name, module in modules.items() if module is not None}
     _check_every_layer_was_seen(model, cache, cached)
     shared = {name: _shared(model, name, seen, cached) for name in modules if name not in cached}
-    return AttentionMap(cached, shared)
+    return AttentionMap(cached, shared, reader)
+
+
+def _probe(model: PreTrainedModel) -> tuple[str, dict[str, QKV], Any]:
+    """Which module reads text alone, and what attention sees and the cache holds when it does.
+
+    That is the whole model without its LM head: what is around the decoder may move positions, as
+    PaliGemma's does. Its decoder reads for a model that takes no text alone.
+    """
+    tokens = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
+    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+    names = {module: name for name, module in model.named_modules()}
+    whole, decoder = model.base_model, model.get_decoder()
+    try:
+        return names[whole], *_seen_and_cached(model, whole, inputs)
+    except _NOT_FOR_TEXT:
+        return names[decoder], *_seen_and_cached(model, decoder, inputs)
+
+
+def _seen_and_cached(
+    model: PreTrainedModel, reader: nn.Module, inputs: dict[str, Tensor]
+) -> tuple[dict[str, QKV], Any]:
+    seen: dict[str, QKV] = {}
+    with observe_qkv(model, lambda name, *qkv: seen.__setitem__(name, qkv)):
+        cache = reader(**inputs, use_cache=True).get("past_key_values")
+    return seen, cache
 
 
 def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAttention | None:

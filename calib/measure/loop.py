@@ -31,7 +31,7 @@ def calibrate(
     attention: AttentionMap | None = None,
     on_batch: OnBatch = lambda batch, so_far: None,
 ) -> KVStats:
-    """Run `batches` through the decoder of `model` and return the statistics of its K, V and Q.
+    """Run `batches` through `model` and return the statistics of its K, V and Q.
 
     Padding is excluded, the LM head is not computed, and the model is left exactly as it was.
     `attention` is what `map_attention` found, if the caller knows; `on_batch` gets each batch and a
@@ -45,7 +45,7 @@ def calibrate(
         attention = attention or map_attention(model)
         layers = running_layers(attention, recipe)
         for batch in batches:
-            _observe(model, batch, layers)
+            _observe(model, batch, attention, layers)
             if first_non_finite(layers):
                 raise _non_finite(model, batch, attention, recipe)
             on_batch(batch, lambda: results(layers, attention))
@@ -68,13 +68,13 @@ class _LastLayerSeen(Exception):
     """Everything there is to measure in a batch has been measured."""
 
 
-def _observe(model: PreTrainedModel, batch: Batch, layers: dict[str, RunningLayer]) -> None:
+def _observe(
+    model: PreTrainedModel, batch: Batch, attention: AttentionMap, layers: dict[str, RunningLayer]
+) -> None:
     batch = to_device(batch, input_device(model))
     last = None if _is_offloaded(model) else list(layers)[-1]
     with observing(model, batch, layers, last=last):
-        model.get_decoder()(
-            input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-        )
+        attention.read(model, batch.input_ids, batch.attention_mask)
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -125,7 +125,7 @@ def _non_finite(
     """Run the batch again, sample by sample, to name the first that is to blame."""
     for single in singles(batch):
         layers = running_layers(attention, recipe)
-        _observe(model, single, layers)
+        _observe(model, single, attention, layers)
         found = first_non_finite(layers)
         if found:
             return blame(found, single)

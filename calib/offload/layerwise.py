@@ -154,7 +154,9 @@ def _pass(
     stages, found = source.stages, None
     forms: list[Output] = []
     with ExitStack() as stack:
-        replay = stack.enter_context(replaying(source.model.get_decoder(), source.layout.layers))
+        replay = stack.enter_context(
+            replaying(source.model, source.layout.attention, source.layout.layers)
+        )
         hidden = stack.enter_context(HiddenStates(directory, plan.hidden_bytes))
         stack.enter_context(source.loader.held(stages.resident))
         with source.loader.held(stages.embeddings):

@@ -61,9 +61,10 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> Layout:
     with random_weights(model.get_decoder(), device):
         attention = map_attention(model)
         layers, names, unused = _decoder_layers(model, attention)
-        expected = _seen(model, partial(_run_whole, model, probes))
+        expected = _seen(model, partial(_run_whole, model, attention, probes))
         for keeps in (False, True):
-            found = _seen(model, partial(_run_by_layer, model, probes, layers, keeps))
+            run = partial(_run_by_layer, model, attention, probes, layers, keeps)
+            found = _seen(model, run)
             if found.keys() >= attention.cached.keys() and _agree(found, expected):
                 return Layout(attention, layers, names, unused, keeps)
     raise UnsupportedModelError(
@@ -99,17 +100,19 @@ def _seen(model: PreTrainedModel, run: Callable[[], None]) -> Seen:
     return seen
 
 
-def _run_whole(model: PreTrainedModel, probes: list[Batch]) -> None:
+def _run_whole(model: PreTrainedModel, attention: AttentionMap, probes: list[Batch]) -> None:
     for probe in probes:
-        model.get_decoder()(
-            input_ids=probe.input_ids, attention_mask=probe.attention_mask, use_cache=False
-        )
+        attention.read(model, probe.input_ids, probe.attention_mask)
 
 
 def _run_by_layer(
-    model: PreTrainedModel, probes: list[Batch], layers: list[nn.Module], keeps: bool
+    model: PreTrainedModel,
+    attention: AttentionMap,
+    probes: list[Batch],
+    layers: list[nn.Module],
+    keeps: bool,
 ) -> None:
-    with replaying(model.get_decoder(), layers) as replay:
+    with replaying(model, attention, layers) as replay:
         embedded = [replay.run_embeddings(probe) for probe in probes]
         outputs: list[Output | None] = [None] * len(probes)
         try:

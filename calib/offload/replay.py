@@ -1,4 +1,4 @@
-"""Run a decoder's own forward as far as one of its layers, with stored results before that layer.
+"""Run a model's own forward as far as one of its layers, with stored results before that layer.
 
 A forward pass up to layer `i` computes masks, position embeddings and the arguments of each layer
 as it always does. The layers before `i` return what layer `i - 1` had returned, so whatever the
@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from calib.data import Batch
 from calib.errors import UnsupportedModelError
+from calib.measure.attention import AttentionMap
 
 # what a decoder layer returns, or what the embeddings returned in the order of their calls
 Output = Tensor | tuple[Tensor | None, ...]
@@ -31,10 +33,12 @@ def embeddings_of(decoder: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Em
 
 
 @contextmanager
-def replaying(decoder: nn.Module, layers: Sequence[nn.Module]) -> Iterator["Replay"]:
-    """Take over `layers` of `decoder`, and its embeddings outside them, inside the block."""
-    replay = Replay(decoder)
-    embeddings = embeddings_of(decoder, layers)
+def replaying(
+    model: PreTrainedModel, attention: AttentionMap, layers: Sequence[nn.Module]
+) -> Iterator["Replay"]:
+    """Take over `layers` of the decoder, and its embeddings outside them, inside the block."""
+    replay = Replay(model, attention)
+    embeddings = embeddings_of(model.get_decoder(), layers)
     for index, layer in enumerate(layers):
         layer.forward = partial(replay.layer, index, layer.forward)
     for embedding in embeddings:
@@ -57,10 +61,11 @@ class _Step:
 
 
 class Replay:
-    """A decoder whose layers run one at a time; see `replaying`."""
+    """A model whose decoder's layers run one at a time; see `replaying`."""
 
-    def __init__(self, decoder: nn.Module) -> None:
-        self._decoder = decoder
+    def __init__(self, model: PreTrainedModel, attention: AttentionMap) -> None:
+        self._model = model
+        self._attention = attention
         self._step = _Step(_EMBEDDINGS_ONLY)
 
     def run_embeddings(self, batch: Batch) -> Output:
@@ -85,9 +90,7 @@ class Replay:
     def _run(self, batch: Batch, step: _Step) -> Output:
         self._step = step
         try:
-            self._decoder(
-                input_ids=batch.input_ids, attention_mask=batch.attention_mask, use_cache=False
-            )
+            self._attention.read(self._model, batch.input_ids, batch.attention_mask)
         except _LayerDone as done:
             # its frames hold activations, and cycles would keep those through the next batch
             traceback.clear_frames(done.__traceback__)
@@ -96,7 +99,7 @@ class Replay:
         finally:
             self._step = _Step(_EMBEDDINGS_ONLY)
         raise UnsupportedModelError(
-            f"{type(self._decoder).__name__} skips decoder layer {max(step.index, 0)}; "
+            f"{type(self._model).__name__} skips decoder layer {max(step.index, 0)}; "
             "use --offload none"
         )
 

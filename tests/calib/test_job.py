@@ -4,7 +4,13 @@ import json
 
 import pytest
 import torch
-from families import HYBRIDS, SHARED_KV, save_model, tiny_model
+from families import (
+    HYBRIDS,
+    SHARED_KV,
+    save_model,
+    tiny_model,
+    tiny_vision_language_model,
+)
 from safetensors.torch import load_file
 
 from calib.choices import FORMATS
@@ -198,3 +204,9 @@ def test_a_length_of_the_users_own_recipe_is_refused(tiny_directory, tmp_path):
     recipe.write_text("data: {dataset: random, seq_len: 2048}\ndevice: cpu\n")
     with pytest.raises(InputError, match="--seq-len 2048 is longer than the model's 256 positions"):
         run(str(tiny_directory), load_recipe(str(recipe)), tmp_path / "out")
+
+
+def test_a_calibration_of_paligemma_says_how_vllm_counts_positions(tmp_path):
+    source = save_model(tiny_vision_language_model("paligemma"), tmp_path / "model")
+    warnings = run(str(source), recipe(), tmp_path / "out").warnings
+    assert [each for each in warnings if "PaliGemma's positions from 1, vLLM from 0" in each]

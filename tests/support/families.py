@@ -45,6 +45,7 @@ FAMILIES: dict[str, dict] = {
 _TEXT: dict[str, dict] = {
     "gemma3": {"sliding_window": 5, "layer_types": _SLIDING_AND_FULL},
     "llama4": {"intermediate_size_mlp": 96, "num_local_experts": 2},
+    "paligemma": {"model_type": "gemma"},
 }
 # linear attention or Mamba in all layers but one
 HYBRIDS: dict[str, dict] = {
@@ -139,10 +140,10 @@ def mixed_model():
     return model.eval()
 
 
-def tiny_vision_language_model(model_type="gemma3"):
+def tiny_vision_language_model(family="gemma3", **options):
     """A model with a vision tower whose layers are named like the language model's."""
     torch.manual_seed(0)
-    text = {**_BASE, **_WIDE, **_TEXT[model_type]}
+    text = {**_BASE, **_WIDE, **_TEXT.get(family, {}), **options}
     vision = {
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -151,11 +152,11 @@ def tiny_vision_language_model(model_type="gemma3"):
         "image_size": 28,
         "patch_size": 14,
     }
-    if model_type == "llama4":
+    if family == "llama4":
         vision |= {"intermediate_size": 128, "vision_output_dim": 64}
         vision |= {"projector_input_dim": 64, "projector_output_dim": 64}
     config = AutoConfig.for_model(
-        model_type, text_config=text, vision_config=vision, mm_tokens_per_image=1
+        family, text_config=text, vision_config=vision, mm_tokens_per_image=1
     )
     return give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
 

@@ -43,7 +43,8 @@ def every_model():
     builders = {
         name: lambda n=name, o=options: tiny_model(n, **o) for name, options in models.items()
     }
-    return {**builders, "gemma3": tiny_vision_language_model}
+    seeing = {n: lambda n=n: tiny_vision_language_model(n) for n in ("gemma3", "paligemma")}
+    return builders | seeing
 
 
 @dataclass

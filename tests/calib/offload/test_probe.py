@@ -59,7 +59,7 @@ def test_layers_that_miss_what_an_earlier_one_hands_over_are_refused(llama, monk
 
 
 def test_a_decoder_without_one_list_of_layers_is_refused(tiny_llama):
-    attention = AttentionMap({"model.layers.0.self_attn": None, "model.other": None}, {})
+    attention = AttentionMap({"model.layers.0.self_attn": None, "model.other": None}, {}, "model")
     with pytest.raises(UnsupportedModelError, match="not in one list of decoder layers"):
         probe._decoder_layers(tiny_llama, attention)
 
@@ -108,6 +108,7 @@ def test_random_weights_are_one_layers_and_go_again(llama):
 
 def test_replaying_leaves_no_trace_after_an_error(tiny_llama):
     decoder = tiny_llama.get_decoder()
-    with pytest.raises(RuntimeError), replaying(decoder, list(decoder.layers)):
+    attention = AttentionMap({}, {}, "model")
+    with pytest.raises(RuntimeError), replaying(tiny_llama, attention, list(decoder.layers)):
         raise RuntimeError
     assert not any("forward" in vars(module) for module in decoder.modules())
