@@ -16,7 +16,7 @@ from machine import machine, write_result
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from calib.eval.statistics import divergence
+from calib.divergence import divergence
 from calib.eval.variants import Rounding, Variant, fp8_rounding
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats

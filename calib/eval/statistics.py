@@ -9,12 +9,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from calib.divergence import compare_pair, rows_at_once
 from calib.eval.schema import Figure, PositionBin
 
 Values = NDArray[np.float64]
 Statistic = Callable[[Values], float]
 
-_POSITIONS = 16  # at a time: rows of a large vocabulary stay in a processor's cache
 _FIRST_BIN = 16  # positions; each bin after it ends at twice the position
 _RESAMPLES = 1000
 
@@ -22,40 +22,27 @@ _RESAMPLES = 1000
 class Divergence(NamedTuple):
     """One document, one variant. Positions are those of the tokens read."""
 
-    kl: Tensor  # [T] float32, KL(reference || variant) in nats
+    kl: Tensor  # [T] float64, KL(reference || variant) in nats
     agrees: Tensor  # [T] bool, the likeliest token is the same
-    nll: Tensor  # [T - 1] float32, of the text under the variant, in nats
+    nll: Tensor  # [T - 1] float64, of the text under the variant, in nats
 
 
 def compare(reference: Tensor, variant: Tensor, following: Tensor) -> Divergence:
     """Compare logits [T, vocabulary]; `following` [T or T - 1] are the tokens that came next."""
     parts = []
-    for rows in chunks(len(reference), _POSITIONS):
-        expected, found = reference[rows].float(), variant[rows].float()
-        agrees = expected.argmax(-1) == found.argmax(-1)
+    for rows in chunks(len(reference), rows_at_once(reference)):
+        found = variant[rows]
+        pair = compare_pair(reference[rows], found)
         came = following[rows].to(found.device)
         chosen = found[: len(came)].gather(1, came[:, None]).squeeze(1)
-        nll = found[: len(came)].logsumexp(-1) - chosen
-        parts.append(Divergence(divergence(expected, found), agrees, nll))
+        nll = pair.log_sum[: len(came)] - chosen.double()
+        parts.append(Divergence(pair.kl, pair.agrees, nll))
     return Divergence(*(x.cpu() for x in join(parts)))
 
 
 def join(parts: Sequence[Divergence]) -> Divergence:
     """Consecutive parts of one document as one."""
     return Divergence(*map(torch.cat, zip(*parts, strict=True)))
-
-
-def divergence(expected: Tensor, found: Tensor) -> Tensor:
-    """KL of the softmax of two logits [T, vocabulary] float32: [T] nats.
-
-    Taken from the differences of the logits, log Σ p e^d - Σ p d with d free of its mean: the
-    difference of two log-softmaxes would be off by 1e-7, as much as a good cache differs.
-    """
-    p = expected.softmax(-1)
-    d = found - expected
-    d -= (p * d).sum(-1, keepdim=True)
-    shift = (p * d).sum(-1)  # what rounding left of the mean
-    return ((p * d.expm1()).sum(-1).log1p() - shift).clamp(min=0)
 
 
 def chunks(length: int, size: int) -> Iterator[slice]:

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 
+from calib.divergence import divergence
 from calib.errors import InputError
 from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, open_checkpoint
@@ -40,11 +40,8 @@ class Rescaling:
     @property
     def kl(self) -> float:
         """Nats per token by which the outputs differ, on the few tokens of the proof."""
-        after, before = (
-            each.logits.double().log_softmax(-1).flatten(0, 1) for each in (self.after, self.before)
-        )
-        found = kl_div(after, before, log_target=True, reduction="batchmean")
-        return found.clamp(min=0).item()
+        before, after = (each.logits.flatten(0, 1) for each in (self.before, self.after))
+        return divergence(before, after).mean().item()
 
     @property
     def per_head(self) -> tuple[int, int]:

@@ -1,0 +1,134 @@
+"""KL of any two rows of float32 logits, against arithmetic of 400 digits."""
+
+import math
+
+import mpmath
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from calib.divergence import divergence
+from calib.eval.statistics import compare
+
+# what a probability loses that is subnormal in float64, times the largest difference
+_SUBNORMAL = 1e-280
+_WIDE = (1e-30, 1e-3, 1.0, 20.0, 300.0, 1e4, 1e20, 3e38)
+
+
+def exact(expected, found):
+    """KL of two rows, by its definition."""
+    with mpmath.workdps(400):
+        rows = [[mpmath.mpf(float(x)) for x in row] for row in (expected, found)]
+        logs = []
+        for row in rows:
+            top = max(row)
+            whole = mpmath.log(sum(mpmath.exp(x - top) for x in row))
+            logs.append([x - top - whole for x in row])
+        return float(sum(mpmath.exp(p) * (p - q) for p, q in zip(*logs, strict=True)))
+
+
+def check(expected, found):
+    rows = torch.tensor([[expected], [found]])
+    kl = divergence(*rows).item()
+    exactly = exact(*rows[:, 0].tolist())
+    assert kl == pytest.approx(exactly, rel=1e-6, abs=_SUBNORMAL)
+
+
+def numbers(size):
+    return st.floats(-size, size, width=32, allow_subnormal=False)
+
+
+@st.composite
+def pairs(draw):
+    """Two rows: apart, or one a rounding, a shift or a nudge away from the other."""
+    length = draw(st.integers(1, 6))
+    sizes = st.sampled_from([float(np.float32(x)) for x in _WIDE])
+    one = st.lists(sizes.flatmap(numbers), min_size=length, max_size=length)
+    expected = np.array(draw(one), np.float32)
+    how = draw(st.sampled_from(["apart", "next", "nudged", "shifted", "some"]))
+    other = np.array(draw(one), np.float32)
+    with np.errstate(over="ignore"):
+        found = {
+            "apart": other,
+            "next": np.nextafter(expected, other),
+            "nudged": expected + np.float32(1e-7) * np.sign(other),
+            "shifted": expected + other[0],
+            "some": np.where(other > 0, expected, other),
+        }[how]
+    largest = np.finfo(np.float32).max
+    return expected.tolist(), found.clip(-largest, largest).tolist()
+
+
+@settings(max_examples=400, deadline=None)
+@given(pairs())
+@example(([0.0, -90.0, -90.0], [-0.5, 0.0, 0.0]))
+@example(([0.0, -120.0], [-3.0, 10.0]))
+@example(([0.0, -740.0], [0.0, -40.0]))
+@example(([3e38, 3e38], [1.0, 0.0]))
+@example(([3e38, -3e38], [-3e38, 3e38]))
+@example(([1e-3, 1e-3 + 2e-10], [5.0, 5.0]))
+@example(([0.0, 1e-8, -60.0], [1e-15, 1e-8, -59.9]))
+@example(([0.0, 0.0, -20.0], [1e-7, 0.0, -20.0]))
+def test_every_pair_of_finite_logits_has_its_kl(pair):
+    check(*pair)
+
+
+@pytest.mark.parametrize("size", _WIDE)
+@pytest.mark.parametrize("change", [0.0, 1e-7, 1e-3, 1.0])
+def test_a_large_vocabulary_at_every_size(size, change):
+    generator = torch.Generator().manual_seed(0)
+    expected = (torch.rand(400, generator=generator) * 2 - 1) * size
+    found = expected * (1 + change * torch.randn(400, generator=generator))
+    limit = torch.finfo(torch.float32).max
+    check(expected.tolist(), found.clamp(-limit, limit).tolist())
+
+
+def test_the_largest_of_all_does_not_overflow():
+    largest = torch.finfo(torch.float32).max
+    kl = divergence(torch.tensor([[largest, -largest]]), torch.tensor([[-largest, largest]]))
+    assert kl.item() == pytest.approx(2 * float(largest), rel=1e-12)
+
+
+def test_equal_logits_have_none_at_any_size():
+    for size in _WIDE:
+        logits = torch.randn(3, 1000).clamp(-1, 1) * size
+        assert divergence(logits, logits.clone()).tolist() == [0.0] * 3
+
+
+def test_a_masked_vocabulary_counts_for_nothing():
+    torch.manual_seed(0)
+    expected, noise = torch.randn(4, 60) * 5, torch.randn(4, 60)
+    masked = torch.arange(60) % 3 == 0
+    for change in (1.0, 1e-6):
+        rows = [x.masked_fill(masked, -math.inf) for x in (expected, expected + change * noise)]
+        whole = divergence(*(x[:, ~masked].contiguous() for x in rows))
+        assert (whole > 0).all()
+        torch.testing.assert_close(divergence(*rows), whole, rtol=1e-6, atol=0)
+
+
+def test_what_only_one_of_two_masks():
+    expected, found = torch.tensor([[0.0, 1.0, -2.0]]), torch.tensor([[0.0, 1.0, -math.inf]])
+    assert divergence(expected, found).tolist() == [math.inf]  # the reference gives it a chance
+    # e**-900 is 0 in float64, and still a chance
+    assert divergence(expected - torch.tensor([0, 0, 900.0]), found).tolist() == [math.inf]
+    q = 1 - 1 / (1 + math.exp(-2) / (1 + math.e))
+    assert divergence(found, expected).item() == pytest.approx(-math.log1p(-q), rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_logits_that_are_no_numbers_have_no_kl(bad):
+    good, spoiled = torch.zeros(2, 3), torch.tensor([[0.0, bad, 0.0], [0.0, 0.0, 0.0]])
+    for pair in ((good, spoiled), (spoiled, good)):
+        kl = divergence(*pair)
+        assert kl.isnan().tolist() == [True, False]
+    nothing = torch.full((1, 3), -math.inf)
+    assert divergence(nothing, nothing).isnan().all()
+
+
+def test_the_text_has_its_likelihood_at_every_size():
+    reference = torch.tensor([[0.0, 3e38], [200.0, 0.0]])
+    found = compare(reference, reference, torch.tensor([0, 1]))
+    assert found.nll.tolist() == pytest.approx([3e38, 200.0], rel=1e-6)
+    assert found.kl.tolist() == [0.0, 0.0]
