@@ -71,7 +71,7 @@ def calibrate(
     observer: Annotated[choices.ObserverName | None, ScalesFlag("How an amax is chosen.")] = None,
     targets: Annotated[choices.Targets | None, ScalesFlag("qkv adds query scales.")] = None,
     reduce: Annotated[
-        choices.Reduce | None, ScalesFlag("max: one scale per layer, for engines limited to one.")
+        choices.Reduce | None, ScalesFlag("max: write one scale per layer, the largest.")
     ] = None,
     fp8_dtype: Annotated[choices.FP8Name | None, ScalesFlag("Default: e4m3fn (max 448).")] = None,
     headroom: Annotated[
@@ -197,21 +197,22 @@ def table_rows(layers: "list[LayerSummary]") -> list[tuple[str, ...]]:
 def closing_lines(result: "Result") -> list[str]:
     """Warnings, speed, where the output is, how to serve it."""
     from calib.export import FORMATS
-    from calib.output.card import NO_WEIGHTS, engine_of, holds_per_head, serve_command
+    from calib.output.card import NO_WEIGHTS, engine_of, serve_command, strategy_held
 
+    strategy = strategy_held(result.recipe.strategy, result.recipe.export.reduce)
     lines = [f"warning: {warning}" for warning in result.warnings]
     lines += ["", *result.notes, _speed(result), f"written to {result.output}"]
     if result.backup:
         lines.append(f"the files that were replaced are in {result.backup}")
     for name, directory in result.directories.items():
-        form, per_head = FORMATS[name], holds_per_head(name, result.recipe.strategy)
+        form = FORMATS[name]
         if form.note:
             lines.append(f"note ({name}): {form.note}")
         if form.with_weights and result.recipe.export.weights == "none":
             lines.append(f"note ({name}): {NO_WEIGHTS}")
         if form.serve:
             flags = result.flags.get(name, "")
-            command_line = serve_command(name, directory, per_head=per_head, flags=flags)
+            command_line = serve_command(name, directory, strategy, flags)
             lines += ["", f"serve with {engine_of(name, flags)}:", f"  {command_line}"]
     return [*lines, "", _next_step(result)]
 

@@ -9,7 +9,6 @@ from calib.export.base import BAKE, Build, Export, Format
 from calib.export.compressed_tensors import (
     compressed_tensors,
     find_quantization_config,
-    is_scalar_only,
     sglang,
 )
 from calib.export.modelopt import modelopt, nvfp4, trtllm
@@ -78,6 +77,13 @@ def check_format(
             f"strategy '{strategy}'. "
             + (_use(own, reducing, formats) if measured else _use(formats, reducing))
         )
+    if target.build is _nothing and reduce == "max" and strategy != "tensor" and measured:
+        own_strategy = f"--strategy {strategy}"  # of apply, which then reduces nothing
+        raise UnsupportedExportError(
+            f"{flag} holds statistics, which --reduce max does not change; these have strategy "
+            f"'{strategy}'. "
+            + _use("--strategy tensor", "leave --reduce max away" if calibrates else own_strategy)
+        )
 
 
 def check_latent(name: FormatName) -> None:
@@ -116,11 +122,7 @@ def export(
     if target.build is not _nothing:
         _check_announced(checkpoint)
         _check_layers(scales, flag=f"--format {name}")
-    fits = scales.strategy in target.strategies
-    if fits and reduce == "max" and scales.strategy != "tensor":
-        fits = not is_scalar_only(checkpoint)
-    held = scales if fits else scales.reduce_max()
-    return target.build(held, checkpoint, tp_size)
+    return target.build(scales.reduce_max() if reduce == "max" else scales, checkpoint, tp_size)
 
 
 def _check_announced(source: Checkpoint) -> None:

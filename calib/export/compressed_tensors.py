@@ -90,12 +90,6 @@ def find_quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
     return next((each for each in found if isinstance(each, dict)), None)
 
 
-def is_scalar_only(checkpoint: Checkpoint) -> bool:
-    """Whether its quantised weights allow one KV scale per layer alone."""
-    quantization = find_quantization_config(checkpoint.config) or {}
-    return quantization.get("quant_method") in _SCALES_WITHOUT_SCHEME
-
-
 def _beside_quantized(method: str, scales: KVScales, quantization: dict[str, Any]) -> str:
     if scales.strategy != "tensor":
         raise UnsupportedExportError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from calib import __version__
-from calib.choices import FormatName, Strategy
+from calib.choices import FormatName, Reduce, Strategy
 from calib.data import CalibrationData
 from calib.export import FORMATS
 from calib.model.checkpoint import Checkpoint, fingerprints
@@ -76,7 +76,8 @@ def output_card(report: dict[str, Any], name: FormatName, path: Path, flags: str
         f"{report['versions']['fp8kv']}."
     )
     weights = NO_WEIGHTS if recipe["export"]["weights"] == "none" else _SAME
-    card = format_card(report["model"], name, path, recipe["strategy"], about, weights, flags)
+    strategy = strategy_held(recipe["strategy"], recipe["export"]["reduce"])
+    card = format_card(report["model"], name, path, strategy, about, weights, flags)
     return card + "".join(f"- {plain(warning)}\n" for warning in report["warnings"])
 
 
@@ -86,7 +87,7 @@ def format_card(
 ) -> str:  # fmt: skip
     """The README section of scales in one format; `about` ends the sentence on their strategy."""
     target = FORMATS[name]
-    command = serve_command(name, path, per_head=holds_per_head(name, strategy), flags=flags)
+    command = serve_command(name, path, strategy, flags)
     weights = weights if target.with_weights else "No weights are here."
     engine = engine_of(name, flags)
     lines = [
@@ -105,13 +106,13 @@ def engine_of(name: FormatName, flags: str = "") -> str:
     return "vLLM" if flags else FORMATS[name].engine
 
 
-def serve_command(name: FormatName, path: Path, *, per_head: bool, flags: str = "") -> str:
+def serve_command(name: FormatName, path: Path, strategy: Strategy, flags: str = "") -> str:
     """The exact command that serves an output directory, or "" where no engine does."""
     target = FORMATS[name]
     command = target.serve.format(path=shlex.quote(str(path)))
-    return command + target.per_head_flags * per_head + f" {flags}" * bool(flags)
+    return command + target.per_head_flags * (strategy == "attn_head") + f" {flags}" * bool(flags)
 
 
-def holds_per_head(name: FormatName, strategy: Strategy) -> bool:
-    """Whether an output in this format holds per-head scales; the others were reduced."""
-    return strategy == "attn_head" and strategy in FORMATS[name].strategies
+def strategy_held(strategy: Strategy, reduce: Reduce | None) -> Strategy:
+    """The strategy of scales in a file, after what was asked of it."""
+    return "tensor" if reduce == "max" else strategy

@@ -52,8 +52,7 @@ def for_nvfp4(found: FoundScales) -> Read | None:
             str(path / CALIBRATION_FILE),
             {
                 "observer.name": "absmax",
-                "strategy": "tensor",
-                "targets": "kv",
+                "strategy": found.strategy,
                 "fp8_dtype": "e4m3fn",
                 "center_keys": False,
             },

@@ -56,7 +56,7 @@ def apply(
     stats, report = load_measured(given)
     pack = _provenance(source, str(name)) or report.get("pack")
     changes: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
-    changes |= {"strategy": strategy} if strategy else {}
+    changes |= {"strategy": strategy, "export.reduce": "none"} if strategy else {}
     recipe = load_recipe(str(source / CALIBRATION_FILE), changes)
     output = check_in_place(model, recipe) if in_place else output or default_output(model, recipe)
     progress.stage("load")

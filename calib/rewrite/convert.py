@@ -11,7 +11,7 @@ from calib.choices import FormatName, Reduce
 from calib.errors import InputError, UnsupportedExportError
 from calib.export import FORMATS, export
 from calib.model.checkpoint import Checkpoint, open_checkpoint
-from calib.output.card import format_card
+from calib.output.card import format_card, strategy_held
 from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
 from calib.progress import NOBODY, Progress
 from calib.rewrite.absmax import Read, for_nvfp4, from_nvfp4
@@ -191,7 +191,8 @@ def _write(
         )
     about = f". Written by fp8kv {__version__} from the scales there."
     name = checkpoint.path.resolve().name
-    card = format_card(name, to, output, scales.strategy, about, flags=made.flags)
+    strategy = strategy_held(scales.strategy, reduce)
+    card = format_card(name, to, output, strategy, about, flags=made.flags)
     warnings = made.notes + made.doubts
     card += "".join(f"- {warning}\n" for warning in warnings)
     whole = FORMATS[to].with_weights
