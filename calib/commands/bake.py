@@ -17,6 +17,7 @@ from calib.commands.flags import (
     TrustRemoteCode,
 )
 from calib.commands.running import command, print_json, print_lines
+from calib.commands.sameness import rounded_lines, sameness
 
 if TYPE_CHECKING:
     from calib.rescale.bake import Baked
@@ -68,16 +69,13 @@ def bake(
     if as_json:
         print_json(done.to_json())
         return
-    same = (
-        "the logits in float32 are the source's, bit for bit"
-        if done.exact
-        else f"the outputs differ by a KL of {done.kl:.2g} nats per token"
-    )
     print_lines(
         [
-            f"{len(done.changed)} tensors changed; {same}",
+            f"{len(done.changed)} tensors changed; {sameness(done.kl, exact=done.exact)}",
             _factors_line(done),
             f"written to {done.output}; its README.md says how to serve it",
+            *rounded_lines(done.rounded),
+            *_left_lines(done.left),
             *(_short_lines(done) if purpose == "fp8" else []),
             *([f"what was replaced is in {done.backup}"] if done.backup else []),
         ]
@@ -89,6 +87,11 @@ def _factors_line(done: "Baked") -> str:
         return f"one factor for the latent and one for k_pe in each of {done.layers} layers"
     k, v = done.per_head
     return f"factors per head in {k} of {done.layers} layers for K, in {v} for V"
+
+
+def _left_lines(left: dict[str, str]) -> list[str]:
+    first = [f"{name}: {why}" for name, why in left.items()][:1]
+    return [f"note: {len(left)} layers stay as they are, the first of them {x}" for x in first]
 
 
 def _short_lines(done: "Baked") -> list[str]:

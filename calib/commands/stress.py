@@ -16,6 +16,7 @@ from calib.commands.flags import (
     TrustRemoteCode,
 )
 from calib.commands.running import command, print_json, print_lines
+from calib.commands.sameness import rounded_lines, sameness
 
 
 @command
@@ -59,7 +60,8 @@ def stress(
     count = len(done.changed)
     lines = [
         *(f"warning: {warning}" for warning in done.warnings),
-        f"{count} tensors changed; the logits in float32 are the source's, bit for bit",
+        f"{count} tensors changed; {sameness(done.kl, exact=not done.rounded)}",
+        *rounded_lines(done.rounded),
         f"{k} amax {k_before:.4g} -> {k_after:.4g}, {v} amax {v_before:.4g} -> {v_after:.4g}",
         f"written to {done.output}; its README.md says how to use it",
     ]

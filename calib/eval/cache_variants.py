@@ -72,7 +72,8 @@ def cache_variants(
     """Variants of `types`, each also on baked weights where `bake` can matter; and warnings.
 
     Baked weights are not written: K and V are multiplied by their factors before rounding and
-    divided after it. Factors are powers of two, so the numbers are those of the baked model.
+    divided after it. Factors are powers of two, so the numbers are those of the baked model, but
+    for norms of 1 + weight: `bake` tells the KL of rounding these.
     """
     dtype = served_dtype(checkpoint)
     plain = {each.name: _plain(each, dtype) for each in types}

@@ -35,6 +35,7 @@ from calib.rescale.choosing import (
     per_part,
 )
 from calib.rescale.edits import FOR_FP8, FOR_INT8
+from calib.rescale.held import held_factors
 from calib.rescale.products import Factors
 from calib.rescale.proof import Observed
 from calib.rescale.rescaling import Rescaling, check_no_scales, rescale
@@ -61,6 +62,8 @@ class Baked:
     dtype: str  # of the weights: auto, the source's, or float32
     short: tuple[float, float]  # octaves by which a head's factor is too small at most, in K and V
     kl: float  # nats per token by which the outputs differ; 0 if exact
+    rounded: list[str]  # names of norms' weights that do not hold their product exactly
+    left: dict[str, str]  # layers that stay as they are, as their weights hold no factor
     latent: bool = False  # K are latents, V k_pe (MLA), in at least one layer
     backup: Path | None = None  # of the files that were replaced in place
 
@@ -75,6 +78,8 @@ class Baked:
             "exact": self.exact,
             "dtype": self.dtype,
             "kl": self.kl,
+            "rounded": self.rounded,
+            "left": self.left,
             "layers": self.layers,
             "latent": self.latent,
             "layers_with_factors_per_head": {"k": k, "v": v},
@@ -124,10 +129,12 @@ def bake(
     ):
         done = rescale(
             checkpoint, scratch, recipe, choose, what=f"'{name}' cannot be baked",
+            hold=partial(held_factors, stats=stats, purpose=purpose),
             coarser=FOR_FP8 if purpose == "fp8" else FOR_INT8, exact=not any_factor,
             progress=progress,
         )  # fmt: skip
-        baked = _summed(name, output, purpose, recipe.dtype, not any_factor, done, stats.latent)
+        exact = not (any_factor or done.rounded)
+        baked = _summed(name, output, purpose, recipe.dtype, exact, done, stats.latent)
         _check_fits(scales, baked, done.after)
         _describe(baked, checkpoint, scratch, done, report)
         if in_place:
@@ -147,7 +154,7 @@ def _summed(
 ) -> Baked:
     return Baked(
         name, output, purpose, exact, done.changed, done.per_head, len(done.factors), dtype,
-        done.short, done.kl, latent,
+        done.short, done.kl, done.rounded, done.left, latent,
     )  # fmt: skip
 
 

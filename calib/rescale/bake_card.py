@@ -1,6 +1,7 @@
 """The README of a baked model."""
 
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,7 @@ def write_card(
 ) -> None:
     """Put what was done, and how to serve it, before the source's README."""
     path = shlex.quote(baked["output"])
-    same = (
-        "In float32 its outputs are the source's, bit for bit."
-        if baked["exact"]
-        else f"Its outputs differ from the source's by a KL of {baked['kl']:.2g} nats per token."
-    )
+    same = outputs(baked["kl"], baked["rounded"], exact=baked["exact"])
     moved = "from Q to K and from the output projections to V"
     if baked["latent"]:
         moved = "into latents and k_pe, from queries and what reads latents"
@@ -34,6 +31,14 @@ def write_card(
         "",
     ]
     prepend_card(checkpoint.path, "\n".join(map(plain, lines)), out)
+
+
+def outputs(kl: float, rounded: Sequence[str], *, exact: bool = True) -> str:
+    """How near the outputs are to the source's: `exact` but for the norms that are `rounded`."""
+    differ = f"Its outputs differ from the source's by a KL of {kl:.2g} nats per token"
+    if rounded:
+        return f"{differ}, as {len(rounded)} weights of norms had to be rounded; all else is exact."
+    return "In float32 its outputs are the source's, bit for bit." if exact else f"{differ}."
 
 
 def _serving(baked: dict[str, Any], path: str, checkpoint: Checkpoint) -> list[str]:

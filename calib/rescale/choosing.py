@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from calib.choices import Purpose
 from calib.errors import InputError
 from calib.measure.attention import CachedAttention
-from calib.rescale.pairs import rotated_pairs
+from calib.rescale.pairs import pairs_of
 from calib.rescale.parameters import shares_k
 from calib.rescale.products import Factors, LayerFactors
 from calib.scales.scales import KVScales
@@ -60,14 +60,11 @@ def factors_for_int8(
     K's are of RoPE pairs, V's of channels: a power of `largest / amax`, rounded to a power of two
     unless `any_factor`.
     """
-    pairs: dict[object, Tensor] = {}
+    pairs = pairs_of(model, modules)
     found = {}
     for name, module in modules.items():
-        kind = _kind(model, module)
-        if kind not in pairs:
-            pairs[kind] = rotated_pairs(model, module)
         k = stats.layers[name].k.amax
-        k = k.maximum(k[:, pairs[kind]])
+        k = k.maximum(k[:, pairs[name]])
         k = k.amax(0, keepdim=True).expand_as(k) if shares_k(model, module) else k
         each = (_evened(amax, any_factor) for amax in (k, stats.layers[name].v.amax))
         found[name] = LayerFactors(*each)
@@ -98,14 +95,6 @@ def check_modules(stats: KVStats, modules: Mapping[str, CachedAttention], given:
 
 def _shapes(layer: LayerStats) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(layer.k.amax.shape), tuple(layer.v.amax.shape)
-
-
-def _kind(model: PreTrainedModel, module: CachedAttention) -> tuple[object, ...]:
-    """What layers with the same RoPE have in common, as far as the config says."""
-    config = model.config.get_text_config(decoder=True)
-    by_layer = (getattr(config, key, None) or () for key in ("layer_types", "no_rope_layers"))
-    here = slice(module.layer_idx, module.layer_idx + 1)
-    return module.head_dim, *(tuple(each[here]) for each in by_layer)
 
 
 def _octave(scale: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from calib.model.layouts.coded import CodedWeight
 from calib.model.quantized import find_layout
 from calib.model.stored import StoredTensor, stored_tensors
 from calib.rescale.coded_factors import NotHeld, rescaled_parts, rounds_inputs
+from calib.rescale.one_plus import Norms, is_held
 from calib.rescale.parameters import rescaled_parameters
 from calib.rescale.products import Factors, LayerFactors, Rescaled
 from calib.rescale.shards import Edit, exact_product
@@ -49,6 +50,9 @@ class Editing:
     def edits(self, model: PreTrainedModel, changes: Iterable[Rescaled]) -> dict[str, Edit]:
         """The edit of each stored tensor; NotHeld where one cannot hold it."""
         found: dict[str, Edit] = {}
+        changes = list(changes)
+        if self.exact:
+            self._check_norms(self.norms_adding_one(model, changes))
         for change in changes:
             name = self._stored_name(model, change)
             if name in self.coded:
@@ -57,6 +61,30 @@ class Editing:
             else:
                 found[name] = self._product(name, change)
         return found
+
+    def norms_adding_one(self, model: PreTrainedModel, changes: Iterable[Rescaled]) -> Norms:
+        """Those of `changes` that are of 1 + a weight, and the weights as they would be stored."""
+        return [
+            (each, self._weight(self._stored_name(model, each)))
+            for each in changes
+            if each.adds_one
+        ]
+
+    def _weight(self, name: str) -> Tensor:
+        weight = self.stored[name].read()
+        return weight if self.dtype is None else weight.to(self.dtype)
+
+    def _check_norms(self, norms: Norms) -> None:
+        """NotHeld unless rounding norms' weights is no more than `one_plus.py` allows."""
+        if bool(is_held(norms).all()):
+            return
+        change, weight = next(each for each in norms if not each[0].is_exact(each[1]))
+        dtype = str(weight.dtype).removeprefix("torch.")
+        wider = "" if weight.dtype == torch.float32 else "add --dtype float32"
+        ways = " or ".join(filter(None, (wider, self.advice))) or "nothing wider is known"
+        low, high = change.factor.aminmax()
+        times = f"{low.item():g}" if low == high else "its factors"
+        raise NotHeld(f"1 + '{change.name}' times {times} is not held by {dtype}; {ways}")
 
     def _stored_name(self, model: PreTrainedModel, change: Rescaled) -> str:
         """What the checkpoint calls a parameter; transformers renames some of them on load."""
@@ -73,14 +101,12 @@ class Editing:
         return name
 
     def _product(self, name: str, change: Rescaled) -> Edit:
-        if not self.exact:
+        if change.adds_one or not self.exact:
             return change.product
         edit = exact_product(change, self.advice)
-        # types rarely hold products of 1 + a weight; biases beside codes may be narrow, too
-        if change.adds_one or self.coded:
-            weight = self.stored[name].read()
+        if self.coded:  # biases beside codes may be narrow
             try:
-                edit(weight if self.dtype is None else weight.to(self.dtype))
+                edit(self._weight(name))
             except InputError as error:
                 raise NotHeld(str(error)) from None
         return edit
@@ -92,10 +118,11 @@ def fitting(
     modules: Mapping[str, CachedAttention],
     factors: Factors,
     coarser: Sequence[Coarser],
-) -> tuple[Factors, dict[str, Edit]]:
+) -> tuple[Factors, dict[str, Edit], dict[str, str]]:
     """The finest factors that the stored weights hold, layer by layer, and the edits they make.
 
-    Where K's or V's are not held, `coarser` ones are tried in turn; NotHeld where none are.
+    Where K's or V's are not held, `coarser` ones are tried in turn. Layers that hold none stay as
+    they are where `none_at_all` is one of these: the third result says why. Else NotHeld.
     """
     of_k = of_v = [_as_wanted, *coarser]
     if editing.coded and rounds_inputs(editing.checkpoint):
@@ -106,6 +133,7 @@ def fitting(
     )
     found: dict[str, LayerFactors] = {}
     edits: dict[str, Edit] = {}
+    left: dict[str, str] = {}
     for name, wanted in factors.items():
         problem = None
         for (_, k), (_, v) in ways:
@@ -120,9 +148,13 @@ def fitting(
             except NotHeld as error:
                 problem = problem or error
         else:
-            raise problem or NotHeld(name)
+            problem = problem or NotHeld(name)
+            left[name] = str(problem)
+            if none_at_all not in coarser or len(left) == len(factors):
+                raise problem
+            found[name] = LayerFactors(none_at_all(wanted.k), none_at_all(wanted.v))
     rescaled_parameters(model, modules, found)  # refuses a tensor of two layers
-    return found, edits
+    return found, edits, left
 
 
 def _as_wanted(factors: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint
 from calib.rescale.choosing import check_purpose, factors_for_fp8, factors_for_int8, per_part
 from calib.rescale.edits import FOR_FP8, FOR_INT8, Editing, fitting
+from calib.rescale.held import held_factors
 from calib.rescale.parameters import cached_attention, rescaled_parameters
 from calib.rescale.products import LayerFactors
 from calib.rescale.proof import observe, prove
@@ -35,7 +36,8 @@ def baked_factors(
     else:
         wanted, coarser = factors_for_int8(stats, model, modules), FOR_INT8
     editing = Editing.of(checkpoint, None, "", exact=True)
-    factors, _ = fitting(editing, model, modules, wanted, coarser)
+    near = held_factors(editing, model, modules, wanted, stats, purpose)
+    factors, _, _ = fitting(editing, model, modules, near, coarser)
     changes = rescaled_parameters(model, modules, factors)
     if not changes:
         raise InputError(f"K and V are as an {purpose} cache wants them: nothing to bake")

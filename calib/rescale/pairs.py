@@ -1,9 +1,11 @@
 """Which channels of K a model's RoPE turns together, found by trying.
 
-Factors on single channels show it: a channel of K that is neither as before nor times its factor
-holds some of another one. Six to eight such trials tell, bit by bit, which one that is.
+Zeros in single channels show it: a channel that is zeroed in front of RoPE and is no zero behind it
+holds some of another one, however small beside its own. Trials of half of the channels, once these
+and once the others, tell bit by bit which one that is.
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from inspect import signature
 from typing import Any
@@ -18,7 +20,7 @@ from calib.measure.attention import CachedAttention, observe_qkv
 from calib.model.devices import input_device
 from calib.rescale.parameters import rescaled_parameters
 from calib.rescale.products import LayerFactors
-from calib.rescale.proof import PROBE_TOKENS, probe_tokens
+from calib.rescale.proof import PROBE_TOKENS, multiplied, probe_tokens
 
 
 @torch.inference_mode()
@@ -31,8 +33,10 @@ def rotated_pairs(model: PreTrainedModel, cached: CachedAttention) -> Tensor:
     before = _keys(model, cached, torch.ones(cached.head_dim))
     partner = channels.clone()
     for bit in range((cached.head_dim - 1).bit_length()):
-        factor = 1.0 + (channels >> bit & 1)
-        is_alone = (_keys(model, cached, factor) == before * factor).flatten(0, 2).all(0)
+        half = (channels >> bit & 1).float()
+        is_alone = torch.ones_like(channels, dtype=torch.bool)
+        for kept in (half, 1 - half):
+            is_alone &= (_keys(model, cached, kept) == before * kept).flatten(0, 2).all(0)
         partner = torch.where(is_alone, partner, partner ^ (1 << bit))
     if not _is_rope(partner):
         raise UnsupportedModelError(
@@ -42,12 +46,35 @@ def rotated_pairs(model: PreTrainedModel, cached: CachedAttention) -> Tensor:
     return partner
 
 
+def pairs_of(model: PreTrainedModel, modules: Mapping[str, CachedAttention]) -> dict[str, Tensor]:
+    """`rotated_pairs` of each of `modules`, tried once for all with the same RoPE."""
+    tried: dict[object, Tensor] = {}
+    found = {}
+    for name, module in modules.items():
+        kind = _kind(model, module)
+        if kind not in tried:
+            tried[kind] = rotated_pairs(model, module)
+        found[name] = tried[kind]
+    return found
+
+
+def _kind(model: PreTrainedModel, module: CachedAttention) -> tuple[object, ...]:
+    """What layers with the same RoPE have in common, as far as the config says."""
+    config = model.config.get_text_config(decoder=True)
+    by_layer = (getattr(config, key, None) or () for key in ("layer_types", "no_rope_layers"))
+    here = slice(module.layer_idx, module.layer_idx + 1)
+    return module.head_dim, *(tuple(each[here]) for each in by_layer)
+
+
 class _Seen(Exception):
     """Ends a forward pass once its K is known."""
 
 
 def _keys(model: PreTrainedModel, cached: CachedAttention, factor: Tensor) -> Tensor:
-    """K [1, K, T, D] of a module, its channels multiplied by `factor` [D] before RoPE."""
+    """K [1, K, T, D] of a module, its channels multiplied by `factor` [D] before RoPE.
+
+    Queries are divided by it, also by zeros: nothing reads them.
+    """
     found = []
 
     def note(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -58,9 +85,8 @@ def _keys(model: PreTrainedModel, cached: CachedAttention, factor: Tensor) -> Te
     heads = torch.ones(cached.num_kv_heads, cached.v_head_dim)
     factors = LayerFactors(factor.expand(cached.num_kv_heads, -1), heads)
     changes = rescaled_parameters(model, {cached.name: cached}, {cached.name: factors})
-    replaced = {each.name: each.product(model.get_parameter(each.name)) for each in changes}
-    with observe_qkv(model, note), suppress(_Seen):
-        functional_call(model, replaced, kwargs=_far_tokens(model))
+    with observe_qkv(model, note), multiplied(model, changes) as products, suppress(_Seen):
+        functional_call(model, products, kwargs=_far_tokens(model))
     return found[0]
 
 
@@ -80,7 +106,7 @@ def _is_rope(partner: Tensor) -> bool:
     rotated = (partner != channels).nonzero().flatten()
     if not len(rotated):
         return True
-    if not torch.equal(partner[partner], channels):
+    if partner.amax() >= len(partner) or not torch.equal(partner[partner], channels):
         return False
     start, half = int(rotated[0]), len(rotated) // 2
     block = torch.arange(len(rotated))

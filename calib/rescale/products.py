@@ -39,15 +39,19 @@ class Rescaled:
     def product(self, parameter: Tensor) -> Tensor:
         """The parameter, or 1 + it, times the factor, in its own dtype; exact or not."""
         factor = self.factor.to(parameter.device)
-        return ((_wide(parameter) + self._one) * factor - self._one).to(parameter.dtype)
+        return (self.multiplier(parameter) * factor - self._one).to(parameter.dtype)
+
+    def multiplier(self, parameter: Tensor) -> Tensor:
+        """The parameter, or 1 + it, as the module computes it."""
+        return _wide(parameter) + self._one
 
     def is_exact(self, parameter: Tensor) -> bool:
         """Whether nothing is lost in `product`."""
         wide, product = _wide(parameter), self.product(parameter)
-        wanted = (wide + self._one) * self.factor
+        wanted = self.multiplier(parameter) * self.factor
         # what underflows does not come back
         is_whole = self.adds_one or torch.equal(wanted / self.factor, wide)
-        same = torch.equal(_wide(product) + self._one, wanted)
+        same = torch.equal(self.multiplier(product), wanted)
         return is_whole and same and bool(product.isfinite().all())
 
     @property

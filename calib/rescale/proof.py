@@ -1,7 +1,14 @@
-"""The proof that a rescaled model is the same: its outputs, and its K and V times their factors."""
+"""The proof that a rescaled model is the same: its outputs, and its K and V times their factors.
 
-from collections.abc import Iterable, Mapping
+A norm that multiplies by 1 + weight may round its weight times a power of two. There the proof
+multiplies what the norm gives instead, which is exact in every dtype: it shows that nothing but
+that rounding is different, and `one_plus.py` bounds the rounding.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -42,18 +49,43 @@ def load_exact(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def observe(model: PreTrainedModel, changes: Iterable[Rescaled] = ()) -> Observed:
-    """Run a few tokens, with `changes` of the model's parameters."""
-    replaced = {each.name: each.product(model.get_parameter(each.name)) for each in changes}
+def observe(
+    model: PreTrainedModel,
+    changes: Iterable[Rescaled] = (),
+    parameters: Mapping[str, Tensor] = MappingProxyType({}),
+) -> Observed:
+    """Run a few tokens, with `parameters` instead of the model's, and `changes`."""
     kv: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         kv[name] = (key.to("cpu", copy=True), value.to("cpu", copy=True))
 
-    with observe_qkv(model, keep):
+    with observe_qkv(model, keep), multiplied(model, changes) as products:
         given = {"input_ids": probe_tokens(model), "use_cache": False}
-        logits = functional_call(model, replaced, kwargs=given).logits
+        logits = functional_call(model, {**parameters, **products}, kwargs=given).logits
     return Observed(logits.cpu(), kv)
+
+
+@contextmanager
+def multiplied(model: PreTrainedModel, changes: Iterable[Rescaled]) -> Iterator[dict[str, Tensor]]:
+    """Multiply what norms give that add one to their weight; yield the other parameters' products.
+
+    Both are exact for powers of two.
+    """
+    changes = list(changes)
+    norms = {each.name.rpartition(".")[0]: each.factor for each in changes if each.adds_one}
+    with ExitStack() as stack:
+        for name, factor in norms.items():
+            norm = model.get_submodule(name)
+            hook = norm.register_forward_hook(
+                lambda _module, _inputs, x, factor=factor: x * factor.to(x.device, x.dtype)
+            )
+            stack.callback(hook.remove)
+        yield {
+            each.name: each.product(model.get_parameter(each.name))
+            for each in changes
+            if each.name.rpartition(".")[0] not in norms
+        }
 
 
 def probe_tokens(model: PreTrainedModel) -> Tensor:

@@ -25,6 +25,8 @@ from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.names import is_of_cache
 
 Choose = Callable[[PreTrainedModel, dict[str, CachedAttention]], Factors]
+# the nearest that the weights hold
+Hold = Callable[[Editing, PreTrainedModel, dict[str, CachedAttention], Factors], Factors]
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Rescaling:
     changed: list[str]  # names of tensors in the checkpoint
     before: Observed
     after: Observed
+    rounded: list[str]  # names of norms' weights that do not hold the product
+    left: dict[str, str]  # layers that stay as they are, and why
 
     @property
     def kl(self) -> float:
@@ -88,6 +92,7 @@ def rescale(
     choose: Choose,
     *,
     what: str,
+    hold: Hold = lambda _editing, _model, _modules, wanted: wanted,
     coarser: Sequence[Coarser] = (),
     advice: str = "",
     exact: bool = True,
@@ -96,9 +101,10 @@ def rescale(
     """Fill `out` with `checkpoint`, its K and V multiplied by the factors that are chosen.
 
     Unless `exact` is False, factors are powers of two, and the same outputs are proved bit for bit
-    on what lies on disk; else on the model in memory, with the nearest powers. Refusals name `what`
-    was to be made, with `advice` where a product is not exact. The recipe's dtype is that of the
-    written weights. `coarser` factors are for weights that do not hold those.
+    on what lies on disk, but for norms that round a weight; else on the model in memory, with the
+    nearest powers. Refusals name `what` was to be made, with `advice` where a product is not exact.
+    The recipe's dtype is that of the written weights. `hold` and `coarser` factors are for weights
+    that do not hold those that are chosen.
     """
     progress.stage("load")
     model = load_exact(checkpoint, recipe)
@@ -108,18 +114,25 @@ def rescale(
     progress.stage("choose factors")
     wanted = choose(model, modules)
     if not exact:
-        near = {name: _powers_of_two(each) for name, each in wanted.items()}
-        tried = observe(model, rescaled_parameters(model, modules, near))
-        prove(before, tried, modules, near, what)
-    factors, edits = fitting(editing, model, modules, wanted, coarser)
+        powers = {name: _powers_of_two(each) for name, each in wanted.items()}
+        tried = observe(model, rescaled_parameters(model, modules, powers))
+        prove(before, tried, modules, powers, what)
+    near = hold(editing, model, modules, wanted)
+    factors, edits, left = fitting(editing, model, modules, near, coarser)
+    norms = editing.norms_adding_one(model, rescaled_parameters(model, modules, factors))
+    rounded = [change for change, weight in norms if exact and not change.is_exact(weight)]
+    own = {each.name: model.get_parameter(each.name).detach().clone() for each in rounded}
     del model  # one copy in memory is enough
     write_rescaled(checkpoint, edits, out, dtype, progress)
     progress.stage("prove")
-    after = observe(load_exact(open_checkpoint(out), recipe))
+    model = load_exact(open_checkpoint(out), recipe)
+    after = observe(model)
     if exact:
-        prove(before, after, modules, factors, what)
+        same = observe(model, rounded, own) if rounded else after
+        prove(before, same, modules, factors, what)
     checkpoint.check_unchanged()
-    return Rescaling(factors, wanted, sorted(edits), before, after)
+    names = sorted(each.name for each in rounded)
+    return Rescaling(factors, wanted, sorted(edits), before, after, names, left)
 
 
 def _powers_of_two(factors: LayerFactors) -> LayerFactors:

@@ -60,10 +60,9 @@ def exact_product(change: Rescaled, advice: str) -> Edit:
         dtype = str(weight.dtype).removeprefix("torch.")
         low, high = change.factor.aminmax()
         given = f"{low.item():g}" if low == high else "its factors"
-        what = f"1 + '{change.name}'" if change.adds_one else f"'{change.name}'"
         wider = "" if weight.dtype == torch.float32 else "add --dtype float32"
         ways = " or ".join(filter(None, (wider, advice))) or "nothing wider is known"
-        raise InputError(f"{what} times {given} is not exact in {dtype}; {ways}")
+        raise InputError(f"'{change.name}' times {given} is not exact in {dtype}; {ways}")
 
     return multiply
 

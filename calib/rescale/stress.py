@@ -1,4 +1,4 @@
-"""A twin of a model with the same outputs, bit for bit, whose K and V do not fit FP8 at scale 1.0.
+"""A twin of a model with the same outputs, whose K and V do not fit FP8 at scale 1.0.
 
 An engine that uses a calibration's scales serves the twin as well as the source; one that leaves
 them out writes garbage. So the twin answers, for any stack, whether it uses the scales. Where
@@ -68,6 +68,8 @@ class Stressed:
     changed: list[str]  # names of tensors
     k_amax: tuple[float, float]  # of the source, of the twin
     v_amax: tuple[float, float]
+    kl: float  # nats per token by which the outputs differ
+    rounded: list[str]  # names of norms' weights that do not hold their product exactly
     latent: bool = False  # K is the latent, V is k_pe (MLA)
 
     def to_json(self) -> dict[str, Any]:
@@ -80,6 +82,8 @@ class Stressed:
             "v_factor": self.factors.v,
             "dtype": self.dtype,
             "tokens_compared": PROBE_TOKENS,
+            "kl": self.kl,
+            "rounded": self.rounded,
             "k_amax": dict(zip(("source", "twin"), self.k_amax, strict=True)),
             "v_amax": dict(zip(("source", "twin"), self.v_amax, strict=True)),
             "changed": self.changed,
@@ -157,7 +161,9 @@ def stress(
         )
         k, v = ((done.before.amax(which), done.after.amax(which)) for which in "kv")
         dtype = _dtype(open_checkpoint(scratch))
-        twin = Stressed(name, output, factors, dtype, done.changed, k, v, latent)
+        twin = Stressed(
+            name, output, factors, dtype, done.changed, k, v, done.kl, done.rounded, latent
+        )
         write_json(scratch / STRESS_FILE, twin.to_json())
         write_card(twin.to_json(), checkpoint, done.factors, scratch)
     return twin

@@ -12,6 +12,7 @@ from calib.errors import UnsupportedExportError
 from calib.export.base import checkpoint_prefix, latents_name
 from calib.export.modelopt import MODELOPT_NAME
 from calib.model.checkpoint import Checkpoint
+from calib.rescale.bake_card import outputs
 from calib.rescale.proof import PROBE_TOKENS
 from calib.verify.at_one import known_flags
 from calib.verify.rules import Rules, all_rules
@@ -33,8 +34,8 @@ def write_card(
     (out / "README.md").write_text(f"""# Stress twin of {done["model"]}
 
 Made by `fp8kv stress`. Its {k} are the source's times {Fraction(done["k_factor"])}, its {v} times
-{Fraction(done["v_factor"])}; {divided} divided by the same. In float32 its
-outputs are the source's, bit for bit. On {PROBE_TOKENS} tokens {k} reached
+{Fraction(done["v_factor"])}; {divided} divided by the same.
+{outputs(done["kl"], done["rounded"])} On {PROBE_TOKENS} tokens {k} reached
 {done["k_amax"]["twin"]:.4g} and {v} {done["v_amax"]["twin"]:.4g}; FP8 (E4M3) ends at
 {_FP8.max:g} and has full precision from {_FP8.tiny:g} on.
 

@@ -11,7 +11,7 @@ from command_line import fp8kv, one_line_error
 from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
-from calib.rescale import choosing, parameters
+from calib.rescale import choosing, pairs, parameters
 from calib.rescale.pairs import rotated_pairs
 from calib.rescale.stress import Factors
 from calib.scales.stats_file import load_stats
@@ -59,18 +59,21 @@ def test_channels_become_even(model_type, tmp_path):
     done = bake(source, before, tmp_path / "baked", "--for", "int8", *FLAGS.get(model_type, ()))
     assert done.exit_code == 0, done.stderr
     (logits, _), (same, _) = seen(source), seen(tmp_path / "baked")
-    assert torch.equal(logits, same)
+    said = json.loads((tmp_path / "baked" / "fp8kv_bake.json").read_text())
+    assert torch.equal(logits, same) == said["exact"]
+    assert said["exact"] or model_type == "gemma3_text"  # its 1 + 3.1e-6 takes all of float32
     model = in_float32(source)
     after = load_stats(calibrated(tmp_path / "baked", tmp_path / "after"))
     for name, module in parameters.cached_attention(model).items():
-        pairs, shared = rotated_pairs(model, module), parameters.shares_k(model, module)
+        pair, shared = rotated_pairs(model, module), parameters.shares_k(model, module)
         old, new = (load_stats(before).layers[name], after.layers[name])
-        k_before, k = (x.k.amax.maximum(x.k.amax[:, pairs]) for x in (old, new))
+        k_before, k = (x.k.amax.maximum(x.k.amax[:, pair]) for x in (old, new))
         if shared:
             k_before, k = (x.amax(0, keepdim=True) for x in (k_before, k))
         for was, became in ((k_before, k), (old.v.amax, new.v.amax)):
-            # half of the way, to the nearest power of two
-            wanted = (was / was.amax(-1, keepdim=True)).log2() / 2
+            # half of the way, of at most ten octaves, to the nearest power of two
+            ratio = was / was.amax(-1, keepdim=True)
+            wanted = ratio.log2() - ratio.clamp(min=2**-10).log2() / 2
             found = (became / was.amax(-1, keepdim=True)).log2()
             assert (found - wanted).abs().max() < 0.501
 
@@ -102,18 +105,22 @@ def test_other_factors_change_the_function_a_little(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "pairs"),
+    ("model_type", "expected"),
     [
         ("llama", [*range(8, 16), *range(8)]),
+        # norms with weights of 0.3 beside 60: in bfloat16 the second hides the first
+        ("qwen3", [*range(12, 24), *range(12)]),
+        ("gemma3_text", [*range(12, 24), *range(12)]),
         ("glm4", [1, 0, 3, 2, 5, 4, 7, 6, *range(8, 16)]),
         ("cohere2", [1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14]),
         ("gpt_neox", [2, 3, 0, 1, *range(4, 16)]),
     ],
 )
-def test_pairs_are_found_by_trying(model_type, pairs):
-    model = tiny_model(model_type, **(FAMILIES | OTHERS)[model_type]).float()
-    module = next(iter(parameters.cached_attention(model).values()))
-    assert rotated_pairs(model, module).tolist() == pairs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pairs_are_found_by_trying(model_type, expected, dtype):
+    model = tiny_model(model_type, **(FAMILIES | OTHERS)[model_type]).to(dtype)
+    for module in parameters.cached_attention(model).values():
+        assert rotated_pairs(model, module).tolist() == expected
 
 
 def test_pairs_that_turn_slowly_are_found():
@@ -145,7 +152,7 @@ def test_wrong_pairs_are_not_proved(tmp_path, monkeypatch):
     source = model_directory(tmp_path / "source", "llama")
     scales = calibrated(source, tmp_path / "scales")
     wrong = torch.arange(16) ^ 1
-    monkeypatch.setattr(choosing, "rotated_pairs", lambda *_: wrong)
+    monkeypatch.setattr(pairs, "rotated_pairs", lambda *_: wrong)
     done = bake(source, scales, tmp_path / "baked", "--for", "int8")
     one_line_error(done, "cannot be baked: K of model.layers.0", "Nothing was written")
     assert not (tmp_path / "baked").exists()
@@ -217,21 +224,6 @@ def test_what_cannot_be_baked(model_type, options, reason, tmp_path):
 
 def test_the_table_has_no_other_rows():
     assert ROWS.keys() == {*EXACT, "gpt2", "gemma3n_text", "olmo", "llama4_text", "bitnet"}
-
-
-def test_a_norm_that_adds_one_needs_wider_weights(tmp_path):
-    source = model_directory(tmp_path / "source", "gemma3_text")
-    scales = calibrated(source, tmp_path / "scales")
-    done = bake(source, scales, tmp_path / "out", "--for", "fp8", "--json")
-    said = json.loads(done.stdout)
-    assert said["octaves_short"]["k"] >= 1
-    assert said["octaves_short"]["v"] == 0
-    assert not any("norm" in name for name in said["changed"])
-    shown = bake(source, scales, tmp_path / "again", "--for", "fp8").stdout
-    assert "note: K of some heads stays up to 2^" in " ".join(shown.split())
-    one_line_error(
-        fp8kv("stress", source, "-o", tmp_path / "twin"), "not exact in bfloat16", "--dtype float32"
-    )
 
 
 def test_layers_without_rope_before_those_with(tmp_path):

@@ -43,7 +43,7 @@ REFUSED = {
 }
 
 
-def quantised(form, path, octaves=2, v_size=60.0):
+def quantised(form, path, octaves=2, k_size=90.0, v_size=60.0):
     """A model whose heads and channels are of different sizes, as `form` stores it."""
     model = tiny_model("llama", hidden_size=128, head_dim=32)
     with torch.no_grad():
@@ -51,7 +51,7 @@ def quantised(form, path, octaves=2, v_size=60.0):
             # scales in float16, which Q's and the output's become smaller in
             layer.self_attn.q_proj.weight.mul_(32)
             layer.self_attn.o_proj.weight.mul_(32)
-            for name, size in (("k_proj", 90.0), ("v_proj", v_size)):
+            for name, size in (("k_proj", k_size), ("v_proj", v_size)):
                 rows = getattr(layer.self_attn, name).weight
                 rows.mul_(torch.tensor([size, size / 5]).repeat_interleave(32)[:, None])
                 rows.mul_(torch.linspace(0, -octaves, 64).exp2()[:, None])
@@ -112,7 +112,7 @@ def test_factors_as_large_as_the_scales_hold(form, tmp_path):
 
 
 def test_a_bias_that_holds_no_larger_factor(tmp_path):
-    source = quantised("gptq-4", tmp_path / "source")
+    source = quantised("gptq-4", tmp_path / "source", k_size=0.1)
     file = source / "model.safetensors"
     tensors = load_file(file)
     small = {}
@@ -151,6 +151,26 @@ def test_channels_of_k_become_even(form, tmp_path):
     assert done.exit_code == 0, done.stderr
     # V would need factors per input channel of the output projection
     assert json.loads(done.stdout)["layers_with_factors_per_head"] == {"k": 3, "v": 0}
+
+
+def test_a_layer_that_holds_no_factor_is_left(tmp_path):
+    source = quantised("compressed-w4", tmp_path / "source", octaves=10)
+    file = source / "model.safetensors"
+    tensors = load_file(file)
+    for letter in "qo":  # float16's smallest numbers: no half of them
+        scale = f"model.layers.1.self_attn.{letter}_proj.weight_scale"
+        tensors[scale] = torch.full_like(tensors[scale], 2.0**-24)
+    save_file(tensors, file, {"format": "pt"})
+    scales = calibrated(source, tmp_path / "scales")
+    flags = ("--scales", scales, "-o", tmp_path / "out")
+    done = fp8kv("bake", source, *flags, "--for", "int8", "--json")
+    assert done.exit_code == 0, done.stderr
+    assert "cannot hold" in json.loads(done.stdout)["left"]["model.layers.1.self_attn"]
+    said = json.loads((tmp_path / "out" / "fp8kv_bake.json").read_text())["factors"]
+    assert set(torch.tensor(said["model.layers.1.self_attn"]["k"]).flatten().tolist()) == {1.0}
+    assert len(set(torch.tensor(said["model.layers.0.self_attn"]["k"]).flatten().tolist())) > 1
+    shown = fp8kv("bake", source, *flags, "--for", "int8", "--overwrite").stdout
+    assert "note: 1 layers stay as they are" in " ".join(shown.split())
 
 
 def test_other_factors_and_dtypes_are_refused(tmp_path):

@@ -1,0 +1,178 @@
+"""`fp8kv bake` where norms of Q and K multiply by 1 + weight, as Gemma's do.
+
+(1 + w) * f - 1 is no value of bfloat16 for most w that are not 0, and for some none of float32.
+"""
+
+import json
+
+import pytest
+import torch
+from baking import OTHERS, bake, calibrated, in_float32, scales_of, seen
+from command_line import fp8kv
+from families import FAMILIES, save_model, tiny_model
+from safetensors.torch import load_file
+
+from calib.eval.run import evaluate
+from calib.eval.schema import Suite
+from calib.recipe import load_recipe
+from calib.rescale import held
+from calib.rescale.one_plus import is_held
+from calib.rescale.products import Rescaled
+
+MODELS = ("gemma3_text", "qwen3_next")
+DTYPES = (torch.bfloat16, torch.float32)
+SUITE = Suite(8, 4, 64, 2, 4, (), (), 1)
+
+
+def gemma(path, model_type, dtype, size=1.0):
+    """A model of another size of K than its norms are made with."""
+    model = tiny_model(model_type, **(FAMILIES | OTHERS)[model_type])
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "k_norm" in name:
+                weight.copy_(((1 + weight) * size - 1).bfloat16())
+    return save_model(model.to(dtype), path)
+
+
+def octaves_of(directory):
+    """The exponents of K's factors [layers, D]."""
+    said = json.loads((directory / "fp8kv_bake.json").read_text())["factors"]
+    k = [torch.tensor(each["k"])[0].log2() for each in said.values()]
+    return [each if each.dim() else each.expand(24) for each in k]
+
+
+@pytest.mark.parametrize("size", [1.0, 64.0])  # K inside FP8, and far beyond
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_both_purposes_in_both_dtypes(model_type, dtype, size, tmp_path):
+    source = gemma(tmp_path / "source", model_type, dtype, size)
+    flags = ("--strategy", "attn_head", "--format", "fp8kv")
+    scales = calibrated(source, tmp_path / "scales", *flags)
+    (logits, _), old = seen(source), load_file(source / "model.safetensors")
+    for purpose in ("fp8", "int8"):
+        out = tmp_path / purpose
+        done = bake(source, scales, out, "--for", purpose)
+        assert done.exit_code == 0, done.stderr
+        said = json.loads((out / "fp8kv_bake.json").read_text())
+        octaves = octaves_of(out)
+        assert any(bool(each.any()) for each in octaves)
+        assert all(torch.equal(each, each.round()) for each in octaves)
+        same = seen(out)[0]
+        assert torch.equal(logits, same) == said["exact"] == (said["rounded"] == [])
+        shown = " ".join(done.stdout.split())
+        assert ("bit for bit" in shown) == ("bit for bit" in card(out)) == said["exact"]
+        assert ("are rounded, as" in shown) == (not said["exact"])
+        assert all("_norm.weight" in name for name in said["rounded"])
+        check_norms(said, old, load_file(out / "model.safetensors"), octaves)
+        if purpose == "fp8":
+            after = scales_of(calibrated(out, tmp_path / "after", *flags))
+            assert after.max() <= 1
+
+
+def card(directory):
+    return (directory / "README.md").read_text()
+
+
+def check_norms(said, old, new, octaves):
+    """Recompute in float64 what rounding did to the product that scores see."""
+    norms = [name for name in old if "k_norm" in name]
+    for name, powers in zip(norms, octaves, strict=True):
+        products, off = [], 0
+        for each, sign in ((name, 1), (name.replace("k_norm", "q_norm"), -1)):
+            was, became = (1 + weights[each].float() for weights in (old, new))
+            wanted = was.double() * (sign * powers).exp2()
+            error = (became.double() - wanted).abs()
+            assert bool(error.any()) == (each in said["rounded"])
+            off, products = off + error / wanted, [*products, was.double()]
+        product = products[0] * products[1]
+        # all channels together: one rounding each of Q and of K, to bfloat16
+        allowed = 2 * (product * 2**-8).square().sum()
+        assert (off * product).square().sum() <= allowed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("model_type", MODELS)
+def test_an_int8_cache_gains_what_it_gains_elsewhere(model_type, dtype, tmp_path):
+    source = gemma(tmp_path / "source", model_type, torch.bfloat16)
+    name = "int8_per_token_head"
+    overrides = {
+        "data.dataset": "random",
+        "device": "cpu",
+        "dtype": str(dtype).removeprefix("torch."),
+        "evaluation.caches": [name],
+        "evaluation.variants": ["none"],
+    }
+    found = evaluate(str(source), load_recipe(None, overrides), suite=SUITE).measured
+    plain, baked = (kl(found[each]) for each in (name, f"{name}, baked"))
+    assert baked < plain / 2
+    if dtype == torch.bfloat16:
+        return
+    scales = calibrated(source, tmp_path / "scales", "--dataset", "random", "--format", "fp8kv")
+    assert bake(source, scales, tmp_path / "out", "--for", "int8").exit_code == 0
+    written = evaluate(str(tmp_path / "out"), load_recipe(None, overrides), suite=SUITE)
+    assert kl(written.measured[name]) < plain / 2
+
+
+def kl(measured):
+    return torch.cat([each.kl for each in measured.documents]).double().mean().item()
+
+
+def test_the_recommendation_knows_it(tmp_path):
+    source = gemma(tmp_path / "source", "gemma3_text", torch.bfloat16)
+    small = ("--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu")
+    done = fp8kv("eval", source, "-o", tmp_path / "page", "--caches", "int8_per_token_head", *small)
+    assert done.exit_code == 0, done.stderr
+    report = json.loads((tmp_path / "page" / "report.json").read_text())
+    assert "int8_per_token_head, baked" in json.dumps(report)
+    assert "no rows on weights baked" not in done.stdout + done.stderr
+
+
+def test_a_rounding_that_scores_would_notice_is_not_held():
+    def held_by(dtype, weight, factor):
+        return is_held(
+            [(norm("q", 1 / factor), weight.to(dtype)), (norm("k", factor), weight.to(dtype))]
+        )
+
+    def norm(which, factor):
+        return Rescaled("attention", f"{which}_norm.weight", torch.full((4,), factor), True)
+
+    weight = torch.tensor([0.25, 0.3, -0.3, 0.0]).bfloat16()
+    assert held_by(torch.bfloat16, weight, 1.0).all()
+    assert held_by(torch.bfloat16, weight, 2.0)[:2].all()
+    # 1.3 / 64 - 1 to eight bits; 1.25 and 1 fit
+    assert held_by(torch.bfloat16, weight, 64.0).tolist() == [True, False, False, True]
+    assert held_by(torch.float32, weight, 64.0).all()
+    # weights of float32's own are held to float32's rounding
+    assert not held_by(torch.float32, torch.tensor([0.1, 1e-6, 0.2, 0.3]), 64.0)[1]
+
+
+def test_nearest_powers_without_a_way():
+    table = torch.zeros(len(held._POWERS), 2, dtype=torch.bool)
+    assert held._nearest(table, torch.tensor([0, 1]))[0] == float("inf")
+    table[16] = True
+    assert held._nearest(table, torch.tensor([0, 1]))[1].tolist() == [0, 0]
+
+
+def test_without_their_rounding_logits_are_the_same_bit_for_bit(tmp_path, monkeypatch):
+    source = gemma(tmp_path / "source", "gemma3_text", torch.bfloat16)
+    scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
+    # another edit than the one that is allowed
+    monkeypatch.setattr(
+        "calib.rescale.edits.is_held", lambda norms: torch.ones((), dtype=torch.bool)
+    )
+    of_v = Rescaled.product
+
+    def spoiled(self, parameter):
+        product = of_v(self, parameter)
+        return (
+            product * 1.25
+            if self.inner == "o_proj.weight" and parameter.dtype == torch.bfloat16
+            else product
+        )
+
+    monkeypatch.setattr(Rescaled, "product", spoiled)
+    monkeypatch.setattr(Rescaled, "is_exact", lambda self, _: not self.adds_one)
+    done = bake(source, scales, tmp_path / "out", "--for", "int8")
+    assert done.exit_code == 2
+    assert "is not the source's times its factor" in done.stderr
+    assert in_float32(source)
