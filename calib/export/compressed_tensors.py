@@ -18,6 +18,7 @@ from calib.export.base import Export, by_prefix, loaded_name
 from calib.model.checkpoint import Checkpoint, quantization_configs
 from calib.scales.scales import KVScales
 from calib.verify.classes import NAMES
+from calib.verify.quark import excluded_by
 from calib.verify.rules import Rules
 
 FP8_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
@@ -47,6 +48,8 @@ def compressed_tensors(
         quantization["kv_cache_scheme"] = scheme
         quantization.setdefault("config_groups", {})
     elif method in _SCALES_WITHOUT_SCHEME:
+        if method == "quark":
+            _check_not_excluded(quantization, scales, checkpoint, rules)
         notes = (_beside_quantized(str(method), scales, quantization),)
     else:
         version = (
@@ -88,6 +91,19 @@ def find_quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
     places = dict(quantization_configs(config))
     found = (places.get(f"{part}quantization_config") for part in ("", "text_config."))
     return next((each for each in found if isinstance(each, dict)), None)
+
+
+def _check_not_excluded(
+    quantization: dict[str, Any], scales: KVScales, checkpoint: Checkpoint, rules: Rules
+) -> None:
+    """Refuse a Quark config that takes attention out of quantisation where that drops scales."""
+    entries = (excluded_by(quantization, module) for module in by_prefix(scales, checkpoint))
+    entry = next(filter(None, entries), None)
+    if entry and rules.methods["quark"].exclude_drops:
+        raise UnsupportedExportError(
+            f"'exclude' of the config has '{entry[:60]}', so {rules.engine}'s attention "
+            "has no place for scales; name the linear layers there instead"
+        )
 
 
 def _beside_quantized(method: str, scales: KVScales, quantization: dict[str, Any]) -> str:

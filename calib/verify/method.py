@@ -4,6 +4,7 @@ from typing import Any
 
 from calib.scalefiles.folder import ScaleDirectory
 from calib.scalefiles.fp8_type import names_nvfp4
+from calib.verify.quark import check_cache_group
 from calib.verify.result import NotKnown, Refused
 from calib.verify.rules import Method, Rules
 
@@ -18,6 +19,17 @@ IGNORED_NVFP4 = Method(
 IGNORED_CACHE = Method(
     kind="none", why="its config names no FP8 KV cache, so no layer has a place for scales"
 )
+IGNORED_MIXED = Method(
+    kind="none",
+    why="MIXED_PRECISION without NVFP4 layers is read as W4AFP8, in which no layer has a place for "
+    "scales",
+)
+IGNORED_LATENTS = Method(
+    kind="none",
+    why="under MIXED_PRECISION layers that cache latents have no place for scales",
+)
+_MIXED = "MIXED_PRECISION"
+_NVFP4_LAYERS = ("NVFP4", "W4A16_NVFP4")
 
 
 def choose_method(directory: ScaleDirectory, rules: Rules) -> Method | None:
@@ -34,10 +46,14 @@ def choose_method(directory: ScaleDirectory, rules: Rules) -> Method | None:
         _check_nvfp4(name, method, rules)
     if method.kind == "none":
         return method
+    if method.mixed and directory.algorithms.get("quant_algo") == _MIXED:
+        return _mixed_method(directory, method, rules)
     _check_algorithm(directory, method)
     missing = next((key for key in method.needs if not isinstance(config.get(key), dict)), None)
     if missing:
         raise Refused(f"the quantization config has no '{missing}', which {name} needs")
+    if method.cache_group:
+        check_cache_group(config, method.cache_group)
     groups = config.get("config_groups")
     if method.groups_need_weights and isinstance(groups, dict):
         _check_groups(groups)
@@ -102,6 +118,34 @@ def _check_algorithm(directory: ScaleDirectory, method: Method) -> None:
             "not known: engines read a nested config in hf_quant_config.json, by the producer "
             "'modelopt', and do not agree on others; move its keys into config.json"
         )
+
+
+def _mixed_method(directory: ScaleDirectory, method: Method, rules: Rules) -> Method:
+    """What `method` is under MIXED_PRECISION, where `quantized_layers` says what each layer is."""
+    config = directory.algorithms
+    if config is not directory.quantization or _is_own_file(directory) or names_nvfp4(directory):
+        raise NotKnown(f"not known with {_MIXED} in hf_quant_config.json, or an NVFP4 cache")
+    layers = config.get("quantized_layers")
+    layers = layers if isinstance(layers, dict) else {}
+    if method.mixed == "nvfp4" and not any(map(_is_nvfp4, layers.values())):
+        return IGNORED_MIXED
+    if not layers and directory.modelopt is None:
+        raise Refused(f"quant_algo is {_MIXED}, and the config has no 'quantized_layers'")
+    if not layers or not config.keys() & {"kv_cache_scheme", "kv_cache_quant_algo"}:
+        if method.mixed == "scheme" and layers:
+            return IGNORED_CACHE
+        raise NotKnown(f"not known with {_MIXED}: engines read more of it in hf_quant_config.json")
+    if method.mixed == "scheme" and rules.class_caches_latents(directory.config or {}):
+        return IGNORED_LATENTS
+    scheme = config.get("kv_cache_scheme")
+    if isinstance(scheme, dict) and not names_fp8_cache(directory):
+        raise NotKnown(f"not known with {_MIXED} and a kv_cache_scheme that is not FP8")
+    has_place = isinstance(scheme, dict) if method.mixed == "scheme" else names_fp8_cache(directory)
+    return method if has_place else IGNORED_CACHE
+
+
+def _is_nvfp4(layer: Any) -> bool:
+    return isinstance(layer, dict) and str(layer.get("quant_algo")).upper() in _NVFP4_LAYERS
 
 
 def _check_nvfp4(name: str, method: Method, rules: Rules) -> None:

@@ -42,6 +42,11 @@ class Method(_Strict):
     turns_fp8_on: bool = False  # no flag is needed where the config names an FP8 cache
     algorithms: tuple[str, ...] = ()  # quant_algo must be there; it was run with these
     needs: tuple[str, ...] = ()  # keys without which the config is refused
+    # how `kv_cache_group` of a Quark config names entries of its `layer_quant_config`
+    cache_group: Literal["names", "patterns"] | None = None
+    exclude_drops: bool = False  # attention that the config's `exclude` names has no place
+    # where quant_algo MIXED_PRECISION leaves a place: a kv_cache_scheme of FP8, or NVFP4 layers
+    mixed: Literal["scheme", "nvfp4"] | None = None
     needs_fp8_cache: bool = False  # without one in the config no layer has a place for scales
     groups_need_weights: bool = False  # in every one of config_groups
     through_bf16: bool = False  # values are rounded to the model's 16 bits

@@ -11,6 +11,7 @@ from calib.verify.at_one import flags_at_one
 from calib.verify.classes import K_ALONE, OTHER, Fates, fate_of, naming, owner
 from calib.verify.method import choose_method, method_name, names_fp8_cache
 from calib.verify.model import check_model
+from calib.verify.quark import excluded_by
 from calib.verify.result import NotKnown, Outcome, Place, Refused, Simulation, default
 from calib.verify.rules import Method, Rules
 from calib.verify.values import heads_of, one_or_per_head, pair, scalar, simulate_json
@@ -162,8 +163,11 @@ def _params(
         names[module].add(naming(tensor.name, tensor.parsed, module or ""))
     for tensor in directory.tensors:
         module = owner(tensor.parsed, directory.modules)
+        excluded = method and method.exclude_drops and module and _excluded(directory, module)
         if found.rules.reads == "index" and not tensor.indexed:
             reached: Reached = f"{tensor.file} is not in the index, so it is not read"
+        elif excluded:
+            reached = excluded
         elif fates is None or method is None or module is None or tensor.parsed.letters == "q":
             reached = _by_name(directory, tensor, method, found.rules)
         else:
@@ -173,6 +177,12 @@ def _params(
         else:
             params[reached] = tensor
     return params
+
+
+def _excluded(directory: ScaleDirectory, module: str) -> str | None:
+    """Why an attention module has no place for scales, if the config leaves it out."""
+    entry = excluded_by(directory.quantization or {}, module)
+    return entry and f"exclude has '{entry[:60]}', so that attention has no place for scales"
 
 
 def _check_misnamed(directory: ScaleDirectory, found: Simulation) -> None:

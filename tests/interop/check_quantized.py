@@ -34,8 +34,6 @@ NOT_SERVED = {
     "nvidia-modelopt-0.47.0, mxfp4": "ModelOpt currently only supports",
     "nvidia-modelopt-0.47.0, nvfp4-fp8": "ModelOpt currently only supports",
 }
-# loaded, though `verify` says only "not known"
-NOT_KNOWN = "nvidia-modelopt-0.47.0, mixed"
 
 
 def next_tokens(llm) -> list[int]:
@@ -70,9 +68,6 @@ def problem(directory: Path) -> str | None:
     if reason := NOT_SERVED.get(directory.name):
         return None if reason in held else f"vLLM starts: {held}"
     predicted = simulate(open_scales(directory), choose_rules("vllm", None)[0])
-    if directory.name == NOT_KNOWN:
-        unknown = {outcome.status for outcome in predicted.outcomes} == {"unknown"}
-        return None if unknown and isinstance(held, dict) else f"{predicted.outcomes}, {held}"
     return difference(predicted, held) or (None if predicted.is_good else "not all are loaded")
 
 

@@ -18,6 +18,7 @@ import torch
 from check_verify import GOLDEN, Held, difference
 from safetensors import safe_open
 from scale_cases import CASES, HEAD_DIM, HEADS, KV_HEADS, LAYERS, write_case
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.quantization import get_quantization_config
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_loader.weight_utils import (
@@ -85,6 +86,11 @@ def quantization_of(directory: Path):
     found = config.get("quantization_config") or config.get("compression_config")
     if found is None:
         return None
+    if found["quant_method"] == "modelopt":
+        # as its ModelConfig does; what that makes of FP8 is what its table of methods says, too
+        parsed = ModelConfig._parse_modelopt_quant_config(None, {"quantization": found})
+        if parsed and parsed["quant_algo"] == "MIXED_PRECISION":
+            found |= parsed
     found["packed_modules_mapping"] = {}  # as its loader of models does
     return get_quantization_config(found["quant_method"]).from_config(found)
 
@@ -114,7 +120,8 @@ def check(name: str, path: Path, held: Held | str, rules: Rules) -> bool:
 
 
 # SGLang starts with no fp8_pb_wo, and its rules do not know it
-_UNKNOWN = {"modelopt, tiles"}
+# and of a config without a word on the cache the loader of files reads on, which is not run here
+_UNKNOWN = {"modelopt, tiles", "mixed precision, no cache"}
 
 
 def main() -> None:

@@ -128,6 +128,29 @@ QUARK = "{module}.{x}_proj.output_scale"
 # the values of an NVFP4 cache, as our formats write them, and as ModelOpt and AutoRound do
 NVFP4 = OPT | {"kv_cache_scheme": "NVFP4", "kv_cache_quant_algo": "NVFP4"}
 NO_KEY = OPT | {"kv_cache_scheme": "NVFP4"}
+QUARKS = scales(names=QUARK)
+_INT8_OUTPUT = {"output_tensors": {"dtype": "int8", "qscheme": "per_tensor"}}
+_WORD = {"kv_cache_scheme": None, "kv_cache_quant_algo": "FP8"}
+
+
+def grouped(group=("*k_proj", "*v_proj"), *, exclude=IGNORED, **layers):
+    """Quark's config with another kv_cache_group, or other entries that it names."""
+    export = {"kv_cache_group": group and [*group], "pack_method": "reorder"}
+    export = {key: value for key, value in export.items() if value is not None}
+    if group == []:
+        export["kv_cache_group"] = []
+    named = {f"*{name}": layers.get(name, _FP8_OUTPUT) for name in ("k_proj", "v_proj")}
+    return QUARKED | {"export": export, "layer_quant_config": named, "exclude": exclude}
+
+
+def mixed(algorithm="NVFP4", **changes):
+    """ModelOpt's config of layers that differ, none of which this model has."""
+    layers = {"model.layers.9.mlp.down_proj": {"quant_algo": algorithm, "group_size": 16}}
+    config = MODELOPT | {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers} | changes
+    config = config if algorithm else config | {"quantized_layers": {}}
+    return {key: value for key, value in config.items() if value is not None}
+
+
 GLOBAL = "{module}.{x}_global_scale"
 
 CASES = [
@@ -205,6 +228,19 @@ CASES = [
     Case("fp8, Quark names", FP8, scales(names=QUARK), "k v"),
     Case("quark", QUARKED, scales(names=QUARK), "k v"),
     Case("quark, other names", QUARKED, scales(), "k v"),
+    Case("quark, no kv_cache_group", grouped(None), QUARKS, "refused"),
+    Case("quark, an empty kv_cache_group", grouped([]), QUARKS, "k v"),
+    Case("quark, kv_cache_group of nothing", grouped(["*x_proj"]), QUARKS, "refused"),
+    Case("quark, kv_cache_group by pattern", grouped(["*_proj"]), QUARKS, "k v"),
+    Case("quark, no output_tensors", grouped(v_proj={}), QUARKS, "refused"),
+    Case("quark, K and V differ", grouped(v_proj=_INT8_OUTPUT), QUARKS, "refused"),
+    Case("quark, INT8", grouped(k_proj=_INT8_OUTPUT, v_proj=_INT8_OUTPUT), QUARKS, "refused"),
+    Case("quark, attention left out", grouped(exclude=[*IGNORED, "re:.*self_attn.*"]), QUARKS, ""),
+    Case("mixed precision", mixed(), scales(names=PROJ), "k v"),
+    Case("mixed precision, FP8 layers", mixed("FP8"), scales(names=PROJ), "k v"),
+    Case("mixed precision, no layers", mixed(None), scales(names=PROJ), "refused"),
+    Case("mixed precision, no cache", mixed(kv_cache_scheme=None), scales(names=PROJ), ""),
+    Case("mixed precision, word for the cache", mixed(**_WORD), scales(names=PROJ), ""),
     Case("quark, no export", QUARKED | {"export": None}, scales(names=QUARK), "refused"),
 ]  # fmt: skip
 

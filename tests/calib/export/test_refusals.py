@@ -113,6 +113,16 @@ def test_scalar_scales_go_beside_fp8_and_quark_weights(method, make_checkpoint):
         export(make_scales("attn_head"), checkpoint, "vllm")
 
 
+def test_attention_that_quark_leaves_out_has_no_place_in_vllm(make_checkpoint):
+    config = {"quant_method": "quark", "exclude": ["lm_head", r"re:model\.layers\.1\.self_attn.*"]}
+    checkpoint = make_checkpoint({"quantization_config": config})
+    with pytest.raises(UnsupportedExportError, match="vLLM's attention has no place for scales"):
+        export(make_scales(), checkpoint, "vllm")
+    assert export(make_scales(), checkpoint, "sglang").tensors
+    config["exclude"] = ["model.layers.1.self_attn.k_proj", "re:.*mlp.*"]
+    assert export(make_scales(), make_checkpoint({"quantization_config": config}), "vllm").tensors
+
+
 def test_modelopt_weights_get_their_own_kv_scheme(make_checkpoint):
     existing = {"quant_method": "modelopt", "quant_algo": "FP8"}
     checkpoint = make_checkpoint({"quantization_config": existing})

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,9 @@ from calib.export import FORMATS
 from calib.scalefiles.folder import open_scales
 from calib.verify.rules import all_rules, choose_rules
 from calib.verify.simulate import simulate
+
+sys.path.append(str(Path(__file__).parents[2] / "interop"))
+from scale_cases import CASES, write_case
 
 OLD, NEW = (choose_rules("sglang", version)[0] for version in ("0.5.9", "0.5.23"))
 SCHEME = COMPRESSED["kv_cache_scheme"]
@@ -185,3 +189,30 @@ def test_its_first_version_with_these_scales_has_one_home():
 
 def test_the_format_promises_no_more_than_verify():
     assert "fp8kv verify" in FORMATS["sglang"].note
+
+
+def test_quark_and_mixed_precision_are_read_otherwise_than_by_vllm(tmp_path):
+    """What differs; `make interop` compares these with SGLang's own config classes."""
+    cases = {case.name: case for case in CASES}
+    for name, vllm, sglang in (
+        ("quark, kv_cache_group by pattern", {"loaded"}, "has no such entry"),
+        ("quark, attention left out", {"default"}, {"loaded"}),
+        ("mixed precision", {"loaded"}, {"loaded"}),
+        ("mixed precision, FP8 layers", {"loaded"}, {"default"}),
+        ("mixed precision, no layers", "no 'quantized_layers'", {"default"}),
+        ("mixed precision, no cache", {"default"}, {"unknown"}),
+        ("mixed precision, word for the cache", {"default"}, {"loaded"}),
+    ):
+        directory = write_case(cases[name], tmp_path / name)
+        for rules, expected in ((choose_rules("vllm", None)[0], vllm), (NEW, sglang)):
+            found = statuses(directory, rules)
+            assert found == expected or expected in found, (name, rules.engine, found)
+
+
+def test_latents_have_no_place_under_mixed_precision_in_vllm(tmp_path):
+    case = next(case for case in CASES if case.name == "mixed precision")
+    document = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 8}
+    directory = model(tmp_path, config=case.config, **document)
+    rules = choose_rules("vllm", None)[0]
+    assert statuses(directory, rules) == {"default"}
+    assert "layers that cache latents" in simulate(open_scales(directory), rules).ignored[0][1]
