@@ -11,7 +11,9 @@ FlashAttention 3, as vLLM 0.32 runs it on Hopper: by the source of vllm-project/
 
 vLLM's Triton kernel: by the source of vLLM 0.32.0, v1/attention/ops/triton_unified_attention.py
 (`kernel_unified_attention`, `_cast_kv_tile`) and triton_attention_helpers.py (`softmax_step`), and
-by running it: tests/interop/check_vllm_triton.py.
+by running it: tests/interop/check_vllm_triton.py. 0.33.0 has the same lines; who gives it queries
+in FP8 (`supports_quant_query_input` in v1/attention/backends/triton_attn.py) changed: 0.32 on
+NVIDIA, 0.33 also on AMD but for gfx90a and gfx11.
 
 Not modelled: how tensor cores add (about 14 bits inside one product of FP8 tiles on Hopper; from
 tile to tile both kernels add in fp32), the last bits of exp2 and tanh, FlashAttention 3's split of
@@ -19,6 +21,7 @@ long decodes and its tiles of a sliding window, which start at the window.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -30,6 +33,8 @@ from fp8kv_runtime.options import AttentionOptions
 _ROWS = 128  # queries at a time: each has a score for every key, several times over
 _ONE_GROUP_ROWS = 64  # FlashAttention 3: rows that one group of warps takes, with tiles of its own
 _SEGMENTS = 16  # vLLM's Triton kernel: parts of a sequence in a decode
+# where vLLM cuts off what it rounds to E4M3FNUZ by its own `QuantFP8`: `get_fp8_min_max`
+_FNUZ_QUERIES_MAX = 224.0
 
 
 class Tiles(NamedTuple):
@@ -62,7 +67,7 @@ def fa3_attention(
     rows = query.shape[2] * (query.shape[1] // key.shape[1])
     tiles = Tiles(_fa3_tile(query.shape[3], rows), last_first=True)
     query = _fp8_query(query, options.q_scale, key.shape[1])
-    return _attend(query, key, value, visible, options, tiles, _e4m3_weights)
+    return _attend(query, key, value, visible, options, tiles, _fp8_weights)
 
 
 def vllm_triton_attention(
@@ -73,17 +78,17 @@ def vllm_triton_attention(
     options: AttentionOptions,
     *,
     dtype: torch.dtype | None = torch.bfloat16,
+    fp8: torch.dtype = torch.float8_e4m3fn,
 ) -> Tensor:
     """Attend as vLLM's Triton kernel does to an FP8 cache; arguments as of `fa3_attention`.
 
     `dtype` is the queries' 16-bit type, to which K and V times their scale, and weights, are
-    rounded: on AMD and Intel. None: queries are E4M3 codes, as on NVIDIA; weights are E4M3 codes of
-    256 times the weight, K and V are multiplied as codes.
+    rounded. None: queries are codes of `fp8`, K and V are multiplied as codes, and weights are
+    codes of 256 times the weight, in E4M3FNUZ of 128 times.
     """
     if dtype is None:
-        query, rounded, decode = (
-            _fp8_query(query, options.q_scale, key.shape[1]), _e4m3_weights, Tiles(32, _SEGMENTS)
-        )  # fmt: skip
+        query = _fp8_query(query, options.q_scale, key.shape[1], fp8)
+        rounded, decode = partial(_fp8_weights, dtype=fp8), Tiles(32, _SEGMENTS)
     else:
         query, key, value = (x.to(dtype).float() for x in (query, key, value))
         rounded, decode = (lambda weights: weights.to(dtype).float()), Tiles(16, _SEGMENTS)
@@ -99,18 +104,26 @@ def _fa3_tile(head_dim: int, rows: int) -> int:
     return sizes[min(size for size in sizes if head_dim <= size)]
 
 
-def _fp8_query(query: Tensor, scale: Tensor | None, num_kv_heads: int) -> Tensor:
+def _fp8_query(
+    query: Tensor,
+    scale: Tensor | None,
+    num_kv_heads: int,
+    dtype: torch.dtype = torch.float8_e4m3fn,
+) -> Tensor:
     scale = torch.ones(1) if scale is None else scale.float()
     if scale.numel() > 1:
         group = query.shape[1] // num_kv_heads
         scale = scale.view(num_kv_heads, group).amax(1).repeat_interleave(group).view(-1, 1, 1)
     scale = scale.to(query.device)
-    return dequantize(quantize(query, scale), scale)
+    if dtype == torch.float8_e4m3fnuz:
+        query = query.clamp(-_FNUZ_QUERIES_MAX * scale, _FNUZ_QUERIES_MAX * scale)
+    return dequantize(quantize(query, scale, dtype), scale)
 
 
-def _e4m3_weights(weights: Tensor) -> Tensor:
+def _fp8_weights(weights: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
     one = torch.ones(1, device=weights.device)
-    return dequantize(quantize(weights * 256, one), one) / 256
+    factor = 128 if dtype == torch.float8_e4m3fnuz else 256
+    return dequantize(quantize(weights * factor, one, dtype), one) / factor
 
 
 def _attend(

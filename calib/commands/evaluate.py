@@ -84,7 +84,10 @@ def evaluate(
     ] = None,
     attention: Annotated[
         choices.AttentionMode | None,
-        Flag("Engine whose attention to FP8 caches is simulated. Default: exact, none."),
+        Flag(
+            "Engine whose attention to FP8 caches is simulated; vllm_triton_fp8: on NVIDIA, from "
+            "vLLM 0.33 on AMD. Default: exact, none."
+        ),
     ] = None,
     dtype: DType = None,
     trust_remote_code: TrustRemoteCode = False,

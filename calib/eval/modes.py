@@ -41,7 +41,7 @@ _KERNELS = {
         "a multiple of 16, at most 256",
     ),
     "vllm_triton": _TRITON,
-    "vllm_triton_fp8": _TRITON._replace(fp8_dtypes=("e4m3fn",)),
+    "vllm_triton_fp8": _TRITON,
 }
 
 

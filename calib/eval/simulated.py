@@ -11,6 +11,7 @@ from calib.choices import AttentionMode
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
 from fp8kv_runtime.errors import AttentionError
+from fp8kv_runtime.fp8 import FP8_DTYPES
 from fp8kv_runtime.hf.swap import Replacement
 from fp8kv_runtime.options import AttentionOptions
 
@@ -31,7 +32,9 @@ def simulated(
         "vllm_triton": partial(
             vllm_triton_attention, dtype=torch.bfloat16 if dtype == torch.float32 else dtype
         ),
-        "vllm_triton_fp8": partial(vllm_triton_attention, dtype=None),
+        "vllm_triton_fp8": partial(
+            vllm_triton_attention, dtype=None, fp8=FP8_DTYPES[scales.fp8_dtype]
+        ),
     }
 
     def attend(

@@ -13,13 +13,17 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-_CASTS = {tl.float8e4nv: torch.float8_e4m3fn, tl.bfloat16: torch.bfloat16}
+_CASTS = {
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e4b8: torch.float8_e4m3fnuz,
+    tl.bfloat16: torch.bfloat16,
+}
 _UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
 
 
 @contextmanager
 def right_casts() -> Iterator[None]:
-    """Inside the block casts between float32 and E4M3 or bfloat16 are PyTorch's."""
+    """Inside the block casts between float32 and E4M3, E4M3FNUZ or bfloat16 are PyTorch's."""
     with (
         patch.object(interpreter, "_convert_float", _cast),
         patch.object(interpreter.InterpreterBuilder, "create_dot", _dot),

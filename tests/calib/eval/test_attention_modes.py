@@ -61,14 +61,14 @@ def logits(model, variant, mode, ids=IDS[None], **inputs):
 
 
 @torch.inference_mode()
-def plainly(model, variant, attention, *, q=None):
+def plainly(model, variant, attention, *, q=None, codes=torch.float8_e4m3fn):
     """The same without a cache of ours: K and V rounded, then the engine's formula."""
     layers = variant.layers
 
     def attend(original, module, query, key, value, *args, **kwargs):
         layer = layers[module.layer_idx]
         key, value = (
-            dequantize(quantize(x, scale.view(-1, 1, 1)), scale.view(-1, 1, 1))
+            dequantize(quantize(x, scale.view(-1, 1, 1), codes), scale.view(-1, 1, 1))
             for x, scale in ((key, layer.k), (value, layer.v))
         )
         rows, columns = torch.arange(40)[:, None], torch.arange(40)
@@ -255,11 +255,23 @@ def test_a_model_that_the_kernel_does_not_take_is_refused(family, changes, mode,
         evaluate(str(path), recipe, suite=SMALL)
 
 
-def test_codes_of_an_mi300_are_for_the_mode_with_16_bit_queries(model, variants):
+@pytest.mark.parametrize(
+    ("mode", "attention"),
+    [
+        ("vllm_triton", vllm_triton_attention),
+        (
+            "vllm_triton_fp8",
+            lambda *arguments: vllm_triton_attention(
+                *arguments, dtype=None, fp8=torch.float8_e4m3fnuz
+            ),
+        ),
+    ],
+)
+def test_codes_of_an_mi300_are_for_vllms_triton_kernel(mode, attention, model, variants):
     scales = replace(variants["tensor"].scales, fp8_dtype="e4m3fnuz")
-    given = [Variant("mine", "", "given", scales)]
-    kept, lines = in_mode(Setup(model, None, attention="vllm_triton"), given, None)
-    assert (kept, lines) == (given, [])
-    for mode in ("fa3", "vllm_triton_fp8"):
-        with pytest.raises(InputError, match="'mine' has e4m3fnuz codes"):
-            in_mode(Setup(model, None, attention=mode), given, None)
+    mine = Variant("mine", "", "given", scales)
+    assert in_mode(Setup(model, None, attention=mode), [mine], None) == ([mine], [])
+    want = plainly(model, mine, attention, codes=torch.float8_e4m3fnuz)
+    assert torch.equal(logits(model, mine, mode), want)
+    with pytest.raises(InputError, match="'mine' has e4m3fnuz codes"):
+        in_mode(Setup(model, None, attention="fa3"), [mine], None)
