@@ -86,6 +86,7 @@ def vllm_triton_attention(
     rounded. None: queries are codes of `fp8`, K and V are multiplied as codes, and weights are
     codes of 256 times the weight, in E4M3FNUZ of 128 times.
     """
+    rounded: Callable[[Tensor], Tensor]
     if dtype is None:
         query = _fp8_query(query, options.q_scale, key.shape[1], fp8)
         rounded, decode = partial(_fp8_weights, dtype=fp8), Tiles(32, _SEGMENTS)
