@@ -109,7 +109,9 @@ class _Run:
             read = data.only(i for batch in batches[: stop.batches] for i in batch.sample_ids)
             measured = Measured(stats, read, [stop.line(stats, available, given.until)])
         self._lap("calibrate")
-        return measured
+        # counted here, and not where batches run: every process has all data, resumed or not
+        text = measured.data.summary(given.skip_first)
+        return measured._replace(stats=replace(measured.stats, text=text))
 
     def _all(self, checkpoint: Checkpoint, prepared: Prepared, mine: Sequence[Batch]) -> KVStats:
         if prepared.layers is None:

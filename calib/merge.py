@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import reduce
 from itertools import combinations
 from pathlib import Path
@@ -58,7 +59,9 @@ def merge(
     counts = {run.threads for run in runs}
     threads = counts.pop() if len(counts) == 1 else None
     with claimed(output, overwrite=overwrite) as claim:
-        stats = reduce(KVStats.join, map(load_stats, directories))
+        parts = [load_stats(path) for path in directories]
+        _check_counts(directories, parts)
+        stats = reduce(KVStats.join, parts)
         dataset = _merged_data([report["dataset"] for report in reports])
         warnings = dict.fromkeys(line for run in runs for line in run.warnings())
         progress.stage("write")
@@ -119,6 +122,23 @@ def _check_same(first: _Run, other: _Run) -> None:
             )
     if {*_parts(mine["dataset"])} & {*_parts(theirs["dataset"])}:
         raise InputError(f"{both} have read the same data; merging them adds nothing")
+
+
+def _check_counts(directories: Sequence[Path], parts: Sequence[KVStats]) -> None:
+    """Refuse runs in which one module counted another share of the tokens than in the first."""
+
+    def shares(stats: KVStats) -> dict[str, Fraction]:
+        return {name: Fraction(layer.tokens, stats.tokens) for name, layer in stats.layers.items()}
+
+    expected = shares(parts[0])
+    for path, stats in zip(directories, parts, strict=True):
+        for name, share in shares(stats).items():
+            if share != expected.get(name, share):
+                tokens = stats.layers[name].tokens
+                raise InputError(
+                    f"in '{path}' {name} counted {tokens:,} of {stats.tokens:,} tokens, another "
+                    f"share than in '{directories[0]}'; calibrate again"
+                )
 
 
 def _same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.errors import InputError
@@ -69,11 +69,7 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     given = "seq_len" in recipe.data.model_fields_set
     seq_len, notes = fit_seq_len(config, recipe.data.seq_len, given=given)
     recipe = _with_data(recipe, seq_len=seq_len) if notes else recipe
-    notes += quantization_notes(checkpoint)
-    if purpose := baked_for(checkpoint.path):
-        notes.append(f"this model is baked for {purpose} (fp8kv bake)")
-    if config.model_type == "paligemma":
-        notes.append(_POSITIONS)
+    notes += _model_notes(checkpoint, config)
     recipe = resolve_offload(checkpoint, config, recipe)
     by_layer = recipe.offload == "layerwise"
 
@@ -84,7 +80,7 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     tokenizer = load_tokenizer(checkpoint, recipe)
     data = load_data(recipe.data, tokenizer, model)
     data = replace(data, warnings=(*notes, *data.warnings))
-    _check_tails(recipe, data)
+    _check_text(recipe, data)
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     with making_sense(f"this {config.model_type} cannot run as its config says"):
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
@@ -98,7 +94,17 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     return Prepared(model(), layers, data, attention, recipe)
 
 
-def _check_tails(recipe: Recipe, data: CalibrationData) -> None:
+def _model_notes(checkpoint: Checkpoint, config: PreTrainedConfig) -> list[str]:
+    """Say what the user should know of this model."""
+    notes = quantization_notes(checkpoint)
+    if purpose := baked_for(checkpoint.path):
+        notes.append(f"this model is baked for {purpose} (fp8kv bake)")
+    if config.model_type == "paligemma":
+        notes.append(_POSITIONS)
+    return notes
+
+
+def _check_text(recipe: Recipe, data: CalibrationData) -> None:
     """Refuse what the largest values of so few tokens, or of a pass layer by layer, cannot tell."""
     if recipe.data.until is not None and recipe.offload == "layerwise":
         raise InputError(
@@ -107,6 +113,8 @@ def _check_tails(recipe: Recipe, data: CalibrationData) -> None:
         )
     if recipe.headroom == "auto" or recipe.data.until is not None:
         check_enough(sum(max(0, len(each) - recipe.data.skip_first) for each in data.samples))
+    if not recipe.data.allow_few_tokens:
+        data.summary(recipe.data.skip_first).check()
 
 
 def _with_data(recipe: Recipe, **changes: int) -> Recipe:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,12 +53,16 @@ NOBODY = Progress()
 @contextmanager
 def library_bars_hidden() -> Iterator[None]:
     """Inside the block transformers draws no progress bars of its own."""
+    from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    # this one asks nobody whether it may be drawn
+    bar, gguf.tqdm = gguf.tqdm, partial(gguf.tqdm, disable=True)
     try:
         yield
     finally:
+        gguf.tqdm = bar
         if shown:
             logging.enable_progress_bar()

@@ -49,6 +49,9 @@ class DataRecipe(StrictModel):
     batch_size: PositiveInt | Literal["auto"] = Field("auto", description="samples in a pass")
     seed: int = Field(42, ge=0, lt=2**63, description="also of the order of batches")
     skip_first: int = Field(0, ge=0, description="tokens of each sample left out of statistics")
+    allow_few_tokens: bool = Field(
+        False, description="calibrate on fewer than 64 tokens, or than 16 different ones"
+    )
     until: float | None = Field(
         None, gt=0, le=1, description="stop where 4 times as many tokens are expected to add less"
     )

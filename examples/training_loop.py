@@ -25,7 +25,7 @@ for step in range(1, 31):
     optimizer.step()
     optimizer.zero_grad()
     if step % 10 == 0:
-        scales = calib.scales_for(model, [batch], strategy="tensor")
+        scales = calib.scales_for(model, [text], strategy="tensor")
         engine.reload_weights(iter([*model.named_parameters(), *scales.items()]))
         first = scales["model.layers.0.self_attn.k_scale"].item()
         print(f"step {step}: loss {loss.item():.2f}, K scale of layer 0: {first:.4f}")

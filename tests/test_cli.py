@@ -258,3 +258,25 @@ def test_completion_for_bash():
         check=True,
     )
     assert "complete -o default -F" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["vllm", "vllm-nvfp4", "sglang-nvfp4"])
+def test_the_table_shows_what_is_written(name, tiny_directory, tmp_path):
+    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", name)
+    assert done.exit_code == 0, done.stderr
+    written = load_file(tmp_path / "out/model-fp8kv-scales.safetensors")
+    keys, values = (
+        [f"{float(x):.4g}" for key, x in sorted(written.items()) if key.endswith(f"{which}_scale")]
+        for which in "kv"
+    )
+    rows = [line.split("│")[1:-1] for line in done.stdout.splitlines() if "│" in line]
+    cells = [[cell.strip() for cell in row] for row in rows]
+    assert [row[3] for row in cells] == keys
+    assert [row[4] for row in cells] == values
+    said = {"vllm": "FP8 KV-cache scales", "vllm-nvfp4": "(absmax / 448)"}
+    assert said.get(name, "(absmax / 2688)") in done.stdout.splitlines()[0]
+    done = calibrate(
+        tiny_directory, "-o", tmp_path / "out", "--format", name, "--json", "--overwrite"
+    )
+    layers = json.loads(done.stdout)["layers"]
+    assert [f"{layer['k_scale']:.4g}" for layer in layers] == keys

@@ -66,6 +66,10 @@ def calibrate(
         float | None,
         DataFlag("Stop where more text is expected to add less than this share, such as 0.05."),
     ] = None,
+    allow_few_tokens: Annotated[
+        bool,
+        DataFlag("Calibrate on fewer than 64 tokens or 16 different ones.", "--allow-few-tokens"),
+    ] = False,
     batch_size: Annotated[str | None, DataFlag("Samples per forward pass, or auto.")] = None,
     seed: Seed = None,
     observer: Annotated[choices.ObserverName | None, ScalesFlag("How an amax is chosen.")] = None,
@@ -177,9 +181,22 @@ def print_result(result: "Result", *, as_json: bool = False) -> None:
     if as_json:
         print_json(result.to_json())
         return
-    title = f"FP8 KV-cache scales, strategy {result.recipe.strategy}"
-    print_table(title, _HEADINGS, table_rows(result.layers))
+    print_table(_title(result), _HEADINGS, table_rows(result.written_layers))
     print_lines(closing_lines(result))
+
+
+def _title(result: "Result") -> str:
+    """Name what the table shows: the first format's scales, or values of an NVFP4 cache."""
+    from calib.export import FORMATS
+
+    first, *others = result.directories
+    if FORMATS[first].nvfp4:
+        what = f"Values of an NVFP4 cache (absmax / {448 * FORMATS[first].over_written:g})"
+    else:
+        what = "FP8 KV-cache scales"
+    differ = [n for n in others if FORMATS[n].over_written != FORMATS[first].over_written]
+    only = f", as format {first} holds them" if differ else ""
+    return f"{what}, strategy {result.recipe.strategy}{only}"
 
 
 def table_rows(layers: "list[LayerSummary]") -> list[tuple[str, ...]]:

@@ -65,7 +65,8 @@ def command(work: Callable[P, None]) -> Callable[P, None]:
 
 def run(work: Callable[[], None], *, debug: bool = False) -> None:
     """Run a command; turn what a user can put right into one line and an exit status."""
-    before = signal.signal(signal.SIGTERM, _terminate)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, _terminate)
     # the libraries' own bars and advice would drown ours; read when they are imported
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -73,18 +74,21 @@ def run(work: Callable[[], None], *, debug: bool = False) -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     WRITTEN.clear()
     try:
-        _check_arguments()
-        _print_all(work)
-    except Fp8kvError as error:
-        if debug:
-            raise
-        _fail(str(error), 2)
+        try:
+            _check_arguments()
+            _print_all(work)
+        except Fp8kvError as error:
+            if debug:
+                raise
+            _fail(str(error), 2)
     except KeyboardInterrupt:
+        _ignore_more()
         _fail(f"interrupted; {_written()}", 130)
     except _Terminated:
         _fail(f"terminated; {_written()}", 2)
     finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+        for number, handler in handlers.items():
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 def _print_all(work: Callable[[], None]) -> None:
@@ -125,11 +129,22 @@ def _fail(message: str, status: int) -> None:
 
 
 def _terminate(signum: int, frame: object) -> None:
+    _ignore_more()
     raise _Terminated
 
 
+def _ignore_more() -> None:
+    """Let the command clean up and say how it ended, however often it is told to end."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _ignore)
+
+
+def _ignore(signum: int, frame: object) -> None:
+    """Do nothing; SIG_IGN would outlive the start of another program."""
+
+
 def _forked() -> None:
-    if signal.getsignal(signal.SIGTERM) is _terminate:
+    if signal.getsignal(signal.SIGTERM) in (_terminate, _ignore):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 

@@ -22,8 +22,9 @@ from calib.data.local_rows import (
     open_rows,
     unread_files,
 )
-from calib.data.tokens import tokenize_rows
+from calib.data.tokens import tokenize_rows, unknown_ids
 from calib.recipe import DataRecipe
+from calib.scales.text_summary import TextSummary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,11 +40,17 @@ class CalibrationData:
     source: str
     fingerprint: str  # sha256 of the token ids and of where samples begin
     warnings: tuple[str, ...] = ()
+    unknown: frozenset[int] | None = None  # ids of what the tokenizer does not know
+    words: tuple[int, int] | None = None  # of the documents, and the tokens that they became
 
     @property
     def num_tokens(self) -> int:
         """Tokens in all samples together."""
         return sum(len(sample) for sample in self.samples)
+
+    def summary(self, skip_first: int = 0) -> TextSummary:
+        """Numbers of the tokens that count: those after the first `skip_first` of a sample."""
+        return TextSummary.of(self.samples, skip_first, unknown=self.unknown, words=self.words)
 
     def only(self, samples: Iterable[int]) -> CalibrationData:
         """Those of the samples alone, in their order."""
@@ -67,9 +74,10 @@ def load_data(
         warnings = (warning, *_ignored(recipe, "config", "split", "column"))
         return CalibrationData(samples, recipe.dataset, fingerprint(samples), warnings)
     source = open_source(recipe)
-    samples, warnings = tokenize_rows(source.rows, tokenizer, recipe)
-    warnings = (*source.warnings, *warnings)
-    return CalibrationData(samples, source.name, fingerprint(samples), warnings)
+    samples, warnings, words = tokenize_rows(source.rows, tokenizer, recipe)
+    warnings, unknown = (*source.warnings, *warnings), unknown_ids(tokenizer)
+    what = source.name, fingerprint(samples), warnings
+    return CalibrationData(samples, *what, unknown or None, words)
 
 
 def check_dataset(dataset: str) -> None:

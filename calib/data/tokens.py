@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError
 
@@ -32,32 +32,50 @@ class TemplateRefusal(Exception):
     """The chat template cannot express a chat, such as one with a system prompt."""
 
 
+class Tokenized(NamedTuple):
+    """Samples, warnings, and how many words became how many tokens before they were cut."""
+
+    samples: list[list[int]]
+    warnings: tuple[str, ...]
+    words: tuple[int, int]
+
+
 def tokenize_rows(
     rows: Iterable[LocatedRow], tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe
-) -> tuple[list[list[int]], tuple[str, ...]]:
+) -> Tokenized:
     """Tokenise rows until there are `recipe.samples`; return them and warnings."""
     samples: list[list[int]] = []
+    words = word_tokens = 0
     refusals: list[str] = []  # by the template
     unusable: list[str] = []  # rows, and why
     for where, row in rows:
         ids: list[int] = []
         try:
             document = find_document(row, recipe.column)
-            ids = [] if is_blank(document) else encode(document, tokenizer)[: recipe.seq_len]
+            ids = [] if is_blank(document) else encode(document, tokenizer)
         except TemplateRefusal as error:
             refusals.append(str(error))
         except UnusableRow as error:
             unusable.append(f"{where}: {error}")
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
+        else:
+            words += _count_words(document)
+            word_tokens += len(ids)
         if ids:
-            samples.append(ids)
+            samples.append(ids[: recipe.seq_len])
         useless = not samples and len(refusals) + len(unusable) == MAX_REFUSALS
         if len(samples) == recipe.samples or useless:
             break
+    if words and not samples:
+        raise InputError(
+            f"the {words:,} words of dataset '{recipe.dataset}' became no tokens; check that "
+            "tokenizer_config.json names the class that tokenizer.json is for"
+        )
     if not samples:
         raise InputError(_nothing_usable(recipe.dataset, refusals, unusable))
-    return samples, _warnings(recipe, len(samples), refusals, unusable)
+    warnings = _warnings(recipe, len(samples), refusals, unusable)
+    return Tokenized(samples, warnings, (words, word_tokens))
 
 
 def encode(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -82,6 +100,21 @@ def encode(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     # not verbose: the advice about too long sequences does not apply, they are cut
     ids = tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"]
     return [int(i) for i in ids]
+
+
+def unknown_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids that stand for what `tokenizer` does not know, and for nothing else."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    # transformers may not know the token that the model inside writes
+    found = {tokenizer.unk_token_id, getattr(model, "unk_id", None)}
+    if model is not None and getattr(model, "unk_token", None):
+        found.add(model.token_to_id(model.unk_token))
+    return frozenset(found - {None, tokenizer.bos_token_id, tokenizer.eos_token_id})
+
+
+def _count_words(document: Document) -> int:
+    texts = [document] if isinstance(document, str) else map(text_of, document)
+    return sum(len((text or "").split()) for text in texts)
 
 
 def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:

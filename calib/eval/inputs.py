@@ -34,6 +34,8 @@ SUITES = {
     "full": Suite(24, 12, 1024, 8, 48, (256, 1024), (0.0, 0.5, 1.0), 4, 8192),
 }
 RANDOM_SAMPLES = 4
+# settings that change neither which rows are read nor how
+_OTHER = {"samples", "batch_size", "skip_first", "until", "allow_few_tokens"}
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -141,7 +143,7 @@ def samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, li
 def _order(data: DataRecipe) -> dict[str, object]:
     # built-in text is cut into samples by their length; other datasets have rows
     lengths = set() if data.dataset.startswith("builtin:") else {"seq_len"}
-    return data.model_dump(exclude={"samples", "batch_size", "skip_first", "until", *lengths})
+    return data.model_dump(exclude={*_OTHER, *lengths})
 
 
 def calibrate_on(

@@ -5,6 +5,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from calib.atomic import claimed
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
@@ -48,6 +50,7 @@ from calib.progress import NOBODY, Progress
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.one_scale import LATENT_NOTE
 from calib.scales.stats import KVStats
+from calib.scales.text_summary import TextSummary
 from calib.text import Condition, parse_condition
 from fp8kv_runtime.errors import AttentionError
 
@@ -119,8 +122,9 @@ def evaluate(
     shapes = layer_shapes(model)  # runs the model, whose tokens are checked now
     check_model(setup.attention, model, shapes)
     types, left_out = wanted_types(wanted.caches, shapes)
-    stats = inputs.calibrate_on(setup, data.samples[: suite.calibration_samples], recipe)
-    notes += [LATENT_NOTE] * stats.latent + [ONE_ATTENTION] * (other_attention(model) is None)
+    read = data.only(range(len(data.samples[: suite.calibration_samples])))
+    stats = inputs.calibrate_on(setup, read.samples, recipe)
+    notes += _doubts(read.summary(recipe.data.skip_first), stats, model)
     about = inputs.describe(data, material, stats.tokens)
     conditions = inputs.conditions(setup, model_name, suite, about, shapes)
     variants = _static(setup, recipe, stats)
@@ -137,6 +141,12 @@ def evaluate(
         conditions, warnings=warnings, offers=offers, refused=refused,
         places=stats.places(), clip_chances=chances, **results,
     )  # fmt: skip
+
+
+def _doubts(text: TextSummary, stats: KVStats, model: PreTrainedModel) -> list[str]:
+    """Say what limits figures of scales that were measured on `text`."""
+    lacks = other_attention(model) is None
+    return [*text.warnings(), *[LATENT_NOTE] * stats.latent, *[ONE_ATTENTION] * lacks]
 
 
 def _results(

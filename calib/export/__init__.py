@@ -17,6 +17,7 @@ from calib.export.tgi import tgi
 from calib.model.checkpoint import Checkpoint
 from calib.model.quantized import find_layout
 from calib.recipe import Recipe
+from calib.scalefiles.conventions import LARGER
 from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.names import layer_of
 from calib.scales.scales import KVScales
@@ -165,8 +166,10 @@ def _nothing(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
 def _of(name: FormatName, build: Build, rules: Rules, **fields: Any) -> Format:
     """A format whose facts of the engine are those of `rules`, unless `fields` say otherwise."""
     fields.setdefault("engine", rules.engine)
-    flag = rules.nvfp4.flag if rules.nvfp4 and fields.get("nvfp4") else rules.flag
-    fields.setdefault("serve", f"{rules.serve} {flag}")
+    values = rules.nvfp4 if fields.get("nvfp4") else None
+    if values:
+        fields["over_written"] = values.divisor / LARGER
+    fields.setdefault("serve", f"{rules.serve} {values.flag if values else rules.flag}")
     note = rules.formats.get(name, "").format(note=rules.note, since=rules.since)
     fields.setdefault("latent", _latent(rules))
     return Format(build=build, note=note, **fields)

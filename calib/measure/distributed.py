@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import reduce
 from typing import Any, TypeVar
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from calib.errors import Fp8kvError, InputError
 from calib.scales.stats import STATISTICS, KVStats
+from calib.scales.text_summary import TextSummary
 
 Item = TypeVar("Item")
 Group = dist.ProcessGroup | None
@@ -82,7 +83,12 @@ class World:
 
     def reduce(self, stats: KVStats) -> KVStats:
         """Statistics of all ranks together, on every rank."""
-        return stats if self.size == 1 else _reduced(stats, self.group)
+        if self.size == 1:
+            return stats
+        texts = self.gather(stats.text)
+        known = [text for text in texts if text is not None]
+        text = reduce(TextSummary.join, known) if len(known) == len(texts) else None
+        return replace(_reduced(stats, self.group), text=text)
 
     def gather(self, value: Item) -> list[Item]:
         """Each rank's `value`, in their order."""

@@ -1,8 +1,10 @@
 """Scales of a model that is in memory, for a trainer that hands its weights to an engine."""
 
 import warnings
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from calib.choices import FormatName, Strategy
+from calib.data import Batch
 from calib.errors import InputError
 from calib.export import FORMATS, Export, check_recipe, export
 from calib.export.compressed_tensors import find_quantization_config
@@ -26,6 +29,7 @@ from calib.scales.derive import derive_scales
 from calib.scales.one_scale import check_one_scale
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
+from calib.scales.text_summary import TextSummary
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf.swap import alone
 
@@ -55,8 +59,9 @@ def scales_for(
     or V is refused (pictures, embeddings, positions of packed rows); other keys are not read.
 
     Of `recipe` these count: strategy, observer, targets, fp8_dtype, headroom, clip_chance,
-    scale_rounding, center_keys, data.skip_first, export.reduce and export.tp_size. `strategy`
-    overrides the recipe's. Centred keys are refused: no engine has names for their means.
+    scale_rounding, center_keys, data.skip_first, data.allow_few_tokens, export.reduce and
+    export.tp_size. `strategy` overrides the recipe's. Centred keys are refused: no engine has names
+    for their means. Few tokens, and rows that repeat each other, are a Python warning.
 
     DDP, torch.compile and, by `get_base_model`, PEFT are looked through. The model runs in eval
     mode and is left exactly as it was, and so are the random numbers, also after an error.
@@ -65,17 +70,18 @@ def scales_for(
     batches, and all get the scales of all. With `gather=False` each is for itself.
 
     Raises:
-        InputError: no tokens, no transformers model, or one that is quantised, spread out, or in
-            use by another thread.
+        InputError: few tokens (fewer than 64, or than 16 different ones, unless
+            data.allow_few_tokens), no transformers model, or one that is quantised, spread out,
+            or in use by another thread.
         UnsupportedModelError: the model's attention cannot be observed.
         UnsupportedExportError: the format cannot hold such scales.
         CalibrationError: K, V or Q held NaN or Inf.
     """
     recipe, inner = _asked(recipe or Recipe(), strategy), _unwrapped(model)
     _check(model, inner, recipe, format)
-    scales = _measured(inner, batches, recipe, format, gather=gather)
+    scales, doubts = _measured(inner, batches, recipe, format, gather=gather)
     made = _exported(inner, scales, recipe, format)
-    for doubt in made.doubts:
+    for doubt in (*doubts, *made.doubts):
         warnings.warn(doubt, stacklevel=2)
     with torch.inference_mode(mode=False):
         return {name: tensor.clone() for name, tensor in made.tensors.items()}
@@ -91,21 +97,35 @@ def _asked(recipe: Recipe, strategy: Strategy | None) -> Recipe:
 def _measured(
     model: PreTrainedModel, batches: Iterable[Given], recipe: Recipe, format: FormatName, *,
     gather: bool,
-) -> KVScales:  # fmt: skip
-    """The scales of all processes that `gather`, whose batches are of one model."""
+) -> tuple[KVScales, list[str]]:  # fmt: skip
+    """Return the scales of all processes that `gather`, and doubts about what they read."""
+    rows: list[Sequence[int]] = []
 
     def measure() -> KVStats:
         given = as_batches(batches, model, recipe.data.skip_first)
-        return calibrate(model, given, recipe, attention=attention)
+        stats = calibrate(model, _noted(given, rows), recipe, attention=attention)
+        return replace(stats, text=TextSummary.of(rows, recipe.data.skip_first))
 
     try:
         with surrounding_world() if gather else nullcontext(World()) as world, ExitStack() as held:
             world.together(lambda: held.enter_context(_left_alone(model)))
             attention = world.together(lambda: _mapped(model, recipe, format))
             world.check_same("models or recipes", [[*attention.cached], recipe.model_dump()])
-            return derive_scales(world.reduce(world.together(measure)), recipe)
+            stats = world.reduce(world.together(measure))
+            assert stats.text is not None
+            if not recipe.data.allow_few_tokens:
+                stats.text.check()
+            return derive_scales(stats, recipe), stats.text.warnings()
     except AttentionError as error:
         raise InputError(str(error)) from None
+
+
+def _noted(batches: Iterable[Batch], rows: list[Sequence[int]]) -> Iterator[Batch]:
+    """Yield `batches`, and add the tokens of each of their rows to `rows`."""
+    for batch in batches:
+        for ids, real in zip(batch.input_ids, batch.attention_mask.bool(), strict=True):
+            rows.append(array("q", ids[real].tolist()))
+        yield batch
 
 
 def _unwrapped(model: nn.Module) -> PreTrainedModel:

@@ -1,7 +1,7 @@
 """From statistics to an output: scales, each format's directory, the report; all or nothing."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -55,6 +55,15 @@ class Result:
     notes: list[str] = field(default_factory=list)  # what was read, and what to expect
 
     @property
+    def written_layers(self) -> list[LayerSummary]:
+        """The layers with the scales, or an NVFP4 cache's values, of the first format."""
+        over = FORMATS[next(iter(self.directories))].over_written
+        return [
+            replace(row, k_scale=row.k_scale / over, v_scale=row.v_scale / over)
+            for row in self.layers
+        ]
+
+    @property
     def tokens_per_second(self) -> float | None:
         """Calibration speed; None where statistics were only merged."""
         seconds = self.seconds.get("calibrate")
@@ -64,7 +73,7 @@ class Result:
         names = ("k_amax", "v_amax", "k_scale", "v_scale")
         figures = {
             (row.module, f"{name[0].upper()} {name[2:]}"): torch.tensor(getattr(row, name))
-            for row in self.layers
+            for row in self.written_layers
             for name in names
         }
         layers = {row.module: row.layer_idx for row in self.layers}
@@ -79,7 +88,7 @@ class Result:
             "tokens": self.tokens,
             "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
-            "layers": [asdict(layer) for layer in self.layers],
+            "layers": [asdict(layer) for layer in self.written_layers],
             "warnings": self.warnings,
             "expected": self.notes,
             "backup": self.backup and str(self.backup),
@@ -130,6 +139,7 @@ def finish(
     of_scales = warnings_for(stats, scales, recipe)
     warned = [*dict.fromkeys([*warnings, *of_scales, *of_formats, *doubts])]
     layers = summarize(stats, scales)
+    dataset = dataset | (stats.text.to_json() if stats.text else {})
     expected = clipped_tokens(stats, scales)
     skipped = recipe.data.skip_first
     of_others = f" (of those after the first {skipped} of a sample)" * bool(skipped)

@@ -13,7 +13,7 @@ def without_first_tokens(stats: KVStats) -> KVStats:
 
     A head that has nothing there keeps its amax. An InputError where positions are not known.
     """
-    return KVStats({name: _rest(x) for name, x in stats.layers.items()}, stats.shared)
+    return KVStats({name: _rest(x) for name, x in stats.layers.items()}, stats.shared, stats.text)
 
 
 def _rest(layer: LayerStats) -> LayerStats:

@@ -19,6 +19,7 @@ from calib.scales.observers import Observer
 from calib.scales.one_scale import Deriving, centered, check_one_scale
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
 from calib.scales.tail import Tail, headroom_for, largest
+from calib.scales.text_summary import TextSummary
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 
@@ -115,6 +116,7 @@ class KVStats:
 
     layers: Mapping[str, LayerStats]
     shared: Mapping[str, SharedAttention] = field(default_factory=dict)
+    text: TextSummary | None = None  # of what was read; None: not known, as of old files
 
     @property
     def tokens(self) -> int:
@@ -167,7 +169,7 @@ class KVStats:
                 for which in "kvq"
             )
             layers[name] = replace(layer, tokens=tokens, read=read, k=k, v=v, q=q)
-        return KVStats(layers, self.shared)
+        return KVStats(layers, self.shared, self.text)
 
     def merge(self, other: "KVStats") -> "KVStats":
         """Combine with other tokens of the same run; an InputError if they are of another model.
@@ -186,7 +188,8 @@ class KVStats:
         merged = {at: STATISTICS[at[2]].combine(x, others[at]) for at, x in mine.items()}
         layers = ((layer, other.layers[name]) for name, layer in self.layers.items())
         counts = [(a.tokens + b.tokens, a.tokens_read + b.tokens_read) for a, b in layers]
-        return self.with_tensors(merged, counts)
+        text = self.text.join(other.text) if self.text and other.text else None
+        return replace(self.with_tensors(merged, counts), text=text)
 
     def join(self, other: "KVStats") -> "KVStats":
         """Combine with another run, as if its tokens had been read after those of this one.

@@ -2,8 +2,8 @@
 
 Tensors are named `<module>.<k|v|q>.<field>`, a field of `calib.scales.stats.TensorStats`; `latent`
 and `k_pe` stand for `k` and `v` where these are cached (MLA). The header's metadata holds, as JSON,
-of each module its layer index, the tokens it counted and those it read, and which modules share
-another's cache. Version 1 has no `curve`, `positions`, `tail` and `read`.
+of each module its layer index, the tokens it counted and those it read, which modules share
+another's cache, and numbers of the text. Version 1 has no `curve`, `positions`, `tail` and `read`.
 """
 
 import json
@@ -26,6 +26,7 @@ from calib.scales.observers import NUM_BINS
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats
 from calib.scales.tail import TAIL
+from calib.scales.text_summary import SKETCH_BITS, TextSummary
 
 _KEY = "fp8kv_stats"
 _VERSION = 2
@@ -52,6 +53,8 @@ def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = 
     shared = {name: asdict(module) for name, module in stats.shared.items()}
     # one key, because safetensors writes several in an order that changes from run to run
     facts = {"version": _VERSION, "modules": modules, "shared": shared, "progress": progress}
+    if text := stats.text:
+        facts["text"] = text.to_json() | {"sketch": f"{text.sketch:0{SKETCH_BITS // 4}x}"}
     save_tensors(tensors, path, {_KEY: json.dumps(facts)})
 
 
@@ -74,7 +77,8 @@ def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
     if tensors:
         raise _damaged(f"'{path}'", f"no module has the tensor {min(tensors)[:80]}")
     shared = {name: SharedAttention(m.layer_idx, m.owner) for name, m in facts.shared.items()}
-    return KVStats(layers, shared), facts.progress.model_dump() if facts.progress else {}
+    text = facts.text.summary() if facts.text else None
+    return KVStats(layers, shared, text), facts.progress.model_dump() if facts.progress else {}
 
 
 class _Strict(BaseModel):
@@ -104,10 +108,32 @@ class _Progress(_Strict):
     batches: int = Field(ge=0)
 
 
+class _Text(_Strict):
+    samples: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    unrepeated_tokens: int = Field(ge=1)
+    distinct_tokens: int = Field(ge=1)
+    unknown_tokens: int | None = Field(ge=0)
+    words: int | None = Field(ge=0)
+    word_tokens: int | None = Field(ge=0)
+    sketch: str = Field(pattern=rf"^[0-9a-f]{{{SKETCH_BITS // 4}}}$")
+
+    @model_validator(mode="after")
+    def _parts_are_of_the_tokens(self) -> "_Text":
+        parts = self.unrepeated_tokens, self.distinct_tokens, self.unknown_tokens or 0, self.samples
+        if max(parts) > self.tokens or (self.words is None) != (self.word_tokens is None):
+            raise ValueError("a part is more than the whole")
+        return self
+
+    def summary(self) -> TextSummary:
+        return TextSummary(**self.model_dump() | {"sketch": int(self.sketch, 16)})
+
+
 class _Facts(_Strict):
     modules: dict[str, _Module] = Field(min_length=1)
     shared: dict[str, _Shared]
     progress: _Progress | None = None
+    text: _Text | None = None
 
     @model_validator(mode="after")
     def _owners_are_modules(self) -> "_Facts":

@@ -11,11 +11,12 @@ from calib.scalefiles.places import LayerPlaces, first_of, middle_of
 from calib.scales.one_scale import LATENT_NOTE, dead_groups
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats, LayerStats
+from calib.scales.text_summary import FEW_TOKENS, text_warnings
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 OUTLIER_HEAD = 20  # times the median of the other heads
 GREW = 0.05  # share of growth in about the last half of the tokens
-TOKENS_TO_GROW = 1024  # fewer say nothing of growth
+TOKENS_TO_GROW = FEW_TOKENS  # fewer say nothing of growth
 OUTLIER_FIRST_TOKEN = 2  # times the amax of all other tokens: a bit of the FP8 range
 
 _MANY = 6  # layers named in a warning before it only counts them
@@ -44,6 +45,12 @@ def summarize(stats: KVStats, scales: KVScales) -> list[LayerSummary]:
 def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
     """Return what the user should know before trusting the scales, one line each."""
     found = [LATENT_NOTE] if stats.latent else []
+    found += text_warnings(stats.text, stats.tokens)
+    if counts := {x.layer_idx: x.tokens for x in stats.layers.values() if x.tokens < stats.tokens}:
+        found.append(
+            f"only {min(counts.values()):,} of {stats.tokens:,} tokens were counted in "
+            f"{name_layers([*counts])}: the scales there rest on less text"
+        )
     if recipe.headroom != "auto" and recipe.headroom < 1:
         found.append(
             f"headroom {recipe.headroom:g}: scales hold {recipe.headroom:.0%} of the largest "

@@ -165,6 +165,26 @@ def test_runs_without_a_curve_merge_and_have_none(halves, tmp_path):
         assert merged.tokens == 240
 
 
+def test_modules_that_counted_other_tokens_do_not_add_up(halves, tmp_path):
+    """As of a run in which a layer was skipped at times: its scale would rest on less text."""
+    stats = load_stats(halves[1])
+    counts = [(50, 60), *stats.counts()[1:]]
+    odd = shutil.copytree(halves[1], tmp_path / "odd")
+    (odd / STATS_FILE).unlink()
+    save_stats(stats.with_tensors(stats.tensors(), counts), odd / STATS_FILE)
+    for order in ((halves[0], odd), (odd, halves[0])):
+        done = fp8kv("merge", *order, "-o", tmp_path / "merged")
+        one_line_error(done, "model.layers.0.self_attn counted", "another share than in")
+    # the same share in both adds up, and is said
+    twin = shutil.copytree(odd, tmp_path / "twin")
+    file = twin / "fp8kv_calibration.json"
+    dataset = json.loads(file.read_text())["dataset"]
+    edit_json(file, dataset=dataset | {"fingerprint": "0" * 64})
+    done = fp8kv("merge", odd, twin, "-o", tmp_path / "merged")
+    assert done.exit_code == 0, done.stderr
+    assert "only 100 of 288 tokens were counted in layer 0: the scales there" in done.stdout
+
+
 def with_threads(directory, count, out):
     """A copy of a calibration that says it was measured with `count` threads."""
     shutil.copytree(directory, out)

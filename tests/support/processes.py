@@ -14,8 +14,10 @@ ROOT = Path(__file__).parents[2]
 
 
 def statistics(out):
-    counts = torch.tensor(load_stats(out).counts())
-    return load_file(out / "fp8kv_stats.safetensors") | {"counts": counts}
+    stats = load_stats(out)
+    of_text = [*f"{stats.text.to_json()} {stats.text.sketch}".encode()]
+    counts = {"counts": torch.tensor(stats.counts()), "text": torch.tensor(of_text)}
+    return load_file(out / "fp8kv_stats.safetensors") | counts
 
 
 def assert_same(found, expected):

@@ -41,20 +41,20 @@ def test_a_template_without_bos_adds_none(byte_tokenizer):
 
 
 def test_samples_are_cut_at_seq_len(tokenizer):
-    samples, _ = tokenize_rows(["abcdef", "xy"], tokenizer, recipe_of(seq_len=4))
+    samples, _, _ = tokenize_rows(["abcdef", "xy"], tokenizer, recipe_of(seq_len=4))
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>abc", "<s>xy"]
 
 
 def test_only_as_many_rows_are_read_as_are_needed(tokenizer):
     rows = iter(["a", " \n", "b", "c"])
-    samples, warnings = tokenize_rows(rows, tokenizer, recipe_of())
+    samples, warnings, _ = tokenize_rows(rows, tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
     assert warnings == ()
     assert list(rows) == ["c"]
 
 
 def test_too_few_documents_are_all_used_with_a_warning(tokenizer):
-    samples, warnings = tokenize_rows(["a", "", "b"], tokenizer, recipe_of(samples=5))
+    samples, warnings, _ = tokenize_rows(["a", "", "b"], tokenizer, recipe_of(samples=5))
     assert len(samples) == 2
     assert warnings == ("5 samples were asked for and dataset 'd' has 2; all 2 are used",)
 
@@ -67,7 +67,7 @@ def test_no_usable_document_is_an_error(tokenizer, rows):
 
 def test_the_column_of_the_recipe_is_read(tokenizer):
     rows = [{"text": "t", "body": "b"}]
-    samples, _ = tokenize_rows(rows, tokenizer, recipe_of(column="body"))
+    samples, _, _ = tokenize_rows(rows, tokenizer, recipe_of(column="body"))
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>b"]
 
 
@@ -83,7 +83,7 @@ def test_a_chat_without_a_template_says_what_to_do(byte_tokenizer):
 def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
     no_content = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]
     rows = [{"messages": chat} for chat in (SYSTEM, CHAT, no_content, CHAT)]
-    samples, warnings = tokenize_rows(rows, tokenizer, recipe_of())
+    samples, warnings, _ = tokenize_rows(rows, tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s><|user|>hi<|assistant|>yo"] * 2
     assert warnings == (
         "2 chats were skipped because the tokenizer's chat template refused them "
@@ -111,7 +111,7 @@ STRINGS = {
 def test_text_parts_are_joined_for_templates_that_take_strings(byte_tokenizer, template):
     tokenizer = byte_tokenizer(chat_template=template)
     chat = [{"role": "user", "content": text_parts("q", "more")}, *CHAT[1:]]
-    (ids,), warnings = tokenize_rows([{"messages": chat}], tokenizer, recipe_of(samples=1))
+    (ids,), warnings, _ = tokenize_rows([{"messages": chat}], tokenizer, recipe_of(samples=1))
     assert tokenizer.decode(ids) == "<|user|>q\nmore<|assistant|>yo"
     assert warnings == ()
 
@@ -136,7 +136,7 @@ def test_a_template_that_takes_parts_alone_gets_parts(byte_tokenizer):
 def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer, content, reason):
     chat = [{"role": "user", "content": content}]
     rows = [{"text": "a"}, {"messages": chat}, {"messages": chat}, {"text": "b"}]
-    samples, (warning,) = tokenize_rows(rows, tokenizer, recipe_of())
+    samples, (warning,), _ = tokenize_rows(rows, tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
     assert warning.startswith("2 rows were skipped: they hold no text that can be read (such as ")
     assert "a.jsonl, line 2: " in warning
@@ -154,7 +154,7 @@ def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer, content, 
     ],
 )
 def test_rows_without_text_among_good_ones_are_skipped_and_counted(tokenizer, row):
-    samples, (warning,) = tokenize_rows(["a", row, row, "b", row], tokenizer, recipe_of())
+    samples, (warning,), _ = tokenize_rows(["a", row, row, "b", row], tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
     assert warning.startswith("2 rows were skipped: ")
     assert "a.jsonl, line 2: " in warning

@@ -26,6 +26,11 @@ from calib.recipe import Recipe, load_recipe
 from calib.scalefiles.file_names import SCALES_SHARD
 from calib.strict_yaml import StrictModel
 
+# little text does for this
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:only .* tokens were read:UserWarning"),
+    pytest.mark.filterwarnings("ignore:the 160 samples are alike:UserWarning"),
+]
 GENERATOR = torch.Generator().manual_seed(1)
 ROWS = torch.randint(3, 128, (4, 24), generator=GENERATOR)
 EXAMPLE = Path(__file__).parents[3] / "examples" / "training_loop.py"
@@ -236,6 +241,23 @@ def test_the_surrounding_mode_of_gradients_does_not_matter(mode):
         found = scales_for(model, [ROWS])
     assert_same(found, expected)
     assert not any(scale.is_inference() or scale.requires_grad for scale in found.values())
+
+
+def test_little_text_is_a_warning_and_next_to_none_is_refused():
+    model = tiny_model("llama")
+    with pytest.warns(UserWarning, match="only 96 tokens were read") as said:
+        scales_for(model, [ROWS])
+    assert len(said) == 1
+    with pytest.warns(UserWarning, match="the 48 samples are alike: 1,056 of 1,152 tokens repeat"):
+        scales_for(model, [ROWS] * 12)
+    for few, words in (
+        ([ROWS[:1]], "24 tokens, 19 of them different"),
+        ([ROWS[:1, :8]] * 8, r"64 tokens, [78] of them .* \(the 8 samples are alike"),
+    ):
+        with pytest.raises(InputError, match=f"{words}.*data.allow_few_tokens"):
+            scales_for(model, few)
+        with pytest.warns(UserWarning, match="only .* tokens were read"):
+            scales_for(model, few, recipe=Recipe(data={"allow_few_tokens": True}))
 
 
 def test_new_weights_get_new_scales():

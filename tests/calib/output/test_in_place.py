@@ -10,7 +10,7 @@ from calib.output import finish
 from calib.recipe import load_recipe
 from calib.scalefiles.file_names import SCALES_SHARD, STATS_FILE
 
-SMALL = {"data.dataset": "random", "data.samples": 2, "data.seq_len": 16, "device": "cpu"}
+SMALL = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 16, "device": "cpu"}
 
 
 def calibrate_in_place(directory, **changes):

@@ -17,7 +17,7 @@ from calib.output.checkpoint_directory import check_output
 from calib.progress import Progress
 from calib.recipe import load_recipe
 
-SMALL = {"data.dataset": "random", "data.samples": 2, "data.seq_len": 16, "device": "cpu"}
+SMALL = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 16, "device": "cpu"}
 
 
 def calibrate(model, out=None, *, at=None, then=lambda: None, seed=1, **options):

@@ -52,7 +52,7 @@ def test_one_scale_is_one_figure():
 
 
 def test_a_result_shows_layers_and_warnings(tiny_directory, tmp_path):
-    small = {"data.dataset": "random", "data.samples": 2, "data.seq_len": 16, "device": "cpu"}
+    small = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 16, "device": "cpu"}
     result = run(str(tiny_directory), load_recipe(None, small), tmp_path / "out")
     html = result._repr_html_()
     assert [row[2] for row in rows(html)] == [f"{layer.k_amax:.4g}" for layer in result.layers]
