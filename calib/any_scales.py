@@ -66,10 +66,8 @@ def _check_baked(directory: Path, checkpoint: Checkpoint | None) -> None:
 
 def to_scales(found: FoundScales, layers: Mapping[str, FoundLayer], fp8_dtype: FP8Name) -> KVScales:
     """Tensors of the scales of `layers`, by module; an InputError where one is of no use."""
-    if found.count_problems:
-        raise InputError(
-            f"'{found.directory.path}': {found.count_problems[0]}; calibrate the model again"
-        )
+    if found.misread:
+        raise InputError(f"'{found.directory.path}': {found.misread[0]}; calibrate the model again")
     made = {}
     for module, layer in sorted(layers.items(), key=lambda item: item[1].layer):
         for letter in "kvq":

@@ -44,14 +44,15 @@ def _is_report(path: Path) -> bool:
 
 
 def _compare_scales(a: Path, b: Path, *, as_json: bool) -> None:
-    from calib.scalefiles.ratios import compare_scales, ratios_json
+    from calib.scalefiles.ratios import compare_notes, compare_scales, ratios_json
 
-    pairs = compare_scales(a, b)
+    pairs, notes = compare_scales(a, b), compare_notes(a, b)
     if as_json:
-        print_json(ratios_json(pairs))
+        print_json(ratios_json(pairs, notes))
     else:
         rows = [(str(a.layer), *_scale_cells(a.k, b.k), *_scale_cells(a.v, b.v)) for a, b in pairs]
         print_table(f"A: {a}, B: {b}", _SCALE_HEADINGS, rows)
+        print_lines([f"note: {note}" for note in notes])
 
 
 def _scale_cells(a: "Values | None", b: "Values | None") -> tuple[str, str, str]:

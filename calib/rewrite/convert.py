@@ -7,7 +7,7 @@ from pathlib import Path
 from calib import __version__
 from calib.any_scales import to_scales
 from calib.atomic import atomic_directory
-from calib.choices import FormatName, Reduce
+from calib.choices import FormatName, FP8Name, Reduce
 from calib.errors import InputError, UnsupportedExportError
 from calib.export import FORMATS, export
 from calib.model.checkpoint import Checkpoint, open_checkpoint
@@ -16,13 +16,14 @@ from calib.output.checkpoint_directory import check_output, write_checkpoint, wr
 from calib.progress import NOBODY, Progress
 from calib.rewrite.absmax import Read, for_nvfp4, from_nvfp4
 from calib.rewrite.plain import config_without_scales, remove_documents, write_plain
-from calib.scalefiles.calibrations import statistics_file
+from calib.scalefiles.calibrations import read_amax, statistics_file
 from calib.scalefiles.identity import check_same_model, identity
 from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
 from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats, LayerStats
 from calib.scales.stats_file import load_stats
+from calib.verify.fit import contradictions
 
 # weights with a row per channel
 _UNPACKED = ("F32", "F16", "BF16", "F8_E4M3")
@@ -106,9 +107,10 @@ def repair(
                 replaced.append(f"{module} {letter}")
                 setattr(layer, letter, tuple(getattr(derived[module], letter).tolist()))
     scales = to_scales(found, layers, found.fp8_dtype)
+    kept = _contradictions(layers, statistics, found.fp8_dtype)
     where = (output, overwrite, progress)
     notes = _write(scales, checkpoint, to, *where, reduce=None, tp_size=1)
-    return Rewritten(scales, replaced, notes)
+    return Rewritten(scales, replaced, notes + tuple(kept))
 
 
 def existing_scales(directory: Path, to: FormatName) -> Read:
@@ -119,6 +121,17 @@ def existing_scales(directory: Path, to: FormatName) -> Read:
     found = read_scales(directory)
     read = from_nvfp4(found) or (for_nvfp4(found) if FORMATS[to].nvfp4 else None)
     return read or (to_scales(found, found.by_module(), found.fp8_dtype), ())
+
+
+def _contradictions(
+    layers: dict[str, FoundLayer], statistics: Path, fp8_dtype: FP8Name
+) -> list[str]:
+    """What the statistics say against scales that repair keeps."""
+    try:
+        amax = read_amax(statistics)
+    except InputError as error:  # of a layer that needs no repair
+        return [f"scales that were kept were not compared: {error}"]
+    return contradictions([*layers.values()], amax, fp8_dtype)
 
 
 def _derive(

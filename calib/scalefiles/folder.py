@@ -18,12 +18,13 @@ from calib.scalefiles.file_names import (
     MODELOPT_FILE,
     STATS_FILE,
 )
-from calib.scalefiles.header import Entry, read_header, read_values
+from calib.scalefiles.header import Entry, is_zero, read_header, read_values
 from calib.scalefiles.json import read_object
 from calib.scalefiles.names import (
     ScaleName,
     is_of_cache,
     is_of_senses,
+    is_offset,
     layer_of,
     parse_scale_name,
     pattern_of,
@@ -96,6 +97,7 @@ class ScaleDirectory:
     modules: set[str]  # attention modules with a cache, by the names of their weights
     layers: set[int] = field(default_factory=set)  # of the weights, beside those modules
     misnamed: list[str] = field(default_factory=list)  # would be scales but for spaces or case
+    offsets: list[str] = field(default_factory=list)  # zero points and such that are not 0
 
     @property
     def missing(self) -> list[str]:
@@ -153,11 +155,13 @@ def open_scales(path: Path, *, or_statistics: bool = False) -> ScaleDirectory:
         raise InputError(f"'{path}' holds {len(files):,} safetensors files, more than any model")
     listed = set(files if index is None else index.values())
     tensors: list[ScaleTensor] = []
-    names = {*(index or ())}
+    names, offsets = {*(index or ())}, list[str]()
     for file in files:
         header = read_header(path / file)
         names.update(header)
         tensors += _scale_tensors(path / file, header, indexed=file in listed)
+        found_offsets = (name for name in header if is_offset(name))
+        offsets += [name for name in found_offsets if not is_zero(path / file, header[name])]
     json = read_scales_json(path / JSON_FILE) if (path / JSON_FILE).exists() else None
     config = _optional(path / CONFIG_FILE)
     statistics = or_statistics and (path / STATS_FILE).is_file()
@@ -167,7 +171,7 @@ def open_scales(path: Path, *, or_statistics: bool = False) -> ScaleDirectory:
     modules, misnamed = _attention_modules(names), sorted(filter(_is_misnamed, names))
     layers = _layers(names, modules)
     found = ScaleDirectory(
-        path, config, modelopt, index, files, tensors, json, modules, layers, misnamed
+        path, config, modelopt, index, files, tensors, json, modules, layers, misnamed, offsets
     )
     modules.difference_update([m for m in modules if found.guesses(layer_of(m))])
     return found

@@ -97,6 +97,16 @@ def read_values(path: Path, entry: Entry) -> list[float]:
         raise InputError(f"cannot read a scale of '{path}': {error.strerror}") from None
 
 
+def is_zero(path: Path, entry: Entry) -> bool:
+    """Whether all values of a tensor are 0, whatever its type."""
+    try:
+        with path.open("rb") as file:
+            file.seek(entry.begin)
+            return not any(file.read(entry.end - entry.begin))
+    except OSError as error:
+        raise InputError(f"cannot read '{path}': {error.strerror}") from None
+
+
 def _entry(fields: Any, data: int) -> Entry:
     match fields:
         case {"dtype": dtype, "shape": [*shape], "data_offsets": [begin, end]}:

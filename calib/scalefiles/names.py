@@ -27,6 +27,8 @@ _ENDINGS = [
 ]
 _PATTERNS = [(re.compile(f"(?P<module>.+?){ending}"), dialect) for ending, dialect in _ENDINGS]
 _ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")
+# ModelOpt's affine cache: K and V less these
+_BIASES = (".k_proj.k_bias", ".v_proj.v_bias")
 # towers that attend to what they see or hear, and what joins them to the text, cache nothing
 _SENSES = re.compile(r"(?:^|\.)(?:vision|visual|image|audio|speech|vit|multi_modal)\w*\.")
 _LAYER = re.compile(r"\.(\d{1,6})(?:\.|$)")
@@ -35,6 +37,11 @@ _LAYER = re.compile(r"\.(\d{1,6})(?:\.|$)")
 def is_of_cache(name: str) -> bool:
     """Whether a tensor is a scale or zero point of K, V or Q, and so says nothing of weights."""
     return name.endswith(_ZERO_POINTS) or parse_scale_name(name) is not None
+
+
+def is_offset(name: str) -> bool:
+    """Whether a tensor is a zero point of K, V or Q, or what is subtracted from K or V."""
+    return name.endswith((*_ZERO_POINTS, *_BIASES)) and layer_of(name) is not None
 
 
 def is_of_senses(name: str) -> bool:

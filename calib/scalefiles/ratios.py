@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
-from calib.scalefiles.reading import FoundLayer, Values, read_scales
+from calib.scalefiles.conventions import convention
+from calib.scalefiles.reading import FoundLayer, FoundScales, Values, read_scales
 
 Pairs = list[tuple[FoundLayer, FoundLayer]]
 
@@ -18,6 +19,25 @@ def compare_scales(a: Path, b: Path) -> Pairs:
     return [(first.get(i, FoundLayer(i)), second.get(i, FoundLayer(i))) for i in indices]
 
 
+def compare_notes(a: Path, b: Path) -> list[str]:
+    """What keeps the ratios of two directories from saying what they seem to, one line each."""
+    found = [read_scales(path) for path in (a, b)]
+    kinds = [_kind(each) for each in found]
+    notes = [
+        f"{name}: {problem}"
+        for name, each in zip("AB", found, strict=True)
+        for problem in each.misread
+    ]
+    if kinds[0] != kinds[1]:
+        notes.append(f"A holds {kinds[0]}, B {kinds[1]}: equal absmax gives other numbers")
+    return notes
+
+
+def _kind(found: FoundScales) -> str:
+    nvfp4 = convention(found.directory)
+    return f"values of an NVFP4 cache, {nvfp4}" if nvfp4 else f"scales of {found.fp8_dtype}"
+
+
 def ratio(a: Values | None, b: Values | None) -> tuple[float, float] | None:
     """The least and the largest of B / A over the heads; one scale stands for all heads."""
     if not a or not b or (len(a) != len(b) and 1 not in (len(a), len(b))):
@@ -28,10 +48,10 @@ def ratio(a: Values | None, b: Values | None) -> tuple[float, float] | None:
     return min(found), max(found)
 
 
-def ratios_json(pairs: Pairs) -> dict[str, Any]:
+def ratios_json(pairs: Pairs, notes: list[str]) -> dict[str, Any]:
     """The object that `fp8kv compare --json` prints."""
     layers = [
         {"layer": a.layer, **{x: ratio(getattr(a, x), getattr(b, x)) for x in "kvq"}}
         for a, b in pairs
     ]
-    return {"layers": layers}
+    return {"layers": layers, "notes": notes}

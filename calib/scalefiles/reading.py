@@ -71,12 +71,18 @@ class FoundScales:
     def problems(self) -> list[str]:
         """What is wrong for any engine, one line each."""
         of_scales = _value_problems(self.layers) + _contradictions(self.layers)
-        return of_scales + self.count_problems + _file_problems(self.directory)
+        return of_scales + self.misread + _file_problems(self.directory)
 
     @property
-    def count_problems(self) -> list[str]:
-        """Numbers of scales that are not those of the model's heads, one line each."""
-        return _count_problems(self.layers, self.directory.text_config)
+    def misread(self) -> list[str]:
+        """What makes scales other than they look: their numbers, and what is subtracted."""
+        problems = _count_problems(self.layers, self.directory.text_config)
+        if offsets := self.directory.offsets:
+            problems.append(
+                f"'{offsets[0]}' is not 0, and {len(offsets) - 1} more: scales are for values less "
+                "an offset, which engines do not subtract"
+            )
+        return problems
 
     def by_module(self) -> dict[str, FoundLayer]:
         """Layers by attention module, also those without a scale; useless query scales left out."""

@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
+from calib.choices import FP8Name
 from calib.scalefiles.calibrations import Amax
+from calib.scalefiles.fp8_type import FP8_MAX, FP8_SMALLEST
 from calib.scalefiles.reading import FoundLayer, is_usable, these
 
 # rounding to bfloat16 takes 0.4 %
@@ -105,6 +107,13 @@ def judge(
     return problems, warnings
 
 
+def contradictions(layers: Sequence[FoundLayer], amax: Amax, fp8_dtype: FP8Name) -> list[str]:
+    """What measured absmax says against FP8 scales, problems and warnings alike."""
+    limits = Limits(FP8_MAX[fp8_dtype], FP8_SMALLEST[fp8_dtype])
+    problems, warnings = judge(layers, compare(layers, amax, limits), amax, limits.largest)
+    return problems + warnings
+
+
 def _judge_range(
     letter: str, shares: list[_Share], fits: Sequence[Fit], largest: float
 ) -> tuple[list[str], list[str]]:
@@ -128,8 +137,8 @@ def _judge_range(
     least = min(low, key=lambda fit: fit.least[letter])
     warning = (
         f"{name} uses under 1/16 of the FP8 range in {these([fit.layer for fit in low])}, "
-        f"{least.least[letter]:.2%} in layer {least.layer}: scales are far larger than absmax / "
-        f"{largest:g}"
+        f"{100 * least.least[letter]:.2g}% in layer {least.layer}: scales are far larger than "
+        f"absmax / {largest:g}"
     )
     return problems, [warning]
 

@@ -440,3 +440,30 @@ def test_codes_that_only_hf_quant_config_names_get_no_config_of_plain_weights(
     for done in (convert, fp8kv("repair", tiny_directory, *flags)):
         one_line_error(done, "has no quantization_config", "calibrate again with --format fp8kv")
     assert not (tmp_path / "out").exists()
+
+
+def test_repair_says_what_its_statistics_show_of_scales_that_it_keeps(tensor, tmp_path):
+    changes = {"model.layers.1.self_attn.v_scale": 0.0}
+    right = fp8kv(
+        *("repair", damage(tensor, tmp_path / "right", changes), "--stats", tensor),
+        *("-o", tmp_path / "mended"),
+    )
+    assert right.exit_code == 0
+    assert "warning" not in right.stdout
+    tensors = load_file(tensor / "model-fp8kv-scales.safetensors")
+    inverse = {name: 1 / float(scale) for name, scale in tensors.items() if "k_scale" in name}
+    done = fp8kv(
+        *("repair", damage(tensor, tmp_path / "inverse", inverse | changes), "--stats", tensor),
+        *("-o", tmp_path / "kept"),
+    )
+    assert "K scales look like 1/scale (448 / absmax)" in " ".join(done.stdout.split())
+
+
+def test_compare_says_where_scales_are_of_other_kinds(tensor, tmp_path):
+    alike = " ".join(fp8kv("compare", tensor, tensor).stdout.split())
+    assert "note" not in alike
+    other = convert(tensor, "vllm-nvfp4", tmp_path / "nvfp4")
+    said = " ".join(fp8kv("compare", tensor, other).stdout.split())
+    assert "note: A holds scales of e4m3fn, B values of an NVFP4 cache, absmax / 448" in said
+    notes = json.loads(fp8kv("compare", other, tensor, "--json").stdout)["notes"]
+    assert notes[0].startswith("A holds values of an NVFP4 cache")

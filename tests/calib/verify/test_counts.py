@@ -138,5 +138,22 @@ def test_latents_have_one_scale(tmp_path):
 def test_heads_are_those_that_the_config_names(document, good, tmp_path):
     for count in range(1, 5):
         directory = model(tmp_path / str(count), k=[[0.5] * count] * 2, config=PER_HEAD, **document)
-        problems = read_scales(directory).count_problems
+        problems = read_scales(directory).misread
         assert bool(problems) == (count not in good), (count, problems)
+
+
+@pytest.mark.parametrize("name", ["k_zero_point", "q_zero_point", "k_proj.k_bias", "v_proj.v_bias"])
+def test_offsets_that_are_not_0_are_a_problem(name, tmp_path):
+    """VLLM drops zero points, and does not start with ModelOpt's biases of an affine cache."""
+    for value in (0.0, 3.0):
+        directory = model(tmp_path / str(value))
+        tensors = load_file(directory / "model.safetensors")
+        offsets = {f"model.layers.{i}.self_attn.{name}": tensor([value]) for i in range(2)}
+        save_file(tensors | offsets, directory / "model.safetensors")
+        done = fp8kv("verify", directory, "--engine", "vllm")
+        said = f"'model.layers.0.self_attn.{name}' is not 0, and 1 more: scales are for values less"
+        assert (said in lines_of(done)) == bool(value)
+        if value:
+            assert done.exit_code == 1
+            command = ("convert", directory, "--to", "tgi", "-o", tmp_path / "out")
+            one_line_error(fp8kv(*command), said, "calibrate the model again")
