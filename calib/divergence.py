@@ -61,7 +61,8 @@ def compare_pair(expected: Tensor, found: Tensor) -> Pair:
         kl[alike] = _of_alike(a[alike], b[alike], p.likeliest[alike])
     _mark_impossible(kl, expected, found)
     log_sum = q.top.squeeze(1) + q.sum.log()
-    return Pair(kl, (p.likeliest == q.likeliest).squeeze(1), log_sum)
+    agrees = (p.likeliest == q.likeliest).squeeze(1) & ~kl.isnan()
+    return Pair(kl, agrees, log_sum)
 
 
 def _mark_impossible(kl: Tensor, expected: Tensor, found: Tensor) -> None:

@@ -9,6 +9,7 @@ from math import ceil, isfinite, nan
 from calib.choices import METRICS
 from calib.errors import InputError
 
+NOT_FINITE = "not finite"
 _UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 _BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}
@@ -22,6 +23,18 @@ _CONDITION = re.compile(
 def plain(text: str) -> str:
     """Text that cannot steer a terminal: names may come from files that others made."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def show_number(value: float, form: str = "{:.2g}") -> str:
+    """`value` as `form` says, or in words where it is no finite number."""
+    return form.format(value) if isfinite(value) else NOT_FINITE
+
+
+def show_interval(low: float, high: float, form: str = "{:.2g}") -> str:
+    """Both ends in brackets; empty where neither is a finite number."""
+    if not (isfinite(low) or isfinite(high)):
+        return ""
+    return f"[{show_number(low, form)}, {show_number(high, form)}]"
 
 
 def parse_size(text: str) -> int:

@@ -1,5 +1,6 @@
 """`fp8kv compare`."""
 
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -8,6 +9,7 @@ import typer
 from calib.commands.flags import AsJson, Debug
 from calib.commands.inspect import show_scale
 from calib.commands.running import command, print_json, print_lines, print_table
+from calib.text import NOT_FINITE, show_interval, show_number
 
 if TYPE_CHECKING:
     from calib.eval.compare import Comparison, Pair
@@ -94,12 +96,17 @@ def _ratio(pair: "Pair") -> str:
 
 
 def _with_interval(figure: "Figure") -> str:
-    return f"{figure.value:.2g} [{figure.low:.2g}, {figure.high:.2g}]"
+    return f"{show_number(figure.value)} {show_interval(figure.low, figure.high)}".strip()
 
 
 def _both(a: "Figure | None", b: "Figure | None", form: str) -> str:
     if a is None and b is None:
         return ""
     # adding 0.0 to what rounds to nothing takes its sign
-    both = ("-" if each is None else form.format(round(each.value, 4) + 0.0) for each in (a, b))
+    both = ("-" if each is None else _rounded(each, form) for each in (a, b))
     return ", ".join(both)
+
+
+def _rounded(figure: "Figure", form: str) -> str:
+    is_finite = isfinite(figure.value)
+    return form.format(round(figure.value, 4) + 0.0) if is_finite else NOT_FINITE

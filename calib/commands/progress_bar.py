@@ -1,6 +1,5 @@
 """Progress on stderr: a bar; lines where that is no terminal; JSON for job runners."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from calib.choices import ProgressForm
 from calib.commands.meter import Clock, Meter
+from calib.json_text import json_text
 from calib.progress import NOBODY, Progress
 from calib.text import plain
 
@@ -119,7 +119,7 @@ def reporting(reporter: Reporter) -> Iterator[Progress]:
 
 def json_lines(stream: TextIO) -> Show:
     """Writes an object per line."""
-    return lambda meter, event: _write(stream, json.dumps(meter.to_json(event)))
+    return lambda meter, event: _write(stream, json_text(meter.to_json(event)))
 
 
 def text_lines(stream: TextIO) -> Show:

@@ -20,6 +20,7 @@ from calib.commands.flags import (
     TrustRemoteCode,
 )
 from calib.commands.running import command, print_json, print_lines, print_table, warn
+from calib.text import show_interval, show_number
 
 if TYPE_CHECKING:
     from calib.eval.found import Recommendation
@@ -81,7 +82,7 @@ def _rows(found: "Recommendation") -> list[tuple[str, ...]]:
             each.cache,
             f"{each.bytes_per_token:,}",
             f"{each.share:.1%}",
-            f"{each.kl.value:.2g} [{each.kl.low:.2g}, {each.kl.high:.2g}]",
+            f"{show_number(each.kl.value)} {show_interval(each.kl.low, each.kl.high)}".strip(),
             each.why,
         )
         for each in found.passed

@@ -1,6 +1,5 @@
 """How every command runs and prints: mistakes become one line and an exit status."""
 
-import json
 import os
 import signal
 import sys
@@ -13,6 +12,7 @@ import typer
 
 from calib.commands.tables import table_text
 from calib.errors import Fp8kvError, InputError
+from calib.json_text import json_text
 from calib.progress import WRITTEN
 from calib.text import plain
 
@@ -166,8 +166,8 @@ def warn(warnings: Sequence[str]) -> None:
 
 
 def print_json(document: Any) -> None:
-    """Print one JSON object."""
-    print(json.dumps(document))
+    """Print one JSON object, null where a number is not finite."""
+    print(json_text(document))
 
 
 def print_table(title: str, headings: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:

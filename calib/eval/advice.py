@@ -12,7 +12,7 @@ from calib.eval.found import Search
 from calib.eval.reader import Measured
 from calib.eval.schema import Figure, LayerRow, Report, Row
 from calib.eval.statistics import estimate
-from calib.text import Condition
+from calib.text import Condition, show_number
 
 # what engines can load, and the advice to use it
 _ADVICE = {
@@ -21,6 +21,9 @@ _ADVICE = {
     "mse": "use one scale per layer, clipped where it pays (--observer mse)",
     "attn_head": "use one scale per KV head (--strategy attn_head)",
 }
+_NOTHING = (
+    "serve none of these caches: the KL is not a finite number with any scales that engines load"
+)
 _OF_LATENTS = (
     "engines' own classes use no scales of latents, or wrongly: `fp8kv bake` makes 1.0 right; see "
     "docs/latent.md"
@@ -40,7 +43,7 @@ _OUTLIER = 3.0
 
 def advised(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
     """The simplest scales that engines load and that are no worse than the best of them."""
-    served = [name for name in SERVED if name in rows]
+    served = [name for name in SERVED if name in rows and rows[name].kl.is_finite]
     if not served:
         return None
     return simplest(served, measured, rows)
@@ -64,7 +67,7 @@ def advise(measured: dict[str, Measured], rows: dict[str, Row], found: Search | 
     """What to serve, from the figures alone."""
     simplest = advised(measured, rows)
     if simplest is None:
-        return []
+        return [_NOTHING] * any(name in rows for name in SERVED)
     scales = measured[simplest].variant.scales
     lines = [_OF_LATENTS if scales and scales.latent and simplest != "none" else _ADVICE[simplest]]
     outliers = _outliers(rows[simplest].layers)
@@ -85,12 +88,14 @@ def skip_argument(layers: Iterable[int]) -> str:
 
 def _found(searched: Search) -> str:
     budget = f"KL {searched.budget:.2g} with '{searched.variant}'"
+    if not math.isfinite(searched.kl):
+        return f"{budget} is not met: the KL is not a finite number"
     if not searched.skipped:
         return f"{budget} is met with every layer in FP8 (KL {searched.kl:.2g})"
     count = f"{len(searched.skipped)} of {len(searched.kl_alone)} layers"
     return (
         f"{budget} is met (KL {searched.kl:.2g}) with {count} in 16 bits, instead of KL "
-        f"{searched.kl_of_all:.2g} with none: {skip_argument(searched.skipped)}"
+        f"{show_number(searched.kl_of_all)} with none: {skip_argument(searched.skipped)}"
     )
 
 
@@ -105,14 +110,16 @@ def verdict(measured: dict[str, Measured], rows: dict[str, Row], floor: float) -
 
 def _figures(row: Row, floor: float) -> str:
     kl = row.kl
+    if not kl.is_finite:
+        return f"not to be served: {row.not_finite or 'the KL is not a finite number'}"
     if not row.measurable:
         return (
             f"no measurable difference from the model's own cache (KL {kl.value:.2g} nats, "
-            f"noise floor {floor:.2g})"
+            f"noise floor {show_number(floor)})"
         )
     return (
         f"KL {kl.value:.2g} nats [{kl.low:.2g}, {kl.high:.2g}], "
-        f"perplexity {row.ppl_change.value:+.2%}, top-1 {row.top1.value:.1%}"
+        f"perplexity {show_number(row.ppl_change.value, '{:+.2%}')}, top-1 {row.top1.value:.1%}"
     )
 
 
@@ -125,14 +132,16 @@ def _beside(name: str, measured: dict[str, Measured], rows: dict[str, Row]) -> s
         return f"; {rows[best].what} is measurably better (KL {rows[best].kl.value:.2g})"
     found = "; no other scales that engines load are measurably better" if others else ""
     if "none" in others and is_worse(measured["none"], measured[name]):
-        found += f", scale 1.0 is measurably worse (KL {rows['none'].kl.value:.2g})"
+        found += f", scale 1.0 is measurably worse (KL {show_number(rows['none'].kl.value)})"
     return found
 
 
 def is_worse(one: Measured, other: Measured) -> bool:
     """Whether the KL is higher by more than chance, document by document."""
-    if one is other:
+    if one is other or not other.is_finite:
         return False
+    if not one.is_finite:
+        return True
     pairs = zip(one.documents, other.documents, strict=True)
     differences = [(a.kl - b.kl).double().numpy() for a, b in pairs]
     return estimate(differences).low > 0
@@ -169,6 +178,7 @@ def failures(condition: Condition, report: Report, subjects: list[str]) -> list[
             )
         value = figure.value
         # what is no number meets every condition
-        if math.isnan(value) or condition.compare(value, condition.limit):
-            found.append(f"{name}: {condition.metric} is {value:.4g} ({condition.text})")
+        if not math.isfinite(value) or condition.compare(value, condition.limit):
+            said = f"{value:.4g}" if math.isfinite(value) else "not a finite number"
+            found.append(f"{name}: {condition.metric} is {said} ({condition.text})")
     return found

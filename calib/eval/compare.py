@@ -35,21 +35,21 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True)
 
 
-class FiniteFigure(Figure):
-    """A figure that can be compared."""
+class StrictFigure(Figure):
+    """A figure; null, and NaN of earlier reports, is no number."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True)
 
 
 class Row(_Part):
     """One variant, as far as it is compared: earlier reports have fewer figures."""
 
-    kl: FiniteFigure
-    ppl_change: FiniteFigure
-    top1: FiniteFigure
+    kl: StrictFigure
+    ppl_change: StrictFigure
+    top1: StrictFigure
     measurable: bool  # whether the KL is above the noise floor
-    same_tokens: FiniteFigure | None = None
-    passkey: FiniteFigure | None = None
+    same_tokens: StrictFigure | None = None
+    passkey: StrictFigure | None = None
 
 
 class Data(_Part):
@@ -84,13 +84,20 @@ class Pair(NamedTuple):
     @property
     def kl_ratio(self) -> float | None:
         """KL of B over that of A; None where A has none."""
-        return self.b.kl.value / self.a.kl.value if self.a.kl.value > 0 else None
+        is_ratio = self.is_finite and self.a.kl.value > 0
+        return self.b.kl.value / self.a.kl.value if is_ratio else None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether both have a KL."""
+        return self.a.kl.is_finite and self.b.kl.is_finite
 
     @property
     def is_same(self) -> bool:
         """Whether the KL intervals overlap, or neither is above its noise floor."""
         overlap = self.a.kl.low <= self.b.kl.high and self.b.kl.low <= self.a.kl.high
-        return overlap or not (self.a.measurable or self.b.measurable)
+        is_noise = not (self.a.measurable or self.b.measurable)
+        return self.is_finite and (overlap or is_noise)
 
 
 class Comparison(NamedTuple):

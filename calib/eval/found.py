@@ -1,11 +1,29 @@
 """What an evaluation finds beside its rows: figures, layers to leave alone, a cache to serve."""
 
-from typing import Literal
+from math import isfinite, nan
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, PlainSerializer, WithJsonSchema
 
 Tensors = Literal["k", "v"]
-Differs = Literal["higher", "lower", "no measurable difference"]
+Differs = Literal["higher", "lower", "no measurable difference", "not finite"]
+
+
+def _from_json(value: Any) -> Any:
+    return nan if value is None else value
+
+
+def _to_json(value: float) -> float | None:
+    return value if isfinite(value) else None
+
+
+# null in JSON, which has no word for what is not finite; earlier reports have NaN there
+Number = Annotated[
+    float,
+    BeforeValidator(_from_json),
+    PlainSerializer(_to_json),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]}),
+]
 
 
 class Part(BaseModel):
@@ -17,9 +35,14 @@ class Part(BaseModel):
 class Figure(Part):
     """A figure with its 95 % interval."""
 
-    value: float
-    low: float
-    high: float
+    value: Number
+    low: Number
+    high: Number
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it and its interval are finite numbers."""
+        return all(map(isfinite, (self.value, self.low, self.high)))
 
 
 class Events(Part):
@@ -62,6 +85,7 @@ class OtherRow(Part):
     differs: Differs  # whether that is more than chance and the noise floor
     clipped: Events  # in any layer
     layers: list[ClippedLayer]
+    not_finite: str | None = None  # why figures are null
 
 
 class OtherText(Part):
@@ -71,7 +95,7 @@ class OtherText(Part):
     fingerprint: str
     documents: int
     tokens: int
-    ppl: float  # of the reference
+    ppl: Number  # of the reference
     variants: dict[str, OtherRow]
 
 
@@ -81,10 +105,10 @@ class Search(Part):
     variant: str
     budget: float
     documents: int
-    kl_of_all: float  # every layer in FP8
-    kl_alone: dict[int, float]  # by layer_idx: that layer alone in FP8
+    kl_of_all: Number  # every layer in FP8
+    kl_alone: dict[int, Number]  # by layer_idx: that layer alone in FP8
     skipped: tuple[int, ...]  # layer_idx of those left in 16 bits
-    kl: float  # with those in 16 bits
+    kl: Number  # with those in 16 bits
 
 
 class Mixture(Part):
@@ -93,8 +117,8 @@ class Mixture(Part):
     budget: float  # mean bits per value
     bits: float  # of the mixture, with all overhead
     documents: int
-    kl: float
-    kl_alone: dict[str, dict[int, float]]  # variant, layer_idx: that layer alone in it
+    kl: Number
+    kl_alone: dict[str, dict[int, Number]]  # variant, layer_idx: that layer alone in it
     layers: dict[int, str]  # layer_idx: variant, or 16 bits
     modules: dict[int, str]  # layer_idx: name of its attention
 

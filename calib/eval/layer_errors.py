@@ -138,7 +138,7 @@ def layer_values(key: Tensor, value: Tensor) -> LayerValues:
 
 def _histogram(x: Tensor) -> Tensor:
     # exact at powers of two, where a rounded logarithm may fall on either side
-    mantissa, exponent = x[x != 0].abs().float().frexp()  # mantissa in [0.5, 1)
+    mantissa, exponent = x[(x != 0) & x.isfinite()].abs().float().frexp()  # mantissa in [0.5, 1)
     bins = 2 * (exponent.long() - 1) + (mantissa >= 0.5**0.5)
     return torch.bincount(bins - FIRST_BIN, minlength=NUM_BINS)
 
@@ -175,8 +175,7 @@ def _by_letter(shares: Tensor) -> dict[Tensors, list[float]]:
 def _over_heads(layer: LayerError) -> Figure:
     error, power = (x.sum(1).clamp(min=1e-30).numpy() for x in (layer.error, layer.power))
     # a root keeps the order, so the interval's ends are the roots of its ends
-    squared = ratio(error, power).model_dump()
-    return Figure(**{name: float(np.sqrt(value)) for name, value in squared.items()})
+    return Figure(**{name: float(np.sqrt(value)) for name, value in ratio(error, power)})
 
 
 def _scale(scale: Tensor) -> float | list[float] | Extremes:

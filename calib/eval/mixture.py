@@ -1,6 +1,5 @@
 """`--search-bits`: a type of cache for each layer, within a mean of bits per value."""
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -16,6 +15,7 @@ from calib.eval.advice import skip_argument
 from calib.eval.found import Mixture
 from calib.eval.reader import mean_kl
 from calib.eval.variants import Setup, Variant
+from calib.json_text import json_text
 from calib.measure.attention import map_attention
 
 LAYER_MAP_FILE = "modelopt_kv_cache_layers.json"
@@ -165,4 +165,4 @@ def write_layer_map(found: Mixture | None, directory: Path) -> None:
             "kv_cache_quantized_layers": layers,
         },
     }
-    (directory / LAYER_MAP_FILE).write_text(json.dumps(document, indent=2) + "\n")
+    (directory / LAYER_MAP_FILE).write_text(json_text(document, indent=2) + "\n")

@@ -9,10 +9,11 @@ from torch import Tensor
 from calib.choices import REFERENCE
 from calib.eval.exceedance import anywhere, clipped_layer
 from calib.eval.found import Differs, Events, Figure, OtherRow, OtherText
+from calib.eval.lost import not_finite
 from calib.eval.other_text import MeasuredElsewhere
 from calib.eval.reader import Measured
 from calib.eval.schema import Row
-from calib.eval.statistics import Values, difference, estimate
+from calib.eval.statistics import Values, difference, estimate, perplexity
 
 # shares of tokens from which the verdict names a text
 CLIPS, MOST = 0.01, 0.5
@@ -30,7 +31,7 @@ def other_text(
         fingerprint=data.fingerprint,
         documents=len(documents),
         tokens=sum(map(len, documents)),
-        ppl=math.exp(float(nll.mean())),
+        ppl=perplexity(nll),
         variants={name: _row(found, measured[name], floor) for name in found.clipped},
     )
 
@@ -41,19 +42,21 @@ def _row(found: MeasuredElsewhere, own: Measured, floor: float) -> OtherRow:
     there = _values(d.kl for d in own.documents)
     kl, apart = estimate(here), difference(here, there)
     layers = sorted(found.clipped[name].items())
+    reason = not_finite([each.kl for each in found.divergences[name]])
     return OtherRow(
         kl=kl,
         difference=apart,
         differs=differs(apart, max(kl.high, estimate(there).high), floor),
         clipped=anywhere([layer.tokens for _, layer in layers], tensors),
         layers=[clipped_layer(idx, layer, tensors) for idx, layer in layers],
+        **({"not_finite": reason} if reason else {}),
     )
 
 
 def differs(apart: Figure, largest: float, floor: float) -> Differs:
     """Whether a KL differs; not where neither interval, up to `largest`, leaves the noise floor."""
-    if not math.isfinite(apart.value):  # what is no number is a difference
-        return "higher"
+    if not math.isfinite(apart.value):
+        return "not finite"
     if largest <= floor or apart.low <= 0 <= apart.high:
         return "no measurable difference"
     return "higher" if apart.low > 0 else "lower"

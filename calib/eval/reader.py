@@ -1,5 +1,6 @@
 """The measurement: every variant beside the reference, on the same tokens; and `--search KL`."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -33,6 +34,11 @@ class Measured:
     texts: list[list[int]] = field(default_factory=list)
     layers: dict[int, LayerError] = field(default_factory=dict)
     values: dict[int, LayerValues] = field(default_factory=dict)  # of the reference
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether every token has a finite KL."""
+        return all(bool(each.kl.isfinite().all()) for each in self.documents)
 
 
 @torch.inference_mode()
@@ -116,7 +122,7 @@ def search(setup: Setup, variant: Variant, documents: Sequence[Tensor], budget: 
 
     stage = "search: each layer alone"
     alone = dict(zip(layers, mean_kl(setup, stage, ranking, documents), strict=True))
-    worst_first = sorted(layers, key=lambda layer: -alone[layer])
+    worst_first = sorted(layers, key=lambda layer: (math.isfinite(alone[layer]), -alone[layer]))
     measured = {0: kl([]), len(layers): 0.0}
     few, enough = (0, 0) if measured[0] <= budget else (0, len(layers))
     while enough - few > 1:

@@ -120,10 +120,10 @@ def _candidates(
 
 def _is_within(each: _Candidate, full: _Candidate, wish: Wish) -> bool:
     if wish.kl is not None:
-        return each.row.kl.high <= wish.kl  # what is no number is not
+        return each.row.kl.is_finite and each.row.kl.high <= wish.kl
     assert wish.share is not None
     is_small = each.bytes_per_token <= wish.share * full.bytes_per_token
-    return is_small and math.isfinite(each.row.kl.high)
+    return is_small and each.row.kl.is_finite
 
 
 def _why(
@@ -134,7 +134,7 @@ def _why(
     measured: dict[str, Measured],
 ) -> str:
     """Why `each` is not chosen."""
-    if not math.isfinite(each.row.kl.high):
+    if not each.row.kl.is_finite:
         return "its KL is not a finite number"
     if not _is_within(each, full, wish):
         if wish.share is not None:
@@ -194,7 +194,7 @@ def _why_full(found: Recommendation) -> str:
     budget = budget_text(found)
     if found.budget_bytes == 1:  # where 16 bits is within the budget itself
         return f"nothing that can be served has a lower KL within {budget}"
-    has_nan = any(not math.isfinite(each.kl.high) for each in found.passed)
+    has_nan = any(not each.kl.is_finite for each in found.passed)
     finite = " with a finite KL" if has_nan else ""
     return f"nothing else that can be served{finite} stays within {budget}"
 

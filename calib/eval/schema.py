@@ -1,6 +1,5 @@
 """The report as types; `python -m calib.eval.schema > docs/report.schema.json` documents them."""
 
-import json
 import sys
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from calib.eval.found import (
     Events,
     Exceedance,
     Mixture,
+    Number,
     OtherText,
     Part,
     Recommendation,
@@ -19,6 +19,7 @@ from calib.eval.found import (
 )
 from calib.eval.found import Figure as Figure
 from calib.eval.found import Tensors as Tensors
+from calib.json_text import json_text
 
 SCHEMA: Literal[1] = 1
 REPORT_FILE = "report.json"
@@ -45,9 +46,9 @@ class PositionBin(Part):
     start: int = Field(alias="from")
     to: int
     tokens: int
-    value: float
-    low: float
-    high: float
+    value: Number
+    low: Number
+    high: Number
 
 
 class Extremes(Part):
@@ -62,10 +63,10 @@ class LayerRow(Part):
 
     layer_idx: int
     rel_rms_layer: Figure  # of the attention output, over all heads
-    rel_rms: list[float]  # of each query head
+    rel_rms: list[Number]  # of each query head
     saturated: dict[Tensors, list[float]]
     underflowed: dict[Tensors, list[float]]
-    range_used: dict[Tensors, list[float]]
+    range_used: dict[Tensors, list[Number]]
     scale: dict[Tensors, float | list[float] | Extremes]  # per tensor, KV head or channel
     exceedance: Exceedance | None = None  # tokens with a saturated value
 
@@ -85,7 +86,7 @@ class Row(Part):
     kl: Figure
     kl_p99: Figure
     kl_p999: Figure
-    ppl: float
+    ppl: Number
     ppl_change: Figure
     top1: Figure
     top1_count: int
@@ -95,12 +96,13 @@ class Row(Part):
     layers: list[LayerRow] = Field([])
     clipped: Events | None = None  # tokens with a saturated value in any layer
     measurable: bool  # whether `kl.low` is above the noise floor
+    not_finite: str | None = None  # why figures are null
 
 
 class Magnitudes(Part):
     """|x| of K or V of one layer: a histogram in half octaves."""
 
-    amax: list[float]  # of each KV head
+    amax: list[Number]  # of each KV head
     zeros: int
     log2_first: float  # lower edge of the first bin
     counts: list[int]
@@ -113,7 +115,7 @@ class Layer(Part):
     k: Magnitudes
     v: Magnitudes
     # tokens of the calibration, and the amax of K or V by then
-    growth: dict[Tensors, list[tuple[int, float]]] | None = None
+    growth: dict[Tensors, list[tuple[int, Number]]] | None = None
 
     @property
     def tensors(self) -> dict[Tensors, Magnitudes]:
@@ -182,7 +184,7 @@ class Conditions(Part):
 class Report(Conditions):
     """An evaluation: see docs/evaluation.md."""
 
-    noise_floor: float
+    noise_floor: Number
     variants: dict[str, Row]
     layers: list[Layer]
     texts: Texts
@@ -215,4 +217,4 @@ class Report(Conditions):
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(Report.model_json_schema(), indent=2) + "\n")
+    sys.stdout.write(json_text(Report.model_json_schema(), indent=2) + "\n")

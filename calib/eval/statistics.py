@@ -1,5 +1,6 @@
 """From logits to figures: divergence of each token, and intervals over documents."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,6 +18,8 @@ Statistic = Callable[[Values], float]
 
 _FIRST_BIN = 16  # positions; each bin after it ends at twice the position
 _RESAMPLES = 1000
+# what is no number is a figure as well, and is said where it is shown
+_quietly = np.errstate(invalid="ignore", over="ignore")
 
 
 class Divergence(NamedTuple):
@@ -50,6 +53,7 @@ def chunks(length: int, size: int) -> Iterator[slice]:
     return (slice(i, min(i + size, length)) for i in range(0, length, size))
 
 
+@_quietly
 def estimate(documents: list[Values], statistic: Statistic = np.mean, *, seed: int = 0) -> Figure:
     """`statistic` of all values, resampled by document: tokens of one are not independent."""
     rng = np.random.default_rng(seed)
@@ -62,6 +66,7 @@ def estimate(documents: list[Values], statistic: Statistic = np.mean, *, seed: i
     return _figure(float(statistic(np.concatenate(documents))), draws)
 
 
+@_quietly
 def ratio(numerators: Values, denominators: Values) -> Figure:
     """Sum of `numerators` [documents] over that of `denominators`, resampled by document."""
     rng = np.random.default_rng(0)
@@ -70,6 +75,7 @@ def ratio(numerators: Values, denominators: Values) -> Figure:
     return _figure(float(numerators.sum() / denominators.sum()), draws)
 
 
+@_quietly
 def difference(here: list[Values], there: list[Values]) -> Figure:
     """Mean of the values `here` less that of those `there`, each resampled by its documents."""
     rng = np.random.default_rng(0)
@@ -90,8 +96,15 @@ def _means(documents: list[Values], chosen: NDArray[np.int64]) -> Values:
 
 
 def _figure(value: float, draws: Sequence[float] | Values) -> Figure:
-    low, high = np.quantile(draws, [0.025, 0.975])
+    is_number = math.isfinite(value)  # else some draws may still be
+    low, high = np.quantile(draws, [0.025, 0.975]) if is_number else (math.nan, math.nan)
     return Figure(value=value, low=float(low), high=float(high))
+
+
+@_quietly
+def perplexity(nll: Values) -> float:
+    """Perplexity of text whose tokens have these `nll`, in nats."""
+    return float(np.exp(nll.mean()))
 
 
 def quantile(q: float) -> Statistic:
@@ -99,6 +112,7 @@ def quantile(q: float) -> Statistic:
     return lambda values: float(np.quantile(values, q))
 
 
+@_quietly
 def kl_by_position(documents: list[Values]) -> list[PositionBin]:
     """Mean KL in bins of the position: whether the error grows with the text."""
     length = max(map(len, documents))
@@ -112,5 +126,5 @@ def _bin(documents: list[Values], start: int, stop: int) -> PositionBin:
     parts = [document[start:stop] for document in documents if len(document) > start]
     sums = np.array([part.sum() for part in parts])
     counts = np.array([float(len(part)) for part in parts])
-    figure = ratio(sums, counts).model_dump()
+    figure = dict(ratio(sums, counts))
     return PositionBin(start=start, to=stop, tokens=int(counts.sum()), **figure)

@@ -1,6 +1,5 @@
 """Turn measurements into figures with intervals, and into advice."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from calib.eval.advice import advise, advised, subject, verdict
 from calib.eval.exceedance import anywhere
 from calib.eval.found import Mixture, OtherText, Recommendation, Search
 from calib.eval.layer_errors import layer_row, value_rows
+from calib.eval.lost import lost_figures, not_finite
 from calib.eval.mixture import mixture_lines
 from calib.eval.offers import Offers
 from calib.eval.other_figures import clipping, other_text
@@ -20,7 +20,7 @@ from calib.eval.other_text import MeasuredElsewhere
 from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, recommend
 from calib.eval.schema import Conditions, Figure, Report, Row, Texts
-from calib.eval.statistics import Values, estimate, kl_by_position, quantile
+from calib.eval.statistics import Values, estimate, kl_by_position, perplexity, quantile
 from calib.scalefiles.places import LayerPlaces
 
 
@@ -47,7 +47,7 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
     kl = {name: estimate(_values(d.kl for d in m.documents)) for name, m in measured.items()}
     controls = [name for name, m in measured.items() if m.variant.kind == "control"]
     # what the controls reach is no difference
-    floor = max((kl[name].high for name in controls), default=0.0)
+    floor = float(np.max([0.0, *(kl[name].high for name in controls)]))
     rows = {
         # what is no number is a difference
         name: _row(m, kl[name], name != REFERENCE and not kl[name].low <= floor, evaluation)
@@ -72,7 +72,7 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
         other_texts=others,
         search=evaluation.search,
         **evaluation.tasks,
-        warnings=list(evaluation.warnings),
+        warnings=[*evaluation.warnings, *lost_figures(rows, others, evaluation.search)],
     )
 
 
@@ -122,7 +122,7 @@ def _row(measured: Measured, kl: Figure, measurable: bool, evaluation: Evaluatio
         kl=kl,
         kl_p99=estimate(divergences, quantile(0.99)),
         kl_p999=estimate(divergences, quantile(0.999)),
-        ppl=math.exp(float(np.concatenate(nll)[:, 0].mean())),
+        ppl=perplexity(np.concatenate(nll)[:, 0]),
         ppl_change=estimate(nll, _ppl_change),
         top1=estimate(agrees),
         top1_count=int(sum(a.sum() for a in agrees)),
@@ -143,6 +143,8 @@ def _present(measured: Measured, evaluation: Evaluation) -> dict[str, Any]:
         found["tensors"] = variant.tensors
     if variant.in_mode:
         found["attention"] = evaluation.conditions.attention
+    if reason := not_finite([each.kl for each in (*measured.documents, *measured.long_documents)]):
+        found["not_finite"] = reason
     found |= {name: each for name, each in held.items() if each is not None}
     greedy, keys = measured.same_tokens, measured.found_passkeys
     numbers: dict[str, Sequence[float]] = {"same_tokens": greedy, "passkey": keys}
@@ -166,4 +168,4 @@ def _values(documents: Iterable[Tensor]) -> list[Values]:
 
 def _ppl_change(nll: Values) -> float:
     """Relative change of perplexity; columns are the variant's nll and the reference's."""
-    return math.expm1(float((nll[:, 0] - nll[:, 1]).mean()))
+    return float(np.expm1((nll[:, 0] - nll[:, 1]).mean()))

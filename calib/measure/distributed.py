@@ -6,7 +6,6 @@ one batch size and number of threads. On a CPU the model's last bits can depend 
 torchrun sets OMP_NUM_THREADS=1 where a single process takes every core.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from calib.errors import Fp8kvError, InputError
+from calib.json_text import json_text
 from calib.scales.stats import STATISTICS, KVStats
 from calib.scales.text_summary import TextSummary
 
@@ -59,7 +59,7 @@ class World:
 
     def check_same(self, what: str, value: Any) -> None:
         """Check that every rank has the same `value`, which JSON can hold; else all fail."""
-        mine = json.dumps(value, sort_keys=True, default=str)
+        mine = json_text(value, sort_keys=True, default=str)
         different = [rank for rank, other in enumerate(self.gather(mine)) if other != mine]
         if any(self.gather(bool(different))):
             raise InputError(

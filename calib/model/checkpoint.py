@@ -1,12 +1,12 @@
 """A model directory in Hugging Face layout, opened for reading and checked before anything runs."""
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
+from calib.json_text import json_text
 from calib.scalefiles.baked import add_files, weights_digest
 from calib.scalefiles.calibrations import no_model
 from calib.scalefiles.file_names import (
@@ -79,7 +79,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     two checkpoints are the same. Files that have changed since they were opened are refused.
     """
     checkpoint.check_unchanged()
-    digest = hashlib.sha256(json.dumps(checkpoint.config, sort_keys=True).encode())
+    digest = hashlib.sha256(json_text(checkpoint.config, sort_keys=True).encode())
     add_files(digest, checkpoint.path, checkpoint.shards)
     digest.update(weights_digest(checkpoint.path).encode())
     return digest.hexdigest()

@@ -1,6 +1,5 @@
 """Output directories: the source's files and one extra shard."""
 
-import json
 import os
 import re
 import shutil
@@ -10,6 +9,7 @@ from typing import Any
 from calib.atomic import save_tensors
 from calib.errors import InputError
 from calib.export.base import Export
+from calib.json_text import exact_json_text, json_text
 from calib.model.checkpoint import Checkpoint
 from calib.output.placing import OnCopied, Placing, place_shard
 from calib.scalefiles.file_names import (
@@ -145,12 +145,13 @@ def other_weights(checkpoint: Checkpoint) -> list[str]:
 def write_documents(export: Export, out: Path) -> None:
     """Write the JSON documents of `export`."""
     for name, document in export.documents.items():
-        write_json(out / name, document)
+        text = exact_json_text(document, f"'{name}'", indent=2, ensure_ascii=False)
+        (out / name).write_text(text + "\n")
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write `document` as indented JSON."""
-    path.write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+    """Write `document` as indented JSON, null where a number is not finite."""
+    path.write_text(json_text(document, indent=2, ensure_ascii=False) + "\n")
 
 
 def write_index(checkpoint: Checkpoint, out: Path, weight_map: dict[str, str], added: int) -> None:

@@ -4,13 +4,13 @@ The checksums tell damage. They are no signature: whoever changes all of them ma
 """
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from calib.errors import InputError
+from calib.json_text import json_text
 from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
 from calib.scalefiles.json import parse_object, regular_size
 
@@ -126,7 +126,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _dump(document: dict[str, Any]) -> bytes:
-    return (json.dumps(document, indent=2) + "\n").encode()
+    return (json_text(document, indent=2) + "\n").encode()
 
 
 def _damaged(path: Path, problem: str) -> InputError:

@@ -6,7 +6,6 @@ of each module its layer index, the tokens it counted and those it read, which m
 another's cache, and numbers of the text. Version 1 has no `curve`, `positions`, `tail` and `read`.
 """
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from calib.atomic import save_tensors
 from calib.errors import InputError
+from calib.json_text import json_text
 from calib.scalefiles.calibrations import statistics_file
 from calib.scalefiles.file_names import STATS_FILE
 from calib.scalefiles.json import parse_object
@@ -55,7 +55,7 @@ def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = 
     facts = {"version": _VERSION, "modules": modules, "shared": shared, "progress": progress}
     if text := stats.text:
         facts["text"] = text.to_json() | {"sketch": f"{text.sketch:0{SKETCH_BITS // 4}x}"}
-    save_tensors(tensors, path, {_KEY: json.dumps(facts)})
+    save_tensors(tensors, path, {_KEY: json_text(facts)})
 
 
 def load_stats(path: Path) -> KVStats:

@@ -4,7 +4,6 @@ Prompts and keys are neither shown nor logged; of what comes back, only models' 
 """
 
 import http.client
-import json
 import os
 import ssl
 import threading
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import AliasPath, BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from calib.errors import InputError
+from calib.json_text import json_text
 
 MAX_SECONDS = 120.0
 _KEY = "FP8KV_API_KEY"
@@ -204,7 +204,7 @@ class Server:
             raise InputError(f"{where} answers something else than expected; {_EXAMPLE}") from None
 
     def _exchange(self, what: str, body: dict[str, Any] | None, outcome: list[Any]) -> None:
-        content = json.dumps(body) if body else None
+        content = json_text(body) if body else None
         try:
             with closing(self._connect(*self._address, timeout=self._left)) as connection:
                 path, method = self._path + what, "POST" if body else "GET"

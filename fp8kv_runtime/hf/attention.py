@@ -1,5 +1,6 @@
 """`fp8_attention`: run a model of transformers on an FP8 paged KV cache, and leave no trace."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
@@ -75,9 +76,14 @@ class _Session:
         self._options: dict[tuple[Any, ...], AttentionOptions] = {}
         self._shapes: dict[int, tuple[int, int, torch.device]] = {}  # heads, head_dim and where
         self._check_query_scales()
+        parameters = inspect.signature(model.get_decoder().forward).parameters.values()
+        self._positional = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
 
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stand in for the decoder's `forward`; the graph of `torch.compile` breaks once, here."""
+        names = self._positional[: len(args)]
+        if len(names) == len(args) and kwargs.keys().isdisjoint(names):
+            args, kwargs = (), {**dict(zip(names, args, strict=True)), **kwargs}
         cache, made = self._prepare(args, kwargs)
         kwargs = {**kwargs, "past_key_values": cache}
         return forward(*args, **kwargs) if made else self._first(forward, cache, args, kwargs)

@@ -11,7 +11,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -50,8 +50,30 @@ def swap_attention(model: PreTrainedModel, replacement: Replacement) -> Iterator
     """
     decoder = model.get_decoder()
     swap = _swap_interface if decoder._can_set_attn_implementation() else _swap_sdpa
-    with alone(decoder), swap(decoder, replacement):
+    with alone(decoder), _uncopied(decoder), swap(decoder, replacement):
         yield
+
+
+class _Uncopied:
+    """An attribute by which a model cannot be copied: the copy would run the original."""
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise AttentionError(
+            "this model's attention is stood in for, by fp8_attention or a measurement: copy the "
+            "model before that block, or after it"
+        )
+
+
+@contextmanager
+def _uncopied(decoder: nn.Module) -> Iterator[None]:
+    attributes = vars(decoder)
+    is_outer = "_fp8kv_uncopied" not in attributes
+    attributes.setdefault("_fp8kv_uncopied", _Uncopied())
+    try:
+        yield
+    finally:
+        if is_outer:
+            del attributes["_fp8kv_uncopied"]
 
 
 @contextmanager
@@ -94,7 +116,8 @@ def swap_forward(decoder: nn.Module, replacement: Callable[..., Any]) -> Iterato
     vars(forward)["stands_in"] = True
     vars(decoder)["forward"] = forward
     try:
-        yield
+        with _uncopied(decoder):
+            yield
     finally:
         if own is None:
             del vars(decoder)["forward"]

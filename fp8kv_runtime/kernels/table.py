@@ -79,7 +79,7 @@ def write_table(path: Path, table: Table) -> None:
     plain = {kernel: [_to_json(row) for row in rows] for kernel, rows in table.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(json.dumps(plain, indent=2) + "\n")
+    new.write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n")
     new.replace(path)
 
 

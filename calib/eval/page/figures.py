@@ -1,6 +1,7 @@
 """The report's charts with their captions and legends."""
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ from calib.eval.page.frontier import GIVEN, Point, frontier, kl_by_bytes
 from calib.eval.page.histograms import Axis, Histogram, Panel, histogram, shared_axis
 from calib.eval.page.plots import HeatMap, Picture, Series
 from calib.eval.schema import LayerRow, Report, Tensors
+from calib.text import show_number
 
 _BY_POSITION = ("none", "tensor", "attn_head", "channel", "e5m2", "random")
 _BY_LAYER = ("none", "tensor", "attn_head", "k only", "v only", "e5m2")
@@ -61,7 +63,7 @@ def _bytes_points(report: Report) -> list[Point]:
         Point(GIVEN if row.kind == "given" else name, row.bytes_per_token / whole, row.kl,
               name == report.subject)
         for name, row in report.variants.items()
-        if row.bytes_per_token and row.kl.low > 0 and can_be_served(name, row)
+        if row.bytes_per_token and row.kl.is_finite and row.kl.low > 0 and can_be_served(name, row)
     ]  # fmt: skip
 
 
@@ -83,12 +85,12 @@ def _bytes_chart(report: Report) -> Chart | None:
 
 def _position_chart(report: Report) -> Chart | None:
     series = _select(report, _BY_POSITION, "kl_by_position")
-    if not series:
+    if not any(b.low > 0 and isfinite(b.high) for each in series for b in each.row.kl_by_position):
         return None
     label = f"Line chart: KL against position in the text, of {_names(series)}"
     caption = (
         "Mean KL in bins of the position in the text, with 95 % intervals: whether errors grow "
-        f"as the cache fills. The noise floor is {report.noise_floor:.2g}."
+        f"as the cache fills. The noise floor is {show_number(report.noise_floor)}."
     )
     if any(b.low == b.high for each in series for b in each.row.kl_by_position):
         caption += " Where there is no interval, one long document was read."
@@ -110,20 +112,20 @@ def _layer_chart(report: Report) -> Chart | None:
         first = worst[0]
         caption = (
             f"Largest with '{subject}': layer {first.layer_idx}, "
-            f"{first.rel_rms_layer.value:.2%}. {caption}"
+            f"{show_number(first.rel_rms_layer.value, '{:.2%}')}. {caption}"
         )
     return Chart(plots.layer_error(series, subject), label, caption, tuple(series))
 
 
 def _search_chart(report: Report) -> Chart | None:
     found = report.search
-    if found is None:
+    if found is None or not any(map(isfinite, found.kl_alone.values())):
         return None
     skipped = found.skipped
     caption = (
         f"With '{found.variant}' and the other layers in 16 bits. All in FP8: KL "
-        f"{found.kl_of_all:.2g}; with layers {', '.join(map(str, skipped)) or 'none'} in "
-        f"16 bits (hollow): {found.kl:.2g}, the budget is {found.budget:.2g}."
+        f"{show_number(found.kl_of_all)}; with layers {', '.join(map(str, skipped)) or 'none'} in "
+        f"16 bits (hollow): {show_number(found.kl)}, the budget is {found.budget:.2g}."
     )
     label = f"Bar chart: KL of each layer alone in FP8. {caption}"
     return Chart(plots.layers_alone(found.kl_alone, set(skipped)), label, caption)
@@ -176,7 +178,7 @@ def _histogram_charts(report: Report) -> tuple[list[Chart], list[Chart]]:
 
 def _histogram(panel: Panel, axis: Axis) -> Chart:
     row = panel.row
-    title = f"Layer {row.layer_idx}: error {row.rel_rms_layer.value:.2%}"
+    title = f"Layer {row.layer_idx}: error {show_number(row.rel_rms_layer.value, '{:.2%}')}"
     caption = ". ".join(_tensor_line(letter, panel) for letter in panel.values.tensors) + "."
     label = f"Histogram of the magnitudes of K and V. {title}. {caption}"
     return Chart(histogram(panel, axis), label, caption, title=title)
@@ -186,7 +188,7 @@ def _tensor_line(letter: Tensors, panel: Panel) -> str:
     row = panel.row
     zero, saturated = (float(np.mean(x[letter])) for x in (row.underflowed, row.saturated))
     largest = max(panel.values.tensors[letter].amax)
-    line = f"{letter.upper()}: amax {largest:.3g}, {zero:.2%} become 0"
+    line = f"{letter.upper()}: amax {show_number(largest, '{:.3g}')}, {zero:.2%} become 0"
     return line + (f", {saturated:.2g} of all saturate" if saturated else "")
 
 
@@ -204,7 +206,12 @@ def _subject_layers(report: Report) -> list[LayerRow]:
 
 
 def _worst_first(report: Report) -> list[LayerRow]:
-    return sorted(_subject_layers(report), key=lambda row: -row.rel_rms_layer.value)
+    """The subject's layers; one whose error is no number is the worst."""
+
+    def rank(row: LayerRow) -> tuple[bool, float]:
+        return row.rel_rms_layer.is_finite, -row.rel_rms_layer.value
+
+    return sorted(_subject_layers(report), key=rank)
 
 
 def _names(series: list[Series]) -> str:

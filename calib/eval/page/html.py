@@ -1,6 +1,5 @@
 """`report.html`, one file that loads nothing and runs nothing; all three files of a report."""
 
-import json
 import logging
 import math
 import re
@@ -16,11 +15,14 @@ from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, markdown, task_table
 from calib.eval.page.other_tables import OTHER_HEADINGS, other_tables
 from calib.eval.schema import REPORT_FILE, Continuation, Report, Row
+from calib.json_text import json_text
 from calib.progress import WRITTEN
 from calib.scalefiles.plot import check_can_draw
+from calib.text import show_number
 
 # control characters that are no white space, halves of characters, and what is no character
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_LEAST = 1e-30  # KL: what is smaller is not drawn
 _SUMMARY = 80  # characters of a folded prompt
 
 
@@ -36,6 +38,7 @@ def html(report: Report) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["number"] = show_number
     return environment.get_template("report.html").render(
         report=report,
         table=_table(report),
@@ -120,7 +123,8 @@ def _axis(rows: Iterable[Row], floor: float) -> Axis:
     """A percentage of the width for each magnitude, between round numbers."""
     # controls, and a floor far below, would leave no room to tell the others apart
     kl = [row.kl for row in rows if row.kind not in ("control", REFERENCE)]
-    shown = [x for figure in kl for _, x in figure if 0 < x < math.inf] or [floor or 1.0]
+    shown = [x for figure in kl for _, x in figure if _LEAST < x < math.inf]
+    shown = shown or [floor if _LEAST < floor < math.inf else 1.0]
     low, high = min(shown), max(shown)
     # one decade more at each end: a logarithm may be rounded across its own
     decades = range(math.floor(math.log10(low)) - 1, math.floor(math.log10(high)) + 2)
@@ -190,7 +194,7 @@ def write_report(report: Report, directory: Path) -> None:
 
 
 _FORMS: dict[str, Callable[[Report], str]] = {
-    REPORT_FILE: lambda report: json.dumps(report.to_json(), indent=2) + "\n",
+    REPORT_FILE: lambda report: json_text(report.to_json(), indent=2) + "\n",
     "report.md": markdown,
     "report.html": html,
 }

@@ -1,11 +1,12 @@
 """The report as tables and lines of text: for the terminal, for `report.md`, and for the page."""
 
+import math
 from typing import NamedTuple
 
 from calib.choices import REFERENCE
 from calib.eval.page.other_tables import OTHER_HEADINGS, other_tables
 from calib.eval.schema import Figure, Report, Row, TaskFigure
-from calib.text import plain
+from calib.text import NOT_FINITE, plain, show_number
 
 HEADINGS = ("cache", "bytes", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
 
@@ -45,9 +46,11 @@ def figures(row: Row) -> list[tuple[str, str]]:
 def _figure(figure: Figure | None, form: str, unit: str = "") -> tuple[str, str]:
     if figure is None:
         return "", ""
+    if not math.isfinite(figure.value):
+        return NOT_FINITE, ""
     # rounding leaves the sign of what it takes away
     ends = (figure.value, figure.low, figure.high)
-    value, low, high = (form.format(each).replace("-0.00%", "+0.00%") for each in ends)
+    value, low, high = (show_number(each, form).replace("-0.00%", "+0.00%") for each in ends)
     return value + unit, f"[{low}, {high}]"
 
 
@@ -60,7 +63,7 @@ def closing_lines(report: Report) -> list[str]:
         *(f"warning: {line}" for line in report.warnings),
         f"{data.tokens:,} held-out tokens of {data.source} in {data.documents} documents; "
         f"scales from {data.calibration_tokens:,} others; {report.backend} backend, "
-        f"{report.dtype}, {report.machine}; noise floor KL {report.noise_floor:.2g}",
+        f"{report.dtype}, {report.machine}; noise floor KL {show_number(report.noise_floor)}",
         f"KV cache: {size['fp8']:,} bytes a token in FP8, {size['16bit']:,} in 16 bits",
     ]
 

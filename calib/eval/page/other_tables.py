@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from calib.eval.found import Events, Exceedance, Figure
 from calib.eval.schema import Report
+from calib.text import show_interval, show_number
 
 OTHER_HEADINGS = (
     "text",
@@ -63,7 +64,7 @@ def _others(report: Report, name: str) -> Iterable[tuple[Cell, ...]]:
 
 
 def _kl(kl: Figure) -> Cell:
-    return f"{kl.value:.2g}", f"[{kl.low:.2g}, {kl.high:.2g}]"
+    return show_number(kl.value), show_interval(kl.low, kl.high)
 
 
 def _share(clipped: Events | None) -> Cell:

@@ -103,7 +103,7 @@ def layer_error(series: list[Series], subject: str | None) -> Picture:
 
 def layers_alone(kl: dict[int, float], skipped: set[int]) -> Picture:
     """KL of each layer alone in FP8; those left in 16 bits are hollow."""
-    from_zero = {layer: max(value, 0.0) for layer, value in sorted(kl.items())}
+    from_zero = {i: value for i, value in sorted(kl.items()) if math.isfinite(value)}
 
     def paint(figure: Figure) -> None:
         axes = figure.subplots()
@@ -159,6 +159,8 @@ def _line(axes: Axes, series: Series, xs: Any, ys: Any, size: float) -> None:
 def log_axis(axes: Axes, title: str, form: Any) -> None:
     """Make the axis of values logarithmic; `form` writes its numbers."""
     axes.set_yscale("log")
+    if not 0 < axes.get_ylim()[0] < axes.get_ylim()[1]:  # nothing was drawn
+        axes.set_ylim(0.1, 1)
     axes.yaxis.set_major_locator(_log_ticks(*axes.get_ylim(), 12))
     axes.yaxis.set_major_formatter(form)
     axes.yaxis.set_minor_formatter(ticker.NullFormatter())

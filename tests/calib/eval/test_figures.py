@@ -134,7 +134,9 @@ def test_what_is_no_condition(text):
 @pytest.mark.parametrize("text", ["kl>0.02", "kl<0.02", "tensor:kl>=1e9"])
 def test_what_is_not_a_number_fails_every_condition(text):
     lost = report(tensor={"kl": math.nan})
-    assert failures(parse_condition(text), lost, ["tensor"]) == [f"tensor: kl is nan ({text})"]
+    assert failures(parse_condition(text), lost, ["tensor"]) == [
+        f"tensor: kl is not a finite number ({text})"
+    ]
 
 
 def test_conditions_on_what_was_not_measured():

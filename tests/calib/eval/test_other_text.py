@@ -254,7 +254,7 @@ def test_a_difference_is_one_where_zero_is_outside(ends, largest, answer):
 
 def test_what_is_no_number_is_higher():
     nan = float("nan")
-    assert differs(Figure(value=nan, low=nan, high=nan), nan, 0.0) == "higher"
+    assert differs(Figure(value=nan, low=nan, high=nan), nan, 0.0) == "not finite"
 
 
 def events(count, tokens=1000):

@@ -93,6 +93,6 @@ def test_what_is_no_number_is_no_missing_difference(small_evaluation):
     report = summarize(small_evaluation._replace(measured=measured))
     assert report.variants["tensor"].measurable
     row = next(row for row in table_rows(report) if row[0] == "tensor")
-    assert row[2] == "nan [nan, nan]"
+    assert row[2] == "not finite"
     assert report.advised != "tensor"
     assert html(report)

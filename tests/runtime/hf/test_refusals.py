@@ -1,16 +1,19 @@
 """What `fp8_attention` refuses, in words that say what to do, and that it leaves no trace."""
 
+import copy
+
 import pytest
 import torch
 from fake_quant import scales_for
-from families import FAMILIES, tiny_model
+from families import FAMILIES, LATENT, tiny_model
 from transformers import DynamicCache, StaticCache
 
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.hf import fp8_attention, paged_cache
+from fp8kv_runtime.hf import fp8_attention, paged_cache, swap_attention
 from fp8kv_runtime.hf.batch import check_mask, left_padding
 
+ALL = {**FAMILIES, **LATENT}
 IDS = torch.arange(3, 11)[None]
 
 
@@ -94,6 +97,48 @@ def test_blocks_do_not_nest(model, scales):
         assert model(IDS).logits.isfinite().all()
     with fp8_attention(model, scales):  # one after the other
         model(IDS)
+
+
+@pytest.mark.parametrize("block", ["fp8", "measured"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+def test_a_model_is_not_copied_in_a_block(block, family):
+    model = tiny_model(family, **ALL[family])
+    before = fingerprint(model)
+    enter = {
+        "fp8": lambda: fp8_attention(model, scales_for(model)),
+        "measured": lambda: swap_attention(model, lambda original, *a, **kw: original(*a, **kw)),
+    }
+    with enter[block]():
+        for part in (model, model.model):
+            with pytest.raises(AttentionError, match="copy the model before that block, or after"):
+                copy.deepcopy(part)
+        expected = model(IDS).logits
+    assert fingerprint(model) == before
+    assert not any("fp8kv" in key for module in model.modules() for key in vars(module))
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(IDS).logits, model(IDS).logits)
+    with enter[block]():
+        assert torch.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_inputs_may_be_given_by_position(backend, model, scales):
+    decoder, mask = model.model, torch.ones_like(IDS)
+    found = []
+    for by_position in (True, False):
+        cache, states = DynamicCache(config=model.config), []
+        with torch.inference_mode(), fp8_attention(model, scales, backend=backend):
+            for ids, length in ((IDS[:, :5], 5), (IDS[:, 5:], 8)):
+                if by_position:
+                    out = decoder(ids, mask[:, :length], None, cache)
+                else:
+                    out = decoder(ids, attention_mask=mask[:, :length], past_key_values=cache)
+                states.append(out.last_hidden_state)
+        assert paged_cache(cache).bytes_per_token
+        found.append(torch.cat(states, 1))
+    assert torch.equal(*found)
+    with fp8_attention(model, scales, backend=backend), pytest.raises(TypeError, match="multiple"):
+        decoder(IDS, input_ids=IDS)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
