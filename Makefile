@@ -121,6 +121,8 @@ interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_sglang_plugin.py
 	$(BIN)/python tests/interop/write_families.py $(OUT)/families
 	$(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families vllm
+	$(BIN)/python tests/interop/write_queries.py $(OUT)/queries
+	$(INTEROP)/bin/python tests/interop/check_queries.py $(OUT)/queries
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_families.py $(OUT)/families sglang
 	$(BIN)/python tests/interop/write_families.py $(OUT)/latents DeepseekV2ForCausalLM Glm4MoeLiteForCausalLM
 	$(INTEROP)/bin/python tests/interop/check_mla.py vllm $(OUT)/latents

@@ -10,6 +10,7 @@ from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.errors import InputError
 from calib.export import check_latent, check_recipe
 from calib.measure.attention import AttentionMap, map_attention
+from calib.measure.queries import check_queries
 from calib.model.checkpoint import Checkpoint
 from calib.model.config import making_sense
 from calib.model.devices import check_token_ids, input_device
@@ -27,9 +28,9 @@ from calib.scales.one_scale import check_one_scale
 from calib.scales.tail import check_enough
 
 # seen in vLLM 0.32's class, which hands on the positions that it is given
-_POSITIONS = (
-    "transformers counts PaliGemma's positions from 1, vLLM from 0: K is measured as transformers "
-    "caches it; --headroom 1.1 makes room for the difference"
+_PALIGEMMA = (
+    "transformers counts PaliGemma's positions from 1 and lets text look ahead; vLLM does neither: "
+    "scales are transformers', and --headroom 1.2 makes room for the difference"
 )
 
 
@@ -60,12 +61,7 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     With batch size 'auto' each of `processes` gets a batch, if there are samples enough.
     """
     config = load_config(checkpoint, recipe)
-    if caches_latents(config):
-        for name in recipe.export.formats:
-            check_latent(name)
-        check_one_scale(
-            strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys
-        )
+    _check_scales(checkpoint, config, recipe)
     given = "seq_len" in recipe.data.model_fields_set
     seq_len, notes = fit_seq_len(config, recipe.data.seq_len, given=given)
     recipe = _with_data(recipe, seq_len=seq_len) if notes else recipe
@@ -94,13 +90,27 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     return Prepared(model(), layers, data, attention, recipe)
 
 
+def _check_scales(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> None:
+    """Refuse scales that the model's cache has no place for, or that nothing is known of."""
+    if caches_latents(config):
+        for name in recipe.export.formats:
+            check_latent(name)
+        check_one_scale(
+            strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys
+        )
+    elif recipe.targets == "qkv":
+        named = checkpoint.config.get("architectures")
+        name = named[0] if isinstance(named, list) and named else named or config.model_type
+        check_queries(str(name), "--targets qkv")
+
+
 def _model_notes(checkpoint: Checkpoint, config: PreTrainedConfig) -> list[str]:
     """Say what the user should know of this model."""
     notes = quantization_notes(checkpoint)
     if purpose := baked_for(checkpoint.path):
         notes.append(f"this model is baked for {purpose} (fp8kv bake)")
     if config.model_type == "paligemma":
-        notes.append(_POSITIONS)
+        notes.append(_PALIGEMMA)
     return notes
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from calib.caches.rounding import CacheRounding
-from fp8kv_runtime.hf import swap_attention
+from fp8kv_runtime.hf import EngineQuery, swap_attention
 
 QKV = tuple[Tensor, Tensor, Tensor]
 
@@ -25,7 +25,9 @@ def rounded_attention(
     def attend(
         original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
     ) -> Any:
-        return original(module, *rounding(module.layer_idx, query, key, value), *args, **kw)
+        asked = EngineQuery.of(module, query, kw.get("scaling"))
+        query, key, value = rounding(module.layer_idx, asked.query, key, value)
+        return original(module, asked.undo(query), key, value, *args, **kw)
 
     return swap_attention(model, attend)
 

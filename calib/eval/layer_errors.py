@@ -16,7 +16,7 @@ from calib.scalefiles.places import LayerPlaces
 from calib.scales.scales import LayerScales
 from calib.scales.tail import ROUNDING
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
-from fp8kv_runtime.hf import swap_attention
+from fp8kv_runtime.hf import EngineQuery, swap_attention
 
 # half-octave bins of |x|: bin i holds [2**((i + FIRST_BIN) / 2), 2**((i + FIRST_BIN + 1) / 2))
 FIRST_BIN = 2 * -149  # the smallest float32
@@ -73,8 +73,9 @@ def layer_errors(
         values.setdefault(idx, []).append(layer_values(*stored))
         for variant, dtype, rounding, through in probes:
             if idx in variant.layers:
-                rounded = rounding(idx, query, key, value)
-                other = through(original, module, *rounded, *args, **kw)
+                asked = EngineQuery.of(module, query, kw.get("scaling"))
+                q, k, v = rounding(idx, asked.query, key, value)
+                other = through(original, module, asked.undo(q), k, v, *args, **kw)
                 outputs = _tokens_last(out), _tokens_last(other)
                 error = _layer_error(*outputs, *stored, variant.layers[idx], dtype)
                 errors[variant.name].setdefault(idx, []).append(error)

@@ -9,6 +9,7 @@ from calib.caches.types import Shape
 from calib.choices import AttentionMode, FP8Name, Strategy
 from calib.errors import InputError
 from calib.eval.variants import Setup, Variant
+from calib.measure.queries import check_queries
 from calib.scales.scales import KVScales
 
 
@@ -68,6 +69,7 @@ def check_model(mode: AttentionMode, model: PreTrainedModel, shapes: Sequence[Sh
             f"{refused}{type(model).__name__} calls attention itself, which cannot be replaced; "
             "leave --attention out"
         )
+    check_queries(type(model).__name__, f"--attention {mode}")
 
 
 def in_mode(

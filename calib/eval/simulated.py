@@ -12,6 +12,7 @@ from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES
+from fp8kv_runtime.hf.queries import EngineQuery
 from fp8kv_runtime.hf.swap import Replacement
 from fp8kv_runtime.options import AttentionOptions
 
@@ -46,11 +47,12 @@ def simulated(
         mask = args[0] if args else kw.get("attention_mask")
         visible = _visible(mask, query.shape[2], key.shape[2]).to(query.device)
         q_scale = layer.q if with_queries else None
+        asked = EngineQuery.of(module, query.float(), kw.get("scaling"))
         options = AttentionOptions(
-            kw.get("scaling"), softcap=kw.get("softcap"), sinks=kw.get("s_aux"), q_scale=q_scale
+            asked.scaling, softcap=kw.get("softcap"), sinks=kw.get("s_aux"), q_scale=q_scale
         )
         _check_position_bias(kw)
-        out = kernels[mode](query.float(), key.float(), value.float(), visible, options)
+        out = kernels[mode](asked.query, key.float(), value.float(), visible, options)
         return out.transpose(1, 2).to(query.dtype), None
 
     return attend

@@ -21,7 +21,7 @@ from calib.errors import UnsupportedModelError
 from calib.model.config import making_sense
 from calib.model.devices import input_device
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
-from fp8kv_runtime.hf import is_latent, swap_attention
+from fp8kv_runtime.hf import EngineQuery, is_latent, swap_attention
 
 # query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm; or the latent
 # [B, 1, T, R] and k_pe [B, 1, T, P]
@@ -80,14 +80,17 @@ class AttentionMap:
 
 
 def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager[None]:
-    """Call `sink(module_name, query, key, value)` for each attention call inside the block."""
+    """Call `sink(module_name, query, key, value)` for each attention call inside the block.
+
+    The query is the one that engines hand to attention.
+    """
     names = {module: name for name, module in model.named_modules()}
 
     def watch(
         original: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        sink(names[module], q, k, v)
+        sink(names[module], EngineQuery.of(module, q, kwargs.get("scaling")).query, k, v)
         return original(module, q, k, v, *args, **kwargs)
 
     return swap_attention(model, watch)

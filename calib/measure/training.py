@@ -21,6 +21,7 @@ from calib.export.compressed_tensors import find_quantization_config
 from calib.measure.attention import AttentionMap, map_attention
 from calib.measure.distributed import World, surrounding_world
 from calib.measure.loop import calibrate, eval_mode
+from calib.measure.queries import check_queries
 from calib.measure.trainer_batches import Given, as_batches
 from calib.model.checkpoint import Checkpoint
 from calib.model.load import caches_latents, check_cacheable
@@ -165,6 +166,8 @@ def _check(model: nn.Module, inner: PreTrainedModel, recipe: Recipe, format: For
     if format not in FORMATS:
         raise InputError(f"no format '{format}'; there are {', '.join(FORMATS)}")
     check_recipe(format, recipe)
+    if recipe.targets == "qkv" and not caches_latents(config):
+        check_queries(name, "targets='qkv'")
     if caches_latents(config):
         check_one_scale(
             strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys

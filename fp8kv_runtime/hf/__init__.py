@@ -2,6 +2,7 @@
 
 from fp8kv_runtime.hf.attention import Backend, fp8_attention
 from fp8kv_runtime.hf.layers import paged_cache
+from fp8kv_runtime.hf.queries import EngineQuery
 from fp8kv_runtime.hf.swap import is_latent, swap_attention
 
-__all__ = ["Backend", "fp8_attention", "is_latent", "paged_cache", "swap_attention"]
+__all__ = ["Backend", "EngineQuery", "fp8_attention", "is_latent", "paged_cache", "swap_attention"]

@@ -15,6 +15,7 @@ from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf.batch import Batch
 from fp8kv_runtime.hf.given import LayerScales, Scales, of_latent
 from fp8kv_runtime.hf.layers import Fp8CacheLayer, layer_of, paged_cache, stand_in_for
+from fp8kv_runtime.hf.queries import EngineQuery
 from fp8kv_runtime.hf.swap import swap_attention, swap_forward
 from fp8kv_runtime.options import AttentionOptions
 
@@ -139,6 +140,9 @@ class _Session:
         layer = layer_of(key) if self._use_triton else None
         if layer is not None:
             mask = args[0] if args else kwargs.get("attention_mask")
+            if self._quantize_query:
+                asked = EngineQuery.of(module, query, kwargs.get("scaling"))
+                query, kwargs = asked.query, {**kwargs, "scaling": asked.scaling}
             return self._attend_paged(layer, query, mask, kwargs), None
         layer_idx = getattr(module, "layer_idx", None)
         if self._use_triton and layer_idx in self._scales:
@@ -157,7 +161,8 @@ class _Session:
         query = query.float()
         if self._quantize_query and scales is not None and scales.q is not None:
             q_scale = scales.q.to(query.device).view(-1, 1, 1)
-            query = dequantize(quantize(query, q_scale, self._dtype), q_scale)
+            asked = EngineQuery.of(module, query, kwargs.get("scaling"))
+            query = asked.undo(dequantize(quantize(asked.query, q_scale, self._dtype), q_scale))
         args = tuple(map(_as_float32, args))
         kwargs = {name: _as_float32(each) for name, each in kwargs.items()}
         out, *rest = original(module, query, key.float(), value.float(), *args, **kwargs)

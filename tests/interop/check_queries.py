@@ -1,0 +1,120 @@
+"""Compare measured Q, K and V with what vLLM's own classes hand to their attention.
+
+check_queries.py OUT [ARCHITECTURE ...]   OUT as write_queries.py leaves it; all that --targets qkv
+                                          takes because it was run; exit 0 if all are right
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import no_pictures  # noqa: F401 (before an engine)
+import torch
+from engine import OPTIONS, join_group, set_environment
+
+set_environment()
+
+from vllm.config import set_current_vllm_config  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.forward_context import set_forward_context  # noqa: E402
+from vllm.model_executor.layers.attention import Attention  # noqa: E402
+from vllm.model_executor.model_loader import get_model  # noqa: E402
+from vllm.model_executor.models import registry  # noqa: E402
+
+# a class is looked at in this process, not in one of its own, which would want pictures
+registry._run_in_subprocess = lambda function: function()
+
+from calib.measure.queries import RUN  # noqa: E402
+
+# vLLM adds in another order, in float32; Apertus' activation function is rounded in another way
+TOLERANCE = 5e-3
+
+
+def attend(layer, query, key, value, output_shape=None, **_):
+    """Stand in for `Attention.forward`: note Q, K and V, and attend to them causally."""
+    size, out_size = layer.head_size, getattr(layer, "head_size_v", layer.head_size)
+    tokens = query.shape[0]
+    q = query.reshape(tokens, layer.num_heads, size)
+    k = key.reshape(tokens, layer.num_kv_heads, size)
+    v = value.reshape(tokens, layer.num_kv_heads, out_size)
+    SEEN[layer.layer_name] = {
+        letter: x.abs().amax((0, 2)).tolist() for letter, x in (("k", k), ("v", v), ("q", q))
+    }
+    repeat = layer.num_heads // layer.num_kv_heads
+    k, v = (x.transpose(0, 1).repeat_interleave(repeat, 0) for x in (k, v))
+    scores = q.transpose(0, 1) @ k.mT * layer.impl.scale
+    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    softcap = getattr(layer.impl, "logits_soft_cap", None)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = scores.masked_fill(future, -torch.inf)
+    sinks = getattr(layer.impl, "sinks", None)
+    if sinks is not None:
+        weights = torch.cat([weights, sinks.view(-1, 1, 1).expand(-1, tokens, 1)], -1)
+    weights = weights.softmax(-1)[..., :tokens]
+    return (weights @ v).transpose(0, 1).reshape(tokens, -1)
+
+
+SEEN: dict[str, dict[str, list[float]]] = {}
+
+
+def run(home: Path, tokens: list[int]) -> list[dict[str, list[float]]]:
+    """What the layers of the engine's class are handed when it reads the tokens, layer by layer."""
+    SEEN.clear()
+    config = EngineArgs(model=str(home), dtype="float32", use_tqdm_on_load=False, **OPTIONS)
+    config = config.create_engine_config()
+    with set_current_vllm_config(config):
+        join_group(1, 0)
+        model = get_model(vllm_config=config)
+    ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
+    if config.model_config.uses_mrope:
+        positions = positions.expand(3, -1)
+    with set_forward_context(None, config, num_tokens=len(tokens)):
+        model(input_ids=ids, positions=positions, intermediate_tensors=None)
+    by_layer = {int(re.findall(r"\d+", name)[0]): each for name, each in SEEN.items()}
+    return [by_layer[i] for i in sorted(by_layer)]
+
+
+def verdict(home: Path) -> str:
+    """`right`, or which of K, V and Q differ and how far."""
+    document = json.loads((home / "measured.json").read_text())
+    if "layers" not in document:
+        return f"not measured: {document.get('refused') or document.get('not built')}"
+    try:
+        found = run(home, document["tokens"])
+    except Exception as error:  # noqa: BLE001 (whatever the engine raises)
+        return f"not run: {type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    expected = [document["layers"][i] for i in sorted(document["layers"], key=int)]
+    if len(found) != len(expected):
+        return f"{len(found)} layers run, {len(expected)} measured"
+    wrong = {}
+    for ours, theirs in zip(expected, found, strict=True):
+        for letter in "kvq":
+            one, other = torch.tensor(ours[letter]), torch.tensor(theirs[letter])
+            if one.shape != other.shape:
+                return f"{letter} has {len(other)} heads in the engine, {len(one)} measured"
+            ratio = other / one
+            if (ratio - 1).abs().max() > TOLERANCE:
+                wrong.setdefault(letter.upper(), []).extend((ratio.min(), ratio.max()))
+    spans = (f"{name} {min(r):.4f} to {max(r):.4f} times" for name, r in wrong.items())
+    return ", ".join(spans) or "right"
+
+
+def main() -> None:
+    """Check every family; a model with experts is first, as its groups of processes do for all."""
+    Attention.forward = attend
+    torch.accelerator.empty_cache = lambda: None  # as vLLM's worker for the CPU does
+    out, names, wrong = Path(sys.argv[1]), sys.argv[2:], []
+    for name in ("MixtralForCausalLM", *(names or sorted(RUN - {"MixtralForCausalLM"}))):
+        result = verdict(out / name)
+        wrong += [name] * (result != "right")
+        print(f"{name} | {result}", flush=True)
+    sys.exit(f"FAILED: {wrong}" if wrong else 0)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
