@@ -112,8 +112,8 @@ def test_an_output_without_quantization_config_gives_the_sources_logits(
 
 @pytest.mark.parametrize("source", ["random", "self"])
 def test_the_generated_data_sources_run(source, smollm2_directory, tmp_path):
-    changes = {"data.dataset": source, "data.samples": 3, "data.seq_len": 24}
+    changes = {"data.dataset": source, "data.samples": 6, "data.seq_len": 24}
     result = run("builtin:smollm2", load_recipe(None, {**DEMO, **changes}), tmp_path / "out")
-    assert result.tokens <= 3 * 24
+    assert result.tokens <= 6 * 24
     assert result.warnings
     assert len(result.layers) == 30
