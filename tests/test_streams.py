@@ -204,7 +204,8 @@ def test_serve_lines_are_quoted_for_the_shell(tiny_directory, tmp_path):
 
 
 def test_the_commands_of_a_twin_are_quoted(tmp_path):
-    twin = Stressed("m", Path("a b"), Factors(256, 0.5), "float32", [], (1.0, 256.0), (1.0, 0.5))
+    amax = (1.0, 256.0), (1.0, 0.5)
+    twin = Stressed("m", Path("a b"), Factors(256, 0.5), "float32", [], *amax, 0.0, [])
     write_card(twin.to_json(), None, [], tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert commands_in(card, "vllm serve") == ["a b", "a b-fp8kv"]
