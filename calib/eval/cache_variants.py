@@ -73,7 +73,7 @@ def cache_variants(
 
     Baked weights are not written: K and V are multiplied by their factors before rounding and
     divided after it. Factors are powers of two, so the numbers are those of the baked model, but
-    for norms of 1 + weight: `bake` tells the KL of rounding these.
+    for norms of 1 + weight, whose rounding is a warning.
     """
     dtype = served_dtype(checkpoint)
     plain = {each.name: _plain(each, dtype) for each in types}
@@ -87,7 +87,10 @@ def cache_variants(
     made, warnings = [], []
     for purpose, variants in to_bake.items():
         try:
-            factors = baked_factors(setup.model, checkpoint, stats, purpose) if variants else {}
+            if not variants:
+                continue
+            factors, said = baked_factors(setup.model, checkpoint, stats, purpose)
+            warnings += said
             made += [_on_baked(each, factors) for each in variants]
         except (InputError, UnsupportedModelError) as error:
             warnings.append(f"no rows on weights baked for {purpose}: {error}")

@@ -65,9 +65,10 @@ def factors_for_int8(
     for name, module in modules.items():
         k = stats.layers[name].k.amax
         k = k.maximum(k[:, pairs[name]])
-        k = k.amax(0, keepdim=True).expand_as(k) if shares_k(model, module) else k
-        each = (_evened(amax, any_factor) for amax in (k, stats.layers[name].v.amax))
-        found[name] = LayerFactors(*each)
+        rows = k.amax(0, keepdim=True) if shares_k(model, module) else k
+        # evened once: the powers of one number differ by where it lies in memory
+        of_k, of_v = (_evened(amax, any_factor) for amax in (rows, stats.layers[name].v.amax))
+        found[name] = LayerFactors(of_k.expand_as(k), of_v)
     return found
 
 

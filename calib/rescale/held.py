@@ -1,6 +1,7 @@
 """The factors of K that norms hold which multiply by 1 + weight, channel pair by channel pair."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -54,17 +55,19 @@ def _table(editing: Editing, model: PreTrainedModel, module: CachedAttention) ->
     """Whether each channel holds each power of two [powers, D]; None without such norms."""
     if module.latent or not editing.exact:
         return None
-    rows = []
-    shape = (module.num_kv_heads, module.head_dim)
-    v = torch.ones(module.num_kv_heads, module.v_head_dim)
-    for power in _POWERS.float():
-        factors = LayerFactors(power.exp2().expand(shape), v)
-        changes = rescaled_parameters(model, {module.name: module}, {module.name: factors})
-        norms = editing.norms_adding_one(model, changes)
-        rows.append(is_held(norms).expand(module.head_dim))
-        if not norms and power:
-            return None
-    return torch.stack(rows)
+    heads = torch.ones(module.num_kv_heads, module.head_dim)
+    twice = LayerFactors(2 * heads, torch.ones(module.num_kv_heads, module.v_head_dim))
+    changes = rescaled_parameters(model, {module.name: module}, {module.name: twice})
+    norms = editing.norms_adding_one(model, changes)
+    if not norms:
+        return None
+    octaves = [(each, weight, each.factor.log2()) for each, weight in norms]
+    return torch.stack(
+        [
+            is_held([(replace(x, factor=(o * power).exp2()), weight) for x, weight, o in octaves])
+            for power in _POWERS
+        ]
+    )
 
 
 def _below_largest(amax: Tensor, powers: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from calib.rescale.edits import FOR_FP8, FOR_INT8, Editing, fitting
 from calib.rescale.held import held_factors
 from calib.rescale.parameters import cached_attention, rescaled_parameters
 from calib.rescale.products import LayerFactors
-from calib.rescale.proof import observe, prove
+from calib.rescale.proof import kl_between, observe, prove
 from calib.rescale.rescaling import check_no_scales
 from calib.scales.observers import AbsMax
 from calib.scales.stats import KVStats
@@ -21,8 +21,8 @@ from calib.scales.stats import KVStats
 
 def baked_factors(
     model: PreTrainedModel, checkpoint: Checkpoint, stats: KVStats, purpose: Purpose
-) -> dict[int, LayerFactors]:
-    """What K and V of each layer_idx would be multiplied by, proved on a few tokens.
+) -> tuple[dict[int, LayerFactors], list[str]]:
+    """What K and V of each layer_idx would be multiplied by, proved on a few tokens; warnings.
 
     InputError or UnsupportedModelError where `bake` refuses the model, or has nothing to change.
     """
@@ -45,4 +45,18 @@ def baked_factors(
     same = [replace(each, factor=torch.ones_like(each.factor)) for each in changes]
     before, after = observe(model, same), observe(model, changes)
     prove(before, after, modules, factors, "the model cannot be baked")
-    return {modules[name].layer_idx: each for name, each in factors.items()}
+    norms = editing.norms_adding_one(model, changes)
+    rounded = {
+        each.name: each.product(weight).to(model.get_parameter(each.name))
+        for each, weight in norms
+        if not each.is_exact(weight)
+    }
+    warnings = []
+    if rounded:
+        exact = [each for each in changes if each.name not in rounded]
+        kl = kl_between(before, observe(model, exact, rounded))
+        warnings = [
+            f"rows on weights baked for {purpose} leave out that `bake` rounds {len(rounded)} "
+            f"weights of norms: a KL of {kl:.2g} nats per token"
+        ]
+    return {modules[name].layer_idx: each for name, each in factors.items()}, warnings

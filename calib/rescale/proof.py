@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from calib.divergence import divergence
 from calib.errors import UnsupportedModelError
 from calib.measure.attention import CachedAttention, observe_qkv
 from calib.model.checkpoint import Checkpoint
@@ -64,6 +65,11 @@ def observe(
         given = {"input_ids": probe_tokens(model), "use_cache": False}
         logits = functional_call(model, {**parameters, **products}, kwargs=given).logits
     return Observed(logits.cpu(), kv)
+
+
+def kl_between(before: Observed, after: Observed) -> float:
+    """Nats per token by which the outputs differ."""
+    return divergence(*(each.logits.flatten(0, 1) for each in (before, after))).mean().item()
 
 
 @contextmanager

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calib.divergence import divergence
 from calib.errors import InputError
 from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, open_checkpoint
@@ -19,7 +18,7 @@ from calib.recipe import Recipe
 from calib.rescale.edits import Coarser, Editing, fitting
 from calib.rescale.parameters import cached_attention, rescaled_parameters
 from calib.rescale.products import Factors, LayerFactors
-from calib.rescale.proof import Observed, load_exact, observe, prove
+from calib.rescale.proof import Observed, kl_between, load_exact, observe, prove
 from calib.rescale.shards import write_rescaled
 from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.names import is_of_cache
@@ -44,8 +43,7 @@ class Rescaling:
     @property
     def kl(self) -> float:
         """Nats per token by which the outputs differ, on the few tokens of the proof."""
-        before, after = (each.logits.flatten(0, 1) for each in (self.before, self.after))
-        return divergence(before, after).mean().item()
+        return kl_between(self.before, self.after)
 
     @property
     def per_head(self) -> tuple[int, int]:

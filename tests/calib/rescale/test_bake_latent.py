@@ -248,7 +248,7 @@ def test_the_factors_that_an_evaluation_takes_are_those(tmp_path):
     assert bake(source, scales, tmp_path / "baked", "--for", "fp8").exit_code == 0
     said = json.loads((tmp_path / "baked" / "fp8kv_bake.json").read_text())["factors"]
     model, checkpoint = in_float32(source), open_checkpoint(source)
-    found = baked_factors(model, checkpoint, load_stats(scales), "fp8")
+    found, _ = baked_factors(model, checkpoint, load_stats(scales), "fp8")
     for layer, module in zip(found.values(), said.values(), strict=True):
         assert layer.k.unique().tolist() == module["k"]
         assert layer.v.unique().tolist() == module["v"]
