@@ -134,10 +134,11 @@ def kimi_k25():
 
 def mixed_model():
     """Latent attention in all layers but the second, which has K and V per head."""
-    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
-    torch.manual_seed(1)
-    model.model.layers[1].self_attn = LlamaAttention(model.config, 1)
-    return model.eval()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("deepseek_v3", **{**_BASE, **LATENT["deepseek_v3"]})
+    model = AutoModelForCausalLM.from_config(config)
+    model.model.layers[1].self_attn = LlamaAttention(config, 1)
+    return give_realistic_weights(model).eval()
 
 
 def tiny_vision_language_model(family="gemma3", **options):

@@ -5,10 +5,13 @@ not, and what holds for the first fails on the second: 1 + w is not a value of b
 not in front of a norm, and a channel 200 times the median decides a scale.
 """
 
+import math
+
 import torch
 from torch import nn
 from torch.func import functional_call
 
+TOKENS = torch.arange(1, 65)[None]  # which K is enlarged for
 SINK = 1  # the token with a massive activation, like BOS in most trained models
 _SMALLEST, _LARGEST = 0.3, 60.0  # of norm weights: Gemma 3 has both in one layer
 _KEYS = ("k_proj", "key", "kv_a_proj_with_mqa")
@@ -23,24 +26,25 @@ def give_realistic_weights(model, seed=0):
             _change_norm(module, generator)
         elif isinstance(getattr(module, "bias", None), nn.Parameter):
             module.bias.normal_(generator=generator)
-    for module in model.modules():
-        _give_outliers(module, generator)
+    _change_other_biases(model)
+    outliers = [outlier for m in model.modules() if (outlier := _give_outlier(m, generator))]
     embedding = model.get_input_embeddings().weight
     embedding[SINK, int(torch.randint(embedding.shape[1], (), generator=generator))] = (
         20 * embedding.abs().max()
     )
+    _correct_outliers(model, outliers)
     return model
 
 
 def _change_norm(norm, generator):
     parameters = dict(norm.named_parameters(recurse=False))
-    multiplies_by_one_plus = _multiplies_by_one_plus(norm)
+    adds_one = multiplies_by_one_plus(norm)
     weight = norm.weight
     wanted = torch.empty(weight.shape).normal_(generator=generator).mul(0.7).exp()
     wanted = wanted.clamp(_SMALLEST, 4)
     largest = torch.randint(wanted.shape[-1], (), generator=generator)
     wanted[..., largest] = _LARGEST
-    if multiplies_by_one_plus:
+    if adds_one:
         wanted -= 1
         # 1 + it takes more bits than float32 has; Gemma 3 has some in every layer
         wanted[..., largest - 1] = 3.1e-6
@@ -49,7 +53,7 @@ def _change_norm(norm, generator):
         norm.bias.normal_(generator=generator)
 
 
-def _multiplies_by_one_plus(norm):
+def multiplies_by_one_plus(norm):
     """Whether a norm whose weight is -1 answers with zeros, as Gemma's do."""
     x = torch.linspace(-1, 2, norm.weight.numel()).to(norm.weight).view(1, 1, *norm.weight.shape)
     changed = {name: torch.zeros_like(p) for name, p in norm.named_parameters()}
@@ -58,19 +62,60 @@ def _multiplies_by_one_plus(norm):
     return not functional_call(norm, changed, arguments).any()
 
 
-def _give_outliers(attention, generator):
-    """Enlarge a channel of K 50 to 500 times."""
-    keys, rows = _rows_of_keys(attention)
+def _change_other_biases(model):
+    """Give N(0, 1) to biases and sinks that are parameters of attention or experts themselves."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("_bias", "sinks")) and not name.endswith("dt_bias"):
+            parameter.normal_(generator=generator)
+
+
+def _give_outlier(attention, generator):
+    """Enlarge a channel of K 50 to 500 times; return its layer, the rows of K, and the channel."""
+    keys, rows = rows_of_keys(attention)
     if keys is None:
-        return
+        return None
     channel = rows[int(torch.randint(len(rows), (), generator=generator))]
     factor = 10 ** float(torch.empty(()).uniform_(1.7, 2.7, generator=generator))
+    _enlarge(keys, channel, factor)
+    return keys, list(rows), channel
+
+
+def _enlarge(keys, channel, factor):
     keys.weight[channel] *= factor
     if keys.bias is not None:
         keys.bias[channel] *= factor
 
 
-def _rows_of_keys(attention):
+def _correct_outliers(model, outliers):
+    """Read a few tokens; make the channels 50 to 500 times the median that are not yet.
+
+    A row may be small, or the hidden state's largest value meet a small weight of it. Layers
+    further on see what was corrected, and powers of two are the same on every machine.
+    """
+
+    def correct(keys, rows, channel):
+        def hook(module, args, output):
+            amax = output.flatten(0, -2)[:, rows].abs().amax(0)
+            ratio = float(output[..., channel].abs().max() / amax.median())
+            if not 50 <= ratio <= 500:
+                factor = 2.0 ** round(math.log2(160 / ratio))
+                _enlarge(keys, channel, factor)
+                output[..., channel] *= factor
+
+        return keys.register_forward_hook(hook)
+
+    hooks = [correct(*outlier) for outlier in outliers]
+    training, _ = model.training, model.eval()
+    try:
+        model.get_decoder()(input_ids=TOKENS, use_cache=False)
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+
+
+def rows_of_keys(attention):
     """The linear layer that makes K in a decoder's attention, and which of its rows do."""
     children = dict(attention.named_children())
     if not hasattr(attention, "layer_idx"):
