@@ -22,7 +22,7 @@ def give_realistic_weights(model, seed=0):
     """Change the weights of `model` in place, the same way every time; return it."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
-        if "Norm" in type(module).__name__ and getattr(module, "weight", None) is not None:
+        if is_norm(module):
             _change_norm(module, generator)
         elif isinstance(getattr(module, "bias", None), nn.Parameter):
             module.bias.normal_(generator=generator)
@@ -34,6 +34,12 @@ def give_realistic_weights(model, seed=0):
     )
     _correct_outliers(model, outliers)
     return model
+
+
+def is_norm(module):
+    """Return whether a module is a norm with weights; embeddings may be called after one too."""
+    named = "Norm" in type(module).__name__ and not isinstance(module, nn.Embedding)
+    return named and getattr(module, "weight", None) is not None
 
 
 def _change_norm(norm, generator):
@@ -82,9 +88,14 @@ def _give_outlier(attention, generator):
 
 
 def _enlarge(keys, channel, factor):
-    keys.weight[channel] *= factor
+    weight_by_rows(keys)[channel] *= factor
     if keys.bias is not None:
         keys.bias[channel] *= factor
+
+
+def weight_by_rows(layer):
+    """Return a view of the weight whose rows make the outputs; Conv1D of GPT-2 has columns."""
+    return layer.weight if isinstance(layer, nn.Linear) else layer.weight.T
 
 
 def _correct_outliers(model, outliers):
@@ -105,6 +116,8 @@ def _correct_outliers(model, outliers):
 
         return keys.register_forward_hook(hook)
 
+    if not outliers:
+        return
     hooks = [correct(*outlier) for outlier in outliers]
     training, _ = model.training, model.eval()
     try:
@@ -116,7 +129,7 @@ def _correct_outliers(model, outliers):
 
 
 def rows_of_keys(attention):
-    """The linear layer that makes K in a decoder's attention, and which of its rows do."""
+    """Return the layer that makes K in a decoder's attention, and which of its rows do."""
     children = dict(attention.named_children())
     if not hasattr(attention, "layer_idx"):
         return None, None
@@ -126,9 +139,16 @@ def rows_of_keys(attention):
     config = getattr(attention, "config", None)
     heads = getattr(config, "num_attention_heads", 1)
     size = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
-    if "qkv_proj" in children:
+    if isinstance(children.get("qkv_proj"), nn.Linear):
         start = heads * size
         return children["qkv_proj"], range(start, start + config.num_key_value_heads * size)
+    if "Wqkv" in children:  # DBRX
+        start = attention.num_heads * size
+        return children["Wqkv"], range(start, start + attention.num_key_value_heads * size)
+    if "c_attn" in children:  # GPT-2, GPTBigCode
+        start = attention.embed_dim
+        size = getattr(attention, "kv_dim", start)
+        return children["c_attn"], range(start, start + size)
     if "query_key_value" in children:  # by KV head: its queries, its key, its value
         stacked = children["query_key_value"]
         groups = getattr(config, "num_kv_heads", heads)

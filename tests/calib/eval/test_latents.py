@@ -19,9 +19,9 @@ CHOICES = {"data.dataset": "random", "device": "cpu", "dtype": "float32"}
 def model(tmp_path_factory):
     built = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
     with torch.no_grad():
-        built.model.layers[1].self_attn.kv_a_layernorm.weight *= 2**12  # beyond FP8 at 1.0
-        built.model.layers[1].self_attn.kv_b_proj.weight /= 2**12
-        built.model.layers[2].self_attn.kv_a_proj_with_mqa.weight[16:] *= 2**16
+        built.model.layers[1].self_attn.kv_a_layernorm.weight *= 2**14  # beyond FP8 at 1.0
+        built.model.layers[1].self_attn.kv_b_proj.weight /= 2**14
+        built.model.layers[2].self_attn.kv_a_proj_with_mqa.weight[16:] *= 2**14
     return save_model(built, tmp_path_factory.mktemp("model") / "latent")
 
 

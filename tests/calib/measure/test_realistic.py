@@ -12,13 +12,23 @@ from families import (
     tiny_model,
     tiny_vision_language_model,
 )
-from realistic import SINK, TOKENS, multiplies_by_one_plus, rows_of_keys
+from realistic import SINK, TOKENS, is_norm, multiplies_by_one_plus, rows_of_keys, weight_by_rows
 
 from calib.data import make_batches
 from calib.measure.loop import calibrate
 from calib.recipe import Recipe
 
-OPTIONS = {**FAMILIES, **HYBRIDS, **LATENT, "gemma3n_text": SHARED_KV}
+# keys that are made in other ways
+OTHERS = {
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 3},
+    "gpt_bigcode": {"n_embd": 64, "n_head": 4, "n_layer": 3},
+    "dbrx": {
+        **{"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "hidden_size": 64},
+    },
+}
+OPTIONS = {**OTHERS, **FAMILIES, **HYBRIDS, **LATENT, "gemma3n_text": SHARED_KV}
 MAKERS = {
     "kimi_k25": kimi_k25,
     "mixed": mixed_model,
@@ -41,8 +51,8 @@ def test_a_family_has_realistic_weights(family):
 def check_norms_and_biases(model):
     biases = []
     for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if "Norm" in type(module).__name__ and weight is not None:
+        if is_norm(module):
+            weight = module.weight
             assert torch.equal(weight, weight.bfloat16().float()), name
             factor = weight.detach() + multiplies_by_one_plus(module)
             assert factor.max() == pytest.approx(60, rel=2**-7), name
@@ -85,8 +95,9 @@ def check_rows(model):
     for other, _ in others:
         assert rows_of_keys(model.get_submodule(other))[0] is not None
     with torch.no_grad():
-        for parameter in keys.parameters():
-            parameter[list(rows)] = 0
+        weight_by_rows(keys)[list(rows)] = 0
+        if keys.bias is not None:
+            keys.bias[list(rows)] = 0
     (_, without), *_ = measured(model)
     assert not without.k.amax.any()
     if first.latent:
