@@ -23,7 +23,10 @@ OTHERS = {
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 3},
     "gpt_bigcode": {"n_embd": 64, "n_head": 4, "n_layer": 3},
     "dbrx": {
-        **{"d_model": 64, "n_heads": 4, "n_layers": 3, "max_seq_len": 256},
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": 256,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "hidden_size": 64},
     },
