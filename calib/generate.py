@@ -25,7 +25,7 @@ from calib.progress import NOBODY, Progress
 from calib.recipe import load_recipe
 from calib.scales.scales import KVScales
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.hf import Backend, fp8_attention, paged_cache
+from fp8kv_runtime.hf import Backend, fp8_attention, paged_cache, values_per_token
 
 STATIC_FP8 = "fp8"
 UNIT_SCALES = "none"  # what --scales takes for scale 1.0 everywhere
@@ -155,7 +155,7 @@ def _held(cache: Cache, made: Made, notes: tuple[str, ...]) -> Generated:
     """What the blocks of our FP8 cache take."""
     blocks = paged_cache(cache)
     sizes = (blocks.block_size, blocks.bytes_per_token, blocks.num_bytes_used)
-    return Generated(*made, *sizes, notes)
+    return Generated(*made, *sizes, notes, values_per_token=values_per_token(cache))
 
 
 def _simulated(

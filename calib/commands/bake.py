@@ -86,7 +86,10 @@ def _factors_line(done: "Baked") -> str:
     if done.latent:
         return f"one factor for the latent and one for k_pe in each of {done.layers} layers"
     k, v = done.per_head
-    return f"factors per head in {k} of {done.layers} layers for K, in {v} for V"
+    line = f"factors per head in {k} of {done.layers} layers for K, in {v} for V"
+    if done.v_as_it_is:
+        line += f"; V of {done.v_as_it_is} of {done.layers} layers stays as it is"
+    return line
 
 
 def _left_lines(left: dict[str, str]) -> list[str]:

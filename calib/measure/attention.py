@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from calib.caches.types import Attention, Shape
 from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedModelError
-from calib.model.config import making_sense
+from calib.model.config import making_sense, of_layers
 from calib.model.devices import input_device
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
 from fp8kv_runtime.hf import EngineQuery, is_latent, swap_attention
@@ -163,7 +163,7 @@ def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAt
             f"{name} is latent attention (MLA) of a kind that is not known: it has no "
             + ("k_pe" if is_latent(module) else "expand_kv to tell the latent that engines cache")
         )
-    repeat = _kv_repeat(model, key, value)
+    repeat = _kv_repeat(model, layer_idx, key, value)
     heads, kv_heads = query.shape[1], key.shape[1] // repeat
     dims = (key.shape[-1], value.shape[-1])
     return CachedAttention(name, layer_idx, heads, kv_heads, repeat, *dims, attention)
@@ -200,9 +200,9 @@ def _stored(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor] | None:
     return None if keys is None or values is None or keys.numel() == 0 else (keys, values)
 
 
-def _kv_repeat(model: PreTrainedModel, key: Tensor, value: Tensor) -> int:
-    config = model.config.get_text_config(decoder=True)
-    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
+def _kv_repeat(model: PreTrainedModel, layer_idx: int, key: Tensor, value: Tensor) -> int:
+    numbers = (of_layers(model.config, key) for key in ("num_key_value_heads", "num_kv_heads"))
+    kv_heads = next((n[layer_idx % len(n)] for n in numbers if n[layer_idx % len(n)]), None)
     heads = key.shape[1]
     if not kv_heads or heads % kv_heads:
         return 1

@@ -48,15 +48,29 @@ def read_config(
         config = _same_as_known(document)
         if config is None:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        text = config.get_text_config(decoder=True)
-        heads = getattr(text, "num_attention_heads", None)
-        kv_heads = getattr(text, "num_key_value_heads", None)
-    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
-        raise InputError(
-            f"the config of '{path}' has {heads} attention heads, which {kv_heads} key-value heads "
-            "cannot share equally; download it again"
-        )
+        sizes = ("num_attention_heads", "num_key_value_heads")
+        heads_of_layers = zip(*(of_layers(config, key) for key in sizes), strict=True)
+    for heads, kv_heads in heads_of_layers:
+        if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+            raise InputError(
+                f"the config of '{path}' has {heads} attention heads, which {kv_heads} key-value "
+                "heads cannot share equally; download it again"
+            )
     return config
+
+
+def layer_configs(config: PreTrainedConfig) -> list[Any]:
+    """The language model's settings in each of its layers; one where layers do not differ.
+
+    transformers raises where a setting that differs is read from the whole config.
+    """
+    text = config.get_text_config(decoder=True)
+    return [*text.per_layer_config] if getattr(text, "is_heterogeneous", False) else [text]
+
+
+def of_layers(config: PreTrainedConfig, key: str) -> list[Any]:
+    """One setting in each layer, as `layer_configs`; None where there is none."""
+    return [getattr(layer, key, None) for layer in layer_configs(config)]
 
 
 def _same_as_known(document: dict[str, Any]) -> PreTrainedConfig | None:

@@ -22,6 +22,7 @@ from calib.model.config import (
     build_on_meta,
     check_against_weights,
     making_sense,
+    of_layers,
     read_config,
 )
 from calib.model.dequantized import all_weights, weight_shapes
@@ -71,11 +72,7 @@ def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
 
 def caches_latents(config: PreTrainedConfig) -> bool:
     """Whether layers cache a latent instead of K and V per head (MLA), by the config."""
-    text = config.get_text_config(decoder=True)
-    try:
-        return bool(getattr(text, "kv_lora_rank", None))
-    except RuntimeError:  # layers have ranks of their own
-        return True
+    return any(of_layers(config, "kv_lora_rank"))
 
 
 def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:

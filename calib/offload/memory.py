@@ -15,6 +15,7 @@ from calib.data import Batch
 from calib.errors import InputError
 from calib.measure.attention import AttentionMap
 from calib.model.checkpoint import Checkpoint
+from calib.model.config import of_layers
 from calib.model.load import requested_dtype, uses_gpu, weight_sources
 from calib.model.quantized import find_layout, is_quantized
 from calib.offload.stages import Stages
@@ -148,7 +149,7 @@ def activation_bytes(
     `layers` holds each layer's weights by name; the batch has `rows` samples of `columns` tokens.
     """
     text = config.get_text_config(decoder=True)
-    experts = getattr(text, "num_experts_per_tok", None) or 1
+    experts = max(n or 1 for n in of_layers(config, "num_experts_per_tok"))
     width = max(sum(_width(*weight, experts) for weight in layer.items()) for layer in layers)
     width = _COPIES * width + _RESIDUALS * int(text.hidden_size)
     activations = rows * columns * width * dtype.itemsize

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.errors import UnsupportedModelError
-from calib.model.config import build_on_meta, making_sense, read_config
+from calib.model.config import build_on_meta, layer_configs, making_sense, read_config
 from calib.model.find import builtin_model, download_config
 from calib.model.load import caches_latents, check_cacheable
 from calib.offload.memory import activation_bytes
@@ -73,7 +73,14 @@ def attention_heads(model: str, *, trust_remote_code: bool = False) -> tuple[int
             "heads; give their shape with --heads instead of MODEL"
         )
     with making_sense(f"a {config.model_type} of this config has heads of different sizes"):
-        return _heads(config.get_text_config(decoder=True))
+        shapes = {_heads(layer) for layer in layer_configs(config)}
+    if len(shapes) > 1:
+        sizes = " and ".join("/".join(map(str, shape)) for shape in sorted(shapes))
+        raise UnsupportedModelError(
+            f"layers of this {config.model_type} have other heads ({sizes}); give the shape of one "
+            "with --heads instead of MODEL"
+        )
+    return shapes.pop()
 
 
 def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
@@ -103,9 +110,17 @@ def _measure(model: PreTrainedModel, config: PreTrainedConfig) -> ModelShape:
         sum(weight.numel() for weight in model.parameters()),
         [dict(layer.named_parameters()) for layer in layers],
         sum(2 * _met_by_a_token(each, text) for layer in layers for each in layer.modules()),
-        sum(2 * heads * _attended_values(module, text) for module in attending),
-        sum(_cached_values(module, text) for module in cached),
+        sum(
+            2 * heads * _attended_values(module, _of_layer(module, config)) for module in attending
+        ),
+        sum(_cached_values(module, _of_layer(module, config)) for module in cached),
     )
+
+
+def _of_layer(attention: Any, config: PreTrainedConfig) -> Any:
+    """The settings of the layer that an attention module is in."""
+    layers = layer_configs(config)
+    return layers[attention.layer_idx] if len(layers) > 1 else layers[0]
 
 
 def _attending(model: PreTrainedModel, layers: list[nn.Module], text: Any) -> list[nn.Module]:
@@ -161,17 +176,18 @@ def _attended_values(attention: Any, text: Any) -> int:
     if is_latent(attention):
         parts = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         return sum(int(getattr(attention, part)) for part in parts)
-    return 2 * _head_dim(attention, text)
+    head_dim = _head_dim(attention, text)
+    return head_dim + int(getattr(attention, "v_head_dim", None) or head_dim)
 
 
 def _cached_values(attention: Any, text: Any) -> int:
     """K and V of one token, or its latent and k_pe."""
     if is_latent(attention):
         return int(attention.kv_lora_rank) + int(attention.qk_rope_head_dim)
-    projections = [getattr(attention, name, None) for name in ("k_proj", "v_proj")]
-    widths = [each.out_features for each in projections if isinstance(each, nn.Linear)]
-    if len(widths) == len(projections):
-        return sum(widths)
+    key, value = (getattr(attention, name, None) for name in ("k_proj", "v_proj"))
+    value = key if value is None else value  # V is made of what K is made of
+    if isinstance(key, nn.Linear) and isinstance(value, nn.Linear):
+        return key.out_features + value.out_features
     return 2 * _heads(text)[1] * _head_dim(attention, text)
 
 

@@ -64,6 +64,7 @@ class Baked:
     kl: float  # nats per token by which the outputs differ; 0 if exact
     rounded: list[str]  # names of norms' weights that do not hold their product exactly
     left: dict[str, str]  # layers that stay as they are, as their weights hold no factor
+    v_as_it_is: int = 0  # layers whose V gets no factor
     latent: bool = False  # K are latents, V k_pe (MLA), in at least one layer
     backup: Path | None = None  # of the files that were replaced in place
 
@@ -83,6 +84,7 @@ class Baked:
             "layers": self.layers,
             "latent": self.latent,
             "layers_with_factors_per_head": {"k": k, "v": v},
+            "layers_with_v_as_it_is": self.v_as_it_is,
             "octaves_short": {"k": k_short, "v": v_short},
             "changed": self.changed,
             "backup": self.backup and str(self.backup),
@@ -154,7 +156,7 @@ def _summed(
 ) -> Baked:
     return Baked(
         name, output, purpose, exact, done.changed, done.per_head, len(done.factors), dtype,
-        done.short, done.kl, done.rounded, done.left, latent,
+        done.short, done.kl, done.rounded, done.left, done.v_as_it_is, latent,
     )  # fmt: skip
 
 

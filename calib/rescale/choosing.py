@@ -11,7 +11,7 @@ from calib.choices import Purpose
 from calib.errors import InputError
 from calib.measure.attention import CachedAttention
 from calib.rescale.pairs import pairs_of
-from calib.rescale.parameters import shares_k
+from calib.rescale.parameters import normalises_v, shares_k
 from calib.rescale.products import Factors, LayerFactors
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats, LayerStats
@@ -38,7 +38,7 @@ def factors_for_fp8(
             _octave(scale)[:, None].expand(-1, dim)
             for scale, dim in zip((k, layer.v), dims, strict=True)
         )
-        found[name] = LayerFactors(k, v)
+        found[name] = LayerFactors(k, _reaching(v, model, module))
     return found
 
 
@@ -68,8 +68,13 @@ def factors_for_int8(
         rows = k.amax(0, keepdim=True) if shares_k(model, module) else k
         # evened once: the powers of one number differ by where it lies in memory
         of_k, of_v = (_evened(amax, any_factor) for amax in (rows, stats.layers[name].v.amax))
-        found[name] = LayerFactors(of_k.expand_as(k), of_v)
+        found[name] = LayerFactors(of_k.expand_as(k), _reaching(of_v, model, module))
     return found
+
+
+def _reaching(v: Tensor, model: PreTrainedModel, module: CachedAttention) -> Tensor:
+    """V's factors, or ones where the model normalises V: it then fits FP8 at 1.0 as it is."""
+    return torch.ones_like(v) if normalises_v(model, module) else v
 
 
 def check_purpose(stats: KVStats, purpose: Purpose) -> None:

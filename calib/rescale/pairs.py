@@ -101,16 +101,9 @@ def _far_tokens(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _is_rope(partner: Tensor) -> bool:
-    """Whether channels side by side, or half of a block of channels apart, are each other's."""
+    """Whether channels are rotated in pairs, all as far apart as each other."""
     channels = torch.arange(len(partner))
-    rotated = (partner != channels).nonzero().flatten()
-    if not len(rotated):
-        return True
-    if partner.amax() >= len(partner) or not torch.equal(partner[partner], channels):
+    if bool((partner >= len(partner)).any()) or not torch.equal(partner[partner], channels):
         return False
-    start, half = int(rotated[0]), len(rotated) // 2
-    block = torch.arange(len(rotated))
-    if not torch.equal(rotated, start + block):
-        return False
-    ways = (block ^ 1, (block + half) % len(block))
-    return any(torch.equal(partner[rotated] - start, way) for way in ways)
+    distances = (partner - channels).abs()
+    return len(distances[distances > 0].unique()) <= 1

@@ -61,6 +61,11 @@ def shares_k(model: PreTrainedModel, cached: CachedAttention) -> bool:
     return any(size < cached.num_kv_heads * cached.head_dim for size in sizes)
 
 
+def normalises_v(model: PreTrainedModel, cached: CachedAttention) -> bool:
+    """Whether no factor in front of V reaches it, as in Gemma 4."""
+    return hasattr(model.get_submodule(cached.name), "v_norm")
+
+
 def rescaled_parameters(
     model: PreTrainedModel, modules: Mapping[str, CachedAttention], factors: Factors
 ) -> list[Rescaled]:
@@ -86,9 +91,10 @@ def _of_layer(
     if cached.latent:
         yield from of_latent(module, cached, factors)
         return
-    if hasattr(module, "v_norm"):
-        why = "normalises V, which undoes a factor in front of it"
-        raise UnsupportedModelError(f"{cached.name} {why}")
+    if normalises_v(model, cached) and bool((factors.v != 1).any()):
+        raise UnsupportedModelError(
+            f"{cached.name} normalises V, which undoes a factor in front of it; V's can be 1 alone"
+        )
     queries = cached.num_heads // cached.num_kv_heads
     heads = {
         "q": (1 / factors.k).repeat_interleave(queries, 0),
@@ -119,8 +125,9 @@ def _of_projections(
     first, linear = linear_child(module, cached.name, (_SEPARATE[0], _STACKED, _GROUPED))
     if first in _SEPARATE:
         for which, child in zip("qkv", _SEPARATE, strict=True):
-            _, linear = linear_child(module, cached.name, (child,))
-            yield from of_linear(cached.name, child, linear, heads[which].flatten())
+            if bool((heads[which] != 1).any()):  # Gemma 4's V may have no layer of its own
+                _, linear = linear_child(module, cached.name, (child,))
+                yield from of_linear(cached.name, child, linear, heads[which].flatten())
         return
     if first == _STACKED:
         rows = torch.cat([heads[which].flatten() for which in "qkv"])

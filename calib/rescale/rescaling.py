@@ -52,6 +52,11 @@ class Rescaling:
         return k, sum(bool((layer.v != layer.v[:1]).any()) for layer in self.factors.values())
 
     @property
+    def v_as_it_is(self) -> int:
+        """In how many layers V gets no factor."""
+        return sum(bool((layer.v == 1).all()) for layer in self.factors.values())
+
+    @property
     def short(self) -> tuple[float, float]:
         """Octaves by which a head's factor is smaller than wanted at most, for K and for V."""
         pairs = [(self.wanted[name], self.factors[name]) for name in self.wanted]

@@ -1,8 +1,16 @@
 """The bridge to transformers: the one place of the runtime that imports it."""
 
 from fp8kv_runtime.hf.attention import Backend, fp8_attention
-from fp8kv_runtime.hf.layers import paged_cache
+from fp8kv_runtime.hf.layers import paged_cache, values_per_token
 from fp8kv_runtime.hf.queries import EngineQuery
 from fp8kv_runtime.hf.swap import is_latent, swap_attention
 
-__all__ = ["Backend", "EngineQuery", "fp8_attention", "is_latent", "paged_cache", "swap_attention"]
+__all__ = [
+    "Backend",
+    "EngineQuery",
+    "fp8_attention",
+    "is_latent",
+    "paged_cache",
+    "swap_attention",
+    "values_per_token",
+]

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from fp8kv_runtime import ops
@@ -14,7 +15,7 @@ from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
 from fp8kv_runtime.hf.batch import Batch
 from fp8kv_runtime.hf.given import LayerScales, Scales, of_latent
-from fp8kv_runtime.hf.layers import Fp8CacheLayer, layer_of, paged_cache, stand_in_for
+from fp8kv_runtime.hf.layers import Fp8CacheLayer, layer_of, paged_cache, put_stand_in
 from fp8kv_runtime.hf.queries import EngineQuery
 from fp8kv_runtime.hf.swap import swap_attention, swap_forward
 from fp8kv_runtime.options import AttentionOptions
@@ -143,7 +144,7 @@ class _Session:
             if self._quantize_query:
                 asked = EngineQuery.of(module, query, kwargs.get("scaling"))
                 query, kwargs = asked.query, {**kwargs, "scaling": asked.scaling}
-            return self._attend_paged(layer, query, mask, kwargs), None
+            return self._attend_paged(layer, query, mask, kwargs)[..., : value.shape[-1]], None
         layer_idx = getattr(module, "layer_idx", None)
         if self._use_triton and layer_idx in self._scales:
             raise AttentionError(
@@ -176,6 +177,10 @@ class _Session:
         if kwargs.get("position_bias") is not None:
             raise AttentionError("the Triton kernels have no position bias; use the torch backend")
         rows, num_heads, tokens, head_dim = query.shape
+        if head_dim < layer.blocks.head_dim:  # heads of V are wider, and K's filled up
+            kwargs = {**kwargs, "scaling": kwargs.get("scaling") or head_dim**-0.5}
+            head_dim = layer.blocks.head_dim
+            query = pad(query, (0, head_dim - query.shape[-1]))
         sequences, _ = layer.batch.where(query.device)
         window = kwargs.get("sliding_window")
         if mask is not None:
@@ -211,10 +216,8 @@ class _Session:
         batch = Batch(block_size=self._block_size, dtype=self._dtype, use_triton=self._use_triton)
         lead = min(self._scales)
         for layer_idx, scales in self._scales.items():
-            stand_in = stand_in_for(cache, layer_idx)
-            cache.layers[layer_idx] = stand_in(
-                batch, scales, leads=layer_idx == lead, restore=not self.swaps
-            )
+            leads, restore = layer_idx == lead, not self.swaps
+            put_stand_in(cache, layer_idx, batch, scales, leads=leads, restore=restore)
         return batch
 
     def _check_query_scales(self) -> None:

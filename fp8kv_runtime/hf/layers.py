@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import Cache
 from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
 )
 
 from fp8kv_runtime import ops, reference
@@ -25,7 +29,8 @@ from fp8kv_runtime.storage import KVBlocks
 class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     """One attention layer of a transformers cache, in FP8 blocks.
 
-    A token's latent and k_pe, which have one scale, lie there as one row, in two halves.
+    A token's latent and k_pe, which have one scale, lie there as one row, in two halves. Where
+    heads of K and of V differ in size, the smaller ones are filled up with zeros.
     """
 
     is_sliding = False  # windows are the attention's business; every token is kept
@@ -39,10 +44,15 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self._leads = leads
         self._restore = restore  # whether `update` returns everything, in the model's dtype
         self._length = 0
+        self.values_per_token = 0  # of K and V, without what fills up heads
+
+    def take_over(self, layer: Any) -> None:
+        """Take from the layer of transformers that it stands in for what it needs."""
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Make the blocks, whose shape is that of the first keys [B, K, T, D]."""
-        self.make_blocks(key_states.shape[1], key_states.shape[3], key_states.device)
+        """Make the blocks, whose shape is that of the first keys and values [B, K, T, D]."""
+        head_dim = max(key_states.shape[3], value_states.shape[3])
+        self.make_blocks(key_states.shape[1], head_dim, key_states.device)
 
     def make_blocks(self, num_heads: int, head_dim: int, device: torch.device) -> None:
         """Make the blocks, if there are none yet."""
@@ -50,6 +60,12 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
             return
         cache, center = self.batch.cache, self.scales.k_center
         assert cache is not None
+        k, v = (
+            _filled(for_heads(scale, num_heads), head_dim, 1.0)
+            for scale in (self.scales.k, self.scales.v)
+        )
+        if center is not None:
+            center = _filled(for_heads(center, num_heads), head_dim, 0.0)
         # a later forward pass may run outside inference mode
         with torch.inference_mode(False):
             new = KVBlocks.empty(
@@ -57,9 +73,9 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
                 cache.block_size,
                 num_kv_heads=num_heads,
                 head_dim=head_dim,
-                k_scale=for_heads(self.scales.k, num_heads),
-                v_scale=for_heads(self.scales.v, num_heads),
-                k_center=None if center is None else for_heads(center, num_heads),
+                k_scale=k,
+                v_scale=v,
+                k_center=center,
                 dtype=self.batch.dtype,
                 device=device,
             )
@@ -101,12 +117,16 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         self.batch.check_held(len(key_states), self._length)
         sequences, slots = self.batch.where(key_states.device)
         append_kv = _append(self.batch.use_triton)
-        append_kv(_tokens(key_states), _tokens(value_states), self.blocks, slots)
+        k_dim, v_dim = key_states.shape[3], value_states.shape[3]
+        self.values_per_token = key_states.shape[1] * (k_dim + v_dim)
+        new = (_filled(_tokens(x), self.blocks.head_dim, 0.0) for x in (key_states, value_states))
+        append_kv(*new, self.blocks, slots)
         if self.batch.use_triton:
             key_states.fp8kv_layer = self  # type: ignore[attr-defined]
             return key_states, value_states
         dense = ops.dense if torch.compiler.is_compiling() else KVBlocks.dense
         key, value = dense(self.blocks, sequences.block_tables, self._length)
+        key, value = key[..., :k_dim], value[..., :v_dim]
         if self._restore:
             return key.to(key_states.dtype), value.to(value_states.dtype)
         return key, value
@@ -186,16 +206,57 @@ class Fp8IndexedLayer(Fp8CacheLayer):
             self.indexer_keys = self.indexer_keys.repeat_interleave(repeats, 0)
 
 
+class Fp8HybridLayer(Fp8CacheLayer, LinearAttentionLayer):  # type: ignore[misc]
+    """The same beside the states of Mamba or a convolution, which lie there as they are."""
+
+    is_croppable = False  # states cannot be taken back
+
+    def take_over(self, layer: Any) -> None:
+        """Hold as many states as the layer that it stands in for."""
+        LinearAttentionLayer.__init__(self, number_of_states=layer.number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Make the blocks for K and V, given by position, or a state, given by name."""
+        of = LinearAttentionLayer if kwargs else Fp8CacheLayer
+        of.lazy_initialization(self, *args, **kwargs)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, if the states record them."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        LinearAttentionLayer.reset(self)
+        super().crop(-self._length)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes row `beam_idx[i]`."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        super().reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        for states in (self.conv_states, self.recurrent_states):
+            for index, state in states.items():
+                states[index] = None if state is None else state.repeat_interleave(repeats, 0)
+
+
 # what stands in for a layer of a transformers cache
 STAND_INS: dict[type, type[Fp8CacheLayer]] = {
     DynamicLayer: Fp8CacheLayer,
     DynamicSlidingWindowLayer: Fp8CacheLayer,
     DynamicIndexedLayer: Fp8IndexedLayer,
+    LinearAttentionAndFullAttentionLayer: Fp8HybridLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer: Fp8HybridLayer,
 }
 
 
-def stand_in_for(cache: Cache, layer_idx: int) -> type[Fp8CacheLayer]:
-    """What takes the place of an empty layer of a transformers cache.
+def put_stand_in(
+    cache: Cache, layer_idx: int, batch: Batch, scales: LayerScales, *, leads: bool, restore: bool
+) -> None:
+    """Put an FP8 layer in the place of an empty layer of a transformers cache.
 
     Raises:
         AttentionError: there is no such layer, or none is known for its kind, or it holds tokens.
@@ -203,14 +264,21 @@ def stand_in_for(cache: Cache, layer_idx: int) -> type[Fp8CacheLayer]:
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if layer is None or type(layer) not in STAND_INS:
         raise AttentionError(
-            f"layer {layer_idx} of the cache is {type(layer).__name__}; give generate a "
-            "DynamicCache, or no cache at all"
+            f"layer {layer_idx} of the cache is {type(layer).__name__}, for which no FP8 layer "
+            "stands in; a DynamicCache, or none, is what fp8_attention takes"
         )
     if layer.get_seq_length() > 0:
         raise AttentionError(
             "the cache holds 16-bit K and V already; start with an empty one inside the block"
         )
-    return STAND_INS[type(layer)]
+    stand_in = STAND_INS[type(layer)](batch, scales, leads=leads, restore=restore)
+    stand_in.take_over(layer)
+    cache.layers[layer_idx] = stand_in
+
+
+def values_per_token(cache: Cache) -> int:
+    """Values of K and V of one token, over all FP8 layers, without what fills up heads."""
+    return sum(x.values_per_token for x in cache.layers if isinstance(x, Fp8CacheLayer))
 
 
 def layer_of(key: Tensor) -> Fp8CacheLayer | None:
@@ -233,6 +301,12 @@ def paged_cache(cache: Cache) -> PagedKVCache:
 def _tokens(x: Tensor) -> Tensor:
     """[B, K, T, D] as [B * T, K, D]."""
     return x[:, :, 0] if x.shape[2] == 1 else x.transpose(1, 2).flatten(0, 1)
+
+
+def _filled(x: Tensor, size: int, value: float) -> Tensor:
+    """Channels [..., D] filled up to `size`; scales that are none of channels as they are."""
+    missing = size - x.shape[-1] if x.dim() > 1 else 0
+    return pad(x, (0, missing), value=value) if missing else x
 
 
 def _append(use_triton: bool) -> Callable[..., None]:

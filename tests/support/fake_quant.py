@@ -14,8 +14,8 @@ def scales_for(model, *, strategy="attn_head", fp8_dtype="e4m3fn", with_q=False)
     """Scales that clip some values and flush others, so that every scale shows."""
     generator = torch.Generator().manual_seed(0)
 
-    def scale(heads, low, high):
-        shape = {"tensor": (1,), "attn_head": (heads,), "channel": (heads, head_dim(model))}
+    def scale(heads, low, high, channels=1):
+        shape = {"tensor": (1,), "attn_head": (heads,), "channel": (heads, channels)}
         return low + (high - low) * torch.rand(shape[strategy], generator=generator)
 
     def latent(module):
@@ -27,9 +27,9 @@ def scales_for(model, *, strategy="attn_head", fp8_dtype="e4m3fn", with_q=False)
         if module.latent
         else LayerScales(
             module.layer_idx,
-            scale(module.num_kv_heads, 0.002, 0.01),
-            scale(module.num_kv_heads, 0.0005, 0.005),
-            scale(module.num_heads, 0.002, 0.01) if with_q else None,
+            scale(module.num_kv_heads, 0.002, 0.01, module.head_dim),
+            scale(module.num_kv_heads, 0.0005, 0.005, module.v_head_dim),
+            scale(module.num_heads, 0.002, 0.01, module.head_dim) if with_q else None,
         )
         for name, module in map_attention(model).cached.items()
     }
@@ -50,12 +50,6 @@ def measured_scales(model, input_ids):
         for name, pair in amax.items()
     }
     return KVScales("attn_head", "e4m3fn", layers)
-
-
-def head_dim(model):
-    config = model.config.get_text_config(decoder=True)
-    default = config.hidden_size // config.num_attention_heads
-    return getattr(config, "head_dim", None) or default
 
 
 @contextmanager

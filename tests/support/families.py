@@ -61,6 +61,47 @@ HYBRIDS: dict[str, dict] = {
     ),
     "jamba": {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1},
 }
+# layers that differ in their numbers of KV heads and in their sizes, as published configs say it
+UNEVEN: dict[str, dict] = {
+    "gemma4_text": {
+        "head_dim": 16,
+        "num_key_value_heads": 4,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 2,
+        "attention_k_eq_v": True,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "sliding_window": 5,
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "mimo_v2_flash": {  # layers with a window have twice the KV heads, and sinks
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "swa_num_key_value_heads": 4,
+        "layer_types": _SLIDING_AND_FULL,
+        "sliding_window": 5,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+}
+# attention beside Mamba or a convolution in one layer
+PARALLEL: dict[str, dict] = {
+    "falcon_h1": {
+        "head_dim": 16,
+        "mamba_d_ssm": 64,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+        "mamba_n_groups": 1,
+        "mamba_chunk_size": 8,
+    },
+}
 SHARED_KV = {
     "head_dim": 16,
     "num_kv_shared_layers": 1,
@@ -160,6 +201,25 @@ def tiny_vision_language_model(family="gemma3", **options):
         family, text_config=text, vision_config=vision, mm_tokens_per_image=1
     )
     return give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
+
+
+def published_gemma4(directory):
+    """A Gemma 4 that sees, saved, with the config fields of the models on the Hub."""
+    torch.manual_seed(0)
+    own = UNEVEN["gemma4_text"]
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    vision = {**sizes, **heads, "patch_size": 4, "position_embedding_size": 64}
+    config = AutoConfig.for_model("gemma4", text_config={**_BASE, **own}, vision_config=vision)
+    model = give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
+    save_model(model, directory)
+    document = json.loads((directory / "config.json").read_text())
+    del document["text_config"]["per_layer_config"]  # which transformers makes of these
+    document["text_config"] |= {
+        key: own[key] for key in ("global_head_dim", "num_global_key_value_heads")
+    }
+    (directory / "config.json").write_text(json.dumps(document))
+    return directory
 
 
 def save_model(model, directory):

@@ -3,12 +3,12 @@
 import pytest
 import torch
 from fake_quant import measured_scales, scales_for
-from families import FAMILIES, HYBRIDS, SHARED_KV, tiny_model
+from families import FAMILIES, HYBRIDS, SHARED_KV, UNEVEN, tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fp8kv_runtime.hf import fp8_attention, paged_cache
 
-ALL = {**FAMILIES, **HYBRIDS, "gemma3n_text": SHARED_KV}
+ALL = {**FAMILIES, **HYBRIDS, **UNEVEN, "gemma3n_text": SHARED_KV}
 ALL.pop("falcon")  # calls attention itself
 IDS = torch.tensor([[0, 0, 0, 5, 81, 7, 44, 9], [3, 99, 12, 6, 70, 8, 31, 20]])
 MASK = (IDS != 0).long()

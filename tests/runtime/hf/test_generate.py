@@ -1,17 +1,19 @@
 """Every family generates on the FP8 cache what it generates without a cache on rounded K and V."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fake_quant import fake_quantized, scales_for
-from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, mixed_model, tiny_model
+from families import FAMILIES, HYBRIDS, LATENT, PARALLEL, SHARED_KV, UNEVEN, mixed_model, tiny_model
 from transformers import DynamicCache
 
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.hf import fp8_attention, paged_cache
+from fp8kv_runtime.hf import fp8_attention, paged_cache, values_per_token
 
 # sparse ones attend to all tokens: where indices tie, they take others with a cache than without
 LATENT = {name: o | ({"index_topk": 64} if "index_topk" in o else {}) for name, o in LATENT.items()}
-ALL = {**FAMILIES, **HYBRIDS, "gemma3n_text": SHARED_KV, **LATENT}
+ALL = {**FAMILIES, **HYBRIDS, **UNEVEN, **PARALLEL, "gemma3n_text": SHARED_KV, **LATENT}
 IDS = torch.tensor([[0, 0, 0, 5, 81, 7, 44, 9], [3, 99, 12, 6, 70, 8, 31, 20]])
 MASK = (IDS != 0).long()
 # the same float32 sums in another order
@@ -217,6 +219,29 @@ def test_every_strategy_and_format(strategy, fp8_dtype):
         with fp8_attention(model, scales):
             found = model(IDS[1:]).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=ROUNDING)
+
+
+@pytest.mark.parametrize("family", UNEVEN)
+def test_scales_of_channels_and_centred_keys_where_heads_differ_in_size(family):
+    model = tiny_model(family, **UNEVEN[family])
+    scales, generator = scales_for(model, strategy="channel"), torch.Generator().manual_seed(1)
+    layers = {
+        name: replace(each, k_center=torch.randn(each.k.shape, generator=generator))
+        for name, each in scales.layers.items()
+    }
+    scales = replace(scales, layers=layers)
+    with torch.inference_mode():
+        with fake_quantized(model, scales):
+            expected = model(IDS[1:], use_cache=False).logits
+        with fp8_attention(model, scales, block_size=4):
+            found = model(IDS[1:])
+    torch.testing.assert_close(found.logits, expected, rtol=0, atol=ROUNDING)
+    values = sum(each.k.numel() + each.v.numel() for each in layers.values())
+    assert values_per_token(found.past_key_values) == values
+    # V of MiMo lies in rows as wide as K's
+    assert paged_cache(found.past_key_values).bytes_per_token == sum(
+        2 * max(each.k.numel(), each.v.numel()) for each in layers.values()
+    )
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])

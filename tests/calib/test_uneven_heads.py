@@ -1,0 +1,128 @@
+"""Whole jobs on models whose layers have other numbers of KV heads, or of other sizes."""
+
+import json
+
+import pytest
+import torch
+from command_line import calibrate, fp8kv, one_line_error
+from families import UNEVEN, published_gemma4, save_model, tiny_model
+from generation import PROMPT
+from transformers import DynamicCache
+
+from calib.data import load_data
+from calib.measure.attention import map_attention
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config, load_model, load_tokenizer
+from calib.recipe import load_recipe
+from calib.rescale.pairs import rotated_pairs
+from calib.scales.derive import load_scales
+from calib.scales.stats_file import load_stats
+
+MODELS = [*UNEVEN, "gemma4"]
+HEADS = {  # KV heads, K's channels, V's
+    "gemma4_text": [(4, 16, 16), (2, 32, 32), (2, 32, 32)],
+    "mimo_v2_flash": [(4, 24, 16), (4, 24, 16), (2, 24, 16)],
+    "gemma4": [(4, 16, 16), (2, 32, 32), (2, 32, 32)],
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def job(request, tmp_path_factory):
+    """A family, its directory, and the output of its calibration per head."""
+    family, root = request.param, tmp_path_factory.mktemp("uneven")
+    (root / "model").mkdir()
+    if family == "gemma4":
+        model = published_gemma4(root / "model")
+    else:
+        model = save_model(tiny_model(family, **UNEVEN[family]), root / "model")
+    done = calibrate(model, "-o", root / "out", "--strategy", "attn_head")
+    assert done.exit_code == 0, done.stderr
+    return family, model, root / "out"
+
+
+def loaded(directory, recipe):
+    checkpoint = find_checkpoint(str(directory))
+    config = load_config(checkpoint, recipe)
+    return load_model(checkpoint, config, recipe), load_tokenizer(checkpoint, recipe)
+
+
+def test_scales_are_those_of_a_plain_forwards_own_cache(job):
+    family, directory, out = job
+    report = json.loads((out / "fp8kv_calibration.json").read_text())
+    recipe = load_recipe(None, report["recipe"])
+    model, tokenizer = loaded(directory, recipe)
+    samples = load_data(recipe.data, tokenizer, lambda: model).samples
+    cache = DynamicCache()  # without a config it keeps what lies outside of windows, too
+    with torch.inference_mode():
+        model(input_ids=torch.tensor(samples), past_key_values=cache, use_cache=True)
+    stats, scales = load_stats(out).layers, load_scales(out).layers
+    shapes = []
+    for name, held in zip(stats, cache.layers, strict=True):
+        amax = {"k": held.keys.abs().amax((0, 2)), "v": held.values.abs().amax((0, 2))}
+        shapes.append((*amax["k"].shape, amax["v"].shape[1]))
+        for which, own in amax.items():
+            assert torch.equal(getattr(stats[name], which).amax, own)
+            assert torch.equal(getattr(scales[name], which), own.amax(-1) / 448)
+    assert shapes == HEADS[family]
+
+
+def test_layer_by_layer_the_scales_are_the_same(job, tmp_path):
+    _, model, out = job
+    flags = ("--strategy", "attn_head", "--offload", "layerwise")
+    done = calibrate(model, "-o", tmp_path / "out", *flags)
+    assert done.exit_code == 0, done.stderr
+    own, whole = load_scales(tmp_path / "out").layers, load_scales(out).layers
+    assert all(torch.equal(own[name].k, whole[name].k) for name in whole)
+    assert all(torch.equal(own[name].v, whole[name].v) for name in whole)
+
+
+def test_every_command_reads_it(job, tmp_path):
+    family, model, out = job
+    small = ("--dataset", "random", "--samples", "3", "--seq-len", "24")
+    for command in (
+        ("inspect", out),
+        ("convert", out, "--to", "sglang", "--reduce", "max", "-o", tmp_path / "sglang"),
+        ("generate", out, PROMPT, "--max-new-tokens", 3),
+        ("generate", model, PROMPT, "--max-new-tokens", 3, "--cache", "int8_per_token_head"),
+        ("plan", model),
+        *[("eval", model, *small, "--scales", out, "--variants", "none,qkv")]
+        * (family != "gemma4"),
+    ):
+        done = fp8kv(*command)
+        assert done.exit_code == 0, (command, done.stderr, done.exception)
+
+
+@pytest.mark.parametrize("purpose", ["fp8", "int8"])
+def test_weights_are_baked_and_v_stays_where_the_model_normalises_it(job, purpose, tmp_path):
+    family, model, out = job
+    done = fp8kv("bake", model, "--scales", out, "--for", purpose, "-o", tmp_path / "baked")
+    assert done.exit_code == 0, done.stderr
+    assert "the source's, bit for bit" in done.stdout
+    normalised = family.startswith("gemma4")
+    assert ("V of 3 of 3 layers stays as it is" in done.stdout) == normalised
+    factors = json.loads((tmp_path / "baked" / "fp8kv_bake.json").read_text())["factors"]
+    assert any(set(map(str, each["k"])) != {"1.0"} for each in factors.values())
+
+
+def test_a_factor_for_a_normalised_v_is_refused(job, tmp_path):
+    family, model, _ = job
+    if family == "mimo_v2_flash":
+        assert fp8kv("stress", model, "-o", tmp_path / "twin").exit_code == 0
+        return
+    done = fp8kv("stress", model, "-o", tmp_path / "twin")
+    one_line_error(done, "normalises V, which undoes a factor in front of it")
+    done = fp8kv("stress", model, "-o", tmp_path / "twin", "--v-factor", "1")
+    assert done.exit_code == 0, done.stderr
+
+
+def test_proportional_rope_turns_few_pairs_half_a_head_apart():
+    model = tiny_model("gemma4_text", **UNEVEN["gemma4_text"])
+    turned = map_attention(model).cached["model.layers.1.self_attn"]
+    partners = rotated_pairs(model, turned)
+    assert [*partners[:5]] == [16, 17, 18, 19, 4]
+    assert [*partners[16:21]] == [0, 1, 2, 3, 20]
+
+
+def test_bench_wants_one_shape(tmp_path):
+    model = save_model(tiny_model("gemma4_text", **UNEVEN["gemma4_text"]), tmp_path)
+    one_line_error(fp8kv("bench", model), "have other heads", "--heads instead of MODEL")
