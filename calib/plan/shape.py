@@ -103,6 +103,7 @@ def _measure(model: PreTrainedModel, config: PreTrainedConfig) -> ModelShape:
     layers = _decoder_layers(model, text)
     attending = _attending(model, layers, text)
     heads = int(text.num_attention_heads)
+    settings = [_of_layer(module, config) for module in attending]
     cached = attending[: len(attending) - (getattr(text, "num_kv_shared_layers", None) or 0)]
     return ModelShape(
         config,

@@ -22,6 +22,39 @@ def head_count(config: Mapping[str, Any], letter: str) -> int | None:
     return single or _first(config, _KV_HEADS) or _number(grouped) or heads
 
 
+def of_layer(config: Mapping[str, Any], layer: int) -> dict[str, Any]:
+    """A text config as it holds for one layer, where layers differ in their heads."""
+    own = dict(config)
+    sliding = _is_sliding(config, layer)
+    if sliding:
+        other = _number(config.get("swa_num_key_value_heads"))
+        if config.get("model_type") == "mimo_v2_flash":  # its class looks at no other number
+            other = other or 2 * (_first(config, _KV_HEADS) or 0)
+        queries = _number(config.get("swa_num_attention_heads"))
+        own |= {"num_attention_heads": queries} if queries else {}
+        own |= {"num_key_value_heads": other} if other else {}
+    elif sliding is False and config.get("attention_k_eq_v"):
+        other = _number(config.get("num_global_key_value_heads"))
+        own |= {"num_key_value_heads": other} if other else {}
+    for key in (*_QUERY_HEADS, *_KV_HEADS):
+        if isinstance(by_layer := own.get(key), list) and layer < len(by_layer):
+            own[key] = by_layer[layer]
+    layers = config.get("per_layer_config")
+    for index, settings in layers.items() if isinstance(layers, dict) else ():
+        if index.isdecimal() and int(index) == layer and isinstance(settings, dict):
+            own |= settings
+    return own
+
+
+def _is_sliding(config: Mapping[str, Any], layer: int) -> bool | None:
+    """Whether a layer has a window of its own; None where the config does not say."""
+    for key, sliding in (("layer_types", "sliding_attention"), ("hybrid_layer_pattern", 1)):
+        kinds = config.get(key)
+        if isinstance(kinds, list) and layer < len(kinds):
+            return bool(kinds[layer] == sliding)
+    return None
+
+
 def caches_latents(config: Mapping[str, Any]) -> bool:
     """Whether a text config is of a model that caches latents (MLA): one scale per layer."""
     # vLLM's class of MiniCPM3 caches K and V of heads

@@ -13,7 +13,7 @@ from calib.scalefiles.baked import baked_for
 from calib.scalefiles.file_names import JSON_FILE, MODELOPT_FILE
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor, open_scales
 from calib.scalefiles.fp8_type import fp8_type
-from calib.scalefiles.heads import caches_latents, head_counts
+from calib.scalefiles.heads import caches_latents, head_counts, of_layer
 from calib.scalefiles.names import layer_of
 
 Values = tuple[float, ...]
@@ -221,14 +221,15 @@ def _same(scales: list[Values]) -> bool:
 def _count_problems(layers: list[FoundLayer], config: Mapping[str, Any]) -> list[str]:
     problems = []
     for letter, kind, other in (("k", "KV", "q"), ("v", "KV", "q"), ("q", "query", "k")):
-        heads = head_counts(config, letter)
-        wrong: dict[int, list[int]] = defaultdict(list)
+        wrong: dict[tuple[int, int], list[int]] = defaultdict(list)
         for layer in layers:
+            heads = head_counts(of_layer(config, layer.layer), letter)
             count = len(getattr(layer, letter) or (0,))
             if heads and count not in {1, *heads}:
-                wrong[count].append(layer.layer)
-        for count, indices in wrong.items():
-            named = f"has {' or '.join(map(str, sorted(heads)))} {kind} head{'s' * (heads != {1})}"
+                wrong[count, max(heads)].append(layer.layer)
+        there = " there" * (len(head_counts(config, letter)) > 1)
+        for (count, own), indices in wrong.items():
+            named = f"has {own} {kind} head{'s' * (own != 1)}{there}"
             if letter != "q" and caches_latents(config):
                 named = "caches latents (MLA), which have one scale"
             of_others = f" (one per {'query' if other == 'q' else 'KV'} head)"

@@ -113,14 +113,15 @@ def _of_other_convention(nvfp4: Convention, rules: Rules) -> str | None:
 
 
 def _check_split(directory: ScaleDirectory, place: Place) -> None:
-    heads, kv_heads = heads_of(directory)
-    larger, smaller = max(kv_heads, place.ranks), min(kv_heads, place.ranks)
-    # each rank gets as much as the others
-    if heads % place.ranks or larger % smaller:
-        raise Refused(
-            f"the model's {heads} query heads and {kv_heads} KV heads cannot be split evenly "
-            f"over {place.ranks} GPUs"
-        )
+    layers = range(directory.num_layers if type(directory.num_layers) is int else 1)
+    for heads, kv_heads in {heads_of(directory, layer) for layer in layers}:
+        larger, smaller = max(kv_heads, place.ranks), min(kv_heads, place.ranks)
+        # each rank gets as much as the others
+        if heads % place.ranks or larger % smaller:
+            raise Refused(
+                f"the model's {heads} query heads and {kv_heads} KV heads cannot be split evenly "
+                f"over {place.ranks} GPUs"
+            )
 
 
 def _fates(directory: ScaleDirectory, rules: Rules, method: Method | None) -> Fates | None:

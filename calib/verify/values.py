@@ -8,7 +8,7 @@ from itertools import product
 
 from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.folder import ScaleDirectory, ScalesJson, ScaleTensor
-from calib.scalefiles.heads import head_count
+from calib.scalefiles.heads import head_count, of_layer
 from calib.verify.result import Outcome, Place, Refused, Simulation, Values, default
 from calib.verify.rules import Method
 
@@ -117,7 +117,7 @@ def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor, plac
     """Every rank's values, one rank after the other."""
     if "config_groups" not in (directory.quantization or {}):
         raise Refused("strategy attn_head needs the key config_groups in the config, empty or not")
-    heads, kv_heads = heads_of(directory)
+    heads, kv_heads = heads_of(directory, tensor.parsed.layer)
     values = tensor.values
     if letter == "q":
         # query heads share a scale with their KV head: the largest
@@ -131,14 +131,14 @@ def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor, plac
     if wrong is not None:
         of = f"of rank {wrong} of {place.ranks}: " if place.ranks > 1 else ""
         raise Refused(
-            f"{of}'{tensor.name}' has {len(values)} values; the model has {kv_heads} KV heads"
+            f"{of}'{tensor.name}' has {len(values)} values; the layer has {kv_heads} KV heads"
         )
     return tuple(value for part in parts for value in part * (held // len(part)))
 
 
-def heads_of(directory: ScaleDirectory) -> tuple[int, int]:
-    """Query heads and KV heads, as config.json says; `Refused` where it does not."""
-    config = directory.text_config
+def heads_of(directory: ScaleDirectory, layer: int) -> tuple[int, int]:
+    """Query heads and KV heads of a layer, as config.json says; `Refused` where it does not."""
+    config = of_layer(directory.text_config, layer)
     heads, kv_heads = head_count(config, "q"), head_count(config, "k")
     if heads is None or kv_heads is None or kv_heads > heads:
         raise Refused("config.json does not say how many attention heads there are")

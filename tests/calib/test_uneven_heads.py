@@ -1,12 +1,14 @@
 """Whole jobs on models whose layers have other numbers of KV heads, or of other sizes."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
 from families import UNEVEN, published_gemma4, save_model, tiny_model
 from generation import PROMPT
+from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from calib.data import load_data
@@ -66,6 +68,36 @@ def test_scales_are_those_of_a_plain_forwards_own_cache(job):
     assert shapes == HEADS[family]
 
 
+def test_every_layer_has_a_scale_for_each_of_its_heads_in_an_engine(job):
+    family, _, out = job
+    done = fp8kv("verify", out, "--engine", "vllm", "--json")
+    assert done.exit_code == 0, done.stdout
+    (engine,) = json.loads(done.stdout)["engines"]
+    values = {letter: [] for letter in "kvq"}
+    for layer in engine["layers"]:
+        values[layer["letter"]].append(layer["values"])
+    for letter in "kv":
+        own = [getattr(layer, letter).tolist() for layer in load_scales(out).layers.values()]
+        assert values[letter] == own
+    assert [len(each) for each in values["k"]] == [heads for heads, _, _ in HEADS[family]]
+
+
+def test_scales_for_the_heads_of_another_layer_are_a_problem(job, tmp_path):
+    _, _, out = job
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(out, spoilt)
+    file = spoilt / "model-fp8kv-scales.safetensors"
+    tensors = load_file(file)
+    first, *_, last = (name for name in sorted(tensors) if name.endswith("k_scale"))
+    tensors[last] = tensors[first].clone()
+    save_file(tensors, file)
+    done = fp8kv("verify", spoilt, "--engine", "vllm")
+    assert done.exit_code == 1
+    said = " ".join(done.stdout.split())
+    assert "K has 4 scales in layer 2 (one per query head), but" in said
+    assert "the model has 2 KV heads there" in said
+
+
 def test_layer_by_layer_the_scales_are_the_same(job, tmp_path):
     _, model, out = job
     flags = ("--strategy", "attn_head", "--offload", "layerwise")
@@ -79,14 +111,15 @@ def test_layer_by_layer_the_scales_are_the_same(job, tmp_path):
 def test_every_command_reads_it(job, tmp_path):
     family, model, out = job
     small = ("--dataset", "random", "--samples", "3", "--seq-len", "24")
+    given = ("--scales", out, "--variants", "none,qkv")
     for command in (
         ("inspect", out),
         ("convert", out, "--to", "sglang", "--reduce", "max", "-o", tmp_path / "sglang"),
         ("generate", out, PROMPT, "--max-new-tokens", 3),
         ("generate", model, PROMPT, "--max-new-tokens", 3, "--cache", "int8_per_token_head"),
         ("plan", model),
-        *[("eval", model, *small, "--scales", out, "--variants", "none,qkv")]
-        * (family != "gemma4"),
+        *([] if family == "gemma4" else [("eval", model, *small, *given)]),
+        *(family != "gemma4"),
     ):
         done = fp8kv(*command)
         assert done.exit_code == 0, (command, done.stderr, done.exception)
