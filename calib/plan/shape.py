@@ -111,10 +111,8 @@ def _measure(model: PreTrainedModel, config: PreTrainedConfig) -> ModelShape:
         sum(weight.numel() for weight in model.parameters()),
         [dict(layer.named_parameters()) for layer in layers],
         sum(2 * _met_by_a_token(each, text) for layer in layers for each in layer.modules()),
-        sum(
-            2 * heads * _attended_values(module, _of_layer(module, config)) for module in attending
-        ),
-        sum(_cached_values(module, _of_layer(module, config)) for module in cached),
+        sum(2 * heads * _attended_values(*each) for each in zip(attending, settings, strict=True)),
+        sum(_cached_values(*each) for each in zip(cached, settings, strict=False)),
     )
 
 

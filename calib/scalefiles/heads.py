@@ -26,20 +26,21 @@ def of_layer(config: Mapping[str, Any], layer: int) -> dict[str, Any]:
     """A text config as it holds for one layer, where layers differ in their heads."""
     own = dict(config)
     sliding = _is_sliding(config, layer)
-    if sliding:
-        other = _number(config.get("swa_num_key_value_heads"))
-        if config.get("model_type") == "mimo_v2_flash":  # its class looks at no other number
-            other = other or 2 * (_first(config, _KV_HEADS) or 0)
-        queries = _number(config.get("swa_num_attention_heads"))
+    if sliding is not None:
+        others = {key: own.pop(key, None) for key in (*_OTHER_QUERY_HEADS, *_OTHER_KV_HEADS)}
+        queries, kv = None, None
+        if sliding:
+            queries, kv = others["swa_num_attention_heads"], others["swa_num_key_value_heads"]
+            if config.get("model_type") == "mimo_v2_flash":  # where nothing else is said
+                kv = kv or 2 * (_first(config, _KV_HEADS) or 0)
+        elif config.get("attention_k_eq_v"):
+            kv = others["num_global_key_value_heads"]
         own |= {"num_attention_heads": queries} if queries else {}
-        own |= {"num_key_value_heads": other} if other else {}
-    elif sliding is False and config.get("attention_k_eq_v"):
-        other = _number(config.get("num_global_key_value_heads"))
-        own |= {"num_key_value_heads": other} if other else {}
+        own |= {"num_key_value_heads": kv} if kv else {}
     for key in (*_QUERY_HEADS, *_KV_HEADS):
         if isinstance(by_layer := own.get(key), list) and layer < len(by_layer):
             own[key] = by_layer[layer]
-    layers = config.get("per_layer_config")
+    layers = own.pop("per_layer_config", None)
     for index, settings in layers.items() if isinstance(layers, dict) else ():
         if index.isdecimal() and int(index) == layer and isinstance(settings, dict):
             own |= settings

@@ -127,7 +127,16 @@ def test_latents_have_one_scale(tmp_path):
         # every other layer of Gemma 4 and MiMo-V2-Flash has other KV heads
         ({"num_global_key_value_heads": 1, "num_key_value_heads": 2}, {1, 2}),
         ({"swa_num_key_value_heads": 4, "num_key_value_heads": 2}, {1, 2, 4}),
-        ({"per_layer_config": {"1": {"num_key_value_heads": 4}}}, {1, 2, 4}),
+        # which of the two layers has which number is known
+        ({"per_layer_config": {"1": {"num_key_value_heads": 4}}}, {1}),
+        (
+            {
+                "swa_num_key_value_heads": 4,
+                "num_key_value_heads": 2,
+                "layer_types": ["sliding_attention"] * 2,
+            },
+            {1, 4},
+        ),
         ({"multi_query": True, "num_kv_heads": 4, "num_key_value_heads": None}, {1}),
         ({"num_key_value_heads": None}, {1, 4}),
         ({"attn_config": {"kv_n_heads": 2}, "num_key_value_heads": None}, {1, 2}),
