@@ -106,4 +106,4 @@ def _is_rope(partner: Tensor) -> bool:
     if bool((partner >= len(partner)).any()) or not torch.equal(partner[partner], channels):
         return False
     distances = (partner - channels).abs()
-    return len(distances[distances > 0].unique()) <= 1
+    return len(set(distances[distances > 0].tolist())) <= 1
