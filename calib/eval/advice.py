@@ -130,6 +130,8 @@ def _beside(name: str, measured: dict[str, Measured], rows: dict[str, Row]) -> s
     if better:
         best = min(better, key=lambda each: rows[each].kl.value)
         return f"; {rows[best].what} is measurably better (KL {rows[best].kl.value:.2g})"
+    if not measured[name].is_finite:
+        return ""
     found = "; no other scales that engines load are measurably better" if others else ""
     if "none" in others and is_worse(measured["none"], measured[name]):
         found += f", scale 1.0 is measurably worse (KL {show_number(rows['none'].kl.value)})"

@@ -5,6 +5,7 @@ from math import isfinite
 
 from torch import Tensor
 
+from calib.choices import REFERENCE
 from calib.eval.found import OtherText, Search
 from calib.eval.schema import Row
 
@@ -24,12 +25,15 @@ def lost_figures(
     rows: Mapping[str, Row], others: Iterable[OtherText], search: Search | None
 ) -> Iterable[str]:
     """A line for each cache and text whose figures are null."""
+    own = rows[REFERENCE].not_finite
+    if own:
+        yield f"the model itself is broken on this text, whatever its cache: {own}"
     for name, row in rows.items():
-        if row.not_finite:
+        if row.not_finite not in (None, own):
             yield f"'{name}': {row.not_finite}"
     for text in others:
         for name, other in text.variants.items():
-            if other.not_finite:
+            if other.not_finite and not own:
                 yield f"'{name}' on {text.dataset}: {other.not_finite}"
     lost = [str(i) for i, kl in search.kl_alone.items() if not isfinite(kl)] if search else []
     if lost:

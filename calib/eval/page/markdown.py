@@ -32,7 +32,8 @@ def _row(name: str, row: Row, whole: int) -> tuple[str, ...]:
 
 def figures(row: Row) -> list[tuple[str, str]]:
     """Value and interval of each figure of a variant, as text, from KL on in `HEADINGS`."""
-    kl = _figure(row.kl, "{:.2g}") if row.measurable else ("no measurable difference", "")
+    is_shown = row.measurable or not row.kl.is_finite
+    kl = _figure(row.kl, "{:.2g}") if is_shown else ("no measurable difference", "")
     return [
         kl,
         _figure(row.kl_p99, "{:.2g}"),
