@@ -35,8 +35,8 @@ _LAYER = re.compile(r"\.(\d{1,6})(?:\.|$)")
 
 
 def is_of_cache(name: str) -> bool:
-    """Whether a tensor is a scale or zero point of K, V or Q, and so says nothing of weights."""
-    return name.endswith(_ZERO_POINTS) or parse_scale_name(name) is not None
+    """Whether a tensor is a scale or offset of K, V or Q, and so says nothing of weights."""
+    return name.endswith((*_ZERO_POINTS, *_BIASES)) or parse_scale_name(name) is not None
 
 
 def is_offset(name: str) -> bool:

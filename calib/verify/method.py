@@ -84,6 +84,14 @@ def names_fp8_cache(directory: ScaleDirectory) -> bool:
     return str(algorithms.get("kv_cache_quant_algo")).upper() == "FP8"
 
 
+def turns_fp8_on(directory: ScaleDirectory, method: Method) -> bool:
+    """Whether the engine makes the cache FP8 without a flag."""
+    scheme = directory.algorithms.get("kv_cache_scheme")
+    dynamic = scheme.get("dynamic") if isinstance(scheme, dict) else False
+    is_read = dynamic is False or not method.static_alone
+    return method.turns_fp8_on and names_fp8_cache(directory) and is_read
+
+
 def _has_nvfp4_place(directory: ScaleDirectory) -> bool:
     """Whether SGLang's layers get a place: beside FP8 weights the word must be under this key."""
     algorithms = directory.algorithms

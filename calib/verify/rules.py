@@ -40,6 +40,7 @@ class Method(_Strict):
     # scales are ignored unless it is one of static FP8, one scale per layer
     scheme: Literal["both", "either", "tensor"] | None = None
     turns_fp8_on: bool = False  # no flag is needed where the config names an FP8 cache
+    static_alone: bool = False  # and its kv_cache_scheme says `dynamic: false`
     algorithms: tuple[str, ...] = ()  # quant_algo must be there; it was run with these
     needs: tuple[str, ...] = ()  # keys without which the config is refused
     # how `kv_cache_group` of a Quark config names entries of its `layer_quant_config`

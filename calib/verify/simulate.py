@@ -9,7 +9,7 @@ from calib.scalefiles.fp8_type import names_nvfp4
 from calib.scalefiles.names import layer_of
 from calib.verify.at_one import flags_at_one
 from calib.verify.classes import K_ALONE, OTHER, Fates, fate_of, naming, owner
-from calib.verify.method import choose_method, method_name, names_fp8_cache
+from calib.verify.method import choose_method, method_name, turns_fp8_on
 from calib.verify.model import check_model
 from calib.verify.quark import excluded_by
 from calib.verify.result import NotKnown, Outcome, Place, Refused, Simulation, default
@@ -74,7 +74,7 @@ def _load(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
     nvfp4 = names_nvfp4(directory)
     found.flag = rules.nvfp4.flag if nvfp4 and rules.nvfp4 else rules.flag
     method = choose_method(directory, rules)
-    if not nvfp4 and method and method.turns_fp8_on and names_fp8_cache(directory):
+    if not nvfp4 and method and turns_fp8_on(directory, method):
         found.flag = None
     fates = _fates(directory, rules, method)
     if fates and (other := _of_other_backend(directory, rules, fates)):

@@ -166,3 +166,6 @@ def test_offsets_that_are_not_0_are_a_problem(name, tmp_path):
             assert done.exit_code == 1
             command = ("convert", directory, "--to", "tgi", "-o", tmp_path / "out")
             one_line_error(fp8kv(*command), said, "calibrate the model again")
+            assert fp8kv("strip", directory, "-o", tmp_path / "plain").exit_code == 0
+            left = {n for f in (tmp_path / "plain").glob("*.safetensors") for n in load_file(f)}
+            assert left == {f"model.layers.{i}.self_attn.k_proj.weight" for i in range(2)}

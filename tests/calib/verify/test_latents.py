@@ -14,7 +14,7 @@ from calib.verify.simulate import simulate
 
 WEIGHTS = [f"{module}.kv_b_proj.weight" for module in MODULES]
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
-MODELOPT |= {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}
+MODELOPT |= {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}
 MQA, PROJ = "{module}.attn_mqa.{x}_scale", "{module}.{x}_proj.{x}_scale"
 PLAIN, INNER = "{module}.{x}_scale", "{module}.attn.{x}_scale"
 OWN = "{module}.mla_attn.mla_attn.{x}_scale"

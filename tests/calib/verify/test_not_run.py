@@ -15,7 +15,7 @@ from calib.verify.classes import load_classes
 from calib.verify.rules import all_rules, choose_rules
 from calib.verify.simulate import simulate
 
-SCHEME = {"num_bits": 8, "type": "float"}
+SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": SCHEME}
 KV = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}
 PROJ = "{module}.{x}_proj.{x}_scale"

@@ -216,3 +216,14 @@ def test_latents_have_no_place_under_mixed_precision_in_vllm(tmp_path):
     rules = choose_rules("vllm", None)[0]
     assert statuses(directory, rules) == {"default"}
     assert "layers that cache latents" in simulate(open_scales(directory), rules).ignored[0][1]
+
+
+def test_vllm_needs_a_static_scheme_of_modelopt_to_make_the_cache_fp8(tmp_path):
+    """With another `dynamic` vLLM 0.32 says "auto", a 16-bit cache; SGLang does not look at it."""
+    vllm = choose_rules("vllm", None)[0]
+    for i, (dynamic, flag) in enumerate(((False, None), (True, vllm.flag), (None, vllm.flag))):
+        scheme = {"type": "float", "num_bits": 8, "dynamic": dynamic}
+        config = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": scheme}
+        directory = open_scales(model(tmp_path / str(i), config=config))
+        assert simulate(directory, vllm).flag == flag
+        assert simulate(directory, NEW).flag is None
