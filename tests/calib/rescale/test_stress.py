@@ -74,7 +74,7 @@ def test_the_same_logits_and_other_k_and_v(model_type, tmp_path):
         assert said["rounded"] == [f"model.layers.{i}.self_attn.q_norm.weight" for i in range(3)]
         assert 0 < said["kl"] < 1e-8
         # 2**-25 of 1/256 in a channel of 24, and what layers make of it
-        torch.testing.assert_close(twin_logits, logits, rtol=2**-15, atol=2**-15)
+        torch.testing.assert_close(twin_logits, logits, rtol=2**-13, atol=2**-13)
         assert "bit for bit" not in done.stdout + (tmp_path / "twin" / "README.md").read_text()
         return
     assert torch.equal(logits, twin_logits)
