@@ -67,8 +67,9 @@ def test_a_batch_size_that_is_left_open_gives_every_process_work(model, tmp_path
 
 def test_another_number_of_threads_is_recorded_and_does_not_go_on(model, tmp_path):
     out = tmp_path / "out"
-    saved = killed_after_saving(model, out, signal.SIGKILL, OMP_NUM_THREADS="2")
-    long = (*DATA, *COLLECTED, "--set", "save_minutes=0", "--samples", 400, "--resume", "-o", out)
+    # four batches: on a busy machine threads that wait for each other take a second for each
+    saved = killed_after_saving(model, out, signal.SIGKILL, samples=8, OMP_NUM_THREADS="2")
+    long = (*DATA, *COLLECTED, "--set", "save_minutes=0", "--samples", 8, "--resume", "-o", out)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -133,11 +134,11 @@ cli.main()
 """
 
 
-def killed_after_saving(model, out, signal_number, **environment):
+def killed_after_saving(model, out, signal_number, samples=400, **environment):
     """Start a run that saves after each batch, and is killed when it has saved three times."""
     command = [
         sys.executable, "-c", KILLED, int(signal_number), "calibrate", model, "-o", out, *DATA,
-        *COLLECTED, "--set", "save_minutes=0", "--samples", 400,
+        *COLLECTED, "--set", "save_minutes=0", "--samples", samples,
     ]  # fmt: skip
     done = subprocess.run(
         list(map(str, command)), cwd=ROOT, capture_output=True, text=True,
