@@ -11,6 +11,7 @@ from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, tiny_model, tiny_visi
 
 from calib.data import make_batches
 from calib.errors import UnsupportedModelError
+from calib.measure.attention import map_attention
 from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
 
@@ -113,6 +114,17 @@ def test_measured_amax_is_that_of_the_cache_that_the_whole_model_fills():
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_cannot_be_observed_is_refused(family):
     assert REFUSED[family] in verdict(lambda: tiny_model(family, num_hidden_layers=2))
+
+
+def test_the_decoder_reads_for_a_model_that_takes_no_text_alone(monkeypatch):
+    model = tiny_vision_language_model("llava", model_type="llama")
+    assert map_attention(model).reader == "model"
+
+    def forward(self, input_ids, pixel_values, **kwargs):
+        raise AssertionError("an image is missing before anything runs")
+
+    monkeypatch.setattr(type(model.base_model), "forward", forward)
+    assert map_attention(model).reader == "model.language_model"
 
 
 if __name__ == "__main__":
