@@ -84,7 +84,7 @@ class _Session:
     def run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Stand in for the decoder's `forward`; the graph of `torch.compile` breaks once, here."""
         names = self._positional[: len(args)]
-        if len(names) == len(args) and kwargs.keys().isdisjoint(names):
+        if len(names) == len(args) and not any(name in kwargs for name in names):
             args, kwargs = (), {**dict(zip(names, args, strict=True)), **kwargs}
         cache, made = self._prepare(args, kwargs)
         kwargs = {**kwargs, "past_key_values": cache}
