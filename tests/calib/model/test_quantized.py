@@ -232,6 +232,7 @@ def test_a_quantization_config_of_null_says_nothing(tiny_directory):
 
 
 def test_moe_scales_of_each_expert_are_refused(tmp_path):
-    directory = save_model(tiny_model("qwen2_moe", num_experts=2), tmp_path / "moe")
+    experts = {"num_experts": 2, "num_experts_per_tok": 2}
+    directory = save_model(tiny_model("qwen2_moe", **experts), tmp_path / "moe")
     modelopt(directory, config=False, document=False)
     refuse(directory, "holds 'model.layers.0.*' as F8_E4M3")
