@@ -149,11 +149,15 @@ def _seen_and_cached(
 def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAttention | None:
     query, key, value = qkv
     module = model.get_submodule(name)
+    if module.layer_idx is None:
+        raise _shares_a_block(name)
     layer_idx, attention = int(module.layer_idx), _kind(module)
     stored = _stored(cache, layer_idx)
     if stored is None:
         return None
     if not all(_is_tail(part, whole) for part, whole in zip(stored, (key, value), strict=True)):
+        if _fills_another(cache, key):
+            raise _shares_a_block(name)
         raise UnsupportedModelError(
             f"{name} caches {list(stored[0].shape)} but attends to {list(key.shape)}: it changes "
             "K or V after they are cached, so what engines cache is not known"
@@ -167,6 +171,19 @@ def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAt
     heads, kv_heads = query.shape[1], key.shape[1] // repeat
     dims = (key.shape[-1], value.shape[-1])
     return CachedAttention(name, layer_idx, heads, kv_heads, repeat, *dims, attention)
+
+
+def _shares_a_block(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} is of a block that several layers share, and does not know whose cache it fills, "
+        "so scales have no place: such models are not supported"
+    )
+
+
+def _fills_another(cache: Any, key: Tensor) -> bool:
+    """Whether a layer of another number holds these keys."""
+    held = (_stored(cache, index) for index in range(len(cache.layers)))
+    return any(each is not None and torch.equal(each[0], key) for each in held)
 
 
 def _kind(module: nn.Module) -> Attention:

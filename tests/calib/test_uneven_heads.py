@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 from command_line import calibrate, fp8kv, one_line_error
-from families import UNEVEN, published_gemma4, save_model, tiny_model
+from families import ONE_MODULE, UNEVEN, published_gemma4, save_model, tiny_model
 from generation import PROMPT
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
@@ -158,3 +158,14 @@ def test_proportional_rope_turns_few_pairs_half_a_head_apart():
 def test_bench_wants_one_shape(tmp_path):
     model = save_model(tiny_model("gemma4_text", **UNEVEN["gemma4_text"]), tmp_path)
     one_line_error(fp8kv("bench", model), "have other heads", "--heads instead of MODEL")
+
+
+@pytest.mark.parametrize("family", ONE_MODULE)
+def test_a_block_that_layers_share_is_refused_in_one_line(family, tmp_path):
+    (tmp_path / "model").mkdir()
+    model = save_model(tiny_model(family, **ONE_MODULE[family]), tmp_path / "model")
+    for done in (
+        calibrate(model, "-o", tmp_path / "out"),
+        fp8kv("generate", model, PROMPT, "--scales", "none"),
+    ):
+        one_line_error(done, "is of a block that several layers share")

@@ -102,6 +102,29 @@ PARALLEL: dict[str, dict] = {
         "mamba_chunk_size": 8,
     },
 }
+# one attention module in several layers, each with a cache of its own
+ONE_MODULE: dict[str, dict] = {
+    "zamba": {
+        "num_hidden_layers": 6,
+        "attn_layer_period": 3,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "n_mamba_heads": 2,
+        "num_key_value_heads": 4,
+    },
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"],
+        "mamba_d_state": 8,
+        "mamba_headdim": 16,
+        "n_mamba_heads": 8,
+        "num_key_value_heads": 4,
+        "num_mem_blocks": 1,
+        "use_mem_rope": False,
+        "chunk_size": 8,
+        "mamba_ngroups": 1,
+    },
+}
 SHARED_KV = {
     "head_dim": 16,
     "num_kv_shared_layers": 1,
