@@ -264,8 +264,8 @@ def put_stand_in(
     layer = cache.layers[layer_idx] if layer_idx < len(cache.layers) else None
     if layer is None or type(layer) not in STAND_INS:
         raise AttentionError(
-            f"layer {layer_idx} of the cache is {type(layer).__name__}, for which no FP8 layer "
-            "stands in; a DynamicCache, or none, is what fp8_attention takes"
+            f"layer {layer_idx} of the cache is {type(layer).__name__}; give generate a "
+            "DynamicCache, or no cache at all"
         )
     if layer.get_seq_length() > 0:
         raise AttentionError(
