@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 from contextlib import suppress
 
 import pytest
@@ -56,6 +58,21 @@ def test_cleaning_up_is_not_disturbed_by_more_signals(first, status, said, more,
     assert ended.value.exit_code == status
     assert done == ["cleaned up"]
     assert capsys.readouterr().err == f"fp8kv: {said}; nothing was written\n"
+
+
+def test_a_command_that_lost_its_exception_can_still_be_ended():
+    code = (
+        "import os, signal, time\n"
+        "from calib.commands.running import run\n"
+        "class Deaf:\n"
+        "    def __del__(self): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "def work():\n"
+        "    Deaf()\n"  # Python drops what is raised there
+        "    for _ in range(9): os.kill(os.getpid(), signal.SIGTERM)\n"
+        "run(work)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert done.returncode == -signal.SIGTERM
 
 
 def test_sigterm_while_an_error_is_told_is_one_line_too(capsys, monkeypatch):

@@ -18,6 +18,9 @@ from calib.text import plain
 
 P = ParamSpec("P")
 
+_PATIENCE = 5  # signals that clean-up ignores before one ends the program at once
+_IGNORED: list[int] = []
+
 
 class _Terminated(BaseException):
     """SIGTERM arrived."""
@@ -73,6 +76,7 @@ def run(work: Callable[[], None], *, debug: bool = False) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     WRITTEN.clear()
+    _IGNORED.clear()
     try:
         try:
             _check_arguments()
@@ -140,7 +144,11 @@ def _ignore_more() -> None:
 
 
 def _ignore(signum: int, frame: object) -> None:
-    """Do nothing; SIG_IGN would outlive the start of another program."""
+    """Do nothing, until so many signals came that the exception of the first must be lost."""
+    # not SIG_IGN, which would outlive the start of another program
+    _IGNORED.append(signum)
+    if len(_IGNORED) == _PATIENCE:
+        signal.signal(signum, signal.SIG_DFL)
 
 
 def _forked() -> None:

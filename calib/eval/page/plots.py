@@ -4,6 +4,7 @@ import base64
 import io
 import math
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,13 +175,13 @@ class HeatMap(NamedTuple):
     title: str
     heads: str  # what is on its second axis
     layers: list[int]
-    cells: list[list[float]]  # [layers][heads]
+    cells: list[list[float]]  # [layers][heads]; layers may differ in heads
     is_share: bool  # percent from zero; else logarithmic
 
 
 def heat_maps(panels: list[HeatMap]) -> Picture:
     """Panels below each other, layers from left to right."""
-    heights = [float(np.clip(len(p.cells[0]) * _HEAD, _LEAST, _MOST)) for p in panels]
+    heights = [float(np.clip(max(map(len, p.cells)) * _HEAD, _LEAST, _MOST)) for p in panels]
     size = (_WIDTH, sum(heights) + 0.65 * len(panels))
 
     def paint(figure: Figure) -> None:
@@ -192,7 +193,8 @@ def heat_maps(panels: list[HeatMap]) -> Picture:
 
 
 def _paint(figure: Figure, axes: Axes, panel: HeatMap) -> None:
-    cells = np.array(panel.cells).T  # [heads, layers]
+    rows = zip_longest(*panel.cells, fillvalue=np.nan)
+    cells = np.array([*rows], dtype=float)  # [heads, layers]; nothing is drawn where it is NaN
     # an image: thousands of cells as paths would be most of the page
     image = axes.imshow(
         cells,
