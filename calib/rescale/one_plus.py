@@ -4,7 +4,8 @@
 multipliers. A channel holds a factor if rounding its weights changes this product by no more than
 one rounding, to the dtype of the source's weights, of the product itself or of the usual one, their
 root mean square. So all channels together change scores by no more, in root mean square, than
-rounding both Q and K to that dtype does.
+rounding both Q and K to that dtype does, if what norms multiply is about as large in all channels.
+Where it is largest in channels with small multipliers, scores may change more: `bake` tells the KL.
 """
 
 from collections.abc import Sequence

@@ -22,6 +22,7 @@ from calib.model.checkpoint import Checkpoint
 from calib.model.devices import input_device
 from calib.model.load import load_config, load_model
 from calib.recipe import Recipe
+from calib.rescale.one_plus import Norms
 from calib.rescale.products import Factors, Rescaled
 
 PROBE_TOKENS = 24
@@ -126,3 +127,12 @@ def prove(
             f"{what}: {problems[0]}{more}, so something in it does not follow a factor in front "
             "of it. Nothing was written"
         )
+
+
+def prove_written(model: PreTrainedModel, rounded: Norms, what: str) -> None:
+    """Compare the weights of norms in a written model with the rounded ones that were meant."""
+    for change, weight in rounded:
+        if not torch.equal(model.get_parameter(change.name).cpu(), change.product(weight).float()):
+            raise UnsupportedModelError(
+                f"{what}: '{change.name}' was not written as it was rounded. Nothing was written"
+            )

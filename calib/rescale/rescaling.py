@@ -18,7 +18,7 @@ from calib.recipe import Recipe
 from calib.rescale.edits import Coarser, Editing, fitting
 from calib.rescale.parameters import cached_attention, rescaled_parameters
 from calib.rescale.products import Factors, LayerFactors
-from calib.rescale.proof import Observed, kl_between, load_exact, observe, prove
+from calib.rescale.proof import Observed, kl_between, load_exact, observe, prove, prove_written
 from calib.rescale.shards import write_rescaled
 from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.names import is_of_cache
@@ -123,19 +123,19 @@ def rescale(
     near = hold(editing, model, modules, wanted)
     factors, edits, left = fitting(editing, model, modules, near, coarser)
     norms = editing.norms_adding_one(model, rescaled_parameters(model, modules, factors))
-    rounded = [change for change, weight in norms if exact and not change.is_exact(weight)]
-    own = {each.name: model.get_parameter(each.name).detach().clone() for each in rounded}
+    rounded = [pair for pair in norms if exact and not pair[0].is_exact(pair[1])]
+    own = {each.name: model.get_parameter(each.name).detach().clone() for each, _ in rounded}
     del model  # one copy in memory is enough
     write_rescaled(checkpoint, edits, out, dtype, progress)
     progress.stage("prove")
     model = load_exact(open_checkpoint(out), recipe)
     after = observe(model)
     if exact:
-        same = observe(model, rounded, own) if rounded else after
+        same = observe(model, [change for change, _ in rounded], own) if rounded else after
         prove(before, same, modules, factors, what)
+        prove_written(model, rounded, what)
     checkpoint.check_unchanged()
-    names = sorted(each.name for each in rounded)
-    return Rescaling(factors, wanted, sorted(edits), before, after, names, left)
+    return Rescaling(factors, wanted, sorted(edits), before, after, sorted(own), left)
 
 
 def _powers_of_two(factors: LayerFactors) -> LayerFactors:

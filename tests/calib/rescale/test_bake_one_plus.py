@@ -10,12 +10,12 @@ import torch
 from baking import OTHERS, bake, calibrated, in_float32, scales_of, seen
 from command_line import fp8kv
 from families import FAMILIES, save_model, tiny_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.recipe import load_recipe
-from calib.rescale import held
+from calib.rescale import held, rescaling
 from calib.rescale.one_plus import is_held
 from calib.rescale.products import Rescaled
 
@@ -178,6 +178,26 @@ def test_without_their_rounding_logits_are_the_same_bit_for_bit(tmp_path, monkey
     assert done.exit_code == 2
     assert "is not the source's times its factor" in done.stderr
     assert in_float32(source)
+
+
+def test_a_rounded_norm_that_is_written_otherwise_is_seen(tmp_path, monkeypatch):
+    source = gemma(tmp_path / "source", "gemma3_text", torch.bfloat16)
+    scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
+    write = rescaling.write_rescaled
+
+    def write_another(checkpoint, edits, out, *more):
+        write(checkpoint, edits, out, *more)
+        (file,) = out.glob("*.safetensors")
+        tensors = load_file(file)
+        norms = [name for name in edits if name.endswith("k_norm.weight")]
+        tensors[norms[0]][0] *= 1.0625
+        save_file(tensors, file, {"format": "pt"})
+
+    monkeypatch.setattr(rescaling, "write_rescaled", write_another)
+    done = bake(source, scales, tmp_path / "out", "--for", "int8")
+    assert done.exit_code == 2
+    assert "k_norm.weight' was not written as it was rounded" in done.stderr
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("model_type", [*MODELS, "qwen3"])
