@@ -16,6 +16,7 @@ from calib.caches.rounding import rounding
 from calib.caches.types import CacheType, Shape, cache_type
 from calib.errors import InputError
 from calib.measure.attention import layer_shapes, map_attention
+from calib.measure.continuing import check_fp8_cache
 from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids, input_device
 from calib.model.find import find_checkpoint
@@ -140,6 +141,8 @@ def generate_text(
     heads = layer_shapes(model) if kind else []
     if kind:
         kind.bytes_per_token(heads)  # a head size that is refused, before a wait
+    else:
+        check_fp8_cache(model)
     progress.stage("generate")
     try:
         with _applied(model, opened, options, served_dtype(checkpoint)):
@@ -147,7 +150,8 @@ def generate_text(
     except AttentionError as error:
         raise InputError(str(error)) from error
     plain = _generate(model, tokenizer, inputs, options, None)[0] if options.compare else None
-    made = (fp8, plain, inputs["input_ids"].shape[0] * cache.get_seq_length())
+    rows, length = inputs["input_ids"].shape
+    made = (fp8, plain, rows * (length + len(fp8.token_ids) - 1))  # nobody read the last one
     return _held(cache, made, notes) if kind is None else _simulated(kind, made, notes, heads)
 
 

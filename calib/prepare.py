@@ -10,6 +10,7 @@ from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.errors import InputError
 from calib.export import check_latent, check_recipe
 from calib.measure.attention import AttentionMap, map_attention
+from calib.measure.continuing import reason_against_fp8
 from calib.measure.queries import check_queries
 from calib.model.checkpoint import Checkpoint
 from calib.model.config import making_sense
@@ -82,6 +83,8 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.layout.attention if layers else map_attention(model())
     _rehearse(attention, checkpoint, recipe)
+    if layers is None and (reason := reason_against_fp8(model(), attention)):
+        data = replace(data, warnings=(*data.warnings, reason))
     device = (layers.device if layers else input_device(model())).type
     size = shared_batch_size(recipe.data, device, data.samples, processes)
     dtype = str(model().dtype).removeprefix("torch.")

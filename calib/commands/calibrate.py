@@ -237,10 +237,12 @@ def closing_lines(result: "Result") -> list[str]:
 def _next_step(result: "Result") -> str:
     """Return the line that says what to try with the first directory of an output."""
     from calib.export import FORMATS
+    from calib.measure.continuing import NO_FP8_CACHE
 
+    runs = not any(warning.startswith(NO_FP8_CACHE) for warning in result.warnings)
     name, directory = next(iter(result.directories.items()))
     path = shlex.quote(str(directory))
-    if FORMATS[name].with_weights and result.recipe.export.weights != "none":
+    if runs and FORMATS[name].with_weights and result.recipe.export.weights != "none":
         return f'next, see it write: fp8kv generate {path} "The capital of France is" --compare'
     return f"next, see which engines load the scales: fp8kv verify {path}"
 

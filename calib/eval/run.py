@@ -42,6 +42,7 @@ from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import ONE_ATTENTION, Setup, Variant, build_variants, other_attention
 from calib.measure.attention import layer_shapes
+from calib.measure.continuing import check_fp8_cache
 from calib.model.checkpoint import Checkpoint
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config
@@ -121,6 +122,7 @@ def evaluate(
     others, more = load_other_texts(setup, recipe, suite, scales)
     shapes = layer_shapes(model)  # runs the model, whose tokens are checked now
     check_model(setup.attention, model, shapes)
+    check_fp8_cache(model)
     types, left_out = wanted_types(wanted.caches, shapes)
     read = data.only(range(len(data.samples[: suite.calibration_samples])))
     stats = inputs.calibrate_on(setup, read.samples, recipe)

@@ -36,6 +36,7 @@ from calib.model.quantized import (
 from calib.model.stored import Source
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
+from fp8kv_runtime.hf import is_latent
 
 _CAUSAL = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
 _SERVED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -122,7 +123,7 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
             output_loading_info=True,
         )
     check_complete(checkpoint, info, checkpoint.entries.keys())
-    return model.eval()
+    return _ready(model)
 
 
 def load_from(
@@ -151,6 +152,17 @@ def load_from(
             output_loading_info=True,
         )
     check_complete(checkpoint, info, weights)
+    return _ready(model)
+
+
+def _ready(model: PreTrainedModel) -> PreTrainedModel:
+    """Make `model` one that reads.
+
+    Latent attention makes K and V for each query head, whatever number of KV heads its config
+    says; transformers would repeat them, and stop on the heads that it has then.
+    """
+    for module in filter(is_latent, model.modules()):
+        module.num_key_value_groups = 1
     return model.eval()
 
 

@@ -45,6 +45,7 @@ FAMILIES: dict[str, dict] = {
 _TEXT: dict[str, dict] = {
     "gemma3": {"sliding_window": 5, "layer_types": _SLIDING_AND_FULL},
     "llama4": {"intermediate_size_mlp": 96, "num_local_experts": 2},
+    "mllama": {"head_dim": 16, "cross_attention_layers": [1]},
     "paligemma": {"model_type": "gemma"},
 }
 # linear attention or Mamba in all layers but one
@@ -100,6 +101,38 @@ PARALLEL: dict[str, dict] = {
         "mamba_d_state": 8,
         "mamba_n_groups": 1,
         "mamba_chunk_size": 8,
+    },
+}
+# K and V that go through a convolution first, whose states a cache holds too
+CONVOLVED: dict[str, dict] = {
+    "zaya": {
+        "head_dim": 16,
+        "moe_intermediate_size": 32,
+        "num_experts": 4,
+        "router_hidden_size": 16,
+    },
+    "inkling_text": {
+        "head_dim": 16,
+        "swa_head_dim": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "sliding_window_size": 5,
+        "d_rel": 4,
+        "rel_extent": 16,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "local_layer_ids": [0, 1],
+    },
+}
+# a class of its own for the cache
+OWN_CACHE: dict[str, dict] = {
+    "minimax": {
+        "head_dim": 16,
+        "num_local_experts": 4,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "block_size": 8,
     },
 }
 # one attention module in several layers, each with a cache of its own
@@ -220,6 +253,9 @@ def tiny_vision_language_model(family="gemma3", **options):
     if family == "llama4":
         vision |= {"intermediate_size": 128, "vision_output_dim": 64}
         vision |= {"projector_input_dim": 64, "projector_output_dim": 64}
+    if family == "mllama":
+        vision |= {"attention_heads": 2, "num_global_layers": 1}
+        vision |= {"intermediate_layers_indices": [0], "vision_output_dim": 64}
     config = AutoConfig.for_model(
         family, text_config=text, vision_config=vision, mm_tokens_per_image=1
     )

@@ -139,7 +139,7 @@ def rows_of_keys(attention):
     config = getattr(attention, "config", None)
     heads = getattr(config, "num_attention_heads", 1)
     size = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
-    if isinstance(children.get("qkv_proj"), nn.Linear):
+    if config is not None and isinstance(children.get("qkv_proj"), nn.Linear):
         start = heads * size
         return children["qkv_proj"], range(start, start + config.num_key_value_heads * size)
     if "Wqkv" in children and hasattr(attention, "num_key_value_heads"):  # DBRX
