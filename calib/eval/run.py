@@ -8,6 +8,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from calib.atomic import claimed
+from calib.caches.types import Shape
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
 from calib.eval import inputs
@@ -120,9 +121,7 @@ def evaluate(
     given = [Variant(n, "given with --scales", "given", of(model)) for n, of in opened.items()]
     data, material, warnings = inputs.load_material(setup, recipe, suite, scales)
     others, more = load_other_texts(setup, recipe, suite, scales)
-    shapes = layer_shapes(model)  # runs the model, whose tokens are checked now
-    check_model(setup.attention, model, shapes)
-    check_fp8_cache(model)
+    shapes = _fitting_shapes(setup)  # runs the model, whose tokens are checked now
     types, left_out = wanted_types(wanted.caches, shapes)
     read = data.only(range(len(data.samples[: suite.calibration_samples])))
     stats = inputs.calibrate_on(setup, read.samples, recipe)
@@ -143,6 +142,14 @@ def evaluate(
         conditions, warnings=warnings, offers=offers, refused=refused,
         places=stats.places(), clip_chances=chances, **results,
     )  # fmt: skip
+
+
+def _fitting_shapes(setup: Setup) -> list[Shape]:
+    """Return the shapes of K and V; refuse a model that the evaluation cannot run."""
+    shapes = layer_shapes(setup.model)
+    check_model(setup.attention, setup.model, shapes)
+    check_fp8_cache(setup.model)
+    return shapes
 
 
 def _doubts(text: TextSummary, stats: KVStats, model: PreTrainedModel) -> list[str]:
