@@ -72,7 +72,7 @@ def _mark_impossible(kl: Tensor, expected: Tensor, found: Tensor) -> None:
     """
     if min(expected.amin(), found.amin()) > -math.inf:
         return
-    kl[(found.isneginf() & ~expected.isneginf()).any(-1)] = math.inf
+    kl[(found.isneginf() & ~expected.isneginf()).any(-1) & ~kl.isnan()] = math.inf
     kl[expected.isneginf().all(-1) | found.isneginf().all(-1)] = math.nan
 
 

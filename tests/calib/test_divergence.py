@@ -123,6 +123,9 @@ def test_logits_that_are_no_numbers_have_no_kl(bad):
     for pair in ((good, spoiled), (spoiled, good)):
         kl = divergence(*pair)
         assert kl.isnan().tolist() == [True, False]
+    # what the reference cannot say is not known, whatever the variant rules out
+    broken = torch.tensor([[math.nan, 0.0, 1.0]])
+    assert divergence(broken, torch.tensor([[0.0, 1.0, -math.inf]])).isnan().all()
     nothing = torch.full((1, 3), -math.inf)
     assert divergence(nothing, nothing).isnan().all()
 
