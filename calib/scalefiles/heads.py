@@ -8,6 +8,13 @@ _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_gr
 # of other layers of the same model, as in Gemma 4 and MiMo-V2-Flash
 _OTHER_QUERY_HEADS = ("swa_num_attention_heads",)
 _OTHER_KV_HEADS = ("num_global_key_value_heads", "swa_num_key_value_heads")
+# what DeciLM (Nemotron-NAS) names instead, layer by layer
+_ELSEWHERE = ("block_configs", "num_key_value_heads_per_layer")
+# model types that have a K and V head for each query head where config.json names no number
+ONE_PER_QUERY_HEAD = (
+    *("biogpt", "bloom", "codegen", "gpt2", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj"),
+    *("hrm_text", "llama", "mpt", "opt", "persimmon", "xglm"),
+)
 
 
 def head_count(config: Mapping[str, Any], letter: str) -> int | None:
@@ -19,7 +26,19 @@ def head_count(config: Mapping[str, Any], letter: str) -> int | None:
     grouped = inner.get("kv_n_heads") if isinstance(inner, dict) else None
     # Falcon with another decoder names one head for all queries by this alone
     single = 1 if config.get("multi_query") and not config.get("new_decoder_architecture") else None
-    return single or _first(config, _KV_HEADS) or _number(grouped) or heads
+    named = single or _first(config, _KV_HEADS) or _number(grouped)
+    return named or (heads if _has_one_per_query_head(config) else None)
+
+
+def _has_one_per_query_head(config: Mapping[str, Any]) -> bool:
+    """Whether K and V have as many heads as Q where no number is named: defaults differ."""
+    if any(key in config for key in _ELSEWHERE):
+        return False
+    values = [config[key] for key in _KV_HEADS if key in config]
+    if values:
+        return all(value is None for value in values)
+    single = config.get("multi_query")
+    return single is False or config.get("model_type") in ONE_PER_QUERY_HEAD
 
 
 def of_layer(config: Mapping[str, Any], layer: int) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from itertools import product
 from calib.scalefiles.file_names import JSON_FILE
 from calib.scalefiles.folder import ScaleDirectory, ScalesJson, ScaleTensor
 from calib.scalefiles.heads import head_count, of_layer
-from calib.verify.result import Outcome, Place, Refused, Simulation, Values, default
+from calib.verify.result import NotKnown, Outcome, Place, Refused, Simulation, Values, default
 from calib.verify.rules import Method
 
 Tensors = Mapping[str, ScaleTensor | None]  # k, v, q
@@ -137,11 +137,14 @@ def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor, plac
 
 
 def heads_of(directory: ScaleDirectory, layer: int) -> tuple[int, int]:
-    """Query heads and KV heads of a layer, as config.json says; `Refused` where it does not."""
+    """Query heads and KV heads of a layer, as config.json says; `NotKnown` where it does not."""
     config = of_layer(directory.text_config, layer)
     heads, kv_heads = head_count(config, "q"), head_count(config, "k")
-    if heads is None or kv_heads is None or kv_heads > heads:
-        raise Refused("config.json does not say how many attention heads there are")
+    if heads is None or kv_heads is None:
+        missing = "KV" if heads else "attention"
+        raise NotKnown(f"config.json does not say how many {missing} heads there are")
+    if kv_heads > heads:
+        raise Refused(f"config.json names {kv_heads} KV heads, and only {heads} query heads")
     return heads, kv_heads
 
 

@@ -9,8 +9,10 @@ from command_line import fp8kv, one_line_error
 from safetensors.torch import load_file, save_file
 from scale_directories import COMPRESSED, lines_of, model
 from torch import tensor
+from transformers import AutoConfig
 
 from calib.scalefiles.folder import open_scales
+from calib.scalefiles.heads import ONE_PER_QUERY_HEAD, head_counts
 from calib.scalefiles.reading import read_scales
 from calib.verify.result import Place
 from calib.verify.rules import choose_rules
@@ -22,6 +24,7 @@ from scale_cases import CASES, write_case
 PER_HEAD = COMPRESSED | {
     "kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}
 }
+ARCHITECTURES = Path(__file__).parents[2] / "interop" / "architectures"
 ENGINES = ("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy")
 KV, QUERY = [0.5, 0.25], [0.5, 0.25, 0.125, 1.0]
 # of a model with 4 query heads and 2 KV heads: K, V, Q, and what is said; none: nothing is wrong
@@ -140,6 +143,9 @@ def test_latents_have_one_scale(tmp_path):
         ({"multi_query": True, "num_kv_heads": 4, "num_key_value_heads": None}, {1}),
         ({"num_key_value_heads": None}, {1, 4}),
         ({"attn_config": {"kv_n_heads": 2}, "num_key_value_heads": None}, {1, 2}),
+        # where the key is absent, Mistral has 8 and GLM-4 has 2: not known
+        ({"num_key_value_heads": None, "model_type": "mistral"}, {1, 2, 3, 4}),
+        ({"num_key_value_heads": None, "model_type": "falcon", "multi_query": False}, {1, 4}),
         # nothing is known of its heads
         ({"num_key_value_heads": None, "num_attention_heads": None}, {1, 2, 3, 4}),
     ],
@@ -149,6 +155,51 @@ def test_heads_are_those_that_the_config_names(document, good, tmp_path):
         directory = model(tmp_path / str(count), k=[[0.5] * count] * 2, config=PER_HEAD, **document)
         problems = read_scales(directory).misread
         assert bool(problems) == (count not in good), (count, problems)
+
+
+def test_absent_is_not_null():
+    config = {"model_type": "glm4", "num_attention_heads": 32}
+    assert head_counts(config, "k") == set()
+    assert head_counts(config | {"num_key_value_heads": None}, "k") == {32}
+    # DeciLM, whose layers differ
+    other = {"num_key_value_heads": None, "block_configs": [{"attention": {"n_heads_in_group": 8}}]}
+    assert head_counts(config | other, "k") == set()
+    per_layer = {"num_key_value_heads_per_layer": [4, 4]}
+    assert head_counts(config | {"model_type": "deci"} | per_layer, "k") == set()
+
+
+def test_scales_of_heads_of_an_unknown_number_are_no_problem(tmp_path):
+    document = {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]}
+    directory = of_counts(tmp_path / "model", KV, KV, **document, num_key_value_heads=None)
+    assert "problem:" not in lines_of(fp8kv("inspect", directory))
+    done = fp8kv("verify", directory, "--engine", "vllm")
+    assert "config.json does not say how many KV heads there are" in lines_of(done)
+    assert "problem:" not in lines_of(done)
+    done = fp8kv("convert", directory, "--to", "vllm", "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert read_scales(tmp_path / "out").layers[1].k == tuple(KV)
+
+
+@pytest.mark.parametrize("model_type", ONE_PER_QUERY_HEAD)
+def test_classes_that_name_no_kv_heads_have_one_per_query_head(model_type):
+    """By transformers: no setting for them, or one that follows the query heads."""
+    config = AutoConfig.for_model(model_type, num_attention_heads=6, hidden_size=96).to_dict()
+    config |= config.get("attn_config") or {}
+    named = {k: v for k, v in config.items() if "head" in k and ("kv" in k or "key_value" in k)}
+    assert set(named.values()) <= {6}
+    assert "multi_query" not in config
+
+
+def test_every_class_that_has_no_setting_for_kv_heads_is_named():
+    documents = [json.loads(file.read_text()) for file in ARCHITECTURES.glob("*.json")]
+    texts = [document.get("text_config", document) for document in documents]
+    without = {
+        text["model_type"]
+        for text in texts
+        if not any("head" in k and ("kv" in k or "key_value" in k) for k in text)
+    }
+    assert without
+    assert without <= {*ONE_PER_QUERY_HEAD}
 
 
 @pytest.mark.parametrize("name", ["k_zero_point", "q_zero_point", "k_proj.k_bias", "v_proj.v_bias"])
