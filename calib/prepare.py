@@ -11,7 +11,7 @@ from calib.errors import InputError
 from calib.export import check_latent, check_recipe
 from calib.measure.attention import AttentionMap, map_attention
 from calib.measure.continuing import reason_against_fp8
-from calib.measure.queries import check_queries
+from calib.measure.queries import check_queries, engine_class
 from calib.model.checkpoint import Checkpoint
 from calib.model.config import making_sense
 from calib.model.devices import check_token_ids, input_device
@@ -62,7 +62,7 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     With batch size 'auto' each of `processes` gets a batch, if there are samples enough.
     """
     config = load_config(checkpoint, recipe)
-    _check_scales(checkpoint, config, recipe)
+    _check_scales(config, recipe)
     given = "seq_len" in recipe.data.model_fields_set
     seq_len, notes = fit_seq_len(config, recipe.data.seq_len, given=given)
     recipe = _with_data(recipe, seq_len=seq_len) if notes else recipe
@@ -93,7 +93,7 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     return Prepared(model(), layers, data, attention, recipe)
 
 
-def _check_scales(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> None:
+def _check_scales(config: PreTrainedConfig, recipe: Recipe) -> None:
     """Refuse scales that the model's cache has no place for, or that nothing is known of."""
     if caches_latents(config):
         for name in recipe.export.formats:
@@ -102,9 +102,7 @@ def _check_scales(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Reci
             strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys
         )
     elif recipe.targets == "qkv":
-        named = checkpoint.config.get("architectures")
-        name = named[0] if isinstance(named, list) and named else named or config.model_type
-        check_queries(str(name), "--targets qkv")
+        check_queries(engine_class(config, config.model_type), "--targets qkv")
 
 
 def _model_notes(checkpoint: Checkpoint, config: PreTrainedConfig) -> list[str]:

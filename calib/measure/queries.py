@@ -4,6 +4,8 @@ Run: the class of vLLM 0.32 read the same tokens on the CPU with the same weight
 queries of each head agreed (tests/interop/check_queries.py). Read: its source was.
 """
 
+from transformers import PreTrainedConfig
+
 from calib.errors import InputError
 
 _RUN = (
@@ -32,6 +34,13 @@ READ = frozenset(f"{name}ForCausalLM" for name in _READ) | {
     "Gemma3nForConditionalGeneration",
     "Gemma4ForConditionalGeneration",
 }
+
+
+def engine_class(config: PreTrainedConfig, otherwise: str) -> str:
+    """Name the class that engines run a model with: the config's first, or `otherwise`."""
+    named: object = config.architectures
+    first = named[0] if isinstance(named, list) and named else named
+    return first if isinstance(first, str) else otherwise
 
 
 def check_queries(architecture: str, flag: str) -> None:

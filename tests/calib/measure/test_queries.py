@@ -1,21 +1,26 @@
 """Queries are measured, rounded and simulated as engines hand them to attention."""
 
+import copy
+
 import pytest
 import torch
 from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
 
 from calib.caches.applied import rounded_attention
+from calib.caches.types import Shape
 from calib.data import make_batches
 from calib.errors import InputError
+from calib.eval.modes import check_model
 from calib.eval.simulated import simulated
 from calib.eval.variants import fp8_rounding
 from calib.measure.attention import map_attention
 from calib.measure.loop import calibrate
+from calib.measure.queries import engine_class
 from calib.measure.training import scales_for
 from calib.recipe import Recipe, load_recipe
 from calib.scales.derive import derive_scales
-from fp8kv_runtime.engine_attention import fa3_attention
+from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
 from fp8kv_runtime.fp8 import dequantize, quantize
 from fp8kv_runtime.hf import fp8_attention, swap_attention
 from fp8kv_runtime.options import AttentionOptions
@@ -55,10 +60,13 @@ def test_opts_query_is_measured_before_the_model_scales_it(opt):
         assert torch.equal(layer.q.amax, query.abs().amax((0, 2)))  # 16 ** -0.5 is exact
 
 
+@pytest.mark.parametrize(
+    ("mode", "kernel"), [("fa3", fa3_attention), ("vllm_triton", vllm_triton_attention)]
+)
 @torch.inference_mode()
-def test_flash_attention_3_is_simulated_with_the_query_that_an_engine_rounds(opt, scales):
+def test_kernels_are_simulated_with_the_query_that_an_engine_rounds(mode, kernel, opt, scales):
     queries, calls = projected(opt), []
-    attend = simulated("fa3", scales, with_queries=False, dtype=torch.float32)
+    attend = simulated(mode, scales, with_queries=False, dtype=torch.float32)
 
     def compare(original, module, query, key, value, *args, **kwargs):
         found, _ = attend(original, module, query, key, value, *args, **kwargs)
@@ -69,7 +77,7 @@ def test_flash_attention_3_is_simulated_with_the_query_that_an_engine_rounds(opt
         opt(IDS)
     visible = torch.ones(10, 10, dtype=torch.bool).tril()[None, None]
     for query, (found, key, value) in zip(queries, calls, strict=True):
-        expected = fa3_attention(query, key, value, visible, AttentionOptions(16**-0.5))
+        expected = kernel(query, key, value, visible, AttentionOptions(16**-0.5))
         assert torch.equal(found, expected.transpose(1, 2))
 
 
@@ -110,3 +118,25 @@ def test_query_scales_of_a_class_that_nothing_is_shown_of_are_refused(tmp_path):
         ("eval", tmp_path / "model", "--attention", "fa3"),
     ):
         one_line_error(fp8kv(*command, *data), said)
+
+
+def test_queries_in_16_bits_are_simulated_for_every_class():
+    """A factor that engines leave out of the query changes how FP8 rounds and cuts it off."""
+    model = tiny_model("bitnet", num_hidden_layers=2)
+    shapes = [Shape(2, 32, 32, "heads")]
+    for mode in ("fa3", "vllm_triton_fp8"):
+        with pytest.raises(InputError, match="is not known for BitNetForCausalLM"):
+            check_model(mode, model, shapes)
+    check_model("vllm_triton", model, shapes)
+
+
+def test_a_model_is_of_the_class_that_its_config_names(opt):
+    config = copy.copy(opt.config)
+    for named, name in (
+        (["BitNetForCausalLM", "OPTForCausalLM"], "BitNetForCausalLM"),
+        ("OPTForCausalLM", "OPTForCausalLM"),
+        ([], "other"),
+        (None, "other"),
+    ):
+        config.architectures = named
+        assert engine_class(config, "other") == name
