@@ -6,7 +6,9 @@ check_queries.py OUT [ARCHITECTURE ...]   OUT as write_queries.py leaves it; all
 
 import json
 import re
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -58,19 +60,32 @@ def attend(layer, query, key, value, output_shape=None, **_):
     return (weights @ v).transpose(0, 1).reshape(tokens, -1)
 
 
-# Mixtral, as its groups of processes do for all; then Llama 4, whose experts compute otherwise
-# after some of the other classes in one process (why was not found out)
-FIRST = ("MixtralForCausalLM", "Llama4ForCausalLM", "Llama4ForConditionalGeneration")
+MIXTRAL = Path(__file__).parent / "architectures" / "MixtralForCausalLM.json"
+# their experts compute otherwise after some of the other classes (why was not found out)
+FIRST = ("Llama4ForCausalLM", "Llama4ForConditionalGeneration")
 SEEN: dict[str, dict[str, list[float]]] = {}
+
+
+def engine_config(home: str | Path):
+    """Settings of the engine for a model."""
+    arguments = EngineArgs(model=str(home), dtype="float32", use_tqdm_on_load=False, **OPTIONS)
+    return arguments.create_engine_config()
+
+
+def join_groups() -> None:
+    """Enter the groups of processes of a model with experts, which do for all."""
+    with tempfile.TemporaryDirectory() as home:
+        shutil.copy(MIXTRAL, Path(home, "config.json"))
+        config = engine_config(home)
+    with set_current_vllm_config(config):
+        join_group(1, 0)
 
 
 def run(home: Path, tokens: list[int]) -> list[dict[str, list[float]]]:
     """What the layers of the engine's class are handed when it reads the tokens, layer by layer."""
     SEEN.clear()
-    config = EngineArgs(model=str(home), dtype="float32", use_tqdm_on_load=False, **OPTIONS)
-    config = config.create_engine_config()
+    config = engine_config(home)
     with set_current_vllm_config(config):
-        join_group(1, 0)
         model = get_model(vllm_config=config)
     ids, positions = torch.tensor(tokens), torch.arange(len(tokens))
     if config.model_config.uses_mrope:
@@ -112,6 +127,7 @@ def main() -> None:
     torch.accelerator.empty_cache = lambda: None  # as vLLM's worker for the CPU does
     out, names, wrong = Path(sys.argv[1]), sys.argv[2:], []
     names = names or sorted(RUN)
+    join_groups()
     for name in (*(n for n in FIRST if n in names), *(n for n in names if n not in FIRST)):
         result = verdict(out / name)
         wrong += [name] * (result != "right")
