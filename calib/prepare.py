@@ -82,6 +82,8 @@ def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepa
     with making_sense(f"this {config.model_type} cannot run as its config says"):
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.layout.attention if layers else map_attention(model())
+    if attention.note:
+        data = replace(data, warnings=(*data.warnings, attention.note))
     _rehearse(attention, checkpoint, recipe)
     if layers is None and (reason := reason_against_fp8(model(), attention)):
         data = replace(data, warnings=(*data.warnings, reason))

@@ -9,6 +9,8 @@ keys; the model's own `expand_kv` makes of them what it attends to.
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from inspect import signature
+from textwrap import shorten
 from typing import Any
 
 import torch
@@ -30,7 +32,7 @@ QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
 
 _PROBE_TOKENS = 8
 # what a model raises that misses an image, or a field of its config that says where images are
-_NOT_FOR_TEXT = (TypeError, ValueError, AttributeError)
+NOT_FOR_TEXT = (TypeError, ValueError, AttributeError)
 
 
 @dataclass(frozen=True)
@@ -64,10 +66,11 @@ class AttentionMap:
     cached: dict[str, CachedAttention]
     shared: dict[str, SharedAttention]
     reader: str  # the module that is given token ids
+    note: str = ""  # why that is the decoder, where the whole model may cache something else
 
     def read(self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None) -> None:
         """Run `model` on token ids [B, T], as far as what it caches needs."""
-        model.get_submodule(self.reader)(input_ids=token_ids, attention_mask=mask, use_cache=False)
+        _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False)
 
     def unit_scales(self, strategy: Strategy = "tensor", fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
         """Scale 1.0 for every module, which engines use where they have no other."""
@@ -109,7 +112,7 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
             f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported"
         )
     with making_sense(f"this {model.config.model_type} cannot run as its config says"):
-        reader, seen, cache = _probe(model)
+        reader, note, seen, cache = _probe(model)
     if cache is None:
         raise UnsupportedModelError(
             f"{type(model).__name__} returns no KV cache: it is an encoder, or not a causal decoder"
@@ -118,32 +121,41 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
     cached = {name: module for name, module in modules.items() if module is not None}
     _check_every_layer_was_seen(model, cache, cached)
     shared = {name: _shared(model, name, seen, cached) for name in modules if name not in cached}
-    return AttentionMap(cached, shared, reader)
+    return AttentionMap(cached, shared, reader, note)
 
 
-def _probe(model: PreTrainedModel) -> tuple[str, dict[str, QKV], Any]:
-    """Which module reads text alone, and what attention sees and the cache holds when it does.
+def _probe(model: PreTrainedModel) -> tuple[str, str, dict[str, QKV], Any]:
+    """Which module reads text alone, a note, what attention sees and what the cache holds then.
 
     That is the whole model without its LM head: what is around the decoder may move positions, as
-    PaliGemma's does. Its decoder reads for a model that takes no text alone.
+    PaliGemma's does. The decoder reads for a model that takes no text alone, or whose other weights
+    are not in memory; the note says why.
     """
-    tokens = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
-    inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
     names = {module: name for name, module in model.named_modules()}
     whole, decoder = model.base_model, model.get_decoder()
     try:
-        return names[whole], *_seen_and_cached(model, whole, inputs)
-    except _NOT_FOR_TEXT:
-        return names[decoder], *_seen_and_cached(model, decoder, inputs)
+        return names[whole], "", *_seen_and_cached(model, whole)
+    except (*NOT_FOR_TEXT, RuntimeError) as error:
+        lacks_weights = "meta" in str(error) and any(p.is_meta for p in whole.parameters())
+        if whole is decoder or not (isinstance(error, NOT_FOR_TEXT) or lacks_weights):
+            raise
+        reason = shorten(str(error) or type(error).__name__, 120)
+    note = f"the decoder alone was measured, as the whole model takes no text alone: {reason}"
+    return names[decoder], note, *_seen_and_cached(model, decoder)
 
 
-def _seen_and_cached(
-    model: PreTrainedModel, reader: nn.Module, inputs: dict[str, Tensor]
-) -> tuple[dict[str, QKV], Any]:
+def _seen_and_cached(model: PreTrainedModel, reader: nn.Module) -> tuple[dict[str, QKV], Any]:
     seen: dict[str, QKV] = {}
+    tokens = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
     with observe_qkv(model, lambda name, *qkv: seen.__setitem__(name, qkv)):
-        cache = reader(**inputs, use_cache=True).get("past_key_values")
-    return seen, cache
+        out = _run(reader, tokens, torch.ones_like(tokens), use_cache=True)
+    return seen, out.get("past_key_values")
+
+
+def _run(reader: nn.Module, token_ids: Tensor, mask: Tensor | None, *, use_cache: bool) -> Any:
+    # a reader with an LM head, as Llama 4's, would compute logits of every token
+    last = {"logits_to_keep": 1} if "logits_to_keep" in signature(reader.forward).parameters else {}
+    return reader(input_ids=token_ids, attention_mask=mask, use_cache=use_cache, **last)
 
 
 def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAttention | None:
@@ -183,7 +195,7 @@ def _shares_a_block(name: str) -> UnsupportedModelError:
 def _fills_another(cache: Any, key: Tensor) -> bool:
     """Whether a layer of another number holds these keys."""
     held = (_stored(cache, index) for index in range(len(cache.layers)))
-    return any(each is not None and torch.equal(each[0], key) for each in held)
+    return any(each is not None and _same(each[0], key) for each in held)
 
 
 def _kind(module: nn.Module) -> Attention:
@@ -198,9 +210,14 @@ def _shared(
 ) -> SharedAttention:
     _, key, value = seen[name]
     for owner in owners:
-        if torch.equal(seen[owner][1], key) and torch.equal(seen[owner][2], value):
+        if _same(seen[owner][1], key) and _same(seen[owner][2], value):
             return SharedAttention(int(model.get_submodule(name).layer_idx), owner)
     raise UnsupportedModelError(f"{name} attends to K and V that no layer of the cache holds")
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    # layers may be on several GPUs
+    return one.shape == other.shape and torch.equal(one.to(other.device), other)
 
 
 def _is_tail(stored: Tensor, attended: Tensor) -> bool:

@@ -7,8 +7,8 @@ that exchange more than what they return.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from math import sqrt
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from calib.data import Batch
 from calib.errors import UnsupportedModelError
-from calib.measure.attention import AttentionMap, map_attention, observe_qkv
+from calib.measure.attention import NOT_FOR_TEXT, AttentionMap, map_attention, observe_qkv
 from calib.measure.loop import to_device
 from calib.offload.hidden import form_of
 from calib.offload.replay import Output, replaying
@@ -60,6 +60,8 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> Layout:
     probes = [to_device(probe, device) for probe in _PROBES]
     with random_weights(model.get_decoder(), device):
         attention = map_attention(model)
+        if attention.note:
+            attention = _compare_whole(model, attention, probes, device)
         layers, names, unused = _decoder_layers(model, attention)
         expected = _seen(model, partial(_run_whole, model, attention, probes))
         for keeps in (False, True):
@@ -71,6 +73,25 @@ def probe_layers(model: PreTrainedModel, device: torch.device) -> Layout:
         f"{type(model).__name__}: its decoder layers exchange more than hidden states, so they "
         "cannot run one at a time; use --offload none"
     )
+
+
+def _compare_whole(
+    model: PreTrainedModel, attention: AttentionMap, probes: list[Batch], device: torch.device
+) -> AttentionMap:
+    """Prove that K and V of the decoder alone are the whole model's, whatever its other weights."""
+    names = {module: name for name, module in model.named_modules()}
+    whole = replace(attention, reader=names[model.base_model])
+    try:
+        with _constant_weights(model, device):
+            expected = _seen(model, partial(_run_whole, model, whole, probes))
+    except NOT_FOR_TEXT:
+        return attention  # as in memory, and the note says so
+    if not _agree(_seen(model, partial(_run_whole, model, attention, probes)), expected):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} caches other K or V than its decoder alone, and cannot run "
+            "without its other weights; use --offload none"
+        )
+    return replace(attention, note="")
 
 
 def _decoder_layers(
@@ -146,21 +167,41 @@ def random_weights(decoder: nn.Module, device: torch.device) -> Iterator[None]:
     Values are the same in every layer, to take little memory; every layer gets another input, so a
     forward pass still tells layers apart.
     """
-    meta = _meta(decoder)
     generator = torch.Generator().manual_seed(_SEED)
     made: dict[tuple[str, torch.Size], Tensor] = {}
+
+    def random(name: str, tensor: Tensor) -> Tensor:
+        kind = _kind(name, tensor)
+        if kind not in made:
+            made[kind] = _random(tensor, generator, _rows(decoder, name)).to(device)
+        return made[kind]
+
+    with _replaced(decoder, random):
+        yield
+
+
+def _constant_weights(model: nn.Module, device: torch.device) -> AbstractContextManager[None]:
+    """Give meta tensors one value in all elements inside the block, which takes no memory."""
+
+    def constant(_: str, tensor: Tensor) -> Tensor:
+        return torch.full((), 0.5, device=device).to(tensor.dtype).expand(tensor.shape)
+
+    return _replaced(model, constant)
+
+
+@contextmanager
+def _replaced(module: nn.Module, make: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    meta = _meta(module)
     try:
         for name, tensor in meta.items():
-            kind = _kind(name, tensor)
-            if kind not in made:
-                made[kind] = _random(tensor, generator, _rows(decoder, name)).to(device)
+            values = make(name, tensor)
             is_parameter = isinstance(tensor, nn.Parameter)
-            values = nn.Parameter(made[kind], requires_grad=False) if is_parameter else made[kind]
-            replace_tensor(decoder, name, values)
+            values = nn.Parameter(values, requires_grad=False) if is_parameter else values
+            replace_tensor(module, name, values)
         yield
     finally:
         for name, tensor in meta.items():
-            replace_tensor(decoder, name, tensor)
+            replace_tensor(module, name, tensor)
 
 
 def _meta(decoder: nn.Module) -> dict[str, Tensor]:

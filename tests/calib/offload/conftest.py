@@ -43,8 +43,11 @@ def every_model():
     builders = {
         name: lambda n=name, o=options: tiny_model(n, **o) for name, options in models.items()
     }
-    seeing = {n: lambda n=n: tiny_vision_language_model(n) for n in ("gemma3", "paligemma")}
-    return builders | seeing
+    seeing = {"gemma3": {}, "paligemma": {}, "idefics3": {"model_type": "llama"}}
+    return builders | {
+        name: lambda n=name, o=options: tiny_vision_language_model(n, **o)
+        for name, options in seeing.items()
+    }
 
 
 @dataclass
