@@ -168,7 +168,7 @@ def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAt
     if stored is None:
         return None
     if not all(_is_tail(part, whole) for part, whole in zip(stored, (key, value), strict=True)):
-        if _fills_another(cache, key):
+        if _fills_another(cache, layer_idx, key):
             raise _shares_a_block(name)
         raise UnsupportedModelError(
             f"{name} caches {list(stored[0].shape)} but attends to {list(key.shape)}: it changes "
@@ -192,9 +192,9 @@ def _shares_a_block(name: str) -> UnsupportedModelError:
     )
 
 
-def _fills_another(cache: Any, key: Tensor) -> bool:
-    """Whether a layer of another number holds these keys."""
-    held = (_stored(cache, index) for index in range(len(cache.layers)))
+def _fills_another(cache: Any, layer_idx: int, key: Tensor) -> bool:
+    """Whether a layer of a number other than `layer_idx` holds these keys."""
+    held = (_stored(cache, i) for i in range(len(cache.layers)) if i != layer_idx)
     return any(each is not None and _same(each[0], key) for each in held)
 
 

@@ -119,6 +119,6 @@ def test_keys_on_different_gpus_are_compared():
     first, second = cache.layers[0].keys.clone(), cache.layers[1].keys.clone()
     for layer in cache.layers:
         layer.keys = layer.keys.as_subclass(_OnAnotherGPU)
-    assert _fills_another(cache, first)
-    assert _fills_another(cache, second)
-    assert not _fills_another(cache, first + 1)
+    assert _fills_another(cache, 1, first)
+    assert _fills_another(cache, 0, second)
+    assert not _fills_another(cache, 0, first)
