@@ -47,14 +47,16 @@ def test_head_sizes_that_do_not_fit(name, head_dim, multiple):
 
 
 def test_the_first_engine_that_serves_it():
-    (found,) = cache_type("fp8").serving(None, None, [(1, 80, 80)])
-    assert (found.engine, found.flag) == ("vllm", "--kv-cache-dtype fp8")
+    both = cache_type("fp8").serving(None, None, [(1, 80, 80)])
+    assert {(each.engine, each.flag) for each in both} == {("vllm", "--kv-cache-dtype fp8")}
+    assert ["mi300x" in each.gpus for each in both] == [False, True]  # where Q is rounded otherwise
     (found,) = cache_type("fp8").serving("lmdeploy", "h100", [(1, 128, 128)])
     assert found.flag.endswith("--quant-policy 16")
     (found,) = cache_type("nvfp4").serving("sglang", None, [(1, 64, 64)])
     assert found.gpus == ("b200",)
-    both = cache_type("fp8").serving(None, None, [(1, 128, 64)])
-    assert [(each.engine, "a100" in each.gpus) for each in both] == [
+    several = cache_type("fp8").serving(None, None, [(1, 128, 64)])
+    assert [(each.engine, "a100" in each.gpus) for each in several] == [
+        ("vllm", False),
         ("vllm", False),
         ("vllm", True),
     ]
