@@ -24,9 +24,11 @@ from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
 from fp8kv_runtime.hf.swap import Replacement
 
 ONE_ATTENTION = (
-    "this model has one attention implementation, eager: the control `eager` is left out, and the "
-    "noise floor is that of `bf16`"
+    "this model computes the same with one attention implementation alone: the control `eager` is "
+    "left out, and the noise floor is that of `bf16`"
 )
+# with eager attention transformers masks their text causally, with another it does not
+_MASKED_OTHERWISE = ("paligemma",)
 BUILT_IN = (REFERENCE, *VARIANTS)
 QKV = tuple[Tensor, Tensor, Tensor]
 # (layer_idx, query, key, value) -> what attention is given
@@ -221,7 +223,9 @@ def _simulated(model: PreTrainedModel, scales: KVScales, engine: Replacement) ->
 
 
 def other_attention(model: PreTrainedModel) -> str | None:
-    """Another implementation of attention than the model's own; None: it has no other."""
+    """Another implementation of attention than the model's own; None: none computes the same."""
+    if model.config.model_type in _MASKED_OTHERWISE:
+        return None
     if model.config._attn_implementation != "eager":
         return "eager"
     return "sdpa" if model._supports_sdpa else None

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from families import FAMILIES, save_model, tiny_model
+from families import FAMILIES, save_model, tiny_model, tiny_vision_language_model
 
 from calib.data import make_batches
 from calib.errors import InputError
@@ -85,8 +85,14 @@ def test_a_head_that_only_the_first_token_sees_keeps_its_amax():
         without_first_tokens(KVStats({name: plain}))
 
 
-def test_a_model_with_one_attention_implementation_has_one_control(tmp_path):
-    model = save_model(tiny_model("gpt_oss", **FAMILIES["gpt_oss"]), tmp_path / "model")
+@pytest.mark.parametrize("family", ["gpt_oss", "paligemma"])
+def test_a_model_with_one_attention_implementation_has_one_control(family, tmp_path):
+    model = (
+        tiny_vision_language_model(family)
+        if family == "paligemma"
+        else tiny_model(family, **FAMILIES[family])
+    )
+    model = save_model(model, tmp_path / "model")
     choices = {"data.dataset": "random", "dtype": "float32", "evaluation.variants": ("tensor",)}
     found = evaluate(str(model), load_recipe(None, choices), suite=Suite(2, 2, 24, 0, 5, (), (), 1))
     assert [name for name, m in found.measured.items() if m.variant.kind == "control"] == ["bf16"]

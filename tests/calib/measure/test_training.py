@@ -256,7 +256,7 @@ def test_little_text_is_a_warning_and_next_to_none_is_refused():
     ):
         with pytest.raises(InputError, match=f"{words}.*data.allow_few_tokens"):
             scales_for(model, few)
-        with pytest.warns(UserWarning) as said:
+        with pytest.warns(UserWarning, match="tokens") as said:
             scales_for(model, few, recipe=Recipe(data={"allow_few_tokens": True}))
         assert any("tokens were read" in str(each.message) for each in said)
 
