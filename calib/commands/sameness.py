@@ -7,7 +7,7 @@ def sameness(kl: float, *, exact: bool) -> str:
     """What was proved of the outputs."""
     if exact:
         return "the logits in float32 are the source's, bit for bit"
-    return f"the outputs differ by a KL of {kl:.2g} nats per token"
+    return f"the outputs differ by a KL of {kl:.2g} nats per token on a few random tokens"
 
 
 def rounded_lines(names: Sequence[str]) -> list[str]:

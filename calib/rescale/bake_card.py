@@ -35,7 +35,10 @@ def write_card(
 
 def outputs(kl: float, rounded: Sequence[str], *, exact: bool = True) -> str:
     """How near the outputs are to the source's: `exact` but for the norms that are `rounded`."""
-    differ = f"Its outputs differ from the source's by a KL of {kl:.2g} nats per token"
+    differ = (
+        f"Its outputs differ from the source's by a KL of {kl:.2g} nats per token on a few random "
+        "tokens"
+    )
     if rounded:
         return f"{differ}, as {len(rounded)} weights of norms had to be rounded; all else is exact."
     return "In float32 its outputs are the source's, bit for bit." if exact else f"{differ}."
