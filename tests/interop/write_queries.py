@@ -30,6 +30,10 @@ TOKENS = [1, *torch.randint(3, 110, (47,), generator=torch.Generator().manual_se
 RECIPE = load_recipe(None, {"device": "cpu", "targets": "qkv"})
 
 
+# the classes whose vision towers vLLM names as transformers does
+SAME_TOWERS = ("AriaForConditionalGeneration", "InternVLForConditionalGeneration")
+
+
 def make_model(architecture: str) -> torch.nn.Module:
     """A model of the family, from the config that the engines' classes are built from."""
     fields = json.loads((ARCHITECTURES / f"{architecture}.json").read_text())
@@ -82,7 +86,8 @@ def main() -> None:
                 model = make_model(name)
                 document = {"tokens": TOKENS, "layers": measured(model)}
             save_model(model, home)
-            give_vllms_names(home / "model.safetensors")
+            if name not in SAME_TOWERS:
+                give_vllms_names(home / "model.safetensors")
         except Fp8kvError as error:
             document = {"refused": str(error)}
         except Exception as error:  # noqa: BLE001 (a config that transformers does not build)
