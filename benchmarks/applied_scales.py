@@ -93,7 +93,7 @@ def _write(args: argparse.Namespace, name: str, documents: Path) -> None:
 
 
 def _fp8kv(*arguments: object) -> None:
-    command = [sys.executable, "-m", "cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "calib", *map(str, arguments)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 

@@ -78,7 +78,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _run(*arguments: object) -> None:
-    subprocess.run([sys.executable, "-m", "cli", *map(str, arguments)], check=True)
+    subprocess.run([sys.executable, "-m", "calib", *map(str, arguments)], check=True)
 
 
 def _calibrate(model: object, output: Path) -> None:

@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
 
 def run_fp8kv(*arguments: object) -> str:
     """Run a command of fp8kv; its output."""
-    command = [sys.executable, "-m", "cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "calib", *map(str, arguments)]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 

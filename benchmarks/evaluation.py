@@ -74,7 +74,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _run(*arguments: object) -> None:
-    subprocess.run([sys.executable, "-m", "cli", *map(str, arguments)], check=True)
+    subprocess.run([sys.executable, "-m", "calib", *map(str, arguments)], check=True)
 
 
 def _evaluate(model: str, suite: str, output: Path) -> tuple[float, dict[str, Any]]:

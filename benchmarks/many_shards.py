@@ -88,7 +88,7 @@ def measure(command: str, directory: Path) -> dict[str, float]:
         "    lines = Path('/proc/self/status').read_text().splitlines()\n"
         "    print(next(l for l in lines if l.startswith('VmHWM')).split()[1], file=sys.stderr)\n"
         "atexit.register(peak)\n"
-        "from cli import app\n"
+        "from calib.commands.app import app\n"
         "app()\n"
     )
     start = time.perf_counter()

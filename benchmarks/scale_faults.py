@@ -29,7 +29,7 @@ DATA = ("--dataset", "builtin:python-docs", "--samples", "96", "--seq-len", "64"
 FLAGS = (*DATA, "--batch-size", "1", "--device", "cpu", "--set", "save_minutes=0")
 # weights that are copied, so that writing takes a while
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}  # two run at a time
-COMMAND = (sys.executable, "-m", "cli", "calibrate", "--weights", "copy", *FLAGS, "--quiet")
+COMMAND = (sys.executable, "-m", "calib", "calibrate", "--weights", "copy", *FLAGS, "--quiet")
 
 
 def measure_faults(scratch: Path) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """A recipe fully determines a calibration: what to measure, on which data, and what to write."""
 
-from importlib import resources
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -192,8 +191,14 @@ class Recipe(StrictModel):
 
 def recipe_names() -> list[str]:
     """Names of the bundled recipes, sorted."""
-    files = resources.files("recipes").iterdir()
-    return sorted(f.name.removesuffix(".yaml") for f in files if f.name.endswith(".yaml"))
+    return sorted(path.stem for path in _bundled().glob("*.yaml"))
+
+
+def _bundled() -> Path:
+    # in a checkout they lie beside the package
+    package = Path(__file__).parent
+    inside = package / "recipes"
+    return inside if inside.is_dir() else package.with_name("recipes")
 
 
 def recipe_text(name: str) -> str:
@@ -203,7 +208,7 @@ def recipe_text(name: str) -> str:
             f"no recipe named '{name}'{did_you_mean(name, recipe_names())}; "
             f"bundled: {', '.join(recipe_names())}; or give a YAML file"
         )
-    return resources.files("recipes").joinpath(f"{name}.yaml").read_text()
+    return (_bundled() / f"{name}.yaml").read_text()
 
 
 def load_recipe(source: str | None, overrides: dict[str, Any] | None = None) -> Recipe:

@@ -16,8 +16,8 @@ from command_line import CLI, SMALL, calibrate, fp8kv, one_line_error, process
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-import cli
 from calib import __version__
+from calib.commands.app import app, calibrate_main, eval_main
 from calib.errors import InputError
 
 
@@ -219,9 +219,9 @@ def test_doctor_names_what_it_found():
         assert what in done.stdout
 
 
-@pytest.mark.parametrize("app", [cli.main, cli.calibrate_main, cli.eval_main])
-def test_every_command_line_says_its_version(app):
-    done = CliRunner().invoke(app, ["--version"])
+@pytest.mark.parametrize("program", [app, calibrate_main, eval_main])
+def test_every_command_line_says_its_version(program):
+    done = CliRunner().invoke(program, ["--version"])
     assert (done.exit_code, done.stdout) == (0, f"fp8kv {__version__}\n")
 
 
@@ -252,7 +252,7 @@ def test_help_shows_what_matters_before_the_panels():
 
 def test_completion_for_bash():
     done = subprocess.run(
-        ["bash", "-c", f"{sys.executable} -m cli --show-completion; exit $?"],
+        ["bash", "-c", f"{sys.executable} -m calib --show-completion; exit $?"],
         capture_output=True,
         text=True,
         check=True,

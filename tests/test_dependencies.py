@@ -11,14 +11,14 @@ import pytest
 from command_line import SMALL, fp8kv, one_line_error
 
 ROOT = Path(__file__).parent.parent
-SHIPPED = ("calib", "fp8kv_runtime", "recipes")
+SHIPPED = ("calib", "fp8kv_runtime")
 # imported only inside them, by the plugin that they load
 ENGINES = {"vllm", "sglang"}
 
 
 def imported():
     """Third-party packages, by the names of their distributions."""
-    files = [ROOT / "cli.py", *(f for name in SHIPPED for f in (ROOT / name).rglob("*.py"))]
+    files = [f for name in SHIPPED for f in (ROOT / name).rglob("*.py")]
     names = set()
     for node in (node for file in files for node in ast.walk(ast.parse(file.read_text()))):
         if isinstance(node, ast.Import):
@@ -26,7 +26,7 @@ def imported():
         elif isinstance(node, ast.ImportFrom):
             names.add((node.module or "").split(".")[0])
     found = packages_distributions()
-    others = names - set(sys.stdlib_module_names) - {*SHIPPED, *ENGINES, "cli"}
+    others = names - set(sys.stdlib_module_names) - {*SHIPPED, *ENGINES}
     return {found[name][0].lower().replace("_", "-") for name in others}
 
 
@@ -54,7 +54,7 @@ def test_a_dependency_that_is_not_declared_is_noticed(name, shipped_dependencies
 def test_the_base_needs_no_extra():
     code = (
         "import sys; sys.modules |= dict.fromkeys(('matplotlib', 'lm_eval', 'gguf'))\n"
-        "import calib.job, calib.eval.run, calib.scalefiles.plot, cli"
+        "import calib.job, calib.eval.run, calib.scalefiles.plot, calib.commands.app"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

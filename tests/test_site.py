@@ -13,7 +13,7 @@ import pytest
 import yaml
 from browser import asked_for, browser, look, needs_browser
 
-import cli
+from calib.commands.app import app
 
 ROOT = Path(__file__).parent.parent
 # code in the shell, in Python; pictures and tables; a page of mkdocstrings
@@ -61,7 +61,7 @@ def test_reference_pages_name_everything(site):
     import fp8kv_runtime
     from calib.recipe import DataRecipe, Recipe
 
-    commands = {f"fp8kv {command.name}" for command in cli.app.registered_commands if command.name}
+    commands = {f"fp8kv {command.name}" for command in app.registered_commands if command.name}
     assert {"fp8kv eval"} <= commands
     names = [f"{p.__name__}.{name}" for p in (calib, fp8kv_runtime) for name in p.__all__]
     keys = [*Recipe.model_fields, *DataRecipe.model_fields]

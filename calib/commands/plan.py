@@ -107,4 +107,4 @@ def _command_line(plan: "Plan", way: "Way") -> str:
         return f"fp8kv {job}"
     nodes = f" --nnodes {way.nodes} --rdzv-backend c10d --rdzv-endpoint $HEAD:29500"
     nodes = nodes if way.nodes > 1 else ""
-    return f"torchrun{nodes} --nproc-per-node {way.processes} -m cli {job}"
+    return f"torchrun{nodes} --nproc-per-node {way.processes} -m calib {job}"

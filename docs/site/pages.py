@@ -13,9 +13,9 @@ def cli() -> str:
     """Every command with its arguments and flags, from Typer."""
     from typer.main import get_command
 
-    import cli
+    from calib.commands.app import app
 
-    group = get_command(cli.app)
+    group = get_command(app)
     commands = group.commands.items()  # type: ignore[attr-defined]
     return "\n".join(_command(f"fp8kv {name}", command) for name, command in commands)
 

@@ -3,15 +3,15 @@
 import json
 import os
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import CLI
 from typer.testing import CliRunner
 
-import cli
 from calib import bench as facade
+from calib.commands.app import app
 from fp8kv_runtime.bench import correctness as gate
 from fp8kv_runtime.bench import session as run
 
@@ -19,7 +19,7 @@ RUNNER = CliRunner()
 
 
 def fp8kv(*arguments):
-    return RUNNER.invoke(cli.app, ["bench", *arguments])
+    return RUNNER.invoke(app, ["bench", *arguments])
 
 
 def test_without_a_gpu_the_kernels_are_checked_and_nothing_is_timed(tmp_path):
@@ -29,7 +29,7 @@ def test_without_a_gpu_the_kernels_are_checked_and_nothing_is_timed(tmp_path):
         "intermediate_size": 8, "vocab_size": 8,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-c", "import cli; cli.main()", "bench", str(tmp_path)]
+    command = [*CLI, "bench", str(tmp_path)]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | hidden)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr

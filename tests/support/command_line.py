@@ -5,9 +5,9 @@ import sys
 
 from typer.testing import CliRunner
 
-import cli
+from calib.commands.app import app
 
-CLI = [sys.executable, "-m", "cli"]
+CLI = [sys.executable, "-m", "calib"]
 
 
 SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu"]
@@ -15,7 +15,7 @@ SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device",
 
 def fp8kv(*arguments):
     """Run a command in this process."""
-    return CliRunner().invoke(cli.app, list(map(str, arguments)))
+    return CliRunner().invoke(app, list(map(str, arguments)))
 
 
 def calibrate(*arguments):

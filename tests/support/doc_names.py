@@ -15,7 +15,7 @@ from realistic import give_realistic_weights
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-import cli
+import calib.commands.app as programs
 from calib.data import builtin, loading
 from calib.eval import inputs
 from calib.eval.schema import Suite
@@ -115,7 +115,7 @@ def _copy(source, target):
 def invoke(command):
     """Run a command of ours in this process."""
     program, *arguments = command.words
-    return CliRunner().invoke(getattr(cli, APPS[program]), arguments)
+    return CliRunner().invoke(getattr(programs, APPS[program]), arguments)
 
 
 def save_model(directory):

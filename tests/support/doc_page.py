@@ -54,7 +54,8 @@ class Page:
         tools = here.parent / "bin"
         tools.mkdir()
         for name in APPS:
-            (tools / name).write_text(f"#!{sys.executable}\nimport cli\ncli.{APPS[name]}()\n")
+            program = f"from calib.commands.app import {APPS[name]} as run; run()"
+            (tools / name).write_text(f"#!{sys.executable}\n{program}\n")
             (tools / name).chmod(0o755)
         monkeypatch.setenv("PATH", f"{tools}:{Path(sys.executable).parent}:{os.environ['PATH']}")
         monkeypatch.setenv("PYTHONPATH", str(ROOT))

@@ -27,7 +27,7 @@ def assert_same(found, expected):
 
 def launched(count, *arguments, **environment):
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", count)
-    command = [sys.executable, "-m", *launcher, "-m", "cli", "calibrate", *arguments]
+    command = [sys.executable, "-m", *launcher, "-m", "calib", "calibrate", *arguments]
     return subprocess.run(
         list(map(str, command)), cwd=ROOT, capture_output=True, text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment}, timeout=300,

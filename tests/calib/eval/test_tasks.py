@@ -351,7 +351,7 @@ def test_nothing_of_lm_eval_is_shown(directory, task_files):
     command = ("eval", str(directory), "--device", "cpu", "--dataset", "random", "--json")
     small = ("--samples", "2", "--seq-len", "16", "--variants", "tensor", "--task-limit", "1")
     done = subprocess.run(
-        [sys.executable, "-m", "cli", *command, *small, "--tasks", str(task_files / "text.yaml")],
+        [sys.executable, "-m", "calib", *command, *small, "--tasks", str(task_files / "text.yaml")],
         capture_output=True,
         text=True,
     )

@@ -89,7 +89,7 @@ def test_ranks_with_different_recipes_stop(model, tmp_path):
     script = tmp_path / "rank.py"
     script.write_text(
         "import os, sys\n"
-        "from cli import calibrate_main\n"
+        "from calib.commands.app import calibrate_main\n"
         "sys.argv += ['--seed', os.environ['RANK']]\n"
         "calibrate_main()\n"
     )
@@ -118,7 +118,7 @@ def test_nan_on_one_rank_ends_every_rank_with_its_error(tmp_path):
 # the run itself, because whoever watches it from outside may look too late on a busy machine
 KILLED = """
 import os, sys
-import cli
+from calib.commands.app import main
 from calib.measure.resume import SavedProgress
 
 number, save, batches = int(sys.argv.pop(1)), SavedProgress.save_sometimes, []
@@ -130,7 +130,7 @@ def save_and_die(*arguments):
         os.kill(os.getpid(), number)
 
 SavedProgress.save_sometimes = save_and_die
-cli.main()
+main()
 """
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-import cli
+from calib.commands.app import app
 from calib.data import load_data
 from calib.model.find import find_checkpoint
 from calib.model.load import load_tokenizer
@@ -22,7 +22,7 @@ SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device",
 
 
 def calibrate(*arguments):
-    return CliRunner().invoke(cli.app, ["calibrate", *map(str, arguments), *SMALL])
+    return CliRunner().invoke(app, ["calibrate", *map(str, arguments), *SMALL])
 
 
 def test_a_real_model_gives_the_same_bits(smollm2_directory, tmp_path, saved_at, assert_same):
@@ -70,7 +70,7 @@ def test_a_model_that_does_not_fit_is_calibrated_layer_by_layer(tiny_directory, 
 )
 def test_mistakes_are_one_line(arguments, phrase, tiny_directory, tmp_path):
     done = CliRunner().invoke(
-        cli.app,
+        app,
         ["calibrate", str(tiny_directory), "-o", str(tmp_path / "out"), *SMALL, *arguments],
     )
     assert done.exit_code == 2, done.output

@@ -1,1 +1,0 @@
-"""Bundled recipes, YAML as package data; `fp8kv recipes` lists them."""

@@ -1,0 +1,106 @@
+"""The wheel takes two names of site-packages, and runs beside a user's own `cli` and `recipes`."""
+
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from zipfile import ZipFile
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+# what a user may have where our commands are run
+OWN = ("cli.py", "recipes.py", "recipes/__init__.py", "commands.py", "app.py")
+
+
+def run(*command, **options):
+    command = [sys.executable, "-m", *map(str, command)]
+    return subprocess.run(command, check=True, capture_output=True, text=True, **options).stdout
+
+
+def built(source, form, home):
+    run("hatchling", "build", "--target", form, "--directory", home, cwd=source)
+    (archive,) = home.iterdir()
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return built(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory):
+    """A directory that the wheel alone is installed in."""
+    home = tmp_path_factory.mktemp("site")
+    flags = ("--quiet", "--no-index", "--no-deps", "--disable-pip-version-check")
+    run("pip", "install", *flags, "--target", home, wheel)
+    return home
+
+
+@pytest.fixture
+def work(tmp_path):
+    """A user's directory, whose modules nobody may import."""
+    for name in OWN:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("raise SystemExit('a file of the user was run')\n")
+    return tmp_path
+
+
+def names(wheel):
+    with ZipFile(wheel) as archive:
+        return archive.namelist()
+
+
+def test_the_wheel_takes_the_names_of_our_two_packages_and_no_other(wheel):
+    version = wheel.name.split("-")[1]
+    roots = {name.split("/")[0] for name in names(wheel)}
+    assert roots == {"calib", "fp8kv_runtime", f"fp8kv-{version}.dist-info"}
+    assert {f"calib/recipes/{name}.yaml" for name in RECIPES} <= {*names(wheel)}
+
+
+def test_the_sdist_makes_the_same_wheel(wheel, tmp_path):
+    with tarfile.open(built(ROOT, "sdist", tmp_path / "sdist")) as archive:
+        archive.extractall(tmp_path / "source", filter="data")
+    (source,) = (tmp_path / "source").iterdir()
+    assert names(built(source, "wheel", tmp_path / "wheel")) == names(wheel)
+
+
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "calib")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("bin/fp8kv",), (sys.executable, "-m", "calib"), (sys.executable, "-m", *TORCHRUN)],
+    ids=["fp8kv", "python -m calib", "torchrun -m calib"],
+)
+def test_the_wheel_runs_beside_files_of_the_same_names(command, site, work):
+    program = [str(site / command[0]), *command[1:]]
+    done = subprocess.run(
+        [*program, "recipes"], cwd=work, env={**os.environ, "PYTHONPATH": str(site)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in RECIPES)
+
+
+def test_every_command_of_the_wheel_starts(site, work):
+    scripts = {path.name for path in (site / "bin").iterdir()}
+    assert scripts == {"fp8kv", "fp8kv-calibrate", "fp8kv-eval"}
+    for name in scripts:
+        done = subprocess.run(
+            [site / "bin" / name, "--version"], cwd=work,
+            env={**os.environ, "PYTHONPATH": str(site)}, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.stdout.startswith("fp8kv "), done.stderr
+
+
+def test_a_checkout_has_cli_py(work):
+    done = subprocess.run(
+        [sys.executable, ROOT / "cli.py", "recipes", "tensor-absmax"], cwd=work,
+        env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.stdout == (ROOT / "recipes" / "tensor-absmax.yaml").read_text()
