@@ -2,25 +2,29 @@
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from calib.caches.types import cache_type
 from calib.choices import REFERENCE
 from calib.errors import InputError
-from calib.eval.found import Search
+from calib.eval.found import OtherText, Search
+from calib.eval.other_figures import clipping
 from calib.eval.reader import Measured
 from calib.eval.schema import Figure, LayerRow, Report, Row
-from calib.eval.statistics import estimate
+from calib.eval.statistics import ratio
 from calib.text import Condition, show_number
 
-# what engines can load, and the advice to use it
+# what engines can load, simplest first, and the advice to use it
 _ADVICE = {
-    "none": "uncalibrated (scale 1.0) is as good as any scales on this text",
+    "none": "serve without scales (scale 1.0)",
     "tensor": "use one scale per layer (--strategy tensor)",
     "mse": "use one scale per layer, clipped where it pays (--observer mse)",
     "attn_head": "use one scale per KV head (--strategy attn_head)",
 }
+SERVED = tuple(_ADVICE)
 _NOTHING = (
     "serve none of these caches: the KL is not a finite number with any scales that engines load"
 )
@@ -28,7 +32,9 @@ _OF_LATENTS = (
     "engines' own classes use no scales of latents, or wrongly: `fp8kv bake` makes 1.0 right; see "
     "docs/latent.md"
 )
-SERVED = tuple(_ADVICE)
+_BEST = "no other scales that engines load are measurably better"
+# a layer stands out where its error is this many times the median layer's
+_OUTLIER = 3.0
 
 
 def can_be_served(name: str, row: Row) -> bool:
@@ -37,75 +43,116 @@ def can_be_served(name: str, row: Row) -> bool:
     return row.kind == "given" or name in SERVED or is_offered
 
 
-# a layer stands out where its error is this many times the median layer's
-_OUTLIER = 3.0
+@dataclass(frozen=True)
+class Judgement:
+    """What is measurably better than what, and the sentences that follow from it.
 
+    Measurably: the interval of the paired difference, document by document, is above the noise
+    floor. It says that there is a difference; how large it is the KLs beside it say.
+    """
 
-def advised(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
-    """The simplest scales that engines load and that are no worse than the best of them."""
-    served = [name for name in SERVED if name in rows and rows[name].kl.is_finite]
-    if not served:
-        return None
-    return simplest(served, measured, rows)
+    measured: dict[str, Measured]
+    rows: dict[str, Row]
+    floor: float = 0.0
 
+    def is_worse(self, one: str, other: str) -> bool:
+        """Whether the KL of `one` is measurably higher; what is no number is the highest."""
+        here, there = self.measured[one], self.measured[other]
+        if one == other or not there.is_finite:
+            return False
+        if not here.is_finite:
+            return True
+        if not self.rows[one].measurable:
+            return False
+        pairs = zip(here.documents, there.documents, strict=True)
+        sums = np.array([float((a.kl - b.kl).double().sum()) for a, b in pairs])
+        counts = np.array([float(len(each.kl)) for each in here.documents])
+        return ratio(sums, counts).low > self.floor
 
-def simplest(names: Sequence[str], measured: dict[str, Measured], rows: dict[str, Row]) -> str:
-    """The first of `names`, which begin with the simplest, no worse than the best of them."""
-    best = min(names, key=lambda name: rows[name].kl.value)
-    return next(name for name in names if not is_worse(measured[name], measured[best]))
+    def simplest(self, names: Sequence[str]) -> str:
+        """The first of `names`, which begin with the simplest, that none of them beats."""
+        best = min(names, key=lambda name: self.rows[name].kl.value)
+        return next((x for x in names if not any(self.is_worse(x, y) for y in names)), best)
 
+    @property
+    def _rivals(self) -> list[str]:
+        """What is served and has a KL, simplest first: scales given are there already."""
+        first, *others = SERVED
+        given = [name for name, row in self.rows.items() if row.kind == "given"]
+        return [x for x in (first, *given, *others) if x in self.rows and self.rows[x].kl.is_finite]
 
-def subject(measured: dict[str, Measured], rows: dict[str, Row]) -> str | None:
-    """The variant that the verdict is about: what the user gave, or what is advised."""
-    given = [name for name, row in rows.items() if row.kind == "given"]
-    fp8 = {name: m.variant for name, m in measured.items() if m.variant.scales is not None}
-    whole = [name for name, variant in fp8.items() if variant.generates]
-    return next(iter([*given, *filter(None, [advised(measured, rows)]), *whole]), None)
+    @cached_property
+    def advised(self) -> str | None:
+        """The simplest scales, given ones among them, than which none are measurably better."""
+        return self.simplest(self._rivals) if self._rivals else None
 
+    @property
+    def subject(self) -> str | None:
+        """The variant that the verdict is about: what the user gave, or what is advised."""
+        given = [name for name, row in self.rows.items() if row.kind == "given"]
+        fp8 = {n: m.variant for n, m in self.measured.items() if m.variant.scales is not None}
+        whole = [name for name, variant in fp8.items() if variant.generates]
+        return next(iter([*given, *filter(None, [self.advised]), *whole]), None)
 
-def advise(measured: dict[str, Measured], rows: dict[str, Row], found: Search | None) -> list[str]:
-    """What to serve, from the figures alone."""
-    simplest = advised(measured, rows)
-    if simplest is None:
-        return [_NOTHING] * any(name in rows for name in SERVED)
-    scales = measured[simplest].variant.scales
-    lines = [_OF_LATENTS if scales and scales.latent and simplest != "none" else _ADVICE[simplest]]
-    outliers = _outliers(rows[simplest].layers)
-    if found is not None:
-        lines.append(_found(found))
-    elif outliers:
-        lines.append(
-            f"layers {', '.join(map(str, outliers))} have more than {_OUTLIER:.0f} times the "
-            f"median layer's error: vLLM keeps them in 16 bits with {skip_argument(outliers)}"
+    def verdict(self, others: Sequence[OtherText] = ()) -> str:
+        """One sentence on the subject, with the `others`, texts on which its scales clip."""
+        name = self.subject
+        if name is None:
+            return "No FP8 KV cache was measured."
+        label, row = self._label(name), self.rows[name]
+        said = f"{_figures(row, self.floor)}{clipping(others, name, row, label)}"
+        return f"FP8 KV cache, {label}: {said}{self._beside(name)}."
+
+    def advise(self, search: Search | None) -> list[str]:
+        """What to serve, from the figures alone."""
+        best = self.advised
+        if best is None:
+            return [_NOTHING] * any(name in self.rows for name in SERVED)
+        scales = self.measured[best].variant.scales
+        lines = [_OF_LATENTS if scales and scales.latent and best != "none" else self._use(best)]
+        outliers = _outliers(self.rows[best].layers)
+        if search is not None:
+            lines.append(_search_line(search))
+        elif outliers:
+            lines.append(
+                f"layers {', '.join(map(str, outliers))} have more than {_OUTLIER:.0f} times the "
+                f"median layer's error: vLLM keeps them in 16 bits with {skip_argument(outliers)}"
+            )
+        return lines
+
+    def _use(self, best: str) -> str:
+        """The advice to serve with the scales `best`, and why."""
+        if len(self._rivals) == 1:
+            return f"nothing was measured to compare {self._label(best)} with: no other scales"
+        return f"{_ADVICE.get(best, f'keep the {self._label(best)}')}: {_BEST}"
+
+    def _label(self, name: str) -> str:
+        row = self.rows[name]
+        own = "scale 1.0" if name == "none" else row.what
+        return f"scales of '{name}'" if row.kind == "given" else own
+
+    def _beside(self, name: str) -> str:
+        """How the other scales that engines load compare; what is advised is named first."""
+        others, best = [each for each in self._rivals if each != name], self.advised
+        better = [each for each in others if self.is_worse(name, each)]
+        if better:
+            least = min(better, key=lambda each: self.rows[each].kl.value)
+            said = self._measurably("better", best if best in better else least)
+            no_better = f", but not measurably better than {self._label(best)}" if best else ""
+            return f"; {said}{'' if best in better else no_better}"
+        if not others or not self.measured[name].is_finite:
+            return ""
+        said = f"; {_BEST}"
+        if "none" in self.rows and self.is_worse("none", name):
+            return f"{said}, {self._measurably('worse', 'none')}"
+        return (
+            said if best in (None, name) else f"{said}, {self._label(best)} is not measurably worse"
         )
-    return lines
 
-
-def skip_argument(layers: Iterable[int]) -> str:
-    """What tells vLLM to keep `layers` in 16 bits."""
-    return f"--kv-cache-dtype-skip-layers {' '.join(map(str, layers))}"
-
-
-def _found(searched: Search) -> str:
-    budget = f"KL {searched.budget:.2g} with '{searched.variant}'"
-    if not math.isfinite(searched.kl):
-        return f"{budget} is not met: the KL is not a finite number"
-    if not searched.skipped:
-        return f"{budget} is met with every layer in FP8 (KL {searched.kl:.2g})"
-    count = f"{len(searched.skipped)} of {len(searched.kl_alone)} layers"
-    return (
-        f"{budget} is met (KL {searched.kl:.2g}) with {count} in 16 bits, instead of KL "
-        f"{show_number(searched.kl_of_all)} with none: {skip_argument(searched.skipped)}"
-    )
-
-
-def verdict(measured: dict[str, Measured], rows: dict[str, Row], floor: float) -> str:
-    """One sentence on the subject."""
-    name = subject(measured, rows)
-    if name is None:
-        return "No FP8 KV cache was measured."
-    label = f"scales of '{name}'" if rows[name].kind == "given" else rows[name].what
-    return f"FP8 KV cache, {label}: {_figures(rows[name], floor)}{_beside(name, measured, rows)}."
+    def _measurably(self, better: str, name: str) -> str:
+        row = self.rows[name]
+        be = "are" if row.kind == "given" else "is"
+        return f"{self._label(name)} {be} measurably {better} (KL {show_number(row.kl.value)})"
 
 
 def _figures(row: Row, floor: float) -> str:
@@ -123,30 +170,22 @@ def _figures(row: Row, floor: float) -> str:
     )
 
 
-def _beside(name: str, measured: dict[str, Measured], rows: dict[str, Row]) -> str:
-    """How the other scales that engines load compare."""
-    others = [each for each in SERVED if each in rows and each != name]
-    better = [each for each in others if is_worse(measured[name], measured[each])]
-    if better:
-        best = min(better, key=lambda each: rows[each].kl.value)
-        return f"; {rows[best].what} is measurably better (KL {rows[best].kl.value:.2g})"
-    if not measured[name].is_finite:
-        return ""
-    found = "; no other scales that engines load are measurably better" if others else ""
-    if "none" in others and is_worse(measured["none"], measured[name]):
-        found += f", scale 1.0 is measurably worse (KL {show_number(rows['none'].kl.value)})"
-    return found
+def skip_argument(layers: Iterable[int]) -> str:
+    """What tells vLLM to keep `layers` in 16 bits."""
+    return f"--kv-cache-dtype-skip-layers {' '.join(map(str, layers))}"
 
 
-def is_worse(one: Measured, other: Measured) -> bool:
-    """Whether the KL is higher by more than chance, document by document."""
-    if one is other or not other.is_finite:
-        return False
-    if not one.is_finite:
-        return True
-    pairs = zip(one.documents, other.documents, strict=True)
-    differences = [(a.kl - b.kl).double().numpy() for a, b in pairs]
-    return estimate(differences).low > 0
+def _search_line(search: Search) -> str:
+    budget = f"KL {search.budget:.2g} with '{search.variant}'"
+    if not math.isfinite(search.kl):
+        return f"{budget} is not met: the KL is not a finite number"
+    if not search.skipped:
+        return f"{budget} is met with every layer in FP8 (KL {search.kl:.2g})"
+    count = f"{len(search.skipped)} of {len(search.kl_alone)} layers"
+    return (
+        f"{budget} is met (KL {search.kl:.2g}) with {count} in 16 bits, instead of KL "
+        f"{show_number(search.kl_of_all)} with none: {skip_argument(search.skipped)}"
+    )
 
 
 def _outliers(layers: list[LayerRow]) -> list[int]:

@@ -71,10 +71,10 @@ def clips(here: Events, own: Events) -> bool:
     return here.share > MOST or (here.share > CLIPS and here.low > own.high)
 
 
-def clipping(texts: Sequence[OtherText], subject: str, row: Row) -> str:
+def clipping(texts: Sequence[OtherText], subject: str, row: Row, label: str) -> str:
     """What the verdict adds: texts on which the subject's scales clip; empty where there are none.
 
-    `row` has the subject's figures on the evaluation's own text.
+    `row` has the subject's figures on the evaluation's own text, `label` is what it is called.
     """
     if row.clipped is None:
         return ""
@@ -86,7 +86,8 @@ def clipping(texts: Sequence[OtherText], subject: str, row: Row) -> str:
     listed = [f"{name} ({named[name].share:.1%} of tokens)" for name in worst_first[:_NAMED]]
     if more := worst_first[_NAMED:]:
         listed.append(f"{len(more)} more")
-    return f"; its scales clip K or V on {', '.join(listed)}; here {row.clipped.share:.1%}"
+    shares_here = f"here {row.clipped.share:.1%}"
+    return f"; with {label}, K or V are clipped on {', '.join(listed)}; {shares_here}"
 
 
 def _values(documents: Iterable[Tensor]) -> list[Values]:

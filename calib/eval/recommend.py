@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from calib.choices import KL_BUDGET, REFERENCE
 from calib.errors import InputError
-from calib.eval.advice import SERVED, is_worse, simplest
+from calib.eval.advice import SERVED, Judgement
 from calib.eval.found import Passed, Recommendation, Way
 from calib.eval.offers import Offer, Offers, check_place
-from calib.eval.reader import Measured
 from calib.eval.schema import Row
 
+_BETTER = "measurably better"
 _NEEDS = ("nothing", "calibrated scales", "baked weights")
 
 
@@ -76,18 +76,16 @@ def _positive(flag: str, text: str, what: str) -> float:
     return number
 
 
-def recommend(
-    measured: dict[str, Measured], rows: dict[str, Row], offers: Offers, wish: Wish
-) -> Recommendation:
+def recommend(judgement: Judgement, offers: Offers, wish: Wish) -> Recommendation:
     """The simplest among the cheapest, or best, that stay in the budget; 16 bits if none does."""
-    found, refused = _candidates(measured, rows, offers, wish)
+    found, refused = _candidates(judgement, offers, wish)
     by_name = {each.name: each for each in found}
     full = by_name[REFERENCE]
     within = [each for each in found if _is_within(each, full, wish)] or [full]
     if wish.kl is not None:
         least = min((each.bytes_per_token, each.needs) for each in within)
         within = [each for each in within if (each.bytes_per_token, each.needs) == least]
-    chosen = by_name[simplest([each.name for each in within], measured, rows)]
+    chosen = by_name[judgement.simplest([each.name for each in within])]
     others = [each for each in found if each is not chosen]
     return Recommendation(
         budget_kl=wish.kl,
@@ -96,7 +94,7 @@ def recommend(
         gpu=wish.gpu,
         chosen=_way(chosen, full),
         passed=[
-            Passed(**_figures(each, full), why=_why(each, chosen, full, wish, measured))
+            Passed(**_figures(each, full), why=_why(each, chosen, full, wish, judgement))
             for each in sorted(others, key=lambda each: (each.bytes_per_token, each.row.kl.value))
         ],
         not_served=refused,
@@ -104,13 +102,13 @@ def recommend(
 
 
 def _candidates(
-    measured: dict[str, Measured], rows: dict[str, Row], offers: Offers, wish: Wish
+    judgement: Judgement, offers: Offers, wish: Wish
 ) -> tuple[list[_Candidate], dict[str, str]]:
     """What was measured and can be served, simplest first; and why the other caches cannot."""
     found, refused = [], {}
-    for name, row in rows.items():
+    for name, row in judgement.rows.items():
         if row.kind in ("cache", REFERENCE) or name in SERVED:
-            offer = offers.of(measured[name].variant, wish.engine, wish.gpu)
+            offer = offers.of(judgement.measured[name].variant, wish.engine, wish.gpu)
             if isinstance(offer, str):
                 refused[name] = offer
             else:
@@ -131,7 +129,7 @@ def _why(
     chosen: _Candidate,
     full: _Candidate,
     wish: Wish,
-    measured: dict[str, Measured],
+    judgement: Judgement,
 ) -> str:
     """Why `each` is not chosen."""
     if not each.row.kl.is_finite:
@@ -142,10 +140,10 @@ def _why(
         return f"KL up to {each.row.kl.high:.2g}, beyond the budget"
     if wish.kl is not None and each.bytes_per_token > chosen.bytes_per_token:
         return "more bytes"
-    if is_worse(measured[each.name], measured[chosen.name]):
+    if judgement.is_worse(each.name, chosen.name):
         return "measurably worse"
-    is_better = is_worse(measured[chosen.name], measured[each.name])
-    found = "measurably better" if is_better else "not measurably better"
+    is_better = judgement.is_worse(chosen.name, each.name)
+    found = _BETTER if is_better else f"not {_BETTER}"
     return f"{found}, needs {_NEEDS[each.needs]}" if each.needs > chosen.needs else found
 
 
@@ -206,8 +204,11 @@ def advised_cache(found: Recommendation | None, wish: Wish | None) -> list[str]:
     way, budget = found.chosen, budget_text(found)
     if way.cache == REFERENCE:
         return [f"within {budget}: 16 bits, as no other cache that can be served stays below"]
+    better = [each.cache for each in found.passed if each.why.startswith(_BETTER)]
+    and_better = f" ({', '.join(better)}: {_BETTER} in as many bytes)" if better else ""
     commands = " && ".join(way.commands)
-    return [f"within {budget}: {way.cache}, {way.share:.1%} of 16 bits' bytes: {commands}"]
+    size = f"{way.share:.1%} of 16 bits' bytes{and_better}"
+    return [f"the cheapest within {budget}: {way.cache}, needs {way.needs}, {size}: {commands}"]
 
 
 def budget_text(found: Recommendation) -> str:

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from calib.choices import REFERENCE
-from calib.eval.advice import advise, advised, subject, verdict
+from calib.eval.advice import Judgement
 from calib.eval.exceedance import anywhere
-from calib.eval.found import Mixture, OtherText, Recommendation, Search
+from calib.eval.found import Mixture, Recommendation, Search
 from calib.eval.layer_errors import layer_row, value_rows
 from calib.eval.lost import lost_figures, not_finite
 from calib.eval.mixture import mixture_lines
 from calib.eval.offers import Offers
-from calib.eval.other_figures import clipping, other_text
+from calib.eval.other_figures import other_text
 from calib.eval.other_text import MeasuredElsewhere
 from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, recommend
@@ -55,7 +55,8 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
     }
     size = evaluation.conditions.bytes_per_token["16bit"]
     rows[REFERENCE] = rows[REFERENCE].model_copy(update={"bytes_per_token": size})
-    recommended = _recommended(evaluation, rows, wish)
+    judgement = Judgement(measured, rows, floor)
+    recommended = _recommended(evaluation, judgement, wish)
     others = [other_text(each, measured, floor) for each in evaluation.other_texts]
     return Report(
         **dict(evaluation.conditions),
@@ -63,10 +64,10 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
         variants=rows,
         layers=value_rows(measured[REFERENCE].values, evaluation.places),
         texts=evaluation.texts,
-        verdict=_verdict(measured, rows, floor, others),
-        subject=subject(measured, rows),
-        advised=advised(measured, rows),
-        advice=_advice(evaluation, rows, recommended, wish),
+        verdict=judgement.verdict(others),
+        subject=judgement.subject,
+        advised=judgement.advised,
+        advice=_advice(evaluation, judgement, recommended, wish),
         recommended=recommended,
         mixture=evaluation.mixture,
         other_texts=others,
@@ -76,22 +77,13 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
     )
 
 
-def _verdict(
-    measured: dict[str, Measured], rows: dict[str, Row], floor: float, others: list[OtherText]
-) -> str:
-    """One sentence on the subject, with other texts on which its scales clip."""
-    name = subject(measured, rows)
-    added = "" if name is None else clipping(others, name, rows[name])
-    return f"{verdict(measured, rows, floor).removesuffix('.')}{added}."
-
-
 def _advice(
     evaluation: Evaluation,
-    rows: dict[str, Row],
+    judgement: Judgement,
     recommended: Recommendation | None,
     wish: Wish | None,
 ) -> list[str]:
-    lines = advise(evaluation.measured, rows, evaluation.search)
+    lines = judgement.advise(evaluation.search)
     lines += advised_cache(recommended, wish)
     if evaluation.mixture and (offers := evaluation.offers):
         lines += mixture_lines(evaluation.mixture, lambda name: offers.fitting(name, "vllm", None))
@@ -99,13 +91,13 @@ def _advice(
 
 
 def _recommended(
-    evaluation: Evaluation, rows: dict[str, Row], wish: Wish | None
+    evaluation: Evaluation, judgement: Judgement, wish: Wish | None
 ) -> Recommendation | None:
     """What to serve, if other caches than static FP8 were measured or it was asked for."""
-    asked = wish is not None or any(row.kind == "cache" for row in rows.values())
+    asked = wish is not None or any(row.kind == "cache" for row in judgement.rows.values())
     if evaluation.offers is None or not asked:
         return None
-    found = recommend(evaluation.measured, rows, evaluation.offers, wish or Wish())
+    found = recommend(judgement, evaluation.offers, wish or Wish())
     refused = {**(evaluation.refused or {}), **found.not_served}
     return found.model_copy(update={"not_served": refused})
 

@@ -12,6 +12,7 @@ from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 
 from calib.choices import REFERENCE
+from calib.eval.advice import Judgement
 from calib.eval.offers import Offer, Offers
 from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, answer_lines, recommend
@@ -44,7 +45,7 @@ def figures(name, kl, size, *, kind="cache", baked=False, noise=None):
     noise = NOISE if noise is None else noise
     documents = [Divergence(kl * (0.9 + 0.2 * row), None, None) for row in noise]
     row = Row.model_construct(
-        what=name, kind=kind, is_baked=baked, bytes_per_token=size,
+        what=name, kind=kind, is_baked=baked, bytes_per_token=size, measurable=True,
         kl=estimate([each.kl.double().numpy() for each in documents]),
     )  # fmt: skip
     return name, Measured(Variant(name, name, kind), documents), row
@@ -55,7 +56,7 @@ def chosen(variants, **wish):
     all_of = [reference, *variants]
     measured = {name: m for name, m, _ in all_of}
     rows = {name: row for name, _, row in all_of}
-    return recommend(measured, rows, ANYWHERE, Wish(**wish))
+    return recommend(Judgement(measured, rows), ANYWHERE, Wish(**wish))
 
 
 FIELD = [
@@ -163,7 +164,8 @@ def report(evaluation):
 @pytest.mark.parametrize(("engine", "gpu"), PLACES)
 def test_every_answer_can_be_served(engine, gpu, evaluation, report, directory):
     wish = Wish(kl=1.0, engine=engine, gpu=gpu)
-    found = recommend(evaluation.measured, report.variants, evaluation.offers, wish)
+    judgement = Judgement(evaluation.measured, report.variants, report.noise_floor)
+    found = recommend(judgement, evaluation.offers, wish)
     served = [found.chosen.cache, *(each.cache for each in found.passed)]
     assert set(served) | set(found.not_served) == {
         name for name, row in report.variants.items() if row.kind != "control"
@@ -218,6 +220,12 @@ def test_advice_has_every_command():
     way = found.chosen.model_copy(update={"commands": ("make", "serve")})
     (line,) = advised_cache(found.model_copy(update={"chosen": way}), None)
     assert line.endswith(": make && serve")
+
+
+def test_advice_within_a_budget_names_what_is_better():
+    (line,) = advised_cache(chosen(FIELD, kl=0.03), None)
+    assert "the cheapest within KL 0.03: none, needs nothing" in line
+    assert "(attn_head, tensor: measurably better in as many bytes)" in line
 
 
 def test_trust_is_asked_of_every_command(evaluation):

@@ -15,7 +15,7 @@ from families import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM
 
 from calib.data import load_data
-from calib.eval.advice import verdict
+from calib.eval.advice import Judgement
 from calib.eval.layer_errors import FIRST_BIN, layer_errors, layer_values
 from calib.eval.reader import Measured
 from calib.eval.schema import Figure, Report, Row
@@ -181,7 +181,8 @@ def row(kl, what, kind="fp8", measurable=True):
 
 def say(floor=1e-5, **variants):
     rows = {name: row(*parts) for name, parts in variants.items()}
-    return verdict({name: measured(parts[0]) for name, parts in variants.items()}, rows, floor)
+    of = {name: measured(parts[0]) for name, parts in variants.items()}
+    return Judgement(of, rows, floor).verdict()
 
 
 def test_the_verdict_is_one_sentence():
@@ -198,7 +199,7 @@ def test_the_verdict_is_one_sentence():
         "FP8 KV cache, one scale per layer: no measurable difference from the model's own cache "
         "(KL 1e-06 nats, noise floor 1e-05)."
     )
-    assert verdict({}, {}, 0.0) == "No FP8 KV cache was measured."
+    assert Judgement({}, {}).verdict() == "No FP8 KV cache was measured."
 
 
 def test_every_field_is_documented(small_report):
