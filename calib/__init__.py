@@ -10,10 +10,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES = {
+    "CalibrationError": "calib.errors",
+    "Fp8kvError": "calib.errors",
+    "InputError": "calib.errors",
     "KVScales": "calib.scales.scales",
     "KVStats": "calib.scales.stats",
     "LayerScales": "calib.scales.scales",
     "Recipe": "calib.recipe",
+    "UnsupportedExportError": "calib.errors",
+    "UnsupportedModelError": "calib.errors",
     "calibrate": "calib.measure.loop",
     "derive_scales": "calib.scales.derive",
     "load_recipe": "calib.recipe",
@@ -31,3 +36,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'calib' has no attribute '{name}'")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__  # what completion shows

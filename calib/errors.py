@@ -1,5 +1,8 @@
 """What can go wrong, as types. A message says what was given, what is allowed and what to do."""
 
+import difflib
+from collections.abc import Iterable
+
 
 class Fp8kvError(Exception):
     """Base of everything this package raises on purpose; the CLI prints it as one line, exit 2."""
@@ -27,3 +30,9 @@ class UnsupportedExportError(Fp8kvError):
 
 class CalibrationError(Fp8kvError):
     """A layer saw nothing, only zeros, or NaN/Inf: no scale can be derived."""
+
+
+def did_you_mean(given: str, legal: Iterable[str]) -> str:
+    """A word of `legal` that is close to `given`, as a question; or nothing."""
+    close = difflib.get_close_matches(given, [*legal], n=1, cutoff=0.55)
+    return f" (did you mean '{close[0]}'?)" if close else ""

@@ -1,14 +1,15 @@
 """The whole job: find the model, measure, derive, write. The CLI calls this, and so may you."""
 
+import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from calib.arguments import as_path, check_arguments
 from calib.atomic import claimed
 from calib.data import Batch, CalibrationData, make_batches
 from calib.errors import InputError
@@ -29,28 +30,31 @@ from calib.scales.stats import KVStats
 __all__ = ["Result", "default_output", "run"]
 
 
+@check_arguments
 def run(
-    model_name: str,
+    model: str | os.PathLike[str],
     recipe: Recipe,
-    output: Path | None = None,
+    output: str | os.PathLike[str] | None = None,
     *,
     in_place: bool = False,
     overwrite: bool = False,
     resume: bool = False,
     progress: Progress = NOBODY,
 ) -> Result | None:
-    """Calibrate `model_name` as `recipe` says and write `output`, all of it or nothing.
+    """Calibrate `model`, a name or a path, as `recipe` says; write all of `output` or nothing.
 
     With `in_place` the output is the model's own directory, and what is replaced is kept beside it.
     One of several processes, started by torchrun or accelerate launch, measures a share; the first
     writes and has a result, the others return None. What a user can put right is an Fp8kvError.
     """
-    check_places(output, in_place=in_place, overwrite=overwrite)
-    output = check_in_place(model_name, recipe) if in_place else output
-    output = output or default_output(model_name, recipe)
+    as_path(model)
+    model_name, place = str(model), None if output is None else as_path(output)
+    check_places(place, in_place=in_place, overwrite=overwrite)
+    place = check_in_place(model_name, recipe) if in_place else place
+    place = place or default_output(model_name, recipe)
     with joined_world() as world, ExitStack() as held:
-        world.check_same("commands or recipes", [model_name, str(output), recipe.model_dump()])
-        destination = Destination(output, in_place, overwrite, progress.copied)
+        world.check_same("commands or recipes", [model_name, str(place), recipe.model_dump()])
+        destination = Destination(place, in_place, overwrite, progress.copied)
         run = _Run(model_name, destination, world, progress, resume=resume)
         checkpoint, prepared = world.together(lambda: run.load(recipe, held))
         batched = prepared.recipe.data.batch_size

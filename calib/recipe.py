@@ -1,14 +1,24 @@
 """A recipe fully determines a calibration: what to measure, on which data, and what to write."""
 
+import os
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import AfterValidator, Field, PositiveInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
 
 from calib import choices
-from calib.errors import InputError
-from calib.strict_yaml import StrictModel, did_you_mean, explain, read_yaml
+from calib.arguments import as_path, check_arguments
+from calib.errors import InputError, did_you_mean
+from calib.strict_yaml import StrictModel, explain, read_yaml
 from calib.text import parse_condition, parse_size
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
@@ -29,64 +39,125 @@ def _size(given: str) -> str:
     return given
 
 
-class ObserverRecipe(StrictModel):
+def _as_text(given: Any) -> Any:
+    return str(given) if isinstance(given, os.PathLike) else given
+
+
+Source = Annotated[str, BeforeValidator(_as_text)]  # a dataset's name, or where it is
+Some = TypeVar("Some", bound="Settings")
+
+
+class Settings(StrictModel):
+    """A part of a recipe; a mistake of who makes one in Python is an InputError of one line."""
+
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise InputError(explain(None, error, type(self))) from None
+
+    # pydantic's mark of an `__init__` that it need not call for each part of what it reads
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise InputError(
+            f"{name} cannot be set, a recipe is frozen; name its settings where it is made, "
+            "calib.Recipe(...), or make another with recipe.model_copy(update={...})"
+        )
+
+    def model_copy(
+        self: Some, *, update: Mapping[str, Any] | None = None, deep: bool = False
+    ) -> Some:
+        """Return the same with the values of `update`, which are checked as all others are."""
+        same = super().model_copy(deep=deep)
+        values = {name: getattr(same, name) for name in self.model_fields_set}
+        return type(self)(**{**values, **(update or {})})
+
+
+class ObserverRecipe(Settings):
     """How an amax is derived from what was measured."""
 
     name: choices.ObserverName = "absmax"
-    percentile: float = Field(99.99, gt=50, le=100, description="used by `percentile` only")
+    percentile: float = Field(default=99.99, gt=50, le=100, description="used by `percentile` only")
 
 
-class DataRecipe(StrictModel):
+class DataRecipe(Settings):
     """Which text the model reads during calibration."""
 
-    dataset: str = ULTRACHAT
-    config: str | None = Field(None, description="Hub dataset configuration")
-    split: str | None = Field(None, description="Hub dataset split; found when not given")
-    column: str | None = Field(None, description="text or chat column; found when not given")
-    samples: int = Field(512, ge=1)
-    seq_len: int = Field(2048, ge=2, description="tokens a sample is truncated to")
-    batch_size: PositiveInt | Literal["auto"] = Field("auto", description="samples in a pass")
-    seed: int = Field(42, ge=0, lt=2**63, description="also of the order of batches")
-    skip_first: int = Field(0, ge=0, description="tokens of each sample left out of statistics")
+    dataset: Source = ULTRACHAT
+    config: str | None = Field(default=None, description="Hub dataset configuration")
+    split: str | None = Field(default=None, description="Hub dataset split; found when not given")
+    column: str | None = Field(
+        default=None, description="text or chat column; found when not given"
+    )
+    samples: int = Field(default=512, ge=1)
+    seq_len: int = Field(default=2048, ge=2, description="tokens a sample is truncated to")
+    batch_size: PositiveInt | Literal["auto"] = Field(
+        default="auto", description="samples in a pass"
+    )
+    seed: int = Field(default=42, ge=0, lt=2**63, description="also of the order of batches")
+    skip_first: int = Field(
+        default=0, ge=0, description="tokens of each sample left out of statistics"
+    )
     allow_few_tokens: bool = Field(
-        False, description="calibrate on fewer than 64 tokens, or than 16 different ones"
+        default=False, description="calibrate on fewer than 64 tokens, or than 16 different ones"
     )
     until: float | None = Field(
-        None, gt=0, le=1, description="stop where 4 times as many tokens are expected to add less"
+        default=None,
+        gt=0,
+        le=1,
+        description="stop where 4 times as many tokens are expected to add less",
     )
 
 
-class ExportRecipe(StrictModel):
+class ExportRecipe(Settings):
     """What is written for the engines."""
 
-    formats: tuple[choices.FormatName, ...] = Field(("vllm",), min_length=1)
+    formats: tuple[choices.FormatName, ...] = Field(default=("vllm",), min_length=1)
     reduce: choices.Reduce = "none"
-    tp_size: int = Field(1, ge=1, description="ranks in kv_cache_scales.json")
+    tp_size: int = Field(default=1, ge=1, description="ranks in kv_cache_scales.json")
     weights: choices.Weights = "link"
 
 
-class EvaluationRecipe(StrictModel):
+class EvaluationRecipe(Settings):
     """What `--evaluate` and `fp8kv-eval` measure; see docs/evaluation.md."""
 
     suite: choices.SuiteName = "quick"
-    dataset: str | None = Field(None, description="default: the calibration's")
-    samples: int | None = Field(None, ge=2, description="held-out documents; default: the suite's")
-    seq_len: int | None = Field(None, ge=8, description="tokens of each; default: the suite's")
-    variants: tuple[choices.VariantName, ...] | None = Field(None, description="default: all")
-    caches: tuple[choices.CacheName, ...] = Field((), description="types beside static FP8, or all")
-    also: tuple[str, ...] = Field((), description="datasets of other text; or all built-in ones")
+    dataset: Source | None = Field(default=None, description="default: the calibration's")
+    samples: int | None = Field(
+        default=None, ge=2, description="held-out documents; default: the suite's"
+    )
+    seq_len: int | None = Field(
+        default=None, ge=8, description="tokens of each; default: the suite's"
+    )
+    variants: tuple[choices.VariantName, ...] | None = Field(
+        default=None, description="default: all"
+    )
+    caches: tuple[choices.CacheName, ...] = Field(
+        default=(), description="types beside static FP8, or all"
+    )
+    also: tuple[Source, ...] = Field(
+        default=(), description="datasets of other text; or all built-in ones"
+    )
     backend: choices.Backend = "auto"
-    attention: choices.AttentionMode = Field("exact", description="of an engine, simulated")
+    attention: choices.AttentionMode = Field(default="exact", description="of an engine, simulated")
     kl_budget: float | None = Field(
-        None, ge=0, allow_inf_nan=False, description="nats; find the fewest layers in 16 bits"
+        default=None,
+        ge=0,
+        allow_inf_nan=False,
+        description="nats; find the fewest layers in 16 bits",
     )
     bits_budget: float | None = Field(
-        None, gt=0, le=16, description="mean bits per value; find a type for each layer"
+        default=None, gt=0, le=16, description="mean bits per value; find a type for each layer"
     )
-    tasks: tuple[str, ...] = Field((), description="of lm-eval: names, or paths of YAML files")
-    task_limit: int | None = Field(None, ge=1, description="documents of each; default: all")
+    tasks: tuple[Source, ...] = Field(
+        default=(), description="of lm-eval: names, or paths of YAML files"
+    )
+    task_limit: int | None = Field(
+        default=None, ge=1, description="documents of each; default: all"
+    )
     fail_if: Annotated[tuple[str, ...], AfterValidator(_conditions)] = Field(
-        (), description="conditions such as 'kl>0.02': exit status 1 if one holds"
+        default=(), description="conditions such as 'kl>0.02': exit status 1 if one holds"
     )
 
     @model_validator(mode="after")
@@ -106,29 +177,40 @@ class EvaluationRecipe(StrictModel):
         return self
 
 
-class Recipe(StrictModel):
+class Recipe(Settings):
     """One calibration, end to end."""
 
-    version: int = Field(1, ge=1, le=1)
+    version: int = Field(default=1, ge=1, le=1)
     description: str = ""
     strategy: choices.Strategy = "tensor"
     observer: ObserverRecipe = ObserverRecipe()
     targets: choices.Targets = "kv"
     fp8_dtype: choices.FP8Name = "e4m3fn"
-    headroom: Headroom | Literal["auto"] = Field(1.0, description="amax is multiplied by this")
-    clip_chance: float = Field(
-        _CLIP_CHANCE, gt=0, lt=1, description="of a token in a layer, at most, with headroom auto"
+    headroom: Headroom | Literal["auto"] = Field(
+        default=1.0, description="amax is multiplied by this"
     )
-    scale_rounding: choices.ScaleRounding = Field("none", description="pow2: up, to a power of two")
-    means: bool = Field(False, description="also collect per-channel means of K and V")
-    center_keys: bool = Field(False, description="subtract K's mean; implies means")
+    clip_chance: float = Field(
+        default=_CLIP_CHANCE,
+        gt=0,
+        lt=1,
+        description="of a token in a layer, at most, with headroom auto",
+    )
+    scale_rounding: choices.ScaleRounding = Field(
+        default="none", description="pow2: up, to a power of two"
+    )
+    means: bool = Field(default=False, description="also collect per-channel means of K and V")
+    center_keys: bool = Field(default=False, description="subtract K's mean; implies means")
     device: choices.Device = "auto"
     dtype: choices.DType = "auto"
-    offload: choices.Offload = Field("auto", description="layerwise: one layer in memory at a time")
-    max_memory: Annotated[str, AfterValidator(_size)] | None = Field(
-        None, description="resident, such as 8GiB"
+    offload: choices.Offload = Field(
+        default="auto", description="layerwise: one layer in memory at a time"
     )
-    save_minutes: float = Field(5.0, ge=0, description="how often progress is saved, for --resume")
+    max_memory: Annotated[str, AfterValidator(_size)] | None = Field(
+        default=None, description="resident, such as 8GiB"
+    )
+    save_minutes: float = Field(
+        default=5.0, ge=0, description="how often progress is saved, for --resume"
+    )
     trust_remote_code: bool = False
     data: DataRecipe = DataRecipe()
     export: ExportRecipe = ExportRecipe()
@@ -211,13 +293,17 @@ def recipe_text(name: str) -> str:
     return (_bundled() / f"{name}.yaml").read_text()
 
 
-def load_recipe(source: str | None, overrides: dict[str, Any] | None = None) -> Recipe:
+@check_arguments
+def load_recipe(
+    source: str | os.PathLike[str] | None, overrides: dict[str, Any] | None = None
+) -> Recipe:
     """Read a recipe by its bundled name or from a file, then apply `overrides`.
 
     A file is YAML or a saved `fp8kv_calibration.json`; None is the default recipe. Overrides have
     dotted keys, as in `{"data.samples": 64}`. An unknown key or a bad value is an InputError.
     """
-    document = _read(source) if source else {}
+    source = source if source is None else str(source)
+    document = {} if source is None else _read(source)
     for key, value in (overrides or {}).items():
         _set(document, key, value)
     try:
@@ -227,7 +313,7 @@ def load_recipe(source: str | None, overrides: dict[str, Any] | None = None) -> 
 
 
 def _read(source: str) -> dict[str, Any]:
-    path = Path(source)
+    path = as_path(source)
     is_file = path.suffix in {".yaml", ".yml", ".json"} or path.exists()
     try:
         text = path.read_text() if is_file else recipe_text(source)

@@ -1,13 +1,13 @@
 """YAML from others, read strictly; and one line for what is wrong in it."""
 
-import difflib
+import re
 import reprlib
 from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
-from calib.errors import InputError
+from calib.errors import InputError, did_you_mean
 
 _MAX_ALIASES = 20  # each may stand for all before it, so that few lines could fill the memory
 _MAX_QUOTED = 300
@@ -73,6 +73,8 @@ def explain(source: str | None, error: ValidationError, model: type[BaseModel]) 
         message += f", or {others[0]['msg'].removeprefix('Input should be ')}"
         dotted = dotted.rpartition(".")[0]
     given = "" if first["type"] == "value_error" else f", got {_shown(first['input'])}"
+    if first["type"] == "literal_error" and isinstance(first["input"], str):
+        given += did_you_mean(first["input"], re.findall("'([^']+)'", first["ctx"]["expected"]))
     return ": ".join(filter(None, (where, dotted, f"{message}{given}")))
 
 
@@ -89,9 +91,3 @@ def _keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
     for part in path:
         model = model.model_fields[str(part)].annotation  # type: ignore[assignment]
     return list(model.model_fields)
-
-
-def did_you_mean(given: str, legal: list[str]) -> str:
-    """A word of `legal` that is close to `given`, as a question; or nothing."""
-    close = difflib.get_close_matches(given, legal, n=1)
-    return f" (did you mean '{close[0]}'?)" if close else ""

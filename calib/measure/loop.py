@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from calib.arguments import check_arguments
 from calib.data import Batch
 from calib.errors import CalibrationError, InputError
 from calib.measure.accumulate import RunningLayer
 from calib.measure.attention import AttentionMap, map_attention, observe_qkv
 from calib.measure.counted import counted
+from calib.measure.trainer_batches import Given, as_batches
 from calib.model.devices import input_device
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats
@@ -22,29 +24,31 @@ from calib.scales.stats import KVStats
 OnBatch = Callable[[Batch, Callable[[], KVStats]], None]
 
 
-@torch.inference_mode()
+@check_arguments
 def calibrate(
     model: PreTrainedModel,
-    batches: Iterable[Batch],
+    batches: Iterable[Batch | Given],
     recipe: Recipe,
     *,
     attention: AttentionMap | None = None,
     on_batch: OnBatch = lambda batch, so_far: None,
 ) -> KVStats:
-    """Run `batches` through `model` and return the statistics of its K, V and Q.
+    """Run `batches`, which are as for `scales_for`, and return the statistics of K, V and Q.
 
     Padding is excluded, the LM head is not computed, and the model is left exactly as it was.
     `attention` is what `map_attention` found, if the caller knows; `on_batch` gets each batch and a
     function that returns the statistics so far.
 
     Raises:
+        InputError: a batch is none of token ids, or not of this model's.
         UnsupportedModelError: the model's attention cannot be observed.
         CalibrationError: K, V or Q held NaN or Inf; names layer, tensor and sample.
     """
-    with eval_mode(model):
+    ready = as_batches(batches, model, recipe.data.skip_first)
+    with torch.inference_mode(), eval_mode(model):
         attention = attention or map_attention(model)
         layers = running_layers(attention, recipe)
-        for batch in batches:
+        for batch in ready:
             _observe(model, batch, attention, layers)
             if first_non_finite(layers):
                 raise _non_finite(model, batch, attention, recipe)

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from calib.errors import InputError
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_progress, save_stats
@@ -53,7 +55,7 @@ class SavedProgress:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             save_stats(stats(), scratch, progress={"run": self._run, "batches": batches})
             scratch.replace(self._path)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise InputError(f"cannot save progress to '{self._path}': {error}") from None
         finally:
             scratch.unlink(missing_ok=True)

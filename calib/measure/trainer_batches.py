@@ -28,8 +28,10 @@ _PACKED = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 _KINDS = {"token_type_ids", "mm_token_type_ids"}
 
 
-def as_batches(given: Iterable[Given], model: PreTrainedModel, skip_first: int) -> Iterator[Batch]:
-    """Batches of the same rows, padded on the right wherever they were.
+def as_batches(
+    given: Iterable[Batch | Given], model: PreTrainedModel, skip_first: int
+) -> Iterator[Batch]:
+    """Batches of the same rows, padded on the right wherever they were; a `Batch` stays one.
 
     Rows of `skip_first` tokens or fewer are left out. Items of `given` are drawn in the modes of
     inference and gradients that this was called in, whatever those are where batches are asked for.
@@ -44,7 +46,9 @@ def as_batches(given: Iterable[Given], model: PreTrainedModel, skip_first: int) 
     return _batches(_drawn(given, *modes), model, skip_first)
 
 
-def _drawn(given: Iterable[Given], inference: bool, gradients: bool) -> Iterator[Given]:
+def _drawn(
+    given: Iterable[Batch | Given], inference: bool, gradients: bool
+) -> Iterator[Batch | Given]:
     """The items of `given`, each made in these modes: tensors made to be kept can be trained on."""
     with _modes(inference, gradients):
         items = iter(given)
@@ -62,9 +66,14 @@ def _modes(inference: bool, gradients: bool) -> Iterator[None]:
         yield
 
 
-def _batches(given: Iterable[Given], model: PreTrainedModel, skip_first: int) -> Iterator[Batch]:
+def _batches(
+    given: Iterable[Batch | Given], model: PreTrainedModel, skip_first: int
+) -> Iterator[Batch]:
     tokens = samples = 0
     for number, each in enumerate(given):
+        if isinstance(each, Batch):
+            yield each
+            continue
         rows = _rows(each, model, f"batch {number}")
         kept = [i for i, row in enumerate(rows) if len(row) > skip_first]
         texts = [rows[i] for i in kept]

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from calib.arguments import check_arguments
 from calib.choices import FormatName, Strategy
 from calib.data import Batch
 from calib.errors import InputError
-from calib.export import FORMATS, Export, check_recipe, export
+from calib.export import Export, check_recipe, export
 from calib.export.compressed_tensors import find_quantization_config
 from calib.measure.attention import AttentionMap, map_attention
 from calib.measure.distributed import World, surrounding_world
@@ -25,7 +26,7 @@ from calib.measure.queries import check_queries
 from calib.measure.trainer_batches import Given, as_batches
 from calib.model.checkpoint import Checkpoint
 from calib.model.load import caches_latents, check_cacheable
-from calib.recipe import Recipe, load_recipe
+from calib.recipe import Recipe
 from calib.scales.derive import derive_scales
 from calib.scales.one_scale import check_one_scale
 from calib.scales.scales import KVScales
@@ -38,6 +39,7 @@ _INNER = ("module", "_orig_mod")  # of DDP, DeepSpeed and DataParallel; of torch
 _SPREAD = ("ds_id", "placements")  # attributes of ZeRO-3's parameters, and of DTensor
 
 
+@check_arguments
 def scales_for(
     model: nn.Module,
     batches: Iterable[Given],
@@ -78,21 +80,15 @@ def scales_for(
         UnsupportedExportError: the format cannot hold such scales.
         CalibrationError: K, V or Q held NaN or Inf.
     """
-    recipe, inner = _asked(recipe or Recipe(), strategy), _unwrapped(model)
+    changes = {"strategy": strategy} if strategy else {}
+    recipe, inner = (recipe or Recipe()).model_copy(update=changes), _unwrapped(model)
     _check(model, inner, recipe, format)
     scales, doubts = _measured(inner, batches, recipe, format, gather=gather)
     made = _exported(inner, scales, recipe, format)
     for doubt in (*doubts, *made.doubts):
-        warnings.warn(doubt, stacklevel=2)
+        warnings.warn(doubt, stacklevel=3)
     with torch.inference_mode(mode=False):
         return {name: tensor.clone() for name, tensor in made.tensors.items()}
-
-
-def _asked(recipe: Recipe, strategy: Strategy | None) -> Recipe:
-    if not isinstance(recipe, Recipe):
-        got = f"{recipe!r:.60}"
-        raise InputError(f"recipe must be a calib.Recipe, got {got}; calib.load_recipe makes one")
-    return load_recipe(None, {**recipe.model_dump(), "strategy": strategy or recipe.strategy})
 
 
 def _measured(
@@ -163,8 +159,6 @@ def _check(model: nn.Module, inner: PreTrainedModel, recipe: Recipe, format: For
             f"the weights of this {name} are quantised; give the model that they are of, or use "
             "fp8kv-calibrate on its checkpoint"
         )
-    if format not in FORMATS:
-        raise InputError(f"no format '{format}'; there are {', '.join(FORMATS)}")
     check_recipe(format, recipe)
     if recipe.targets == "qkv" and not caches_latents(config):
         check_queries(name, "targets='qkv'")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING
 
+from calib.arguments import as_path, check_arguments
 from calib.errors import InputError
 from calib.recipe import Recipe, load_recipe
 from calib.scalefiles.file_names import CALIBRATION_FILE
@@ -24,6 +25,7 @@ def recipe_observer(recipe: Recipe) -> Observer:
     return make(recipe.observer.percentile, FP8_DTYPES[recipe.fp8_dtype])
 
 
+@check_arguments
 def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
     """Derive the scales that `recipe` asks for; raises as `KVStats.scales` does."""
     return stats.scales(
@@ -38,9 +40,10 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
     )
 
 
-def load_scales(directory: Path) -> KVScales:
+@check_arguments
+def load_scales(directory: str | os.PathLike[str]) -> KVScales:
     """Derive the scales of a finished calibration from its statistics and its saved recipe."""
-    return derive_scales(load_stats(directory), load_recipe(str(directory / CALIBRATION_FILE)))
+    return derive_scales(load_stats(directory), load_recipe(as_path(directory) / CALIBRATION_FILE))
 
 
 def check_fits(model: PreTrainedModel, scales: KVScales) -> KVScales:

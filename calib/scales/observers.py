@@ -7,7 +7,7 @@ nothing inside its range, and other dtypes are rounded to bfloat16 first.
 """
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ def bin_values() -> Tensor:
     return codes.view(torch.bfloat16).float()
 
 
+@runtime_checkable
 class Observer(Protocol):
     """Derives one amax per scale group."""
 

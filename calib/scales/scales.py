@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from calib.arguments import check_values
 from calib.choices import FP8Name, Strategy
+from calib.errors import InputError
 from calib.scalefiles.reading import is_usable
 from calib.scales.notebook import layers_html
 
@@ -23,11 +25,17 @@ class LayerScales:
     latent: bool = False  # K is the compressed latent, V the rotated k_pe, under one scale (MLA)
 
     def __post_init__(self) -> None:
+        check_values(vars(self), LayerScales)
         for name, scale in self.items():
-            if scale.dtype != torch.float32 or not is_usable(scale.flatten().tolist()):
-                raise ValueError(f"{name} scale must be finite, positive float32, got {scale}")
+            is_float = scale.dtype == torch.float32 and scale.dim() in (1, 2)
+            if not is_float or not is_usable(scale.flatten().tolist()):
+                raise InputError(
+                    f"{name} scale must be finite, positive float32 [1], [heads] or [heads, "
+                    f"channels], got {str(scale.dtype).removeprefix('torch.')} "
+                    f"{[*scale.shape]}: {scale.flatten()[:4].tolist()}"
+                )
         if self.latent and not (self.k.shape == (1,) and torch.equal(self.k, self.v)):
-            raise ValueError(f"a latent and k_pe have one scale, got {self.k} and {self.v}")
+            raise InputError(f"a latent and k_pe have one scale, got {self.k} and {self.v}")
 
     def items(self) -> list[tuple[str, Tensor]]:
         """`("k", k)`, `("v", v)` and, where there is one, `("q", q)`."""
@@ -51,6 +59,9 @@ class KVScales:
     fp8_dtype: FP8Name
     layers: Mapping[str, LayerScales]
     shared: Mapping[str, SharedAttention] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_values(vars(self), KVScales)
 
     @property
     def has_q(self) -> bool:

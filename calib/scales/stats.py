@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from calib.arguments import check_arguments, check_values
 from calib.choices import FP8Name, ScaleRounding, Strategy, Targets
 from calib.errors import InputError
 from calib.scalefiles.places import LayerPlaces, TensorPlaces
@@ -118,6 +119,9 @@ class KVStats:
     shared: Mapping[str, SharedAttention] = field(default_factory=dict)
     text: TextSummary | None = None  # of what was read; None: not known, as of old files
 
+    def __post_init__(self) -> None:
+        check_values(vars(self), KVStats)
+
     @property
     def tokens(self) -> int:
         """Tokens counted by each layer: without padding and the first ones that are skipped."""
@@ -171,6 +175,7 @@ class KVStats:
             layers[name] = replace(layer, tokens=tokens, read=read, k=k, v=v, q=q)
         return KVStats(layers, self.shared, self.text)
 
+    @check_arguments
     def merge(self, other: "KVStats") -> "KVStats":
         """Combine with other tokens of the same run; an InputError if they are of another model.
 
@@ -191,6 +196,7 @@ class KVStats:
         text = self.text.join(other.text) if self.text and other.text else None
         return replace(self.with_tensors(merged, counts), text=text)
 
+    @check_arguments
     def join(self, other: "KVStats") -> "KVStats":
         """Combine with another run, as if its tokens had been read after those of this one.
 
@@ -204,6 +210,7 @@ class KVStats:
                 tensors[at] = moved(tensors[at], before, count)
         return self.merge(other.with_tensors(tensors, other.counts()))
 
+    @check_arguments
     def scales(
         self,
         *,

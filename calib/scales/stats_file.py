@@ -6,6 +6,7 @@ of each module its layer index, the tokens it counted and those it read, which m
 another's cache, and numbers of the text. Version 1 has no `curve`, `positions`, `tail` and `read`.
 """
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from calib.arguments import as_path, check_arguments
 from calib.atomic import save_tensors
 from calib.errors import InputError
 from calib.json_text import json_text
@@ -40,8 +42,14 @@ _COLUMNS = {
 }
 
 
-def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = None) -> None:
+@check_arguments
+def save_stats(
+    stats: KVStats, path: str | os.PathLike[str], *, progress: dict[str, Any] | None = None
+) -> None:
     """Write `stats` to the file `path`; `progress` says how far a run has come that goes on."""
+    path = as_path(path)
+    if path.is_dir() or not path.parent.is_dir():
+        raise InputError(f"cannot write '{path}': it is a folder, or its folder is not there")
     tensors = {
         f"{name}.{_called(which, stats.layers[name].latent)}.{field}": tensor
         for (name, which, field), tensor in stats.tensors().items()
@@ -58,9 +66,10 @@ def save_stats(stats: KVStats, path: Path, *, progress: dict[str, Any] | None = 
     save_tensors(tensors, path, {_KEY: json_text(facts)})
 
 
-def load_stats(path: Path) -> KVStats:
+@check_arguments
+def load_stats(path: str | os.PathLike[str]) -> KVStats:
     """Read statistics from a file, or from the calibration directory that holds one."""
-    stats, _ = load_progress(statistics_file(path))
+    stats, _ = load_progress(statistics_file(as_path(path)))
     return stats
 
 

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +63,7 @@ class _Session:
         self, model: PreTrainedModel, scales: Scales, backend: Backend, quantize_query: bool,
         block_size: int,
     ) -> None:  # fmt: skip
+        _check(model, scales, backend)
         layers: list[LayerScales] = list(scales.layers.values())
         if not layers:
             raise AttentionError("no layer has scales, so there is nothing to hold in FP8")
@@ -231,6 +232,19 @@ class _Session:
                     "FP8 queries need query scales and one K scale per tensor or head: calibrate "
                     "with --targets qkv --strategy tensor or attn_head"
                 )
+
+
+def _check(model: object, scales: object, backend: str) -> None:
+    """Refuse what is none of the three, such as a directory's name for its scales."""
+    backends = get_args(Backend)
+    for right, wanted, got in (
+        (hasattr(model, "get_decoder"), "model must be a transformers model", model),
+        (isinstance(scales, Scales), "scales must be as calib.load_scales returns them", scales),
+        (backend in backends, f"backend must be one of {', '.join(backends)}", backend),
+    ):
+        if not right:
+            is_text = isinstance(got, str)
+            raise AttentionError(f"{wanted}, got {repr(got) if is_text else type(got).__name__}")
 
 
 def _use_triton(model: PreTrainedModel, backend: Backend, swaps: bool, latent: bool) -> bool:

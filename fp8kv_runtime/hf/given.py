@@ -1,13 +1,14 @@
 """Scales as the bridge takes them: by name of the attention module, for any number of heads."""
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from fp8kv_runtime.errors import AttentionError
 
 
+@runtime_checkable
 class Scales(Protocol):
     """Scales of a model by the names of its attention modules, as `calib.KVScales`."""
 

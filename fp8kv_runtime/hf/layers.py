@@ -292,7 +292,7 @@ def paged_cache(cache: Cache) -> PagedKVCache:
     Raises:
         ValueError: there are none.
     """
-    for layer in cache.layers:
+    for layer in getattr(cache, "layers", ()):
         if isinstance(layer, Fp8CacheLayer) and layer.batch.cache is not None:
             return layer.batch.cache
     raise ValueError("this cache holds no FP8 blocks: it was not filled inside fp8_attention")

@@ -17,7 +17,6 @@ from torch import nn
 from calib.data import load_data, make_batches
 from calib.errors import CalibrationError, Fp8kvError, InputError
 from calib.export import export
-from calib.measure import training
 from calib.measure.attention import map_attention
 from calib.measure.training import scales_for
 from calib.model.checkpoint import open_checkpoint
@@ -289,7 +288,7 @@ def test_the_docstring_names_the_keys_of_recipes_that_count(monkeypatch):
         return Recording.model_construct(**dict(given))
 
     made = load_recipe(None, {"headroom": "auto"})
-    monkeypatch.setattr(training, "load_recipe", lambda *_: recording("", made))
+    monkeypatch.setattr(Recipe, "model_copy", lambda *_, **__: recording("", made))
     scales_for(tiny_model("llama"), [ROWS] * 40, recipe=made)
     listed = re.search("these count: (.*?)\\. `", scales_for.__doc__, re.DOTALL)[1]
     named = set(re.split(r",\s+|\s+and\s+", listed))
@@ -383,13 +382,13 @@ def quantised(model):
         (lambda: tiny_model("llama").model, [ROWS], {}, "not a causal language model"),
         (lambda: tiny_model("bloom"), [ROWS], {}, "cannot be observed"),
         (lambda: tiny_model("llama").to("meta"), [ROWS], {}, "are on device meta"),
-        (lambda: tiny_model("llama"), [ROWS], {"recipe": "tensor-absmax"}, "must be a calib.Rec"),
+        (lambda: tiny_model("llama"), [ROWS], {"recipe": "tensor-absmax"}, "must be Recipe or"),
         (lambda: attending(tiny_model("llama"), "mine"), [ROWS], {}, "no attention .* 'mine'"),
         (lambda: quantised(tiny_model("llama")), [ROWS], {}, "are quantised"),
         (lambda: spread_out(tiny_model("llama"), "ds_id"), [ROWS], {}, "spread over processes"),
         (lambda: tiny_model("llama"), [ROWS], {"format": "json"}, "use format='vllm'"),
         (lambda: tiny_model("llama"), [ROWS], {"format": "fp8kv"}, "use format='vllm'"),
-        (lambda: tiny_model("llama"), [ROWS], {"format": "gguf"}, "no format 'gguf'"),
+        (lambda: tiny_model("llama"), [ROWS], {"format": "gguf"}, "format must be .*gguf"),
         (
             lambda: tiny_model("llama"), [ROWS], {"format": "tgi", "strategy": "attn_head"},
             "reads tensor scales",

@@ -1,0 +1,280 @@
+"""The Python API as a stranger types it in a notebook: a result, or an InputError of one line."""
+
+import ast
+import copy
+import inspect
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from families import save_model, tiny_model
+
+import calib
+import calib.recipe as calib_recipe
+import fp8kv_runtime
+from calib import InputError
+from calib.data import make_batches
+
+DATA = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 32}
+NAMES = {"Path": Path, "calib": calib, "torch": torch, "rt": fp8kv_runtime, "copy": copy}
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory):
+    """Names as a notebook has them, of a model and its calibration."""
+    folder = tmp_path_factory.mktemp("notebook")
+    model, recipe = tiny_model("llama"), calib.load_recipe(None, DATA)
+    directory = save_model(model, folder / "tiny-llama")
+    result = calib.run(directory, recipe, folder / "out")
+    return NAMES | {
+        "folder": str(folder),
+        "model": model,
+        "directory": directory,
+        "recipe": recipe,
+        "rows": torch.randint(3, 128, (4, 24), generator=torch.Generator().manual_seed(1)),
+        "out": result.output,
+        "stats": calib.load_stats(result.output),
+        "scales": calib.load_scales(result.output),
+    }
+
+
+WRONG = {
+    'calib.run(3, recipe)': "model must be str or Path, got 3",
+    'calib.run(None, recipe)': "model must be str or Path, got None",
+    'calib.run(b"m", recipe)': "model must be str or Path, got b'm'",
+    'calib.run(model, recipe, "o")': "model must be str or Path, got a LlamaForCausalLM",
+    'calib.run(directory, recipe, model)': "output must be str, Path or None, got a Llama",
+    'calib.run(directory, recipe, "")': "a path is empty",
+    'calib.run("", recipe, "o")': "a path is empty",
+    'calib.run(directory, recipe, "~nobody-of-this-name/o")': "has no home folder",
+    'calib.run(directory, "tensor-absmax", "o")': "recipe must be Recipe, got 'tensor-absmax'; "
+    "calib.load_recipe makes one",
+    'calib.run(directory, {"strategy": "tensor"})': "recipe must be Recipe, got a dict",
+    'calib.run(directory, calib.Recipe)': "recipe must be Recipe, got the class Recipe",
+    'calib.run(directory, recipe, "o", overwrite="no")': "overwrite must be bool, got 'no'",
+    'calib.run(directory, recipe, "o", progress="bar")': "progress must be Progress, got 'bar'",
+    'calib.load_recipe(5)': "source must be str, Path or None, got 5",
+    'calib.load_recipe(["a", "b"])': "source must be str, Path or None, got a list",
+    'calib.load_recipe("")': "a path is empty",
+    'calib.load_recipe("tensor-absmx")': "did you mean 'tensor-absmax'?",
+    'calib.load_recipe(Path("tensor-absmx.yaml"))': "cannot read recipe 'tensor-absmx.yaml'",
+    'calib.load_recipe(None, "strategy=tensor")': "overrides must be dict or None, got 'strat",
+    'calib.load_recipe(None, {5: 3})': "a key of overrides must be str, got 5",
+    'calib.load_recipe(None, {"strategy": "per_head"})': "did you mean 'attn_head'?",
+    'calib.load_recipe(None, {"data.sampels": 3})': "did you mean 'samples'?",
+    'calib.Recipe(stratgy="tensor")': "unknown key 'stratgy' (did you mean 'strategy'?); legal",
+    'calib.Recipe(data={"sampels": 3})': "unknown key 'data.sampels' (did you mean 'samples'?)",
+    'type(recipe.data)(sampels=3)': "unknown key 'sampels' (did you mean 'samples'?); legal",
+    'calib.Recipe(strategy="per_head")': "strategy: Input should be 'tensor', 'attn_head' or "
+    "'channel', got 'per_head' (did you mean 'attn_head'?)",
+    'calib.Recipe(export={"formats": ["vlm"]})': "got 'vlm' (did you mean 'vllm'?)",
+    'calib.Recipe(export={"formats": "vllm"})': "export.formats: Input should be a valid tuple",
+    'calib.Recipe(observer="mse")': "observer: Input should be a valid dictionary",
+    'calib.Recipe(data=None)': "data: Input should be a valid dictionary",
+    'calib.Recipe(headroom="lots")': "headroom: Input should be a valid number",
+    'calib.Recipe(headroom=-1)': "headroom: Input should be greater than or equal to 0.0625",
+    'calib.Recipe(data={"samples": "many"})': "data.samples: Input should be a valid integer",
+    'calib.Recipe(data={"samples": True})': "data.samples: needs a number, not true",
+    'recipe.model_copy(update={"stratgy": "tensor"})': "did you mean 'strategy'?",
+    'recipe.model_copy(update={"strategy": "per_head"})': "did you mean 'attn_head'?",
+    'recipe.data.model_copy(update={"samples": 0})': "samples: Input should be greater",
+    'setattr(recipe, "strategy", "channel")': "strategy cannot be set, a recipe is frozen",
+    'setattr(recipe.data, "sampels", 3)': "sampels cannot be set, a recipe is frozen",
+    'calib.calibrate(model, 5, recipe)': "batches must be a list or loader of batches, got 5",
+    'calib.calibrate(model, "text", recipe)': "batches must be a list or loader of batches",
+    'calib.calibrate(model, ["text"], recipe)': "batch 0: input_ids must be whole numbers",
+    'calib.calibrate(model, [rows.float()], recipe)': "must be whole numbers [B, T] or [T]",
+    'calib.calibrate(model, [rows, -rows], recipe)': "batch 1: token id",
+    'calib.calibrate(model, [], recipe)': "there is nothing to calibrate on",
+    'calib.calibrate(directory, [rows], recipe)': "model must be PreTrainedModel, got PosixPath",
+    'calib.calibrate(torch.nn.Linear(2, 2), [rows], recipe)': "must be PreTrainedModel, got a Lin",
+    'calib.calibrate(model, [rows], None)': "recipe must be Recipe, got None",
+    'calib.scales_for(model, 5)': "batches must be a list or loader of batches, got 5",
+    'calib.scales_for("m", [rows])': "model must be Module, got 'm'",
+    'calib.scales_for([rows], model)': "model must be Module, got a list",
+    'calib.scales_for(model, ["text"])': "batch 0: input_ids must be whole numbers",
+    'calib.scales_for(model, [rows], format="vlm")': "got 'vlm' (did you mean 'vllm'?)",
+    'calib.scales_for(model, [rows], format=None)': "format must be 'vllm', 'aphrodite', ",
+    'calib.scales_for(model, [rows], strategy="per_head")': "strategy must be 'tensor', "
+    "'attn_head', 'channel' or None, got 'per_head' (did you mean 'attn_head'?)",
+    'calib.scales_for(model, [rows], recipe="attn_head-absmax")': "calib.load_recipe makes one",
+    'calib.scales_for(model, [rows], gather="no")': "gather must be bool, got 'no'",
+    'calib.load_stats(5)': "path must be str or Path, got 5",
+    'calib.load_stats([out])': "path must be str or Path, got a list",
+    'calib.load_stats("nope")': "there is no 'nope'",
+    'calib.load_stats("")': "a path is empty",
+    'calib.load_scales(None)': "directory must be str or Path, got None",
+    'calib.load_scales("nope")': "there is no 'nope'",
+    'calib.load_scales(folder)': "has no fp8kv_stats.safetensors",
+    'calib.load_scales(out / "fp8kv_stats.safetensors")': "fp8kv_calibration.json",
+    'calib.save_stats(out, stats)': "stats must be KVStats, got PosixPath(",
+    'calib.save_stats(scales, "s")': "stats must be KVStats, got a KVScales; calib.load_stats",
+    'calib.save_stats(stats, None)': "path must be str or Path, got None",
+    'calib.save_stats(stats, folder)': "cannot write '",
+    'calib.save_stats(stats, "no/such/folder/s.safetensors")': "cannot write 'no/such/folder",
+    'calib.derive_scales(str(out), recipe)': "stats must be KVStats, got '",
+    'calib.derive_scales(recipe, stats)': "stats must be KVStats, got a Recipe",
+    'calib.derive_scales(stats, "attn_head-absmax")': "recipe must be Recipe, got 'attn_head-",
+    'stats.scales(strategy="tensor", observer="absmax")': "observer must be Observer, got 'absm",
+    'stats.merge("x")': "other must be KVStats, got 'x'",
+    'stats.join(scales)': "other must be KVStats, got a KVScales",
+    'calib.LayerScales(0, k=1.0, v=1.0)': "k must be Tensor, got 1.0",
+    'calib.LayerScales(0, torch.tensor(1.0), torch.tensor(1.0))': "k scale must be finite, pos",
+    'calib.LayerScales("0", torch.ones(1), torch.ones(1))': "layer_idx must be int, got '0'",
+    'calib.KVScales("per_head", "e4m3fn", scales.layers)': "did you mean 'attn_head'?",
+    'calib.KVScales("tensor", "e4m3", scales.layers)': "did you mean 'e4m3fn'?",
+    'calib.KVScales("tensor", "e4m3fn", {"a": 1.0})': "layers['a'] must be LayerScales, got 1.0",
+    'calib.KVStats([])': "layers must be Mapping, got a list",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", WRONG)
+def test_a_mistake_is_one_line(call, typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError) as caught:
+        eval(call, dict(typed))
+    message = str(caught.value)
+    assert WRONG[call] in message
+    assert "\n" not in message
+    assert len(message) < 500
+    assert caught.value.__cause__ is None
+    assert [*tmp_path.iterdir()] == []
+
+
+SAME = {
+    "a run by str": (
+        'calib.run(str(directory), recipe, "by-str").tokens',
+        'calib.run(Path(directory), recipe, Path("by-path")).tokens',
+    ),
+    "a recipe's file": (
+        'calib.load_recipe(str(out / "fp8kv_calibration.json"))',
+        'calib.load_recipe(out / "fp8kv_calibration.json")',
+    ),
+    "data from a Path": ('calib.Recipe(data={"dataset": "a.txt"})',
+                         'calib.Recipe(data={"dataset": Path("a.txt")})'),
+    "a bundled recipe": ('calib.load_recipe("qkv-attn_head")',
+                         'calib.load_recipe(Path("qkv-attn_head"))'),
+    "settings as keywords": (
+        'calib.Recipe(strategy="attn_head", data={"samples": 3})',
+        'calib.load_recipe(None, {"strategy": "attn_head", "data.samples": 3})',
+    ),
+    "a recipe pickled": ("recipe", "pickled(recipe)"),
+    "a recipe copied": ("recipe", "copy.deepcopy(recipe)"),
+    "a recipe from its own JSON": (
+        "recipe", "type(recipe).model_validate_json(recipe.model_dump_json())"),
+    "a recipe with another value": (
+        'recipe.model_copy(update={"strategy": "channel"}).data.model_fields_set',
+        'recipe.data.model_fields_set'),
+    "scales": ('calib.load_scales(str(out))', 'calib.derive_scales(stats, recipe)'),
+    "statistics": ('calib.load_stats(str(out))', "stats"),
+    "saved statistics": (
+        'calib.save_stats(stats, "s.safetensors") or calib.load_stats("s.safetensors")', "stats"),
+    "a home folder": (
+        'calib.save_stats(stats, "~/h.safetensors") or calib.load_stats("h.safetensors")', "stats"),
+    "one tensor": ("measured([rows])", "measured(batches(rows))"),
+    "rows": ("measured([rows.tolist()])", "measured(batches(rows))"),
+    "a dict": ('measured([{"input_ids": rows}])', "measured(batches(rows))"),
+    "a generator": ("measured(row for row in [rows])", "measured(batches(rows))"),
+    "a table of numpy": ("measured([rows.numpy()])", "measured(batches(rows))"),
+    "one row at a time": ("measured(rows)", "measured(row for row in rows)"),
+    "padded rows": (
+        'measured([{"input_ids": rows, "attention_mask": (rows > 40).long()}])',
+        "measured([[row[row > 40].tolist() for row in rows]])",
+    ),
+    "a whole number of headroom": ("calib.Recipe(headroom=2)", "calib.Recipe(headroom=2.0)"),
+}  # fmt: skip
+
+
+def comparable(value):
+    """`value`, or its tensors."""
+    if isinstance(value, calib.KVScales):
+        tensors = {f"{name} {w}": x for name, lay in value.layers.items() for w, x in lay.items()}
+    elif isinstance(value, calib.KVStats):
+        tensors = value.tensors() | {"tokens": torch.tensor(value.counts())}
+    else:
+        return value
+    assert tensors
+    return {name: tensor.tolist() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_both_ways_to_type_it_are_one(case, typed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def batches(rows):
+        return make_batches(rows.tolist(), len(rows), pad_id=0)
+
+    names = typed | {
+        "pickled": lambda value: pickle.loads(pickle.dumps(value)),
+        "measured": lambda given: calib.calibrate(typed["model"], given, typed["recipe"]),
+        "batches": batches,
+    }
+    one, other = (comparable(eval(call, names)) for call in SAME[case])
+    assert one == other
+
+
+def test_what_is_drawn_while_calibrating_can_be_trained_on(typed):
+    drawn = []
+
+    def loader():
+        drawn.append(torch.is_inference_mode_enabled())
+        yield typed["rows"]
+
+    calib.calibrate(typed["model"], loader(), typed["recipe"])
+    assert drawn == [False]
+
+
+def test_a_warning_names_the_line_that_asked(typed):
+    with pytest.warns(UserWarning, match="tokens were read") as caught:
+        calib.scales_for(typed["model"], [typed["rows"]])
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+@pytest.mark.parametrize("package", [calib, fp8kv_runtime], ids=lambda package: package.__name__)
+def test_completion_shows_the_public_names_and_no_other(package):
+    for name in package.__all__:
+        getattr(package, name)
+    assert dir(package) == sorted(package.__all__)
+
+
+def test_a_name_that_is_none_says_so_as_python_does():
+    with pytest.raises(AttributeError, match="module 'calib' has no attribute 'convrt'"):
+        calib.convrt  # noqa: B018
+
+
+RUNTIME = {
+    "rt.fp8_attention(model, str(out))": "scales must be as calib.load_scales returns them, got '",
+    "rt.fp8_attention(model, None)": "as calib.load_scales returns them, got NoneType",
+    "rt.fp8_attention(model, {})": "as calib.load_scales returns them, got dict",
+    "rt.fp8_attention(str(directory), scales)": "model must be a transformers model, got '",
+    'rt.fp8_attention(model, scales, backend="tritn")': "one of auto, triton, torch, got 'tritn'",
+}
+
+
+@pytest.mark.parametrize("call", RUNTIME)
+def test_a_mistake_at_the_runtime_is_one_line(call, typed):
+    with pytest.raises(fp8kv_runtime.AttentionError) as caught, eval(call, dict(typed)):
+        pass
+    assert RUNTIME[call] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_type_checker_sees_every_public_name_from_its_home():
+    """Without the stub every name is `Any`, and py.typed promises what is not there."""
+    tree = ast.parse(Path(calib.__file__).with_suffix(".pyi").read_text())
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.asname: node.module for node in imports for alias in node.names}
+    assert homes == calib._HOMES
+
+
+def test_a_type_checker_knows_that_every_setting_has_a_default():
+    """A default by position is one to pydantic alone: checkers would want the argument."""
+    calls = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(calib_recipe)))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Field"
+    ]
+    assert len(calls) > 20
+    assert [ast.unparse(call) for call in calls if call.args] == []
