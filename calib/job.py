@@ -105,13 +105,14 @@ class _Run:
         self.progress.stage("calibrate", sum(batch.num_tokens for batch in mine), "tokens")
         if given.until is None:
             stats = world.together(lambda: self._all(checkpoint, prepared, mine))
-            measured = Measured(world.reduce(stats), data)
+            measured = Measured(world.reduce(stats), data, [data.line])
         else:
             share = world.together(lambda: Share(*self._how(checkpoint, prepared, mine)))
             available = sum(batch.num_tokens for batch in batches)
             stats, stop = read_until(share, batches, world, recipe)
             read = data.only(i for batch in batches[: stop.batches] for i in batch.sample_ids)
-            measured = Measured(stats, read, [stop.line(stats, available, given.until)])
+            line = stop.line(stats, available, given.until)
+            measured = Measured(stats, read, [read.line, line])
         self._lap("calibrate")
         # counted here, and not where batches run: every process has all data, resumed or not
         text = measured.data.summary(given.skip_first)

@@ -169,6 +169,9 @@ def _merged_data(datasets: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "source": " + ".join(dict.fromkeys(dataset["source"] for dataset in datasets)),
         "fingerprint": hashlib.sha256("".join(parts).encode()).hexdigest(),
         "parts": parts,
-        "samples": sum(dataset["samples"] for dataset in datasets),
-        "tokens": sum(dataset["tokens"] for dataset in datasets),
+        **{
+            name: sum(dataset[name] for dataset in datasets)
+            for name in ("documents", "samples", "tokens", "unread_tokens")
+            if all(name in dataset for dataset in datasets)  # older runs do not say all
+        },
     }

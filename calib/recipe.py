@@ -91,7 +91,9 @@ class DataRecipe(Settings):
         default=None, description="text or chat column; found when not given"
     )
     samples: int = Field(default=512, ge=1)
-    seq_len: int = Field(default=2048, ge=2, description="tokens a sample is truncated to")
+    seq_len: int = Field(
+        default=2048, ge=2, description="tokens of a sample; a long document is several"
+    )
     batch_size: PositiveInt | Literal["auto"] = Field(
         default="auto", description="samples in a pass"
     )

@@ -70,7 +70,7 @@ def compare_served(
     limits = (model_positions(config), served.max_model_len)  # one token is generated
     length = max(2, min([_TOKENS, *(limit - 1 for limit in limits if limit)]))
     data = DataRecipe(dataset="builtin:python-docs", samples=_TEXTS, seq_len=length)
-    texts = tokenize_rows(open_source(data).rows, tokenizer, data)[0]
+    texts = [piece.ids for piece in tokenize_rows(open_source(data).rows, tokenizer, data).pieces]
     answers = server.ask(served.id, texts)
     start = time.monotonic()
     model = load_model(checkpoint, config, recipe)

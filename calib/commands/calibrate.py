@@ -56,7 +56,9 @@ def calibrate(
         Flag("Hub id, .jsonl/.json/.parquet/.txt/directory, builtin:NAME, self, random."),
     ] = None,
     samples: Annotated[int | None, Flag("Number of samples. Default: 512.")] = None,
-    seq_len: Annotated[int | None, Flag("Tokens per sample at most. Default: 2048.")] = None,
+    seq_len: Annotated[
+        int | None, Flag("Tokens per sample; a long document is several. Default: 2048.")
+    ] = None,
     device: Device = None,
     evaluate: Annotated[bool, Flag("Then run the recipe's `evaluation`.", "--evaluate")] = False,
     set_: Annotated[

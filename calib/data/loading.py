@@ -7,6 +7,7 @@ import random
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ from calib.data.local_rows import (
     open_rows,
     unread_files,
 )
+from calib.data.pieces import Piece
 from calib.data.tokens import tokenize_rows, unknown_ids
 from calib.recipe import DataRecipe
 from calib.scales.text_summary import TextSummary
@@ -36,12 +38,37 @@ _NAMED = 6  # files in a warning
 class CalibrationData:
     """Everything the model will read, and where it came from."""
 
-    samples: list[list[int]]
+    pieces: list[Piece]
     source: str
     fingerprint: str  # sha256 of the token ids and of where samples begin
     warnings: tuple[str, ...] = ()
     unknown: frozenset[int] | None = None  # ids of what the tokenizer does not know
     words: tuple[int, int] | None = None  # of the documents, and the tokens that they became
+
+    @cached_property
+    def samples(self) -> list[list[int]]:
+        """Token ids of each sample."""
+        return [piece.ids for piece in self.pieces]
+
+    @property
+    def documents(self) -> int:
+        """How many documents the samples are of."""
+        return len({piece.document for piece in self.pieces})
+
+    @property
+    def unread(self) -> int:
+        """Tokens of the documents that are in no sample."""
+        if self.words is None:
+            return 0
+        return self.words[1] - sum(piece.tokens for piece in self.pieces)
+
+    @property
+    def line(self) -> str:
+        """What was read and what was not."""
+        return (
+            f"documents: {self.documents:,}, samples: {len(self.pieces):,}; "
+            f"{self.num_tokens:,} tokens read, {self.unread:,} left unread"
+        )
 
     @property
     def num_tokens(self) -> int:
@@ -54,8 +81,8 @@ class CalibrationData:
 
     def only(self, samples: Iterable[int]) -> CalibrationData:
         """Those of the samples alone, in their order."""
-        kept = [self.samples[i] for i in sorted(samples)]
-        return replace(self, samples=kept, fingerprint=fingerprint(kept))
+        kept = [self.pieces[i] for i in sorted(samples)]
+        return replace(self, pieces=kept, fingerprint=fingerprint([piece.ids for piece in kept]))
 
 
 def load_data(
@@ -63,7 +90,7 @@ def load_data(
     tokenizer: PreTrainedTokenizerBase,
     load_model: Callable[[], PreTrainedModel],
 ) -> CalibrationData:
-    """Return up to `recipe.samples` samples of at most `recipe.seq_len` tokens.
+    """Return up to `recipe.samples` samples of at most `recipe.seq_len` tokens; see `Pieces`.
 
     The same recipe, tokenizer and data give the same samples. `load_model` is called for the
     datasets 'self' and 'random' only, so that a bad dataset is found before weights are read.
@@ -72,12 +99,13 @@ def load_data(
         sample, warning = GENERATED[recipe.dataset]
         samples = sample(recipe, tokenizer, load_model())
         warnings = (warning, *_ignored(recipe, "config", "split", "column"))
-        return CalibrationData(samples, recipe.dataset, fingerprint(samples), warnings)
+        pieces = [Piece(i, len(ids), ids) for i, ids in enumerate(samples)]
+        return CalibrationData(pieces, recipe.dataset, fingerprint(samples), warnings)
     source = open_source(recipe)
-    samples, warnings, words = tokenize_rows(source.rows, tokenizer, recipe)
+    pieces, warnings, words = tokenize_rows(source.rows, tokenizer, recipe)
     warnings, unknown = (*source.warnings, *warnings), unknown_ids(tokenizer)
-    what = source.name, fingerprint(samples), warnings
-    return CalibrationData(samples, *what, unknown or None, words)
+    what = source.name, fingerprint([piece.ids for piece in pieces]), warnings
+    return CalibrationData(pieces, *what, unknown or None, words)
 
 
 def check_dataset(dataset: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 from jinja2 import TemplateError
@@ -16,6 +18,7 @@ from calib.data.documents import (
     is_blank,
     text_of,
 )
+from calib.data.pieces import Piece, Pieces
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 # where this many rows at the start are of no use, the rest will not be either
 MAX_REFUSALS = 100
+# places looked for in a long chat; each takes rendering it once
+MAX_TURNS = 256
 
 _MARK = "fp8kv"
 
@@ -35,7 +40,7 @@ class TemplateRefusal(Exception):
 class Tokenized(NamedTuple):
     """Samples, warnings, and how many words became how many tokens before they were cut."""
 
-    samples: list[list[int]]
+    pieces: list[Piece]
     warnings: tuple[str, ...]
     words: tuple[int, int]
 
@@ -43,8 +48,12 @@ class Tokenized(NamedTuple):
 def tokenize_rows(
     rows: Iterable[LocatedRow], tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe
 ) -> Tokenized:
-    """Tokenise rows until there are `recipe.samples`; return them and warnings."""
-    samples: list[list[int]] = []
+    """Tokenise rows until there are `recipe.samples`; return them and warnings.
+
+    Documents give their beginnings. Where these are too few, long ones give more; see `Pieces`.
+    """
+    pieces = Pieces(recipe.samples, recipe.seq_len, _opening(tokenizer))
+    chats: list[tuple[int, list[Message], list[int]]] = []  # the long ones
     words = word_tokens = 0
     refusals: list[str] = []  # by the template
     unusable: list[str] = []  # rows, and why
@@ -63,19 +72,21 @@ def tokenize_rows(
             words += _count_words(document)
             word_tokens += len(ids)
         if ids:
-            samples.append(ids[: recipe.seq_len])
-        useless = not samples and len(refusals) + len(unusable) == MAX_REFUSALS
-        if len(samples) == recipe.samples or useless:
+            number = pieces.add(ids)
+            if isinstance(document, str):
+                pieces.cut(number, ids)
+            elif len(ids) > recipe.seq_len:
+                chats.append((number, document, ids))
+        useless = not pieces.first and len(refusals) + len(unusable) == MAX_REFUSALS
+        if len(pieces.first) == recipe.samples or useless:
             break
-    if words and not samples:
-        raise InputError(
-            f"the {words:,} words of dataset '{recipe.dataset}' became no tokens; check that "
-            "tokenizer_config.json names the class that tokenizer.json is for"
-        )
-    if not samples:
-        raise InputError(_nothing_usable(recipe.dataset, refusals, unusable))
-    warnings = _warnings(recipe, len(samples), refusals, unusable)
-    return Tokenized(samples, warnings, (words, word_tokens))
+    if not pieces.first:
+        raise InputError(_nothing_usable(recipe.dataset, words, refusals, unusable))
+    if len(pieces.first) < recipe.samples:
+        for number, messages, ids in chats:
+            pieces.cut(number, ids, _turns(messages, tokenizer))
+    taken = pieces.all()
+    return Tokenized(taken, _warnings(recipe, len(taken), refusals, unusable), (words, word_tokens))
 
 
 def encode(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -100,6 +111,34 @@ def encode(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     # not verbose: the advice about too long sequences does not apply, they are cut
     ids = tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"]
     return [int(i) for i in ids]
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the special tokens that `tokenizer` puts in front of every text."""
+    both = (tokenizer("a", add_special_tokens=special) for special in (True, False))
+    ids, bare = ([int(i) for i in each["input_ids"]] for each in both)
+    starts = (i for i in range(len(ids)) if ids[i : i + len(bare)] == bare)
+    return ids[: next(starts, 0)]
+
+
+def _turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a chat at which turns begin, as far as the template tells.
+
+    A turn begins where the chat ends without it. Some templates write the turns before it
+    otherwise then, and it is not known.
+    """
+    if not tokenizer.is_fast:
+        return []
+    text = _render(messages, tokenizer)
+    step = -(-len(messages) // MAX_TURNS)
+    ends = []
+    for count in range(step, len(messages), step):
+        with suppress(TemplateRefusal):
+            before = _render(messages[:count], tokenizer)
+            ends += [len(before)] * text.startswith(before)
+    offsets = {"return_offsets_mapping": True, "add_special_tokens": False, "verbose": False}
+    starts = [start for start, _ in tokenizer(text, **offsets)["offset_mapping"]]
+    return sorted({bisect_left(starts, end) for end in ends if end})
 
 
 def unknown_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -149,7 +188,12 @@ def _applied(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str
         raise TemplateRefusal(" ".join(str(error).split())) from error
 
 
-def _nothing_usable(dataset: str, refusals: list[str], unusable: list[str]) -> str:
+def _nothing_usable(dataset: str, words: int, refusals: list[str], unusable: list[str]) -> str:
+    if words:
+        return (
+            f"the {words:,} words of dataset '{dataset}' became no tokens; check that "
+            "tokenizer_config.json names the class that tokenizer.json is for"
+        )
     if unusable:
         return unusable[0]
     if refusals:

@@ -119,6 +119,11 @@ def load_material(
     material = make_material(setup, data, suite, seen)
     passkeys = (passkey.prompt.tolist() for passkey in material.passkeys)
     check_token_ids(chain(*data.samples, *passkeys), setup.tokenizer, setup.model)
+    if data.documents < len(data.samples):
+        warnings.append(
+            f"the {len(data.samples)} samples are pieces of fewer documents ({data.documents}): "
+            "intervals take them for independent, and are too narrow for other text"
+        )
     return data, material, warnings
 
 

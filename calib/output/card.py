@@ -54,8 +54,10 @@ def dataset_facts(data: CalibrationData) -> dict[str, Any]:
     return {
         "source": data.source,
         "fingerprint": data.fingerprint,
+        "documents": data.documents,
         "samples": len(data.samples),
         "tokens": data.num_tokens,
+        "unread_tokens": data.unread,
     }
 
 
@@ -72,13 +74,23 @@ def output_card(report: dict[str, Any], name: FormatName, path: Path, flags: str
     about = f", measured on {origin['model']} and applied to this checkpoint" if origin else ""
     about += (
         f", observer `{recipe['observer']['name']}`, {recipe['fp8_dtype']}; {dataset['tokens']} "
-        f"tokens of {dataset['source']} in {dataset['samples']} samples. Made by fp8kv "
-        f"{report['versions']['fp8kv']}."
+        f"tokens of {dataset['source']} in {dataset['samples']} samples{_of_documents(dataset)}. "
+        f"Made by fp8kv {report['versions']['fp8kv']}."
     )
     weights = NO_WEIGHTS if recipe["export"]["weights"] == "none" else _SAME
     strategy = strategy_held(recipe["strategy"], recipe["export"]["reduce"])
     card = format_card(report["model"], name, path, strategy, about, weights, flags)
     return card + "".join(f"- {plain(warning)}\n" for warning in report["warnings"])
+
+
+def _of_documents(dataset: dict[str, Any]) -> str:
+    """What the samples are of; reports of older versions do not say it."""
+    if "documents" not in dataset:
+        return ""
+    return (
+        f" (documents: {dataset['documents']}; of these {dataset['unread_tokens']} tokens were "
+        "left unread)"
+    )
 
 
 def format_card(

@@ -108,7 +108,8 @@ def test_unknown_words_are_seen(model, tmp_path):
 def test_samples_that_are_alike_are_seen(model, tmp_path):
     """Also where they differ behind `seq_len`, as chats behind one long system prompt do."""
     lines = [words(0, 120) + " " + words(i, 60, first=9) for i in range(20)]
-    done, out = calibrated(model, dataset(tmp_path / "d.jsonl", lines), "--seq-len", 100)
+    flags = ("--seq-len", 100, "--samples", 20)
+    done, out = calibrated(model, dataset(tmp_path / "d.jsonl", lines), *flags)
     report = assert_said_everywhere(done, out, "20 samples are alike: 1,900 of 2,000 tokens repeat")
     assert report["dataset"]["unrepeated_tokens"] == 100
 

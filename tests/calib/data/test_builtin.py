@@ -11,6 +11,7 @@ import pytest
 from calib.data import load_data
 from calib.data.builtin import BUILTIN, LONG_CHARACTERS, builtin_rows
 from calib.data.loading import check_dataset
+from calib.data.pieces import LEAST_REST
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
@@ -80,12 +81,17 @@ def test_long_documents_have_text_for_four_times_the_usual_samples():
 
 
 def test_fewer_samples_than_asked_for_are_a_warning(tokenizer):
-    count = len(texts("long"))
-    loaded = load_data(DataRecipe(dataset="builtin:long", samples=50, seq_len=64), tokenizer, None)
+    recipe = DataRecipe(dataset="builtin:long", samples=50, seq_len=40_000)
+    loaded = load_data(recipe, tokenizer, None)
+    count = len(loaded.samples)
     assert loaded.warnings == (
         f"50 samples were asked for and dataset 'builtin:long' has {count}; all {count} are used",
     )
-    assert [len(sample) for sample in loaded.samples] == [64] * count
+    pieces = texts("long", 40_000)
+    assert count > loaded.documents == len(pieces)
+    assert loaded.unread < len(pieces) * 40_000 / LEAST_REST
+    read = sum(map(len, loaded.samples)) - count  # without <s>
+    assert read == len("".join(pieces).encode()) - loaded.unread
 
 
 @pytest.mark.parametrize("name", ["random", "self", *BUILTIN, "org/chat"])

@@ -1,4 +1,4 @@
-"""Samples are what the model would read: one BOS, the template's markers, cut at seq_len."""
+"""Samples are what the model would read: one BOS, the template's markers, seq_len at most."""
 
 import pytest
 
@@ -18,7 +18,8 @@ def recipe_of(**settings):
 
 def tokenize_rows(rows, tokenizer, recipe):
     located = ((f"a.jsonl, line {n}", row) for n, row in enumerate(rows, 1))
-    return tokens.tokenize_rows(located, tokenizer, recipe)
+    pieces, warnings, words = tokens.tokenize_rows(located, tokenizer, recipe)
+    return [piece.ids for piece in pieces], warnings, words
 
 
 def test_text_gets_the_bos_of_the_tokenizer(tokenizer):

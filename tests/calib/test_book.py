@@ -1,0 +1,125 @@
+"""One long document is enough: to calibrate on, to stop early in, and to measure on the rest of."""
+
+import json
+
+import pytest
+from command_line import fp8kv, one_line_error
+from families import FAMILIES, save_model, tiny_model
+
+from calib.data import load_data
+from calib.eval import inputs
+from calib.eval.variants import Setup
+from calib.model.find import find_checkpoint
+from calib.model.load import load_config, load_model, load_tokenizer
+from calib.recipe import load_recipe
+
+WORDS = 4000
+CPU = ("--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    tiny = tiny_model("mistral", **FAMILIES["mistral"])
+    return save_model(tiny, tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def book(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "book.txt"
+    path.write_text(" ".join(f"w{3 + (j * j + 7 * j // 31) % 97}" for j in range(WORDS)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def calibrated(model, book, tmp_path_factory):
+    out = tmp_path_factory.mktemp("out") / "scales"
+    lengths = ("--samples", 12, "--seq-len", 32)
+    done = fp8kv("calibrate", model, "--dataset", book, "-o", out, *lengths, *CPU)
+    assert done.exit_code == 0, done.stderr
+    return out, done.stdout
+
+
+def test_summary_card_and_report_say_what_was_read_and_what_was_not(calibrated):
+    out, printed = calibrated
+    left = WORDS - 12 * 32
+    line = f"documents: 1, samples: 12; 384 tokens read, {left:,} left unread"
+    assert line in " ".join(printed.split())
+    report = json.loads((out / "fp8kv_calibration.json").read_text())
+    facts = {name: report["dataset"][name] for name in ("documents", "samples", "tokens")}
+    assert facts == {"documents": 1, "samples": 12, "tokens": 384}
+    assert report["dataset"]["unread_tokens"] == left
+    assert line in report["expected"]
+    card = (out / "README.md").read_text()
+    assert f"in 12 samples (documents: 1; of these {left} tokens were left unread)" in card
+    assert not any("asked for" in warning for warning in report["warnings"])
+
+
+def test_what_a_run_that_stopped_early_did_not_read_is_left(model, book, tmp_path):
+    longer = tmp_path / "longer.txt"
+    longer.write_text(" ".join([book.read_text()] * 4))
+    flags = ("--samples", 4000, "--seq-len", 16, "--until", 1, "--batch-size", 64)
+    done = fp8kv("calibrate", model, "--dataset", longer, "-o", tmp_path / "out", *flags, *CPU)
+    assert done.exit_code == 0, done.stderr
+    dataset = json.loads((tmp_path / "out/fp8kv_calibration.json").read_text())["dataset"]
+    assert 8192 <= dataset["tokens"] < 4 * WORDS == dataset["tokens"] + dataset["unread_tokens"]
+    assert dataset["samples"] == dataset["tokens"] / 16
+    assert dataset["documents"] == 1
+
+
+def test_merged_runs_add_what_they_left(calibrated, model, book, tmp_path):
+    flags = ("--seed", 1, "--samples", 5, "--seq-len", 40)
+    done = fp8kv("calibrate", model, "--dataset", book, "-o", tmp_path / "b", *flags, *CPU)
+    assert done.exit_code == 0, done.stderr
+    runs = (calibrated[0], tmp_path / "b")
+    done = fp8kv("merge", *runs, "-o", tmp_path / "both")
+    assert done.exit_code == 0, done.stderr
+    files = (run / "fp8kv_calibration.json" for run in (*runs, tmp_path / "both"))
+    first, second, both = (json.loads(file.read_text())["dataset"] for file in files)
+    for name in ("documents", "samples", "tokens", "unread_tokens"):
+        assert both[name] == first[name] + second[name] > 0
+
+
+def test_the_rest_of_a_book_is_held_out(calibrated, model, book):
+    scales, _ = calibrated
+    small = {"evaluation.samples": 6, "evaluation.seq_len": 32, "device": "cpu"}
+    recipe = load_recipe(None, {"data.dataset": str(book), **small})
+    checkpoint = find_checkpoint(str(model))
+    config = load_config(checkpoint, recipe)
+    suite, _ = inputs.fitting_suite(config, recipe.evaluation, None)
+    recipe = inputs.evaluation_recipe(recipe, suite)
+    setup = Setup(load_model(checkpoint, config, recipe), load_tokenizer(checkpoint, recipe))
+    data, material, warnings = inputs.load_material(setup, recipe, suite, [scales])
+    read = load_recipe(str(scales / "fp8kv_calibration.json")).data
+    known = load_data(read, setup.tokenizer, None).samples
+    assert data.samples[:12] == known
+    held_out = [document.tolist() for document in material.documents]
+    assert len(held_out) == 6
+    words = load_data(read.model_copy(update={"seq_len": WORDS}), setup.tokenizer, None).samples[0]
+    places = [places_of(ids, words) for ids in (*known, *held_out)]
+    assert len(set().union(*places)) == 18 * 32
+    (warning,) = (line for line in warnings if "are pieces of" in line)
+    assert warning.startswith(f"the {len(data.samples)} samples are pieces of fewer documents (1)")
+
+
+def places_of(ids, words):
+    (start,) = (i for i in range(0, len(words), 32) if words[i : i + 32] == ids)
+    return set(range(start, start + 32))
+
+
+def test_a_book_is_evaluated_on(calibrated, model, book, tmp_path):
+    lengths = ("--samples", 4, "--seq-len", 32)
+    flags = ("--variants", "none,tensor", "-o", tmp_path / "report")
+    done = fp8kv(
+        "eval", model, "--dataset", book, "--scales", calibrated[0], *lengths, *flags, *CPU
+    )
+    assert done.exit_code == 0, done.stderr
+    report = json.loads((tmp_path / "report/report.json").read_text())
+    assert (report["data"]["documents"], report["data"]["tokens"]) == (4, 4 * 32)
+    assert any("are pieces of fewer documents (1)" in line for line in report["warnings"])
+
+
+def test_a_book_that_is_too_short_to_hold_anything_out_is_refused(model, tmp_path):
+    (tmp_path / "short.txt").write_text(" ".join(f"w{3 + j}" for j in range(90)))
+    flags = ("--samples", 4, "--seq-len", 32, *CPU)
+    done = fp8kv("eval", model, "--dataset", tmp_path / "short.txt", *flags)
+    one_line_error(done, "the dataset gives 3 samples of 32 tokens")
