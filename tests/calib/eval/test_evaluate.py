@@ -245,7 +245,7 @@ def test_scales_that_are_none_are_found_before_the_model_is_loaded(
 
 @pytest.mark.usefixtures("small_suite")
 def test_held_out_text_is_new_to_the_scales_that_were_given(directory, tmp_path):
-    words = (" ".join(f"w{3 + (7 * i + j) % 97}" for j in range(40)) for i in range(9))
+    words = (" ".join(f"w{3 + (7 * i + j) % 97}" for j in range(24)) for i in range(9))
     text = tmp_path / "text.jsonl"
     text.write_text("".join(json.dumps({"text": each}) + "\n" for each in words))
     data = ("--dataset", text, "--seed", 7)

@@ -33,10 +33,10 @@ VARIANTS = ["none", "tensor", "attn_head", "channel"]
 CHOICES = {"device": "cpu", "dtype": "float32", "evaluation.variants": VARIANTS}
 
 
-def write_words(path, words, rows=24):
-    """A dataset of `rows` documents of 40 of `words`."""
+def write_words(path, words, rows=24, length=40):
+    """A dataset of `rows` documents of `length` of `words`."""
     rng = random.Random(0)
-    lines = (" ".join(rng.choices(words, k=40)) for _ in range(rows))
+    lines = (" ".join(rng.choices(words, k=length)) for _ in range(rows))
     path.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     return str(path)
 
@@ -309,7 +309,7 @@ def test_what_was_named_and_cannot_be_had_is_refused(directory, texts, tmp_path)
     small = ("--dataset", texts[0], "--device", "cpu", "--seq-len", 24, "--samples", 2)
     done = fp8kv("eval", directory, *small, "--also", "builtin:chat")
     one_line_error(done, "--also 'builtin:chat': chat ", "holds chats but the tokenizer has no")
-    one = write_words(tmp_path / "one.jsonl", ["w9"], rows=1)
+    one = write_words(tmp_path / "one.jsonl", ["w9"], rows=1, length=24)
     done = fp8kv("eval", directory, *small, "--also", one)
     one_line_error(done, "1 samples are left that no given scales have read, and at least 2 are")
     done = fp8kv("eval", directory, *small, "--also", texts[1], "--variants", "channel")
