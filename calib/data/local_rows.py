@@ -14,6 +14,7 @@ from torch.utils.data import ConcatDataset
 
 from calib.data.documents import LocatedRow, Row
 from calib.errors import InputError
+from calib.scalefiles.json import regular_size
 
 Rows = ConcatDataset[LocatedRow] | list[LocatedRow]
 
@@ -156,6 +157,7 @@ def _row(value: Any, where: str) -> Row:
 
 
 def _open(path: Path) -> Any:
+    regular_size(path)
     try:
         return READERS[path.suffix.lower()](path)
     except UnicodeDecodeError as error:

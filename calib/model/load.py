@@ -36,9 +36,11 @@ from calib.model.quantized import (
 from calib.model.stored import Source
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
+from calib.scalefiles.json import regular_size
 from fp8kv_runtime.hf import is_latent
 
 _CAUSAL = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json")  # the first there is read
 _SERVED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -229,6 +231,9 @@ def uses_gpu(recipe: Recipe) -> bool:
 
 def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer."""
+    files = [checkpoint.path / name for name in _TOKENIZERS]
+    for file in [file for file in files if file.exists()][:1]:
+        regular_size(file)
     with loading(f"the tokenizer of '{checkpoint.path}'"):
         return AutoTokenizer.from_pretrained(
             checkpoint.path, trust_remote_code=recipe.trust_remote_code

@@ -10,6 +10,7 @@ from calib.errors import InputError
 
 # the index of a model of a trillion parameters takes 20 MB
 MAX_BYTES = 64 << 20
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -24,13 +25,22 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def regular_size(path: Path) -> int:
-    """Bytes of a file or of a link to one; an InputError for a directory, pipe or device."""
+    """Bytes of a file or of a link to one.
+
+    An InputError for a directory, pipe or device, and for what Git LFS leaves in a file's place.
+    """
     try:
         found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise InputError(f"'{path}' is not a file")
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise InputError(
+                    f"'{path}' is a Git LFS pointer, not the file itself; run `git lfs pull` in "
+                    "its repository"
+                )
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror}") from None
-    if not stat.S_ISREG(found.st_mode):
-        raise InputError(f"'{path}' is not a file")
     return found.st_size
 
 

@@ -22,7 +22,7 @@ from calib.errors import InputError
 from calib.json_text import json_text
 from calib.scalefiles.calibrations import statistics_file
 from calib.scalefiles.file_names import STATS_FILE
-from calib.scalefiles.json import parse_object
+from calib.scalefiles.json import parse_object, regular_size
 from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.observers import NUM_BINS
 from calib.scales.scales import SharedAttention
@@ -75,6 +75,7 @@ def load_stats(path: str | os.PathLike[str]) -> KVStats:
 
 def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
     """Read statistics and the `progress` saved with them; an InputError for a damaged file."""
+    regular_size(path)
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}

@@ -36,4 +36,4 @@ def one_line_error(done, *phrases, status=2):
     assert len(lines) == 1
     assert "Traceback" not in done.stderr
     for phrase in phrases:
-        assert phrase in lines[0]
+        assert phrase in lines[0], lines[0]
