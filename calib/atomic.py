@@ -20,6 +20,7 @@ from torch import Tensor
 from calib.errors import InputError
 from calib.progress import WRITTEN
 
+_ANOTHER = "choose another output"
 _EXCHANGE = 2  # RENAME_EXCHANGE
 # file systems without locks; there the last rename finds what another run wrote
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
@@ -31,14 +32,17 @@ class Claim:
 
     path: Path  # without symbolic links
     replaces: tuple[int, int] | None  # device and inode of the directory that may go, if any
+    way_out: str  # what to do where it cannot be written
 
 
 @contextmanager
-def claimed(out: Path, *, overwrite: bool = False, wait: bool = False) -> Iterator[Claim]:
+def claimed(
+    out: Path, *, overwrite: bool = False, wait: bool = False, way_out: str = _ANOTHER
+) -> Iterator[Claim]:
     """Keep other runs from writing the directory `out` while the block runs.
 
     With `overwrite` the directory that is there now may be replaced. Another run that writes it is
-    an InputError, or is waited for with `wait`.
+    an InputError, or is waited for with `wait`. `way_out` is advice where it cannot be written.
     """
     path, missing = Path(os.path.realpath(out)), []
     lock = path.with_name(f".{path.name}.lock")
@@ -49,14 +53,12 @@ def claimed(out: Path, *, overwrite: bool = False, wait: bool = False) -> Iterat
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = _locked(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
-        raise InputError(
-            f"another run is writing '{out}'; wait for it, or choose another output"
-        ) from None
+        raise InputError(f"another run is writing '{out}'; wait for it, or {way_out}") from None
     except OSError as error:
-        raise InputError(f"cannot write '{out}': {error.strerror}; choose another output") from None
+        raise InputError(f"cannot write '{out}': {error.strerror}; {way_out}") from None
     try:
         _remove_abandoned(path)
-        yield Claim(path, _identity(path) if overwrite else None)
+        yield Claim(path, _identity(path) if overwrite else None, way_out)
     finally:
         with suppress(OSError):
             lock.unlink(missing_ok=True)
@@ -106,7 +108,9 @@ def atomic_directory(
             yield scratch
             _put(scratch, mine, out)
         except (OSError, SafetensorError) as error:
-            raise InputError(f"cannot write '{out}': {error}; nothing was left behind") from None
+            raise InputError(
+                f"cannot write '{out}': {error}; nothing was left behind; {mine.way_out}"
+            ) from None
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     WRITTEN.append(out)

@@ -10,6 +10,7 @@ from typing import Any, ParamSpec, TextIO, cast
 
 import typer
 
+from calib.cache_folder import cache_refusal
 from calib.commands.tables import table_text
 from calib.errors import Fp8kvError, InputError
 from calib.json_text import json_text
@@ -81,10 +82,11 @@ def run(work: Callable[[], None], *, debug: bool = False) -> None:
         try:
             _check_arguments()
             _print_all(work)
-        except Fp8kvError as error:
-            if debug:
+        except (Fp8kvError, OSError) as error:
+            refusal = None if isinstance(error, Fp8kvError) else cache_refusal(error)
+            if debug or not (refusal or isinstance(error, Fp8kvError)):
                 raise
-            _fail(str(error), 2)
+            _fail(refusal or str(error), 2)
     except KeyboardInterrupt:
         _ignore_more()
         _fail(f"interrupted; {_written()}", 130)

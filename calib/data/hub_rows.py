@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from calib.cache_folder import cache_refusal
 from calib.data.documents import Row
 from calib.errors import InputError
 from calib.recipe import DataRecipe
@@ -61,6 +62,8 @@ def _explain(dataset: str, error: Exception) -> str:
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
+    if refusal := cache_refusal(error, "HF_HUB_CACHE"):
+        return refusal
     message = " ".join(str(error).split())[:MAX_QUOTED]
     # datasets turns a GatedRepoError into a DatasetNotFoundError that says so in its text only
     if _has_cause(error, GatedRepoError) or "is a gated dataset" in message:

@@ -16,6 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from calib.cache_folder import cache_refusal
 from calib.errors import Fp8kvError, InputError, UnsupportedModelError
 from calib.model.checkpoint import Checkpoint
 from calib.scalefiles.folder import LAYER_KEYS
@@ -144,6 +145,8 @@ def making_sense(message: str) -> Iterator[None]:
     except Fp8kvError:
         raise  # it says what is wrong
     except _NONSENSE as error:
+        if refusal := cache_refusal(error):
+            raise InputError(refusal) from error
         reason = " ".join(str(error).split())[:1000]
         raise InputError(f"{message}: {reason or type(error).__name__}") from error
 

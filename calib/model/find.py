@@ -12,6 +12,7 @@ from huggingface_hub import errors as hub
 from huggingface_hub import hf_hub_download, snapshot_download
 
 from calib.atomic import Claim, atomic_directory, claimed, share_file
+from calib.cache_folder import cache_refusal
 from calib.errors import InputError
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.progress import library_bars_hidden
@@ -23,6 +24,7 @@ T = TypeVar("T")
 _BUILTIN = "builtin:smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _IN_CACHE = re.compile(r"/models--(?P<model>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
+_ANOTHER_CACHE = "set XDG_CACHE_HOME to a folder that you can write"
 # pickled weights are never downloaded
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "tokenizer*"]
 
@@ -75,6 +77,8 @@ def ask_hub(what: str, repo: str, ask: Callable[[], T], way_out: str = "") -> T:
             f"is neither a directory nor a {what} on the Hub (or it is private: `hf auth login`)"
         )
     except (hub.HTTPError, OSError) as error:
+        if refusal := cache_refusal(error, "HF_HUB_CACHE"):
+            raise InputError(refusal) from None
         reason = " ".join(str(error).split())[:200]
         message = (
             f"is not a local directory, and the Hub cannot be reached ({reason}); "
@@ -89,9 +93,9 @@ def builtin_model(name: str) -> Path:
         raise InputError(f"no model '{name}'; built in: {_BUILTIN}")
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     directory = cache / "fp8kv" / "smollm2-135m-instruct"
-    if not directory.exists():
+    if not os.path.exists(directory):  # also where nobody may look
         package = _package_directory()
-        with claimed(directory, wait=True) as claim:
+        with claimed(directory, wait=True, way_out=_ANOTHER_CACHE) as claim:
             if not directory.exists():  # another process may have made it
                 _dequantise(package, claim)
     return directory

@@ -74,6 +74,8 @@ class Bench:
 
     def tune(self, say: Say) -> Path:
         """Find the fastest configs and write them to this machine's table, which is returned."""
+        path = tuned_path()
+        write_table(path, read_table(path))  # or stop before minutes of measuring
         target = current_target()
         names = (self.gpu, target.name, target.backend)
         tuner = Tuner(names, self.device, self._launchers, self._measure, say)
@@ -84,7 +86,6 @@ class Bench:
             ]
             for kernel, launcher in KERNELS.items()
         }
-        path = tuned_path()
         write_table(path, merged(read_table(path), found))
         forget_tuned()
         return path

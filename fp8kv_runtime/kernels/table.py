@@ -12,6 +12,7 @@ from typing import Any
 
 from fp8kv_runtime.errors import AttentionError
 
+_ANOTHER = "set FP8KV_TUNING to another file"
 _POWERS_OF_TWO = ("tile", "num_warps", "rows")
 
 
@@ -60,14 +61,16 @@ def read_table(path: Path) -> Table:
     """Read a table; an empty one where there is no file.
 
     Raises:
-        AttentionError: the file is no tuning table.
+        AttentionError: the file is no tuning table, or cannot be read.
     """
     try:
         plain = json.loads(path.read_text())
         return {kernel: tuple(map(_to_row, rows)) for kernel, rows in plain.items()}
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except OSError as error:
+        raise AttentionError(f"cannot read {path}: {error.strerror}; {_ANOTHER}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise AttentionError(
             f"{path} is no tuning table ({type(error).__name__}: {error}); delete it, or run "
             "`fp8kv bench --tune` again after that"
@@ -77,10 +80,13 @@ def read_table(path: Path) -> Table:
 def write_table(path: Path, table: Table) -> None:
     """Write a table, whole or not at all."""
     plain = {kernel: [_to_json(row) for row in rows] for kernel, rows in table.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.{os.getpid()}")
-    new.write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n")
-    new.replace(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.{os.getpid()}")
+        new.write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n")
+        new.replace(path)
+    except OSError as error:
+        raise AttentionError(f"cannot write {path}: {error.strerror}; {_ANOTHER}") from error
 
 
 def _to_row(fields: dict[str, Any]) -> Row:

@@ -9,7 +9,7 @@ PACKAGES = ("calib", "fp8kv_runtime")
 
 # floors of the house, lowest first: a room (a direct child of `calib`) imports from floors below
 FLOORS = (
-    {"calib", "fp8kv_runtime", "choices", "errors", "progress"},
+    {"calib", "fp8kv_runtime", "cache_folder", "choices", "errors", "progress"},
     {"arguments", "atomic", "caches", "divergence", "doctor", "json_text", "strict_yaml", "text"},
     {"recipe", "scalefiles"},
     {"model", "scales", "verify"},
