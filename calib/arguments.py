@@ -85,7 +85,8 @@ def _fits(value: object, kind: Any) -> bool:
         return True
     if origin in _NUMBERS:
         return isinstance(value, _NUMBERS[origin]) and not isinstance(value, bool)
-    return isinstance(value, origin)
+    # a class has the methods of a protocol, and cannot be called as an object of it
+    return isinstance(value, origin) and not isinstance(value, type)
 
 
 def _words(kind: Any) -> list[str]:

@@ -34,5 +34,6 @@ class CalibrationError(Fp8kvError):
 
 def did_you_mean(given: str, legal: Iterable[str]) -> str:
     """A word of `legal` that is close to `given`, as a question; or nothing."""
-    close = difflib.get_close_matches(given, [*legal], n=1, cutoff=0.55)
+    cutoff = 0.55 if len(given) > 3 else 0.7  # 'gpu' does not mean 'cpu'
+    close = difflib.get_close_matches(given, [*legal], n=1, cutoff=cutoff)
     return f" (did you mean '{close[0]}'?)" if close else ""

@@ -15,9 +15,11 @@ import calib.recipe as calib_recipe
 import fp8kv_runtime
 from calib import InputError
 from calib.data import make_batches
+from calib.scales.observers import AbsMax
 
 DATA = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 32}
 NAMES = {"Path": Path, "calib": calib, "torch": torch, "rt": fp8kv_runtime, "copy": copy}
+NAMES["AbsMax"] = AbsMax
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +88,7 @@ WRONG = {
     'calib.calibrate(model, ["text"], recipe)': "batch 0: input_ids must be whole numbers",
     'calib.calibrate(model, [rows.float()], recipe)': "must be whole numbers [B, T] or [T]",
     'calib.calibrate(model, [rows, -rows], recipe)': "batch 1: token id",
+    'calib.calibrate(model, {"input_ids": torch.tensor([[1], [2]])}, recipe)': "list or loader of",
     'calib.calibrate(model, [], recipe)': "there is nothing to calibrate on",
     'calib.calibrate(directory, [rows], recipe)': "model must be PreTrainedModel, got PosixPath",
     'calib.calibrate(torch.nn.Linear(2, 2), [rows], recipe)': "must be PreTrainedModel, got a Lin",
@@ -117,6 +120,7 @@ WRONG = {
     'calib.derive_scales(recipe, stats)': "stats must be KVStats, got a Recipe",
     'calib.derive_scales(stats, "attn_head-absmax")': "recipe must be Recipe, got 'attn_head-",
     'stats.scales(strategy="tensor", observer="absmax")': "observer must be Observer, got 'absm",
+    'stats.scales(strategy="tensor", observer=AbsMax)': "observer must be Observer, got the class",
     'stats.merge("x")': "other must be KVStats, got 'x'",
     'stats.join(scales)': "other must be KVStats, got a KVScales",
     'calib.LayerScales(0, k=1.0, v=1.0)': "k must be Tensor, got 1.0",
@@ -177,6 +181,8 @@ SAME = {
     "a dict": ('measured([{"input_ids": rows}])', "measured(batches(rows))"),
     "a generator": ("measured(row for row in [rows])", "measured(batches(rows))"),
     "a table of numpy": ("measured([rows.numpy()])", "measured(batches(rows))"),
+    "rows of numpy's numbers": ("measured([[*row.numpy()] for row in rows])", "measured(rows)"),
+    "rows of single tensors": ("measured([[*row] for row in rows])", "measured(rows)"),
     "one row at a time": ("measured(rows)", "measured(row for row in rows)"),
     "padded rows": (
         'measured([{"input_ids": rows, "attention_mask": (rows > 40).long()}])',
@@ -239,6 +245,11 @@ def test_completion_shows_the_public_names_and_no_other(package):
     assert dir(package) == sorted(package.__all__)
 
 
+def test_a_suggestion_is_of_what_may_have_been_meant():
+    with pytest.raises(InputError, match=r"'cuda', got 'gpu'$"):
+        calib.Recipe(device="gpu")
+
+
 def test_a_name_that_is_none_says_so_as_python_does():
     with pytest.raises(AttributeError, match="module 'calib' has no attribute 'convrt'"):
         calib.convrt  # noqa: B018
@@ -249,6 +260,8 @@ RUNTIME = {
     "rt.fp8_attention(model, None)": "as calib.load_scales returns them, got NoneType",
     "rt.fp8_attention(model, {})": "as calib.load_scales returns them, got dict",
     "rt.fp8_attention(str(directory), scales)": "model must be a transformers model, got '",
+    "rt.fp8_attention(model, scales, block_size=0)": "a whole number from 1 on, got 0",
+    'rt.fp8_attention(model, scales, block_size="64")': "a whole number from 1 on, got '64'",
     'rt.fp8_attention(model, scales, backend="tritn")': "one of auto, triton, torch, got 'tritn'",
 }
 

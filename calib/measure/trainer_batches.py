@@ -155,7 +155,8 @@ def _table(given: Any, what: str) -> list[Tensor]:
 
 
 def _is_nested(given: Any) -> bool:
-    return isinstance(given, Sequence) and bool(given) and not isinstance(given[0], int)
+    first = given[0] if isinstance(given, Sequence) and given else None
+    return isinstance(first, Sequence) or getattr(first, "ndim", 0) > 0
 
 
 def _described(given: Any) -> str:
@@ -163,7 +164,7 @@ def _described(given: Any) -> str:
         return f"{str(given.dtype).removeprefix('torch.')} {list(given.shape)}"
     if isinstance(given, int):
         return f"{given}; batches are a list, also of one batch"
-    return "nothing" if given is None else f"{given!r:.60}"
+    return "nothing" if given is None else " ".join(repr(given).split())[:60]
 
 
 def _check(rows: list[list[int]], model: PreTrainedModel, which: str) -> None:

@@ -63,7 +63,7 @@ class _Session:
         self, model: PreTrainedModel, scales: Scales, backend: Backend, quantize_query: bool,
         block_size: int,
     ) -> None:  # fmt: skip
-        _check(model, scales, backend)
+        _check(model, scales, backend, block_size)
         layers: list[LayerScales] = list(scales.layers.values())
         if not layers:
             raise AttentionError("no layer has scales, so there is nothing to hold in FP8")
@@ -234,17 +234,22 @@ class _Session:
                 )
 
 
-def _check(model: object, scales: object, backend: str) -> None:
-    """Refuse what is none of the three, such as a directory's name for its scales."""
+def _check(model: object, scales: object, backend: str, block_size: int) -> None:
+    """Refuse what is none of the four, such as a directory's name for its scales."""
     backends = get_args(Backend)
     for right, wanted, got in (
         (hasattr(model, "get_decoder"), "model must be a transformers model", model),
         (isinstance(scales, Scales), "scales must be as calib.load_scales returns them", scales),
         (backend in backends, f"backend must be one of {', '.join(backends)}", backend),
+        (
+            isinstance(block_size, int) and block_size > 0,
+            "block_size must be a whole number from 1 on",
+            block_size,
+        ),
     ):
         if not right:
-            is_text = isinstance(got, str)
-            raise AttentionError(f"{wanted}, got {repr(got) if is_text else type(got).__name__}")
+            plain = isinstance(got, (str, int, float))
+            raise AttentionError(f"{wanted}, got {repr(got) if plain else type(got).__name__}")
 
 
 def _use_triton(model: PreTrainedModel, backend: Backend, swaps: bool, latent: bool) -> bool:
