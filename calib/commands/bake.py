@@ -74,6 +74,7 @@ def bake(
             f"{len(done.changed)} tensors changed; {sameness(done.kl, exact=done.exact)}",
             _factors_line(done),
             f"written to {done.output}; its README.md says how to serve it",
+            *(f"warning: {each}" for each in done.warnings),
             *rounded_lines(done.rounded),
             *_left_lines(done.left),
             *(_short_lines(done) if purpose == "fp8" else []),

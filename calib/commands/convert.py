@@ -75,14 +75,21 @@ def repair(
     progress: ProgressFlag = "auto",
     debug: Debug = False,
 ) -> None:
-    """Derive scales that are missing, zero, negative, NaN or garbage from measured absmax."""
+    """Replace scales that are missing, useless, or contradicted by measured absmax.
+
+    A layer of another shape than most is replaced as well. Exit status 1, and the output is
+    written, where fp8kv verify --against would still tell a problem of it.
+    """
     from calib.commands.progress_bar import progress_bar
-    from calib.rewrite.convert import repair as repair_scales
+    from calib.rewrite.repair import repair as repair_scales
 
     with progress_bar(progress) as reported:
         done = repair_scales(directory, stats, to, output, overwrite=overwrite, progress=reported)
-    replaced = f"replaced: {', '.join(done.replaced) or 'nothing'}"
-    print_lines([replaced, *_warning_lines(done, to), f"written to {output}"])
+    replaced = [f"replaced: {each}" for each in done.replaced] or ["replaced: nothing"]
+    left = [f"not mended: {problem}" for problem in done.left]
+    print_lines([*replaced, *_warning_lines(done, to), f"written to {output}", *left])
+    if left:
+        raise typer.Exit(1)
 
 
 def _warning_lines(done: "Rewritten", to: choices.FormatName) -> list[str]:

@@ -46,6 +46,7 @@ from calib.scalefiles.fp8_type import FP8_MAX
 from calib.scales.derive import derive_scales
 from calib.scales.measured import load_measured
 from calib.scales.stats import KVStats
+from calib.scales.text_summary import text_warnings
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Baked:
     v_as_it_is: int = 0  # layers whose V gets no factor
     latent: bool = False  # K are latents, V k_pe (MLA), in at least one layer
     backup: Path | None = None  # of the files that were replaced in place
+    warnings: tuple[str, ...] = ()  # that the calibration read too little text
 
     def to_json(self) -> dict[str, Any]:
         """The object that `--json` prints, also kept beside the weights."""
@@ -88,6 +90,7 @@ class Baked:
             "octaves_short": {"k": k_short, "v": v_short},
             "changed": self.changed,
             "backup": self.backup and str(self.backup),
+            "warnings": [*self.warnings],
         }
 
 
@@ -136,7 +139,7 @@ def bake(
             progress=progress,
         )  # fmt: skip
         exact = not (any_factor or done.rounded)
-        baked = _summed(name, output, purpose, recipe.dtype, exact, done, stats.latent)
+        baked = _summed(name, output, purpose, recipe.dtype, exact, done, stats)
         _check_fits(scales, baked, done.after)
         _describe(baked, checkpoint, scratch, done, report)
         if in_place:
@@ -152,11 +155,12 @@ def _summed(
     dtype: str,
     exact: bool,
     done: Rescaling,
-    latent: bool,
+    stats: KVStats,
 ) -> Baked:
     return Baked(
         name, output, purpose, exact, done.changed, done.per_head, len(done.factors), dtype,
-        done.short, done.kl, done.rounded, done.left, done.v_as_it_is, latent,
+        done.short, done.kl, done.rounded, done.left, done.v_as_it_is, stats.latent,
+        warnings=tuple(text_warnings(stats.text, stats.tokens)),
     )  # fmt: skip
 
 

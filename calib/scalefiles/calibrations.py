@@ -1,7 +1,5 @@
-"""The files of a calibration: statistics without torch, errors for directories without them."""
+"""The files of a calibration: what it says of itself, errors for directories without them."""
 
-import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +8,8 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 from calib.choices import FORMATS
 from calib.errors import InputError, NoModelError
 from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
-from calib.scalefiles.header import read_header, read_values
 from calib.scalefiles.json import read_object
 from calib.scalefiles.packs import PACKED, read_pack
-
-_AMAX = re.compile(r".+\.(?P<layer>\d{1,6})\..+\.(?P<which>[kvq]|latent|k_pe)\.amax")
-_BOTH = ("latent", "k_pe")  # which share K's and V's scale
 
 Amax = dict[tuple[int, str], tuple[float, ...]]  # (layer, "k" | "v" | "q") -> one per head
 
@@ -45,31 +39,6 @@ class _Report(_Model):
     warnings: list[str]
     layers: list[_Layer]
     measured_on: _Model | None = None
-
-
-def read_amax(path: Path) -> Amax:
-    """Measured absmax of each layer and head, from a statistics file or the directory of one."""
-    path = statistics_file(path)
-    found: Amax = {}
-    for name, entry in read_header(path).items():
-        match = _AMAX.fullmatch(name)
-        if match and len(entry.shape) == 2:
-            heads, channels = entry.shape
-            values = read_values(path, entry)
-            if not all(map(math.isfinite, values)):
-                raise InputError(
-                    f"'{path}': {match['which'].upper()} of layer {match['layer']} held NaN or "
-                    "Inf, so nothing can be compared with it; calibrate again"
-                )
-            rows = [values[i * channels : (i + 1) * channels] for i in range(heads)]
-            largest, layer = tuple(max(row, default=0) for row in rows), int(match["layer"])
-            if match["which"] in _BOTH:
-                largest = max(largest, found.get((layer, "k"), largest))
-            for letter in "kv" if match["which"] in _BOTH else match["which"]:
-                found[layer, letter] = largest
-    if not found:
-        raise InputError(f"'{path}' holds no statistics; give {STATS_FILE} of a calibration")
-    return found
 
 
 def read_report(directory: Path) -> dict[str, Any]:

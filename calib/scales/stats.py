@@ -13,6 +13,7 @@ from torch import Tensor
 from calib.arguments import check_arguments, check_values
 from calib.choices import FP8Name, ScaleRounding, Strategy, Targets
 from calib.errors import InputError
+from calib.scalefiles.calibrations import Amax
 from calib.scalefiles.places import LayerPlaces, TensorPlaces
 from calib.scales.curve import moved
 from calib.scales.notebook import amax_html
@@ -135,6 +136,19 @@ class KVStats:
     def _repr_html_(self) -> str:
         layers = {name: layer.layer_idx for name, layer in self.layers.items()}
         return amax_html(f"Statistics of {self.tokens:,} tokens", layers, self.tensors())
+
+    def amax_by_head(self) -> Amax:
+        """Return the absmax of each layer and head; a latent and k_pe have the larger of both."""
+        found: Amax = {}
+        for layer in self.layers.values():
+            parts = (layer.k, layer.v) if not layer.latent else [layer.jointly()] * 2
+            for letter, part in zip("kvq", (*parts, layer.q), strict=True):
+                found[layer.layer_idx, letter] = tuple(part.amax.amax(1).tolist())
+        # its queries are its own and were not measured
+        for each in self.shared.values():
+            owner = self.layers[each.owner].layer_idx
+            found |= {(each.layer_idx, letter): found[owner, letter] for letter in "kv"}
+        return found
 
     def places(self) -> list[LayerPlaces]:
         """Where the largest K and V of each layer were; empty if that is not known."""

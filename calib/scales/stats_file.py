@@ -20,8 +20,8 @@ from calib.arguments import as_path, check_arguments
 from calib.atomic import save_tensors
 from calib.errors import InputError
 from calib.json_text import json_text
-from calib.scalefiles.calibrations import statistics_file
-from calib.scalefiles.file_names import STATS_FILE
+from calib.scalefiles.calibrations import read_report, statistics_file
+from calib.scalefiles.file_names import CALIBRATION_FILE, STATS_FILE
 from calib.scalefiles.json import parse_object, regular_size
 from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.observers import NUM_BINS
@@ -68,8 +68,27 @@ def save_stats(
 
 @check_arguments
 def load_stats(path: str | os.PathLike[str]) -> KVStats:
-    """Read statistics from a file, or from the calibration directory that holds one."""
-    stats, _ = load_progress(statistics_file(as_path(path)))
+    """Read statistics from a file, or from the calibration directory that holds one.
+
+    InputError where they are damaged, hold NaN or Inf, or are not those that the report beside
+    them sums up.
+    """
+    file = statistics_file(as_path(path))
+    stats, _ = load_progress(file)
+    for (name, which, field), tensor in stats.tensors().items():
+        if field == "amax" and not tensor.isfinite().all():
+            raise InputError(
+                f"'{file}': {name} {which.upper()}: NaN or Inf was seen; calibrate again"
+            )
+    if (file.parent / CALIBRATION_FILE).exists():
+        rows = read_report(file.parent)["layers"]
+        said = {row["module"]: (row["k_amax"], row["v_amax"]) for row in rows}
+        layers = stats.layers.items()
+        if said != {name: (float(x.k.amax.max()), float(x.v.amax.max())) for name, x in layers}:
+            raise InputError(
+                f"the statistics in '{file.parent}' are not those that its {CALIBRATION_FILE} sums "
+                "up; calibrate again"
+            )
     return stats
 
 

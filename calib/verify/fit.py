@@ -9,6 +9,7 @@ from calib.choices import FP8Name
 from calib.scalefiles.calibrations import Amax
 from calib.scalefiles.fp8_type import FP8_MAX, FP8_SMALLEST
 from calib.scalefiles.reading import FoundLayer, is_usable, these
+from calib.verify.measured import Measured
 
 # rounding to bfloat16 takes 0.4 %
 _ROUNDING = 1.005
@@ -18,6 +19,19 @@ _LEAST = 1 / (16 * _ROUNDING)
 # other text has another absmax
 _LIKE = 1.5
 _FAR = 4.0
+# medians of what a scale and another's absmax differ by
+_ALIKE, _APART = 1 + _NEAR, (1 + _NEAR) ** 4
+# the letters whose absmax K's and V's scales fit, and in which layer
+_MISTAKES = {
+    ("v", "k", 0): "K scales fit V's measured absmax and V scales K's: they are swapped",
+    ("k", "v", -1): "scales fit the measured absmax of the layer before: they are shifted",
+    ("k", "v", 1): "scales fit the measured absmax of the next layer: they are shifted",
+}
+# the share of its range that scales for another FP8 type use
+_OTHER_TYPES = {2.0: "half of", 0.5: "twice", 240 / 448: "448 / 240 times"}
+
+
+Scale = tuple[int, str]  # (layer, "k" | "v" | "q")
 
 
 class Limits(NamedTuple):
@@ -44,6 +58,15 @@ class Fit:
     def is_low(self, letter: str) -> bool:
         """Whether one of the scales leaves more than 15/16 of the range unused."""
         return self.least.get(letter, 1.0) < _LEAST
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What measured absmax says against scales, and against which of them."""
+
+    text: str
+    scales: frozenset[Scale] = frozenset()  # none: of whole layers
+    is_problem: bool = True  # else a warning
 
 
 class _Share(NamedTuple):
@@ -75,72 +98,85 @@ def compare(layers: Sequence[FoundLayer], amax: Amax, limits: Limits) -> list[Fi
 
 
 def judge(
-    layers: Sequence[FoundLayer], fits: Sequence[Fit], amax: Amax, largest: float
-) -> tuple[list[str], list[str]]:
-    """Problems that the comparison shows, and warnings, one line each."""
-    problems, warnings = _other_heads(layers, amax), list[str]()
+    layers: Sequence[FoundLayer], fits: Sequence[Fit], measured: Measured, largest: float
+) -> list[Finding]:
+    """Return what the comparison shows."""
+    amax = measured.amax
+    findings = _other_heads(layers, amax)
     clipped = [fit for fit in fits if fit.clipped]
-    if swapped := _looks_swapped(layers, amax, largest):
-        problems.append("K scales fit V's measured absmax and V scales K's: they are swapped")
+    if mistaken := _mistaken(layers, amax, largest):
+        findings.append(Finding(mistaken, _all(layers, "kv")))
     elif clipped:
         worst = max(clipped, key=lambda fit: max(fit.used.values()))
         letter = max(worst.used, key=lambda letter: worst.used[letter])
-        problems.append(
-            f"{len(clipped)} layers clip what was measured, layer {worst.layer} the most: its "
-            f"{letter.upper()} is {worst.used[letter]:.2f} times what its scale can hold"
+        findings.append(
+            Finding(
+                f"{len(clipped)} layers clip what was measured, layer {worst.layer} the most: its "
+                f"{letter.upper()} is {worst.used[letter]:.2f} times what its scale can hold",
+                frozenset((fit.layer, letter) for fit in clipped for letter in fit.clipped),
+            )
         )
     used = [value for fit in fits for value in fit.used.values()]
-    for factor, what in ((2.0, "half"), (0.5, "twice")):
-        if used and all(abs(value / factor - 1) < _NEAR for value in used):
-            problems.append(
-                f"every scale is {what} of absmax / {largest:g}, as if made for another FP8 "
+    for factor, what in _OTHER_TYPES.items():
+        as_meant = abs(factor * measured.headroom - 1) < _NEAR
+        if used and not as_meant and all(abs(value / factor - 1) < _NEAR for value in used):
+            text = (
+                f"every scale is {what} absmax / {largest:g}, as if made for another FP8 "
                 "type: files hold scales for e4m3fn (448) unless they name another"
             )
-    for letter in "" if swapped else "kvq":
+            findings.append(Finding(text, _all(layers, "kvq")))
+    for letter in "q" if mistaken else "kvq":
         shares = [share for layer in layers for share in _shares(layer, letter, amax)]
-        wrong, doubtful = _judge_range(letter, shares, fits, largest)
-        problems += wrong
-        warnings += doubtful
+        findings += _judge_range(letter, shares, fits, largest)
     absent = {fit.layer for fit in fits} ^ {layer for layer, _ in amax}
     if absent:
-        problems.append(f"layer {min(absent)} is only in the scales, or only in the statistics")
-    return problems, warnings
+        text = f"layer {min(absent)} is only in the scales, or only in the statistics"
+        findings.append(Finding(text))
+    return findings
 
 
-def contradictions(layers: Sequence[FoundLayer], amax: Amax, fp8_dtype: FP8Name) -> list[str]:
-    """What measured absmax says against FP8 scales, problems and warnings alike."""
+def contradictions(
+    layers: Sequence[FoundLayer], measured: Measured, fp8_dtype: FP8Name
+) -> list[Finding]:
+    """Return what measured absmax says against FP8 scales."""
     limits = Limits(FP8_MAX[fp8_dtype], FP8_SMALLEST[fp8_dtype])
-    problems, warnings = judge(layers, compare(layers, amax, limits), amax, limits.largest)
-    return problems + warnings
+    return judge(layers, compare(layers, measured.amax, limits), measured, limits.largest)
+
+
+def _all(layers: Sequence[FoundLayer], letters: str) -> frozenset[Scale]:
+    return frozenset((layer.layer, letter) for layer in layers for letter in letters)
 
 
 def _judge_range(
     letter: str, shares: list[_Share], fits: Sequence[Fit], largest: float
-) -> tuple[list[str], list[str]]:
+) -> list[Finding]:
     """Problems and warnings where scales are too large, or of another kind."""
-    name, problems = letter.upper(), list[str]()
+    name, findings = letter.upper(), list[Finding]()
     zero = [fit.layer for fit in fits if letter in fit.zero]
     low = [fit for fit in fits if fit.is_low(letter) and fit.layer not in zero]
     kind = _kind(shares, largest) if zero or low or _clips(letter, fits) else None
     if kind:
         indices = sorted({share.layer for share in shares})
-        problems.append(f"{name} scales {kind} in {these(indices)}: a writer's mistake")
+        text = f"{name} scales {kind} in {these(indices)}: a writer's mistake"
+        findings.append(Finding(text, frozenset((index, letter) for index in indices)))
     if zero:
         # of its heads the one with the largest scale
         worst = max(share for share in shares if share.layer == zero[0])
-        problems.append(
+        text = (
             f"{name} becomes all zeros in {these(zero)}: scales are too large, {worst.scale:.3g} "
             f"in layer {zero[0]}, where absmax / {largest:g} is {worst.amax / largest:.3g}"
         )
+        findings.append(Finding(text, frozenset((index, letter) for index in zero)))
     if not low or kind:
-        return problems, []
+        return findings
     least = min(low, key=lambda fit: fit.least[letter])
-    warning = (
+    text = (
         f"{name} uses under 1/16 of the FP8 range in {these([fit.layer for fit in low])}, "
         f"{100 * least.least[letter]:.2g}% in layer {least.layer}: scales are far larger than "
         f"absmax / {largest:g}"
     )
-    return problems, [warning]
+    wide = frozenset((fit.layer, letter) for fit in low)
+    return [*findings, Finding(text, wide, is_problem=False)]
 
 
 def _clips(letter: str, fits: Sequence[Fit]) -> bool:
@@ -173,30 +209,41 @@ def _shares(layer: FoundLayer, letter: str, amax: Amax) -> Iterator[_Share]:
         yield from map(_Share, [layer.layer] * len(scales), scales, each)
 
 
-def _other_heads(layers: Sequence[FoundLayer], amax: Amax) -> list[str]:
+def _other_heads(layers: Sequence[FoundLayer], amax: Amax) -> list[Finding]:
     """Scales that cannot be compared, as the statistics have other numbers of heads."""
-    for layer in layers:
-        for letter in "kvq":
-            scales, heads = getattr(layer, letter) or (), amax.get((layer.layer, letter), ())
-            if scales and heads and len(scales) not in (1, len(heads)):
-                return [
-                    f"{letter.upper()} of layer {layer.layer} has {len(scales)} scales, and the "
-                    f"statistics are of {len(heads)} heads"
-                ]
+    wrong = {
+        (layer.layer, letter): (len(scales), len(heads))
+        for layer in layers
+        for letter in "kvq"
+        if (scales := getattr(layer, letter))
+        and (heads := amax.get((layer.layer, letter)))
+        and len(scales) not in (1, len(heads))
+    }
+    for (index, letter), (count, of_heads) in wrong.items():
+        text = (
+            f"{letter.upper()} of layer {index} has {count} scales, and the statistics are of "
+            f"{of_heads} heads"
+        )
+        return [Finding(text, frozenset(wrong))]
     return []
 
 
-def _looks_swapped(layers: Sequence[FoundLayer], amax: Amax, fp8_max: float) -> bool:
-    def mismatch(letter: str, other: str) -> float:
+def _mistaken(layers: Sequence[FoundLayer], amax: Amax, largest: float) -> str | None:
+    """Say whose absmax K's and V's scales fit, if they do not fit their own."""
+
+    def mismatch(letter: str, other: str, step: int) -> float:
+        """How far, in most layers, scales are from what was measured `step` layers behind."""
         ratios = [
-            max(amax[layer.layer, other]) / (fp8_max * max(scales))
+            max(amax[layer.layer + step, other]) / (largest * max(scales))
             for layer in layers
             if (scales := getattr(layer, letter))
-            and (layer.layer, other) in amax
+            and (layer.layer + step, other) in amax
             and max(scales) > 0
         ]
         return median(max(r, 1 / r) if r > 0 else float("inf") for r in ratios) if ratios else 0.0
 
-    straight = max(mismatch("k", "k"), mismatch("v", "v"))
-    crossed = max(mismatch("k", "v"), mismatch("v", "k"))
-    return straight > 2 and 0 < crossed < 1 + _NEAR
+    straight = max(mismatch("k", "k", 0), mismatch("v", "v", 0))
+    for (k, v, step), text in _MISTAKES.items():
+        if straight > _APART and 0 < max(mismatch("k", k, step), mismatch("v", v, step)) < _ALIKE:
+            return text
+    return None

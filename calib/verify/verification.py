@@ -7,7 +7,7 @@ from typing import Any
 
 from calib.errors import NoScalesError
 from calib.scalefiles.baked import baked_for, baked_fp8_type, baked_from, bakes_latents
-from calib.scalefiles.calibrations import read_amax, read_report, statistics_file
+from calib.scalefiles.calibrations import read_report, statistics_file
 from calib.scalefiles.conventions import LARGER, Convention, compared, convention
 from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scalefiles.folder import open_scales
@@ -16,6 +16,7 @@ from calib.scalefiles.identity import check_same_model, identity
 from calib.scalefiles.reading import FoundLayer, FoundScales, read_scales
 from calib.verify.classes import architecture
 from calib.verify.fit import Fit, Limits, compare, judge
+from calib.verify.measured import read_measured
 from calib.verify.result import Place, Simulation
 from calib.verify.rules import Rules
 from calib.verify.simulate import ONE_GPU, simulate
@@ -91,26 +92,35 @@ def verify_directory(
             "ends at 240; bake with scales of --fp8-dtype e4m3fnuz"
         )
     if against:
-        measured = identity(statistics_file(against).parent)
-        check_same_model(against, measured, path, identity(path))
-        if baked and _report_of(against).get("checkpoint") == baked_from(path):
-            problems.append(
-                f"'{against}' was measured on the model that was baked, whose K and V are others: "
-                "calibrate the baked one"
-            )
-        amax, layers = read_amax(against), found.layers
+        _check_source(path, against, problems, baked=baked)
+        measured, layers = read_measured(against, found.layers), found.layers
         if nvfp4:
-            nvfp4, wrong = compared(nvfp4, layers, amax)
+            nvfp4, wrong = compared(nvfp4, layers, measured.amax)
             problems += wrong
         if baked:
-            layers = [FoundLayer(layer, (1.0,), (1.0,)) for layer in sorted({i for i, _ in amax})]
+            indices = sorted({layer for layer, _ in measured.amax})
+            layers = [FoundLayer(layer, (1.0,), (1.0,)) for layer in indices]
         limits = _limits(found, place, nvfp4, baked=baked)
-        fits = compare(layers, amax, limits)
-        wrong, warnings = judge(layers, fits, amax, limits.largest)
-        problems += wrong
+        fits = compare(layers, measured.amax, limits)
+        findings = judge(layers, fits, measured, limits.largest)
+        problems += [each.text for each in findings if each.is_problem]
+        warnings = [each.text for each in findings if not each.is_problem]
+        warnings += measured.warnings
     at_one = baked and bakes_latents(path)
     simulations = [simulate(found.directory, e, place, nvfp4, at_one=at_one) for e in rules]
     return Verification(found, simulations, fits, problems, warnings, baked, nvfp4)
+
+
+def _check_source(path: Path, against: Path, problems: list[str], *, baked: bool) -> None:
+    """Refuse statistics of another model; those of the model that was baked are a problem."""
+    source = statistics_file(against).parent
+    check_same_model(against, identity(source), path, identity(path))
+    report = read_report(source) if (source / CALIBRATION_FILE).exists() else {}
+    if baked and report.get("checkpoint") == baked_from(path):
+        problems.append(
+            f"'{against}' was measured on the model that was baked, whose K and V are others: "
+            "calibrate the baked one"
+        )
 
 
 def _limits(found: FoundScales, place: Place, nvfp4: Convention | None, *, baked: bool) -> Limits:
@@ -122,9 +132,3 @@ def _limits(found: FoundScales, place: Place, nvfp4: Convention | None, *, baked
     if baked:
         name = "e4m3fnuz" if place.fnuz else "e4m3fn"
     return Limits(FP8_MAX[name], FP8_SMALLEST[name])
-
-
-def _report_of(against: Path) -> dict[str, Any]:
-    """What a calibration says of itself; nothing where the statistics lie alone."""
-    directory = statistics_file(against).parent
-    return read_report(directory) if (directory / CALIBRATION_FILE).exists() else {}

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from scale_cases import CASES, HEAD_DIM, LAYERS, write_case
 
-from calib.rewrite.convert import convert, repair
+from calib.rewrite.convert import convert
+from calib.rewrite.repair import repair
 from calib.scalefiles.file_names import STATS_FILE
 from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.stats_file import save_stats

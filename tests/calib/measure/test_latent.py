@@ -22,7 +22,6 @@ from calib.errors import InputError
 from calib.job import run
 from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
-from calib.scalefiles.calibrations import read_amax
 from calib.scales.derive import derive_scales
 from calib.scales.stats_file import load_stats, save_stats
 
@@ -239,7 +238,7 @@ def test_statistics_that_call_latents_k_and_v_fit_no_model_with_latents(saved, t
 
 def test_absmax_of_latents_is_that_which_their_scale_is_for(saved, tmp_path):
     run(str(saved["deepseek_v3"]), load_recipe(None, RECIPE), tmp_path / "out")
-    amax = read_amax(tmp_path / "out")
+    amax = load_stats(tmp_path / "out").amax_by_head()
     for layer in load_stats(tmp_path / "out").layers.values():
         largest = float(layer.jointly().amax.max())
         assert amax[layer.layer_idx, "k"] == amax[layer.layer_idx, "v"] == (largest,)

@@ -8,9 +8,9 @@ from command_line import calibrate, fp8kv, one_line_error
 from families import save_model
 from scale_directories import NVFP4, model
 
-from calib.scalefiles.calibrations import read_amax
 from calib.scalefiles.folder import open_scales
 from calib.scalefiles.reading import read_scales
+from calib.scales.stats_file import load_stats
 
 PROJ = "{module}.{x}_proj.{x}_scale"
 FORMATS = {"vllm": 448, "vllm-nvfp4": 448, "sglang-nvfp4": 2688}
@@ -32,7 +32,7 @@ def values_of(directory):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_calibration_writes_absmax_over_the_formats_divisor(name, calibrated):
-    amax = read_amax(calibrated / name)
+    amax = load_stats(calibrated / name).amax_by_head()
     found = values_of(calibrated / name)
     # float32: one rounding of the division, another of its sixth
     wanted = {at: max(heads) / FORMATS[name] for at, heads in amax.items() if at[1] != "q"}

@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import fp8kv
-from safetensors.torch import save_file
+from measured_amax import save_amax
 from scale_directories import lines_of
 
-from calib.scalefiles.calibrations import read_amax
 from calib.scalefiles.conventions import compared, convention
 from calib.scalefiles.folder import open_scales
+from calib.scalefiles.names import layer_of
 from calib.scalefiles.reading import read_scales
+from calib.scales.stats_file import load_stats
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = sorted(path.parent for path in GOLDEN.glob("*/*/expected.json"))
@@ -64,13 +65,12 @@ def test_k_and_v_are_what_was_measured(case):
 
 def statistics(case, directory):
     """The measured absmax, less what its rounding may add, as a calibration of ours writes it."""
-    tensors = {
-        f"{module}.{letter}.amax": torch.tensor(heads)[:, None] * (1 - BFLOAT16)
+    amax = {
+        (layer_of(module), letter): torch.tensor(heads) * (1 - BFLOAT16)
         for module, measured in expected(case)["amax"].items()
         for letter, heads in measured.items()
     }
-    save_file(tensors, directory / "fp8kv_stats.safetensors")
-    return directory
+    return save_amax(amax, directory)
 
 
 @pytest.mark.parametrize("case", CASES, ids=named)
@@ -98,7 +98,7 @@ def test_the_convention_of_nvfp4_values_is_named(tool, name, said, tmp_path):
     assert f"values of an NVFP4 cache: {said}" in lines_of(fp8kv("inspect", case))
     # what was measured says the same
     found = convention(open_scales(case))
-    amax = read_amax(statistics(case, tmp_path))
+    amax = load_stats(statistics(case, tmp_path)).amax_by_head()
     assert compared(found, read_scales(case).layers, amax) == (found, [])
 
 

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 from command_line import fp8kv
-from safetensors.torch import save_file
+from measured_amax import save_amax
 from scale_directories import COMPRESSED, lines_of, model
 
 from calib.scalefiles.fp8_type import FP8_MAX, FP8_SMALLEST
@@ -23,7 +23,7 @@ def same(scale):
 
 def verified(tmp_path, factors, change=same, *, config=COMPRESSED, amax=AMAX):
     """Verify true scales, each times its factor: by letter, of both layers."""
-    per_head, tensors = config is PER_HEAD, {}
+    per_head = config is PER_HEAD
     right = {
         x: [
             [(a or max(each)) / 448 for a in each] if per_head else [max(each) / 448]
@@ -39,12 +39,8 @@ def verified(tmp_path, factors, change=same, *, config=COMPRESSED, amax=AMAX):
         written = {x: [each[0] for each in layers] for x, layers in written.items()}
     tmp_path.mkdir(exist_ok=True)
     directory = model(tmp_path / "model", **written, config=config)
-    for x, layers in amax.items():
-        for i, each in enumerate(layers):
-            name = f"model.layers.{i}.self_attn.{x}.amax"
-            tensors[name] = torch.tensor([[a, a / 2] for a in each])
-    save_file(tensors, tmp_path / "fp8kv_stats.safetensors")
-    against = tmp_path / "fp8kv_stats.safetensors"
+    heads = {(i, x): [[a, a / 2] for a in layers[i]] for x, layers in amax.items() for i in (0, 1)}
+    against = save_amax(heads, tmp_path) / "fp8kv_stats.safetensors"
     flags = ("--engine", "vllm", "--against", against)
     done = fp8kv("verify", directory, *flags)
     return (

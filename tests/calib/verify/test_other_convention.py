@@ -3,9 +3,8 @@
 import json
 
 import pytest
-import torch
 from command_line import fp8kv
-from safetensors.torch import save_file
+from measured_amax import save_amax
 from scale_directories import NVFP4, lines_of, model
 
 from calib.scalefiles.folder import open_scales
@@ -77,14 +76,12 @@ def test_other_methods_were_not_run(tmp_path):
 
 def statistics(directory, divisor):
     """The absmax that the values of `model` are of."""
-    tensors = {
-        f"model.layers.{i}.self_attn.{x}.amax": torch.tensor([[value * divisor]])
+    amax = {
+        (i, x): [value * divisor]
         for x, values in {"k": (0.5, 0.25), "v": (0.125, 0.0625)}.items()
         for i, value in enumerate(values)
     }
-    directory.mkdir()
-    save_file(tensors, directory / "fp8kv_stats.safetensors")
-    return directory
+    return save_amax(amax, directory)
 
 
 @pytest.mark.parametrize("told", [448, 2688, 7])

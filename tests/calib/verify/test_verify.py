@@ -5,10 +5,10 @@ import json
 import pytest
 import torch
 from command_line import fp8kv, one_line_error
+from measured_amax import save_amax
 from safetensors.torch import save_file
 from scale_directories import COMPRESSED, GOOD, lines_of, model
 
-from calib.errors import InputError
 from calib.scalefiles.folder import open_scales
 from calib.verify.rules import all_rules, choose_rules
 from calib.verify.simulate import simulate
@@ -16,14 +16,12 @@ from calib.verify.simulate import simulate
 
 def measured(directory, k=(0.5, 0.25), v=(0.125, 0.0625)):
     """Statistics whose absmax is 448 times the given scales."""
-    directory.mkdir(exist_ok=True)
-    tensors = {}
-    for x, scales in {"k": k, "v": v}.items():
-        for i, scale in enumerate(scales):
-            amax = torch.tensor([[448 * scale, 1.0], [2.0, 3.0]]).clamp(max=448 * scale)
-            tensors[f"model.layers.{i}.self_attn.{x}.amax"] = amax
-    save_file(tensors, directory / "fp8kv_stats.safetensors")
-    return directory
+    amax = {
+        (i, x): torch.tensor([[448 * scale, 1.0], [2.0, 3.0]]).clamp(max=448 * scale)
+        for x, scales in {"k": k, "v": v}.items()
+        for i, scale in enumerate(scales)
+    }
+    return save_amax(amax, directory)
 
 
 def test_every_rule_file_is_read():
@@ -124,7 +122,9 @@ def test_legacy_json_is_thrown_away_whole(changes, scales, why, tmp_path):
         ({"k": (0.5, 0.125)}, "1 layers clip what was measured, layer 1 the most: its"),
         ({"k": (0.5, 0.251)}, None),
         ({"k": (0.125, 0.0625), "v": (0.5, 0.25)}, "they are swapped"),
-        ({"k": (1.0, 0.5), "v": (0.25, 0.125)}, "every scale is twice of absmax / 448"),
+        ({"k": (0.9, 0.5), "v": (0.2, 0.125)}, "fit the measured absmax of the layer before"),
+        ({"k": (0.25, 0.1), "v": (0.0625, 0.2)}, "fit the measured absmax of the next layer"),
+        ({"k": (14 / 15, 7 / 15), "v": (7 / 30, 7 / 60)}, "is 448 / 240 times absmax / 448"),
         ({"k": (0.25, 0.125), "v": (0.0625, 0.03125)}, "every scale is half of absmax / 448"),
     ],
 )  # fmt: skip
@@ -155,7 +155,9 @@ def test_scales_for_fnuz_are_compared_with_what_fnuz_holds(tmp_path):
 def test_statistics_that_are_no_numbers_prove_nothing(value, tmp_path):
     statistics = measured(tmp_path / "measured", k=(0.5, value))
     flags = ("--engine", "vllm", "--against", statistics)
-    one_line_error(fp8kv("verify", model(tmp_path / "model"), *flags), "layer 1", "NaN or Inf")
+    one_line_error(
+        fp8kv("verify", model(tmp_path / "model"), *flags), "layers.1.self_attn K: NaN or Inf"
+    )
 
 
 @pytest.mark.parametrize(
@@ -220,10 +222,8 @@ def test_json_says_at_what_version_classes_ran(tmp_path):
 
 def test_an_output_without_statistics_cannot_be_compared_with(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "x.safetensors")
-    with pytest.raises(InputError, match="holds no statistics"):
-        from calib.scalefiles.calibrations import read_amax
-
-        read_amax(tmp_path / "x.safetensors")
+    done = fp8kv("verify", model(tmp_path / "model"), "--against", tmp_path / "x.safetensors")
+    one_line_error(done, "is not a fp8kv_stats.safetensors of a version that this fp8kv reads")
 
 
 def test_the_page_about_engines_is_that_of_the_rules():
