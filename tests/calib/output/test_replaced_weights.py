@@ -10,6 +10,7 @@ from calib import job, merge
 from calib.output import finish
 from calib.rescale import rescaling
 from calib.rewrite import convert as rewrite
+from calib.rewrite import repair as mending
 
 
 def replaced(file):
@@ -118,7 +119,7 @@ def test_strip(after, tiny_directory, tmp_path):
 def test_repair(after, tiny_directory, tmp_path):
     old = tmp_path / "old"
     calibrate(tiny_directory, "-o", old)
-    after(rewrite, "load_stats", old)
+    after(mending, "load_stats", old)
     done = fp8kv("repair", old, "--stats", old, "-o", tmp_path / "out")
     refuse(done, tmp_path / "out")
 
