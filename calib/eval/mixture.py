@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -148,14 +147,13 @@ def _served(name: str, found: Mixture, fitting: Fitting) -> str:
     return f"vLLM: {' or '.join(sorted(flags))}{skip}{scales}"
 
 
-def write_layer_map(found: Mixture | None, directory: Path) -> None:
-    """Write ModelOpt's layer map into a report's directory, if it has names for all types."""
-    (directory / LAYER_MAP_FILE).unlink(missing_ok=True)  # of an earlier report
+def layer_map(found: Mixture | None) -> str:
+    """ModelOpt's layer map of a report; empty where it has no name for one of the types."""
     if found is None:
-        return
+        return ""
     algorithms = {i: _ALGORITHMS.get(name, "") for i, name in found.layers.items()}
     if "" in algorithms.values():
-        return
+        return ""
     layers = {found.modules[i]: {"quant_algo": each} for i, each in algorithms.items() if each}
     document: dict[str, Any] = {
         "note": _NOT_READ,
@@ -165,4 +163,4 @@ def write_layer_map(found: Mixture | None, directory: Path) -> None:
             "kv_cache_quantized_layers": layers,
         },
     }
-    (directory / LAYER_MAP_FILE).write_text(json_text(document, indent=2) + "\n")
+    return json_text(document, indent=2) + "\n"

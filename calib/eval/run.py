@@ -24,7 +24,7 @@ from calib.eval.cache_variants import (
 from calib.eval.exceedance import predicted
 from calib.eval.found import Mixture, Recommendation, Search
 from calib.eval.material import Material
-from calib.eval.mixture import mix, write_layer_map
+from calib.eval.mixture import mix
 from calib.eval.modes import check_model, in_mode
 from calib.eval.offers import Offers
 from calib.eval.other_text import (
@@ -89,7 +89,6 @@ def run_evaluation(
         report = summarize(evaluate(model_name, recipe, scales=scales, progress=progress))
         if output is not None:
             write_report(report, output)
-            write_layer_map(report.mixture, output)
     failed = [line for each in conditions for line in failures(each, report, report.subjects)]
     return report, failed
 

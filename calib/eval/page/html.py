@@ -1,16 +1,17 @@
-"""`report.html`, one file that loads nothing and runs nothing; all three files of a report."""
+"""`report.html`, one file that loads nothing and runs nothing; all files of a report."""
 
 import logging
 import math
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from calib.choices import REFERENCE
 from calib.errors import InputError
 from calib.eval.advice import can_be_served
-from calib.eval.mixture import LAYER_MAP_FILE
+from calib.eval.mixture import LAYER_MAP_FILE, layer_map
 from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, markdown, task_table
 from calib.eval.page.other_tables import OTHER_HEADINGS, other_tables
@@ -170,8 +171,7 @@ def check_report_directory(directory: Path) -> None:
     check_can_draw("a report")
     if directory.exists() and not directory.is_dir():
         raise InputError(f"'{directory}' is a file; give another --output")
-    known = {*_FORMS, LAYER_MAP_FILE}
-    others = [p for p in directory.glob("*") if p.name.removeprefix(".") not in known]
+    others = [p for p in directory.glob("*") if p.name.removeprefix(".") not in _FORMS]
     if others:
         raise InputError(
             f"'{directory}' holds '{others[0].name}', which is no report; give another --output"
@@ -179,17 +179,28 @@ def check_report_directory(directory: Path) -> None:
 
 
 def write_report(report: Report, directory: Path) -> None:
-    """Write `report.json`, `report.md` and `report.html`; an earlier report there is replaced."""
+    """Write all files of a report, or none; an earlier report there is replaced."""
     check_report_directory(directory)
-    files = {name: form(report) for name, form in _FORMS.items()}
+    files = {directory / name: form(report) for name, form in _FORMS.items()}
+    scratch = {file: file.with_name(f".{file.name}") for file in files}
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in files.items():
-            scratch = directory / f".{name}"
-            scratch.write_text(text, encoding="utf-8", errors="replace")
-            scratch.replace(directory / name)
+        for file, text in files.items():
+            scratch[file].write_text(text, encoding="utf-8", errors="replace")
+        for file, text in files.items():
+            scratch[file].replace(file)
+            if not text:
+                file.unlink()  # of an earlier report
     except OSError as error:
-        raise InputError(f"cannot write '{directory}': {error.strerror or error}") from None
+        raise InputError(
+            f"cannot write '{directory}': {error.strerror or error}; no file of a report was "
+            "replaced; choose another output"
+        ) from None
+    finally:
+        with suppress(OSError):
+            for each in scratch.values():
+                each.unlink(missing_ok=True)
+            directory.rmdir()  # where nothing was written
     WRITTEN.append(directory)
 
 
@@ -197,4 +208,5 @@ _FORMS: dict[str, Callable[[Report], str]] = {
     REPORT_FILE: lambda report: json_text(report.to_json(), indent=2) + "\n",
     "report.md": markdown,
     "report.html": html,
+    LAYER_MAP_FILE: lambda report: layer_map(report.mixture),
 }

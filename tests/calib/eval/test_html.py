@@ -1,9 +1,11 @@
 """report.html as text: what is in it, what names cannot put into it, that it loads nothing."""
 
 import copy
+import errno
 import json
 import math
 import re
+import resource
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -11,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from calib.errors import InputError
 from calib.eval import page as page_package
 from calib.eval.page import html as files
 from calib.eval.page.html import html as html_of
@@ -240,6 +243,64 @@ def test_files_are_written_whole_or_not_at_all(small_report, tmp_path, monkeypat
     assert sorted(p.name for p in tmp_path.iterdir()) == names
     assert (tmp_path / "report.html").read_text() == before
     assert "none of them" not in (tmp_path / "report.json").read_text()
+
+
+MIXTURE = {
+    "budget": 9, "bits": 8, "documents": 1, "kl": 0.01, "kl_alone": {}, "layers": {0: "fp8"},
+    "modules": {0: "model.layers.0.self_attn"},
+}  # fmt: skip
+OLD = {"report.html", "report.json", "report.md", "modelopt_kv_cache_layers.json"}
+
+
+@pytest.fixture
+def old_report(small_report, tmp_path):
+    """A directory with an earlier report in four files, and the contents of all."""
+    write_report(small_report | {"mixture": MIXTURE}, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == OLD
+    return {path: path.read_bytes() for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_disk_that_is_full_before_any_of_the_files_leaves_the_old_report(
+    number, old_report, small_report, tmp_path, monkeypatch
+):
+    whole, writes = Path.write_text, []
+
+    def write_text(path, text, **options):
+        writes.append(path)
+        if len(writes) == number + 1:
+            whole(path, text[: len(text) // 2], **options)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return whole(path, text, **options)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+    with pytest.raises(InputError, match="No space left on device; no file of a report was"):
+        write_report(small_report | {"model": "new", "mixture": MIXTURE}, tmp_path)
+    assert len(writes) == number + 1
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == old_report
+
+
+def test_a_limit_of_the_system_that_only_the_page_exceeds_leaves_the_old_report(
+    old_report, small_report, tmp_path
+):
+    report = small_report | {"model": "new"}
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(html(report)) - 1, before[1]))
+    try:
+        with pytest.raises(InputError, match="File too large; no file of a report was replaced"):
+            write_report(report, tmp_path)
+        with pytest.raises(InputError, match="File too large"):
+            write_report(report, tmp_path / "other")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == old_report
+
+
+def test_a_report_without_a_mixture_takes_away_the_map_of_an_earlier_one(
+    old_report, small_report, tmp_path
+):
+    write_report(small_report, tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == OLD - {"modelopt_kv_cache_layers.json"}
 
 
 def test_hostile_names_are_written(small_report, tmp_path):

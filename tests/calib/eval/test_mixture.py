@@ -11,7 +11,7 @@ from families import save_model, tiny_model
 from calib.caches.types import Shape, cache_type
 from calib.errors import InputError
 from calib.eval.found import Mixture
-from calib.eval.mixture import choose, mixture_lines, write_layer_map
+from calib.eval.mixture import choose, layer_map, mixture_lines
 
 BITS = {i: {"16 bits": 16.0, "fp8": 8.0, "nvfp4": 4.5, "": 32.0} for i in range(4)}
 ALONE = {
@@ -67,15 +67,14 @@ def held_as(*shapes):
     return lambda name: cache_type(name).serving("vllm", None, shapes)
 
 
-def test_one_type_and_16_bits_is_served_by_vllm(tmp_path):
+def test_one_type_and_16_bits_is_served_by_vllm():
     mixture = found({0: "fp8", 1: "16 bits", 2: "fp8", 3: "16 bits"})
     (line,) = mixture_lines(mixture, held_as((1, 64, 64)))
     assert "--kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 1 3, with calibrated scales" in line
     (line,) = mixture_lines(found({0: "fp8", 1: "nvfp4"}), held_as((1, 64, 64)))
     assert "1 layer in fp8, 1 layer in nvfp4" in line
     assert "no released engine" in line
-    write_layer_map(mixture, tmp_path)
-    written = json.loads((tmp_path / "modelopt_kv_cache_layers.json").read_text())
+    written = json.loads(layer_map(mixture))
     assert "not yet read by vLLM" in written["note"]
     assert written["quantization"] == {
         "kv_cache_quant_algo": "MIXED_PRECISION",
@@ -85,9 +84,8 @@ def test_one_type_and_16_bits_is_served_by_vllm(tmp_path):
             "model.layers.2.self_attn": {"quant_algo": "FP8"},
         },
     }
-    # ModelOpt has no name for this type: the map of an earlier report must not stay
-    write_layer_map(found({0: "int8_per_token_head"}), tmp_path)
-    assert not [*tmp_path.iterdir()]
+    # ModelOpt has no name for this type
+    assert layer_map(found({0: "int8_per_token_head"})) == ""
 
 
 def test_the_flag_is_for_the_models_own_head_sizes():
