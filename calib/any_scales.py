@@ -15,7 +15,8 @@ from calib.errors import InputError
 from calib.model.checkpoint import fingerprint
 from calib.scalefiles.baked import baked_for
 from calib.scalefiles.calibrations import read_report
-from calib.scalefiles.file_names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
+from calib.scalefiles.file_names import CALIBRATION_FILE, PACK_FILE
+from calib.scalefiles.folder import open_scales
 from calib.scalefiles.fp8_type import fp8_type
 from calib.scalefiles.identity import check_same_model, identity
 from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
@@ -44,9 +45,14 @@ def open_any_scales(directory: Path, checkpoint: Checkpoint | None = None) -> Op
     if (directory / CALIBRATION_FILE).exists():
         _check_baked(directory, checkpoint)
         measured = load_scales(directory)
-        files = {file.name for file in directory.glob("*.safetensors")} - {STATS_FILE}
         is_pack = (directory / PACK_FILE).exists()  # whose JSON has one scale for K and V
-        if is_pack or not (files or (directory / JSON_FILE).exists()):  # format fp8kv
+        files = open_scales(directory, or_statistics=True)
+        if is_pack or not (files.config or files.json):  # format fp8kv
+            if files.tensors:
+                raise InputError(
+                    f"'{directory}' holds statistics to make scales of, and others in "
+                    f"{files.tensors[0].file}; take away the ones that are not the model's"
+                )
             return partial(_of_calibration, directory, measured)
     found = read_scales(directory)
     fp8_type(found.directory)  # what is not known is refused before a model is loaded

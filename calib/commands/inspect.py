@@ -59,10 +59,10 @@ def _read(directory: Path) -> tuple["FoundScales", list["LayerPlaces"], list[str
     """
     from calib.scalefiles.folder import open_scales
     from calib.scalefiles.places import read_places
-    from calib.scalefiles.reading import FoundScales, read_scales
+    from calib.scalefiles.reading import FoundScales, show_scales
 
     try:
-        found = read_scales(directory)
+        found = show_scales(directory)
     except (NoModelError, NoScalesError):
         if not (places := read_places(directory)):
             raise

@@ -18,6 +18,7 @@ from calib.scalefiles.file_names import (
     CARD_FILE,
     CONFIG_FILE,
     INDEX_FILE,
+    JSON_FILE,
     SCALES_SHARD,
     SINGLE_FILE,
     SOURCE_DIRECTORY,
@@ -122,12 +123,12 @@ def place_weights(
 
 
 def copy_small_files(checkpoint: Checkpoint, out: Path) -> None:
-    """Copy all files except weights, their index, and files of an earlier run of ours."""
+    """Copy all files except weights and scales, their index, and those of an earlier run."""
     for file in sorted(checkpoint.path.rglob("*")):
         relative = file.relative_to(checkpoint.path)
         hidden = any(part.startswith((".", "fp8kv_")) for part in relative.parts)
         hidden = hidden and relative.name != BAKE_FILE  # which is true of the same weights
-        is_weight = file.suffix in _WEIGHTS or file.name == INDEX_FILE
+        is_weight = file.suffix in _WEIGHTS or file.name in (INDEX_FILE, JSON_FILE)
         if hidden or is_weight or not file.is_file():
             continue
         (out / relative).parent.mkdir(parents=True, exist_ok=True)

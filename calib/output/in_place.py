@@ -9,7 +9,7 @@ from pathlib import Path
 from calib.errors import InputError
 from calib.export import FORMATS
 from calib.recipe import Recipe
-from calib.scalefiles.file_names import SINGLE_FILE
+from calib.scalefiles.file_names import JSON_FILE, SINGLE_FILE
 
 
 def check_places(output: Path | None, *, in_place: bool, overwrite: bool) -> None:
@@ -44,8 +44,9 @@ def complete(scratch: Path, model: Path) -> None:
     """Link all other files of `model` into `scratch`, which will replace it."""
     for file in _files(model):
         target = scratch / file.relative_to(model)
-        renamed = file.name == SINGLE_FILE and file.parent == model
-        if not (target.exists() or target.is_symlink() or renamed):
+        # the one has another name now, the other holds scales that are no longer the model's
+        gone = file.name in (SINGLE_FILE, JSON_FILE) and file.parent == model
+        if not (target.exists() or target.is_symlink() or gone):
             _link(file, target)
 
 

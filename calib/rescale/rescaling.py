@@ -21,6 +21,7 @@ from calib.rescale.products import Factors, LayerFactors
 from calib.rescale.proof import Observed, kl_between, load_exact, observe, prove, prove_written
 from calib.rescale.shards import write_rescaled
 from calib.scalefiles.file_names import JSON_FILE
+from calib.scalefiles.folder import open_scales
 from calib.scalefiles.names import is_of_cache
 
 Choose = Callable[[PreTrainedModel, dict[str, CachedAttention]], Factors]
@@ -80,8 +81,9 @@ def _plain(heads: Tensor) -> list[Any]:
 
 def check_no_scales(checkpoint: Checkpoint) -> None:
     """Refuse a model with KV scales, which fit no other K and V."""
-    files = [JSON_FILE] if (checkpoint.path / JSON_FILE).exists() else []
-    if scale := next(chain(filter(is_of_cache, checkpoint.entries), files), None):
+    files = open_scales(checkpoint.path)
+    names = [tensor.name for tensor in files.tensors] + [JSON_FILE] * (files.json is not None)
+    if scale := next(chain(filter(is_of_cache, checkpoint.entries), names), None):
         raise InputError(
             f"'{checkpoint.path}' has KV scales ('{scale}'), which would not fit another K and V; "
             "take them out with fp8kv strip"

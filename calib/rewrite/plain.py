@@ -21,7 +21,6 @@ from calib.scalefiles.file_names import (
     CARD_FILE,
     CONFIG_FILE,
     INDEX_FILE,
-    JSON_FILE,
     MODELOPT_FILE,
     SINGLE_FILE,
 )
@@ -45,9 +44,8 @@ def write_plain(
 
 
 def remove_documents(checkpoint: Checkpoint, out: Path) -> None:
-    """Remove documents that hold scales; ModelOpt's keeps what it says of weights."""
-    for name in (MODELOPT_FILE, JSON_FILE):
-        (out / name).unlink(missing_ok=True)
+    """Remove ModelOpt's document, unless it speaks of weights: then only what it says of scales."""
+    (out / MODELOPT_FILE).unlink(missing_ok=True)
     source = checkpoint.path / MODELOPT_FILE
     document = read_object(source) if source.exists() else {}
     says = document.get("quantization")

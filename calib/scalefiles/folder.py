@@ -69,6 +69,14 @@ class ScalesJson(BaseModel):
         factors = self.kv_cache.scaling_factor.items()
         return {int(rank): {int(i): x for i, x in layers.items()} for rank, layers in factors}
 
+    @cached_property
+    def of_all_ranks(self) -> dict[int, float]:
+        """One scale of each layer: ranks hold different heads, and for all it is the largest."""
+        found: dict[int, float] = {}
+        for layers in self.ranks.values():
+            found |= {index: max(scale, found.get(index, scale)) for index, scale in layers.items()}
+        return found
+
 
 @dataclass(frozen=True)
 class ScaleTensor:
@@ -80,7 +88,6 @@ class ScaleTensor:
     dtype: str  # as safetensors names it: F32, BF16, ...
     shape: tuple[int, ...]
     values: tuple[float, ...]
-    indexed: bool  # its file is in the index, or there is no index
 
 
 @dataclass(frozen=True)
@@ -92,12 +99,14 @@ class ScaleDirectory:
     modelopt: dict[str, Any] | None  # hf_quant_config.json
     index: dict[str, str] | None  # tensor name -> file
     files: list[str]  # safetensors files that are there
-    tensors: list[ScaleTensor]
+    tensors: list[ScaleTensor]  # of files that the index lists; without an index, of all
     json: ScalesJson | None
     modules: set[str]  # attention modules with a cache, by the names of their weights
     layers: set[int] = field(default_factory=set)  # of the weights, beside those modules
     misnamed: list[str] = field(default_factory=list)  # would be scales but for spaces or case
     offsets: list[str] = field(default_factory=list)  # zero points and such that are not 0
+    # of files that the index does not list, which engines skip that read it
+    unlisted: list[ScaleTensor] = field(default_factory=list)
 
     @property
     def missing(self) -> list[str]:
@@ -154,12 +163,15 @@ def open_scales(path: Path, *, or_statistics: bool = False) -> ScaleDirectory:
     if len(files) > _MAX_FILES:
         raise InputError(f"'{path}' holds {len(files):,} safetensors files, more than any model")
     listed = set(files if index is None else index.values())
-    tensors: list[ScaleTensor] = []
+    tensors, unlisted = list[ScaleTensor](), list[ScaleTensor]()
     names, offsets = {*(index or ())}, list[str]()
     for file in files:
         header = read_header(path / file)
+        if file not in listed:
+            unlisted += _scale_tensors(path / file, header)
+            continue
         names.update(header)
-        tensors += _scale_tensors(path / file, header, indexed=file in listed)
+        tensors += _scale_tensors(path / file, header)
         found_offsets = (name for name in header if is_offset(name))
         offsets += [name for name in found_offsets if not is_zero(path / file, header[name])]
     json = read_scales_json(path / JSON_FILE) if (path / JSON_FILE).exists() else None
@@ -171,8 +183,9 @@ def open_scales(path: Path, *, or_statistics: bool = False) -> ScaleDirectory:
     modules, misnamed = _attention_modules(names), sorted(filter(_is_misnamed, names))
     layers = _layers(names, modules)
     found = ScaleDirectory(
-        path, config, modelopt, index, files, tensors, json, modules, layers, misnamed, offsets
-    )
+        path, config, modelopt, index, files, tensors, json, modules, layers, misnamed, offsets,
+        unlisted,
+    )  # fmt: skip
     modules.difference_update([m for m in modules if found.guesses(layer_of(m))])
     return found
 
@@ -195,13 +208,12 @@ def read_scales_json(path: Path) -> ScalesJson:
         raise InputError(f"'{path}': {at}: {first['msg']}; scales lie by rank and layer") from None
 
 
-def _scale_tensors(path: Path, header: dict[str, Entry], *, indexed: bool) -> list[ScaleTensor]:
+def _scale_tensors(path: Path, header: dict[str, Entry]) -> list[ScaleTensor]:
     found = []
     for name, entry in header.items():
         if parsed := parse_scale_name(name):
             values = tuple(read_values(path, entry))
-            shape = entry.shape
-            found.append(ScaleTensor(name, parsed, path.name, entry.dtype, shape, values, indexed))
+            found.append(ScaleTensor(name, parsed, path.name, entry.dtype, entry.shape, values))
     return found
 
 

@@ -27,7 +27,7 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")  # the most precise first
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +85,9 @@ def read_values(path: Path, entry: Entry) -> list[float]:
     """All values of a tensor; an InputError if they are no floats, or too many to be scales."""
     if entry.size > MAX_VALUES:
         raise InputError(f"'{path}' holds a scale of {entry.size:,} values, too many for any model")
-    if entry.dtype not in _FLOATS:
+    if entry.dtype not in FLOATS:
         raise InputError(
-            f"'{path}' holds a scale of type {entry.dtype}; it must be {', '.join(_FLOATS)}"
+            f"'{path}' holds a scale of type {entry.dtype}; it must be {', '.join(FLOATS)}"
         )
     try:
         with path.open("rb") as file:

@@ -10,11 +10,12 @@ from typing import Any
 from calib.choices import FP8Name, Strategy
 from calib.errors import InputError, NoScalesError
 from calib.scalefiles.baked import baked_for
-from calib.scalefiles.file_names import JSON_FILE, MODELOPT_FILE
-from calib.scalefiles.folder import ScaleDirectory, ScaleTensor, open_scales
+from calib.scalefiles.file_names import INDEX_FILE, JSON_FILE, MODELOPT_FILE
+from calib.scalefiles.folder import ScaleDirectory, ScalesJson, ScaleTensor, open_scales
 from calib.scalefiles.fp8_type import fp8_type
+from calib.scalefiles.header import FLOATS
 from calib.scalefiles.heads import caches_latents, head_counts, of_layer
-from calib.scalefiles.names import layer_of
+from calib.scalefiles.names import is_of_senses, layer_of
 
 Values = tuple[float, ...]
 # no |K| or |V| that a model computes comes from so small a scale: memory that nobody filled
@@ -70,8 +71,26 @@ class FoundScales:
     @property
     def problems(self) -> list[str]:
         """What is wrong for any engine, one line each."""
-        of_scales = _value_problems(self.layers) + _contradictions(self.layers)
+        of_scales = _value_problems(self.layers) + self.contradictions
         return of_scales + self.misread + _file_problems(self.directory)
+
+    @property
+    def contradictions(self) -> list[str]:
+        """Scales that have two values, one line for K, V, Q, and what K and V share."""
+        problems = []
+        for letters in ("k", "v", "q", "kv"):
+            pairs = {
+                layer.layer: pair
+                for layer in self.layers
+                if (pair := _contradiction(layer, letters, self.directory.json))
+            }
+            if pairs:
+                first, more = next(iter(pairs)), len(pairs) - 1
+                problems.append(
+                    f"two values for the {' and '.join(letters.upper())} scale of layer {first}"
+                    f"{f' (and of {more} more)' * bool(more)}: {' and '.join(pairs[first])}"
+                )
+        return problems
 
     @property
     def misread(self) -> list[str]:
@@ -124,35 +143,69 @@ class FoundScales:
 
 
 def read_scales(path: Path) -> FoundScales:
-    """Read the scales of a directory: of several tensors for one scale, the more specific.
+    """Read the scales of a directory, for whatever computes with them or writes them again.
+
+    Files count that the index lists; without an index, all.
 
     Raises:
-        NoScalesError: the directory holds none.
+        NoScalesError: there are none that count.
+        InputError: there are two values for one scale.
+    """
+    found = show_scales(path)
+    directory = found.directory
+    if any(tensor in directory.unlisted for tensor in found.layers[0].tensors):
+        raise NoScalesError(
+            f"'{path}' holds KV-cache scales only in {directory.unlisted[0].file}, which "
+            f"{INDEX_FILE} does not list, so engines skip them; list them there, or calibrate again"
+        )
+    if wrong := found.contradictions:
+        raise InputError(f"'{path}' has {wrong[0]}; take away the one that is not the model's")
+    return found
+
+
+def show_scales(path: Path) -> FoundScales:
+    """Read them as `read_scales` does, but none that is there is refused: for what shows problems.
+
+    Raises:
+        NoScalesError: the directory holds none at all.
     """
     directory = open_scales(path)
-    found: dict[int, FoundLayer] = {}
-    # a scale of both K and V first, so that one of K alone replaces it
-    for tensor in sorted(directory.tensors, key=lambda t: (-len(t.parsed.letters), t.name)):
-        layer = found.setdefault(tensor.parsed.layer, FoundLayer(tensor.parsed.layer))
-        layer.tensors.append(tensor)
-        for letter in tensor.parsed.letters:
-            setattr(layer, letter, tensor.values)
+    found = _by_layer(directory, directory.tensors)
     if not found and directory.json:
-        for ranks in directory.json.ranks.values():
-            for index, scale in ranks.items():
-                layer = found.setdefault(index, FoundLayer(index))
-                # ranks hold different heads: one scale for all of them is the largest
-                layer.k = layer.v = (max(scale, *(layer.k or (scale,))),)
+        scales = directory.json.of_all_ranks.items()
+        found = {index: FoundLayer(index, (scale,), (scale,)) for index, scale in scales}
     if not found and (purpose := baked_for(path)):
         raise NoScalesError(
             f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}"
         )
+    found = found or _by_layer(directory, directory.unlisted)
     if not found:
         raise NoScalesError(
             f"'{path}' holds no KV-cache scales: no tensor such as "
             f"'model.layers.0.self_attn.k_scale', no {JSON_FILE}; give the output of a calibration"
         )
     return FoundScales(directory, [found[index] for index in sorted(found)])
+
+
+def _by_layer(directory: ScaleDirectory, tensors: Sequence[ScaleTensor]) -> dict[int, FoundLayer]:
+    """The layers of `tensors`; of several for one scale the one that `_preference` puts last."""
+    found: dict[int, FoundLayer] = {}
+    index = directory.index or {}
+    for tensor in sorted(tensors, key=lambda tensor: _preference(tensor, index)):
+        if is_of_senses(tensor.name):
+            continue  # a tower's layers are others, with the same numbers
+        layer = found.setdefault(tensor.parsed.layer, FoundLayer(tensor.parsed.layer))
+        layer.tensors.append(tensor)
+        for letter in tensor.parsed.letters:
+            setattr(layer, letter, tensor.values)
+    return found
+
+
+def _preference(tensor: ScaleTensor, index: Mapping[str, str]) -> tuple[Any, ...]:
+    """What puts tensors for one scale in order, whatever their files are called: best last."""
+    is_where_index_says = index.get(tensor.name) == tensor.file
+    precision = -FLOATS.index(tensor.dtype)
+    return -len(tensor.parsed.letters), is_where_index_says, precision, tensor.values, tensor.name
 
 
 def is_usable(values: Sequence[float] | None) -> bool:
@@ -195,26 +248,37 @@ def _value_problems(layers: list[FoundLayer]) -> list[str]:
     return problems
 
 
-def _contradictions(layers: list[FoundLayer]) -> list[str]:
-    problems = []
-    for letter in "kvq":
-        of_letter = {
-            layer.layer: [t.values for t in layer.tensors if t.parsed.letters == letter]
-            for layer in layers
-        }
-        differ = [layer for layer, each in of_letter.items() if not _same(each)]
-        if differ:
-            problems.append(f"several {letter.upper()} scales that differ in {these(differ)}")
-    return problems
+def _contradiction(
+    layer: FoundLayer, letters: str, json: ScalesJson | None
+) -> tuple[str, str] | None:
+    """Two places that differ on one scale; one that K and V share is the larger of theirs."""
+    tensors = [t for t in reversed(layer.tensors) if t.parsed.letters == letters]
+    places = [(t.values, _place(t)) for t in tensors]
+    if letters == "kv":
+        own = [tensor for tensor in layer.tensors if tensor.parsed.letters in ("k", "v")]
+        # beside one that nobody can use, which is the larger is not known
+        if own and all(is_usable(tensor.values) for tensor in own):
+            largest = max(own, key=lambda t: max(t.values))
+            places.insert(0, ((max(largest.values),), _place(largest)))
+        if json and (scale := json.of_all_ranks.get(layer.layer)) is not None:
+            places.append(((scale,), f"{scale:.6g} in {JSON_FILE}"))
+    others = (place for values, place in places[1:] if not _same(places[0][0], values))
+    return next(((places[0][1], other) for other in others), None)
 
 
-def _same(scales: list[Values]) -> bool:
-    """Whether scales of one tensor agree, as far as bfloat16 tells."""
-    lengths = {len(values) for values in scales}
-    return len(lengths) < 2 and all(
-        math.isclose(a, b, rel_tol=2**-7)
-        for values in scales[1:]
-        for a, b in zip(scales[0], values, strict=True)
+def _place(tensor: ScaleTensor) -> str:
+    least, largest = min(tensor.values, default=0), max(tensor.values, default=0)
+    shown = f"{largest:.6g}"
+    if len(tensor.values) != 1:
+        shown = f"{len(tensor.values)} values from {least:.6g} to {shown}"
+    return f"{shown} as '{tensor.name}' in {tensor.file}"
+
+
+def _same(one: Values, other: Values) -> bool:
+    """Whether two values of one scale agree, as far as bfloat16 tells."""
+    return len(one) == len(other) and all(
+        math.isclose(a, b, rel_tol=2**-7) or str(a) == str(b)  # of NaN
+        for a, b in zip(one, other, strict=True)
     )
 
 
@@ -249,7 +313,7 @@ def these(indices: list[int]) -> str:
 
 
 def _file_problems(directory: ScaleDirectory) -> list[str]:
-    unlisted = Counter(tensor.file for tensor in directory.tensors if not tensor.indexed)
+    unlisted = Counter(tensor.file for tensor in directory.unlisted)
     names = Counter(tensor.name for tensor in directory.tensors)
     twice = [name for name, count in names.items() if count > 1]
     problems = [

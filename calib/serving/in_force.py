@@ -83,17 +83,10 @@ def compare(
 
 
 def _files(found: FoundScales) -> dict[int, FoundLayer]:
-    """The layers that have scales in files that engines read, draft layers left out."""
+    """The layers that have scales, draft layers left out."""
     count = found.directory.text_config.get("num_hidden_layers")
-    layers = {}
-    for each in found.layers:
-        read = [tensor for tensor in each.tensors if tensor.indexed]
-        if (each.tensors and not read) or (isinstance(count, int) and each.layer >= count):
-            continue
-        values = {x: t.values for t in read for x in t.parsed.letters}
-        k, v, q = (values.get(x) if read else getattr(each, x) for x in "kvq")
-        layers[each.layer] = FoundLayer(each.layer, k, v, q)
-    return layers
+    kept = (each for each in found.layers if not (isinstance(count, int) and each.layer >= count))
+    return {each.layer: each for each in kept}
 
 
 def _problems(

@@ -126,7 +126,7 @@ def _check_split(directory: ScaleDirectory, place: Place) -> None:
 
 def _fates(directory: ScaleDirectory, rules: Rules, method: Method | None) -> Fates | None:
     """What the model's class does with each name; None where the class does not matter."""
-    if (method and method.kind == "none") or not any(t.indexed for t in directory.tensors):
+    if (method and method.kind == "none") or not directory.tensors:
         return None
     kind = "" if method is None else method_name(directory)
     scheme = (directory.quantization or {}).get("kv_cache_scheme")
@@ -159,16 +159,19 @@ def _params(
 ) -> Params:
     params, names = Params(), defaultdict[str | None, set[str]](set)
     _check_misnamed(directory, found)
-    for tensor in directory.tensors:
+    if found.rules.reads == "index":
+        found.ignored += [
+            (each.name, f"{each.file} is not in the index, so it is not read")
+            for each in directory.unlisted
+        ]
+    for tensor in _tensors(directory, found):
         module = owner(tensor.parsed, directory.modules)
         names[module].add(naming(tensor.name, tensor.parsed, module or ""))
-    for tensor in directory.tensors:
+    for tensor in _tensors(directory, found):
         module = owner(tensor.parsed, directory.modules)
         excluded = method and method.exclude_drops and module and _excluded(directory, module)
-        if found.rules.reads == "index" and not tensor.indexed:
-            reached: Reached = f"{tensor.file} is not in the index, so it is not read"
-        elif excluded:
-            reached = excluded
+        if excluded:
+            reached: Reached = excluded
         elif fates is None or method is None or module is None or tensor.parsed.letters == "q":
             reached = _by_name(directory, tensor, method, found.rules)
         else:
@@ -178,6 +181,13 @@ def _params(
         else:
             params[reached] = tensor
     return params
+
+
+def _tensors(directory: ScaleDirectory, found: Simulation) -> list[ScaleTensor]:
+    """The scales of the files that the engine reads, in the order of the files."""
+    if found.rules.reads == "index":
+        return directory.tensors
+    return sorted(directory.tensors + directory.unlisted, key=lambda tensor: tensor.file)
 
 
 def _excluded(directory: ScaleDirectory, module: str) -> str | None:

@@ -75,7 +75,8 @@ def simulate_json(directory: ScaleDirectory, place: Place, found: Simulation) ->
     layers = directory.num_layers or 0
     count = layers if layers < 100_000 else 0
     count = count or len(next(iter(json.ranks.values()), {}) if json else {})
-    found.ignored += [(tensor.name, f"only {JSON_FILE} is read") for tensor in directory.tensors]
+    tensors = directory.tensors + directory.unlisted
+    found.ignored += [(tensor.name, f"only {JSON_FILE} is read") for tensor in tensors]
     wrong = json and _mistake(json, config, count, place.ranks)
     found.ignored += [(JSON_FILE, wrong)] if isinstance(wrong, str) else []
     for index, letter in product(range(count), "kv"):

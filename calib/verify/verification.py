@@ -13,7 +13,7 @@ from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scalefiles.folder import open_scales
 from calib.scalefiles.fp8_type import FP8_MAX, FP8_SMALLEST
 from calib.scalefiles.identity import check_same_model, identity
-from calib.scalefiles.reading import FoundLayer, FoundScales, read_scales
+from calib.scalefiles.reading import FoundLayer, FoundScales, show_scales
 from calib.verify.classes import architecture
 from calib.verify.fit import Fit, Limits, compare, judge
 from calib.verify.measured import read_measured
@@ -78,7 +78,7 @@ def verify_directory(
     """Simulate loading `path` by each of `rules`; compare its scales with statistics `against`."""
     baked = False
     try:
-        found = read_scales(path)
+        found = show_scales(path)
     except NoScalesError:
         baked = baked_for(path) == "fp8"
         if not baked:

@@ -99,14 +99,23 @@ def test_names_of_other_tools(endings, value, model, tmp_path):
     assert [layer.v.tolist() for layer in scales.layers.values()] == [[0.5]] * 3
 
 
+SHARED = {"kv": 4.0, "k": 2.0, "v": 4.0}
+
+
 def test_a_scale_of_k_alone_goes_before_one_of_both(model, tmp_path):
     tensors = {}
     for i in range(3):
         name = f"model.layers.{i}.self_attn"
-        tensors |= {f"{name}.kv_scale": torch.tensor(4.0), f"{name}.k_scale": torch.tensor(2.0)}
+        both = {f"{name}.{x}_scale": torch.tensor(value) for x, value in SHARED.items()}
+        tensors |= both
     save_file(tensors, tmp_path / "model.safetensors")
     layer = next(iter(load_any_scales(tmp_path, model).layers.values()))
     assert (layer.k.item(), layer.v.item()) == (2.0, 4.0)
+    # one of K alone says that V has none, or that K has two
+    alone = {name: scale for name, scale in tensors.items() if ".v_scale" not in name}
+    save_file(alone, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match="two values for the K and V scale of layer 0"):
+        open_any_scales(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -419,7 +419,7 @@ def test_scales_that_contradict_each_other_are_a_problem(tensor, tmp_path):
     (both / "model.safetensors.index.json").write_text(json.dumps(index))
     done = fp8kv("verify", both, "--engine", "vllm")
     assert done.exit_code == 1
-    assert "several K scales that differ" in done.stdout
+    assert "two values for the K scale of layer 0: " in done.stdout
 
 
 def test_codes_that_only_hf_quant_config_names_get_no_config_of_plain_weights(

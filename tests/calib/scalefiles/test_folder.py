@@ -8,9 +8,9 @@ import torch
 from command_line import fp8kv, one_line_error
 from safetensors.torch import save_file
 
-from calib.errors import InputError
+from calib.errors import InputError, NoScalesError
 from calib.scalefiles.folder import open_scales
-from calib.scalefiles.reading import read_scales
+from calib.scalefiles.reading import read_scales, show_scales
 
 LAYER = "model.layers.{}.self_attn"
 HUGE = 10**400
@@ -75,11 +75,63 @@ def test_a_layer_with_queries_alone_shares_k_and_v(tmp_path):
     assert open_scales(directory).modules == {LAYER.format(i) for i in range(3)}
 
 
-def test_a_scale_of_one_alone_replaces_that_of_both(tmp_path):
-    tensors = {f"{LAYER.format(0)}.kv_scale": torch.tensor(2.0), **layers(count=1, k=0.5)}
-    (layer,) = read_scales(write(tmp_path, tensors)).layers
-    assert layer.k == (0.5,)
-    assert layer.v == (pytest.approx(0.01),)
+def test_a_scale_of_both_is_the_larger_and_gives_way(tmp_path):
+    both = {f"{LAYER.format(0)}.kv_scale": torch.tensor(0.5)}
+    (layer,) = read_scales(write(tmp_path, both | layers(count=1, k=0.25, v=0.5))).layers
+    assert (layer.k, layer.v) == ((0.25,), (0.5,))
+    with pytest.raises(InputError) as caught:
+        read_scales(write(tmp_path, both | layers(count=1, k=0.25, v=0.125)))
+    assert (
+        f"two values for the K and V scale of layer 0: 0.25 as '{LAYER.format(0)}.k_scale' in "
+        f"model.safetensors and 0.5 as '{LAYER.format(0)}.kv_scale' in model.safetensors"
+    ) in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.05])
+def test_a_json_file_beside_tensors_holds_the_larger(scale, tmp_path):
+    directory = write(tmp_path, layers(k=0.02, v=0.01))
+    ranks = {"0": {"0": scale, "1": 0.004}, "1": {"0": 0.01, "1": scale}}
+    (directory / "kv_cache_scales.json").write_text(
+        json.dumps({"kv_cache": {"scaling_factor": ranks}})
+    )
+    if scale == 0.02:
+        assert read_scales(directory).layers[0].v == (pytest.approx(0.01),)
+        return
+    with pytest.raises(InputError, match="of layer 0 .and of 1 more.: 0.02 as .* and 0.05 in kv_"):
+        read_scales(directory)
+
+
+@pytest.mark.parametrize("other", [0.5, [0.02, 0.02]], ids=["value", "per head"])
+def test_a_listed_file_may_hold_no_other_value(other, tmp_path):
+    index = dict.fromkeys(layers(count=1), "model.safetensors")
+    index |= {"model.norm.weight": "old.safetensors"}
+    save_file(layers(k=other, count=1), tmp_path / "old.safetensors")
+    directory = write(tmp_path, layers(count=1), index=index)
+    with pytest.raises(
+        InputError, match="two values for the K scale of layer 0: 0.02 as .* in mod"
+    ):
+        read_scales(directory)
+
+
+@pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
+def test_of_equal_values_the_most_precise_is_taken_whatever_its_file(file, tmp_path):
+    rough = {name: scale.bfloat16() for name, scale in layers(count=1).items()}
+    save_file(rough, tmp_path / file)
+    (layer,) = read_scales(write(tmp_path, layers(count=1))).layers
+    assert layer.k == (pytest.approx(0.02, rel=1e-6),)
+    index = dict.fromkeys([*layers(count=1), "model.norm.weight"], file)
+    index["model.norm.weight"] = "model.safetensors"
+    (layer,) = read_scales(write(tmp_path, layers(count=1), index=index)).layers
+    assert layer.k == (rough[f"{LAYER.format(0)}.k_scale"].item(),)
+
+
+def test_scales_of_what_sees_are_none_of_the_language_model(tmp_path):
+    tower = {f"vision_tower.{name}": 3 * scale for name, scale in layers().items()}
+    assert [layer.k for layer in read_scales(write(tmp_path, tower | layers())).layers] == [
+        (pytest.approx(0.02),)
+    ] * 2
+    with pytest.raises(NoScalesError):
+        read_scales(write(tmp_path, tower))
 
 
 def test_no_weight_is_read(tmp_path, monkeypatch):
@@ -116,8 +168,13 @@ def test_a_shard_that_is_not_in_the_index_is_a_problem(tmp_path):
     save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "model-1.safetensors")
     index = {"model.norm.weight": "model-1.safetensors"}
     directory = write(tmp_path, layers(), index=index, file="scales.safetensors")
-    (problem,) = problems(directory)
+    (problem,) = show_scales(directory).problems
     assert problem.startswith("scales.safetensors holds 4 scales and is not in the index")
+    assert len(show_scales(directory).layers) == 2
+    with pytest.raises(
+        NoScalesError, match="only in scales.safetensors, which model.safetensors.i"
+    ):
+        read_scales(directory)
 
 
 def test_a_scale_that_is_there_twice_is_a_problem(tmp_path):

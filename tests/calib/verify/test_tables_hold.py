@@ -28,7 +28,7 @@ def directory(fixture, quantization, naming):
     patterns = NAMINGS[:2] if naming == "both" else (naming,)
     names = {p.format(module=m, x=x) for p in patterns for m in fixture.modules for x in "kv"}
     tensors = [
-        ScaleTensor(name, parse_scale_name(name), "m", "F32", (len(values),), values, True)
+        ScaleTensor(name, parse_scale_name(name), "m", "F32", (len(values),), values)
         for name in sorted(names)
     ]
     document, modules = quantization.document, {*fixture.modules}

@@ -1,0 +1,135 @@
+"""A stale file with scales beside a checkpoint: the index decides, or every command refuses."""
+
+import functools
+import json
+import shutil
+
+import pytest
+from command_line import calibrate, fp8kv, one_line_error
+from families import save_model, tiny_model
+from safetensors.torch import load_file, save_file
+
+from calib.eval import inputs
+from calib.eval.schema import Suite
+from calib.scalefiles.reading import read_scales
+
+INDEX = "model.safetensors.index.json"
+SCALES = "model-fp8kv-scales.safetensors"
+DATA = ("--dataset", "random", "--samples", "2", "--seq-len", "40", "--device", "cpu")
+WORD = "w5 --max-new-tokens 8 --backend torch --json"
+# what takes scales from files
+OF_FILES = {
+    "convert": "convert DIR --to tgi -o OUT",
+    "repair": "repair DIR --stats GOOD -o OUT",
+    "compare": "compare GOOD DIR --json",
+    "compare, first": "compare DIR GOOD --json",
+    "generate": f"generate DIR {WORD}",
+    "generate --scales": f"generate MODEL {WORD} --scales DIR",
+    "eval --scales": "eval MODEL --scales DIR --variants none --json --dataset random --device cpu",
+}
+# what takes the statistics beside them, or weights
+OF_STATISTICS = {
+    "merge": "merge DIR OTHER -o OUT",
+    "apply": "apply DIR MODEL -o OUT",
+    "pack": "pack DIR -o OUT",
+    "bake": "bake MODEL --scales DIR --for fp8 --dtype float32 -o OUT",
+    "strip": "strip DIR -o OUT",
+    "calibrate": " ".join(["calibrate DIR -o OUT", *DATA]),
+    "apply to it": "apply GOOD DIR -o OUT",
+}
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A model, two calibrations of it, and one whose directory has no index."""
+    root = tmp_path_factory.mktemp("stale")
+    model = save_model(tiny_model("llama", num_hidden_layers=2), root / "model")
+    made = {"MODEL": model, "GOOD": root / "good", "OTHER": root / "other"}
+    assert calibrate(model, "-o", made["GOOD"]).exit_code == 0
+    assert calibrate(model, "-o", made["OTHER"], "--seed", "7").exit_code == 0
+    return made
+
+
+def without_index(directory):
+    """As a tool leaves it that writes a file of weights and one of scales."""
+    (directory / INDEX).unlink()
+    (directory / "model-00001-of-00001.safetensors").rename(directory / "model.safetensors")
+
+
+def stale(places, tmp_path, file, factor, *, index):
+    """A copy of the calibration with all its scales times `factor` in another file too."""
+    directory = shutil.copytree(places["GOOD"], tmp_path / "scales")
+    if not index:
+        without_index(directory)
+    scales = {name: x * factor for name, x in load_file(directory / SCALES).items()}
+    save_file(scales, directory / file)
+    return directory
+
+
+def run(command, places, directory, out):
+    shutil.rmtree(out, ignore_errors=True)
+    words = {**places, "DIR": directory, "OUT": out}
+    return fp8kv(*(words.get(word, word) for word in command.split()))
+
+
+def results(done, out):
+    """What a command said and wrote, without names of directories, times, and its own report."""
+    assert done.exit_code == 0, done.stderr
+    kept = ("fp8", "layers", "variants")
+    said = json.loads(done.stdout) if done.stdout.startswith("{") else {}
+    said = {key: said[key] for key in kept if key in said}
+    said.get("fp8", {}).pop("seconds", None)
+    said.get("fp8", {}).pop("tokens_per_second", None)
+    written = {file.name: file for file in out.glob("*.safetensors")}
+    tensors = {name: load_file(file) for name, file in written.items()}
+    values = {n: {k: t.tolist() for k, t in each.items()} for n, each in tensors.items()}
+    assert said or written
+    return said, values
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_suite():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(inputs.SUITES, "quick", Suite(2, 2, 16, 1, 2, (), (), 1))
+        yield
+
+
+@pytest.fixture(scope="module")
+def expected(places, tmp_path_factory):
+    """The results of a command without a stale file, with an index or without."""
+    root = tmp_path_factory.mktemp("expected")
+    shutil.copytree(places["GOOD"], root / "True" / "scales")
+    without_index(shutil.copytree(places["GOOD"], root / "False" / "scales"))
+
+    @functools.cache
+    def made(command, index):
+        done = run(command, places, root / str(index) / "scales", root / "out")
+        return results(done, root / "out")
+
+    return made
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
+@pytest.mark.parametrize("factor", [1 / 400, 1.0], ids=["other", "equal"])
+@pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
+@pytest.mark.parametrize("command", OF_FILES)
+def test_the_index_decides_or_two_values_are_refused(
+    command, file, factor, index, places, expected, tmp_path
+):
+    directory = stale(places, tmp_path, file, factor, index=index)
+    done = run(OF_FILES[command], places, directory, tmp_path / "out")
+    if index or factor == 1:
+        assert results(done, tmp_path / "out") == expected(OF_FILES[command], index)
+        return
+    name, value = "'model.layers.0.self_attn.k_scale'", read_scales(places["GOOD"]).layers[0].k[0]
+    own, other = f"{value:.6g} as {name} in {SCALES}", f"{value / 400:.6g} as {name} in {file}"
+    one_line_error(done, "two values for the K scale of layer 0 (and of 1 more)", own, other)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
+@pytest.mark.parametrize("command", OF_STATISTICS)
+def test_statistics_know_no_stale_file(command, index, places, expected, tmp_path):
+    directory = stale(places, tmp_path, "zz.safetensors", 1 / 400, index=index)
+    done = run(OF_STATISTICS[command], places, directory, tmp_path / "out")
+    assert results(done, tmp_path / "out") == expected(OF_STATISTICS[command], index)
