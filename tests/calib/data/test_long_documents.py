@@ -5,6 +5,7 @@ import time
 from itertools import pairwise
 from pydoc_data.topics import topics
 
+import datasets
 import pyarrow
 import pytest
 from hypothesis import given
@@ -56,6 +57,29 @@ def test_every_source_gives_all_of_a_long_document(tmp_path, tokenizer, name):
     assert data.warnings == (
         f"11 samples were asked for and dataset '{tmp_path / name}' has 10; all 10 are used",
     )
+
+
+def test_rows_of_the_hub_are_read_no_further_than_needed(monkeypatch, tokenizer):
+    count, read = 5000, []
+
+    def rows():
+        for number in range(count):
+            read.append(number)
+            yield {"text": f"{number}{TEXT}"}
+
+    def load(*_, **__):
+        return datasets.IterableDataset.from_generator(rows)
+
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *args: ["train"])
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr("calib.data.hub_rows.SHUFFLE_BUFFER", 10)
+    few = load_data(DataRecipe(dataset="o/d", samples=4, seq_len=100), tokenizer, None)
+    assert (len(few.samples), few.documents) == (4, 4)
+    assert len(read) < 20
+    count = 2
+    both = load_data(DataRecipe(dataset="o/d", samples=18, seq_len=100), tokenizer, None)
+    assert (len(both.samples), both.documents) == (18, 2)
+    assert {ids[0] for ids in both.samples} == {tokenizer.bos_token_id}
 
 
 @pytest.mark.parametrize(
