@@ -50,7 +50,7 @@ def charts(report: Report) -> dict[str, Any]:
         "position": _position_chart(report),
         "layers": _layer_chart(report),
         "search": _search_chart(report),
-        "heads": _head_chart(report),
+        "heads": _head_charts(report),
         "growth": _growth_chart(report),
         "histograms": shown,
         "folded": folded,
@@ -131,22 +131,33 @@ def _search_chart(report: Report) -> Chart | None:
     return Chart(plots.layers_alone(found.kl_alone, set(skipped)), label, caption)
 
 
-def _head_chart(report: Report) -> Chart | None:
+def _head_charts(report: Report) -> list[Chart]:
     values, errors = report.layers, _subject_layers(report)
     if not values:
-        return None
+        return []
     layers = [layer.layer_idx for layer in values]
     amax = {"K": [layer.k.amax for layer in values], "V": [layer.v.amax for layer in values]}
-    panels = [HeatMap(f"{x} amax", "KV head", layers, cells, False) for x, cells in amax.items()]
+    charts = [
+        _heat_map(
+            report,
+            f"{letter} amax",
+            f"The largest |x| of {letter} in each KV head.",
+            HeatMap("KV head", layers, cells, False),
+        )
+        for letter, cells in amax.items()
+    ]
     if errors:
         indices, cells = [x.layer_idx for x in errors], [x.rel_rms for x in errors]
-        panels.append(HeatMap("error of the attention output", "head", indices, cells, True))
-    return Chart(
-        plots.heat_maps(panels),
-        "Heat maps: K amax, V amax and error by layer and head",
-        "Layers from left to right; the largest |x| of each KV head, and the relative RMS error "
-        f"of each head's output with '{report.subject}'. Text: {_documents(report)}.",
-    )
+        caption = f"Relative RMS error of each head's output with '{report.subject}'."
+        panel = HeatMap("head", indices, cells, True)
+        charts.append(_heat_map(report, "Error of the attention output", caption, panel))
+    return charts
+
+
+def _heat_map(report: Report, title: str, caption: str, panel: HeatMap) -> Chart:
+    caption = f"{caption} Text: {_documents(report)}."
+    label = f"Heat map by layer and head. {caption}"
+    return Chart(plots.heat_map(panel), label, caption, title=title)
 
 
 def _growth_chart(report: Report) -> Chart | None:

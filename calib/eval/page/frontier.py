@@ -8,12 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from calib.eval.page.plots import Picture, draw, log_axis, plain_number
+from calib.eval.page.plots import SIZE, Picture, draw, log_axis, plain_number
 from calib.eval.schema import Figure as Interval
 
 GIVEN = "given"  # in place of a name that others chose
-_SIZE = (9.5, 4.6)  # inches
-_LETTER, _LINE = 0.0095, 0.055  # width and height of a letter, of the axes
+_LETTER, _LINE = 0.018, 0.075  # width and height of a letter, of the axes
 
 
 class Point(NamedTuple):
@@ -54,14 +53,14 @@ def kl_by_bytes(points: Sequence[Point], floor: float) -> Picture:
         if floor > 0:
             axes.axhline(floor, color="C8", linestyle=(0, (2, 2)), linewidth=1.0)
         axes.set_xlim(min(shares) - 0.02, end)
-        axes.xaxis.set_major_locator(MaxNLocator(9))
+        axes.xaxis.set_major_locator(MaxNLocator(6))
         axes.xaxis.set_major_formatter(lambda share, _: f"{share:.0%}")
         axes.set_xlabel("bytes per token, beside a 16-bit cache")
         log_axis(axes, "KL, nats per token", plain_number)
         named = sorted(shown, key=lambda p: (*_importance(p), p not in best, p.kl.value))
         _name(axes, named)
 
-    return draw(_SIZE, paint)
+    return draw(SIZE, paint)
 
 
 def _importance(point: Point) -> tuple[bool, bool]:

@@ -20,10 +20,10 @@ from calib.scalefiles.plot import draw_growth
 
 _STYLES = Path(__file__).parent
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-_SIZE = (6.0, 3.8)  # inches
-_WIDTH = 11.0  # inches
+# inches: on a phone letters are still as large as one can read
+SIZE = (5.0, 3.5)
 _HEAD = 0.17  # inches for each head, within bounds
-_LEAST, _MOST = 0.8, 3.2
+_LEAST, _MOST = 1.0, 3.2
 
 
 class Picture(NamedTuple):
@@ -76,7 +76,7 @@ def kl_by_position(series: list[Series]) -> Picture:
         axes.set_xlabel("position in the text, tokens")
         log_axis(axes, "KL, nats per token", plain_number)
 
-    return draw(_SIZE, paint)
+    return draw(SIZE, paint)
 
 
 def layer_error(series: list[Series], subject: str | None) -> Picture:
@@ -99,7 +99,7 @@ def layer_error(series: list[Series], subject: str | None) -> Picture:
         axes.set_xlabel("layer")
         log_axis(axes, "relative RMS error of attention output", _percent)
 
-    return draw(_SIZE, paint)
+    return draw(SIZE, paint)
 
 
 def layers_alone(kl: dict[int, float], skipped: set[int]) -> Picture:
@@ -118,7 +118,7 @@ def layers_alone(kl: dict[int, float], skipped: set[int]) -> Picture:
         axes.margins(x=0.02)
         axes.set(xlabel="layer", ylabel="KL, nats per token")
 
-    return draw(_SIZE, paint)
+    return draw(SIZE, paint)
 
 
 def growth(layers: list[Layer]) -> Picture:
@@ -136,7 +136,7 @@ def growth(layers: list[Layer]) -> Picture:
         axes.yaxis.set_major_formatter(_percent)
         axes.tick_params(which="minor", length=0)
 
-    return draw(_SIZE, paint)
+    return draw(SIZE, paint)
 
 
 def _points(axes: Axes, series: Series, shift: float) -> None:
@@ -170,26 +170,18 @@ def log_axis(axes: Axes, title: str, form: Any) -> None:
 
 
 class HeatMap(NamedTuple):
-    """One panel."""
+    """One value of each head of each layer."""
 
-    title: str
     heads: str  # what is on its second axis
     layers: list[int]
     cells: list[list[float]]  # [layers][heads]; layers may differ in heads
     is_share: bool  # percent from zero; else logarithmic
 
 
-def heat_maps(panels: list[HeatMap]) -> Picture:
-    """Panels below each other, layers from left to right."""
-    heights = [float(np.clip(max(map(len, p.cells)) * _HEAD, _LEAST, _MOST)) for p in panels]
-    size = (_WIDTH, sum(heights) + 0.65 * len(panels))
-
-    def paint(figure: Figure) -> None:
-        axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)
-        for panel, each in zip(panels, axes[:, 0], strict=True):
-            _paint(figure, each, panel)
-
-    return draw(size, paint)
+def heat_map(panel: HeatMap) -> Picture:
+    """Layers from left to right, heads from the top."""
+    height = float(np.clip(max(map(len, panel.cells)) * _HEAD, _LEAST, _MOST)) + 0.65
+    return draw((SIZE[0], height), lambda figure: _paint(figure, figure.subplots(), panel))
 
 
 def _paint(figure: Figure, axes: Axes, panel: HeatMap) -> None:
@@ -205,12 +197,12 @@ def _paint(figure: Figure, axes: Axes, panel: HeatMap) -> None:
         extent=(-0.5, cells.shape[1] - 0.5, cells.shape[0] - 0.5, -0.5),
     )
     axes.grid(visible=False)
-    axes.set(title=panel.title, ylabel=panel.heads)
+    axes.set(xlabel="layer", ylabel=panel.heads)
     axes.yaxis.set_major_locator(ticker.MaxNLocator(5, integer=True))
-    axes.xaxis.set_major_locator(ticker.MaxNLocator(16, integer=True))
+    axes.xaxis.set_major_locator(ticker.MaxNLocator(8, integer=True))
     labels = dict(enumerate(map(str, panel.layers)))
     axes.xaxis.set_major_formatter(lambda i, _: labels.get(round(i), ""))
-    bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=8, fraction=0.05)
+    bar = figure.colorbar(image, ax=axes, pad=0.01, aspect=8, fraction=0.1)
     assert bar.solids is not None
     bar.solids.set_rasterized(True)
     bar.outline.set_visible(False)

@@ -91,8 +91,8 @@ def test_everything_is_there(small_report, page):
         assert f"{package} {found}" in page.text
     assert "no measurable difference" in page.text  # the controls
     # two line charts, heat maps, a histogram for each of three layers
-    assert page.values("class").count("chart") == 7
-    assert page.tags.count("figcaption") == page.tags.count("figure") == 7
+    assert page.values("class").count("chart") == 9
+    assert page.tags.count("figcaption") == page.tags.count("figure") == 9
     assert all(len(label) > 20 for label in page.labels)
 
 
@@ -168,7 +168,7 @@ def test_searched_layers_and_tasks_are_shown(small_report):
     tasks = {"arc_easy": {"reference": {"acc": {"value": 0.5, "stderr": 0.25}}}}
     harness = {"name": "lm-eval", "version": "1.2.3", "limit": None}
     page = Page(html(small_report | {"search": search, "tasks": tasks, "harness": harness}))
-    assert page.values("class").count("chart") == 8
+    assert page.values("class").count("chart") == 10
     assert "with layers 1 in 16 bits (hollow): 0.007, the budget is 0.01" in page.text
     assert "0.5 ± 0.25" in page.texts
     assert "lm-eval 1.2.3" in page.text
@@ -187,7 +187,7 @@ def test_any_number_can_be_drawn(small_report, number):
     report["layers"][1]["v"] |= {"counts": [], "zeros": 77}
     points = report["layers"][0]["growth"]["k"]
     points[-1] = (points[-1][0], number)
-    assert Page(html(report)).values("class").count("chart") == 7
+    assert Page(html(report)).values("class").count("chart") == 9
 
 
 def test_growth_is_that_of_the_calibration_and_not_drawn_where_unknown(small_report):
@@ -222,7 +222,7 @@ def grown(report, layers, kv_heads, heads):
 
 def test_the_page_of_a_large_model_is_no_large_file(small_report):
     text = html(grown(small_report, 80, 8, 64))
-    assert Page(text).values("class").count("chart") == 84
+    assert Page(text).values("class").count("chart") == 86
     assert len(text.encode()) < 1_500_000
 
 

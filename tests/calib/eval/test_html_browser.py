@@ -134,7 +134,7 @@ def test_nothing_is_asked_for_and_nothing_complained_about(driver, address):
 def test_charts_are_seen(page, address, width):
     look(page, width=width)
     charts = page.find_elements("css selector", "figure .chart")
-    assert len(charts) == 9
+    assert len(charts) == 11
     for chart in charts:
         assert chart.size["width"] > 250
         assert chart.size["height"] > 100
@@ -161,16 +161,52 @@ def test_the_page_never_scrolls_sideways(page, width):
     assert outside == 0
 
 
-def test_tables_scroll_in_their_own_box_on_a_phone(page):
-    look(page, width=375)
-    box = page.find_element("css selector", "#variants .scroll")
-    assert int(box.get_property("scrollWidth")) > int(box.get_property("clientWidth"))
+# What a box has beyond its edge: its charts, whether shadows tell of it, and its first two columns.
+BOXES = """
+return [...document.querySelectorAll('.scroll')].map(box => {
+  const {left, right} = box.getBoundingClientRect();
+  const cells = [...box.querySelectorAll('tbody tr:last-child > *')];
+  const shown = cells.filter(cell => cell.offsetWidth);
+  return {
+    charts: box.querySelectorAll('.chart').length,
+    scrolls: box.scrollWidth > box.clientWidth,
+    shadows: getComputedStyle(box).backgroundImage.split('linear-gradient').length - 1,
+    stays: getComputedStyle(shown[0] ?? box).position === 'sticky',
+    cut: shown.slice(0, 2).filter(cell => cell.getBoundingClientRect().right > right + 1).length,
+    left: left, right: right,
+  }})
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_charts_whole_and_says_where_tables_go_on(page, scheme):
+    look(page, width=420, scheme=scheme)
+    assert page.execute_script("return document.documentElement.scrollWidth") <= 420
+    boxes = page.execute_script(BOXES)
+    assert sum(box["scrolls"] for box in boxes) >= 3
+    for box in boxes:
+        assert box["charts"] == 0
+        assert 0 <= box["left"] < box["right"] <= 420
+        assert not box["scrolls"] or (box["shadows"], box["stays"], box["cut"]) == (4, True, 0)
+    for chart in page.find_elements("css selector", "figure .chart"):
+        assert 0 <= chart.rect["x"] < chart.rect["x"] + chart.rect["width"] <= 420
+
+
+def test_the_end_of_a_table_can_be_reached(page):
+    look(page, width=420)
+    ends = page.execute_script(
+        "return [...document.querySelectorAll('.scroll')].map(box => { box.scrollLeft = 1e6;"
+        "  const last = [...box.querySelectorAll('tbody tr:last-child > *')].pop();"
+        "  return last.getBoundingClientRect().right - box.getBoundingClientRect().right })"
+    )
+    assert len(ends) >= 3
+    assert all(abs(end) <= 1 for end in ends)
 
 
 def test_text_in_charts_is_no_smaller_than_a_phone_can_show(page, address):
     for width in (375, 1200):
         look(page, width=width)
-        assert len(open_charts(page, address)) == 9
+        assert len(open_charts(page, address)) == 11
         sizes = page.execute_script(
             "return [...document.querySelectorAll('svg.chart')].map(svg => "
             "svg.getBoundingClientRect().width / svg.viewBox.baseVal.width * "
@@ -183,7 +219,7 @@ def test_text_in_charts_is_no_smaller_than_a_phone_can_show(page, address):
 def test_text_in_charts_does_not_overlap(page, address):
     for width in (375, 1200):
         look(page, width=width)
-        assert len(open_charts(page, address)) == 9
+        assert len(open_charts(page, address)) == 11
         overlapping = page.execute_script(
             "const hit = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && "
             "a.top < b.bottom - 3 && b.top < a.bottom - 3; let found = [];"
