@@ -78,8 +78,9 @@ def write_checkpoint(
     copy_small_files(checkpoint, out)
     keep_source_files(checkpoint.path, out)
     write_documents(export, out)
-    prepend_card(source_files(checkpoint.path), readme, out)
-    write_json(out / CONFIG_FILE, export.config or checkpoint.config)
+    config = export.config or checkpoint.config
+    prepend_card(source_files(checkpoint.path), readme + _for_transformers(config), out)
+    write_json(out / CONFIG_FILE, config)
     names = {shard: shard for shard in checkpoint.shards}
     if SINGLE_FILE in names and weights != "none":
         names[SINGLE_FILE] = RENAMED_SINGLE
@@ -89,6 +90,17 @@ def write_checkpoint(
     weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
     added = sum(tensor.nbytes for tensor in export.tensors.values())
     write_index(checkpoint, out, weight_map, added)
+
+
+def _for_transformers(config: dict[str, Any]) -> str:
+    """What the card says of a config that transformers reads with another library."""
+    quantization = config.get("quantization_config") or {}
+    if quantization.get("quant_method") != "compressed-tensors":
+        return ""
+    return (
+        "\nBeside engines: transformers opens this directory only where `compressed-tensors` is "
+        "installed.\n"
+    )
 
 
 def source_files(path: Path) -> Path | None:
