@@ -7,6 +7,8 @@ import pytest
 import torch
 from apply_cases import calibrated, scales
 from command_line import fp8kv
+from families import SHARED_KV, save_model, tiny_model
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 LAYERS, SCALES = range(3), "model-fp8kv-scales.safetensors"
@@ -114,6 +116,30 @@ def test_old_and_new_values_are_listed(measured, tmp_path):
     assert f"replaced: model.layers.1.self_attn k: {old:.4g}, now {new:.4g}\n" in done.stdout
     _, done = repaired(measured, measured, tmp_path / "same")
     assert done.stdout.startswith("replaced: nothing\n")
+
+
+def test_what_is_not_mended_is_said_with_status_1(measured, tmp_path):
+    """kv_cache_scales.json has one number for K and V, at which a V this small is all zeros."""
+    statistics = tmp_path / "stats.safetensors"
+    with safe_open(measured / "fp8kv_stats.safetensors", "pt") as file:
+        facts, tensors = file.metadata(), {at: file.get_tensor(at) for at in file.keys()}  # noqa: SIM118
+    small = {at: tensor * 1e-7 for at, tensor in tensors.items() if ".0.self_attn.v." in at}
+    save_file(tensors | small, statistics, facts)
+    done = fp8kv("repair", measured, "--stats", statistics, "--to", "json", "-o", tmp_path / "out")
+    assert done.exit_code == 1
+    assert "\nnot mended: V becomes all zeros in layer 0: " in done.stdout
+    verified = fp8kv("verify", tmp_path / "out", "--against", statistics)
+    assert "problem: V becomes all zeros in layer 0: " in " ".join(verified.stdout.split())
+
+
+def test_a_layer_that_shares_anothers_cache_is_judged_by_that(tmp_path):
+    model = save_model(tiny_model("gemma3n_text", **SHARED_KV), tmp_path / "model")
+    good = calibrated(model, tmp_path / "good")
+    assert fp8kv("verify", good, "--against", good, "--engine", "vllm").exit_code == 0
+    broken = changed(good, tmp_path / "broken", one((2, "k"), lambda scale: scale / 1000))
+    found, _ = repaired(broken, good, tmp_path / "out")
+    assert found == {(2, "k")}
+    assert scales(tmp_path / "out") == scales(good)
 
 
 DAMAGED_HEADS = {
