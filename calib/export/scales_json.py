@@ -6,6 +6,7 @@ from calib.errors import UnsupportedExportError
 from calib.export.base import Export
 from calib.model.checkpoint import Checkpoint
 from calib.scalefiles.file_names import JSON_FILE
+from calib.scalefiles.heads import can_be_split, head_count, of_layer
 from calib.scales.scales import KVScales
 
 
@@ -17,10 +18,23 @@ def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Expor
             f"{JSON_FILE} needs model_type and the number of layers, which the config of "
             f"'{checkpoint.path}' lacks; use --format vllm or tgi"
         )
+    _check_split(checkpoint, num_layers, tp_size)
     missing = num_layers - len({layer.layer_idx for layer in scales.with_shared().values()})
     note = f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused"
     document = scales_document(scales, model_type, num_layers, tp_size)
     return Export(documents={JSON_FILE: document}, notes=(note,) if missing else ())
+
+
+def _check_split(checkpoint: Checkpoint, num_layers: int, ranks: int) -> None:
+    """Refuse a number of ranks that engines do not start with."""
+    for layer in range(num_layers):
+        config = of_layer(checkpoint.text_config, layer)
+        heads, kv_heads = head_count(config, "q"), head_count(config, "k")
+        if heads and kv_heads and not can_be_split(heads, kv_heads, ranks):
+            raise UnsupportedExportError(
+                f"--tp-size {ranks}: the model's {heads} query heads and {kv_heads} KV heads "
+                f"cannot be split evenly over {ranks} ranks; give as many as engines are to have"
+            )
 
 
 def scales_document(

@@ -11,7 +11,7 @@ from calib.model.devices import input_device
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention
 
-NO_FP8_CACHE = "fp8kv eval and generate cannot run this model on an FP8 cache"
+NO_FP8_CACHE = "eval and generate cannot run this model on an FP8 cache"
 _TOKENS = 8
 # what code of a model raises that does not know our layers of a cache, or misses an image
 _MISFITS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)

@@ -30,6 +30,12 @@ def head_count(config: Mapping[str, Any], letter: str) -> int | None:
     return named or (heads if _has_one_per_query_head(config) else None)
 
 
+def can_be_split(heads: int, kv_heads: int, ranks: int) -> bool:
+    """Whether each of `ranks` gets as many heads as the others, as engines ask for."""
+    larger, smaller = max(kv_heads, ranks), min(kv_heads, ranks)
+    return not (heads % ranks or larger % smaller)
+
+
 def _has_one_per_query_head(config: Mapping[str, Any]) -> bool:
     """Whether K and V have as many heads as Q where no number is named: defaults differ."""
     if any(key in config for key in _ELSEWHERE):

@@ -40,13 +40,14 @@ def summary(config: Identity) -> dict[str, Any]:
 
 def check_same_model(given: Path, said: Identity, model: Path, config: Identity) -> None:
     """Refuse `given` if it and `model` are known to be of different models."""
-    for theirs, own in _differences(said, config):
+    for theirs, own in differences(said, config):
         raise InputError(
             f"'{given}' is of another model: its config says {theirs}, that of '{model}' {own}"
         )
 
 
-def _differences(one: Identity, other: Identity) -> Iterator[tuple[str, str]]:
+def differences(one: Identity, other: Identity) -> Iterator[tuple[str, str]]:
+    """What two configs say that one model cannot have both of."""
     types, others = _types(one), _types(other)
     nested = len(types) == len(others) == 2
     # an image model's language model is served alone, too

@@ -1,11 +1,13 @@
 """The scales of two directories beside each other."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
 from calib.scalefiles.conventions import convention
-from calib.scalefiles.reading import FoundLayer, FoundScales, Values, read_scales
+from calib.scalefiles.identity import differences, identity
+from calib.scalefiles.reading import FoundLayer, FoundScales, Values, read_scales, these
 
 Pairs = list[tuple[FoundLayer, FoundLayer]]
 
@@ -26,8 +28,14 @@ def compare_notes(a: Path, b: Path) -> list[str]:
     notes = [
         f"{name}: {problem}"
         for name, each in zip("AB", found, strict=True)
-        for problem in each.misread
+        for problem in each.problems
     ]
+    layers = [{layer.layer for layer in each.layers} for each in found]
+    for name, only in (("A", layers[0] - layers[1]), ("B", layers[1] - layers[0])):
+        if only:
+            notes.append(f"only {name} has scales of {these(sorted(only))}")
+    for one, other in islice(differences(identity(a), identity(b)), 1):
+        notes.append(f"A and B are of other models: {one} and {other}")
     if kinds[0] != kinds[1]:
         notes.append(f"A holds {kinds[0]}, B {kinds[1]}: equal absmax gives other numbers")
     return notes

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from calib.scalefiles.conventions import Convention, convention
 from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
 from calib.scalefiles.fp8_type import names_nvfp4
+from calib.scalefiles.heads import can_be_split
 from calib.scalefiles.names import layer_of
 from calib.verify.at_one import flags_at_one
 from calib.verify.classes import K_ALONE, OTHER, Fates, fate_of, naming, owner
@@ -115,9 +116,7 @@ def _of_other_convention(nvfp4: Convention, rules: Rules) -> str | None:
 def _check_split(directory: ScaleDirectory, place: Place) -> None:
     layers = range(directory.num_layers if type(directory.num_layers) is int else 1)
     for heads, kv_heads in {heads_of(directory, layer) for layer in layers}:
-        larger, smaller = max(kv_heads, place.ranks), min(kv_heads, place.ranks)
-        # each rank gets as much as the others
-        if heads % place.ranks or larger % smaller:
+        if not can_be_split(heads, kv_heads, place.ranks):
             raise Refused(
                 f"the model's {heads} query heads and {kv_heads} KV heads cannot be split evenly "
                 f"over {place.ranks} GPUs"

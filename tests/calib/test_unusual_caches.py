@@ -56,7 +56,7 @@ def test_what_later_commands_cannot_do_is_said_at_once(family, saved, tmp_path):
     assert done.exit_code == 0, done.stderr
     assert "fp8kv generate" not in done.stdout
     report = json.loads((out / "fp8kv_calibration.json").read_text())
-    start = "fp8kv eval and generate cannot run this model on an FP8 cache: "
+    start = "eval and generate cannot run this model on an FP8 cache: "
     (said,) = (each for each in report["warnings"] if each.startswith(start))
     assert REFUSED[family] in said
     assert said.endswith("; its scales are not affected")

@@ -205,13 +205,23 @@ def test_sglang_needs_no_json_beside_the_checkpoint(make_checkpoint):
     assert "model.layers.0.self_attn.k_scale" in made.tensors
 
 
-def test_one_map_per_rank(checkpoint):
-    document = export(make_scales(), checkpoint, "json", tp_size=3).documents[
-        "kv_cache_scales.json"
-    ]
-    ranks = document["kv_cache"]["scaling_factor"]
-    assert list(ranks) == ["0", "1", "2"]
-    assert ranks["2"] == ranks["0"]
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_one_map_per_rank(ranks, make_checkpoint):
+    source = make_checkpoint({"num_attention_heads": 8, "num_key_value_heads": 2})
+    (document,) = export(make_scales(), source, "json", tp_size=ranks).documents.values()
+    factors = document["kv_cache"]["scaling_factor"]
+    assert list(factors) == [str(rank) for rank in range(ranks)]
+    assert factors[str(ranks - 1)] == factors["0"]
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "ranks"), [(6, 2, 3), (4, 2, 8), (12, 4, 6), (3, 3, 2)]
+)
+def test_ranks_that_no_engine_can_split_heads_over(heads, kv_heads, ranks, make_checkpoint):
+    source = make_checkpoint({"num_attention_heads": heads, "num_key_value_heads": kv_heads})
+    said = f"{heads} query heads and {kv_heads} KV heads cannot be split evenly over {ranks} ranks"
+    with pytest.raises(UnsupportedExportError, match=f"--tp-size {ranks}: .*{said}"):
+        export(make_scales(), source, "json", tp_size=ranks)
 
 
 def test_scales_stay_float32_and_exact(checkpoint):

@@ -436,6 +436,21 @@ def test_codes_that_only_hf_quant_config_names_get_no_config_of_plain_weights(
     assert not (tmp_path / "out").exists()
 
 
+def test_compare_says_what_is_missing_wrong_or_of_another_model(tensor, tmp_path):
+    attention = "model.layers.{}.self_attn.{}_scale".format
+    changes = {attention(1, "k"): -0.5, attention(2, "k"): None, attention(2, "v"): None}
+    wrong = damage(tensor, tmp_path / "wrong", changes)
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 1}))
+    for first, second, letter, other in ((tensor, wrong, "B", "A"), (wrong, tensor, "A", "B")):
+        notes = json.loads(fp8kv("compare", first, second, "--json").stdout)["notes"]
+        assert f"{letter}: K scales are negative in layer 1" in notes
+        assert f"only {other} has scales of layer 2" in notes
+        assert any(each.startswith("A and B are of other models: ") for each in notes)
+        printed = " ".join(fp8kv("compare", first, second).stdout.split())
+        assert all(f"note: {note}" in printed for note in notes)
+
+
 def test_compare_says_where_scales_are_of_other_kinds(tensor, tmp_path):
     alike = " ".join(fp8kv("compare", tensor, tensor).stdout.split())
     assert "note" not in alike
