@@ -50,7 +50,8 @@ class Pieces:
         for rank, at in enumerate(islice(_spread(len(spans)), 1, wanted + 1), 1):
             start, end = spans[at]
             piece = Piece(document, end - start, [*opening, *ids[start:end]])
-            self._rest.append((rank / len(spans), piece))
+            # last comes what `add` puts into a chat's beginning: another run may have read it so
+            self._rest.append((rank / len(spans) + (start < self._seq_len), piece))
         if len(self._rest) > 2 * wanted:
             self._rest = sorted(self._rest)[:wanted]
 

@@ -207,6 +207,23 @@ def test_long_chats_enough_are_cut_as_ever(tmp_path, tokenizer):
     assert [len(ids) for ids in data.samples] == [64] * 4
 
 
+def test_what_a_beginning_alone_holds_comes_last(tmp_path, tokenizer):
+    """A run with fewer samples has read it: what is held out from that run comes before."""
+    turns = (
+        {"role": ("user", "assistant")[i % 2], "content": TEXT[50 * i : 50 * i + 50]}
+        for i in range(18)
+    )
+    rows = (json.dumps({"messages": [next(turns) for _ in range(6)]}) + "\n" for _ in range(3))
+    (tmp_path / "a.jsonl").write_text("".join(rows))
+    few = loaded(tmp_path / "a.jsonl", tokenizer, samples=3, seq_len=64)
+    many = loaded(tmp_path / "a.jsonl", tokenizer, samples=99, seq_len=64)
+    ends = {tuple(ids[-10:]) for ids in few.samples}
+    known = [
+        any(tuple(ids[at : at + 10]) in ends for at in range(len(ids))) for ids in many.samples[3:]
+    ]
+    assert known == [False] * 12 + [True] * 3
+
+
 OTHERWISE = (  # a template that writes all turns before the last in another way
     "{% for m in messages %}{{ '<|' + m.role + '|>' }}"
     "{{ m.content if loop.last else m.content[1:] }}{% endfor %}"
