@@ -114,8 +114,12 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
     with making_sense(f"this {model.config.model_type} cannot run as its config says"):
         reader, note, seen, cache = _probe(model)
     if cache is None:
+        name, is_encoder = type(model).__name__, getattr(model.config, "is_decoder", None) is False
         raise UnsupportedModelError(
-            f"{type(model).__name__} returns no KV cache: it is an encoder, or not a causal decoder"
+            f"{name} is an encoder: its config says is_decoder false, and it keeps no KV cache"
+            if is_encoder
+            else f"{name} hands out no KV cache in transformers, so what engines cache of it "
+            "cannot be observed; such models are not supported"
         )
     modules = {name: _cached(model, name, qkv, cache) for name, qkv in seen.items()}
     cached = {name: module for name, module in modules.items() if module is not None}

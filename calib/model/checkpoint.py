@@ -19,6 +19,7 @@ from calib.scalefiles.file_names import (
 from calib.scalefiles.folder import LAYER_KEYS, read_index
 from calib.scalefiles.header import Entry, read_header
 from calib.scalefiles.json import read_object
+from calib.scalefiles.stacks import check_layers
 
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 
@@ -95,7 +96,8 @@ def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a model directory and check that its weight files are whole and where the index says.
 
-    Refused are pickles, files outside the directory, two models in one, and a tensor twice.
+    Refused are pickles, files outside the directory, two models in one, a tensor twice, and a
+    config of another number of layers.
     """
     file = path / CONFIG_FILE
     if not file.exists():
@@ -107,6 +109,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
                 f"'{file}' must hold a JSON object as {place}, got {type(says).__name__}"
             )
     weight_map, entries = _weights(path)
+    check_layers(path, config, weight_map)
     states = {shard: _state(path / shard) for shard in sorted(set(weight_map.values()))}
     return Checkpoint(path, config, weight_map, entries, states)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from calib.errors import InputError, UnsupportedModelError
@@ -36,11 +38,14 @@ from calib.model.quantized import (
 from calib.model.stored import Source
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
-from calib.scalefiles.json import regular_size
+from calib.scalefiles.json import read_object, regular_size
 from fp8kv_runtime.hf import is_latent
 
 _CAUSAL = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tekken.json")  # the first there is read
+# types of models, and of layers, that keep a state of fixed size and no K and V of tokens
+_RECURRENT = {"rwkv", "xlstm"}
+_NOT_ATTENDING = {"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"}
 _SERVED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -61,15 +66,29 @@ def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
     """Refuse a model that caches no K and V; `document` is its config.json."""
     named = document.get("architectures")
     named = named if isinstance(named, list) else [named]
-    names = [name for name in named if isinstance(name, str)] or [config.model_type]
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    names = [name for name in named if isinstance(name, str)]
+    name = next(iter(names), config.model_type)
     if config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{names[0]} is an encoder-decoder; only decoder-only language models keep the "
+            f"{name} is an encoder-decoder; only decoder-only language models keep the "
             "KV cache that engines hold in FP8"
+        )
+    if not names:
+        add = f'add "architectures": ["{known}"], or ' if isinstance(known, str) else ""
+        raise InputError(
+            f"config.json of this {config.model_type} names no architecture, by which engines "
+            f"choose a class; {add}download it again"
         )
     if not any(kind in name for name in names for kind in _CAUSAL):
         raise UnsupportedModelError(
-            f"{names[0]} is not a causal language model; give a ...ForCausalLM checkpoint"
+            f"{name} is not a causal language model; give a ...ForCausalLM checkpoint"
+        )
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ["attention"]
+    if config.model_type in _RECURRENT or _NOT_ATTENDING.issuperset(kinds):
+        raise UnsupportedModelError(
+            f"no layer of {name} attends: what it keeps of a text is a state of fixed size, so "
+            "it has no KV cache to calibrate"
         )
 
 
@@ -234,10 +253,29 @@ def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenize
     files = [checkpoint.path / name for name in _TOKENIZERS]
     for file in [file for file in files if file.exists()][:1]:
         regular_size(file)
-    with loading(f"the tokenizer of '{checkpoint.path}'"):
-        return AutoTokenizer.from_pretrained(
-            checkpoint.path, trust_remote_code=recipe.trust_remote_code
-        )
+    try:
+        with loading(f"the tokenizer of '{checkpoint.path}'"):
+            return AutoTokenizer.from_pretrained(
+                checkpoint.path, trust_remote_code=recipe.trust_remote_code
+            )
+    except Exception as error:  # the library tokenizers raises nothing narrower
+        if type(error) in (InputError, Exception):
+            _check_tokenizer(checkpoint.path / _TOKENIZERS[0])
+        if type(error) is Exception:
+            raise InputError(
+                f"cannot load the tokenizer of '{checkpoint.path}': {error}"
+            ) from error
+        raise
+
+
+def _check_tokenizer(file: Path) -> None:
+    """Refuse a tokenizer.json that is no JSON, or without a vocabulary."""
+    if file.exists():
+        model = read_object(file).get("model")
+        if not (isinstance(model, dict) and model.get("vocab")):
+            raise InputError(
+                f"'{file}' holds no tokenizer: it has no model with a vocab; download it again"
+            )
 
 
 def served_dtype(checkpoint: Checkpoint) -> torch.dtype | None:

@@ -18,7 +18,7 @@ from calib.model.layouts.coded import ADVICE, Layout
 from calib.scalefiles.file_names import MODELOPT_FILE
 from calib.scalefiles.header import read_values
 from calib.scalefiles.json import read_object
-from calib.scalefiles.names import is_of_cache
+from calib.scalefiles.names import is_of_cache, is_of_senses
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -28,6 +28,7 @@ _READ = ("quantization_config", "text_config.quantization_config")
 # integers are weights' codes under these names only: masks and positions are integers as well
 _WEIGHT = re.compile(r"(?:weight|_proj)$")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_IN_LAYER = re.compile(r"(?:[^.\d][^.]*\.)*\d{1,6}\.")
 # the end of a name: of ModelOpt, compressed-tensors, GPTQ, AWQ, bitsandbytes, HQQ, AQLM, MXFP4 ...
 _SCALE_OR_CODE = re.compile(
     r"\.(?:(?!layer_|logit_)(?:\w+_)?scales?(?:_inv|_\d)?|(?:\w+_)?zero_points?|\w+_blocks"
@@ -113,10 +114,11 @@ def codes_without_use(model: PreTrainedModel, names: Iterable[str]) -> list[str]
 def check_left_over(checkpoint: Checkpoint, names: Iterable[str], weights: Collection[str]) -> None:
     """Refuse tensors that the loader left over although they change a weight that it loaded.
 
-    Those are named like a scale or a code, or belong to a matrix, as a bias does. `weights` are
-    the names of all that it was given.
+    Those are named like a scale or a code, or belong to a matrix, as a bias does, or are weights
+    in a layer that it loaded. `weights` are the names of all that it was given.
     """
     left = {name for name in names if not _is_zero_bias(checkpoint, name)}
+    loaded = {match[0] for name in {*weights} - left if (match := _IN_LAYER.match(name))}
     for name in sorted(name for name in left if not is_of_cache(name)):
         if _SCALE_OR_CODE.search(name):
             raise InputError(
@@ -125,7 +127,9 @@ def check_left_over(checkpoint: Checkpoint, names: Iterable[str], weights: Colle
             )
         parts = name.split(".")
         owners = {".".join([*parts[:n], "weight"]) for n in range(1, len(parts))} - {name}
-        if owners & ({*weights} - left):
+        layer = _IN_LAYER.match(name)
+        is_missed = name.endswith(".weight") and layer is not None and layer[0] in loaded
+        if owners & ({*weights} - left) or (is_missed and not is_of_senses(name)):
             raise InputError(
                 f"'{checkpoint.path}' holds '{name}', which its config.json does not use: K and V "
                 "would not be the model's; mend the config, or merge adapters into the weights"

@@ -14,6 +14,7 @@ from calib.model.find import builtin_model, download_config
 from calib.model.load import caches_latents, check_cacheable
 from calib.offload.memory import activation_bytes
 from calib.scalefiles.json import read_object
+from calib.scalefiles.stacks import check_layers, stored_names
 from fp8kv_runtime.hf import is_latent
 
 
@@ -86,6 +87,8 @@ def attention_heads(model: str, *, trust_remote_code: bool = False) -> tuple[int
 def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     path = _config_file(model)
     document = read_object(path)
+    if Path(model).is_dir():
+        check_layers(path.parent, document, stored_names(path.parent))
     config = read_config(path, document, trust_remote_code=trust_remote_code)
     check_cacheable(config, document)
     return config

@@ -28,7 +28,9 @@ def make_checkpoint(tmp_path):
         names = names or [f"model.layers.{i}.self_attn.k_proj.weight" for i in range(2)]
         tensors = {name: torch.full((2, 2), float(i)) for i, name in enumerate(names)}
         save_file({**tensors, **(extra or {})}, directory / "model.safetensors")
-        (directory / "config.json").write_text(json.dumps({**CONFIG, **(config or {})}))
+        layers = 1 + max(int(part) for part in ".".join(names).split(".") if part.isdecimal())
+        document = {**CONFIG, "num_hidden_layers": layers, **(config or {})}
+        (directory / "config.json").write_text(json.dumps(document))
         (directory / "tokenizer.json").write_text("{}")
         return open_checkpoint(directory)
 

@@ -178,7 +178,9 @@ def test_modelopt_refuses_attention_that_engines_would_not_look_under(make_check
 
 
 def test_json_lists_layers_without_a_cache_and_says_so(make_checkpoint):
-    made = export(make_scales(), make_checkpoint({"num_hidden_layers": 4}), "json")
+    parts = ["self_attn.k_proj", "self_attn.k_proj", "mixer.in_proj", "mixer.in_proj"]
+    names = [f"model.layers.{i}.{part}.weight" for i, part in enumerate(parts)]
+    made = export(make_scales(), make_checkpoint(names=names), "json")
     factors = made.documents["kv_cache_scales.json"]["kv_cache"]["scaling_factor"]["0"]
     assert factors == {"0": 0.25, "1": 1.25, "2": 1.0, "3": 1.0}
     assert made.notes == (

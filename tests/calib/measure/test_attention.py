@@ -175,9 +175,17 @@ def test_latent_attention_that_caches_k_and_v_of_heads_is_refused():
         map_attention(model)
 
 
-def test_an_encoder_is_refused():
-    with pytest.raises(UnsupportedModelError, match="returns no KV cache"):
-        map_attention(tiny_model("bert", is_decoder=False))
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [
+        ("bert", "BertLMHeadModel is an encoder: its config says is_decoder false"),
+        ("recurrent_gemma", "RecurrentGemmaForCausalLM hands out no KV cache in transformers"),
+        ("openai-gpt", "OpenAIGPTLMHeadModel hands out no KV cache in transformers"),
+    ],
+)
+def test_a_model_without_a_cache_is_refused(family, said):
+    with pytest.raises(UnsupportedModelError, match=said):
+        map_attention(tiny_model(family))
 
 
 def test_attention_that_cannot_be_seen_is_refused():

@@ -1,9 +1,10 @@
 """Configs that make no sense are refused at once, by every command, in one line."""
 
 import json
+from pathlib import Path
 
 import pytest
-from command_line import SMALL, fp8kv, one_line_error
+from command_line import SMALL, calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 
 from calib.errors import InputError
@@ -12,6 +13,7 @@ from calib.model.find import find_checkpoint
 from calib.model.load import load_config
 from calib.plan.shape import model_shape
 from calib.recipe import load_recipe
+from calib.scalefiles.stacks import check_layers
 
 RECIPE = load_recipe(None, {"device": "cpu"})
 SIZES = (
@@ -23,6 +25,13 @@ SIZES = (
 @pytest.fixture(scope="module")
 def good(tmp_path_factory):
     return save_model(tiny_model("llama"), tmp_path_factory.mktemp("config") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def calibration(good, tmp_path_factory):
+    out = tmp_path_factory.mktemp("calibration") / "out"
+    assert calibrate(good, "-o", out).exit_code == 0
+    return out
 
 
 @pytest.fixture
@@ -44,8 +53,7 @@ def edit(model, **changes):
 
 def refused(model, message, *, planned=True):
     """By whatever loads the model, and by `plan`."""
-    checkpoint = find_checkpoint(str(model))
-    calls = [lambda: load_config(checkpoint, RECIPE)]
+    calls = [lambda: load_config(find_checkpoint(str(model)), RECIPE)]
     calls += [lambda: model_shape(str(model))] if planned else []
     for call in calls:
         with pytest.raises(InputError, match=message) as error:
@@ -57,7 +65,9 @@ def refused(model, message, *, planned=True):
 @pytest.mark.parametrize("key", SIZES)
 def test_a_size_that_no_model_has(key, value, model):
     edit(model, **{key: value})
-    refused(model, f"has {key} .*; it must be a whole number from 1 to ")
+    refused(
+        model, f"has {key} .*; it must be a whole number from 1 to |00000, but the weights have 3"
+    )
 
 
 def test_sizes_of_the_parts_are_checked_too(model):
@@ -87,14 +97,29 @@ def test_values_that_make_no_sense_to_transformers(changes, model):
 @pytest.mark.parametrize("named", ["LlamaForCausalLM", [5], None, {}])
 def test_architectures_that_are_no_list_of_names(named, model):
     edit(model, architectures=named)
-    message = "llama is not a causal language model" if named != "LlamaForCausalLM" else ""
+    add = 'names no architecture, by which engines choose a class; add "architectures": ["Llama'
+    message = add if named != "LlamaForCausalLM" else ""
     done = fp8kv("plan", model)
     assert (done.exit_code, message in done.stderr) == (2 if message else 0, True)
 
 
-def test_more_layers_than_the_weights_have(model):
-    edit(model, num_hidden_layers=4)
-    refused(model, "says num_hidden_layers 4, but the weights have 3 layers", planned=False)
+@pytest.mark.parametrize(
+    ("count", "weights"),
+    [
+        (2, ["model.layers.1.x", "mtp.layers.0.x"]),  # of Qwen3-Next; DeepSeek has the next
+        (2, ["model.layers.1.x", "model.layers.2.x", "model.layers.2.eh_proj.weight"]),
+        (2, ["model.language_model.layers.1.x", "model.vision_tower.encoder.layers.5.x"]),
+        (2, ["model.decoder.layers.1.x", "model.encoder.layers.5.x"]),
+        (2, ["model.layers.1.x", "model.layers.2.self_attn.k_scale"]),  # stale scales
+        (12, ["encoder.albert_layer_groups.0.x"]),  # shared by all: no stack of a decoder
+    ],
+)
+def test_other_stacks_may_have_any_number_of_layers(count, weights):
+    check_layers(Path("model"), {"num_hidden_layers": count}, weights)
+    weights = [name.replace("layers.1.x", "layers.3.x") for name in weights]
+    if count == 2:
+        with pytest.raises(InputError, match="says num_hidden_layers 2, but .* have 4 layers"):
+            check_layers(Path("model"), {"num_hidden_layers": count}, weights)
 
 
 @pytest.mark.parametrize(
@@ -130,20 +155,26 @@ def test_a_model_as_transformers_saves_it_has_the_shapes_of_its_config(family, t
         ("generate", "MODEL", "w5", "--scales", "none"),
         ("stress", "MODEL", "-o", "OUT"),
         ("plan", "MODEL"),
+        ("recommend", "MODEL", "--device", "cpu"),
+        ("bake", "MODEL", "--scales", "SCALES", "-o", "OUT", "--for", "fp8"),
+        ("apply", "SCALES", "MODEL", "-o", "OUT"),
+        ("verify", "SCALES", "--served", "http://127.0.0.1:9", "--model", "MODEL"),
     ],
     ids=lambda command: " ".join(command[:1] + command[-1:]),
 )
 @pytest.mark.parametrize(
     ("text", "phrase"),
     [
-        ('"num_hidden_layers": 1000000000', "has num_hidden_layers 1000000000"),
+        ('"num_hidden_layers": 1000000000', " num_hidden_layers 1000000000"),
         ('"rms_norm_eps": Infinity', "Infinity is not JSON"),
         ('"rms_norm_eps": NaN', "NaN is not JSON"),
         ('"rms_norm_eps": 1e999', "beyond any float"),
         ('"vocab_size": 128', "the key 'vocab_size' is there twice"),
+        ('"num_hidden_layers": 2', "says num_hidden_layers 2, but the weights have 3 layers"),
+        ('"num_hidden_layers": 4', "says num_hidden_layers 4, but the weights have 3 layers"),
     ],
 )
-def test_every_command_refuses(command, text, phrase, model, tmp_path):
+def test_every_command_refuses(command, text, phrase, model, calibration, tmp_path):
     path = model / "config.json"
     path.write_text(path.read_text().rstrip().removesuffix("}") + f", {text}}}")
     if "there twice" not in phrase:  # the first of two would count as one that is there twice
@@ -151,7 +182,7 @@ def test_every_command_refuses(command, text, phrase, model, tmp_path):
         path.write_text(json.dumps(document))
         if "1e999" in text:
             path.write_text(json.dumps(document).replace("Infinity", "1e999"))
-    names = {"MODEL": model, "OUT": tmp_path / "out"}
+    names = {"MODEL": model, "OUT": tmp_path / "out", "SCALES": calibration}
     done = fp8kv(*(names.get(word, word) for word in command))
     one_line_error(done, phrase)
     assert not (tmp_path / "out").exists()

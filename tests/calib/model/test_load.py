@@ -5,17 +5,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from command_line import calibrate, one_line_error
-from families import save_model, tiny_model, tiny_vision_language_model
+from command_line import calibrate, fp8kv, one_line_error
+from families import FAMILIES, save_model, tiny_model, tiny_vision_language_model
 from huggingface_hub import errors
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.export.base import checkpoint_prefix
 from calib.measure.attention import map_attention
 from calib.model import find
 from calib.model.find import find_checkpoint
-from calib.model.load import check_positions, load_config, load_model, load_tokenizer
+from calib.model.load import (
+    check_cacheable,
+    check_positions,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from calib.recipe import load_recipe
 
 
@@ -126,11 +134,55 @@ def test_weights_of_another_shape(tiny_directory):
     refuse(tiny_directory, InputError, "config.json wants .64, 100.")
 
 
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_norms_that_another_architecture_has_no_use_for(family, tmp_path):
+    directory = save_model(tiny_model(family, **FAMILIES[family]), tmp_path / family)
+    edit_config(directory, model_type="llama", architectures=["LlamaForCausalLM"])
+    refuse(directory, InputError, "norm.weight', which its config.json does not use")
+
+
 def test_no_tokenizer(tiny_directory):
     (tiny_directory / "tokenizer.json").unlink()
     (tiny_directory / "tokenizer_config.json").unlink()
     with pytest.raises(InputError, match="cannot load the tokenizer"):
         load_tokenizer(find_checkpoint(str(tiny_directory)), RECIPE)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", "holds no tokenizer: it has no model with a vocab; download it again"),
+        ('{"added_tokens": [], "model": {}}', "holds no tokenizer"),
+        ("", "tokenizer.json' is not JSON"),
+        ("[]", "tokenizer.json' must hold a JSON object, got list"),
+        ('{"added_tokens": [], "model": {"type": "BPE", "vocab": {"a": -1}}}', "cannot load the"),
+    ],
+)
+def test_a_tokenizer_file_that_holds_none(text, message, tiny_directory):
+    (tiny_directory / "tokenizer.json").write_text(text)
+    with pytest.raises(InputError, match=message):
+        load_tokenizer(find_checkpoint(str(tiny_directory)), RECIPE)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("mamba", {}),
+        ("falcon_mamba", {}),
+        ("rwkv", {"attention_hidden_size": 64}),
+        ("granitemoehybrid", {}),
+        ("jamba", {"num_experts": 2, "attn_layer_period": 8, "attn_layer_offset": 7}),
+    ],
+)
+def test_a_model_without_attention(family, options, tmp_path):
+    config = AutoConfig.for_model(family, num_hidden_layers=3, **options)
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]
+    said = f"no layer of {name} attends: .* so it has no KV cache to calibrate"
+    with pytest.raises(UnsupportedModelError, match=said):
+        check_cacheable(config, {"architectures": [name]})
+    config.architectures = [name]
+    config.save_pretrained(tmp_path)
+    one_line_error(fp8kv("plan", tmp_path), f"no layer of {name} attends")
 
 
 def test_cuda_without_a_gpu(tiny_directory, monkeypatch):
@@ -191,8 +243,6 @@ def test_a_model_on_the_hub_is_downloaded_without_pickles(monkeypatch, tiny_dire
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("tokenizer.json", "{}"),
-        ("tokenizer.json", "[]"),
         ("tokenizer_config.json", "[]"),
         ("tokenizer_config.json", '{"tokenizer_class": 3}'),
         ("generation_config.json", "[]"),

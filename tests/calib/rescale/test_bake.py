@@ -11,7 +11,10 @@ from command_line import fp8kv, one_line_error
 from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
+from calib.errors import UnsupportedModelError
+from calib.model.find import find_checkpoint
 from calib.rescale import choosing, pairs, parameters
+from calib.rescale.in_memory import baked_factors
 from calib.rescale.pairs import rotated_pairs
 from calib.rescale.stress import Factors
 from calib.scales.stats_file import load_stats
@@ -220,6 +223,20 @@ def test_what_cannot_be_baked(model_type, options, reason, tmp_path):
     one_line_error(bake(source, scales, tmp_path / "out", "--for", "fp8"), reason)
     assert not (tmp_path / "out").exists()
     assert f"refused: {reason} |" in ROWS[model_type]
+
+
+@pytest.mark.parametrize("head_dim", [6, 24, 80])  # no powers of two, nor K mixed by RoPE alone
+def test_channels_that_a_norm_mixes_behind_rope(head_dim, tmp_path):
+    model = tiny_model("llama4_text", head_dim=head_dim).to(torch.bfloat16)
+    source = save_model(model, tmp_path / "source")
+    scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
+    refusal = "mixes channels of K in another way than RoPE's pairs"
+    one_line_error(bake(source, scales, tmp_path / "out", "--for", "int8"), refusal)
+    with pytest.raises(UnsupportedModelError, match=refusal):
+        baked_factors(model.float(), find_checkpoint(str(source)), load_stats(scales), "int8")
+    for cache in ("int4_per_token_head", "lmdeploy_int4"):
+        done = fp8kv("generate", source, "w5", "--cache", cache, "--max-new-tokens", 2)
+        assert done.exit_code == 0, done.stderr
 
 
 def test_the_table_has_no_other_rows():
