@@ -156,7 +156,7 @@ def read_scales(path: Path) -> FoundScales:
     if any(tensor in directory.unlisted for tensor in found.layers[0].tensors):
         raise NoScalesError(
             f"'{path}' holds KV-cache scales only in {directory.unlisted[0].file}, which "
-            f"{INDEX_FILE} does not list, so engines skip them; list them there, or calibrate again"
+            f"{INDEX_FILE} does not list, so engines skip them; give the output of a calibration"
         )
     if wrong := found.contradictions:
         raise InputError(f"'{path}' has {wrong[0]}; take away the one that is not the model's")

@@ -133,3 +133,46 @@ def test_statistics_know_no_stale_file(command, index, places, expected, tmp_pat
     directory = stale(places, tmp_path, "zz.safetensors", 1 / 400, index=index)
     done = run(OF_STATISTICS[command], places, directory, tmp_path / "out")
     assert results(done, tmp_path / "out") == expected(OF_STATISTICS[command], index)
+
+
+def test_statistics_take_no_scales_beside_them(places, tmp_path):
+    given = tmp_path / "fp8kv"
+    assert calibrate(places["MODEL"], "-o", given, "--format", "fp8kv").exit_code == 0
+    shutil.copyfile(places["GOOD"] / SCALES, given / "zz.safetensors")
+    done = run(OF_FILES["generate --scales"], places, given, tmp_path / "out")
+    one_line_error(done, "statistics to make scales of, and others in zz.safetensors; take away")
+
+
+@pytest.mark.parametrize("where", [(), ("--in-place",)], ids=["output", "in place"])
+def test_an_old_json_file_is_left_behind(where, places, tmp_path):
+    model = shutil.copytree(places["MODEL"], tmp_path / "model")
+    scales = {"model_type": "llama", "kv_cache": {"scaling_factor": {"0": {"0": 9.0, "1": 9.0}}}}
+    (model / "kv_cache_scales.json").write_text(json.dumps(scales))
+    flags = where or ("-o", tmp_path / "out")
+    assert fp8kv("apply", places["GOOD"], model, *flags).exit_code == 0
+    made = model if where else tmp_path / "out"
+    assert not (made / "kv_cache_scales.json").exists()
+    kept = [(layer.k, layer.v) for layer in read_scales(places["GOOD"]).layers]
+    assert [(layer.k, layer.v) for layer in read_scales(made).layers] == kept
+
+
+@pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
+@pytest.mark.parametrize(
+    "command", ["bake MODEL --scales GOOD --for fp8 -o OUT", "stress MODEL -o OUT"]
+)
+def test_scales_beside_a_single_file_of_weights_are_the_models(command, file, places, tmp_path):
+    model = shutil.copytree(places["MODEL"], tmp_path / "model")
+    shutil.copyfile(places["GOOD"] / SCALES, model / file)
+    done = run(command, {**places, "MODEL": model}, model, tmp_path / "out")
+    one_line_error(done, "has KV scales ('model.layers.0.self_attn.k_scale'), which would not fit")
+
+
+@pytest.mark.parametrize("offload", ["none", "layerwise"])
+@pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
+def test_weights_that_the_index_does_not_list_are_not_measured(file, offload, places, tmp_path):
+    model = shutil.copytree(places["GOOD"], tmp_path / "model")
+    weights = load_file(model / "model-00001-of-00001.safetensors")
+    save_file({name: 3 * x for name, x in weights.items()}, model / file, {"format": "pt"})
+    assert calibrate(model, "-o", tmp_path / "out", "--offload", offload).exit_code == 0
+    own, wanted = load_file(tmp_path / "out" / SCALES), load_file(places["GOOD"] / SCALES)
+    assert own == wanted
