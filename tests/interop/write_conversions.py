@@ -21,13 +21,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = [
     *("one scale per layer, [1]", "bfloat16", "with zero points", "per head, [H, 1, 1]"),
     *("per head, with query scales", "fused names", "HY names", "Quark names", "quark"),
-    *(
-        "modelopt",
-        "modelopt with query scales",
-        "fp8",
-        "no quantization_config",
-        "not in the index",
-    ),
+    *("modelopt", "modelopt with query scales", "fp8", "no quantization_config"),
 ]
 # whose config is about weights as well: it stays, and ModelOpt's has no room beside it
 KEPT = ["quark", "fp8"]
