@@ -9,6 +9,7 @@ import typer
 from calib import choices
 from calib.commands.evaluate import fail_on, measure
 from calib.commands.flags import (
+    AllowFewTokens,
     AsJson,
     DataFlag,
     Debug,
@@ -68,10 +69,7 @@ def calibrate(
         float | None,
         DataFlag("Stop where more text is expected to add less than this share, such as 0.05."),
     ] = None,
-    allow_few_tokens: Annotated[
-        bool,
-        DataFlag("Calibrate on fewer than 64 tokens or 16 different ones.", "--allow-few-tokens"),
-    ] = False,
+    allow_few_tokens: AllowFewTokens = False,
     batch_size: Annotated[str | None, DataFlag("Samples per forward pass, or auto.")] = None,
     seed: Seed = None,
     observer: Annotated[choices.ObserverName | None, ScalesFlag("How an amax is chosen.")] = None,

@@ -7,6 +7,7 @@ import typer
 
 from calib import choices
 from calib.commands.flags import (
+    AllowFewTokens,
     AsJson,
     DataFlag,
     Debug,
@@ -77,6 +78,7 @@ def evaluate(
     device: Device = None,
     samples: Annotated[int | None, DataFlag("Held-out documents. Default: the suite's.")] = None,
     seq_len: Annotated[int | None, DataFlag("Tokens per document. Default: the suite's.")] = None,
+    allow_few_tokens: AllowFewTokens = False,
     seed: Seed = None,
     task_limit: Annotated[int | None, DataFlag("Documents per task. Default: all.")] = None,
     backend: Annotated[

@@ -40,6 +40,9 @@ AsJson = Annotated[bool, OutputFlag("Print one JSON object.", "--json")]
 Debug = Annotated[bool, OutputFlag("Show tracebacks.", "--debug")]
 Device = Annotated[choices.Device | None, Flag("Where the model runs.")]
 DType = Annotated[choices.DType | None, ResourcesFlag("auto: as the checkpoint says.")]
+AllowFewTokens = Annotated[
+    bool, DataFlag("Calibrate on fewer than 64 tokens or 16 different ones.", "--allow-few-tokens")
+]
 Seed = Annotated[int | None, DataFlag("Default: 42.")]
 TrustRemoteCode = Annotated[bool, ResourcesFlag("Run the model's code.", "--trust-remote-code")]
 Version = Annotated[

@@ -7,6 +7,7 @@ import typer
 from calib import choices
 from calib.commands.evaluate import DATASET
 from calib.commands.flags import (
+    AllowFewTokens,
     AsJson,
     DataFlag,
     Debug,
@@ -45,6 +46,7 @@ def recommend(
     device: Device = None,
     samples: Annotated[int | None, DataFlag("Held-out documents. Default: the suite's.")] = None,
     seq_len: Annotated[int | None, DataFlag("Tokens per document. Default: the suite's.")] = None,
+    allow_few_tokens: AllowFewTokens = False,
     seed: Seed = None,
     backend: Annotated[
         choices.Backend | None, ResourcesFlag("auto: Triton on a GPU, torch elsewhere.")

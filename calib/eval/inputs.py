@@ -16,6 +16,7 @@ from calib.caches.types import Shape
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.errors import InputError
 from calib.eval.cache_variants import cache_names
+from calib.eval.held_out import Readers, hold_out
 from calib.eval.material import Material, make_material
 from calib.eval.schema import SCHEMA, Conditions, Data, Suite
 from calib.eval.variants import BUILT_IN, Setup
@@ -25,8 +26,7 @@ from calib.model.devices import check_token_ids
 from calib.model.load import fit_seq_len, load_model, load_tokenizer
 from calib.output.card import versions
 from calib.progress import Progress
-from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe, load_recipe
-from calib.scalefiles.file_names import CALIBRATION_FILE
+from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe
 from calib.scales.stats import KVStats
 
 SUITES = {
@@ -34,8 +34,6 @@ SUITES = {
     "full": Suite(24, 12, 1024, 8, 48, (256, 1024), (0.0, 0.5, 1.0), 4, 8192),
 }
 RANDOM_SAMPLES = 4
-# settings that change neither which rows are read nor how
-_OTHER = {"samples", "batch_size", "skip_first", "until", "allow_few_tokens"}
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
@@ -64,7 +62,8 @@ def evaluation_recipe(recipe: Recipe, suite: Suite) -> Recipe:
     """Complete `recipe`: the suite's lengths, and all statistics that a variant may need."""
     data, other = recipe.data, recipe.evaluation.dataset
     if other is not None and other != data.dataset:
-        data = DataRecipe(dataset=other, seed=data.seed)
+        few = data.allow_few_tokens
+        data = DataRecipe(dataset=other, seed=data.seed, allow_few_tokens=few)
     samples = suite.calibration_samples + suite.documents
     data = data.model_copy(update={"samples": samples, "seq_len": suite.seq_len})
     observer = ObserverRecipe(name="mse")  # its histogram is for a variant
@@ -109,14 +108,19 @@ def load_setup(
 
 
 def load_material(
-    setup: Setup, recipe: Recipe, suite: Suite, scales: Sequence[Path]
-) -> tuple[CalibrationData, Material, list[str]]:
-    """Load samples to calibrate on, and documents that no scale in `scales` has seen."""
-    seen, warnings = samples_seen(scales, recipe.data)
-    samples = max(seen, suite.calibration_samples) + suite.documents
-    wanted = recipe.data.model_copy(update={"samples": samples})
-    data = load_data(wanted, setup.tokenizer, lambda: setup.model)
-    material = make_material(setup, data, suite, seen)
+    setup: Setup, recipe: Recipe, suite: Suite, readers: Readers
+) -> tuple[CalibrationData, CalibrationData, Material, list[str]]:
+    """Load samples, those of them to calibrate on, and documents that no reader knows; warnings."""
+
+    def load(samples: int) -> CalibrationData:
+        wanted = recipe.data.model_copy(update={"samples": samples})
+        return load_data(wanted, setup.tokenizer, lambda: setup.model)
+
+    data, documents, warnings = hold_out(load, readers, suite.calibration_samples, suite.documents)
+    read = data.only(range(suite.calibration_samples))
+    if not recipe.data.allow_few_tokens:
+        read.summary(recipe.data.skip_first).check()
+    material = make_material(setup, documents, suite)
     passkeys = (passkey.prompt.tolist() for passkey in material.passkeys)
     check_token_ids(chain(*data.samples, *passkeys), setup.tokenizer, setup.model)
     if data.documents < len(data.samples):
@@ -124,31 +128,7 @@ def load_material(
             f"the {len(data.samples)} samples are pieces of fewer documents ({data.documents}): "
             "intervals take them for independent, and are too narrow for other text"
         )
-    return data, material, warnings
-
-
-def samples_seen(directories: Sequence[Path], data: DataRecipe) -> tuple[int, list[str]]:
-    """Count the samples of `data`, from the first, that calibrations have read; and warnings."""
-    seen, warnings = 0, []
-    for directory in directories:
-        if not (directory / CALIBRATION_FILE).exists():
-            continue
-        read = load_recipe(str(directory / CALIBRATION_FILE)).data
-        if _order(read) == _order(data):
-            seen = max(seen, read.samples)
-        elif read.dataset == data.dataset:
-            # in another order, or cut otherwise, nobody can tell which samples were read
-            warnings.append(
-                f"'{directory}' was calibrated on {data.dataset} too, with other lengths or "
-                "another seed: some of the held-out text may not be new to it"
-            )
-    return seen, warnings
-
-
-def _order(data: DataRecipe) -> dict[str, object]:
-    # built-in text is cut into samples by their length; other datasets have rows
-    lengths = set() if data.dataset.startswith("builtin:") else {"seq_len"}
-    return data.model_dump(exclude={*_OTHER, *lengths})
+    return data, read, material, warnings
 
 
 def calibrate_on(

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from calib.data import CalibrationData
-from calib.errors import InputError
 from calib.eval.schema import Continuation, Suite
 from calib.eval.variants import Setup
 from calib.model.load import model_positions
@@ -38,12 +36,9 @@ class Material(NamedTuple):
     long_documents: Sequence[Tensor]  # [T] each, read with what engines can load
 
 
-def make_material(setup: Setup, data: CalibrationData, suite: Suite, seen: int) -> Material:
-    """Cut what `suite` reads out of the samples of `data`; those it calibrates on come first.
-
-    Scales were calibrated on the first `seen`. Documents are no longer than the model's positions.
-    """
-    documents = _held_out(data.samples, suite, max(seen, suite.calibration_samples))
+def make_material(setup: Setup, held_out: Sequence[list[int]], suite: Suite) -> Material:
+    """Make what `suite` reads of `held_out`, which are no longer than the model's positions."""
+    documents = [torch.tensor(sample) for sample in held_out]
     prompt_len = max(1, suite.seq_len // 8)
     prompts = [d[:prompt_len] for d in documents if len(d) >= prompt_len][: suite.prompts]
     passkeys = make_passkeys(setup.tokenizer, suite)
@@ -52,17 +47,6 @@ def make_material(setup: Setup, data: CalibrationData, suite: Suite, seen: int) 
     long = [joined] if len(joined) > max(map(len, documents)) else []
     of_layers = documents[: suite.layer_documents]
     return Material(documents, prompts, suite.new_tokens, passkeys, of_layers, long)
-
-
-def _held_out(samples: Sequence[Sequence[int]], suite: Suite, seen: int) -> list[Tensor]:
-    held_out = samples[seen : seen + suite.documents]
-    if len(held_out) < suite.documents:
-        raise InputError(
-            f"the dataset gives {len(samples)} samples of {suite.seq_len} tokens; scales are "
-            f"calibrated on {seen} and this evaluation measures {suite.documents} others: use a "
-            "larger dataset, or a smaller --samples or --seq-len"
-        )
-    return [torch.tensor(sample) for sample in held_out]
 
 
 def continue_greedily(setup: Setup, prompts: Sequence[Tensor], new: int) -> list[list[int]]:

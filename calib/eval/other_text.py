@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from itertools import chain
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,7 +11,8 @@ from calib.data import CalibrationData, check_dataset, dataset_key, load_data
 from calib.data.builtin import BUILTIN, LONG
 from calib.errors import InputError
 from calib.eval.exceedance import Clipped, count_clipped
-from calib.eval.inputs import RANDOM_SAMPLES, samples_seen
+from calib.eval.held_out import Readers, hold_out
+from calib.eval.inputs import RANDOM_SAMPLES
 from calib.eval.reader import read
 from calib.eval.schema import Suite
 from calib.eval.statistics import Divergence
@@ -61,16 +61,16 @@ def wanted_datasets(recipe: Recipe) -> dict[str, bool]:
 
 
 def load_other_texts(
-    setup: Setup, recipe: Recipe, suite: Suite, scales: Sequence[Path]
+    setup: Setup, recipe: Recipe, suite: Suite, readers: Readers
 ) -> tuple[list[OtherDocuments], list[str]]:
-    """Load what `evaluation.also` asks for, without what calibrations in `scales` read.
+    """Load what `evaluation.also` asks for, without what `readers` know.
 
     Text that cannot be had is refused where it was named, and else left out with a warning.
     """
     found, warnings = [], []
     for dataset, named in wanted_datasets(recipe).items():
         try:
-            text, more = _load(setup, recipe, dataset, suite, scales)
+            text, more = _load(setup, recipe, dataset, suite, readers)
         except InputError as error:
             if named:
                 raise InputError(f"--also '{dataset}': {error}") from None
@@ -82,24 +82,21 @@ def load_other_texts(
 
 
 def _load(
-    setup: Setup, recipe: Recipe, dataset: str, suite: Suite, scales: Sequence[Path]
+    setup: Setup, recipe: Recipe, dataset: str, suite: Suite, readers: Readers
 ) -> tuple[OtherDocuments, list[str]]:
     seq_len, documents = suite.seq_len, suite.documents
     if dataset == LONG:
         positions = model_positions(setup.model.config) or _LONGER * seq_len
         seq_len, documents = min(_LONGER * seq_len, positions), max(_LEAST, documents // 2)
     asked = DataRecipe(dataset=dataset, seed=recipe.data.seed, seq_len=seq_len)
-    seen, warnings = samples_seen(scales, asked)
-    if dataset == "random":  # the variant of that name has read the first
-        seen = max(seen, RANDOM_SAMPLES)
-    asked = asked.model_copy(update={"samples": seen + documents})
-    data = load_data(asked, setup.tokenizer, lambda: setup.model)
-    samples = data.samples[seen:]
-    if len(samples) < _LEAST:
-        raise InputError(
-            f"{len(samples)} samples are left that no given scales have read, and at least "
-            f"{_LEAST} are needed; use a larger dataset, or a smaller --seq-len"
-        )
+
+    def load(samples: int) -> CalibrationData:
+        wanted = asked.model_copy(update={"samples": samples})
+        return load_data(wanted, setup.tokenizer, lambda: setup.model)
+
+    # the variant of that name has read the first
+    own = RANDOM_SAMPLES if dataset == "random" else 0
+    data, samples, warnings = hold_out(load, readers, own, documents, _LEAST)
     check_token_ids(chain(*samples), setup.tokenizer, setup.model)
     warnings += [line for line in data.warnings if dataset not in ("random", "self")]
     return OtherDocuments(data, [torch.tensor(sample) for sample in samples]), warnings

@@ -23,6 +23,7 @@ from calib.eval.cache_variants import (
 )
 from calib.eval.exceedance import predicted
 from calib.eval.found import Mixture, Recommendation, Search
+from calib.eval.held_out import find_readers, with_own
 from calib.eval.material import Material
 from calib.eval.mixture import mix
 from calib.eval.modes import check_model, in_mode
@@ -118,11 +119,11 @@ def evaluate(
     setup = inputs.load_setup(checkpoint, config, recipe, progress)
     model = setup.model
     given = [Variant(n, "given with --scales", "given", of(model)) for n, of in opened.items()]
-    data, material, warnings = inputs.load_material(setup, recipe, suite, scales)
-    others, more = load_other_texts(setup, recipe, suite, scales)
+    readers, warnings = find_readers(scales, checkpoint.path)
+    data, read, material, left = inputs.load_material(setup, recipe, suite, readers)
+    others, more = load_other_texts(setup, recipe, suite, with_own(readers, read.samples))
     shapes = _fitting_shapes(setup)  # runs the model, whose tokens are checked now
     types, left_out = wanted_types(wanted.caches, shapes)
-    read = data.only(range(len(data.samples[: suite.calibration_samples])))
     stats = inputs.calibrate_on(setup, read.samples, recipe)
     notes += _doubts(read.summary(recipe.data.skip_first), stats, model)
     about = inputs.describe(data, material, stats.tokens)
@@ -135,7 +136,7 @@ def evaluate(
     measured = [each for each in (*variants, *given, *caches) if each.name not in refused]
     measured, unlike = in_mode(setup, measured, wanted.variants)
     results = _results(setup, with_bytes(measured, shapes), material, others, tasks, wanted)
-    warnings = [*notes, *data.warnings, *warnings, *more, *left_out, *unbaked, *unlike]
+    warnings = [*notes, *data.warnings, *warnings, *left, *more, *left_out, *unbaked, *unlike]
     chances = {} if recipe.data.skip_first else predicted(measured, stats)
     return Evaluation(
         conditions, warnings=warnings, offers=offers, refused=refused,

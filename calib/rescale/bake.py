@@ -45,6 +45,7 @@ from calib.scalefiles.file_names import BAKE_FILE
 from calib.scalefiles.fp8_type import FP8_MAX
 from calib.scales.derive import derive_scales
 from calib.scales.measured import load_measured
+from calib.scales.record_file import records_json, records_of
 from calib.scales.stats import KVStats
 from calib.scales.text_summary import text_warnings
 
@@ -141,7 +142,7 @@ def bake(
         exact = not (any_factor or done.rounded)
         baked = _summed(name, output, purpose, recipe.dtype, exact, done, stats)
         _check_fits(scales, baked, done.after)
-        _describe(baked, checkpoint, scratch, done, report)
+        _describe(baked, checkpoint, scratch, done, report, stats)
         if in_place:
             complete(scratch, output)
             baked = replace(baked, backup=back_up(output, scratch))
@@ -165,7 +166,12 @@ def _summed(
 
 
 def _describe(
-    baked: Baked, checkpoint: Checkpoint, out: Path, done: Rescaling, report: dict[str, Any]
+    baked: Baked,
+    checkpoint: Checkpoint,
+    out: Path,
+    done: Rescaling,
+    report: dict[str, Any],
+    stats: KVStats,
 ) -> None:
     facts = {
         "fp8_dtype": _fp8_type(report),
@@ -173,6 +179,7 @@ def _describe(
         "weights": weights_digest(out),
         "dataset": report["dataset"],
         "factors": done.factors_json(),
+        **records_json(records_of(stats)),
     }
     write_json(out / BAKE_FILE, baked.to_json() | facts)
     write_card(checkpoint, out, baked.to_json(), report["dataset"])

@@ -17,6 +17,7 @@ from calib.progress import NOBODY, Progress
 from calib.rewrite.absmax import Read, for_nvfp4, from_nvfp4
 from calib.rewrite.plain import config_without_scales, remove_documents, write_plain
 from calib.scalefiles.reading import read_scales
+from calib.scales.record_file import Records, load_records, save_records
 from calib.scales.scales import KVScales
 
 
@@ -52,7 +53,8 @@ def convert(
         layers = {name: replace(layer, q=None) for name, layer in scales.layers.items()}
         scales = replace(scales, layers=layers)
     where = (output, overwrite, progress)
-    notes += write_scales(scales, checkpoint, to, *where, reduce=reduce, tp_size=tp_size)
+    read = load_records(directory)
+    notes += write_scales(scales, checkpoint, to, read, *where, reduce=reduce, tp_size=tp_size)
     return Rewritten(scales, notes)
 
 
@@ -82,6 +84,7 @@ def write_scales(
     scales: KVScales,
     checkpoint: Checkpoint,
     to: FormatName,
+    read: Records,
     output: Path,
     overwrite: bool,
     progress: Progress,
@@ -116,6 +119,7 @@ def write_scales(
         if whole:
             remove_documents(plain, scratch)
             write_documents(made, scratch)
+        save_records(read, scratch)
         plain.check_unchanged()
     return warnings
 

@@ -16,6 +16,7 @@ from calib.scalefiles.heads import head_counts, of_layer
 from calib.scalefiles.identity import check_same_model, identity
 from calib.scalefiles.reading import FoundLayer, FoundScales, Values, is_usable, read_scales, these
 from calib.scales.observers import AbsMax
+from calib.scales.record_file import load_records, records_of
 from calib.scales.stats import KVStats, LayerStats
 from calib.scales.stats_file import load_stats
 from calib.verify.fit import Scale, contradictions
@@ -76,7 +77,10 @@ def repair(
     replaced = _replace(scales, layers, measured, by_layer)
     made = to_scales(replace(scales, layers=[*layers.values()]), layers, scales.fp8_dtype)
     where = (output, overwrite, progress)
-    notes = write_scales(made, checkpoint, to, *where, reduce=None, tp_size=1)
+    count = sum(x is not None for each in layers.values() for x in (each.k, each.v, each.q))
+    own = load_records(directory) if len(replaced) < count else ()
+    read = (*own, *records_of(stats))
+    notes = write_scales(made, checkpoint, to, read, *where, reduce=None, tp_size=1)
     told = verify_directory(output, choose_rules(None, None), statistics)
     notes += (*_left_out(scales, layers), *told.warnings)
     if not (told.problems or told.is_good):

@@ -3,7 +3,8 @@
 Tensors are named `<module>.<k|v|q>.<field>`, a field of `calib.scales.stats.TensorStats`; `latent`
 and `k_pe` stand for `k` and `v` where these are cached (MLA). The header's metadata holds, as JSON,
 of each module its layer index, the tokens it counted and those it read, which modules share
-another's cache, and numbers of the text. Version 1 has no `curve`, `positions`, `tail` and `read`.
+another's cache, numbers of the text and a record of it. Version 1 has no `curve`, `positions`,
+`tail` and `read`.
 """
 
 import os
@@ -28,6 +29,7 @@ from calib.scales.observers import NUM_BINS
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats
 from calib.scales.tail import TAIL
+from calib.scales.text_record import TextRecord
 from calib.scales.text_summary import SKETCH_BITS, TextSummary
 
 _KEY = "fp8kv_stats"
@@ -62,7 +64,10 @@ def save_stats(
     # one key, because safetensors writes several in an order that changes from run to run
     facts = {"version": _VERSION, "modules": modules, "shared": shared, "progress": progress}
     if text := stats.text:
-        facts["text"] = text.to_json() | {"sketch": f"{text.sketch:0{SKETCH_BITS // 4}x}"}
+        facts["text"] = text.to_json() | {
+            "sketch": f"{text.sketch:0{SKETCH_BITS // 4}x}",
+            "records": text.records and [record.model_dump() for record in text.records],
+        }
     save_tensors(tensors, path, {_KEY: json_text(facts)})
 
 
@@ -146,6 +151,7 @@ class _Text(_Strict):
     words: int | None = Field(ge=0)
     word_tokens: int | None = Field(ge=0)
     sketch: str = Field(pattern=rf"^[0-9a-f]{{{SKETCH_BITS // 4}}}$")
+    records: list[TextRecord] | None = Field(None, min_length=1)
 
     @model_validator(mode="after")
     def _parts_are_of_the_tokens(self) -> "_Text":
@@ -155,7 +161,8 @@ class _Text(_Strict):
         return self
 
     def summary(self) -> TextSummary:
-        return TextSummary(**self.model_dump() | {"sketch": int(self.sketch, 16)})
+        read = {"sketch": int(self.sketch, 16), "records": self.records and (*self.records,)}
+        return TextSummary(**self.model_dump() | read)
 
 
 class _Facts(_Strict):

@@ -1,7 +1,8 @@
 """Numbers of the text that a calibration has read, which tell whether it can stand for any other.
 
 They travel with the statistics, merge with those of other runs, and keep the text private: which
-tokens occurred is known as bits, each of which many token ids share, and of their order nothing.
+tokens occurred is known as bits, each of which many token ids share; `calib.scales.text_record`
+says what is known of their order.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,6 +13,7 @@ from math import log
 from typing import Any
 
 from calib.errors import InputError
+from calib.scales.text_record import TextRecord, join_records
 
 LEAST_TOKENS, LEAST_DISTINCT = 64, 16  # fewer are refused
 FEW_TOKENS = 1024  # from here on the growth of amax is looked at
@@ -35,6 +37,7 @@ class TextSummary:
     words: int | None  # of all documents, before they were cut; None: there was no text
     word_tokens: int | None  # that those documents became
     sketch: int  # a bit for every `SKETCH_BITS`th token id or so
+    records: tuple[TextRecord, ...] | None = None  # of each run; None: not known, as of old files
 
     @classmethod
     def of(
@@ -50,7 +53,8 @@ class TextSummary:
         `unknown` are the ids that stand for what the tokenizer does not know; `words` says how
         many words the documents have, and how many tokens they became before they were cut.
         """
-        counted = [sample[skip_first:] for sample in samples if len(sample) > skip_first]
+        read = [sample for sample in samples if len(sample) > skip_first]
+        counted = [sample[skip_first:] for sample in read]
         tokens, distinct = sum(map(len, counted)), set[int]().union(*counted)
         missing = sum(each.count(i) for each in counted for i in unknown or ())
         return cls(
@@ -62,6 +66,7 @@ class TextSummary:
             words=words and words[0],
             word_tokens=words and words[1],
             sketch=_sketch(distinct),
+            records=(TextRecord.of(read),) if read else (),
         )
 
     def join(self, other: "TextSummary") -> "TextSummary":
@@ -78,11 +83,12 @@ class TextSummary:
             _sum(self.words, other.words),
             _sum(self.word_tokens, other.word_tokens),
             sketch,
+            join_records(self.records, other.records),
         )
 
     def to_json(self) -> dict[str, Any]:
-        """All but the sketch, for the report."""
-        return {name: value for name, value in asdict(self).items() if name != "sketch"}
+        """All but the sketch and the records, for the report."""
+        return {k: value for k, value in asdict(self).items() if k not in ("sketch", "records")}
 
     def warnings(self) -> list[str]:
         """Say why scales of this text may not hold others, one line each."""

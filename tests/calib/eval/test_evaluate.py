@@ -175,7 +175,7 @@ def test_mistakes_get_one_line(directory, tiny_directory, tmp_path):
     (tmp_path / "short.txt").write_text("w5 w6 w7\n")
     one_line_error(
         fp8kv("eval", directory, "--device", "cpu", "--dataset", tmp_path / "short.txt"),
-        "scales are calibrated on 3 and this evaluation measures 4 others: use a larger dataset",
+        "has 1 samples, and 7 are needed, 3 of them to calibrate on: use a larger dataset",
     )
     llama = save_model(tiny_model("llama"), tmp_path / "llama")
     scales = tmp_path / "scales"

@@ -45,7 +45,7 @@ def write_words(path, words, rows=24, length=40):
 def texts(tmp_path_factory):
     """Two texts that share no word."""
     directory = tmp_path_factory.mktemp("texts")
-    own = write_words(directory / "own.jsonl", [f"w{i}" for i in range(3, 12)])
+    own = write_words(directory / "own.jsonl", [f"w{i}" for i in range(3, 30)])
     other = write_words(directory / "other.jsonl", [f"w{i}" for i in range(60, 120)])
     return own, other
 
@@ -311,7 +311,7 @@ def test_what_was_named_and_cannot_be_had_is_refused(directory, texts, tmp_path)
     one_line_error(done, "--also 'builtin:chat': chat ", "holds chats but the tokenizer has no")
     one = write_words(tmp_path / "one.jsonl", ["w9"], rows=1, length=24)
     done = fp8kv("eval", directory, *small, "--also", one)
-    one_line_error(done, "1 samples are left that no given scales have read, and at least 2 are")
+    one_line_error(done, "one.jsonl' has 1 samples, and 2 are needed: use a larger dataset")
     done = fp8kv("eval", directory, *small, "--also", texts[1], "--variants", "channel")
     one_line_error(done, "--also is measured with scales that engines load: give --scales or keep")
 

@@ -298,7 +298,7 @@ def test_without_lm_eval(monkeypatch):
 
 @pytest.fixture
 def small_suite(monkeypatch):
-    monkeypatch.setitem(inputs.SUITES, "quick", Suite(2, 2, 16, 1, 2, (), (), 1))
+    monkeypatch.setitem(inputs.SUITES, "quick", Suite(4, 2, 16, 1, 2, (), (), 1))
 
 
 def eval_(*arguments):

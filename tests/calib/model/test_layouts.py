@@ -249,7 +249,7 @@ def test_the_result_says_that_activations_were_not_quantised(tiny_directory, tmp
 
 def test_eval_and_generate_say_so_too(tiny_directory, tmp_path):
     quantised = FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
-    suite = Suite(2, 2, 16, 2, 4, (), (), 2)
+    suite = Suite(4, 2, 16, 2, 4, (), (), 2)
     choices = {"data.dataset": "random", "device": "cpu", "evaluation.variants": ["none"]}
     found = evaluate(str(quantised), load_recipe(None, choices), suite=suite)
     assert NOTE in found.warnings[0]

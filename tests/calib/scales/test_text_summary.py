@@ -104,14 +104,14 @@ def test_of_joined_texts_different_tokens_are_estimated(vocabulary):
     for order in (joined, three.join(one).join(two)):
         assert order.distinct_tokens == pytest.approx(whole.distinct_tokens, rel=0.1)
         # samples of other runs are taken to differ
-        estimated = {"distinct_tokens": 0, "unrepeated_tokens": 0}
+        estimated = {"distinct_tokens": 0, "unrepeated_tokens": 0, "records": None}
         assert replace(order, **estimated) == replace(whole, **estimated)
         assert whole.unrepeated_tokens <= order.unrepeated_tokens <= order.tokens
     assert one.join(one).distinct_tokens == one.distinct_tokens
 
 
 def test_the_sketch_tells_no_token_apart_from_many_others():
-    """Every bit may stand for any of a dozen ids of a small vocabulary, and for no order."""
+    """Every bit may stand for any of a dozen ids of a small vocabulary, whatever their order."""
     bits = [TextSummary.of([[token]]).sketch for token in range(32_000)]
     assert all(bit.bit_count() == 1 for bit in bits)
     sharing = Counter(bit.bit_length() for bit in bits)
@@ -121,7 +121,7 @@ def test_the_sketch_tells_no_token_apart_from_many_others():
     shuffled = random.Random(1).sample(sample, len(sample))
     assert shuffled != sample
     summary, other = TextSummary.of([sample]), TextSummary.of([shuffled])
-    assert summary == other
+    assert replace(summary, records=None) == replace(other, records=None)
 
 
 def test_of_old_statistics_only_the_number_of_tokens_is_known():

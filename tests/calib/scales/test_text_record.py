@@ -1,0 +1,97 @@
+"""What a record of text tells of other text."""
+
+import pydoc_data.topics
+import random
+
+import pytest
+from pydantic import ValidationError
+
+from calib.scales.text_record import MOST_RUNS, TextRecord
+
+
+def sample(seed, length=256, vocabulary=50_000):
+    return random.Random(seed).choices(range(vocabulary), k=length)
+
+
+def prose():
+    """Every topic of Python's documentation, its words numbered."""
+    numbers = dict[str, int]()
+    topics = {*pydoc_data.topics.topics.values()}
+    texts = [[numbers.setdefault(w, len(numbers)) for w in text.split()] for text in sorted(topics)]
+    return [text for text in texts if len(text) >= 100]
+
+
+def test_what_was_read_is_known_wherever_it_begins():
+    texts = [sample(seed) for seed in range(20)]
+    record = TextRecord.of(texts)
+    assert record == TextRecord.of(texts[::-1])
+    joined = [token for text in texts for token in text]
+    assert all(record.has_read(joined[i : i + 100]) for i in range(0, 5000, 77))
+    assert not any(record.has_read(sample(seed)) for seed in range(100, 300))
+
+
+@pytest.mark.parametrize("cut", [64, 128])
+def test_a_text_whose_beginning_was_read_is_known(cut):
+    texts = [sample(seed) for seed in range(20)]
+    record = TextRecord.of([text[:cut] for text in texts])
+    assert all(record.has_read(text) for text in texts)
+
+
+def test_a_text_of_fewer_tokens_than_a_run_is_known_as_a_whole():
+    record = TextRecord.of([[5, 6, 7], sample(0)])
+    assert record.has_read([5, 6, 7])
+    assert not record.has_read([5, 6])
+    assert not record.has_read([7, 6, 5])
+
+
+def test_a_long_text_keeps_a_record_of_some_kilobytes():
+    """A million tokens, as the default recipe reads."""
+    texts = [sample(seed, 2048) for seed in range(512)]
+    record = TextRecord.of(texts)
+    assert MOST_RUNS / 2 < len(record._values) <= MOST_RUNS
+    assert len(record.runs) < 30_000
+    told = [record.has_read(text[1000:1256]) for text in texts]
+    assert False not in told
+    assert told.count(None) < 0.05 * len(told)  # none of whose runs was kept: e^-3.8
+    others = [record.has_read(sample(seed)) for seed in range(1000, 2000)]
+    assert others.count(True) < 0.01 * len(others)
+
+
+def test_chats_with_one_system_prompt_are_told_apart():
+    prompt = sample(0, 200)
+    record = TextRecord.of([prompt + sample(seed, 60) for seed in range(1, 30)])
+    assert not any(record.has_read(prompt + sample(seed, 60)) for seed in range(50, 90))
+    assert all(record.has_read(prompt + sample(seed, 60)) for seed in range(1, 30))
+    longer = TextRecord.of([sample(1), sample(1) + sample(2), sample(1) + sample(3)])
+    assert longer.has_read(sample(1))  # which is no prompt: it was read as a chat of its own
+
+
+def test_prose_by_the_same_authors_is_new():
+    """Of Python's documentation, whose topics repeat parts of each other, what does not."""
+    texts = prose()
+    record = TextRecord.of(texts[::2])
+    runs = {tuple(text[i : i + 16]) for text in texts[::2] for i in range(len(text) - 15)}
+    shares = {
+        i: sum(tuple(text[j : j + 16]) in runs for j in range(len(text) - 15)) / (len(text) - 15)
+        for i, text in enumerate(texts[1::2])
+    }
+    new = [text for i, text in enumerate(texts[1::2]) if shares[i] < 0.05]
+    assert len(new) > 20
+    assert not any(record.has_read(text) for text in new)
+    copies = [text for i, text in enumerate(texts[1::2]) if shares[i] > 0.5]
+    assert copies
+    assert all(record.has_read(text) for text in copies)
+
+
+def test_the_salt_changes_with_the_text():
+    one, other = TextRecord.of([sample(0)]), TextRecord.of([sample(0), sample(1)])
+    assert one.salt != other.salt
+    assert not {*one._values.tolist()} <= {*other._values.tolist()}
+
+
+def test_a_record_that_is_damaged_is_none():
+    fields = TextRecord.of([sample(0)]).model_dump()
+    assert TextRecord.model_validate(fields) == TextRecord.of([sample(0)])
+    for broken in ({"runs": "%"}, {"one_in": 0}, {"below": 0}, {"salt": -1}, {"tokens": "5"}):
+        with pytest.raises(ValidationError):
+            TextRecord.model_validate(fields | broken)
