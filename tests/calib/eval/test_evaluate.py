@@ -243,35 +243,6 @@ def test_scales_that_are_none_are_found_before_the_model_is_loaded(
     one_line_error(fp8kv("eval", directory, "--scales", tmp_path / "none"), "none' is not a dir")
 
 
-@pytest.mark.usefixtures("small_suite")
-def test_held_out_text_is_new_to_the_scales_that_were_given(directory, tmp_path):
-    words = (" ".join(f"w{3 + (7 * i + j) % 97}" for j in range(24)) for i in range(9))
-    text = tmp_path / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": each}) + "\n" for each in words))
-    data = ("--dataset", text, "--seed", 7)
-    # tokens that no statistic counts were read all the same
-    for name, samples, skipped in (("few", 2, 0), ("most", 5, 1), ("all", 8, 0)):
-        done = fp8kv(
-            "calibrate", directory, *data, "--samples", samples, "-o", tmp_path / name,
-            "--device", "cpu", "--seq-len", 24, "--set", f"data.skip_first={skipped}",
-            *(["--allow-few-tokens"] if samples == 2 else []),
-        )  # fmt: skip
-        assert done.exit_code == 0
-    quick = ("eval", directory, "--device", "cpu", "--variants", "tensor", *data)
-    few, most = (
-        json.loads(fp8kv(*quick, "--scales", tmp_path / name, "--json").stdout)
-        for name in ("few", "most")
-    )
-    prompts = [report["texts"]["prompts"] for report in (few, most)]
-    assert prompts[0] != prompts[1]  # two samples further on
-    for report in (few, most):
-        (little,) = report["warnings"]
-        assert "tokens were read, too few" in little
-    one_line_error(fp8kv(*quick, "--scales", tmp_path / "all"), "calibrated on 8 and this evalu")
-    other = fp8kv(*quick[:-1], 8, "--scales", tmp_path / "few", "--json")
-    assert "may not be new to it" in " ".join(json.loads(other.stdout)["warnings"])
-
-
 def test_the_suites_length_is_cut_to_the_models_positions_and_a_given_one_is_refused(tmp_path):
     short = save_model(tiny_model("llama", max_position_embeddings=64), tmp_path / "short")
     choices = {**CHOICES, "evaluation.variants": ["tensor"]}
