@@ -101,7 +101,7 @@ class _Search(NamedTuple):
                 f"'{data.source}' has {len(data.samples)} samples, and {own + needed} are needed"
                 f"{first}: use a larger dataset, or a smaller --samples or --seq-len"
             )
-        why = f"{' and '.join(self.read)} read the others" if self.read else "others are too short"
+        why = f"{' and '.join(self.read)} read the others" if self.read else "others are too short to tell"
         return (
             f"{len(self.documents)} of {self.examined} documents of '{data.source}' are new, and "
             f"{needed} are needed: {why}; use another dataset"

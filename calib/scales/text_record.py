@@ -74,6 +74,8 @@ class TextRecord(BaseModel):
         known = np.isin(_shortened(hashes[places], self.below), self._values)
         if known.sum() >= max(min(len(known), 2), READ * len(known)):
             return True
+        if len(text) < RUN:
+            return None  # it may be the end of a longer one
         first = known[places < BEGINNING]
         return len(first) >= _FEW and bool(first.mean() >= 2 * READ)
 
