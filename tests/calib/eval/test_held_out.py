@@ -97,7 +97,7 @@ def test_text_that_was_calibrated_on_is_refused_however_it_is_given(
 ):
     monkeypatch.chdir(places)
     done = evaluate(places, text.format(place=places, name=places.name), ("out",), "model", *flags)
-    one_line_error(done, f"'{places / 'out'}' read the others; use another dataset")
+    one_line_error(done, f"'{places / 'out'}'", "read the others; use another dataset")
 
 
 def test_another_working_directory_changes_nothing(places, monkeypatch):
@@ -137,7 +137,7 @@ def test_what_was_read_is_left_out_and_the_next_are_taken(places):
 def test_the_evaluation_does_not_measure_what_it_calibrates_on(places):
     one = write(places / "one.jsonl", [FRESH[0]] * 60)
     done = evaluate(places, one, ())
-    one_line_error(done, "0 of 56 documents of", "this evaluation read the others")
+    one_line_error(done, "0 of ", "this evaluation read the others")
 
 
 def test_other_text_is_held_to_the_same(places):
