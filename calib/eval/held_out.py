@@ -101,10 +101,11 @@ class _Search(NamedTuple):
                 f"'{data.source}' has {len(data.samples)} samples, and {own + needed} are needed"
                 f"{first}: use a larger dataset, or a smaller --samples or --seq-len"
             )
-        why = f"{' and '.join(self.read)} read the others" if self.read else "others are too short to tell"
+        why = [f"{name} read {count} others" for name, count in self.read.items()]
+        why += [f"{self.short} are too short to tell"] * bool(self.short)
         return (
             f"{len(self.documents)} of {self.examined} documents of '{data.source}' are new, and "
-            f"{needed} are needed: {why}; use another dataset"
+            f"{needed} are needed: {', '.join(why)}; use another dataset"
         )
 
 

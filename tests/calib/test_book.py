@@ -8,6 +8,7 @@ from families import FAMILIES, save_model, tiny_model
 
 from calib.data import load_data
 from calib.eval import inputs
+from calib.eval.held_out import find_readers
 from calib.eval.variants import Setup
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, load_tokenizer
@@ -88,7 +89,8 @@ def test_the_rest_of_a_book_is_held_out(calibrated, model, book):
     suite, _ = inputs.fitting_suite(config, recipe.evaluation, None)
     recipe = inputs.evaluation_recipe(recipe, suite)
     setup = Setup(load_model(checkpoint, config, recipe), load_tokenizer(checkpoint, recipe))
-    data, material, warnings = inputs.load_material(setup, recipe, suite, [scales])
+    readers, _ = find_readers([scales], checkpoint.path)
+    data, _, material, warnings = inputs.load_material(setup, recipe, suite, readers)
     read = load_recipe(str(scales / "fp8kv_calibration.json")).data
     known = load_data(read, setup.tokenizer, None).samples
     assert data.samples[:12] == known
@@ -122,4 +124,4 @@ def test_a_book_that_is_too_short_to_hold_anything_out_is_refused(model, tmp_pat
     (tmp_path / "short.txt").write_text(" ".join(f"w{3 + j}" for j in range(90)))
     flags = ("--samples", 4, "--seq-len", 32, *CPU)
     done = fp8kv("eval", model, "--dataset", tmp_path / "short.txt", *flags)
-    one_line_error(done, "the dataset gives 3 samples of 32 tokens")
+    one_line_error(done, "has 3 samples, and 16 are needed, 12 of them to calibrate on")
