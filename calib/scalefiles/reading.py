@@ -103,14 +103,19 @@ class FoundScales:
             )
         return problems
 
-    def by_module(self) -> dict[str, FoundLayer]:
-        """Layers by attention module, also those without a scale; useless query scales left out."""
+    def modules(self) -> dict[int | None, str]:
+        """The attention module of each layer; an InputError where one has several."""
         modules = {layer_of(module): module for module in self.directory.modules}
         if len(modules) < len(self.directory.modules):
             raise InputError(
                 f"'{self.directory.path}' has layers with several attention modules (as LongCat), "
                 "whose scales cannot be told apart; calibrate the model with --format fp8kv"
             )
+        return modules
+
+    def by_module(self) -> dict[str, FoundLayer]:
+        """Layers by attention module, also those without a scale; useless query scales left out."""
+        modules = self.modules()
         layers = {layer: FoundLayer(layer) for layer in modules if layer is not None}
         layers |= {layer.layer: layer for layer in self.layers}
         named = {}
@@ -159,6 +164,7 @@ def read_scales(path: Path) -> FoundScales:
             f"{INDEX_FILE} does not list, so engines skip them; give the output of a calibration"
         )
     if wrong := found.contradictions:
+        found.modules()  # of several, each has a value of its own
         raise InputError(f"'{path}' has {wrong[0]}; take away the one that is not the model's")
     return found
 

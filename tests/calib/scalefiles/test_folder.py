@@ -125,6 +125,14 @@ def test_of_equal_values_the_most_precise_is_taken_whatever_its_file(file, tmp_p
     assert layer.k == (rough[f"{LAYER.format(0)}.k_scale"].item(),)
 
 
+def test_of_several_modules_in_a_layer_each_has_a_value(tmp_path):
+    both = [f"{LAYER.format(0)}.{i}" for i in (0, 1)]
+    tensors = {f"{name}.kv_b_proj.weight": torch.ones(1) for name in both}
+    tensors |= {f"{name}.k_scale": torch.tensor(0.5 + i) for i, name in enumerate(both)}
+    with pytest.raises(InputError, match="layers with several attention modules .as LongCat."):
+        read_scales(write(tmp_path, tensors))
+
+
 def test_scales_of_what_sees_are_none_of_the_language_model(tmp_path):
     tower = {f"vision_tower.{name}": 3 * scale for name, scale in layers().items()}
     assert [layer.k for layer in read_scales(write(tmp_path, tower | layers())).layers] == [
