@@ -30,11 +30,11 @@ def cache_refusal(error: BaseException | None, variable: str = "") -> str | None
 
 
 def _variable(path: Path) -> str:
-    """The variable of the folder that `path` lies in, or that was to be made in `path`."""
+    """The variable, one that is set first, of a folder around `path`, or to be made in `path`."""
     folders = _folders()
-    inside = (name for name, folder in folders.items() if path.is_relative_to(folder))
-    around = (name for name, folder in folders.items() if folder.is_relative_to(path))
-    return next(inside, "") or next(around, "")
+    around = [name for name, folder in folders.items() if path.is_relative_to(folder)]
+    names = around or [name for name, folder in folders.items() if folder.is_relative_to(path)]
+    return next((name for name in names if os.environ.get(name)), "".join(names[:1]))
 
 
 def _folders() -> dict[str, Path]:

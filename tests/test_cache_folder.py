@@ -98,6 +98,16 @@ def test_each_folder_has_its_variable(variable, is_set, home, monkeypatch):
     )
 
 
+def test_a_variable_that_is_set_goes_before_those_for_its_parts(home, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(home / "elsewhere"))
+    for part in ("hub", "datasets", "modules"):
+        refused = PermissionError(errno.EACCES, "Permission denied", str(home / "elsewhere" / part))
+        assert "set HF_HOME to" in cache_refusal(refused)
+    monkeypatch.setenv("HF_HUB_CACHE", str(home / "elsewhere" / "hub"))
+    refused = PermissionError(errno.EACCES, "Permission denied", str(home / "elsewhere" / "hub"))
+    assert "set HF_HUB_CACHE to" in cache_refusal(refused)
+
+
 def test_a_full_disk_has_no_file_name_but_belongs_to_the_cache_that_was_written():
     full = OSError(errno.ENOSPC, "No space left on device")
     assert "No space left on device); set HF_HUB_CACHE" in cache_refusal(full, "HF_HUB_CACHE")
