@@ -73,6 +73,7 @@ class Generated:
     cache: str = STATIC_FP8
     simulated: str = ""  # how it is known what the cache computes
     values_per_token: int | None = None  # None: one in each byte
+    bytes_per_token_in_blocks: int | None = None  # more, where heads of K and V differ in size
 
     @property
     def bytes_per_token_16bit(self) -> int:
@@ -158,8 +159,8 @@ def generate_text(
 def _held(cache: Cache, made: Made, notes: tuple[str, ...]) -> Generated:
     """What the blocks of our FP8 cache take."""
     blocks = paged_cache(cache)
-    sizes = (blocks.block_size, blocks.bytes_per_token, blocks.num_bytes_used)
-    return Generated(*made, *sizes, notes, values_per_token=values_per_token(cache))
+    sizes = (blocks.block_size, values_per_token(cache), blocks.num_bytes_used)
+    return Generated(*made, *sizes, notes, bytes_per_token_in_blocks=blocks.bytes_per_token)
 
 
 def _simulated(

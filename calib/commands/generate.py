@@ -75,6 +75,8 @@ def generation_lines(result: "Generated") -> list[str]:
     fp8, plain = result.fp8, result.plain
     name = "FP8" if result.block_size else result.cache
     blocks = f" in blocks of {result.block_size}" if result.block_size else ""
+    if (in_blocks := result.bytes_per_token_in_blocks or 0) > result.bytes_per_token:
+        blocks += f" ({in_blocks:,} bytes a token: smaller heads are filled up)"
     ratio = result.bytes_per_token / result.bytes_per_token_16bit
     lines = [
         "",

@@ -125,6 +125,19 @@ def test_every_command_reads_it(job, tmp_path):
     assert (tmp_path / "report" / "report.html").exists()
 
 
+def test_generate_counts_the_bytes_of_a_token_as_eval_does(job):
+    family, _, out = job
+    size = sum(heads * (k + v) for heads, k, v in HEADS[family])
+    largest = sum(2 * heads * max(k, v) for heads, k, v in HEADS[family])
+    done = fp8kv("generate", out, PROMPT, "--max-new-tokens", 3, "--json")
+    found = json.loads(done.stdout)
+    assert (found["bytes_per_token"], found["bytes_per_token_16bit"]) == (size, 2 * size)
+    assert found["bytes_per_token_in_blocks"] == largest
+    printed = fp8kv("generate", out, PROMPT, "--max-new-tokens", 3).stdout
+    assert f"KV cache: {size} bytes a token in FP8, {2 * size} in 16 bits (0.50x)" in printed
+    assert (f"({largest} bytes a token: smaller heads are filled up)" in printed) == (largest > size)
+
+
 @pytest.mark.parametrize("purpose", ["fp8", "int8"])
 def test_weights_are_baked_and_v_stays_where_the_model_normalises_it(job, purpose, tmp_path):
     family, model, out = job
