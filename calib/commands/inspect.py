@@ -75,7 +75,7 @@ def _read(directory: Path) -> tuple["FoundScales", list["LayerPlaces"], list[str
 
 def _first_row(layer: "LayerPlaces") -> tuple[str, ...]:
     figures = chain.from_iterable(astuple(x.first_tokens) for x in (layer.k, layer.v))
-    return str(layer.layer), *(f"{figure:.4g}" for figure in figures)
+    return str(layer.layer), *("-" if figure is None else f"{figure:.4g}" for figure in figures)
 
 
 def _opening_lines(found: "FoundScales") -> list[str]:

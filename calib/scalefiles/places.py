@@ -37,13 +37,13 @@ def first_of(bucket: int) -> int:
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """Largest magnitudes of K or V of one layer, by position in the sample."""
+    """Largest magnitudes of K or V of one layer, by position in the sample; None: nobody saw it."""
 
-    position_0: float
-    positions_1_2: float
-    rest: float
+    position_0: float | None
+    positions_1_2: float | None
+    rest: float | None
     # what E4M3 would need without the first token of each sample, with no headroom and unrounded
-    scale_without_first: float
+    scale_without_first: float | None
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class TensorPlaces:
         """What the first positions hold beside all others."""
         first, second, *others = map(max, *self.positions, [0.0] * POSITION_BUCKETS)
         rest = max(others)
-        return FirstTokens(first, second, rest, max(second, rest) / E4M3_MAX)
+        # statistics hold 0 where there was no token
+        figures = (first, second, rest, max(second, rest) / E4M3_MAX)
+        return FirstTokens(*(figure or None for figure in figures))
 
 
 @dataclass(frozen=True)

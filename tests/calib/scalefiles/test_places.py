@@ -62,6 +62,22 @@ def test_inspect_shows_first_tokens(measured):
     assert re.search(r"0 [│|] +" + r" +[│|] +".join(map(re.escape, row)), printed)
 
 
+def test_positions_that_no_sample_has_are_no_zeros(tmp_path):
+    model = save_model(tiny_model("llama"), tmp_path / "model")
+    for skipped, unseen in ((0, ["rest"]), (1, ["position_0", "rest"])):
+        out = tmp_path / f"out{skipped}"
+        text = ("--dataset", "random", "--samples", 80, "--seq-len", 3, "--device", "cpu")
+        text += ("--set", f"data.skip_first={skipped}")
+        done = fp8kv("calibrate", model, "-o", out, "--format", "fp8kv", *text)
+        assert done.exit_code == 0, done.stderr
+        for layer in json.loads(fp8kv("inspect", out, "--json").stdout)["first_tokens"]:
+            for letter in "kv":
+                assert [key for key, value in layer[letter].items() if value is None] == unseen
+                assert all(value != 0 for value in layer[letter].values())
+        row = re.search("^.*[│|] +0 +[│|](.*)$", fp8kv("inspect", out).stdout, re.MULTILINE)[1]
+        assert [cell.strip() for cell in re.split("[│|]", row)].count("-") == 2 * len(unseen)
+
+
 def test_the_picture_has_a_second_panel(measured, tmp_path):
     plain = tmp_path / "plain"
     plain.mkdir()
