@@ -90,7 +90,7 @@ def results(done, out):
 @pytest.fixture(scope="module", autouse=True)
 def small_suite():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(inputs.SUITES, "quick", Suite(2, 2, 16, 1, 2, (), (), 1))
+        patch.setitem(inputs.SUITES, "quick", Suite(4, 2, 24, 1, 2, (), (), 1))
         yield
 
 
