@@ -160,7 +160,7 @@ def _summed(
 ) -> Baked:
     return Baked(
         name, output, purpose, exact, done.changed, done.per_head, len(done.factors), dtype,
-        done.short, done.kl, done.rounded, done.left, done.v_as_it_is, stats.latent,
+        done.short(purpose), done.kl, done.rounded, done.left, done.v_as_it_is, stats.latent,
         warnings=tuple(text_warnings(stats.text, stats.tokens)),
     )  # fmt: skip
 

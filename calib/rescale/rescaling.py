@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from calib.choices import Purpose
 from calib.errors import InputError
 from calib.measure.attention import CachedAttention
 from calib.model.checkpoint import Checkpoint, open_checkpoint
@@ -57,13 +58,19 @@ class Rescaling:
         """In how many layers V gets no factor."""
         return sum(bool((layer.v == 1).all()) for layer in self.factors.values())
 
-    @property
-    def short(self) -> tuple[float, float]:
-        """Octaves by which a head's factor is smaller than wanted at most, for K and for V."""
+    def short(self, purpose: Purpose) -> tuple[float, float]:
+        """Octaves by which a factor is smaller than wanted at most, for K and for V.
+
+        Integers have a scale for each head: what all channels of one lack costs them nothing.
+        """
         pairs = [(self.wanted[name], self.factors[name]) for name in self.wanted]
-        k, v = (
-            max((getattr(w, x) / getattr(f, x)).log2().max().item() for w, f in pairs) for x in "kv"
-        )
+        shares = purpose == "int8"
+
+        def octaves(wanted: Tensor, factor: Tensor) -> float:
+            lacking = (wanted / factor).log2()
+            return float((lacking - shares * lacking.amin(-1, keepdim=True)).max())
+
+        k, v = (max(octaves(getattr(w, x), getattr(f, x)) for w, f in pairs) for x in "kv")
         return k, v
 
     def factors_json(self) -> dict[str, Any]:

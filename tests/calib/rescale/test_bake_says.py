@@ -8,6 +8,9 @@ from baking import bake, calibrated, model_directory, scales_of
 from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
 
+from calib.rescale.products import LayerFactors
+from calib.rescale.rescaling import Rescaling
+
 
 def verified(*flags):
     done = fp8kv("verify", *flags, "--json")
@@ -69,3 +72,13 @@ def test_any_factor_needs_a_model_that_follows_factors(tmp_path):
     done = bake(source, scales, tmp_path / "out", "--for", "int8", "--any-factor")
     one_line_error(done, "does not follow a factor in front of it")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("purpose", "octaves"), [("fp8", (2, 3)), ("int8", (0, 2))])
+def test_what_all_channels_of_a_head_lack_costs_integers_nothing(purpose, octaves):
+    wanted = torch.tensor([[8.0, 16.0], [4.0, 4.0]])
+    k, v = wanted / 4, wanted / torch.tensor([[2.0, 8.0], [1.0, 1.0]])
+    done = Rescaling(
+        {"": LayerFactors(k, v)}, {"": LayerFactors(wanted, wanted)}, [], None, None, [], {}
+    )
+    assert done.short(purpose) == octaves
