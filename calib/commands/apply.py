@@ -42,7 +42,7 @@ def apply(
     """Put a calibration's scales beside another checkpoint of its model, which is not run.
 
     MODEL may be a quantised version. Refused unless its norms and the weights that K and V come
-    from are the same, as far as sampled; what reads no norm (o_proj, down_proj) is not compared.
+    from are the same, as far as sampled. What is not compared (down_proj, most experts) is named.
     """
     from calib.commands.progress_bar import progress_bar
     from calib.output.in_place import check_places

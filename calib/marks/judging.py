@@ -14,7 +14,7 @@ from torch import Tensor
 from calib.errors import InputError
 from calib.marks.probing import signs
 from calib.marks.record import PROBES, Mark, Marks
-from calib.marks.taking import is_cached, is_embedding, norm_of
+from calib.marks.taking import is_cached, is_embedding, is_output, norm_of
 
 # of vectors and embeddings: rounding to bfloat16 differs by 0.4 %
 _SAME = 0.01
@@ -147,7 +147,7 @@ class _Pair:
             error = max(error, min(_difference(was * way[:, None], became) for way in ways))
         if error > _noise(mark, other, _MOVED if how else _NOISE):
             raise self._refuse(f"{how}'{name}' is {error:.0%} from what it was, more than rounding")
-        if is_cached(name) or _SIZED.fullmatch(name):
+        if is_cached(name) or is_output(name) or _SIZED.fullmatch(name):
             self._check_sizes(name, factors, errors, _step(mark) + _step(other), how)
         return error, float((factors - 1).abs().max())
 

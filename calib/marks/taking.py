@@ -1,4 +1,4 @@
-"""The marks of a checkpoint: of norms, embedding, and the weights that K and V come from."""
+"""The marks of a checkpoint: of norms, embedding, what K and V come from, attention's outputs."""
 
 import json
 import re
@@ -25,6 +25,7 @@ from calib.model.stored import Source
 from calib.scalefiles.names import is_of_cache, is_of_senses
 
 _FUSED = {"qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv"}
+_OUTPUTS = {"o_proj", "dense", "out_proj"}  # of attention, whose V reads no norm
 _LATENT = "kv_a_proj_with_mqa"  # rows of the latent, then of k_pe
 _CACHED = {"k_proj", "v_proj", _LATENT, *_FUSED}
 _ROWS = 8
@@ -89,9 +90,28 @@ def take_marks(checkpoint: Checkpoint, modules: Iterable[str]) -> Marks:
     return Marks(checkpoint.num_layers or len(layers), marks, settings)
 
 
+def not_compared(checkpoint: Checkpoint, base: Marks, found: Marks) -> list[str]:
+    """What matrices in layers of `checkpoint` are called that `base` or `found` has no mark of."""
+    marked = {name.rpartition(".")[0] for name in base.tensors.keys() & found.tensors.keys()}
+    matrices = (name for name, entry in checkpoint.entries.items() if len(entry.shape) > 1)
+    inner = {
+        match["layer"] + "." + match["rest"].rpartition(".")[0]
+        for name in matrices
+        if (match := _LAYER.search(name)) and not (is_of_senses(name) or is_of_cache(name))
+        if int(match["index"]) < found.layers
+    }
+    return sorted({module.rpartition(".")[2] for module in inner - marked})
+
+
 def is_cached(name: str) -> bool:
     """Whether K or V comes from the weight called so."""
     return name.endswith(".weight") and name.split(".")[-2] in _CACHED
+
+
+def is_output(name: str) -> bool:
+    """Whether the weight called so is attention's output, which K and V of later layers see."""
+    parts = name.split(".")
+    return parts[-1] == "weight" and parts[-2] in _OUTPUTS and _MLP.isdisjoint(parts)
 
 
 def is_embedding(name: str) -> bool:
@@ -105,7 +125,7 @@ def norm_of(name: str, known: Mapping[str, object]) -> str | None:
     A layer without a norm before attention has none before its MLP either.
     """
     match = _LAYER.fullmatch(name)
-    if match is None:
+    if match is None or is_output(name):
         return None
     own, before = match["layer"], []
     if not _MLP.isdisjoint(match["rest"].split(".")):
@@ -155,6 +175,7 @@ def _readers(
     """Marks of the matrices in a layer that read the hidden state, K's and V's among them."""
     norm = norm_of(f"{layer}.k_proj", weights)
     cached = [name for name in names if is_cached(name)]
+    outputs = [name for name in names if is_output(name) and is_by_row(weights[name])]
     sizes = {weights[f"{norm}.weight"].shape[0]} if norm else {weights[n].shape[1] for n in cached}
     found = {}
     for name in (*cached, *islice(_others(names, weights, sizes), _OTHERS)):
@@ -163,6 +184,8 @@ def _readers(
         factor, bias = _norm(norm_of(name, weights), weights)
         places = _places(name, weights[name].shape, settings)
         found[name] = probe_rows(weights[name], places, factor, bias)
+    for name in outputs if cached else ():
+        found[name] = probe_rows(weights[name], sampled(weights[name].shape[0], _ROWS))
     return found
 
 
@@ -182,9 +205,9 @@ def _places(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> l
 
 def _others(names: list[str], weights: Weights, sizes: set[int]) -> Iterator[str]:
     for name in sorted(names):
-        is_output = name.split(".")[-2] in ("o_proj", "dense", "out_proj", "down_proj")
+        reads_none = name.split(".")[-2] in {*_OUTPUTS, "down_proj"}
         fits = weights[name].shape[1] in sizes and is_by_row(weights[name])
-        if fits and not (is_cached(name) or is_output):
+        if fits and not (is_cached(name) or reads_none):
             yield name
 
 

@@ -11,7 +11,7 @@ from calib.errors import InputError
 from calib.export.base import checkpoint_prefix
 from calib.marks.judging import Likeness, judge
 from calib.marks.record import Marks
-from calib.marks.taking import take_marks
+from calib.marks.taking import not_compared, take_marks
 from calib.model.checkpoint import Checkpoint, fingerprint, open_checkpoint
 from calib.model.find import find_checkpoint
 from calib.model.quantized import quantization_notes
@@ -69,9 +69,10 @@ def apply(
     first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
     marks = _marks(name, source, report.get("marks"), stats, base, first["checkpoint"])
     progress.stage("compare weights")
-    likeness = judge(str(name), marks, model, take_marks(checkpoint, stats.layers))
+    own = take_marks(checkpoint, stats.layers)
+    likeness, left = judge(str(name), marks, model, own), not_compared(checkpoint, marks, own)
     measured = first["model"] + (f" (pack {pack['name']})" if pack else "")
-    warnings = [*report["warnings"], *_notes(measured, checkpoint, likeness)]
+    warnings = [*report["warnings"], *_notes(measured, checkpoint, likeness, left)]
     origin = {"marks": marks.to_json(), "measured_on": {**first, "compared": asdict(likeness)}}
     origin |= {"pack": pack} if pack else {}
     with claimed(output, overwrite=overwrite or in_place) as claim:
@@ -144,11 +145,18 @@ def _marks(
     return take_marks(checkpoint, stats.layers)
 
 
-def _notes(measured: str, checkpoint: Checkpoint, likeness: Likeness) -> Iterable[str]:
+def _notes(
+    measured: str, checkpoint: Checkpoint, likeness: Likeness, left: list[str]
+) -> Iterable[str]:
     yield (
         f"these scales were measured on {measured}: what was sampled of the weights for K and V "
         f"of '{checkpoint.path}' differs by {likeness.largest_error:.1%} at most"
     )
+    if left:
+        yield (
+            f"not compared: {', '.join(left)}; K and V of later layers follow from these too, so "
+            "scales fit only a model that has the same"
+        )
     if likeness.layers_with_moved_factors:
         yield (
             f"norms of {likeness.layers_with_moved_factors} layers hold other factors, as AWQ and "

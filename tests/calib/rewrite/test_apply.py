@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 from apply_cases import (
@@ -14,6 +15,7 @@ from apply_cases import (
     smooth,
 )
 from coded_forms import FORMS
+from command_line import fp8kv
 from safetensors.torch import load_file, save_file
 
 
@@ -43,6 +45,31 @@ def test_another_dtype_and_other_files(model, measured, tmp_path):
     assert report["measured_on"]["compared"]["largest_error"] < 0.01
     assert report["marks"] == before["marks"]
     assert f"measured on {model} and applied to this checkpoint" in (out / "README.md").read_text()
+
+
+def test_what_is_not_compared_is_named(model, measured, tmp_path):
+    """Marks of older versions have none of the output projection."""
+    old = tmp_path / "old"
+    shutil.copytree(measured, old)
+    file = old / "fp8kv_calibration.json"
+    report = json.loads(file.read_text())
+    tensors = report["marks"]["tensors"]
+    outputs = [name for name in tensors if name.endswith("o_proj.weight")]
+    assert len(outputs) == 3
+    for name in outputs:
+        del tensors[name]
+    file.write_text(json.dumps(report))
+
+    def larger_output(tensors):
+        tensors["model.layers.0.self_attn.o_proj.weight"] *= 1.35
+
+    other = copy(model, tmp_path / "other", larger_output)
+    for given, checkpoint, left in ((measured, model, ""), (old, other, ", o_proj")):
+        done = fp8kv("apply", given, checkpoint, "-o", tmp_path / f"out{left}", "--json")
+        assert done.exit_code == 0, done.stderr
+        said = [line for line in json.loads(done.stdout)["warnings"] if "not compared" in line]
+        assert len(said) == 1
+        assert said[0].startswith(f"not compared: down_proj{left}; K and V of later layers follow")
 
 
 @pytest.mark.parametrize("form", FITTING)

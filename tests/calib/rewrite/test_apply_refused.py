@@ -51,6 +51,15 @@ def other_embedding(tensors):
     tensors["model.embed_tokens.weight"] += 0.1 * tensors["model.embed_tokens.weight"].roll(1, 0)
 
 
+def larger_output(tensors):
+    tensors[ATTENTION.format(1, "o")] *= 1.35
+
+
+def other_output(tensors):
+    weight = tensors[ATTENTION.format(0, "o")]
+    weight.copy_(weight.flip(0))
+
+
 def bias(tensors):
     tensors["model.layers.0.self_attn.v_proj.bias"] = torch.ones(32)
 
@@ -79,6 +88,8 @@ def final_norm(tensors):
         (all_but_queries, ["norms differ", "a row of 'layers.1.self_attn.q_proj", "0.01 times"]),
         (other_queries, ["a row of 'layers.1.self_attn.q_proj.weight' is ", " times what it was"]),
         (larger_keys, ["k_proj.weight' is 1.10 times what it was; calibrate that model"]),
+        (larger_output, ["'layers.1.self_attn.o_proj.weight' is 1.35 times what it was"]),
+        (other_output, ["'layers.0.self_attn.o_proj.weight' is ", "from what it was"]),
         (other_mlp, ["'layers.2.mlp.up_proj.weight'", "from what it was"]),
         (slightly_tuned, ["'layers.2.self_attn.k_proj.weight'", "from what it was"]),
         (other_embedding, ["embed_tokens.weight' differs"]),
