@@ -111,6 +111,11 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
         raise UnsupportedModelError(
             f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported"
         )
+    if not isinstance(model.get_decoder(), PreTrainedModel):  # ModernBERT's is its LM head
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not say which part of it is the decoder, so its "
+            "attention cannot be observed; such models are not supported"
+        )
     with making_sense(f"this {model.config.model_type} cannot run as its config says"):
         reader, note, seen, cache = _probe(model)
     if cache is None:

@@ -14,7 +14,13 @@ from families import (
 )
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    DynamicCache,
+)
 
 from calib.errors import UnsupportedModelError
 from calib.measure.attention import map_attention, observe_qkv
@@ -186,6 +192,15 @@ def test_latent_attention_that_caches_k_and_v_of_heads_is_refused():
 def test_a_model_without_a_cache_is_refused(family, said):
     with pytest.raises(UnsupportedModelError, match=said):
         map_attention(tiny_model(family))
+
+
+def test_a_model_that_takes_its_head_for_its_decoder():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = AutoConfig.for_model(
+        "modernbert-decoder", num_attention_heads=2, pad_token_id=0, **sizes
+    )
+    with pytest.raises(UnsupportedModelError, match="does not say which part of it is the decoder"):
+        map_attention(AutoModelForCausalLM.from_config(config))
 
 
 def test_attention_that_cannot_be_seen_is_refused():
