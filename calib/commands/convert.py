@@ -29,7 +29,7 @@ def convert(
     progress: ProgressFlag = "auto",
     debug: Debug = False,
 ) -> None:
-    """Write a checkpoint's scales in another engine's format; bit for bit, or not at all."""
+    """Write scales in another engine's format, bit for bit; json: the larger of K's and V's."""
     from calib.commands.progress_bar import progress_bar
     from calib.rewrite.convert import convert as convert_scales
 

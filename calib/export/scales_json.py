@@ -20,9 +20,24 @@ def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Expor
         )
     _check_split(checkpoint, num_layers, tp_size)
     missing = num_layers - len({layer.layer_idx for layer in scales.with_shared().values()})
-    note = f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused"
+    notes = []
+    if missing:
+        notes.append(
+            f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused"
+        )
+    if (times := _most_too_large(scales)) > 1:
+        notes.append(
+            f"{JSON_FILE} has one number a layer, the larger scale of K and V: for the other it is "
+            f"up to {times:.3g} times too large"
+        )
     document = scales_document(scales, model_type, num_layers, tp_size)
-    return Export(documents={JSON_FILE: document}, notes=(note,) if missing else ())
+    return Export(documents={JSON_FILE: document}, notes=tuple(notes))
+
+
+def _most_too_large(scales: KVScales) -> float:
+    """How many times the smaller scale of K and V the larger one of a layer is, at most."""
+    pairs = [(layer.k.max(), layer.v.max()) for layer in scales.layers.values()]
+    return max((float(max(pair) / min(pair)) for pair in pairs), default=1.0)
 
 
 def _check_split(checkpoint: Checkpoint, num_layers: int, ranks: int) -> None:

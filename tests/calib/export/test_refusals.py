@@ -183,8 +183,8 @@ def test_json_lists_layers_without_a_cache_and_says_so(make_checkpoint):
     made = export(make_scales(), make_checkpoint(names=names), "json")
     factors = made.documents["kv_cache_scales.json"]["kv_cache"]["scaling_factor"]["0"]
     assert factors == {"0": 0.25, "1": 1.25, "2": 1.0, "3": 1.0}
-    assert made.notes == (
-        "kv_cache_scales.json: 2 layers cache no K and V; they are listed with 1.0, unused",
+    assert made.notes[0] == (
+        "kv_cache_scales.json: 2 layers cache no K and V; they are listed with 1.0, unused"
     )
 
 
@@ -205,6 +205,19 @@ def test_sglang_needs_no_json_beside_the_checkpoint(make_checkpoint):
     made = export(make_scales(), make_checkpoint({"num_hidden_layers": None}), "sglang")
     assert made.documents == {}
     assert "model.layers.0.self_attn.k_scale" in made.tensors
+
+
+def test_one_number_for_k_and_v_says_what_it_costs(checkpoint):
+    made = export(make_scales(), checkpoint, "json")
+    largest = max(
+        float(max(layer.k, layer.v) / min(layer.k, layer.v))
+        for layer in make_scales().layers.values()
+    )
+    assert largest > 1
+    (said,) = (note for note in made.notes if "one number" in note)
+    assert f"up to {largest:.3g} times too large" in said
+    layers = {name: replace(each, v=each.k) for name, each in make_scales().layers.items()}
+    assert export(replace(make_scales(), layers=layers), checkpoint, "json").notes == ()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
