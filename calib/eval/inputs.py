@@ -118,11 +118,11 @@ def load_material(
 
     data, documents, warnings = hold_out(load, readers, suite.calibration_samples, suite.documents)
     read = data.only(range(suite.calibration_samples))
-    if not recipe.data.allow_few_tokens:
-        read.summary(recipe.data.skip_first).check()
     material = make_material(setup, documents, suite)
     passkeys = (passkey.prompt.tolist() for passkey in material.passkeys)
     check_token_ids(chain(*data.samples, *passkeys), setup.tokenizer, setup.model)
+    if not recipe.data.allow_few_tokens:
+        read.summary(recipe.data.skip_first).check()
     if data.documents < len(data.samples):
         warnings.append(
             f"the {len(data.samples)} samples are pieces of fewer documents ({data.documents}): "

@@ -13,6 +13,7 @@ from calib.eval.variants import Setup
 from calib.model.find import find_checkpoint
 from calib.model.load import load_config, load_model, load_tokenizer
 from calib.recipe import load_recipe
+from calib.scales.record_file import load_records
 
 WORDS = 4000
 CPU = ("--device", "cpu")
@@ -65,6 +66,8 @@ def test_what_a_run_that_stopped_early_did_not_read_is_left(model, book, tmp_pat
     assert 8192 <= dataset["tokens"] < 4 * WORDS == dataset["tokens"] + dataset["unread_tokens"]
     assert dataset["samples"] == dataset["tokens"] / 16
     assert dataset["documents"] == 1
+    (record,) = load_records(tmp_path / "out")
+    assert record.tokens == dataset["tokens"]  # what was left unread is new to the scales
 
 
 def test_merged_runs_add_what_they_left(calibrated, model, book, tmp_path):

@@ -115,7 +115,8 @@ def test_paths_of_an_evaluation_and_of_merged_data(model, tmp_path, monkeypatch)
 
 def test_the_data_of_a_report(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    rows(tmp_path / "acme" / "rows.jsonl", *[{"text": f"w{i} w{i + 1} w9"} for i in range(3, 30)])
+    words = [" ".join(f"w{(i * i + j * i) % 125 + 3}" for j in range(24)) for i in range(27)]
+    rows(tmp_path / "acme" / "rows.jsonl", *[{"text": text} for text in words])
     given = calibrated(model, tmp_path / "given")
     flags = ("--dataset", "acme/rows.jsonl", "--samples", "3", "--seq-len", "24", "--device", "cpu")
     done = fp8kv("eval", model, "--scales", given, *flags, "--variants", "none", "-o", "report")
