@@ -17,6 +17,7 @@ import numpy as np
 from machine import machine, write_result
 
 from calib.caches.types import CACHES, cache_type
+from calib.eval.advice import Judgement
 from calib.eval.found import Figure
 from calib.eval.inputs import SUITES, whole_text_only
 from calib.eval.page.frontier import Point, kl_by_bytes
@@ -97,7 +98,8 @@ def _answers(model: str, evaluation: Evaluation, report: Report) -> dict[str, An
     assert evaluation.offers is not None
     # the command does not measure this one
     rows = {name: row for name, row in report.variants.items() if name != "mse"}
-    full = recommend(evaluation.measured, rows, evaluation.offers, WISH)
+    judgement = Judgement(evaluation.measured, rows, report.noise_floor)
+    full = recommend(judgement, evaluation.offers, WISH)
     start = time.perf_counter()
     flags = ("--budget-kl", WISH.kl, "--gpu", WISH.gpu, "--json")
     said = json.loads(run_fp8kv("recommend", model, *flags))["chosen"]

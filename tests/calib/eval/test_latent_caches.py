@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from calib.caches.rounding import rounding
 from calib.caches.types import CACHES, LATENT_CACHES, cache_type
 from calib.data import load_data
+from calib.eval.advice import Judgement
 from calib.eval.cache_variants import types_to_mix, wanted_types
 from calib.eval.recommend import Wish, recommend
 from calib.eval.run import evaluate
@@ -175,13 +176,15 @@ def test_sparse_latents_are_served_in_tiles(sparse):
 
 
 def test_the_recommendation_is_one_of_them(sparse):
-    rows = summarize(sparse).variants
-    found = recommend(sparse.measured, rows, sparse.offers, Wish(kl=10.0, gpu="b200"))
+    report = summarize(sparse)
+    rows = report.variants
+    judgement = Judgement(sparse.measured, rows, report.noise_floor)
+    found = recommend(judgement, sparse.offers, Wish(kl=10.0, gpu="b200"))
     assert found.chosen.cache == "nvfp4_ds_mla"
     assert found.chosen.share == 352 / 1152
     assert "no engine stores latents" in found.not_served["tensor"]
     tight = rows["nvfp4_ds_mla"].kl.low
-    found = recommend(sparse.measured, rows, sparse.offers, Wish(kl=tight, gpu="h100"))
+    found = recommend(judgement, sparse.offers, Wish(kl=tight, gpu="h100"))
     assert found.chosen.cache == "fp8_ds_mla"
 
 
