@@ -47,7 +47,8 @@ class Pieces:
         end = spans[0][1]
         self.first[document] = Piece(document, end, list(ids[:end]))
         wanted = self._limit - len(self.first)
-        for rank, at in enumerate(islice(_spread(len(spans)), 1, wanted + 1), 1):
+        # one more than wanted, as one of them may come last
+        for rank, at in enumerate(islice(_spread(len(spans)), 1, wanted + 2), 1):
             start, end = spans[at]
             piece = Piece(document, end - start, [*opening, *ids[start:end]])
             # last comes what `add` puts into a chat's beginning: another run may have read it so

@@ -88,8 +88,7 @@ def _of_documents(dataset: dict[str, Any]) -> str:
     if "documents" not in dataset:
         return ""
     return (
-        f" (documents: {dataset['documents']}; of these {dataset['unread_tokens']} tokens were "
-        "left unread)"
+        f" (documents: {dataset['documents']}; {dataset['unread_tokens']} tokens were left unread)"
     )
 
 

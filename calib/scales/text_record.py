@@ -9,7 +9,6 @@ from base64 import b64decode, b64encode
 from collections.abc import Sequence
 from functools import cached_property
 from hashlib import blake2b
-from itertools import pairwise, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +22,8 @@ READ = 0.25  # of a text's runs; or half of those in its beginning, if samples w
 BEGINNING = 49  # runs: of 64 tokens
 _FEW = 4  # runs that are too few to go by their share
 _CHANCE = 128
+# a beginning is a system prompt if one sample in so many has it, and at least so many
+_PROMPT_SHARE, _PROMPT_SAMPLES = 8, 3
 _ESCAPE = 255
 _FACTOR = 0x9E3779B97F4A7C15
 
@@ -46,16 +47,21 @@ class TextRecord(BaseModel):
 
     @classmethod
     def of(cls, samples: Sequence[Sequence[int]]) -> "TextRecord":
-        """Record `samples`, without beginnings that different ones share, as a system prompt is."""
+        """Record `samples`, without beginnings that many of them share, as a system prompt is."""
         texts, digest = sorted({*map(tuple, samples)}), blake2b(digest_size=8)
         for text in texts:
             digest.update(np.array([len(text), *text], np.int64).tobytes())
         salt = int.from_bytes(digest.digest(), "big")
-        shared = [0, *map(_shared_beginning, texts, texts[1:]), 0]
-        hashes = np.unique(np.concatenate([
-            _hashes(text, salt)[max(0, max(ends) - RUN + 1) :]
-            for text, ends in zip(texts, pairwise(shared), strict=True)
-        ]))  # fmt: skip
+        # what only begins the next text is in that text
+        whole = [
+            one
+            for one, more in zip(texts, [*texts[1:], ()], strict=True)
+            if more[: len(one)] != one
+        ]
+        runs = [_hashes(text, salt) for text in whole]
+        hashes, places = np.concatenate(runs), np.concatenate([np.arange(len(x)) for x in runs])
+        counts = _counts(_mixed(hashes ^ places.astype(np.uint64)))
+        hashes = np.unique(hashes[counts < max(_PROMPT_SAMPLES, len(whole) // _PROMPT_SHARE)])
         one_in = 1
         while (chosen := hashes % np.uint64(one_in) == 0).sum() > MOST_RUNS:
             one_in *= 2
@@ -92,11 +98,10 @@ def join_records(
     return None if one is None or other is None else (*one, *other)
 
 
-def _shared_beginning(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens with which both begin, or none where one is only more of the other."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    count = sum(1 for _ in same)
-    return 0 if count == min(len(one), len(other)) else count
+def _counts(values: Hashes) -> NDArray[np.int64]:
+    """Count how often each of `values` is among them."""
+    _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return counts[which]
 
 
 def _hashes(tokens: Sequence[int], salt: int) -> Hashes:

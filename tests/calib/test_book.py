@@ -52,7 +52,7 @@ def test_summary_card_and_report_say_what_was_read_and_what_was_not(calibrated):
     assert report["dataset"]["unread_tokens"] == left
     assert line in report["expected"]
     card = (out / "README.md").read_text()
-    assert f"in 12 samples (documents: 1; of these {left} tokens were left unread)" in card
+    assert f"in 12 samples (documents: 1; {left} tokens were left unread)" in card
     assert not any("asked for" in warning for warning in report["warnings"])
 
 

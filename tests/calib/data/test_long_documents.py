@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 import datasets
 import pyarrow
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -238,6 +238,7 @@ def test_a_template_that_tells_no_turns_is_cut_as_text(tmp_path, byte_tokenizer)
     assert data.unread == 0
 
 
+@example([420], 100, 4, 0, [60, 150, 240, 330])
 @given(
     st.lists(st.integers(1, 400), min_size=1, max_size=6),
     st.integers(2, 60),

@@ -66,6 +66,15 @@ def test_chats_with_one_system_prompt_are_told_apart():
     assert longer.has_read(sample(1))  # which is no prompt: it was read as a chat of its own
 
 
+@pytest.mark.parametrize("answers", [2, 4])
+def test_samples_that_differ_in_their_ends_alone_are_known(answers):
+    """Chats with several answers each, or documents in two versions, are no system prompts."""
+    prompts = [sample(seed, 400) for seed in range(10)]
+    ends = iter(sample(seed, 40) for seed in range(100, 200))
+    record = TextRecord.of([prompt + next(ends) for prompt in prompts for _ in range(answers)])
+    assert all(record.has_read(prompt + next(ends)) for prompt in prompts)
+
+
 def test_prose_by_the_same_authors_is_new():
     """Of Python's documentation, whose topics repeat parts of each other, what does not."""
     texts = prose()
