@@ -130,7 +130,7 @@ class EvaluationRecipe(Settings):
         default=None, ge=2, description="held-out documents; default: the suite's"
     )
     seq_len: int | None = Field(
-        default=None, ge=8, description="tokens of each; default: the suite's"
+        default=None, ge=16, description="tokens of each; default: the suite's"
     )
     variants: tuple[choices.VariantName, ...] | None = Field(
         default=None, description="default: all"

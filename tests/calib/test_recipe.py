@@ -73,6 +73,10 @@ def test_overrides_win_over_the_file(tmp_path):
             r"strategy: Input should be 'tensor', 'attn_head' or 'channel', got",
         ),
         ("data: {samples: 0}", "data.samples: Input should be greater than or equal to 1, got 0"),
+        (
+            "evaluation: {seq_len: 15}",
+            "evaluation.seq_len: Input should be greater than or equal to 16",
+        ),
         ("headroom: -1", "headroom: Input should be greater than or equal to 0.0625"),
         ("headroom: 1.0e-30", "headroom: Input should be greater than or equal to 0.0625"),
         ("data: {seed: 18446744073709551616}", "data.seed: Input should be less than"),
