@@ -77,7 +77,7 @@ def existing_scales(directory: Path, to: FormatName) -> Read:
     """
     found = read_scales(directory)
     read = from_nvfp4(found) or (for_nvfp4(found) if FORMATS[to].nvfp4 else None)
-    return read or (to_scales(found, found.by_module(), found.fp8_dtype), ())
+    return read or (to_scales(found, found.by_module(), found.fp8_dtype), tuple(found.problems))
 
 
 def write_scales(

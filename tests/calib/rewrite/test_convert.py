@@ -409,6 +409,14 @@ def test_what_verify_calls_garbage_is_repaired_and_not_converted(value, tensor, 
     assert scales(tmp_path / "repaired") == scales(tensor)
 
 
+def test_scales_that_nobody_measured_are_converted_with_a_warning(tensor, tmp_path):
+    ones = {f"model.layers.{i}.self_attn.k_scale": 1.0 for i in range(3)}
+    source = damage(tensor, tmp_path / "ones", ones)
+    done = fp8kv("convert", source, "--to", "modelopt", "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert "warning: K scales are all 1.0: nothing was measured" in done.stdout
+
+
 def test_scales_that_contradict_each_other_are_a_problem(tensor, tmp_path):
     both = damage(tensor, tmp_path / "both", {})
     path = both / "model-fp8kv-scales.safetensors"
