@@ -19,7 +19,7 @@ Hashes = NDArray[np.uint64]
 RUN = 16  # tokens: texts that were written apart share few of these
 MOST_RUNS = 1 << 14  # that are kept
 READ = 0.25  # of a text's runs; or half of those in its beginning, if samples were cut there
-BEGINNING = 49  # runs: of 64 tokens
+BEGINNING = 49  # runs: of 64 tokens, and of more where not all are kept
 _FEW = 4  # runs that are too few to go by their share
 _CHANCE = 128
 # a beginning is a system prompt if one sample in so many has it, and at least so many
@@ -82,7 +82,7 @@ class TextRecord(BaseModel):
             return True
         if len(text) < RUN:
             return None  # it may be the end of a longer one
-        first = known[places < BEGINNING]
+        first = known[places < BEGINNING * max(1, self.one_in // 4)]  # a dozen or more
         return len(first) >= _FEW and bool(first.mean() >= 2 * READ)
 
     @cached_property

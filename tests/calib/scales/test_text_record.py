@@ -53,6 +53,8 @@ def test_a_long_text_keeps_a_record_of_some_kilobytes():
     told = [record.has_read(text[1000:1256]) for text in texts]
     assert False not in told
     assert told.count(None) < 0.05 * len(told)  # none of whose runs was kept: e^-3.8
+    longer = [text + sample(seed + 512, 8 * 2048) for seed, text in enumerate(texts[:100])]
+    assert all(map(record.has_read, longer))  # cut by a larger --seq-len
     others = [record.has_read(sample(seed)) for seed in range(1000, 2000)]
     assert others.count(True) < 0.01 * len(others)
 
