@@ -116,6 +116,7 @@ def evaluate(
     recipe = inputs.evaluation_recipe(recipe, suite)
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
     opened = inputs.open_given(scales, checkpoint)
+    notes += inputs.doubts_of_given(scales, checkpoint)
     setup = inputs.load_setup(checkpoint, config, recipe, progress)
     model = setup.model
     given = [Variant(n, "given with --scales", "given", of(model)) for n, of in opened.items()]

@@ -6,6 +6,8 @@ from packaging.version import Version
 
 from calib.any_scales import to_scales
 from calib.errors import InputError
+from calib.marks.saved import check_measured_on
+from calib.model.checkpoint import Checkpoint
 from calib.recipe import load_recipe
 from calib.scalefiles.conventions import LARGER, convention, release
 from calib.scalefiles.file_names import CALIBRATION_FILE, STATS_FILE
@@ -41,7 +43,7 @@ def from_nvfp4(found: FoundScales) -> Read | None:
     return replace(scales, layers=layers), (f"values were read as {followed}",)
 
 
-def for_nvfp4(found: FoundScales) -> Read | None:
+def for_nvfp4(found: FoundScales, checkpoint: Checkpoint) -> Read | None:
     """Scales that are absmax / 448, of a directory with FP8 scales; None: those in its files are.
 
     An InputError where that is not known: scales may be other than absmax, clipped on purpose.
@@ -57,8 +59,11 @@ def for_nvfp4(found: FoundScales) -> Read | None:
                 "center_keys": False,
             },
         )
-        scales = derive_scales(load_stats(path), recipe)
-        return scales, ("values were made from the absmax in the calibration's statistics",)
+        stats = load_stats(path)
+        check_measured_on(path, stats.layers, checkpoint)
+        return derive_scales(stats, recipe), (
+            "values were made from the absmax in the calibration's statistics",
+        )
     if _is_of_an_unclamped_modelopt(found):
         return None
     raise InputError(

@@ -43,7 +43,7 @@ def convert(
     """Write the checkpoint `directory` to `output` with its scales in the format `to`."""
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)
-    scales, notes = existing_scales(directory, to)
+    scales, notes = existing_scales(checkpoint, to)
     if scales.has_q and (without_q or not FORMATS[to].reads_q):
         if not without_q:
             raise UnsupportedExportError(
@@ -70,13 +70,15 @@ def strip(
         checkpoint.check_unchanged()
 
 
-def existing_scales(directory: Path, to: FormatName) -> Read:
+def existing_scales(checkpoint: Checkpoint, to: FormatName) -> Read:
     """The scales of a checkpoint for the format `to`, and notes on how they were read.
 
     An InputError where K or V is missing or of no use.
     """
-    found = read_scales(directory)
-    read = from_nvfp4(found) or (for_nvfp4(found) if FORMATS[to].nvfp4 else None)
+    found = read_scales(checkpoint.path)
+    read = from_nvfp4(found)
+    if read is None and FORMATS[to].nvfp4:
+        read = for_nvfp4(found, checkpoint)
     return read or (to_scales(found, found.by_module(), found.fp8_dtype), tuple(found.problems))
 
 

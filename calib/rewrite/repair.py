@@ -7,6 +7,7 @@ from calib.any_scales import to_scales
 from calib.choices import FormatName, FP8Name
 from calib.errors import InputError, UnsupportedExportError
 from calib.export import FORMATS
+from calib.marks.saved import check_measured_on
 from calib.model.checkpoint import Checkpoint, open_checkpoint
 from calib.output.checkpoint_directory import check_output
 from calib.progress import NOBODY, Progress
@@ -69,6 +70,7 @@ def repair(
     source = statistics_file(statistics).parent
     check_same_model(statistics, identity(source), directory, checkpoint.config)
     scales, stats = read_scales(directory), load_stats(statistics)
+    check_measured_on(statistics, stats.layers, checkpoint)
     by_layer = {layer.layer_idx: layer for layer in stats.layers.values()}
     by_layer |= {each.layer_idx: stats.layers[each.owner] for each in stats.shared.values()}
     layers = scales.by_module()

@@ -1,0 +1,32 @@
+"""Whether statistics are of a model's weights, by the marks that their calibration keeps."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from calib.marks.judging import judge
+from calib.marks.record import Marks
+from calib.marks.taking import take_marks
+from calib.model.checkpoint import Checkpoint
+from calib.scalefiles.calibrations import read_report, statistics_file
+from calib.scalefiles.file_names import CALIBRATION_FILE
+
+
+def saved_marks(directory: Path) -> Marks | None:
+    """Return those in the calibration's file in `directory`, if there is one that keeps any."""
+    file = directory / CALIBRATION_FILE
+    saved = read_report(directory).get("marks") if file.exists() else None
+    return None if saved is None else Marks.from_json(saved, f"'{file}'")
+
+
+def check_measured_on(given: Path, modules: Iterable[str], checkpoint: Checkpoint) -> None:
+    """Refuse statistics of attention `modules` whose marks say other weights than `checkpoint`."""
+    marks = saved_marks(statistics_file(given).parent)
+    if marks is not None:
+        judge(str(given), marks, str(checkpoint.path), take_marks(checkpoint, modules))
+
+
+def check_saved_alike(given: Path, directory: Path) -> None:
+    """Refuse statistics of another model than the calibration in `directory`; reads no weights."""
+    marks, own = saved_marks(statistics_file(given).parent), saved_marks(directory)
+    if marks is not None and own is not None:
+        judge(str(given), marks, str(directory), own)
