@@ -107,15 +107,7 @@ def judge(
     if mistaken := _mistaken(layers, amax, largest):
         findings.append(Finding(mistaken, _all(layers, "kv")))
     elif clipped:
-        worst = max(clipped, key=lambda fit: max(fit.used.values()))
-        letter = max(worst.used, key=lambda letter: worst.used[letter])
-        findings.append(
-            Finding(
-                f"{len(clipped)} layers clip what was measured, layer {worst.layer} the most: its "
-                f"{letter.upper()} is {worst.used[letter]:.2f} times what its scale can hold",
-                frozenset((fit.layer, letter) for fit in clipped for letter in fit.clipped),
-            )
-        )
+        findings.append(_clipping(layers, clipped, measured, largest))
     used = [value for fit in fits for value in fit.used.values()]
     for factor, what in _OTHER_TYPES.items():
         as_meant = abs(factor * measured.headroom - 1) < _NEAR
@@ -133,6 +125,44 @@ def judge(
         text = f"layer {min(absent)} is only in the scales, or only in the statistics"
         findings.append(Finding(text))
     return findings
+
+
+def _clipping(
+    layers: Sequence[FoundLayer], clipped: Sequence[Fit], measured: Measured, largest: float
+) -> Finding:
+    """What is cut off: a problem, or a warning where the calibration's observer chose to."""
+    thresholds = measured.thresholds or {}
+    chosen = {
+        (layer.layer, letter)
+        for layer in layers
+        for letter in "kvq"
+        if _holds(getattr(layer, letter), thresholds.get((layer.layer, letter)), largest)
+    }
+    shares = {(fit.layer, letter): fit.used[letter] for fit in clipped for letter in fit.clipped}
+    wrong = {at: used for at, used in shares.items() if at not in chosen}
+    shown = wrong or shares
+    layer, letter = worst = max(shown, key=lambda at: shown[at])
+    text = (
+        f"{len({at[0] for at in shown})} layers clip what was measured, layer {layer} the most: "
+        f"its {letter.upper()} is {shown[worst]:.2f} times what its scale can hold"
+    )
+    if wrong:
+        return Finding(text, frozenset(wrong))
+    return Finding(f"{text}; the calibration's observer chose so", is_problem=False)
+
+
+def _holds(
+    scales: tuple[float, ...] | None, thresholds: tuple[float, ...] | None, largest: float
+) -> bool:
+    """Whether each scale holds its threshold; of other counts, the smallest holds the largest."""
+    if not (scales and thresholds):
+        return False
+    if len(scales) != len(thresholds):
+        scales, thresholds = (min(scales),), (max(thresholds),)
+    return all(
+        _ROUNDING * largest * scale >= value
+        for scale, value in zip(scales, thresholds, strict=True)
+    )
 
 
 def contradictions(

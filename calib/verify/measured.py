@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from calib.recipe import load_recipe
+from calib.recipe import Recipe, load_recipe
 from calib.scalefiles.calibrations import Amax, statistics_file
 from calib.scalefiles.file_names import CALIBRATION_FILE
+from calib.scalefiles.fp8_type import FP8_MAX
 from calib.scalefiles.reading import FoundLayer
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class Measured(NamedTuple):
     amax: Amax
     headroom: float = 1.0  # of the scales that the calibration made
     warnings: tuple[str, ...] = ()  # that too little text was read
+    thresholds: Amax | None = None  # what the calibration's observer clips at, on purpose
 
 
 def read_measured(path: Path, layers: Sequence[FoundLayer]) -> Measured:
@@ -38,6 +40,25 @@ def measured_of(stats: KVStats, path: Path, layers: Sequence[FoundLayer]) -> Mea
     absent = {each.layer_idx for each in stats.shared.values()} - {each.layer for each in layers}
     amax = {at: heads for at, heads in stats.amax_by_head().items() if at[0] not in absent}
     file = statistics_file(path).parent / CALIBRATION_FILE
-    headroom = load_recipe(str(file)).headroom if file.exists() else 1.0
+    recipe = load_recipe(str(file)) if file.exists() else None
+    headroom = 1.0 if recipe is None or recipe.headroom == "auto" else recipe.headroom
     warnings = tuple(text_warnings(stats.text, stats.tokens))
-    return Measured(amax, 1.0 if headroom == "auto" else headroom, warnings)
+    thresholds = None
+    if recipe is not None and recipe.observer.name != "absmax":
+        thresholds = _thresholds(stats, recipe)
+    return Measured(amax, headroom, warnings, thresholds)
+
+
+def _thresholds(stats: KVStats, recipe: Recipe) -> Amax:
+    """Return the largest values that the scales of `recipe` hold."""
+    from calib.scales.derive import derive_scales
+
+    largest = FP8_MAX[recipe.fp8_dtype]
+    scales = derive_scales(stats, recipe).layers
+    layers = [(layer.layer_idx, layer) for layer in scales.values()]
+    layers += [(each.layer_idx, scales[each.owner]) for each in stats.shared.values()]
+    return {
+        (index, letter): tuple((scale.flatten() * largest).tolist())
+        for index, layer in layers
+        for letter, scale in layer.items()
+    }

@@ -1,5 +1,6 @@
 """What `verify --against` calls wrong is what `repair --stats` mends, or says that it could not."""
 
+import json
 import re
 import shutil
 
@@ -171,3 +172,27 @@ def test_scales_per_head_and_of_queries_are_mended(change, replaced, per_head, t
         assert [len(each) for each in after[1:]] == [2, 2, 4]
         for letter in (1, 2, 3):
             assert (after[0], "xkvq"[letter]) not in found or after[letter] == right[letter]
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+@pytest.mark.parametrize(
+    "observer", [["mse"], ["percentile", "--set", "observer.percentile=99"]], ids=lambda x: x[0]
+)
+def test_what_an_observer_clips_on_purpose_is_kept(observer, strategy, model, tmp_path):
+    """Scales of `attn_head-mse` clip a little: a warning, and no reason to replace them."""
+    good = calibrated(model, tmp_path / "good", "--strategy", strategy, "--observer", *observer)
+    found, done = repaired(good, good, tmp_path / "out")
+    assert (done.exit_code, found) == (0, set()), done.stdout
+    assert scales(tmp_path / "out") == scales(good)
+    told = fp8kv("verify", good, "--against", good, "--engine", "vllm", "--json")
+    clip = [text for text in json.loads(told.stdout)["warnings"] if "clip what was" in text]
+    assert [text.partition("; ")[2] for text in clip] == ["the calibration's observer chose so"]
+    broken = changed(good, tmp_path / "broken", one((1, "k"), lambda scale: scale / 1.1))
+    found, done = repaired(broken, good, tmp_path / "mended")
+    assert (done.exit_code, found) == (0, {(1, "k")}), done.stdout
+
+
+def test_a_layer_that_shares_anothers_cache_clips_what_that_does(tmp_path):
+    model = save_model(tiny_model("gemma3n_text", **SHARED_KV), tmp_path / "model")
+    good = calibrated(model, tmp_path / "good", "--observer", "mse")
+    assert repaired(good, good, tmp_path / "out")[0] == set()
