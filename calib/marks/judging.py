@@ -7,6 +7,7 @@ factors between weights changes the size of rows, and with them the range of K o
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,13 +59,7 @@ def judge(given: str, base: Marks, model: str, found: Marks) -> Likeness:
             f"'{given}' is of another model: it has {base.layers} layers, and '{model}' "
             f"{found.layers} layers"
         )
-    for key in sorted(base.settings.keys() & found.settings.keys()):
-        mine, other = base.settings[key], found.settings[key]
-        if mine != other:
-            raise InputError(
-                f"'{given}' is of another model: its config says {key} {mine!s:.200}, that of "
-                f"'{model}' {other!s:.200}"
-            )
+    check_settings(given, base.settings, model, found.settings)
     if not any(map(is_cached, base.tensors)):
         raise InputError(f"the marks of '{given}' are damaged (no weight is of K or V)")
     pair = _Pair(given, base.tensors, model, found.tensors)
@@ -74,6 +69,19 @@ def judge(given: str, base: Marks, model: str, found: Marks) -> Likeness:
     layers = {".".join(norm.split(".")[:2]) for norm in moved}
     errors, factors = zip(*seen, strict=True)
     return Likeness(len(layers), max(errors), max(factors))
+
+
+def check_settings(
+    given: str, base: Mapping[str, Any], model: str, found: Mapping[str, Any]
+) -> None:
+    """Refuse configs by which one set of weights gives another K and V."""
+    for key in sorted(base.keys() & found.keys()):
+        mine, other = base[key], found[key]
+        if mine != other:
+            raise InputError(
+                f"'{given}' is of another model: its config says {key} {mine!s:.200}, that of "
+                f"'{model}' {other!s:.200}"
+            )
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,13 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from calib.marks.judging import judge
+from calib.marks.judging import check_settings, judge
 from calib.marks.record import Marks
-from calib.marks.taking import take_marks
+from calib.marks.taking import settings_of, take_marks
 from calib.model.checkpoint import Checkpoint
 from calib.scalefiles.calibrations import read_report, statistics_file
-from calib.scalefiles.file_names import CALIBRATION_FILE
+from calib.scalefiles.file_names import CALIBRATION_FILE, CONFIG_FILE
+from calib.scalefiles.json import read_object
 
 
 def saved_marks(directory: Path) -> Marks | None:
@@ -26,7 +27,15 @@ def check_measured_on(given: Path, modules: Iterable[str], checkpoint: Checkpoin
 
 
 def check_saved_alike(given: Path, directory: Path) -> None:
-    """Refuse statistics of another model than the calibration in `directory`; reads no weights."""
-    marks, own = saved_marks(statistics_file(given).parent), saved_marks(directory)
-    if marks is not None and own is not None:
+    """Refuse statistics of another model than `directory`, by its config and its own marks.
+
+    Reads no weights.
+    """
+    marks = saved_marks(statistics_file(given).parent)
+    if marks is None:
+        return
+    if (directory / CONFIG_FILE).exists():
+        settings = settings_of(directory, read_object(directory / CONFIG_FILE))
+        check_settings(str(given), marks.settings, str(directory), settings)
+    if (own := saved_marks(directory)) is not None:
         judge(str(given), marks, str(directory), own)

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -79,7 +80,7 @@ def take_marks(checkpoint: Checkpoint, modules: Iterable[str]) -> Marks:
         for name, source in weights.items()
         if is_embedding(name)
     }
-    settings = _settings(checkpoint)
+    settings = settings_of(checkpoint.path, checkpoint.config)
     for layer, names in layers.items():
         matrices = [name for name in names if len(weights[name].shape) == 2]
         marks |= _readers(layer, matrices, weights, settings)
@@ -134,15 +135,16 @@ def norm_of(name: str, known: Mapping[str, object]) -> str | None:
     return next(iter(before or first), None) if first else None
 
 
-def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What the language model's config says of how K and V are computed."""
+def settings_of(directory: Path, written: dict[str, Any]) -> dict[str, Any]:
+    """What the language model's config, `written` in `directory`, says of how K and V are made."""
     try:
-        config = read_config(checkpoint.path, checkpoint.config, trust_remote_code=False)
+        config = read_config(directory, written, trust_remote_code=False)
         text = config.get_text_config(decoder=True)
         # transformers names what files of its older versions call otherwise
         says = json.loads(text.to_json_string(use_diff=False))
     except (Fp8kvError, TypeError, ValueError):
-        says = dict(checkpoint.text_config)
+        nested = written.get("text_config")
+        says = dict(nested if isinstance(nested, dict) else written)
     if isinstance(says.get("rope_parameters"), dict):
         says["rope_parameters"].pop("type", None)  # the older name of rope_type
     return {key: value for key, value in says.items() if not _SILENT.fullmatch(key)}

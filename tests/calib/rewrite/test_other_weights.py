@@ -55,3 +55,16 @@ def test_eval_says_whose_scales_are_of_other_weights(model, outputs):
     assert done.exit_code == 0, done.stderr
     told = [w for w in json.loads(done.stdout)["warnings"] if "do not fit" in w]
     assert [f"the scales of '{other}'" in each for each in told] == [True]
+
+
+def test_verify_compares_with_no_absmax_of_another_rope(outputs, tmp_path):
+    """Somebody turned YaRN on in config.json, which makes K larger."""
+    own, _ = outputs
+    longer = shutil.copytree(own, tmp_path / "longer")
+    yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+    (longer / "config.json").unlink()
+    config = json.loads((own / "config.json").read_text()) | {"rope_parameters": yarn}
+    (longer / "config.json").write_text(json.dumps(config))
+    assert fp8kv("verify", own, "--against", own, "--engine", "vllm").exit_code == 0
+    done = fp8kv("verify", longer, "--against", longer, "--engine", "vllm")
+    one_line_error(done, "is of another model: its config says rope_parameters", "'yarn'", status=2)
