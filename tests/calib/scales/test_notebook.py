@@ -57,7 +57,8 @@ def test_a_result_shows_layers_and_warnings(tiny_directory, tmp_path):
     html = result._repr_html_()
     assert [row[2] for row in rows(html)] == [f"{layer.k_amax:.4g}" for layer in result.layers]
     shown = [line.text for line in ElementTree.fromstring(html).iter("p")]
-    assert [f"warning: {warning}" for warning in result.warnings] == shown
+    amounts = "documents: 4, samples: 4; 64 tokens read, 0 left unread"
+    assert [*(f"warning: {warning}" for warning in result.warnings), amounts] == shown
 
 
 def test_names_are_no_markup():
