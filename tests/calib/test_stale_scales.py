@@ -128,6 +128,28 @@ def test_the_index_decides_or_two_values_are_refused(
 
 
 @pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
+@pytest.mark.parametrize("factor", [1 / 400, 1.0], ids=["other", "equal"])
+@pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
+def test_verify_and_inspect_show_the_same_whatever_the_file_is_called(
+    file, factor, index, places, tmp_path
+):
+    directory = stale(places, tmp_path, file, factor, index=index)
+    verified = fp8kv("verify", directory, "--engine", "vllm", "--json")
+    inspected = fp8kv("inspect", directory, "--json")
+    assert (verified.exit_code, inspected.exit_code) == (1, 0)
+    expected = [f"{file} holds 4 scales and is not in the index"]
+    if not index:
+        expected = ["two values for the K scale of layer 0"] if factor != 1 else []
+        expected.append("4 scales are there twice")
+    shown = json.loads(inspected.stdout)
+    for problems in (shown["problems"], json.loads(verified.stdout)["problems"]):
+        assert all(any(start in line for line in problems) for start in expected), problems
+    own = [list(layer.k) for layer in read_scales(places["GOOD"]).layers]
+    # equal ones are the same; of two others the larger is shown, which clips nothing
+    assert [layer["k"] for layer in shown["layers"]] == own
+
+
+@pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
 @pytest.mark.parametrize("command", OF_STATISTICS)
 def test_statistics_know_no_stale_file(command, index, places, expected, tmp_path):
     directory = stale(places, tmp_path, "zz.safetensors", 1 / 400, index=index)
