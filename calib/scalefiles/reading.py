@@ -22,6 +22,8 @@ Values = tuple[float, ...]
 _UNINITIALISED = 1e-20
 # nor from so large a one
 _HUGE = 1e6
+# a baked model's K scales are 1/2 to 1 on the text it was baked with, less under a headroom
+_BAKED = 8
 # kinds of scales that no engine can do anything sensible with; the first that fits is told
 _WRONG: dict[str, Callable[[float], bool]] = {
     "are NaN": math.isnan,
@@ -101,7 +103,7 @@ class FoundScales:
                 f"'{offsets[0]}' is not 0, and {len(offsets) - 1} more: scales are for values less "
                 "an offset, which engines do not subtract"
             )
-        return problems
+        return problems + _before_baking(self)
 
     def modules(self) -> dict[int | None, str]:
         """The attention module of each layer; an InputError where one has several."""
@@ -309,6 +311,22 @@ def _count_problems(layers: list[FoundLayer], config: Mapping[str, Any]) -> list
                 "engines stop, or give heads the scales of others"
             )
     return problems
+
+
+def _before_baking(scales: FoundScales) -> list[str]:
+    """Tell scales of the model as it was before it was baked for FP8, which puts K's near 1."""
+    directory = scales.directory
+    values = [max(layer.k) for layer in scales.layers if layer.k and is_usable(layer.k)]
+    is_latent = caches_latents(directory.text_config)
+    if not values or is_latent or baked_for(directory.path) != "fp8":
+        return []
+    mean = math.exp(math.fsum(map(math.log, values)) / len(values))
+    if 1 / _BAKED <= mean <= _BAKED:
+        return []
+    return [
+        f"its weights are baked for fp8, which puts K scales near 1, and these are {mean:.3g} on "
+        "average, as of the model before; take them away, or calibrate the baked model"
+    ]
 
 
 def these(indices: list[int]) -> str:

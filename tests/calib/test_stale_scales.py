@@ -198,3 +198,21 @@ def test_weights_that_the_index_does_not_list_are_not_measured(file, offload, pl
     assert calibrate(model, "-o", tmp_path / "out", "--offload", offload).exit_code == 0
     own, wanted = load_file(tmp_path / "out" / SCALES), load_file(places["GOOD"] / SCALES)
     assert own == wanted
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["of the baked", "of the model before"])
+def test_scales_of_the_model_before_it_was_baked(own, places, tmp_path):
+    baked, made = tmp_path / "baked", tmp_path / "made"
+    assert run(OF_STATISTICS["bake"], places, places["GOOD"], baked).exit_code == 0
+    assert calibrate(baked, "-o", made).exit_code == 0
+    if not own:
+        before = {name: x / 16 for name, x in load_file(places["GOOD"] / SCALES).items()}
+        save_file(before, made / SCALES)
+    verified = fp8kv("verify", made, "--engine", "vllm")
+    converted = run(OF_FILES["convert"], places, made, tmp_path / "out")
+    if own:
+        assert (verified.exit_code, converted.exit_code) == (0, 0), converted.stderr
+    else:
+        assert verified.exit_code == 1
+        assert "its weights are baked for fp8" in " ".join(verified.stdout.split())
+        one_line_error(converted, "baked for fp8, which puts K scales near 1, and these are 0.0")
