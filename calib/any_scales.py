@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 
 from calib.choices import FP8Name
 from calib.errors import InputError
+from calib.marks.saved import check_measured_on
 from calib.model.checkpoint import fingerprint
 from calib.scalefiles.baked import baked_for
 from calib.scalefiles.calibrations import read_report
@@ -22,6 +23,7 @@ from calib.scalefiles.identity import check_same_model, identity
 from calib.scalefiles.reading import FoundLayer, FoundScales, is_usable, read_scales
 from calib.scales.derive import check_fits, load_scales
 from calib.scales.scales import KVScales, LayerScales
+from calib.scales.stats_file import load_stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -57,6 +59,18 @@ def open_any_scales(directory: Path, checkpoint: Checkpoint | None = None) -> Op
     found = read_scales(directory)
     fp8_type(found.directory)  # what is not known is refused before a model is loaded
     return partial(_of_files, found, measured)
+
+
+def weight_warnings(directories: Iterable[Path], checkpoint: Checkpoint) -> list[str]:
+    """Say which calibrations in `directories` are of other weights than those of `checkpoint`."""
+    warnings = []
+    for directory in directories:
+        if (directory / CALIBRATION_FILE).exists():
+            try:
+                check_measured_on(directory, load_stats(directory).layers, checkpoint)
+            except InputError as error:
+                warnings.append(str(error))
+    return warnings
 
 
 def _check_baked(directory: Path, checkpoint: Checkpoint | None) -> None:

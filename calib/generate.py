@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from calib.any_scales import Opened, open_any_scales
+from calib.any_scales import Opened, open_any_scales, weight_warnings
 from calib.caches.applied import beside_queries, rounded_attention
 from calib.caches.rounding import rounding
 from calib.caches.types import CacheType, Shape, cache_type
@@ -138,7 +138,8 @@ def generate_text(
     model = load_model(checkpoint, config, recipe)
     check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
     inputs = inputs.to(input_device(model))
-    notes = tuple(quantization_notes(checkpoint))
+    directories = [Path(scales).expanduser()] if scales and scales != UNIT_SCALES else []
+    notes = (*quantization_notes(checkpoint), *weight_warnings(directories, checkpoint))
     heads = layer_shapes(model) if kind else []
     if kind:
         kind.bytes_per_token(heads)  # a head size that is refused, before a wait

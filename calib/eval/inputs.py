@@ -20,7 +20,6 @@ from calib.eval.held_out import Readers, hold_out
 from calib.eval.material import Material, make_material
 from calib.eval.schema import SCHEMA, Conditions, Data, Suite
 from calib.eval.variants import BUILT_IN, Setup
-from calib.marks.saved import check_measured_on
 from calib.measure.loop import calibrate
 from calib.model.checkpoint import Checkpoint
 from calib.model.devices import check_token_ids
@@ -28,9 +27,7 @@ from calib.model.load import fit_seq_len, load_model, load_tokenizer
 from calib.output.card import versions
 from calib.progress import Progress
 from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe
-from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scales.stats import KVStats
-from calib.scales.stats_file import load_stats
 
 SUITES = {
     "quick": Suite(12, 8, 256, 4, 24, (256,), (0.0, 0.5, 1.0), 2),
@@ -95,18 +92,6 @@ def open_given(directories: Sequence[Path], checkpoint: Checkpoint) -> dict[str,
         raise InputError(f"--scales '{twice}' is given twice; give every directory once")
     opened = [open_any_scales(directory, checkpoint) for directory in directories]
     return dict(zip(given_names(directories), opened, strict=True))
-
-
-def doubts_of_given(directories: Sequence[Path], checkpoint: Checkpoint) -> list[str]:
-    """Say which calibrations in `directories` are of other weights than those of `checkpoint`."""
-    doubts = []
-    for directory in directories:
-        if (directory / CALIBRATION_FILE).exists():
-            try:
-                check_measured_on(directory, load_stats(directory).layers, checkpoint)
-            except InputError as error:
-                doubts.append(str(error))
-    return doubts
 
 
 def load_setup(

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from calib.any_scales import weight_warnings
 from calib.atomic import claimed
 from calib.caches.types import Shape
 from calib.choices import CONTROLS, VARIANTS
@@ -116,7 +117,7 @@ def evaluate(
     recipe = inputs.evaluation_recipe(recipe, suite)
     tasks = find_tasks(wanted.tasks, wanted.task_limit)
     opened = inputs.open_given(scales, checkpoint)
-    notes += inputs.doubts_of_given(scales, checkpoint)
+    notes += weight_warnings(scales, checkpoint)
     setup = inputs.load_setup(checkpoint, config, recipe, progress)
     model = setup.model
     given = [Variant(n, "given with --scales", "given", of(model)) for n, of in opened.items()]

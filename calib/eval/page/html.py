@@ -183,6 +183,7 @@ def write_report(report: Report, directory: Path) -> None:
     check_report_directory(directory)
     files = {directory / name: form(report) for name, form in _FORMS.items()}
     scratch = {file: file.with_name(f".{file.name}") for file in files}
+    is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
@@ -200,7 +201,8 @@ def write_report(report: Report, directory: Path) -> None:
         with suppress(OSError):
             for each in scratch.values():
                 each.unlink(missing_ok=True)
-            directory.rmdir()  # where nothing was written
+            if is_new:
+                directory.rmdir()  # where nothing was written
     WRITTEN.append(directory)
 
 

@@ -57,6 +57,15 @@ def test_eval_says_whose_scales_are_of_other_weights(model, outputs):
     assert [f"the scales of '{other}'" in each for each in told] == [True]
 
 
+def test_generate_says_whose_scales_are_of_other_weights(model, outputs):
+    own, other = outputs
+    for scales, warned in ((own, False), (other, True)):
+        flags = ("--max-new-tokens", "2", "--backend", "torch", "--json")
+        done = fp8kv("generate", model, "w5", *flags, "--scales", scales)
+        assert done.exit_code == 0, done.stderr
+        assert (f"the scales of '{other}' do not fit" in done.stdout) is warned
+
+
 def test_verify_compares_with_no_absmax_of_another_rope(outputs, tmp_path):
     """Somebody turned YaRN on in config.json, which makes K larger."""
     own, _ = outputs
