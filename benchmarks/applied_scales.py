@@ -18,9 +18,9 @@ import torch
 from machine import machine, write_result
 from workload import DATASET, MODEL, load_documents, make_recipe
 
-from calib.model.find import find_checkpoint
-from calib.scalefiles.json import read_object
-from calib.scalefiles.reading import read_scales
+from calib.files.stored_scales import read_scales
+from calib.files.strict_json import read_object
+from calib.models.find import find_checkpoint
 from calib.scales.stats_file import load_stats
 
 HERE = Path(__file__).parent

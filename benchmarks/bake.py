@@ -23,7 +23,7 @@ from calib.eval.inputs import SUITES
 from calib.eval.statistics import Values, compare, estimate, ratio
 from calib.eval.variants import fp8_rounding
 from calib.generate import unit_scales
-from calib.model.find import builtin_model
+from calib.models.find import builtin_model
 from calib.recipe import load_recipe
 from calib.scales.derive import load_scales
 from fp8kv_runtime.hf import swap_attention
@@ -54,9 +54,7 @@ def main() -> None:
         "int8 baked / int8": ratio(*_sums(kl, "int8 baked", "int8")),
         "int8 any factor / int8": ratio(*_sums(kl, "int8 any factor", "int8")),
         "int8 baked / int8, on other documents": ratio(*_others(kl, "int8 baked", "int8")),
-        "int8 any factor / int8, on other documents": ratio(
-            *_others(kl, "int8 any factor", "int8")
-        ),
+        "int8 any factor / int8, on other documents": ratio(*_others(kl, "int8 any factor", "int8")),
         "twin baked / calibrated": ratio(*_sums(kl, "twin baked, 1.0", "twin calibrated")),
     }
     found = {
@@ -87,9 +85,7 @@ def _calibrate(model: object, output: Path) -> None:
     _run("calibrate", model, "--dataset", DATASET, *samples, *flags, "-o", output, "--overwrite")
 
 
-def _bake(
-    scales: str, model: object, output: str, purpose: str, scratch: Path, *flags: str
-) -> None:
+def _bake(scales: str, model: object, output: str, purpose: str, scratch: Path, *flags: str) -> None:
     given = ("--scales", scratch / scales, "--for", purpose, "-o", scratch / output)
     _run("bake", model, *given, *flags, "--overwrite")
 

@@ -74,10 +74,7 @@ def _evaluate(model: str) -> Evaluation:
 
 def _figures(evaluation: Evaluation, report: Report) -> dict[str, Any]:
     rows = report.variants
-    kl = {
-        name: row.kl.model_dump() | {"bytes_per_token": row.bytes_per_token}
-        for name, row in rows.items()
-    }
+    kl = {name: row.kl.model_dump() | {"bytes_per_token": row.bytes_per_token} for name, row in rows.items()}
     best = min(STATIC, key=lambda name: rows[name].kl.value)
     measured, int8 = evaluation.measured, "int8_per_token_head"
     pairs = [(int8, best), (f"{int8}, baked", best), (f"{int8}, baked", int8)]

@@ -21,10 +21,10 @@ from rich.table import Table
 from transformers import PreTrainedModel
 from workload import DATASET, DTYPE, MODEL, Workload, load_workload, make_recipe
 
+from calib.capture import accumulate
+from calib.capture.attention import map_attention
+from calib.capture.loop import calibrate
 from calib.data import Batch
-from calib.measure import accumulate
-from calib.measure.attention import map_attention
-from calib.measure.loop import calibrate
 from calib.scales.derive import derive_scales
 
 BARE = "bare forward"
@@ -182,9 +182,7 @@ def _compare_full_passes(full: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return full
 
 
-def _verdict(
-    key: str, target: float | None, value: float | None, *, at_least: bool
-) -> dict[str, Any]:
+def _verdict(key: str, target: float | None, value: float | None, *, at_least: bool) -> dict[str, Any]:
     if target is None or value is None:
         return {}
     return {key: target, f"{key}_met": value >= target if at_least else value <= target}

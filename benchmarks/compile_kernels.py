@@ -82,27 +82,19 @@ def main() -> None:
         os.environ["TRITON_CACHE_DIR"] = cache
         results = _compile(tasks)
     for target in arguments.target:
-        _print_table(
-            target, [row for row in zip(tasks, results, strict=True) if row[0].target == target]
-        )
+        _print_table(target, [row for row in zip(tasks, results, strict=True) if row[0].target == target])
     bad = [
-        f"{task.launch.kernel} {task.variant} {task.target}: {finding.found}; "
-        f"allowed: {finding.allowed}"
+        f"{task.launch.kernel} {task.variant} {task.target}: {finding.found}; allowed: {finding.allowed}"
         for task, result in zip(tasks, results, strict=True)
         for finding in result.findings
     ]
     if arguments.accept:
         compiled_before.write(
-            {
-                _name(task): asdict(r.bound)
-                for task, r in zip(tasks, results, strict=True)
-                if r.bound
-            }
+            {_name(task): asdict(r.bound) for task, r in zip(tasks, results, strict=True) if r.bound}
         )
     seconds = time.monotonic() - started
     print(
-        f"\n{len(tasks)} kernels for {len(arguments.target)} targets in {seconds:.0f} s, "
-        f"{len(bad)} findings"
+        f"\n{len(tasks)} kernels for {len(arguments.target)} targets in {seconds:.0f} s, {len(bad)} findings"
     )
     print(*bad, sep="\n", file=sys.stderr, end="\n" if bad else "")
     sys.exit(bool(bad))

@@ -15,11 +15,11 @@ from machine import machine, scratch_and_output, write_result
 from numpy.typing import NDArray
 from torch import Tensor
 
+from calib.capture.attention import observe_qkv
 from calib.data import load_data, make_batches
 from calib.eval.exceedance import poisson_interval
-from calib.measure.attention import observe_qkv
-from calib.model.find import find_checkpoint
-from calib.model.load import load_config, load_model, load_tokenizer
+from calib.models.find import find_checkpoint
+from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import DataRecipe, Recipe
 from calib.scales.tail import headroom_for
 

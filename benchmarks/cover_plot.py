@@ -16,11 +16,7 @@ DATASET, STRATEGY = "builtin:python-docs", "tensor"
 def main() -> None:
     """Read the results, write a picture for light pages and one for dark."""
     result = json.loads((ROOT / "benchmarks/results/cover.json").read_text())
-    rows = [
-        row
-        for row in result["headroom"]
-        if (row["dataset"], row["strategy"]) == (DATASET, STRATEGY)
-    ]
+    rows = [row for row in result["headroom"] if (row["dataset"], row["strategy"]) == (DATASET, STRATEGY)]
     picture = draw((7.2, 3.2), lambda figure: _paint(figure, rows, result["tokens"][DATASET]))
     for scheme, data in picture._asdict().items():
         svg = base64.b64decode(data.partition(",")[2])

@@ -16,8 +16,8 @@ from calib.eval.reader import read
 from calib.eval.statistics import estimate
 from calib.eval.variants import Setup, Variant
 from calib.job import run
-from calib.model.find import find_checkpoint
-from calib.model.load import load_config, load_model, load_tokenizer
+from calib.models.find import find_checkpoint
+from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import Recipe, load_recipe
 from calib.scales.derive import derive_scales, load_scales
 from calib.scales.stats_file import load_stats
@@ -88,10 +88,7 @@ def divergences(scratch: Path) -> dict[str, Any]:
     """KL of each kind of scales, and by how much it is higher than the whole run's."""
     seen = SAMPLES - HELD_OUT
     whole = load_stats(calibrated(scratch / "most", seen, {}))
-    kinds = {
-        name: derive_scales(whole, load_recipe(None, GIVEN | asked))
-        for name, asked in DERIVED.items()
-    }
+    kinds = {name: derive_scales(whole, load_recipe(None, GIVEN | asked)) for name, asked in DERIVED.items()}
     kinds["until"] = load_scales(calibrated(scratch / "most-until", seen, UNTIL))
     kinds["16 samples"] = load_scales(calibrated(scratch / "few", 16, {}))
     recipe = load_recipe(None, {**GIVEN, "data.samples": SAMPLES})
@@ -106,9 +103,7 @@ def divergences(scratch: Path) -> dict[str, Any]:
     return {
         name: {
             "kl": estimate(each).model_dump(),
-            "more_than_whole": estimate(
-                [a - b for a, b in zip(each, plain, strict=True)]
-            ).model_dump(),
+            "more_than_whole": estimate([a - b for a, b in zip(each, plain, strict=True)]).model_dump(),
         }
         for name, each in found.items()
     }

@@ -76,9 +76,7 @@ def figures(measured: dict[str, Evaluation]) -> dict[str, Any]:
     pairs = [(row, (row[0], "exact")) for row in rows if row[1] != "exact"]
     pairs += [(("qkv", mode), ("attn_head", mode)) for mode in ("exact", "fa3") if mode in measured]
     ratios = {
-        f"{', '.join(one)} / {', '.join(other)}": ratio(
-            sums(rows[one]), sums(rows[other])
-        ).model_dump()
+        f"{', '.join(one)} / {', '.join(other)}": ratio(sums(rows[one]), sums(rows[other])).model_dump()
         for one, other in pairs
         if {one, other} <= rows.keys()
     }

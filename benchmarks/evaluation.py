@@ -28,7 +28,7 @@ from calib.eval.inputs import (
     evaluation_recipe,
 )
 from calib.eval.variants import Setup, Variant, build_variants
-from calib.model.find import builtin_model
+from calib.models.find import builtin_model
 from calib.recipe import load_recipe
 from calib.scales.scales import LayerScales
 from calib.scales.stats import KVStats
@@ -135,9 +135,7 @@ def prepared(name: str) -> tuple[PreTrainedModel, list[Variant], list[Tensor], K
 
 
 @torch.inference_mode()
-def _plainly(
-    model: PreTrainedModel, variant: Variant, documents: list[Tensor]
-) -> tuple[float, int]:
+def _plainly(model: PreTrainedModel, variant: Variant, documents: list[Tensor]) -> tuple[float, int]:
     kl, agreed = [], 0
     for token_ids in documents:
         p = model(token_ids[None], use_cache=False).logits[0].double().log_softmax(-1)

@@ -18,7 +18,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 from workload import DATASET, DTYPE, MODEL, Workload, load_workload
 
-from calib.measure.attention import map_attention
+from calib.capture.attention import map_attention
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.hf import fp8_attention, paged_cache
 
@@ -58,9 +58,7 @@ def _scales(model: PreTrainedModel) -> KVScales:
     return KVScales("attn_head", "e4m3fn", layers)
 
 
-def _measure(
-    work: Workload, scales: KVScales, tokens: int, args: argparse.Namespace
-) -> dict[str, Any]:
+def _measure(work: Workload, scales: KVScales, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     prompt = work.batches[0].input_ids[:1, :tokens]
     seconds: dict[str, list[float]] = {"16-bit": [], "fp8": []}
     cache_bytes = 0
@@ -79,9 +77,7 @@ def _measure(
     ratios = [a / b for a, b in zip(seconds["16-bit"], seconds["fp8"], strict=True)]
     return {
         "prompt_tokens": tokens,
-        "tokens_per_second": {
-            n: args.new_tokens / statistics.median(s) for n, s in seconds.items()
-        },
+        "tokens_per_second": {n: args.new_tokens / statistics.median(s) for n, s in seconds.items()},
         "ratio_min": min(ratios),
         "ratio": statistics.median(ratios),
         "ratio_max": max(ratios),

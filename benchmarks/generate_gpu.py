@@ -143,9 +143,7 @@ def _logits_error(model: PreTrainedModel, scales: Scales) -> float:
     return float((error / logits["torch"].flatten(1).norm(dim=1)).max())
 
 
-def _measure(
-    model: PreTrainedModel, scales: Scales, tokens: int, args: argparse.Namespace
-) -> dict[str, Any]:
+def _measure(model: PreTrainedModel, scales: Scales, tokens: int, args: argparse.Namespace) -> dict[str, Any]:
     """Seconds to the first token and to the last, each way in turn."""
     prompt = torch.randint(0, model.config.vocab_size, (1, tokens), device=model.device)
     names = ("16-bit", "fp8")

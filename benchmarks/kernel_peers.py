@@ -29,8 +29,7 @@ def dense_peers(case: Case, inputs: Inputs) -> dict[str, Prepare]:
         return {}
     key, value = contiguous(case, inputs)
     found: dict[str, Prepare] = {
-        name: partial(sdpa, case, inputs, key, value, backend)
-        for name, backend in _BACKENDS.items()
+        name: partial(sdpa, case, inputs, key, value, backend) for name, backend in _BACKENDS.items()
     }
     if case.quick and inputs.query.is_cuda:  # it is compiled anew for every shape
         found["FlexAttention"] = partial(flex, case, inputs, key, value, torch.compile)
@@ -86,9 +85,7 @@ def _by_head(case: Case, inputs: Inputs) -> Tensor:
     return inputs.query.unflatten(0, (-1, case.new)).transpose(1, 2).contiguous()
 
 
-def _flash_attn(
-    library: ModuleType, case: Case, inputs: Inputs, key: Tensor, value: Tensor
-) -> Attention:
+def _flash_attn(library: ModuleType, case: Case, inputs: Inputs, key: Tensor, value: Tensor) -> Attention:
     query = inputs.query.unflatten(0, (-1, case.new))
     # [S, N, K, D]
     key, value = (x.transpose(1, 2).contiguous() for x in (key, value))

@@ -102,9 +102,7 @@ def device() -> torch.device:
 
 def passes(cases: tuple[Case, ...], launchers: Launchers) -> bool:
     """Check all cases, on a cache of float16 as well, and print a line for each."""
-    forms = [
-        form for case in cases for form in ([case] if case.q_fp8 else [case, in_float16(case)])
-    ]
+    forms = [form for case in cases for form in ([case] if case.q_fp8 else [case, in_float16(case)])]
     passed = [gate.checked(case, launchers, device(), print) for case in forms]
     return all(passed)
 
@@ -137,9 +135,7 @@ def measure(
         print(f"no picture ({missing}): benchmarks/kernel_roofline.py draws it elsewhere")
 
 
-def measure_case(
-    case: Case, launchers: Launchers, timer: GpuTimer, facts: dict[str, Any]
-) -> dict[str, Any]:
+def measure_case(case: Case, launchers: Launchers, timer: GpuTimer, facts: dict[str, Any]) -> dict[str, Any]:
     """One row: ours on FP8 and on float16, and others' attention, all in turn."""
     inputs = build(case, device())
     # theirs is the query as it is, never rounded

@@ -19,12 +19,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3Config
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
 
-from calib.atomic import atomic_directory, save_tensors
 from calib.errors import InputError
-from calib.model.checkpoint import Checkpoint
-from calib.model.find import find_checkpoint
+from calib.files.atomic import atomic_directory, save_tensors
+from calib.files.file_names import SINGLE_FILE
+from calib.files.model_directory import Checkpoint
+from calib.models.find import find_checkpoint
 from calib.output.checkpoint_directory import copy_small_files
-from calib.scalefiles.file_names import SINGLE_FILE
 
 MODEL = "builtin:smollm2"
 LENGTHS = (64, 512, 2000)
@@ -211,8 +211,7 @@ def compare(source: Path, latent: Path) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(source)
     tokens = tokenizer(text, return_tensors="pt").input_ids[:, : max(LENGTHS)]
     models = [
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        for path in (source, latent)
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval() for path in (source, latent)
     ]
     found = {}
     for length in LENGTHS:

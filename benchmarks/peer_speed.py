@@ -16,8 +16,8 @@ from rich.console import Console
 from rich.table import Table
 from workload import DATASET, DTYPE, MODEL, load_documents, make_recipe
 
-from calib.model.find import find_checkpoint
-from calib.scalefiles.json import read_object
+from calib.files.strict_json import read_object
+from calib.models.find import find_checkpoint
 
 HERE = Path(__file__).parent
 OURS = "fp8kv"
@@ -84,9 +84,7 @@ def _run_all(args: argparse.Namespace, documents: Path) -> list[Run]:
     return runs
 
 
-def _run(
-    args: argparse.Namespace, documents: Path, python: Path, script: str, *options: str
-) -> Run:
+def _run(args: argparse.Namespace, documents: Path, python: Path, script: str, *options: str) -> Run:
     output, log = args.scratch / "run.json", args.scratch / "run.log"
     output.unlink(missing_ok=True)
     command = [python.absolute(), HERE / script, "--output", output, "--documents", documents]
@@ -94,9 +92,7 @@ def _run(
     command += ["--threads", args.threads, *options]
     print(script, *options, file=sys.stderr, flush=True)
     with log.open("w") as file:
-        subprocess.run(
-            [str(part) for part in command], stdout=file, stderr=subprocess.STDOUT, check=True
-        )
+        subprocess.run([str(part) for part in command], stdout=file, stderr=subprocess.STDOUT, check=True)
     run = read_object(output)
     return run | {"tokens_per_second": run["tokens"] / run["seconds"]["calibrate"]}
 
@@ -149,9 +145,7 @@ def _print(result: dict[str, Any]) -> None:
     console = Console(width=100)
     facts = result["machine"]
     console.print(f"{facts['cpu']}, {facts['threads']} threads, load {facts['load_average']:.1f}")
-    table = Table(
-        "tool", "pipeline", "batch", "tokens", "load s", "calibrate s", "write s", "tok/s"
-    )
+    table = Table("tool", "pipeline", "batch", "tokens", "load s", "calibrate s", "write s", "tok/s")
     for run in result["runs"]:
         seconds = (f"{run['seconds'][phase]:.1f}" for phase in ("load", "calibrate", "write"))
         size, tokens = str(run["batch_size"]), str(run["tokens"])
@@ -170,9 +164,7 @@ def _print_comparison(console: Console, name: str, row: dict[str, Any]) -> None:
     )
     for size, scale in row["k_scale_over_ours"].items():
         spread = f"min {scale['min']:.3f}, mean {scale['mean']:.3f}, max {scale['max']:.3f}"
-        console.print(
-            f"    batch {size}: {row['ratios'][size]:.2f}x; its k_scale over ours: {spread}"
-        )
+        console.print(f"    batch {size}: {row['ratios'][size]:.2f}x; its k_scale over ours: {spread}")
 
 
 if __name__ == "__main__":

@@ -9,14 +9,14 @@ import torch
 from machine import laps, machine, write_result
 from workload import make_recipe
 
+from calib.capture.attention import map_attention
+from calib.capture.loop import calibrate
 from calib.data import make_batches, resolve_batch_size
 from calib.export import export
-from calib.measure.attention import map_attention
-from calib.measure.loop import calibrate
-from calib.model.checkpoint import Checkpoint, open_checkpoint
-from calib.model.load import load_config, load_model
+from calib.files.model_directory import Checkpoint, open_checkpoint
+from calib.files.strict_json import read_object
+from calib.models.load import load_config, load_model
 from calib.output.checkpoint_directory import write_checkpoint
-from calib.scalefiles.json import read_object
 from calib.scales.derive import derive_scales
 from calib.scales.scales import KVScales
 

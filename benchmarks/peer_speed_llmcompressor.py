@@ -26,9 +26,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     samples = json.loads(args.documents.read_text())["samples"]
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    scheme = QuantizationArgs(
-        num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True
-    )
+    scheme = QuantizationArgs(num_bits=8, type="float", strategy="tensor", dynamic=False, symmetric=True)
     clock = [time.perf_counter()]
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     clock.append(time.perf_counter())

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from machine import peak_bytes
 from safetensors.torch import load_file
 
+from calib.capture.distributed import World
 from calib.commands.overrides import assignments
+from calib.files.file_names import STATS_FILE
 from calib.job import run
-from calib.measure.distributed import World
 from calib.recipe import load_recipe
-from calib.scalefiles.file_names import STATS_FILE
 from calib.scales.stats import KVStats
 
 LAUNCHER = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")

@@ -17,8 +17,8 @@ from scale_child import calibrate_in_child
 from torch import Tensor
 from transformers import LlamaConfig
 
-from calib.model.find import builtin_model
-from calib.text import parse_size
+from calib.files.text import parse_size
+from calib.models.find import builtin_model
 
 TOKENIZER = "builtin:smollm2"
 MAX_MEMORY = "2GiB"

@@ -27,8 +27,7 @@ REDUCTION_TARGET = 0.01  # of the time of calibration
 def measure_throughput(scratch: Path) -> dict[str, Any]:
     """Measure every series, each point in a process of its own."""
     series = {
-        name: [_point(scratch, BASE | changes) for changes in points]
-        for name, points in SERIES.items()
+        name: [_point(scratch, BASE | changes) for changes in points] for name, points in SERIES.items()
     }
     return {"model": MODEL, "base": BASE, "series": series, "comparison": judge(series)}
 

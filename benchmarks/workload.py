@@ -7,9 +7,9 @@ from transformers import PreTrainedModel
 
 from calib.choices import ObserverName
 from calib.data import Batch, CalibrationData, load_data, make_batches, resolve_batch_size
-from calib.model.checkpoint import Checkpoint
-from calib.model.find import find_checkpoint
-from calib.model.load import load_config, load_model, load_tokenizer
+from calib.files.model_directory import Checkpoint
+from calib.models.find import find_checkpoint
+from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import DataRecipe, ObserverRecipe, Recipe
 
 MODEL = "builtin:smollm2"

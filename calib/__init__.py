@@ -19,14 +19,14 @@ _HOMES = {
     "Recipe": "calib.recipe",
     "UnsupportedExportError": "calib.errors",
     "UnsupportedModelError": "calib.errors",
-    "calibrate": "calib.measure.loop",
+    "calibrate": "calib.capture.loop",
     "derive_scales": "calib.scales.derive",
     "load_recipe": "calib.recipe",
     "load_scales": "calib.scales.derive",
     "load_stats": "calib.scales.stats_file",
     "run": "calib.job",
     "save_stats": "calib.scales.stats_file",
-    "scales_for": "calib.measure.training",
+    "scales_for": "calib.capture.training",
 }
 
 __all__ = sorted(_HOMES)

@@ -1,12 +1,12 @@
 # for type checkers, which cannot see names that resolve on first use
+from calib.capture.loop import calibrate as calibrate
+from calib.capture.training import scales_for as scales_for
 from calib.errors import CalibrationError as CalibrationError
 from calib.errors import Fp8kvError as Fp8kvError
 from calib.errors import InputError as InputError
 from calib.errors import UnsupportedExportError as UnsupportedExportError
 from calib.errors import UnsupportedModelError as UnsupportedModelError
 from calib.job import run as run
-from calib.measure.loop import calibrate as calibrate
-from calib.measure.training import scales_for as scales_for
 from calib.recipe import Recipe as Recipe
 from calib.recipe import load_recipe as load_recipe
 from calib.scales.derive import derive_scales as derive_scales

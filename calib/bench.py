@@ -83,9 +83,7 @@ def run_bench(
             raise InputError(str(error)) from None
 
 
-def _run(
-    bench: "Bench", heads: Heads, progress: Progress, *, tune: bool, say: Say, say_case: Say
-) -> Result:
+def _run(bench: "Bench", heads: Heads, progress: Progress, *, tune: bool, say: Say, say_case: Say) -> Result:
     tuned = None
     if tune:
         progress.stage("tune")

@@ -10,18 +10,18 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from calib.any_scales import Opened, open_any_scales, weight_warnings
 from calib.caches.applied import beside_queries, rounded_attention
 from calib.caches.rounding import rounding
 from calib.caches.types import CacheType, Shape, cache_type
+from calib.capture.any_scales import Opened, open_any_scales, weight_warnings
+from calib.capture.attention import layer_shapes, map_attention
+from calib.capture.continuing import check_fp8_cache
 from calib.errors import InputError
-from calib.measure.attention import layer_shapes, map_attention
-from calib.measure.continuing import check_fp8_cache
-from calib.model.checkpoint import Checkpoint
-from calib.model.devices import check_token_ids, input_device
-from calib.model.find import find_checkpoint
-from calib.model.load import check_positions, load_config, load_model, load_tokenizer, served_dtype
-from calib.model.quantized import quantization_notes
+from calib.files.model_directory import Checkpoint
+from calib.models.devices import check_token_ids, input_device
+from calib.models.find import find_checkpoint
+from calib.models.load import check_positions, load_config, load_model, load_tokenizer, served_dtype
+from calib.models.quantized.detect import quantization_notes
 from calib.progress import NOBODY, Progress
 from calib.recipe import load_recipe
 from calib.scales.scales import KVScales
@@ -164,9 +164,7 @@ def _held(cache: Cache, made: Made, notes: tuple[str, ...]) -> Generated:
     return Generated(*made, *sizes, notes, bytes_per_token_in_blocks=blocks.bytes_per_token)
 
 
-def _simulated(
-    kind: CacheType, made: Made, notes: tuple[str, ...], shapes: list[Shape]
-) -> Generated:
+def _simulated(kind: CacheType, made: Made, notes: tuple[str, ...], shapes: list[Shape]) -> Generated:
     """What a cache of this type would take."""
     size, values = kind.bytes_per_token(shapes), sum(shape.values for shape in shapes)
     return Generated(*made, None, size, size * made[2], notes, kind.name, kind.simulated, values)

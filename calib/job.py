@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 
 from calib.arguments import as_path, check_arguments
-from calib.atomic import claimed
+from calib.capture.distributed import World, joined_world
+from calib.capture.resume import SavedProgress, progress_file, remove_progress
+from calib.capture.share import Share, calibrate_share
+from calib.capture.until import read_until
 from calib.data import Batch, CalibrationData, make_batches
 from calib.errors import InputError
-from calib.measure.distributed import World, joined_world
-from calib.measure.resume import SavedProgress, progress_file, remove_progress
-from calib.measure.share import Share, calibrate_share
-from calib.measure.until import read_until
-from calib.model.checkpoint import Checkpoint, fingerprint
-from calib.offload.layerwise import measure_layers
+from calib.files.atomic import claimed
+from calib.files.model_directory import Checkpoint, fingerprint
+from calib.layerwise.layerwise import measure_layers
 from calib.output.card import dataset_facts
 from calib.output.finish import Destination, Result, default_output, finish
 from calib.output.in_place import check_in_place, check_places
@@ -98,9 +98,7 @@ class _Run:
     def measure(self, checkpoint: Checkpoint, prepared: Prepared) -> Measured:
         recipe, data, world = prepared.recipe, prepared.data, self.world
         given, size = recipe.data, int(recipe.data.batch_size)
-        batches = make_batches(
-            data.samples, size, pad_id=0, seed=given.seed, skip_first=given.skip_first
-        )
+        batches = make_batches(data.samples, size, pad_id=0, seed=given.seed, skip_first=given.skip_first)
         mine = world.share(batches)
         self.progress.stage("calibrate", sum(batch.num_tokens for batch in mine), "tokens")
         if given.until is None:
@@ -129,16 +127,12 @@ class _Run:
         output = self.destination.path
         return measure_layers(prepared.layers, mine, prepared.recipe, output, self.progress)
 
-    def _how(
-        self, checkpoint: Checkpoint, prepared: Prepared, mine: Sequence[Batch]
-    ) -> tuple[Any, ...]:
+    def _how(self, checkpoint: Checkpoint, prepared: Prepared, mine: Sequence[Batch]) -> tuple[Any, ...]:
         saved, advance = self._saved(checkpoint, prepared), self.progress.advance
         model, attention = prepared.model, prepared.attention
         return model, mine, prepared.recipe, attention, saved, self.resume, advance
 
-    def write(
-        self, checkpoint: Checkpoint, prepared: Prepared, measured: Measured
-    ) -> Result | None:
+    def write(self, checkpoint: Checkpoint, prepared: Prepared, measured: Measured) -> Result | None:
         self.progress.stage("write")
         result = None
         if self.world.is_first:

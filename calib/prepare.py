@@ -6,25 +6,25 @@ from itertools import chain
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from calib.capture.attention import AttentionMap, map_attention
+from calib.capture.continuing import reason_against_fp8
+from calib.capture.queries import check_queries, engine_class
 from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.errors import InputError
 from calib.export import check_latent, check_recipe
-from calib.measure.attention import AttentionMap, map_attention
-from calib.measure.continuing import reason_against_fp8
-from calib.measure.queries import check_queries, engine_class
-from calib.model.checkpoint import Checkpoint
-from calib.model.config import making_sense
-from calib.model.devices import check_token_ids, input_device
-from calib.model.find import find_checkpoint
-from calib.model.load import caches_latents, fit_seq_len, load_config, load_model, load_tokenizer
-from calib.model.quantized import quantization_notes
-from calib.offload.layerwise import LayerwiseModel, open_layers
-from calib.offload.memory import resolve_offload
-from calib.offload.skeleton import load_skeleton
+from calib.files.baked import baked_for
+from calib.files.model_directory import Checkpoint
+from calib.layerwise.layerwise import LayerwiseModel, open_layers
+from calib.layerwise.memory import resolve_offload
+from calib.layerwise.skeleton import load_skeleton
+from calib.models.config import making_sense
+from calib.models.devices import check_token_ids, input_device
+from calib.models.find import find_checkpoint
+from calib.models.load import caches_latents, fit_seq_len, load_config, load_model, load_tokenizer
+from calib.models.quantized.detect import quantization_notes
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, make_exports
 from calib.recipe import Recipe
-from calib.scalefiles.baked import baked_for
 from calib.scales.one_scale import check_one_scale
 from calib.scales.tail import check_enough
 
@@ -100,9 +100,7 @@ def _check_scales(config: PreTrainedConfig, recipe: Recipe) -> None:
     if caches_latents(config):
         for name in recipe.export.formats:
             check_latent(name)
-        check_one_scale(
-            strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys
-        )
+        check_one_scale(strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys)
     elif recipe.targets == "qkv":
         check_queries(engine_class(config, config.model_type), "--targets qkv")
 

@@ -18,8 +18,8 @@ from pydantic import (
 from calib import choices
 from calib.arguments import as_path, check_arguments
 from calib.errors import InputError, did_you_mean
+from calib.files.text import parse_condition, parse_size
 from calib.strict_yaml import StrictModel, explain, read_yaml
-from calib.text import parse_condition, parse_size
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
 
@@ -65,9 +65,7 @@ class Settings(StrictModel):
             "calib.Recipe(...), or make another with recipe.model_copy(update={...})"
         )
 
-    def model_copy(
-        self: Some, *, update: Mapping[str, Any] | None = None, deep: bool = False
-    ) -> Some:
+    def model_copy(self: Some, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Some:
         """Return the same with the values of `update`, which are checked as all others are."""
         same = super().model_copy(deep=deep)
         values = {name: getattr(same, name) for name in self.model_fields_set}
@@ -87,20 +85,12 @@ class DataRecipe(Settings):
     dataset: Source = ULTRACHAT
     config: str | None = Field(default=None, description="Hub dataset configuration")
     split: str | None = Field(default=None, description="Hub dataset split; found when not given")
-    column: str | None = Field(
-        default=None, description="text or chat column; found when not given"
-    )
+    column: str | None = Field(default=None, description="text or chat column; found when not given")
     samples: int = Field(default=512, ge=1)
-    seq_len: int = Field(
-        default=2048, ge=2, description="tokens of a sample; a long document is several"
-    )
-    batch_size: PositiveInt | Literal["auto"] = Field(
-        default="auto", description="samples in a pass"
-    )
+    seq_len: int = Field(default=2048, ge=2, description="tokens of a sample; a long document is several")
+    batch_size: PositiveInt | Literal["auto"] = Field(default="auto", description="samples in a pass")
     seed: int = Field(default=42, ge=0, lt=2**63, description="also of the order of batches")
-    skip_first: int = Field(
-        default=0, ge=0, description="tokens of each sample left out of statistics"
-    )
+    skip_first: int = Field(default=0, ge=0, description="tokens of each sample left out of statistics")
     allow_few_tokens: bool = Field(
         default=False, description="calibrate on fewer than 64 tokens, or than 16 different ones"
     )
@@ -126,21 +116,11 @@ class EvaluationRecipe(Settings):
 
     suite: choices.SuiteName = "quick"
     dataset: Source | None = Field(default=None, description="default: the calibration's")
-    samples: int | None = Field(
-        default=None, ge=2, description="held-out documents; default: the suite's"
-    )
-    seq_len: int | None = Field(
-        default=None, ge=16, description="tokens of each; default: the suite's"
-    )
-    variants: tuple[choices.VariantName, ...] | None = Field(
-        default=None, description="default: all"
-    )
-    caches: tuple[choices.CacheName, ...] = Field(
-        default=(), description="types beside static FP8, or all"
-    )
-    also: tuple[Source, ...] = Field(
-        default=(), description="datasets of other text; or all built-in ones"
-    )
+    samples: int | None = Field(default=None, ge=2, description="held-out documents; default: the suite's")
+    seq_len: int | None = Field(default=None, ge=16, description="tokens of each; default: the suite's")
+    variants: tuple[choices.VariantName, ...] | None = Field(default=None, description="default: all")
+    caches: tuple[choices.CacheName, ...] = Field(default=(), description="types beside static FP8, or all")
+    also: tuple[Source, ...] = Field(default=(), description="datasets of other text; or all built-in ones")
     backend: choices.Backend = "auto"
     attention: choices.AttentionMode = Field(default="exact", description="of an engine, simulated")
     kl_budget: float | None = Field(
@@ -152,12 +132,8 @@ class EvaluationRecipe(Settings):
     bits_budget: float | None = Field(
         default=None, gt=0, le=16, description="mean bits per value; find a type for each layer"
     )
-    tasks: tuple[Source, ...] = Field(
-        default=(), description="of lm-eval: names, or paths of YAML files"
-    )
-    task_limit: int | None = Field(
-        default=None, ge=1, description="documents of each; default: all"
-    )
+    tasks: tuple[Source, ...] = Field(default=(), description="of lm-eval: names, or paths of YAML files")
+    task_limit: int | None = Field(default=None, ge=1, description="documents of each; default: all")
     fail_if: Annotated[tuple[str, ...], AfterValidator(_conditions)] = Field(
         default=(), description="conditions such as 'kl>0.02': exit status 1 if one holds"
     )
@@ -188,31 +164,23 @@ class Recipe(Settings):
     observer: ObserverRecipe = ObserverRecipe()
     targets: choices.Targets = "kv"
     fp8_dtype: choices.FP8Name = "e4m3fn"
-    headroom: Headroom | Literal["auto"] = Field(
-        default=1.0, description="amax is multiplied by this"
-    )
+    headroom: Headroom | Literal["auto"] = Field(default=1.0, description="amax is multiplied by this")
     clip_chance: float = Field(
         default=_CLIP_CHANCE,
         gt=0,
         lt=1,
         description="of a token in a layer, at most, with headroom auto",
     )
-    scale_rounding: choices.ScaleRounding = Field(
-        default="none", description="pow2: up, to a power of two"
-    )
+    scale_rounding: choices.ScaleRounding = Field(default="none", description="pow2: up, to a power of two")
     means: bool = Field(default=False, description="also collect per-channel means of K and V")
     center_keys: bool = Field(default=False, description="subtract K's mean; implies means")
     device: choices.Device = "auto"
     dtype: choices.DType = "auto"
-    offload: choices.Offload = Field(
-        default="auto", description="layerwise: one layer in memory at a time"
-    )
+    offload: choices.Offload = Field(default="auto", description="layerwise: one layer in memory at a time")
     max_memory: Annotated[str, AfterValidator(_size)] | None = Field(
         default=None, description="resident, such as 8GiB"
     )
-    save_minutes: float = Field(
-        default=5.0, ge=0, description="how often progress is saved, for --resume"
-    )
+    save_minutes: float = Field(default=5.0, ge=0, description="how often progress is saved, for --resume")
     trust_remote_code: bool = False
     data: DataRecipe = DataRecipe()
     export: ExportRecipe = ExportRecipe()
@@ -296,9 +264,7 @@ def recipe_text(name: str) -> str:
 
 
 @check_arguments
-def load_recipe(
-    source: str | os.PathLike[str] | None, overrides: dict[str, Any] | None = None
-) -> Recipe:
+def load_recipe(source: str | os.PathLike[str] | None, overrides: dict[str, Any] | None = None) -> Recipe:
     """Read a recipe by its bundled name or from a file, then apply `overrides`.
 
     A file is YAML or a saved `fp8kv_calibration.json`; None is the default recipe. Overrides have
@@ -325,9 +291,7 @@ def _read(source: str) -> dict[str, Any]:
     if isinstance(document, dict) and path.name == "fp8kv_calibration.json":
         document = document.get("recipe")
     if not isinstance(document, dict):
-        raise InputError(
-            f"recipe '{source}' must be a mapping of keys to values; see `fp8kv recipes`"
-        )
+        raise InputError(f"recipe '{source}' must be a mapping of keys to values; see `fp8kv recipes`")
     return document
 
 

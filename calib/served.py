@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calib.any_scales import open_any_scales
+from calib.capture.any_scales import open_any_scales
 from calib.data.loading import open_source
 from calib.data.tokens import tokenize_rows
 from calib.errors import InputError
 from calib.generate import unit_scales
-from calib.model.devices import check_token_ids, input_device
-from calib.model.find import find_checkpoint
-from calib.model.load import load_config, load_model, load_tokenizer, model_positions
+from calib.models.devices import check_token_ids, input_device
+from calib.models.find import find_checkpoint
+from calib.models.load import load_config, load_model, load_tokenizer, model_positions
 from calib.recipe import DataRecipe, load_recipe
-from calib.scalefiles.identity import check_same_model, identity
+from calib.same_model.identity import check_same_model, identity
 from calib.scales.scales import KVScales
 from calib.serving.ask import Answers, Server
 from fp8kv_runtime.errors import AttentionError

@@ -65,8 +65,7 @@ def explain(source: str | None, error: ValidationError, model: type[BaseModel]) 
         parent, leaf = first["loc"][:-1], str(first["loc"][-1])
         legal = _keys(model, parent)
         return (
-            f"{where}: unknown key '{dotted}'{did_you_mean(leaf, legal)}; "
-            f"legal keys here: {', '.join(legal)}"
+            f"{where}: unknown key '{dotted}'{did_you_mean(leaf, legal)}; legal keys here: {', '.join(legal)}"
         )
     message = first["msg"].removeprefix("Value error, ")
     if dotted.endswith(_NUMBERS):  # one member of a union; the next error is of the other

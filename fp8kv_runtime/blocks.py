@@ -112,16 +112,12 @@ class Sequence:
     digests: list[bytes] = field(default_factory=list)  # of the full blocks offered to others
 
 
-def content_hashes(
-    token_ids: SequenceOf[int], block_size: int, known: SequenceOf[bytes] = ()
-) -> list[bytes]:
+def content_hashes(token_ids: SequenceOf[int], block_size: int, known: SequenceOf[bytes] = ()) -> list[bytes]:
     """Hash each full block with all tokens before it, past those whose digests are `known`."""
     digests: list[bytes] = []
     digest = known[-1] if known else b""
     for start in range(len(known) * block_size, len(token_ids) - block_size + 1, block_size):
-        block = b"".join(
-            int(t).to_bytes(8, "little") for t in token_ids[start : start + block_size]
-        )
+        block = b"".join(int(t).to_bytes(8, "little") for t in token_ids[start : start + block_size])
         digest = hashlib.sha256(digest + block).digest()
         digests.append(digest)
     return digests

@@ -32,8 +32,7 @@ _LIBRARY.define(
 _LIBRARY.define("dense(" + _BLOCKS.format("") + ", Tensor block_tables, SymInt length) -> Tensor")
 _LIBRARY.define(f"decode_attention({_ATTENTION}, bool use_triton) -> Tensor")
 _LIBRARY.define(
-    f"extend_attention({_ATTENTION}, Tensor cu_seqlens, SymInt max_query_len, bool use_triton) "
-    "-> Tensor"
+    f"extend_attention({_ATTENTION}, Tensor cu_seqlens, SymInt max_query_len, bool use_triton) -> Tensor"
 )
 
 
@@ -50,9 +49,7 @@ def append_kv(
     key: Tensor, value: Tensor, blocks: KVBlocks, slot_mapping: Tensor, *, use_triton: bool = True
 ) -> None:
     """Quantise and store K and V, see `reference.append_kv`; `use_triton` picks the kernel."""
-    torch.ops.fp8kv.append_kv(
-        key, value, slot_mapping, *_of_blocks(blocks), blocks.counts, use_triton
-    )
+    torch.ops.fp8kv.append_kv(key, value, slot_mapping, *_of_blocks(blocks), blocks.counts, use_triton)
 
 
 def decode_attention(

@@ -51,8 +51,7 @@ def check_attention(
     num_kv_heads, head_dim = blocks.layout.num_kv_heads, blocks.layout.head_dim
     if len(shape) != 3 or shape[1] % num_kv_heads or shape[2] != head_dim:
         raise ValueError(
-            f"query must be [tokens, a multiple of {num_kv_heads} heads, {head_dim}], "
-            f"got {list(shape)}"
+            f"query must be [tokens, a multiple of {num_kv_heads} heads, {head_dim}], got {list(shape)}"
         )
     num_heads, tables, sinks = shape[1], sequences.block_tables, options.sinks
     placed = device == blocks.codes.device == tables.device
@@ -73,7 +72,5 @@ def check_attention(
     if blocks.layout.format == "float16":
         raise ValueError("FP8 queries need FP8 blocks, got float16")
     if blocks.k_scale.dim() == 2:
-        raise ValueError(
-            "FP8 queries need K scales [1] or [K]: one per channel cannot be taken out"
-        )
+        raise ValueError("FP8 queries need K scales [1] or [K]: one per channel cannot be taken out")
     check_tensor("q_scale", options.q_scale, ((1,), (num_heads,)), torch.float32, device)

@@ -88,9 +88,7 @@ def extend_attention(
     else:
         query32 = query.float()
     out = torch.zeros_like(query, dtype=torch.float32)
-    for s, (start, end) in enumerate(
-        zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
-    ):
+    for s, (start, end) in enumerate(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)):
         length = int(sequences.seq_lens[s])
         if start == end or length == 0:
             continue
@@ -108,9 +106,7 @@ def _visible(query_len: int, length: int, first: int, window: int | None) -> Ten
     return visible if window is None else visible & (columns > rows - window)
 
 
-def _attend(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions
-) -> Tensor:
+def _attend(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions) -> Tensor:
     """[T, H, D] against [K, N, D] under [T, N]: [T, H, D], all fp32."""
     group = query.shape[1] // key.shape[0]
     key, value = (x.repeat_interleave(group, 0) for x in (key, value))

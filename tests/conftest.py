@@ -32,16 +32,16 @@ KINDS = {
         "calib/test_generate.py",
     ],
     "whole_job": [
-        *("calib/eval/", "calib/offload/", "calib/scales/test_center_keys.py", "calib/test_"),
+        *("calib/eval/", "calib/layerwise/", "calib/scales/test_center_keys.py", "calib/test_"),
         *(
-            "calib/model/test_quantized.py",
+            "calib/models/test_quantized.py",
             "calib/serving/test_served.py",
             "calib/rescale/",
             "calib/rewrite/",
             "calib/output/test_two",
             "calib/packs/",
         ),
-        *("calib/measure/test_distributed.py", "calib/measure/test_resume.py", "test_streams.py"),
+        *("calib/capture/test_distributed.py", "calib/capture/test_resume.py", "test_streams.py"),
         *(
             "test_signals.py",
             "test_examples.py",
@@ -80,7 +80,7 @@ def tiny_llama():
 @pytest.fixture(scope="session")
 def smollm2_directory():
     """The real model, from the package that `make` installs."""
-    from calib.model.find import builtin_model
+    from calib.models.find import builtin_model
 
     return builtin_model("builtin:smollm2")
 

@@ -14,7 +14,7 @@ FORBIDDEN = {
     "fp8kv_runtime": {"calib", "cli", "typer"},
     "calib": {"cli", "triton"},
     "calib/commands": {"cli", "fp8kv_runtime", "torch"},
-    "calib/scalefiles": {"torch", "transformers"},
+    "calib/files": {"transformers"},
     "calib/verify": {"torch", "transformers"},
     "calib/serving": {"torch", "transformers"},
     "calib/export": {"transformers", "datasets"},

@@ -32,9 +32,7 @@ def run(script, monkeypatch, tmp_path):
     return output
 
 
-def test_without_a_gpu_models_are_compared_and_nothing_is_written(
-    script, monkeypatch, tmp_path, capsys
-):
+def test_without_a_gpu_models_are_compared_and_nothing_is_written(script, monkeypatch, tmp_path, capsys):
     output = run(script, monkeypatch, tmp_path)
     *rows, last = capsys.readouterr().out.splitlines()
     assert last == "no GPU here: small models were compared, nothing was timed"

@@ -192,9 +192,7 @@ def test_results_say_what_was_measured(bench, run_as_on_a_gpu, monkeypatch, tmp_
     assert (tmp_path / "kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_machine_without_matplotlib_draws_nothing(
-    bench, run_as_on_a_gpu, monkeypatch, tmp_path, capsys
-):
+def test_a_machine_without_matplotlib_draws_nothing(bench, run_as_on_a_gpu, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(Timing))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run_as_on_a_gpu(REFERENCES)

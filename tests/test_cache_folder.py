@@ -9,11 +9,11 @@ from command_line import fp8kv, one_line_error
 from fake_hub import on, running_hub
 from triton.runtime.cache import FileCacheManager
 
-from calib.cache_folder import cache_refusal
 from calib.commands.running import run
 from calib.data import hub_rows
 from calib.errors import InputError
-from calib.model.find import download_config
+from calib.files.cache_folder import cache_refusal
+from calib.models.find import download_config
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.kernels.table import read_table, tuned_path, write_table
 

@@ -71,9 +71,7 @@ def test_quiet_prints_nothing(tiny_directory, tmp_path):
     assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_the_default_output_is_named_after_model_and_strategy(
-    tiny_directory, tmp_path, monkeypatch
-):
+def test_the_default_output_is_named_after_model_and_strategy(tiny_directory, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = calibrate(tiny_directory, "--strategy", "attn_head")
     assert done.exit_code == 0, done.stderr
@@ -112,9 +110,7 @@ def test_a_recipe_with_flags_and_set_on_top(tiny_directory, tmp_path):
     ],
 )
 def test_bad_flags_are_one_line_and_leave_nothing(flags, phrases, tiny_directory, tmp_path):
-    one_line_error(
-        fp8kv("calibrate", tiny_directory, "-o", tmp_path / "out", *SMALL, *flags), *phrases
-    )
+    one_line_error(fp8kv("calibrate", tiny_directory, "-o", tmp_path / "out", *SMALL, *flags), *phrases)
     assert [path.name for path in tmp_path.iterdir()] == ["tiny-llama"]
 
 
@@ -275,8 +271,6 @@ def test_the_table_shows_what_is_written(name, tiny_directory, tmp_path):
     assert [row[4] for row in cells] == values
     said = {"vllm": "FP8 KV-cache scales", "vllm-nvfp4": "(absmax / 448)"}
     assert said.get(name, "(absmax / 2688)") in done.stdout.splitlines()[0]
-    done = calibrate(
-        tiny_directory, "-o", tmp_path / "out", "--format", name, "--json", "--overwrite"
-    )
+    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", name, "--json", "--overwrite")
     layers = json.loads(done.stdout)["layers"]
     assert [f"{layer['k_scale']:.4g}" for layer in layers] == keys

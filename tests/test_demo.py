@@ -96,16 +96,12 @@ def test_every_weight_is_the_sources_bit_for_bit(demo, smollm2_directory):
             assert torch.equal(source.get_tensor(name), written.get_tensor(name))
 
 
-def test_an_output_without_quantization_config_gives_the_sources_logits(
-    model, smollm2_directory, tmp_path
-):
+def test_an_output_without_quantization_config_gives_the_sources_logits(model, smollm2_directory, tmp_path):
     changes = {"strategy": "tensor", "targets": "kv", "export.formats": ["tgi"]}
     small = {"data.samples": 2, "data.seq_len": 64}
     out = run("builtin:smollm2", load_recipe(None, {**DEMO, **changes, **small}), tmp_path / "tgi")
     written = AutoModelForCausalLM.from_pretrained(out.output, dtype="float32").eval()
-    tokens = AutoTokenizer.from_pretrained(out.output)(
-        "The capital of France is", return_tensors="pt"
-    )
+    tokens = AutoTokenizer.from_pretrained(out.output)("The capital of France is", return_tensors="pt")
     with torch.inference_mode():
         assert torch.equal(written(**tokens).logits, model(**tokens).logits)
 

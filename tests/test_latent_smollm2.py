@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausa
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
 from calib.errors import InputError
-from calib.model.find import find_checkpoint
+from calib.models.find import find_checkpoint
 
 # three KV heads as in SmolLM2; an eps that shows, where the second norm divides again
 SHAPE = {
@@ -56,9 +56,7 @@ def run(monkeypatch, out, *lengths):
     script.main()
 
 
-def test_smollm2_is_written_whole_and_computes_the_same(
-    smollm2_directory, monkeypatch, tmp_path, capsys
-):
+def test_smollm2_is_written_whole_and_computes_the_same(smollm2_directory, monkeypatch, tmp_path, capsys):
     run(monkeypatch, tmp_path / "latent", 64, 512)
     assert "greedy tokens agree" in capsys.readouterr().out
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "latent").eval()

@@ -114,9 +114,7 @@ def test_a_page_is_accessible(driver, origin, axe, page, scheme):
     shown = driver.execute_script("return document.body.dataset.mdColorScheme")
     assert shown == {"light": "default", "dark": "slate"}[scheme]
     driver.execute_script(axe)
-    found = driver.execute_async_script(
-        "const done = arguments[0]; axe.run().then(r => done(r.violations))"
-    )
+    found = driver.execute_async_script("const done = arguments[0]; axe.run().then(r => done(r.violations))")
     told = [(each["id"], [node["html"] for node in each["nodes"]][:3]) for each in found]
     assert told == []
 

@@ -15,10 +15,10 @@ from command_line import CLI, SMALL, calibrate, fp8kv, one_line_error
 from rich.console import Console
 
 from calib import choices
-from calib.atomic import atomic_directory
 from calib.commands.progress_bar import progress_bar
 from calib.commands.running import run
 from calib.commands.tables import table_text
+from calib.files.atomic import atomic_directory
 from calib.progress import Progress
 from calib.rescale.stress import Factors, Stressed
 from calib.rescale.stress_card import write_card
@@ -62,9 +62,7 @@ def test_every_command_says_that_it_cannot_print(line, output):
 
 
 def test_a_closed_screen_is_none_of_quiets_business(tiny_directory, tmp_path):
-    done = shell(
-        f"fp8kv calibrate {tiny_directory} -o {tmp_path}/out {' '.join(SMALL)} --quiet >&-"
-    )
+    done = shell(f"fp8kv calibrate {tiny_directory} -o {tmp_path}/out {' '.join(SMALL)} --quiet >&-")
     assert (done.returncode, done.stderr) == (0, "")
     assert (tmp_path / "out" / "config.json").exists()
 
@@ -214,7 +212,5 @@ def test_the_commands_of_a_twin_are_quoted(tmp_path):
 
 def commands_in(text, start):
     return [
-        shlex.split(line, comments=True)[2]
-        for line in text.splitlines()
-        if line.strip().startswith(start)
+        shlex.split(line, comments=True)[2] for line in text.splitlines() if line.strip().startswith(start)
     ]

@@ -18,9 +18,7 @@ WIDE = 16
 
 _CP_ASYNC = re.compile(r"cp\.async\.c[ag]\.shared\.global.*, 0x([0-9a-f]+)")
 _PTX = re.compile(r"\b(ld|st)\.global\S*?(?:\.v(\d))?\.[bfus](\d+)\s")
-_GCN = re.compile(
-    r"\b(?:global|buffer|flat)_(load|store)_(dwordx?\d?|[us]?byte|[us]?short)(?:_d16)?"
-)
+_GCN = re.compile(r"\b(?:global|buffer|flat)_(load|store)_(dwordx?\d?|[us]?byte|[us]?short)(?:_d16)?")
 _GCN_BYTES = {"dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
 
 # what FP8 instructions look like: (backend, format) -> pattern
@@ -69,9 +67,7 @@ def spills(compiled: Compiled) -> Iterator[Finding]:
 def shared_memory(compiled: Compiled, target: Target) -> Iterator[Finding]:
     """More shared memory than a program may use."""
     if compiled.shared_memory > target.shared_memory:
-        yield Finding(
-            f"{compiled.shared_memory} bytes of shared memory", f"at most {target.shared_memory}"
-        )
+        yield Finding(f"{compiled.shared_memory} bytes of shared memory", f"at most {target.shared_memory}")
 
 
 def scaled_tiles(launch: Launch, compiled: Compiled) -> Iterator[Finding]:
@@ -100,9 +96,7 @@ def conversions(launch: Launch, compiled: Compiled, target: Target) -> Iterator[
             if not re.search(wanted, compiled.asm):
                 yield Finding(f"no instruction to {what} {format}", wanted)
         else:
-            for unwanted in {
-                m[0] for m in re.finditer(any_instruction[target.backend], compiled.asm)
-            }:
+            for unwanted in {m[0] for m in re.finditer(any_instruction[target.backend], compiled.asm)}:
                 yield Finding(f"{unwanted} to {what} {format}", "integer arithmetic")
 
 

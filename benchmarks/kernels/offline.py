@@ -46,9 +46,7 @@ def launches(target: Target, call: Callable[[], Any]) -> list[Launch]:
     def record(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         names = fn.jit_function.arg_names
         constants = {names[at[0]]: value for at, value in compile["constants"].items()}
-        found.append(
-            Launch(fn.module, fn.name, compile["specialization_data"], tuple(constants.items()))
-        )
+        found.append(Launch(fn.module, fn.name, compile["specialization_data"], tuple(constants.items())))
         return True  # neither compile nor launch
 
     with pretend(target), knobs.runtime.scope():
@@ -77,9 +75,7 @@ def compile_launch(launch: Launch, target: Target) -> Compiled:
         if any(spilled.values()):
             spilled["accesses to the stack in a loop"] = stack_accesses_in_loops(code)
     metadata = compiled.metadata
-    return Compiled(
-        asm, code, compiled.asm["ttir"], metadata.num_warps, metadata.shared, registers, spilled
-    )
+    return Compiled(asm, code, compiled.asm["ttir"], metadata.num_warps, metadata.shared, registers, spilled)
 
 
 def nvidia_resources(usage: str) -> tuple[int, dict[str, int]]:

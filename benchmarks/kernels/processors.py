@@ -38,9 +38,7 @@ class Processor:
         return min(warps // num_warps, memory, self.programs)
 
 
-def _nvidia(
-    gpu: str, count: int, ghz: float, tb_per_s: float, warps: int, kib: int, flops: int
-) -> Processor:
+def _nvidia(gpu: str, count: int, ghz: float, tb_per_s: float, warps: int, kib: int, flops: int) -> Processor:
     # 16,384 registers per scheduler are 512 per lane; programs: half as many as warps
     limits = (512, 8, warps, warps // 2, kib * 1024, 1024)
     return Processor(gpu, count, ghz, tb_per_s, *limits, flops, 32)

@@ -139,10 +139,7 @@ VARIANTS: tuple[Variant, ...] = (
     Variant("splits128-256", ("decode",), 256, num_splits=128),
     *(Variant(f"q_fp8-{d}", _ATTEND, d, q_fp8=True) for d in (64, 128, 256)),
     Variant("masked-128", _ATTEND, masked=True),
-    *(
-        Variant(f"channels-{d}", _WHOLE, d, scale_dims=2, center=True, masked=True)
-        for d in (128, 256)
-    ),
+    *(Variant(f"channels-{d}", _WHOLE, d, scale_dims=2, center=True, masked=True) for d in (128, 256)),
     *(Variant(f"block16-{d}", _ATTEND, d, block_size=16) for d in (64, 128)),
     Variant("bf16-128", _WHOLE, dtype=_BF16, scale_dims=0, count=True),
     Variant("bf16-256", _ATTEND, 256, dtype=_BF16, block_size=16, q_fp8=True, masked=True),

@@ -107,10 +107,7 @@ def true_amax(model: LlamaForCausalLM, rows: Tensor | None = None) -> Amax:
     for row in token_ids() if rows is None else rows:
         model(row[None])
     model.set_attn_implementation(before)
-    return {
-        name: {letter: amax.tolist() for letter, amax in seen.items()}
-        for name, seen in found.items()
-    }
+    return {name: {letter: amax.tolist() for letter, amax in seen.items()} for name, seen in found.items()}
 
 
 def keep(written: Path, package: str, case: str, amax: Amax) -> None:
@@ -135,6 +132,4 @@ def keep(written: Path, package: str, case: str, amax: Amax) -> None:
     }
     expected = {"package": package, "version": version(package), "scales": scales, "amax": amax}
     (golden / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
-    print(
-        f"{golden}: {len(scales)} scales, {sum(f.stat().st_size for f in golden.iterdir())} bytes"
-    )
+    print(f"{golden}: {len(scales)} scales, {sum(f.stat().st_size for f in golden.iterdir())} bytes")

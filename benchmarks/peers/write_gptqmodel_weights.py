@@ -45,9 +45,7 @@ def _write(case: str, says: dict[str, Any]) -> None:
         config = QuantizeConfig(device="cpu", offload_to_disk=False, **says)
         model = GPTQModel.load(str(scratch / "model"), config, backend=BACKEND.TORCH)
         ids = tiny_llama.token_ids().tolist()
-        model.quantize(
-            [{"input_ids": row, "attention_mask": [1] * len(row)} for row in ids], batch_size=1
-        )
+        model.quantize([{"input_ids": row, "attention_mask": [1] * len(row)} for row in ids], batch_size=1)
         output = scratch / "output"
         model.save(str(output))
         code = "dequantize_gemm" if "awq" in case else "dequantize_weight"

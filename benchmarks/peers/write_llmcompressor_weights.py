@@ -104,8 +104,7 @@ def _write(case: str, recipe: list[Modifier]) -> None:
         output = scratch / "output"
         model.save_pretrained(output, save_compressed=True)
         weights = {
-            module: dequantized(parts, output)
-            for module, parts in quantized.attention_parts(output).items()
+            module: dequantized(parts, output) for module, parts in quantized.attention_parts(output).items()
         }
         how = f"compressed_tensors {version('compressed_tensors')}, decompress, scales in float32"
         quantized.keep(output, "llmcompressor", case, weights, how)
@@ -118,8 +117,7 @@ def dequantized(parts: dict[str, Tensor], output: Path) -> Tensor:
     scheme = QuantizationScheme(**group)
     compressor = BaseCompressor.get_value_from_registry(group["format"])
     wide = {
-        name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor
-        for name, tensor in parts.items()
+        name: tensor.float() if tensor.dtype == torch.bfloat16 else tensor for name, tensor in parts.items()
     }
     return compressor.decompress(wide, scheme)["weight"]
 

@@ -126,8 +126,7 @@ class CacheType(_Strict):
             raise InputError(f"{self.name} holds {self._what_it_holds()}")
         try:
             return sum(
-                shape.heads * (self.k.size(shape.k, shape.k_size) + self.v.size(shape.v))
-                for shape in shapes
+                shape.heads * (self.k.size(shape.k, shape.k_size) + self.v.size(shape.v)) for shape in shapes
             )
         except InputError as error:
             raise InputError(f"{self.name}: {error}") from None
@@ -175,9 +174,7 @@ class CacheType(_Strict):
             return self._other_sizes(there, shapes, gpu)
         return [each for each in fitting if each.engine == fitting[0].engine]
 
-    def _other_sizes(
-        self, there: Sequence[Serving], shapes: Sequence[Shape], gpu: str | None
-    ) -> str:
+    def _other_sizes(self, there: Sequence[Serving], shapes: Sequence[Shape], gpu: str | None) -> str:
         """Why none of `there` takes `shapes`."""
         has: set[tuple[int, ...]]
         given: set[tuple[int, ...]]

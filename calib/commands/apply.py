@@ -21,9 +21,7 @@ def apply(
         ),
     ],
     model: Model,
-    output: Annotated[
-        Path | None, Flag("Default: ./<model>-fp8kv-<strategy>.", "-o", "--output")
-    ] = None,
+    output: Annotated[Path | None, Flag("Default: ./<model>-fp8kv-<strategy>.", "-o", "--output")] = None,
     in_place: Annotated[
         bool, OutputFlag("Add to the model's directory; back up what is replaced.", "--in-place")
     ] = False,
@@ -31,9 +29,7 @@ def apply(
     strategy: Annotated[
         choices.Strategy | None, Flag("Which values share a scale. Default: as calibrated.")
     ] = None,
-    base: Annotated[
-        str | None, Flag("The model that was calibrated, for outputs of older versions.")
-    ] = None,
+    base: Annotated[str | None, Flag("The model that was calibrated, for outputs of older versions.")] = None,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
     progress: ProgressFlag = "auto",

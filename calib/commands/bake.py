@@ -27,15 +27,9 @@ if TYPE_CHECKING:
 def bake(
     context: typer.Context,
     model: Model,
-    scales: Annotated[
-        Path, Flag("A calibration of MODEL: its output, or its statistics.", "--scales")
-    ],
-    purpose: Annotated[
-        choices.Purpose, Flag("fp8: scale 1.0 becomes right. int8: even channels.", "--for")
-    ],
-    output: Annotated[
-        Path | None, Flag("Default: ./<model>-baked-<for>.", "-o", "--output")
-    ] = None,
+    scales: Annotated[Path, Flag("A calibration of MODEL: its output, or its statistics.", "--scales")],
+    purpose: Annotated[choices.Purpose, Flag("fp8: scale 1.0 becomes right. int8: even channels.", "--for")],
+    output: Annotated[Path | None, Flag("Default: ./<model>-baked-<for>.", "-o", "--output")] = None,
     in_place: Annotated[
         bool, OutputFlag("Change the model's own directory; back up its files.", "--in-place")
     ] = False,

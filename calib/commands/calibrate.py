@@ -41,9 +41,7 @@ _HEADINGS = ("layer", "K amax", "V amax", "K scale", "V scale", "K range used", 
 def calibrate(
     context: typer.Context,
     model: Model,
-    output: Annotated[
-        Path | None, Flag("Default: ./<model>-fp8kv-<strategy>.", "-o", "--output")
-    ] = None,
+    output: Annotated[Path | None, Flag("Default: ./<model>-fp8kv-<strategy>.", "-o", "--output")] = None,
     recipe: Annotated[
         str | None, Flag("Bundled name (see `fp8kv recipes`), YAML file, or a saved calibration.")
     ] = None,
@@ -124,10 +122,10 @@ def calibrate(
     version: Version = False,
 ) -> None:
     """Calibrate a model's FP8 KV-cache scales and write a checkpoint that engines load."""
+    from calib.capture.distributed import is_first_process
     from calib.commands.overrides import assignments, overrides
     from calib.commands.progress_bar import progress_bar
     from calib.job import run as run_job
-    from calib.measure.distributed import is_first_process
     from calib.recipe import load_recipe
 
     resolved = load_recipe(recipe, {**overrides(context.params), **assignments(set_ or [])})
@@ -168,7 +166,7 @@ def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_p
     # a gate or a task that is none should be found before hours of calibration
     from calib.eval.run import check_evaluation
     from calib.job import default_output
-    from calib.scalefiles.plot import check_can_draw
+    from calib.scales.plot import check_can_draw
 
     check_can_draw("--evaluate")
     path = Path(model) if in_place else output or default_output(model, recipe)
@@ -236,8 +234,8 @@ def closing_lines(result: "Result") -> list[str]:
 
 def _next_step(result: "Result") -> str:
     """Return the line that says what to try with the first directory of an output."""
+    from calib.capture.continuing import NO_FP8_CACHE
     from calib.export import FORMATS
-    from calib.measure.continuing import NO_FP8_CACHE
 
     runs = not any(warning.startswith(NO_FP8_CACHE) for warning in result.warnings)
     name, directory = next(iter(result.directories.items()))

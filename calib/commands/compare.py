@@ -9,12 +9,12 @@ import typer
 from calib.commands.flags import AsJson, Debug
 from calib.commands.inspect import show_scale
 from calib.commands.running import command, print_json, print_lines, print_table
-from calib.text import NOT_FINITE, show_interval, show_number
+from calib.files.text import NOT_FINITE, show_interval, show_number
 
 if TYPE_CHECKING:
     from calib.eval.compare import Comparison, Pair
     from calib.eval.schema import Figure
-    from calib.scalefiles.reading import Values
+    from calib.files.stored_scales import Values
 
 _HEADINGS = (
     *("cache", "KL A", "KL B", "B / A"),
@@ -46,7 +46,7 @@ def _is_report(path: Path) -> bool:
 
 
 def _compare_scales(a: Path, b: Path, *, as_json: bool) -> None:
-    from calib.scalefiles.ratios import compare_notes, compare_scales, ratios_json
+    from calib.same_model.ratios import compare_notes, compare_scales, ratios_json
 
     pairs, notes = compare_scales(a, b), compare_notes(a, b)
     if as_json:
@@ -58,7 +58,7 @@ def _compare_scales(a: Path, b: Path, *, as_json: bool) -> None:
 
 
 def _scale_cells(a: "Values | None", b: "Values | None") -> tuple[str, str, str]:
-    from calib.scalefiles.ratios import ratio
+    from calib.same_model.ratios import ratio
 
     low, high = ratio(a, b) or (None, None)
     shown = "-" if low is None else f"{low:.4g}"

@@ -20,9 +20,7 @@ def convert(
     directory: Source,
     to: Annotated[choices.FormatName, Flag("Format to write.")],
     output: Output,
-    reduce: Annotated[
-        choices.Reduce, Flag("max: write one scale per layer, the largest.")
-    ] = "none",
+    reduce: Annotated[choices.Reduce, Flag("max: write one scale per layer, the largest.")] = "none",
     without_q: Annotated[bool, Flag("Leave query scales out.", "--without-q")] = False,
     tp_size: Annotated[int, Flag("Ranks in kv_cache_scales.json.", min=1)] = 1,
     overwrite: Overwrite = False,

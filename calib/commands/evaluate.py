@@ -23,7 +23,7 @@ from calib.commands.flags import (
     Version,
 )
 from calib.commands.running import command, print_json, print_lines, print_table
-from calib.text import plain
+from calib.files.text import plain
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -42,15 +42,9 @@ def evaluate(
     scales: Annotated[
         list[Path] | None, Flag("Scales of any tool to compare; repeatable.", metavar="DIR")
     ] = None,
-    variants: Annotated[
-        str | None, Flag("Names to keep, such as none,tensor. Default: all.")
-    ] = None,
-    caches: Annotated[
-        str | None, Flag("Types of caches beside: names, or all.", metavar="NAME,...")
-    ] = None,
-    recipe: Annotated[
-        str | None, Flag("Recipe with an `evaluation` section; flags override it.")
-    ] = None,
+    variants: Annotated[str | None, Flag("Names to keep, such as none,tensor. Default: all.")] = None,
+    caches: Annotated[str | None, Flag("Types of caches beside: names, or all.", metavar="NAME,...")] = None,
+    recipe: Annotated[str | None, Flag("Recipe with an `evaluation` section; flags override it.")] = None,
     suite: Annotated[choices.SuiteName | None, Flag("How much to measure. Default: quick.")] = None,
     output: Annotated[
         Path | None, Flag("Directory for report.html, .json and .md.", "-o", "--output")
@@ -68,9 +62,7 @@ def evaluate(
     search_bits: Annotated[
         str | None, Flag("Find a type of --caches for each layer within mean bits.", metavar="BITS")
     ] = None,
-    dataset: Annotated[
-        str | None, Flag(f"As for calibrate. Default: the recipe's, or {DATASET}.")
-    ] = None,
+    dataset: Annotated[str | None, Flag(f"As for calibrate. Default: the recipe's, or {DATASET}.")] = None,
     also: Annotated[
         list[str] | None,
         Flag("Other text to read as well: a dataset, repeatable; or all.", metavar="DATASET"),
@@ -130,9 +122,7 @@ def measure(
     from calib.eval.run import run_evaluation
 
     with bar as progress:
-        report, failed = run_evaluation(
-            model, recipe, scales=scales, output=output, progress=progress
-        )
+        report, failed = run_evaluation(model, recipe, scales=scales, output=output, progress=progress)
     if not silent:
         print_table(title(report), HEADINGS, table_rows(report))
         for table in printed_tables(report):

@@ -12,8 +12,8 @@ from calib.commands.running import command, print_json, print_lines, print_table
 from calib.errors import InputError, NoModelError, NoScalesError
 
 if TYPE_CHECKING:
-    from calib.scalefiles.places import LayerPlaces
-    from calib.scalefiles.reading import FoundLayer, FoundScales, Values
+    from calib.files.stored_scales import FoundLayer, FoundScales, Values
+    from calib.scales.places import LayerPlaces
 
 _FIRST_HEADINGS = (
     "layer", "K at 0", "at 1, 2", "after", "/ 448 without 0", "V at 0", "at 1, 2", "after",
@@ -24,19 +24,17 @@ _HEADINGS = ("layer", "K scale", "V scale", "Q scale", "type", "shape")
 
 @command
 def inspect(
-    directory: Annotated[
-        Path, typer.Argument(help="A checkpoint, scales of any tool; statistics.")
-    ],
+    directory: Annotated[Path, typer.Argument(help="A checkpoint, scales of any tool; statistics.")],
     plot: Annotated[Path | None, Flag("Draw scales: .png, .svg or .pdf.", metavar="FILE")] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Show the FP8 KV-cache scales of a directory, whatever tool wrote them; reads no weights."""
-    from calib.scalefiles.conventions import convention
+    from calib.files.conventions import convention
 
     found, places, problems = _read(directory)
     if plot:
-        from calib.scalefiles.plot import plot_scales
+        from calib.scales.plot import plot_scales
 
         plot_scales(found, plot, places)
     if as_json:
@@ -57,9 +55,9 @@ def _read(directory: Path) -> tuple["FoundScales", list["LayerPlaces"], list[str
 
     There may be statistics alone, as of format fp8kv.
     """
-    from calib.scalefiles.folder import open_scales
-    from calib.scalefiles.places import read_places
-    from calib.scalefiles.reading import FoundScales, show_scales
+    from calib.files.folder import open_scales
+    from calib.files.stored_scales import FoundScales, show_scales
+    from calib.scales.places import read_places
 
     try:
         found = show_scales(directory)
@@ -79,8 +77,8 @@ def _first_row(layer: "LayerPlaces") -> tuple[str, ...]:
 
 
 def _opening_lines(found: "FoundScales") -> list[str]:
-    from calib.scalefiles.conventions import convention
-    from calib.scalefiles.reading import quantization
+    from calib.files.conventions import convention
+    from calib.files.stored_scales import quantization
 
     if not found.layers:
         return ["statistics, and no scales in the form of an engine"]

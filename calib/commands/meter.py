@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from calib.text import plain, show_duration
+from calib.files.text import plain, show_duration
 
 Clock = Callable[[], float]  # seconds
 

@@ -21,9 +21,7 @@ _KEYS = {
 _COMMA_SEPARATED = ("variants", "caches", "tasks")
 
 
-def overrides(
-    params: dict[str, Any], sections: tuple[str, ...] = ("data", "export")
-) -> dict[str, Any]:
+def overrides(params: dict[str, Any], sections: tuple[str, ...] = ("data", "export")) -> dict[str, Any]:
     """Recipe keys of the flags that were given; the last of `sections` that has a name wins."""
     keys = {name: name for name in Recipe.model_fields}
     for section in sections:

@@ -26,9 +26,7 @@ def pack(
     base_model: Annotated[
         str | None, Flag("The model's Hub id, where a copy was calibrated.", metavar="ID")
     ] = None,
-    push_to_hub: Annotated[
-        str | None, OutputFlag("Upload to the Hub as owner/name.", metavar="NAME")
-    ] = None,
+    push_to_hub: Annotated[str | None, OutputFlag("Upload to the Hub as owner/name.", metavar="NAME")] = None,
     private: Annotated[bool, OutputFlag("With --push-to-hub: for you alone.", "--private")] = False,
     overwrite: Overwrite = False,
     as_json: AsJson = False,
@@ -45,9 +43,7 @@ def pack(
         raise InputError("--private is for --push-to-hub; leave it out")
     if push_to_hub is not None:
         check_name(push_to_hub)
-    packed = write_pack(
-        calibration, output, report=report, base_model=base_model, overwrite=overwrite
-    )
+    packed = write_pack(calibration, output, report=report, base_model=base_model, overwrite=overwrite)
     pushed = push(output, push_to_hub, private=private) if push_to_hub else None
     if as_json:
         print_json(

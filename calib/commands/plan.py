@@ -6,7 +6,7 @@ import typer
 
 from calib.commands.flags import AsJson, DataFlag, Debug, Flag, ResourcesFlag, TrustRemoteCode
 from calib.commands.running import command, print_json, print_lines, print_table
-from calib.text import parse_size, show_duration, show_size
+from calib.files.text import parse_size, show_duration, show_size
 
 if TYPE_CHECKING:
     from calib.plan.ways import Plan, Way
@@ -23,9 +23,7 @@ def plan(
     gpus: Annotated[int, Flag("GPUs per node.", min=1)] = 8,
     nodes: Annotated[int, Flag("Number of nodes.", min=1)] = 1,
     samples: Annotated[int, DataFlag("Number of samples.", min=1)] = 512,
-    seq_len: Annotated[
-        int | None, DataFlag("Tokens per sample. Default: as calibrate takes.", min=2)
-    ] = None,
+    seq_len: Annotated[int | None, DataFlag("Tokens per sample. Default: as calibrate takes.", min=2)] = None,
     batch_size: Annotated[
         int | None, DataFlag("Samples per forward pass. Default: as calibrate takes.", min=1)
     ] = None,
@@ -39,7 +37,7 @@ def plan(
 ) -> None:
     """Say what calibrating a model takes: memory, reading, FLOPs, estimated time. Runs nothing."""
     from calib.data import resolve_batch_size
-    from calib.model.load import fit_seq_len
+    from calib.models.load import fit_seq_len
     from calib.plan.shape import model_shape
     from calib.plan.ways import Machines, Plan, Workload, find_gpu, ways
     from calib.recipe import DataRecipe
@@ -80,8 +78,7 @@ def _opening_lines(plan: "Plan") -> list[str]:
         f"{shape.parameters / 1e9:.2f} billion parameters, {show_size(shape.weight_bytes)} as "
         f"{str(shape.dtype).removeprefix('torch.')}; {len(shape.layers)} layers, the largest "
         f"{show_size(shape.layer_bytes)}",
-        f"KV cache: {2 * shape.cached_values:,} bytes per token in 16 bits, "
-        f"{shape.cached_values:,} in FP8",
+        f"KV cache: {2 * shape.cached_values:,} bytes per token in 16 bits, {shape.cached_values:,} in FP8",
         f"{work.samples} samples of {work.seq_len} tokens: {tokens:,} tokens, {flops:.3g} FLOPs",
     ]
 

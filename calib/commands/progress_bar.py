@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, TextIO
 
 from calib.choices import ProgressForm
 from calib.commands.meter import Clock, Meter
-from calib.json_text import json_text
+from calib.files.json_text import json_text
+from calib.files.text import plain
 from calib.progress import NOBODY, Progress
-from calib.text import plain
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -145,9 +145,7 @@ def _bar(console: "Console") -> Iterator[Progress]:
     from rich.progress import Progress as Bar
 
     # the meter is asked for its figures whenever the bar is drawn
-    name, said = (
-        TextColumn(f"{{task.{of}}}", markup=False) for of in ("description", "fields[meter]")
-    )
+    name, said = (TextColumn(f"{{task.{of}}}", markup=False) for of in ("description", "fields[meter]"))
     with Bar(name, BarColumn(), said, console=console) as bar:
 
         def show(meter: Meter, event: str) -> None:

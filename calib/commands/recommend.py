@@ -21,7 +21,7 @@ from calib.commands.flags import (
     TrustRemoteCode,
 )
 from calib.commands.running import command, print_json, print_lines, print_table, warn
-from calib.text import show_interval, show_number
+from calib.files.text import show_interval, show_number
 
 if TYPE_CHECKING:
     from calib.eval.found import Recommendation

@@ -10,12 +10,12 @@ from typing import Any, ParamSpec, TextIO, cast
 
 import typer
 
-from calib.cache_folder import cache_refusal
 from calib.commands.tables import table_text
 from calib.errors import Fp8kvError, InputError
-from calib.json_text import json_text
+from calib.files.cache_folder import cache_refusal
+from calib.files.json_text import json_text
+from calib.files.text import plain
 from calib.progress import WRITTEN
-from calib.text import plain
 
 P = ParamSpec("P")
 

@@ -49,9 +49,7 @@ def stress(
     )
     given = overrides(context.params)
     with progress_bar(progress, as_json=as_json) as reported:
-        done = write_twin(
-            model, output, *factors, overrides=given, overwrite=overwrite, progress=reported
-        )
+        done = write_twin(model, output, *factors, overrides=given, overwrite=overwrite, progress=reported)
     if as_json:
         print_json(done.to_json())
         return

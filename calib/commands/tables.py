@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from calib.text import plain
+from calib.files.text import plain
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -29,9 +29,7 @@ def verify(
         str | None, Flag("vllm, aphrodite, sglang, tgi, tensorrt-llm, lmdeploy. Default: all.")
     ] = None,
     version: Annotated[str | None, Flag("Engine version. Default: the newest.")] = None,
-    against: Annotated[
-        Path | None, Flag("Statistics, or a calibration's output.", metavar="STATS")
-    ] = None,
+    against: Annotated[Path | None, Flag("Statistics, or a calibration's output.", metavar="STATS")] = None,
     tensor_parallel_size: Annotated[int, Flag("GPUs that the heads are split over.", min=1)] = 1,
     fnuz: Annotated[bool, Flag("For MI300 (gfx942), whose FP8 type ends at 240.")] = False,
     served: Annotated[
@@ -40,9 +38,7 @@ def verify(
     model: Annotated[
         str | None, Flag("With --served: the weights. Default: DIRECTORY.", metavar="DIR")
     ] = None,
-    served_name: Annotated[
-        str | None, Flag("With --served: which of its models.", metavar="NAME")
-    ] = None,
+    served_name: Annotated[str | None, Flag("With --served: which of its models.", metavar="NAME")] = None,
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
@@ -53,7 +49,7 @@ def verify(
     if served is not None:
         _ask_server(context, served, directory, as_json)
         return
-    from calib.marks.saved import check_saved_alike
+    from calib.same_model.saved import check_saved_alike
     from calib.verify.result import Place
     from calib.verify.rules import choose_rules
     from calib.verify.verification import verify_directory

@@ -92,8 +92,7 @@ def _content(content: Any, column: str) -> str | list[dict[str, str]] | None:
         return content
     if not isinstance(content, list) or not all(isinstance(part, Mapping) for part in content):
         raise UnusableRow(
-            f"a chat message in column '{column}' holds {type(content).__name__}, neither text nor "
-            "parts"
+            f"a chat message in column '{column}' holds {type(content).__name__}, neither text nor parts"
         )
     for part in content:
         if part.get("type") != "text" or not isinstance(part.get("text"), str):

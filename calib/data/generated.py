@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calib.data.batches import resolve_batch_size
 from calib.errors import InputError
-from calib.model.devices import check_token_ids, input_device
+from calib.models.devices import check_token_ids, input_device
 from calib.recipe import DataRecipe
 
 if TYPE_CHECKING:
@@ -75,9 +75,7 @@ def sample_at_random(
     return samples
 
 
-def _generate(
-    starts: Tensor, seq_len: int, ends: list[int], model: PreTrainedModel
-) -> list[list[int]]:
+def _generate(starts: Tensor, seq_len: int, ends: list[int], model: PreTrainedModel) -> list[list[int]]:
     """Continue `starts` [B, 1]."""
     from transformers import GenerationConfig
 

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from calib.cache_folder import cache_refusal
 from calib.data.documents import Row
 from calib.errors import InputError
+from calib.files.cache_folder import cache_refusal
 from calib.recipe import DataRecipe
 
 PREFERRED_SPLITS = ("train_sft", "train", "validation", "test")

@@ -14,7 +14,7 @@ from torch.utils.data import ConcatDataset
 
 from calib.data.documents import LocatedRow, Row
 from calib.errors import InputError
-from calib.scalefiles.json import regular_size
+from calib.files.strict_json import regular_size
 
 Rows = ConcatDataset[LocatedRow] | list[LocatedRow]
 

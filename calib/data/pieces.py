@@ -62,9 +62,7 @@ class Pieces:
         return [*self.first, *(piece for _, piece in rest)]
 
 
-def _spans(
-    length: int, seq_len: int, opening: int, turns: Sequence[int]
-) -> Iterator[tuple[int, int]]:
+def _spans(length: int, seq_len: int, opening: int, turns: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield where consecutive pieces begin and end; a rest too short for one is left out."""
     start, end = 0, min(seq_len, length)
     while start < length and (not start or length - start >= seq_len // LEAST_REST):

@@ -105,8 +105,7 @@ def encode(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise InputError(
-            f"character {error.start} is half of a surrogate pair, which is no text; "
-            "fix or remove the row"
+            f"character {error.start} is half of a surrogate pair, which is no text; fix or remove the row"
         ) from None
     # not verbose: the advice about too long sequences does not apply, they are cut
     ids = tokenizer(text, add_special_tokens=is_text, verbose=False)["input_ids"]
@@ -204,14 +203,11 @@ def _nothing_usable(dataset: str, words: int, refusals: list[str], unusable: lis
     return f"dataset '{dataset}' is empty: no row holds any text; use another dataset or column"
 
 
-def _warnings(
-    recipe: DataRecipe, found: int, refusals: list[str], unusable: list[str]
-) -> tuple[str, ...]:
+def _warnings(recipe: DataRecipe, found: int, refusals: list[str], unusable: list[str]) -> tuple[str, ...]:
     warnings = []
     if unusable:
         warnings.append(
-            f"{len(unusable)} rows were skipped: they hold no text that can be read (such as "
-            f"{unusable[0]})"
+            f"{len(unusable)} rows were skipped: they hold no text that can be read (such as {unusable[0]})"
         )
     if refusals:
         warnings.append(

@@ -15,7 +15,7 @@ from calib.eval.other_figures import clipping
 from calib.eval.reader import Measured
 from calib.eval.schema import Figure, LayerRow, Report, Row
 from calib.eval.statistics import ratio
-from calib.text import Condition, show_number
+from calib.files.text import Condition, show_number
 
 # what engines can load, simplest first, and the advice to use it
 _ADVICE = {
@@ -25,9 +25,7 @@ _ADVICE = {
     "attn_head": "use one scale per KV head (--strategy attn_head)",
 }
 SERVED = tuple(_ADVICE)
-_NOTHING = (
-    "serve none of these caches: the KL is not a finite number with any scales that engines load"
-)
+_NOTHING = "serve none of these caches: the KL is not a finite number with any scales that engines load"
 _OF_LATENTS = (
     "engines' own classes use no scales of latents, or wrongly: `fp8kv bake` makes 1.0 right; see "
     "docs/latent.md"
@@ -145,9 +143,7 @@ class Judgement:
         said = f"; {_BEST}"
         if "none" in self.rows and self.is_worse("none", name):
             return f"{said}, {self._measurably('worse', 'none')}"
-        return (
-            said if best in (None, name) else f"{said}, {self._label(best)} is not measurably worse"
-        )
+        return said if best in (None, name) else f"{said}, {self._label(best)} is not measurably worse"
 
     def _measurably(self, better: str, name: str) -> str:
         row = self.rows[name]
@@ -199,8 +195,7 @@ def check_variant(condition: Condition, measured: Iterable[str]) -> None:
     known = [name for name in dict.fromkeys(measured) if name != REFERENCE]
     if condition.variant not in (None, *known):
         raise InputError(
-            f"--fail-if '{condition.text}': no variant '{condition.variant}'; there are "
-            f"{', '.join(known)}"
+            f"--fail-if '{condition.text}': no variant '{condition.variant}'; there are {', '.join(known)}"
         )
 
 

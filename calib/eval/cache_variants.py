@@ -17,11 +17,11 @@ from calib.eval.variants import (
     broadcast_scale,
     fp8_rounding,
 )
-from calib.model.checkpoint import Checkpoint
-from calib.model.load import served_dtype
+from calib.files.baked import baked_for
+from calib.files.model_directory import Checkpoint
+from calib.models.load import served_dtype
 from calib.rescale.in_memory import baked_factors
 from calib.rescale.products import LayerFactors
-from calib.scalefiles.baked import baked_for
 from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
@@ -37,9 +37,7 @@ def cache_names(names: Sequence[str]) -> list[str]:
     return [*(name for name in types if name != "fp8"), *baked]
 
 
-def wanted_types(
-    names: Sequence[str], shapes: Sequence[Shape]
-) -> tuple[list[CacheType], list[str]]:
+def wanted_types(names: Sequence[str], shapes: Sequence[Shape]) -> tuple[list[CacheType], list[str]]:
     """The types in `names`, and warnings; `all` leaves out those that the head sizes do not allow.
 
     `all` are those for K and V of heads, or those for latents, whichever the model caches.
@@ -159,10 +157,7 @@ def _rescaled(rounded: CacheRounding, factors: Mapping[int, LayerFactors]) -> Ca
         layer = factors.get(layer_idx)
         if layer is None:
             return rounded(layer_idx, key, value)
-        k, v = (
-            broadcast_scale(factor, x).to(x.dtype)
-            for factor, x in ((layer.k, key), (layer.v, value))
-        )
+        k, v = (broadcast_scale(factor, x).to(x.dtype) for factor, x in ((layer.k, key), (layer.v, value)))
         key, value = rounded(layer_idx, key * k, value * v)
         return key / k, value / v
 

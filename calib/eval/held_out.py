@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from calib.data import CalibrationData
 from calib.errors import InputError
-from calib.scalefiles.baked import baked_for
+from calib.files.baked import baked_for
 from calib.scales.record_file import Records, load_baked_records, load_records
 from calib.scales.text_record import TextRecord
 

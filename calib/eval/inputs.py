@@ -11,8 +11,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from calib.any_scales import Opened, open_any_scales
 from calib.caches.types import Shape
+from calib.capture.any_scales import Opened, open_any_scales
+from calib.capture.loop import calibrate
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.errors import InputError
 from calib.eval.cache_variants import cache_names
@@ -20,10 +21,9 @@ from calib.eval.held_out import Readers, hold_out
 from calib.eval.material import Material, make_material
 from calib.eval.schema import SCHEMA, Conditions, Data, Suite
 from calib.eval.variants import BUILT_IN, Setup
-from calib.measure.loop import calibrate
-from calib.model.checkpoint import Checkpoint
-from calib.model.devices import check_token_ids
-from calib.model.load import fit_seq_len, load_model, load_tokenizer
+from calib.files.model_directory import Checkpoint
+from calib.models.devices import check_token_ids
+from calib.models.load import fit_seq_len, load_model, load_tokenizer
 from calib.output.card import versions
 from calib.progress import Progress
 from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe
@@ -53,9 +53,7 @@ def fitting_suite(
 
 def whole_text_only(suite: Suite) -> Suite:
     """`suite` without generated text, passkeys, long documents and errors per layer."""
-    return replace(
-        suite, prompts=0, new_tokens=0, passkey_tokens=(), layer_documents=0, long_tokens=0
-    )
+    return replace(suite, prompts=0, new_tokens=0, passkey_tokens=(), layer_documents=0, long_tokens=0)
 
 
 def evaluation_recipe(recipe: Recipe, suite: Suite) -> Recipe:
@@ -131,9 +129,7 @@ def load_material(
     return data, read, material, warnings
 
 
-def calibrate_on(
-    setup: Setup, samples: list[list[int]], recipe: Recipe, stage: str = "calibrate"
-) -> KVStats:
+def calibrate_on(setup: Setup, samples: list[list[int]], recipe: Recipe, stage: str = "calibrate") -> KVStats:
     """Statistics of `samples`, as the `stage` that progress shows."""
     data, model = recipe.data, setup.model
     size = resolve_batch_size(data, model.device.type)
@@ -164,9 +160,7 @@ def describe(data: CalibrationData, material: Material, calibration_tokens: int)
     )
 
 
-def conditions(
-    setup: Setup, model: str, suite: Suite, data: Data, shapes: Sequence[Shape]
-) -> Conditions:
+def conditions(setup: Setup, model: str, suite: Suite, data: Data, shapes: Sequence[Shape]) -> Conditions:
     """What is measured, where, and on what."""
     values = sum(shape.values for shape in shapes)
     return Conditions(

@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from calib.capture.attention import map_attention
 from calib.eval.exceedance import exceedance, scaled_magnitudes
 from calib.eval.schema import Extremes, Figure, Layer, LayerRow, Magnitudes, Tensors
 from calib.eval.statistics import ratio
 from calib.eval.variants import Setup, Variant, broadcast_scale, fp8_rounding
-from calib.measure.attention import map_attention
-from calib.scalefiles.places import LayerPlaces
+from calib.scales.places import LayerPlaces
 from calib.scales.scales import LayerScales
 from calib.scales.tail import ROUNDING
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max, quantize
@@ -191,13 +191,10 @@ def value_rows(values: dict[int, LayerValues], places: Iterable[LayerPlaces] = (
     `places` are of a calibration: how its amax grew with the tokens.
     """
     growth: dict[int, Any] = {
-        each.layer: {"k": each.k.growth(each.read), "v": each.v.growth(each.read)}
-        for each in places
+        each.layer: {"k": each.k.growth(each.read), "v": each.v.growth(each.read)} for each in places
     }
     return [
-        Layer(
-            layer_idx=idx, k=_magnitudes(layer, 0), v=_magnitudes(layer, 1), growth=growth.get(idx)
-        )
+        Layer(layer_idx=idx, k=_magnitudes(layer, 0), v=_magnitudes(layer, 1), growth=growth.get(idx))
         for idx, layer in sorted(values.items())
     ]
 

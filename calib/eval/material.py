@@ -10,11 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 from calib.eval.schema import Continuation, Suite
 from calib.eval.variants import Setup
-from calib.model.load import model_positions
+from calib.models.load import model_positions
 
-_FILLER = (
-    "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-)
+_FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 _ASK = "\nWhat is the pass key? The pass key is"
 
 

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from calib.caches.types import Serving, cache_type
+from calib.capture.attention import map_attention
 from calib.errors import InputError
 from calib.eval.advice import skip_argument
 from calib.eval.found import Mixture
 from calib.eval.reader import mean_kl
 from calib.eval.variants import Setup, Variant
-from calib.json_text import json_text
-from calib.measure.attention import map_attention
+from calib.files.json_text import json_text
 
 LAYER_MAP_FILE = "modelopt_kv_cache_layers.json"
 _16_BITS = "16 bits"
@@ -26,9 +26,7 @@ Fitting = Callable[[str], Sequence[Serving] | str]
 _NOT_READ = "ModelOpt's layer map (#2272); not yet read by vLLM (0.32 and 0.33), see vllm #56116"
 
 
-def mix(
-    setup: Setup, variants: Sequence[Variant], documents: Sequence[Tensor], budget: float
-) -> Mixture:
+def mix(setup: Setup, variants: Sequence[Variant], documents: Sequence[Tensor], budget: float) -> Mixture:
     """The types of `variants` that cost least KL within a mean of `budget` bits, overhead included.
 
     Layers go from the smallest type upwards where that saves most KL for a bit, by the KL of each
@@ -102,9 +100,7 @@ def choose(
         least = budget - room / sum(values.values())
         lost = sum(map(len, usable.values())) < len(alone) * len(bits)
         without = " where the KL is a number" if lost else ""
-        raise InputError(
-            f"--search-bits {budget:g}: the smallest of these types has {least:g}{without}"
-        )
+        raise InputError(f"--search-bits {budget:g}: the smallest of these types has {least:g}{without}")
     while True:
         steps = []
         for i, now in chosen.items():
@@ -122,12 +118,8 @@ def choose(
 def mixture_lines(found: Mixture, fitting: Fitting) -> list[str]:
     """The mixture in words, and how vLLM serves it: its type by `fitting`."""
     counts = {name: [*found.layers.values()].count(name) for name in found.layers.values()}
-    parts = ", ".join(
-        f"{count} layer{'s' * (count > 1)} in {name}" for name, count in sorted(counts.items())
-    )
-    line = (
-        f"{found.budget:g} bits a value are met ({found.bits:.3g}) with {parts}: KL {found.kl:.2g}"
-    )
+    parts = ", ".join(f"{count} layer{'s' * (count > 1)} in {name}" for name, count in sorted(counts.items()))
+    line = f"{found.budget:g} bits a value are met ({found.bits:.3g}) with {parts}: KL {found.kl:.2g}"
     types = sorted(counts.keys() - {_16_BITS})
     if len(types) > 1:
         return [f"{line}; no released engine serves such a mixture"]

@@ -10,7 +10,7 @@ from calib.choices import REFERENCE, FormatName, Strategy
 from calib.errors import InputError, UnsupportedExportError
 from calib.eval.variants import Variant
 from calib.export import FORMATS, export
-from calib.model.checkpoint import Checkpoint
+from calib.files.model_directory import Checkpoint
 from calib.rescale.rescaling import check_no_scales
 from calib.scales.scales import KVScales
 
@@ -173,17 +173,13 @@ def _serve(engine: str, path: str, flag: str = "") -> str:
     return f"{_SERVE[engine].format(path=shlex.quote(path))} {flag}".strip()
 
 
-def _offer(
-    found: Sequence[Serving], gpus: Sequence[str], made: Sequence[str], path: str, flag: str
-) -> Offer:
+def _offer(found: Sequence[Serving], gpus: Sequence[str], made: Sequence[str], path: str, flag: str) -> Offer:
     first = found[0]
     there = [each for each in found if each.note and set(each.gpus) & set(gpus)]
     on_amd = set(_FNUZ_GPUS) & set(gpus)
     notes = dict.fromkeys(each.note for each in there if on_amd or "MI300X" not in each.note)
     last = _serve(first.engine, path, flag)
-    return Offer(
-        first.engine, first.version, tuple(dict.fromkeys(gpus)), tuple(notes), (*made, last)
-    )
+    return Offer(first.engine, first.version, tuple(dict.fromkeys(gpus)), tuple(notes), (*made, last))
 
 
 def check_place(engine: str | None, gpu: str | None) -> None:

@@ -20,9 +20,7 @@ CLIPS, MOST = 0.01, 0.5
 _NAMED = 3
 
 
-def other_text(
-    found: MeasuredElsewhere, measured: Mapping[str, Measured], floor: float
-) -> OtherText:
+def other_text(found: MeasuredElsewhere, measured: Mapping[str, Measured], floor: float) -> OtherText:
     """Figures of one text, of every cache that it was read with."""
     documents, data = found.text.documents, found.text.data
     nll = np.concatenate(_values(d.nll for d in found.divergences[REFERENCE]))

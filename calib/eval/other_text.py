@@ -17,8 +17,8 @@ from calib.eval.reader import read
 from calib.eval.schema import Suite
 from calib.eval.statistics import Divergence
 from calib.eval.variants import Setup, Variant
-from calib.model.devices import check_token_ids
-from calib.model.load import model_positions
+from calib.models.devices import check_token_ids
+from calib.models.load import model_positions
 from calib.recipe import DataRecipe, Recipe
 
 ALL = "all"
@@ -110,9 +110,7 @@ def can_be_measured(variant: Variant) -> bool:
 def check_other_texts(texts: Sequence[OtherDocuments], variants: Sequence[Variant]) -> None:
     """Refuse to read `texts` with nothing that engines load."""
     if texts and not any(map(can_be_measured, variants)):
-        raise InputError(
-            "--also is measured with scales that engines load: give --scales or keep attn_head"
-        )
+        raise InputError("--also is measured with scales that engines load: give --scales or keep attn_head")
 
 
 @torch.inference_mode()

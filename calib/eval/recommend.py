@@ -50,9 +50,7 @@ class _Candidate(NamedTuple):
         return (self.name != REFERENCE, self.needs, own, self.bytes_per_token, self.row.kl.value)
 
 
-def make_wish(
-    budget_kl: str | None, budget_bytes: str | None, engine: str | None, gpu: str | None
-) -> Wish:
+def make_wish(budget_kl: str | None, budget_bytes: str | None, engine: str | None, gpu: str | None) -> Wish:
     """The wish of the flags; InputError for what cannot be meant."""
     if budget_kl and budget_bytes:
         raise InputError("--budget-kl and --budget-bytes: give one of them")
@@ -101,9 +99,7 @@ def recommend(judgement: Judgement, offers: Offers, wish: Wish) -> Recommendatio
     )
 
 
-def _candidates(
-    judgement: Judgement, offers: Offers, wish: Wish
-) -> tuple[list[_Candidate], dict[str, str]]:
+def _candidates(judgement: Judgement, offers: Offers, wish: Wish) -> tuple[list[_Candidate], dict[str, str]]:
     """What was measured and can be served, simplest first; and why the other caches cannot."""
     found, refused = [], {}
     for name, row in judgement.rows.items():

@@ -7,9 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from calib.any_scales import weight_warnings
-from calib.atomic import claimed
 from calib.caches.types import Shape
+from calib.capture.any_scales import weight_warnings
+from calib.capture.attention import layer_shapes
+from calib.capture.continuing import check_fp8_cache
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
 from calib.eval import inputs
@@ -44,18 +45,17 @@ from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import ONE_ATTENTION, Setup, Variant, build_variants, other_attention
-from calib.measure.attention import layer_shapes
-from calib.measure.continuing import check_fp8_cache
-from calib.model.checkpoint import Checkpoint
-from calib.model.find import find_checkpoint
-from calib.model.load import load_config
-from calib.model.quantized import quantization_notes
+from calib.files.atomic import claimed
+from calib.files.model_directory import Checkpoint
+from calib.files.text import Condition, parse_condition
+from calib.models.find import find_checkpoint
+from calib.models.load import load_config
+from calib.models.quantized.detect import quantization_notes
 from calib.progress import NOBODY, Progress
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.one_scale import LATENT_NOTE
 from calib.scales.stats import KVStats
 from calib.scales.text_summary import TextSummary
-from calib.text import Condition, parse_condition
 from fp8kv_runtime.errors import AttentionError
 
 
@@ -244,9 +244,7 @@ def run_recommendation(
     model_name: str, recipe: Recipe, wish: Wish, *, progress: Progress
 ) -> tuple[Recommendation, list[str]]:
     """Measure whole texts with all caches that can be served, and choose one; warnings as well."""
-    evaluation = recipe.evaluation.model_copy(
-        update={"caches": ("all",), "variants": (), "also": ()}
-    )
+    evaluation = recipe.evaluation.model_copy(update={"caches": ("all",), "variants": (), "also": ()})
     recipe = recipe.model_copy(update={"evaluation": evaluation})
     report = summarize(evaluate(model_name, recipe, wish=wish, progress=progress), wish)
     assert report.recommended is not None

@@ -33,9 +33,7 @@ def simulated(
         "vllm_triton": partial(
             vllm_triton_attention, dtype=torch.bfloat16 if dtype == torch.float32 else dtype
         ),
-        "vllm_triton_fp8": partial(
-            vllm_triton_attention, dtype=None, fp8=FP8_DTYPES[scales.fp8_dtype]
-        ),
+        "vllm_triton_fp8": partial(vllm_triton_attention, dtype=None, fp8=FP8_DTYPES[scales.fp8_dtype]),
     }
 
     def attend(

@@ -79,10 +79,7 @@ def ratio(numerators: Values, denominators: Values) -> Figure:
 def difference(here: list[Values], there: list[Values]) -> Figure:
     """Mean of the values `here` less that of those `there`, each resampled by its documents."""
     rng = np.random.default_rng(0)
-    draws = [
-        _means(each, rng.integers(len(each), size=(_RESAMPLES, len(each))))
-        for each in (here, there)
-    ]
+    draws = [_means(each, rng.integers(len(each), size=(_RESAMPLES, len(each)))) for each in (here, there)]
     value = float(np.concatenate(here).mean() - np.concatenate(there).mean())
     return _figure(value, draws[0] - draws[1])
 

@@ -21,7 +21,7 @@ from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, recommend
 from calib.eval.schema import Conditions, Figure, Report, Row, Texts
 from calib.eval.statistics import Values, estimate, kl_by_position, perplexity, quantile
-from calib.scalefiles.places import LayerPlaces
+from calib.scales.places import LayerPlaces
 
 
 class Evaluation(NamedTuple):
@@ -90,9 +90,7 @@ def _advice(
     return lines
 
 
-def _recommended(
-    evaluation: Evaluation, judgement: Judgement, wish: Wish | None
-) -> Recommendation | None:
+def _recommended(evaluation: Evaluation, judgement: Judgement, wish: Wish | None) -> Recommendation | None:
     """What to serve, if other caches than static FP8 were measured or it was asked for."""
     asked = wish is not None or any(row.kind == "cache" for row in judgement.rows.values())
     if evaluation.offers is None or not asked:

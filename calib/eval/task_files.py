@@ -109,9 +109,7 @@ def _check_is_task(spec: str, path: Path) -> None:
     pairs = document.value if isinstance(document, yaml.MappingNode) else []
     keys = {key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)}
     if "group" in keys:
-        raise InputError(
-            f"--tasks '{spec}' is a group, not a task; give the directory that holds its tasks"
-        )
+        raise InputError(f"--tasks '{spec}' is a group, not a task; give the directory that holds its tasks")
     if not {"task", "include"} & keys:
         raise InputError(
             f"--tasks '{spec}' is no task of lm-eval: it has no `task:` name; see "

@@ -205,10 +205,7 @@ def broadcast_scale(scale: Tensor, x: Tensor) -> Tensor:
 def all_ones(scales: KVScales) -> KVScales:
     """Scale 1.0 for the layers of `scales`."""
     one = torch.ones(1)
-    layers = {
-        name: LayerScales(s.layer_idx, one, one, latent=s.latent)
-        for name, s in scales.layers.items()
-    }
+    layers = {name: LayerScales(s.layer_idx, one, one, latent=s.latent) for name, s in scales.layers.items()}
     return KVScales("tensor", "e4m3fn", layers, scales.shared)
 
 

@@ -14,12 +14,12 @@ from calib.export.compressed_tensors import (
 from calib.export.modelopt import modelopt, nvfp4, trtllm
 from calib.export.scales_json import scales_json
 from calib.export.tgi import tgi
-from calib.model.checkpoint import Checkpoint
-from calib.model.quantized import find_layout
+from calib.files.conventions import LARGER
+from calib.files.file_names import JSON_FILE
+from calib.files.model_directory import Checkpoint
+from calib.files.names import layer_of
+from calib.models.quantized.detect import find_layout
 from calib.recipe import Recipe
-from calib.scalefiles.conventions import LARGER
-from calib.scalefiles.file_names import JSON_FILE
-from calib.scalefiles.names import layer_of
 from calib.scales.scales import KVScales
 from calib.verify.rules import Rules, all_rules
 
@@ -57,8 +57,7 @@ def check_format(
         formats = _formats_with("fp8_dtypes", fp8_dtype, measured)
         way_out = _use(calibrates and f"--fp8-dtype {target.fp8_dtypes[0]}", formats)
         raise UnsupportedExportError(
-            f"{flag} holds {' or '.join(target.fp8_dtypes)} scales; these are for {fp8_dtype}. "
-            + way_out
+            f"{flag} holds {' or '.join(target.fp8_dtypes)} scales; these are for {fp8_dtype}. " + way_out
         )
     if with_q and not target.reads_q:
         raise UnsupportedExportError(
@@ -183,9 +182,7 @@ def _latent(rules: Rules) -> str:
 _BOTH: tuple[Strategy, ...] = ("tensor", "attn_head")
 _RULES = all_rules()
 _VLLM, _VLLM_04, _APHRODITE = (_RULES[name] for name in ("vllm", "vllm-0.4", "aphrodite"))
-_SGLANG, _OLD_SGLANG, _TRTLLM = (
-    _RULES[name] for name in ("sglang", "sglang-2026-07", "tensorrt-llm")
-)
+_SGLANG, _OLD_SGLANG, _TRTLLM = (_RULES[name] for name in ("sglang", "sglang-2026-07", "tensorrt-llm"))
 
 FORMATS: dict[FormatName, Format] = {
     "vllm": _of(
@@ -200,9 +197,7 @@ FORMATS: dict[FormatName, Format] = {
         reads_q=True,
     ),
     "sglang": _of("sglang", partial(sglang, rules=_SGLANG), _SGLANG),
-    "tgi": _of(
-        "tgi", partial(tgi, rules=_RULES["tgi"]), _RULES["tgi"], fp8_dtypes=("e4m3fn", "e4m3fnuz")
-    ),
+    "tgi": _of("tgi", partial(tgi, rules=_RULES["tgi"]), _RULES["tgi"], fp8_dtypes=("e4m3fn", "e4m3fnuz")),
     "json": _of(
         *("json", scales_json, _VLLM_04),
         engine=f"{_VLLM_04.engine} {_VLLM_04.versions}",

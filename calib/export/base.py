@@ -8,14 +8,11 @@ from torch import Tensor
 
 from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedExportError
-from calib.model.checkpoint import Checkpoint, quantization_configs
-from calib.scalefiles.names import is_of_senses
+from calib.files.model_directory import Checkpoint, checkpoint_prefix, quantization_configs
 from calib.scales.scales import KVScales, LayerScales
 from calib.verify.classes import NAMES, OTHER, architecture
 from calib.verify.rules import Rules, all_rules
 
-# layers, index and the attention module itself must agree
-_TAIL = 3
 BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"  # where an engine loads nothing
 
 
@@ -130,37 +127,3 @@ def by_prefix(scales: KVScales, checkpoint: Checkpoint) -> dict[str, LayerScales
     """The scales of all modules that engines ask about, by prefix of their names on disk."""
     layers = scales.with_shared().items()
     return {checkpoint_prefix(module, checkpoint): layer for module, layer in layers}
-
-
-def checkpoint_prefix(module: str, checkpoint: Checkpoint) -> str:
-    """Find the prefix of an attention module's tensors in the checkpoint.
-
-    The two differ where transformers renames on load: `model.language_model.layers.0.self_attn`
-    for `language_model.model.layers.0.self_attn`. The prefix must end as the module does and share
-    the most name parts with it. Towers for images and sound, whose layers may end so too, are out.
-    """
-    prefixes = _prefixes(checkpoint)
-    if module in prefixes:
-        return module
-    found = {p: _likeness(module, p) for p in sorted(prefixes) if not is_of_senses(p)}
-    best = max(found.values(), default=(0, 0))
-    names = [prefix for prefix, likeness in found.items() if likeness == best]
-    if best[0] < _TAIL or len(names) > 1:
-        why = f"{names[0]} and {names[1]} both may" if best[0] >= _TAIL else "no names end so"
-        raise UnsupportedExportError(
-            f"cannot tell which tensors of '{checkpoint.path}' belong to {module}: {why}"
-        )
-    return names[0]
-
-
-def _prefixes(checkpoint: Checkpoint) -> set[str]:
-    # k_proj.weight and the like: the attention module is two levels above the tensor
-    return {name.rsplit(".", 2)[0] for name in checkpoint.weight_map if name.count(".") >= _TAIL}
-
-
-def _likeness(module: str, prefix: str) -> tuple[int, int]:
-    parts, others = module.split("."), prefix.split(".")
-    tail = 0
-    while tail < min(len(parts), len(others)) and parts[-1 - tail] == others[-1 - tail]:
-        tail += 1
-    return tail, len(set(parts) & set(others))

@@ -15,7 +15,7 @@ from torch import Tensor
 from calib.errors import UnsupportedExportError
 from calib.export import scales_json
 from calib.export.base import Export, by_prefix, loaded_name
-from calib.model.checkpoint import Checkpoint, quantization_configs
+from calib.files.model_directory import Checkpoint, quantization_configs
 from calib.scales.scales import KVScales
 from calib.verify.classes import NAMES
 from calib.verify.quark import excluded_by
@@ -26,9 +26,7 @@ FP8_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
 _SCALES_WITHOUT_SCHEME = {"fp8", "quark", "modelopt"}
 
 
-def compressed_tensors(
-    scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules
-) -> Export:
+def compressed_tensors(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules) -> Export:
     """Export for the engine of `rules`; refuses weights and classes that rule KV scales out."""
     config = copy.deepcopy(checkpoint.config)
     quantization = find_quantization_config(config)
@@ -52,9 +50,7 @@ def compressed_tensors(
             _check_not_excluded(quantization, scales, checkpoint, rules)
         notes = (_beside_quantized(str(method), scales, quantization),)
     else:
-        version = (
-            "which compressed-tensors' AutoAWQConverter makes" if method == "awq" else "if any"
-        )
+        version = "which compressed-tensors' AutoAWQConverter makes" if method == "awq" else "if any"
         raise UnsupportedExportError(
             f"engines have no place for KV scales beside '{method}' weights, their FP8 cache "
             "computes with 1.0 (`fp8kv eval` says what that costs, `fp8kv bake` makes it right "

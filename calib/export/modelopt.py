@@ -14,9 +14,9 @@ from torch import Tensor
 from calib.errors import UnsupportedExportError
 from calib.export.base import BAKE, Export, by_prefix, latents_name, loaded_name
 from calib.export.compressed_tensors import FP8_SCHEME, find_quantization_config
-from calib.model.checkpoint import Checkpoint
-from calib.scalefiles.conventions import LARGER, PRODUCER_KEY
-from calib.scalefiles.file_names import MODELOPT_FILE
+from calib.files.conventions import LARGER, PRODUCER_KEY
+from calib.files.file_names import MODELOPT_FILE
+from calib.files.model_directory import Checkpoint
 from calib.scales.scales import KVScales
 from calib.verify.rules import Rules
 
@@ -87,9 +87,7 @@ def nvfp4(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rule
     `scales` are those of FP8: absmax / 448.
     """
     divisor = rules.nvfp4.divisor if rules.nvfp4 else LARGER
-    made = _export(
-        scales, checkpoint, tp_size, quant_algo="FP8", ignore="*", rules=rules, cache="NVFP4"
-    )
+    made = _export(scales, checkpoint, tp_size, quant_algo="FP8", ignore="*", rules=rules, cache="NVFP4")
     tensors = {name: scale / (divisor / LARGER) for name, scale in made.tensors.items()}
     config = made.config or {}
     said = {"kv_cache_scheme": "NVFP4", "kv_cache_quant_algo": "NVFP4"}

@@ -4,9 +4,9 @@ from typing import Any
 
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export
-from calib.model.checkpoint import Checkpoint
-from calib.scalefiles.file_names import JSON_FILE
-from calib.scalefiles.heads import can_be_split, head_count, of_layer
+from calib.files.file_names import JSON_FILE
+from calib.files.heads import can_be_split, head_count, of_layer
+from calib.files.model_directory import Checkpoint
 from calib.scales.scales import KVScales
 
 
@@ -22,9 +22,7 @@ def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Expor
     missing = num_layers - len({layer.layer_idx for layer in scales.with_shared().values()})
     notes = []
     if missing:
-        notes.append(
-            f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused"
-        )
+        notes.append(f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused")
     if (times := _most_too_large(scales)) > 1:
         notes.append(
             f"{JSON_FILE} has one number a layer, the larger scale of K and V: for the other it is "
@@ -52,9 +50,7 @@ def _check_split(checkpoint: Checkpoint, num_layers: int, ranks: int) -> None:
             )
 
 
-def scales_document(
-    scales: KVScales, model_type: str, num_layers: int, tp_size: int = 1
-) -> dict[str, Any]:
+def scales_document(scales: KVScales, model_type: str, num_layers: int, tp_size: int = 1) -> dict[str, Any]:
     """The JSON object: of each layer the larger of its K and V scale, for `tp_size` ranks."""
     layers = scales.with_shared().values()
     largest = {layer.layer_idx: float(layer.k.maximum(layer.v)) for layer in layers}

@@ -1,7 +1,7 @@
 """TGI: scalar `<attn>.kv_scale`, `.k_scale`, `.v_scale`; `kv_cache_torch_dtype` in the config."""
 
 from calib.export.base import Export, by_prefix, loaded_name
-from calib.model.checkpoint import Checkpoint
+from calib.files.model_directory import Checkpoint
 from calib.scales.scales import KVScales
 from calib.verify.classes import NAMES
 from calib.verify.rules import Rules

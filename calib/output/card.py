@@ -11,12 +11,12 @@ from calib import __version__
 from calib.choices import FormatName, Reduce, Strategy
 from calib.data import CalibrationData
 from calib.export import FORMATS
-from calib.model.checkpoint import Checkpoint, fingerprints
-from calib.model.find import hub_origin
+from calib.files.model_directory import Checkpoint, fingerprints
+from calib.files.text import plain
+from calib.models.find import hub_origin
 from calib.recipe import Recipe
-from calib.scalefiles.identity import summary
+from calib.same_model.identity import summary
 from calib.scales.summary import LayerSummary
-from calib.text import plain
 
 NO_WEIGHTS = "No weights are here: put the source's weight files beside these before serving."
 _SAME = "The weights are those of the source, bit for bit."
@@ -87,9 +87,7 @@ def _of_documents(dataset: dict[str, Any]) -> str:
     """What the samples are of; reports of older versions do not say it."""
     if "documents" not in dataset:
         return ""
-    return (
-        f" (documents: {dataset['documents']}; {dataset['unread_tokens']} tokens were left unread)"
-    )
+    return f" (documents: {dataset['documents']}; {dataset['unread_tokens']} tokens were left unread)"
 
 
 def format_card(

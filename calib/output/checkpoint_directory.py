@@ -6,13 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from calib.atomic import save_tensors
 from calib.errors import InputError
 from calib.export.base import Export
-from calib.json_text import exact_json_text, json_text
-from calib.model.checkpoint import Checkpoint
-from calib.output.placing import OnCopied, Placing, place_shard
-from calib.scalefiles.file_names import (
+from calib.files.atomic import save_tensors
+from calib.files.file_names import (
     BAKE_FILE,
     CALIBRATION_FILE,
     CARD_FILE,
@@ -24,8 +21,11 @@ from calib.scalefiles.file_names import (
     SOURCE_DIRECTORY,
     STRESS_FILE,
 )
-from calib.scalefiles.json import read_object
-from calib.scalefiles.names import is_of_cache
+from calib.files.json_text import exact_json_text, json_text
+from calib.files.model_directory import Checkpoint
+from calib.files.names import is_of_cache
+from calib.files.placing import OnCopied, Placing, place_shard
+from calib.files.strict_json import read_object
 
 # transformers ignores the index, and so our shard, where a file of the usual single name exists
 RENAMED_SINGLE = "model-00001-of-00001.safetensors"
@@ -40,9 +40,7 @@ def check_output(out: Path, source: Path, *, overwrite: bool, what: str = "model
     # `resolve` fails on links that lead to themselves
     resolved, model = (Path(os.path.realpath(path)) for path in (out, source))
     if resolved == model or model in resolved.parents or resolved in model.parents:
-        raise InputError(
-            f"output '{out}' would mix with the {what} in '{source}'; choose another -o"
-        )
+        raise InputError(f"output '{out}' would mix with the {what} in '{source}'; choose another -o")
     ours = (
         *(CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE, BAKE_FILE),
         SOURCE_DIRECTORY,
@@ -98,8 +96,7 @@ def _for_transformers(config: dict[str, Any]) -> str:
     if quantization.get("quant_method") != "compressed-tensors":
         return ""
     return (
-        "\nBeside engines: transformers opens this directory only where `compressed-tensors` is "
-        "installed.\n"
+        "\nBeside engines: transformers opens this directory only where `compressed-tensors` is installed.\n"
     )
 
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 
-from calib.atomic import Claim, atomic_directory
 from calib.choices import FormatName
 from calib.export import FORMATS, Command, Export, export
-from calib.marks.taking import marks_or_none
-from calib.model.checkpoint import Checkpoint
+from calib.files.atomic import Claim, atomic_directory
+from calib.files.file_names import CALIBRATION_FILE, STATS_FILE
+from calib.files.model_directory import Checkpoint
+from calib.files.placing import OnCopied
 from calib.output.card import calibration_report, output_card
 from calib.output.checkpoint_directory import write_checkpoint, write_json
 from calib.output.in_place import back_up, complete
-from calib.output.placing import OnCopied
 from calib.recipe import Recipe
-from calib.scalefiles.file_names import CALIBRATION_FILE, STATS_FILE
+from calib.same_model.taking import marks_or_none
 from calib.scales.cover import clipped_tokens
 from calib.scales.derive import derive_scales
 from calib.scales.notebook import layers_html
@@ -58,10 +58,7 @@ class Result:
     def written_layers(self) -> list[LayerSummary]:
         """The layers with the scales, or an NVFP4 cache's values, of the first format."""
         over = FORMATS[next(iter(self.directories))].over_written
-        return [
-            replace(row, k_scale=row.k_scale / over, v_scale=row.v_scale / over)
-            for row in self.layers
-        ]
+        return [replace(row, k_scale=row.k_scale / over, v_scale=row.v_scale / over) for row in self.layers]
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -174,9 +171,7 @@ def _write(
     """Write each export into its part of the output; where replaced files are kept is returned."""
     output, in_place = destination.path, destination.in_place
     weights = "keep" if in_place else recipe.export.weights
-    with atomic_directory(
-        output, overwrite=destination.overwrite, claim=destination.claim
-    ) as scratch:
+    with atomic_directory(output, overwrite=destination.overwrite, claim=destination.claim) as scratch:
         for name, made in exports.items():
             directory = scratch / parts[name]
             directory.mkdir(exist_ok=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from calib.errors import InputError
 from calib.export import FORMATS
+from calib.files.file_names import JSON_FILE, SINGLE_FILE
 from calib.recipe import Recipe
-from calib.scalefiles.file_names import JSON_FILE, SINGLE_FILE
 
 
 def check_places(output: Path | None, *, in_place: bool, overwrite: bool) -> None:
@@ -34,9 +34,7 @@ def local_directory(model_name: str) -> Path:
     """The directory of `model_name`; an InputError if it is none."""
     path = Path(model_name).expanduser()
     if not path.is_dir():
-        raise InputError(
-            f"--in-place writes into a local directory, which '{model_name}' is not; use -o"
-        )
+        raise InputError(f"--in-place writes into a local directory, which '{model_name}' is not; use -o")
     return path.resolve()
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from calib.choices import FORMATS
 from calib.errors import InputError
 from calib.eval.schema import REPORT_FILE, Extremes, Report, Row
-from calib.scalefiles.json import read_object
+from calib.files.strict_json import read_object
 from calib.scales.summary import LayerSummary
 
 _FIGURES = {"kl", "ppl_change", "top1"}

@@ -7,11 +7,11 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf
 from huggingface_hub import errors as hub
 
 from calib.errors import InputError
-from calib.model.find import ask_hub
+from calib.files.file_names import PACK_FILE
+from calib.files.packs import FILES, MAX_MANIFEST_BYTES, read_manifest
+from calib.models.find import ask_hub
 from calib.packs.packing import HUB_ID
 from calib.progress import NOBODY, Progress
-from calib.scalefiles.file_names import PACK_FILE
-from calib.scalefiles.packs import FILES, MAX_MANIFEST_BYTES, read_manifest
 
 _REVISION = re.compile(r"[\w./-]{1,200}", re.ASCII)
 _OF_THE_HUB = {".gitattributes"}  # in every new repository

@@ -8,13 +8,13 @@ from typing import Any
 import yaml
 
 from calib.errors import InputError
+from calib.files.file_names import CARD_FILE
+from calib.files.packs import Pack
+from calib.files.text import plain
 from calib.output.checkpoint_directory import front_matter
 from calib.recipe import Recipe
-from calib.scalefiles.file_names import CARD_FILE
-from calib.scalefiles.packs import Pack
 from calib.scales.summary import LayerSummary
 from calib.strict_yaml import read_yaml
-from calib.text import plain
 
 _LICENSE = re.compile(r"[a-z0-9][a-z0-9.-]{0,63}")
 _TEXT = """# FP8 KV-cache scales for {model}

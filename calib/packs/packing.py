@@ -5,25 +5,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calib.atomic import atomic_directory
 from calib.errors import InputError, UnsupportedExportError
 from calib.export import check_format, check_latent
 from calib.export.scales_json import scales_document
-from calib.marks.record import Marks
-from calib.output.checkpoint_directory import check_output, write_json
-from calib.packs.evaluated import figures_beside, figures_of
-from calib.packs.hidden_paths import places_of, without_places
-from calib.packs.pack_card import license_of, pack_card
-from calib.recipe import load_recipe
-from calib.scalefiles.calibrations import statistics_file
-from calib.scalefiles.file_names import (
+from calib.files.atomic import atomic_directory
+from calib.files.calibrations import statistics_file
+from calib.files.file_names import (
     CALIBRATION_FILE,
     CARD_FILE,
     JSON_FILE,
     PACK_FILE,
     STATS_FILE,
 )
-from calib.scalefiles.packs import PACKED, Pack, write_manifest
+from calib.files.packs import PACKED, Pack, write_manifest
+from calib.output.checkpoint_directory import check_output, write_json
+from calib.packs.evaluated import figures_beside, figures_of
+from calib.packs.hidden_paths import places_of, without_places
+from calib.packs.pack_card import license_of, pack_card
+from calib.recipe import load_recipe
+from calib.same_model.record import Marks
 from calib.scales.derive import derive_scales
 from calib.scales.measured import load_measured
 from calib.scales.scales import KVScales

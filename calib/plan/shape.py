@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.errors import UnsupportedModelError
-from calib.model.config import build_on_meta, layer_configs, making_sense, read_config
-from calib.model.find import builtin_model, download_config
-from calib.model.load import caches_latents, check_cacheable
-from calib.offload.memory import activation_bytes
-from calib.scalefiles.json import read_object
-from calib.scalefiles.stacks import check_layers, stored_names
+from calib.files.stacks import check_layers, stored_names
+from calib.files.strict_json import read_object
+from calib.layerwise.memory import activation_bytes
+from calib.models.config import build_on_meta, layer_configs, making_sense, read_config
+from calib.models.find import builtin_model, download_config
+from calib.models.load import caches_latents, check_cacheable
 from fp8kv_runtime.hf import is_latent
 
 

@@ -7,16 +7,17 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from calib.atomic import atomic_directory, claimed
+from calib.capture.attention import CachedAttention
 from calib.choices import FP8Name, Purpose
 from calib.errors import InputError
-from calib.marks.judging import judge
-from calib.marks.record import Marks
-from calib.marks.taking import take_marks
-from calib.measure.attention import CachedAttention
-from calib.model.checkpoint import Checkpoint, fingerprint
-from calib.model.find import find_checkpoint
-from calib.model.quantized import find_layout
+from calib.files.atomic import atomic_directory, claimed
+from calib.files.baked import baked_for, weights_digest
+from calib.files.calibrations import statistics_file
+from calib.files.file_names import BAKE_FILE
+from calib.files.fp8_type import FP8_MAX
+from calib.files.model_directory import Checkpoint, fingerprint
+from calib.models.find import find_checkpoint
+from calib.models.quantized.detect import find_layout
 from calib.output.checkpoint_directory import (
     ADAPTER_FILE,
     check_output,
@@ -39,10 +40,9 @@ from calib.rescale.held import held_factors
 from calib.rescale.products import Factors
 from calib.rescale.proof import Observed
 from calib.rescale.rescaling import Rescaling, check_no_scales, rescale
-from calib.scalefiles.baked import baked_for, weights_digest
-from calib.scalefiles.calibrations import statistics_file
-from calib.scalefiles.file_names import BAKE_FILE
-from calib.scalefiles.fp8_type import FP8_MAX
+from calib.same_model.judging import judge
+from calib.same_model.record import Marks
+from calib.same_model.taking import take_marks
 from calib.scales.derive import derive_scales
 from calib.scales.measured import load_measured
 from calib.scales.record_file import records_json, records_of
@@ -188,9 +188,7 @@ def _describe(
 def _check_fits(given: Path, baked: Baked, after: Observed) -> None:
     """Refuse what changes nothing, and what the few tokens of the proof go far beyond."""
     if not baked.changed:
-        raise InputError(
-            f"'{baked.model}' is as an {baked.purpose} cache wants it: nothing to bake"
-        )
+        raise InputError(f"'{baked.model}' is as an {baked.purpose} cache wants it: nothing to bake")
     largest = max(map(after.amax, "kv"))  # other text may go a little beyond
     parts = "a latent or k_pe" if baked.latent else "K or V"
     if baked.purpose == "fp8" and largest > 2 * FP8_MAX["e4m3fn"]:
@@ -214,9 +212,7 @@ def _check_bakeable(checkpoint: Checkpoint, *, in_place: bool) -> None:
             "merge adapters first, and take other weights away or use -o"
         )
     if purpose := baked_for(checkpoint.path):
-        raise InputError(
-            f"'{checkpoint.path}' is baked for {purpose}; bake the model it was made from"
-        )
+        raise InputError(f"'{checkpoint.path}' is baked for {purpose}; bake the model it was made from")
     check_no_scales(checkpoint)
 
 

@@ -5,16 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from calib.model.checkpoint import Checkpoint
+from calib.files.model_directory import Checkpoint
+from calib.files.text import plain
 from calib.output.checkpoint_directory import prepend_card
-from calib.text import plain
 from calib.verify.at_one import known_flags
 from calib.verify.rules import all_rules
 
 
-def write_card(
-    checkpoint: Checkpoint, out: Path, baked: dict[str, Any], dataset: dict[str, Any]
-) -> None:
+def write_card(checkpoint: Checkpoint, out: Path, baked: dict[str, Any], dataset: dict[str, Any]) -> None:
     """Put what was done, and how to serve it, before the source's README."""
     path = shlex.quote(baked["output"])
     same = outputs(baked["kl"], baked["rounded"], exact=baked["exact"])
@@ -35,10 +33,7 @@ def write_card(
 
 def outputs(kl: float, rounded: Sequence[str], *, exact: bool = True) -> str:
     """How near the outputs are to the source's: `exact` but for the norms that are `rounded`."""
-    differ = (
-        f"Its outputs differ from the source's by a KL of {kl:.2g} nats per token on a few random "
-        "tokens"
-    )
+    differ = f"Its outputs differ from the source's by a KL of {kl:.2g} nats per token on a few random tokens"
     if rounded:
         return f"{differ}, as {len(rounded)} weights of norms had to be rounded; all else is exact."
     return "In float32 its outputs are the source's, bit for bit." if exact else f"{differ}."

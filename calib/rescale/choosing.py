@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from calib.capture.attention import CachedAttention
 from calib.choices import Purpose
 from calib.errors import InputError
-from calib.measure.attention import CachedAttention
 from calib.rescale.pairs import pairs_of
 from calib.rescale.parameters import normalises_v, shares_k
 from calib.rescale.products import Factors, LayerFactors
@@ -35,8 +35,7 @@ def factors_for_fp8(
         k = layer.k.amax().expand_as(layer.k) if shares_k(model, module) else layer.k
         dims = (module.head_dim, module.v_head_dim)
         k, v = (
-            _octave(scale)[:, None].expand(-1, dim)
-            for scale, dim in zip((k, layer.v), dims, strict=True)
+            _octave(scale)[:, None].expand(-1, dim) for scale, dim in zip((k, layer.v), dims, strict=True)
         )
         found[name] = LayerFactors(k, _reaching(v, model, module))
     return found
@@ -89,8 +88,7 @@ def check_purpose(stats: KVStats, purpose: Purpose) -> None:
 def check_modules(stats: KVStats, modules: Mapping[str, CachedAttention], given: str) -> None:
     """Refuse statistics of other modules or head shapes than the model's, or with NaN or Inf."""
     wanted = {
-        name: ((m.num_kv_heads, m.head_dim), (m.num_kv_heads, m.v_head_dim))
-        for name, m in modules.items()
+        name: ((m.num_kv_heads, m.head_dim), (m.num_kv_heads, m.v_head_dim)) for name, m in modules.items()
     }
     if wanted != {name: _shapes(layer) for name, layer in stats.layers.items()}:
         raise InputError(f"'{given}' is of another model: its attention modules are others")

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from calib.errors import UnsupportedModelError
 from calib.export.compressed_tensors import find_quantization_config
-from calib.model.checkpoint import Checkpoint
-from calib.model.layouts.coded import CodedWeight
-from calib.model.stored import StoredTensor
+from calib.files.model_directory import Checkpoint
+from calib.files.stored import StoredTensor
+from calib.models.quantized.coded import CodedWeight
 
 _TRANSPOSED = "scales"  # of GPTQ and AWQ: [groups, rows]
 _LARGEST_E8M0 = 254
@@ -48,8 +48,7 @@ def rescaled_parts(
     scale = stored[weight.parts[part]].read()
     if scale.dim() < 2 and scale.numel() == 1 and len(factor) > 1:
         raise NotHeld(
-            f"'{weight.name}' has one scale, and engines requantise Q, K and V to the largest of "
-            "theirs"
+            f"'{weight.name}' has one scale, and engines requantise Q, K and V to the largest of theirs"
         )
     grid = scale.t() if part == _TRANSPOSED else scale
     shape = grid.shape

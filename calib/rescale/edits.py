@@ -9,14 +9,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from calib.capture.attention import CachedAttention
 from calib.errors import InputError, UnsupportedModelError
-from calib.export.base import checkpoint_prefix
-from calib.measure.attention import CachedAttention
-from calib.model.checkpoint import Checkpoint
-from calib.model.dequantized import coded_weights
-from calib.model.layouts.coded import CodedWeight
-from calib.model.quantized import find_layout
-from calib.model.stored import StoredTensor, stored_tensors
+from calib.files.model_directory import Checkpoint, checkpoint_prefix
+from calib.files.stored import StoredTensor, stored_tensors
+from calib.models.dequantized import coded_weights
+from calib.models.quantized.coded import CodedWeight
+from calib.models.quantized.detect import find_layout
 from calib.rescale.coded_factors import NotHeld, rescaled_parts, rounds_inputs
 from calib.rescale.one_plus import Norms, is_held
 from calib.rescale.parameters import rescaled_parameters
@@ -39,9 +38,7 @@ class Editing:
     exact: bool
 
     @classmethod
-    def of(
-        cls, checkpoint: Checkpoint, dtype: torch.dtype | None, advice: str, *, exact: bool
-    ) -> "Editing":
+    def of(cls, checkpoint: Checkpoint, dtype: torch.dtype | None, advice: str, *, exact: bool) -> "Editing":
         """Read what a checkpoint holds."""
         coded = coded_weights(checkpoint, find_layout(checkpoint))
         by_name = {weight.name: weight for weight in coded}
@@ -64,11 +61,7 @@ class Editing:
 
     def norms_adding_one(self, model: PreTrainedModel, changes: Iterable[Rescaled]) -> Norms:
         """Those of `changes` that are of 1 + a weight, and the weights as they would be stored."""
-        return [
-            (each, self._weight(self._stored_name(model, each)))
-            for each in changes
-            if each.adds_one
-        ]
+        return [(each, self._weight(self._stored_name(model, each))) for each in changes if each.adds_one]
 
     def _weight(self, name: str) -> Tensor:
         weight = self.stored[name].read()
@@ -95,9 +88,7 @@ class Editing:
             return str(*renamed)
         name = f"{checkpoint_prefix(change.module, self.checkpoint)}.{change.inner}"
         if name not in held:
-            raise UnsupportedModelError(
-                f"'{self.checkpoint.path}' has no '{name}', which must be multiplied"
-            )
+            raise UnsupportedModelError(f"'{self.checkpoint.path}' has no '{name}', which must be multiplied")
         return name
 
     def _product(self, name: str, change: Rescaled) -> Edit:
@@ -128,9 +119,7 @@ def fitting(
     if editing.coded and rounds_inputs(editing.checkpoint):
         of_v = [*coarser]
     # the nearest to what was wanted first
-    ways = sorted(
-        product(enumerate(of_k), enumerate(of_v)), key=lambda pair: pair[0][0] + pair[1][0]
-    )
+    ways = sorted(product(enumerate(of_k), enumerate(of_v)), key=lambda pair: pair[0][0] + pair[1][0])
     found: dict[str, LayerFactors] = {}
     edits: dict[str, Edit] = {}
     left: dict[str, str] = {}

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from calib.capture.attention import CachedAttention
 from calib.choices import Purpose
-from calib.measure.attention import CachedAttention
 from calib.rescale.edits import Editing
 from calib.rescale.one_plus import is_held
 from calib.rescale.pairs import pairs_of

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from calib.choices import Purpose
 from calib.errors import InputError
-from calib.model.checkpoint import Checkpoint
+from calib.files.model_directory import Checkpoint
 from calib.rescale.choosing import check_purpose, factors_for_fp8, factors_for_int8, per_part
 from calib.rescale.edits import FOR_FP8, FOR_INT8, Editing, fitting
 from calib.rescale.held import held_factors

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from calib.capture.attention import CachedAttention
 from calib.errors import UnsupportedModelError
-from calib.measure.attention import CachedAttention
 from calib.rescale.products import (
     LayerFactors,
     Rescaled,
@@ -27,9 +27,7 @@ _NORM_OF_K_PE = "k_rope_only_layernorm"  # of dots3_note
 _QUERIES = ("q_b_proj", "q_gate_proj", "q_proj")  # rows of one head after the other
 
 
-def of_latent(
-    module: nn.Module, cached: CachedAttention, factors: LayerFactors
-) -> Iterator[Rescaled]:
+def of_latent(module: nn.Module, cached: CachedAttention, factors: LayerFactors) -> Iterator[Rescaled]:
     """The parameters of a module to multiply, so that its latent and k_pe get `factors`."""
     norms = dict(module.named_children())
     if _NORM not in norms:
@@ -67,9 +65,7 @@ def _of_keys_and_values(
     name = f"{cached.name}.{child}"
     check_size(name, "rows", linear.weight.shape[0], rows.shape[0])
     check_size(name, "columns", linear.weight.shape[1], columns.shape[1])
-    yield Rescaled(
-        cached.name, f"{child}.weight", rows * columns if bool((rows != 1).any()) else columns
-    )
+    yield Rescaled(cached.name, f"{child}.weight", rows * columns if bool((rows != 1).any()) else columns)
     if linear.bias is not None:
         yield Rescaled(cached.name, f"{child}.bias", rows[:, 0])
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from calib.capture.attention import CachedAttention, observe_qkv
 from calib.errors import UnsupportedModelError
-from calib.measure.attention import CachedAttention, observe_qkv
-from calib.model.devices import input_device
+from calib.models.devices import input_device
 from calib.rescale.parameters import rescaled_parameters
 from calib.rescale.products import LayerFactors
 from calib.rescale.proof import PROBE_TOKENS, multiplied, probe_tokens

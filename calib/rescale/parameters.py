@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from calib.capture.attention import CachedAttention, map_attention
 from calib.errors import UnsupportedModelError
-from calib.measure.attention import CachedAttention, map_attention
 from calib.rescale.latent import of_latent
 from calib.rescale.products import (
     Factors,
@@ -53,11 +53,7 @@ def cached_attention(model: PreTrainedModel) -> dict[str, CachedAttention]:
 
 def shares_k(model: PreTrainedModel, cached: CachedAttention) -> bool:
     """Whether all KV heads must have the same factors for K: a norm behind it is of one head."""
-    sizes = [
-        norm.get_parameter("weight").numel()
-        for which, _, norm in _norms(model, cached)
-        if which == "k"
-    ]
+    sizes = [norm.get_parameter("weight").numel() for which, _, norm in _norms(model, cached) if which == "k"]
     return any(size < cached.num_kv_heads * cached.head_dim for size in sizes)
 
 
@@ -84,9 +80,7 @@ def rescaled_parameters(
     return found
 
 
-def _of_layer(
-    model: PreTrainedModel, cached: CachedAttention, factors: LayerFactors
-) -> Iterator[Rescaled]:
+def _of_layer(model: PreTrainedModel, cached: CachedAttention, factors: LayerFactors) -> Iterator[Rescaled]:
     module = model.get_submodule(cached.name)
     if cached.latent:
         yield from of_latent(module, cached, factors)

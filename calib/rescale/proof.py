@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
+from calib.capture.attention import CachedAttention, observe_qkv
 from calib.divergence import divergence
 from calib.errors import UnsupportedModelError
-from calib.measure.attention import CachedAttention, observe_qkv
-from calib.model.checkpoint import Checkpoint
-from calib.model.devices import input_device
-from calib.model.load import load_config, load_model
+from calib.files.model_directory import Checkpoint
+from calib.models.devices import input_device
+from calib.models.load import load_config, load_model
 from calib.recipe import Recipe
 from calib.rescale.one_plus import Norms
 from calib.rescale.products import Factors, Rescaled

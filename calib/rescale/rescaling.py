@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from calib.capture.attention import CachedAttention
 from calib.choices import Purpose
 from calib.errors import InputError
-from calib.measure.attention import CachedAttention
-from calib.model.checkpoint import Checkpoint, open_checkpoint
+from calib.files.file_names import JSON_FILE
+from calib.files.folder import open_scales
+from calib.files.model_directory import Checkpoint, open_checkpoint
+from calib.files.names import is_of_cache
 from calib.progress import NOBODY, Progress
 from calib.recipe import Recipe
 from calib.rescale.edits import Coarser, Editing, fitting
@@ -21,9 +24,6 @@ from calib.rescale.parameters import cached_attention, rescaled_parameters
 from calib.rescale.products import Factors, LayerFactors
 from calib.rescale.proof import Observed, kl_between, load_exact, observe, prove, prove_written
 from calib.rescale.shards import write_rescaled
-from calib.scalefiles.file_names import JSON_FILE
-from calib.scalefiles.folder import open_scales
-from calib.scalefiles.names import is_of_cache
 
 Choose = Callable[[PreTrainedModel, dict[str, CachedAttention]], Factors]
 # the nearest that the weights hold
@@ -75,9 +75,7 @@ class Rescaling:
 
     def factors_json(self) -> dict[str, Any]:
         """K's and V's factors by module: [K] where a head has one, else [K, D]."""
-        return {
-            name: {"k": _plain(each.k), "v": _plain(each.v)} for name, each in self.factors.items()
-        }
+        return {name: {"k": _plain(each.k), "v": _plain(each.v)} for name, each in self.factors.items()}
 
 
 def _plain(heads: Tensor) -> list[Any]:

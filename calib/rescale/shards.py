@@ -9,14 +9,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from calib.atomic import save_tensors
 from calib.errors import InputError
-from calib.model.checkpoint import Checkpoint
+from calib.files.atomic import save_tensors
+from calib.files.file_names import CONFIG_FILE, INDEX_FILE
+from calib.files.model_directory import Checkpoint
+from calib.files.placing import place_shard
 from calib.output.checkpoint_directory import copy_small_files, write_index, write_json
-from calib.output.placing import place_shard
 from calib.progress import NOBODY, Progress
 from calib.rescale.products import Rescaled
-from calib.scalefiles.file_names import CONFIG_FILE, INDEX_FILE
 
 Edit = Callable[[Tensor], Tensor]
 
@@ -67,9 +67,7 @@ def exact_product(change: Rescaled, advice: str) -> Edit:
     return multiply
 
 
-def _rewrite(
-    source: Path, target: Path, edits: Mapping[str, Edit], dtype: torch.dtype | None
-) -> int:
+def _rewrite(source: Path, target: Path, edits: Mapping[str, Edit], dtype: torch.dtype | None) -> int:
     """Write `target`; return by how many bytes its tensors grew."""
     with safe_open(source, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}

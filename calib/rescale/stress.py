@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from calib.atomic import atomic_directory
+from calib.capture.attention import CachedAttention
 from calib.errors import InputError
 from calib.export.compressed_tensors import find_quantization_config
-from calib.measure.attention import CachedAttention
-from calib.model.checkpoint import Checkpoint, open_checkpoint
-from calib.model.find import find_checkpoint
-from calib.model.load import caches_latents, load_config
-from calib.model.quantized import find_layout
+from calib.files.atomic import atomic_directory
+from calib.files.file_names import STRESS_FILE
+from calib.files.model_directory import Checkpoint, open_checkpoint
+from calib.models.find import find_checkpoint
+from calib.models.load import caches_latents, load_config
+from calib.models.quantized.detect import find_layout
 from calib.output.checkpoint_directory import check_output, write_json
 from calib.progress import NOBODY, Progress
 from calib.recipe import load_recipe
@@ -29,7 +30,6 @@ from calib.rescale.products import LayerFactors
 from calib.rescale.proof import PROBE_TOKENS
 from calib.rescale.rescaling import check_no_scales, rescale
 from calib.rescale.stress_card import write_card
-from calib.scalefiles.file_names import STRESS_FILE
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 _LARGEST_EXPONENT = 64
@@ -109,9 +109,7 @@ class Stressed:
     def _of_latent(self, k: float, v: float) -> list[str]:
         found = []
         if all(_FP8.tiny <= amax <= _FP8.max for amax in (k, v)):
-            found.append(
-                f"the latent reaches {k:g} and k_pe {v:g}, which FP8 holds: use a smaller factor"
-            )
+            found.append(f"the latent reaches {k:g} and k_pe {v:g}, which FP8 holds: use a smaller factor")
         if self.factors.k != self.factors.v:
             found.append(
                 "one scale serves the latent and k_pe, so with different factors the smaller one "
@@ -161,9 +159,7 @@ def stress(
         )
         k, v = ((done.before.amax(which), done.after.amax(which)) for which in "kv")
         dtype = _dtype(open_checkpoint(scratch))
-        twin = Stressed(
-            name, output, factors, dtype, done.changed, k, v, done.kl, done.rounded, latent
-        )
+        twin = Stressed(name, output, factors, dtype, done.changed, k, v, done.kl, done.rounded, latent)
         write_json(scratch / STRESS_FILE, twin.to_json())
         write_card(twin.to_json(), checkpoint, done.factors, scratch)
     return twin

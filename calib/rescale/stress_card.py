@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from calib.errors import UnsupportedExportError
-from calib.export.base import checkpoint_prefix, latents_name
+from calib.export.base import latents_name
 from calib.export.modelopt import MODELOPT_NAME
-from calib.model.checkpoint import Checkpoint
+from calib.files.model_directory import Checkpoint, checkpoint_prefix
 from calib.rescale.bake_card import outputs
 from calib.rescale.proof import PROBE_TOKENS
 from calib.verify.at_one import known_flags
@@ -24,9 +24,7 @@ _OF_BAKING = """No engine is known to compute with scales of its latents. Where 
 at scale 1.0, baking brings the source's text back:"""
 
 
-def write_card(
-    done: dict[str, Any], checkpoint: Checkpoint, modules: Iterable[str], out: Path
-) -> None:
+def write_card(done: dict[str, Any], checkpoint: Checkpoint, modules: Iterable[str], out: Path) -> None:
     """Say what the twin of `checkpoint` is, and how to serve it; `modules` are of attention."""
     k, v, divided = "K", "V", "Q and the output projections are"
     if done["latent"]:
@@ -57,9 +55,7 @@ def _commands(done: dict[str, Any], checkpoint: Checkpoint, modules: Iterable[st
     return _scaling(done, vllm, flags, (twin, scaled), " --format modelopt")
 
 
-def _scaling(
-    done: dict[str, Any], rules: Rules, flags: str, paths: tuple[str, str], export: str = ""
-) -> str:
+def _scaling(done: dict[str, Any], rules: Rules, flags: str, paths: tuple[str, str], export: str = "") -> str:
     twin, scaled = paths
     garbage, right = (f"{rules.serve.format(path=x)} {flags}{_wide(done)}" for x in paths)
     return f"""{_OF_SCALES}

@@ -4,14 +4,14 @@ from dataclasses import replace
 
 from packaging.version import Version
 
-from calib.any_scales import to_scales
+from calib.capture.any_scales import to_scales
 from calib.errors import InputError
-from calib.marks.saved import check_measured_on
-from calib.model.checkpoint import Checkpoint
+from calib.files.conventions import LARGER, convention, release
+from calib.files.file_names import CALIBRATION_FILE, STATS_FILE
+from calib.files.model_directory import Checkpoint
+from calib.files.stored_scales import FoundScales
 from calib.recipe import load_recipe
-from calib.scalefiles.conventions import LARGER, convention, release
-from calib.scalefiles.file_names import CALIBRATION_FILE, STATS_FILE
-from calib.scalefiles.reading import FoundScales
+from calib.same_model.saved import check_measured_on
 from calib.scales.derive import derive_scales
 from calib.scales.scales import KVScales
 from calib.scales.stats_file import load_stats
@@ -37,8 +37,7 @@ def from_nvfp4(found: FoundScales) -> Read | None:
     scales = to_scales(found, found.by_module(), "e4m3fn")
     factor = followed.divisor / LARGER
     layers = {
-        name: replace(layer, k=layer.k * factor, v=layer.v * factor)
-        for name, layer in scales.layers.items()
+        name: replace(layer, k=layer.k * factor, v=layer.v * factor) for name, layer in scales.layers.items()
     }
     return replace(scales, layers=layers), (f"values were read as {followed}",)
 

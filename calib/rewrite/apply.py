@@ -5,27 +5,26 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from calib.atomic import claimed
 from calib.choices import FormatName, Strategy
 from calib.errors import InputError
-from calib.export.base import checkpoint_prefix
-from calib.marks.judging import Likeness, judge
-from calib.marks.record import Marks
-from calib.marks.taking import not_compared, take_marks
-from calib.model.checkpoint import Checkpoint, fingerprint, open_checkpoint
-from calib.model.find import find_checkpoint
-from calib.model.quantized import quantization_notes
+from calib.files.atomic import claimed
+from calib.files.baked import baked_for
+from calib.files.calibrations import statistics_file
+from calib.files.file_names import CALIBRATION_FILE
+from calib.files.model_directory import Checkpoint, checkpoint_prefix, fingerprint, open_checkpoint
+from calib.files.names import is_of_cache
+from calib.files.packs import read_pack
+from calib.models.find import find_checkpoint
+from calib.models.quantized.detect import quantization_notes
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, Result, default_output, finish, make_exports
 from calib.output.in_place import check_in_place, check_places
 from calib.progress import NOBODY, Progress
 from calib.recipe import Recipe, load_recipe
-from calib.scalefiles.baked import baked_for
-from calib.scalefiles.calibrations import statistics_file
-from calib.scalefiles.file_names import CALIBRATION_FILE
-from calib.scalefiles.identity import check_same_model, identity
-from calib.scalefiles.names import is_of_cache
-from calib.scalefiles.packs import read_pack
+from calib.same_model.identity import check_same_model, identity
+from calib.same_model.judging import Likeness, judge
+from calib.same_model.record import Marks
+from calib.same_model.taking import not_compared, take_marks
 from calib.scales.derive import derive_scales
 from calib.scales.measured import load_measured
 from calib.scales.stats import KVStats
@@ -88,9 +87,7 @@ def _provenance(source: Path, name: str) -> dict[str, Any] | None:
     return {"name": name, "sha256": pack.sha256} if pack else None
 
 
-def _check_fits(
-    given: Path, source: Path, stats: KVStats, checkpoint: Checkpoint, recipe: Recipe
-) -> None:
+def _check_fits(given: Path, source: Path, stats: KVStats, checkpoint: Checkpoint, recipe: Recipe) -> None:
     """Refuse, by config and names, another model and what no engine would load."""
     if purpose := baked_for(checkpoint.path):
         raise InputError(
@@ -124,9 +121,7 @@ def _check_linked(checkpoint: Checkpoint) -> None:
             )
 
 
-def _marks(
-    given: Path, source: Path, saved: Any, stats: KVStats, base: str | None, measured: str
-) -> Marks:
+def _marks(given: Path, source: Path, saved: Any, stats: KVStats, base: str | None, measured: str) -> Marks:
     """Marks of the `measured` model: of `base`, or saved, or of the weights in `source`."""
     if base is not None:
         checkpoint = find_checkpoint(base)
@@ -145,9 +140,7 @@ def _marks(
     return take_marks(checkpoint, stats.layers)
 
 
-def _notes(
-    measured: str, checkpoint: Checkpoint, likeness: Likeness, left: list[str]
-) -> Iterable[str]:
+def _notes(measured: str, checkpoint: Checkpoint, likeness: Likeness, left: list[str]) -> Iterable[str]:
     yield (
         f"these scales were measured on {measured}: what was sampled of the weights for K and V "
         f"of '{checkpoint.path}' differs by {likeness.largest_error:.1%} at most"

@@ -5,18 +5,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from calib import __version__
-from calib.any_scales import to_scales
-from calib.atomic import atomic_directory
+from calib.capture.any_scales import to_scales
 from calib.choices import FormatName, Reduce
 from calib.errors import UnsupportedExportError
 from calib.export import FORMATS, export
-from calib.model.checkpoint import Checkpoint, open_checkpoint
+from calib.files.atomic import atomic_directory
+from calib.files.model_directory import Checkpoint, open_checkpoint
+from calib.files.stored_scales import read_scales
 from calib.output.card import format_card, strategy_held
 from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
 from calib.progress import NOBODY, Progress
 from calib.rewrite.absmax import Read, for_nvfp4, from_nvfp4
 from calib.rewrite.plain import config_without_scales, remove_documents, write_plain
-from calib.scalefiles.reading import read_scales
 from calib.scales.record_file import Records, load_records, save_records
 from calib.scales.scales import KVScales
 
@@ -58,9 +58,7 @@ def convert(
     return Rewritten(scales, notes)
 
 
-def strip(
-    directory: Path, output: Path, *, overwrite: bool = False, progress: Progress = NOBODY
-) -> None:
+def strip(directory: Path, output: Path, *, overwrite: bool = False, progress: Progress = NOBODY) -> None:
     """Write `directory` to `output` without scales, with the source's files if it kept them."""
     checkpoint = open_checkpoint(directory)
     check_output(output, directory, overwrite=overwrite)

@@ -6,8 +6,17 @@ from pathlib import Path
 from typing import Any
 
 from calib.export.compressed_tensors import find_quantization_config
-from calib.model.checkpoint import Checkpoint
-from calib.model.quantized import is_of_attention, leaves_weights
+from calib.files.file_names import (
+    CARD_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    MODELOPT_FILE,
+    SINGLE_FILE,
+)
+from calib.files.model_directory import Checkpoint
+from calib.files.placing import OnCopied
+from calib.files.strict_json import read_object
+from calib.models.quantized.detect import is_of_attention, leaves_weights
 from calib.output.checkpoint_directory import (
     RENAMED_SINGLE,
     copy_small_files,
@@ -16,15 +25,6 @@ from calib.output.checkpoint_directory import (
     write_index,
     write_json,
 )
-from calib.output.placing import OnCopied
-from calib.scalefiles.file_names import (
-    CARD_FILE,
-    CONFIG_FILE,
-    INDEX_FILE,
-    MODELOPT_FILE,
-    SINGLE_FILE,
-)
-from calib.scalefiles.json import read_object
 
 
 def write_plain(
@@ -65,9 +65,7 @@ def _write_config(checkpoint: Checkpoint, source: Path | None, out: Path) -> Non
     write_json(out / CONFIG_FILE, plain)
 
 
-def _write_weights(
-    checkpoint: Checkpoint, source: Path | None, out: Path, on_copied: OnCopied
-) -> None:
+def _write_weights(checkpoint: Checkpoint, source: Path | None, out: Path, on_copied: OnCopied) -> None:
     index = (source or checkpoint.path) / INDEX_FILE
     original = read_object(index).get("weight_map") if index.exists() else None
     files = {*original.values()} if isinstance(original, dict) else {SINGLE_FILE}

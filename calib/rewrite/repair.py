@@ -3,19 +3,19 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calib.any_scales import to_scales
+from calib.capture.any_scales import to_scales
 from calib.choices import FormatName, FP8Name
 from calib.errors import InputError, UnsupportedExportError
 from calib.export import FORMATS
-from calib.marks.saved import check_measured_on
-from calib.model.checkpoint import Checkpoint, open_checkpoint
+from calib.files.calibrations import statistics_file
+from calib.files.heads import head_counts, of_layer
+from calib.files.model_directory import Checkpoint, open_checkpoint
+from calib.files.stored_scales import FoundLayer, FoundScales, Values, is_usable, read_scales, these
 from calib.output.checkpoint_directory import check_output
 from calib.progress import NOBODY, Progress
 from calib.rewrite.convert import Rewritten, write_scales
-from calib.scalefiles.calibrations import statistics_file
-from calib.scalefiles.heads import head_counts, of_layer
-from calib.scalefiles.identity import check_same_model, identity
-from calib.scalefiles.reading import FoundLayer, FoundScales, Values, is_usable, read_scales, these
+from calib.same_model.identity import check_same_model, identity
+from calib.same_model.saved import check_measured_on
 from calib.scales.observers import AbsMax
 from calib.scales.record_file import load_records, records_of
 from calib.scales.stats import KVStats, LayerStats
@@ -153,8 +153,7 @@ def _per_head(layers: dict[str, FoundLayer], measured: Measured) -> str:
             len(values) > 1
             for layer in layers.values()
             for letter in letters
-            if (values := getattr(layer, letter))
-            and len(measured.amax.get((layer.layer, letter), ())) > 1
+            if (values := getattr(layer, letter)) and len(measured.amax.get((layer.layer, letter), ())) > 1
         ]
         return 2 * sum(counts) > len(counts)
 

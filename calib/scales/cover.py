@@ -66,9 +66,7 @@ def clipped_tokens(stats: KVStats, scales: KVScales, tensors: str = "kv") -> Cli
     return ClippedTokens(known, tuple(sorted(found.keys() - known.keys()))) if found else None
 
 
-def clip_chance(
-    layer: LayerStats, scales: LayerScales, limit: float, tensors: str = "kv"
-) -> float | None:
+def clip_chance(layer: LayerStats, scales: LayerScales, limit: float, tensors: str = "kv") -> float | None:
     """That a new token has a value of K or V beyond `limit` times its scale.
 
     None where a scale holds less than the largest tokens that were kept.

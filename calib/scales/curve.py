@@ -1,9 +1,9 @@
-"""Buckets of tokens (see `calib.scalefiles.places`) of many tokens at once, and of joined runs."""
+"""Buckets of tokens (see `calib.scales.places`) of many tokens at once, and of joined runs."""
 
 import torch
 from torch import Tensor
 
-from calib.scalefiles.places import bucket_of, first_of
+from calib.scales.places import bucket_of, first_of
 
 
 def buckets_of(indices: Tensor) -> Tensor:

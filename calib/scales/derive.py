@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from calib.arguments import as_path, check_arguments
 from calib.errors import InputError
+from calib.files.file_names import CALIBRATION_FILE
 from calib.recipe import Recipe, load_recipe
-from calib.scalefiles.file_names import CALIBRATION_FILE
 from calib.scales.observers import OBSERVERS, Observer
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from calib.text import plain
+from calib.files.text import plain
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -36,9 +36,7 @@ class _Cell(NamedTuple):
     share: int | None = None  # percent of the column's largest value, for a bar
 
 
-def amax_html(
-    caption: str, layers: Mapping[str, int], tensors: Mapping[tuple[str, str, str], Tensor]
-) -> str:
+def amax_html(caption: str, layers: Mapping[str, int], tensors: Mapping[tuple[str, str, str], Tensor]) -> str:
     """A table of the amax among the `tensors` of statistics; `layers` are indices by module."""
     amax = {
         (module, f"{which.upper()} amax"): x.amax(-1)

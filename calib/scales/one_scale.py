@@ -7,7 +7,7 @@ from torch import Tensor
 
 from calib.choices import ScaleRounding, Strategy, Targets
 from calib.errors import CalibrationError, InputError
-from calib.scalefiles.reading import is_usable
+from calib.files.stored_scales import is_usable
 from calib.scales.observers import Observer, group_amax
 
 # for tables and reports
@@ -27,9 +27,7 @@ class Deriving:
     limit: float  # the largest FP8 value
     rounding: ScaleRounding = "none"
 
-    def scale(
-        self, amax: Tensor, histogram: Tensor | None, where: str, left: Tensor | None = None
-    ) -> Tensor:
+    def scale(self, amax: Tensor, histogram: Tensor | None, where: str, left: Tensor | None = None) -> Tensor:
         """The scale of a tensor, or of what is `left` [H, D] of it; errors name it by `where`.
 
         `amax` [H, D] and `histogram` [H, NUM_BINS] are its statistics.

@@ -7,9 +7,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from calib.errors import InputError
-from calib.json_text import json_text
-from calib.scalefiles.file_names import BAKE_FILE, STATS_FILE, TEXT_FILE
-from calib.scalefiles.json import read_object
+from calib.files.file_names import BAKE_FILE, STATS_FILE, TEXT_FILE
+from calib.files.json_text import json_text
+from calib.files.strict_json import read_object
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
 from calib.scales.text_record import TextRecord
@@ -56,6 +56,4 @@ def _read(file: Path) -> Records:
     except ValidationError as error:
         first = error.errors()[0]
         at = ".".join(str(part)[:40] for part in first["loc"])
-        raise InputError(
-            f"'{file}' is damaged ({at}: {first['msg']}); calibrate or convert again"
-        ) from None
+        raise InputError(f"'{file}' is damaged ({at}: {first['msg']}); calibrate or convert again") from None

@@ -9,7 +9,7 @@ from torch import Tensor
 from calib.arguments import check_values
 from calib.choices import FP8Name, Strategy
 from calib.errors import InputError
-from calib.scalefiles.reading import is_usable
+from calib.files.stored_scales import is_usable
 from calib.scales.notebook import layers_html
 
 

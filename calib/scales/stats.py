@@ -13,12 +13,12 @@ from torch import Tensor
 from calib.arguments import check_arguments, check_values
 from calib.choices import FP8Name, ScaleRounding, Strategy, Targets
 from calib.errors import InputError
-from calib.scalefiles.calibrations import Amax
-from calib.scalefiles.places import LayerPlaces, TensorPlaces
+from calib.files.calibrations import Amax
 from calib.scales.curve import moved
 from calib.scales.notebook import amax_html
 from calib.scales.observers import Observer
 from calib.scales.one_scale import Deriving, centered, check_one_scale
+from calib.scales.places import LayerPlaces, TensorPlaces
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
 from calib.scales.tail import Tail, headroom_for, largest
 from calib.scales.text_summary import TextSummary
@@ -58,7 +58,7 @@ class TensorStats:
     total: Tensor | None = None  # [H, D] float64, sum over tokens: the mean is total / tokens
     low: Tensor | None = None  # [H, D] float32, the smallest signed value; with `total`
     high: Tensor | None = None  # [H, D] float32, the largest
-    # of K and V: the largest magnitude of each bucket of tokens, see `calib.scalefiles.places`
+    # of K and V: the largest magnitude of each bucket of tokens, see `calib.scales.places`
     curve: Tensor | None = None  # [H, BUCKETS] float32, by index among all tokens of the run
     positions: Tensor | None = None  # [H, POSITION_BUCKETS] float32, by position in the sample
     tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
@@ -176,9 +176,7 @@ class KVStats:
         """How many tokens each layer counted, and how many were read."""
         return [(layer.tokens, layer.tokens_read) for layer in self.layers.values()]
 
-    def with_tensors(
-        self, tensors: Mapping[Place, Tensor], counts: Iterable[Sequence[int]]
-    ) -> "KVStats":
+    def with_tensors(self, tensors: Mapping[Place, Tensor], counts: Iterable[Sequence[int]]) -> "KVStats":
         """The same modules with other `tensors` and `counts`."""
         layers = {}
         for (name, layer), (tokens, read) in zip(self.layers.items(), counts, strict=True):

@@ -18,14 +18,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from calib.arguments import as_path, check_arguments
-from calib.atomic import save_tensors
 from calib.errors import InputError
-from calib.json_text import json_text
-from calib.scalefiles.calibrations import read_report, statistics_file
-from calib.scalefiles.file_names import CALIBRATION_FILE, STATS_FILE
-from calib.scalefiles.json import parse_object, regular_size
-from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS
+from calib.files.atomic import save_tensors
+from calib.files.calibrations import read_report, statistics_file
+from calib.files.file_names import CALIBRATION_FILE, STATS_FILE
+from calib.files.json_text import json_text
+from calib.files.strict_json import parse_object, regular_size
 from calib.scales.observers import NUM_BINS
+from calib.scales.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats
 from calib.scales.tail import TAIL
@@ -82,9 +82,7 @@ def load_stats(path: str | os.PathLike[str]) -> KVStats:
     stats, _ = load_progress(file)
     for (name, which, field), tensor in stats.tensors().items():
         if field == "amax" and not tensor.isfinite().all():
-            raise InputError(
-                f"'{file}': {name} {which.upper()}: NaN or Inf was seen; calibrate again"
-            )
+            raise InputError(f"'{file}': {name} {which.upper()}: NaN or Inf was seen; calibrate again")
     if (file.parent / CALIBRATION_FILE).exists():
         rows = read_report(file.parent)["layers"]
         said = {row["module"]: (row["k_amax"], row["v_amax"]) for row in rows}
@@ -182,9 +180,7 @@ class _Facts(_Strict):
 def _facts(text: str, where: str) -> _Facts:
     document = parse_object(text.encode(), f"the metadata of {where}")
     if type(document.get("version")) is not int or document["version"] not in (1, _VERSION):
-        raise InputError(
-            f"{where} is not a {STATS_FILE} of a version that this fp8kv reads, 1 or {_VERSION}"
-        )
+        raise InputError(f"{where} is not a {STATS_FILE} of a version that this fp8kv reads, 1 or {_VERSION}")
     try:
         return _Facts.model_validate(document)
     except ValidationError as error:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from calib.choices import Strategy
 from calib.recipe import Recipe
-from calib.scalefiles.places import LayerPlaces, first_of, middle_of
 from calib.scales.one_scale import LATENT_NOTE, dead_groups
+from calib.scales.places import LayerPlaces, first_of, middle_of
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats, LayerStats
 from calib.scales.text_summary import FEW_TOKENS, text_warnings
@@ -75,9 +75,7 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
             "compare it with absmax before serving"
         )
     for name, module in stats.shared.items():
-        found.append(
-            f"{name} shares the cache of {module.owner}: left out, it gets that layer's scales"
-        )
+        found.append(f"{name} shares the cache of {module.owner}: left out, it gets that layer's scales")
     return found
 
 

@@ -53,11 +53,7 @@ class TextRecord(BaseModel):
             digest.update(np.array([len(text), *text], np.int64).tobytes())
         salt = int.from_bytes(digest.digest(), "big")
         # what only begins the next text is in that text
-        whole = [
-            one
-            for one, more in zip(texts, [*texts[1:], ()], strict=True)
-            if more[: len(one)] != one
-        ]
+        whole = [one for one, more in zip(texts, [*texts[1:], ()], strict=True) if more[: len(one)] != one]
         runs = [_hashes(text, salt) for text in whole]
         hashes, places = np.concatenate(runs), np.concatenate([np.arange(len(x)) for x in runs])
         counts = _counts(_mixed(hashes ^ places.astype(np.uint64)))

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from calib.scalefiles.reading import FoundLayer, FoundScales, Values, is_usable, these
+from calib.files.stored_scales import FoundLayer, FoundScales, Values, is_usable, these
 from calib.verify.result import Place
 
 # every copy that an engine holds of one scale, by its name there: which one a kernel reads is for
@@ -76,9 +76,7 @@ def compare(
     report.problems += [f"{why} in {these(indices)}" for why, indices in wrong.items()]
     missing = sorted(files.keys() - {layer.layer for layer in layers})
     if missing and stages == 1:
-        report.problems.append(
-            f"the files have scales for {these(missing)}, which the engine lacks"
-        )
+        report.problems.append(f"the files have scales for {these(missing)}, which the engine lacks")
     return report
 
 

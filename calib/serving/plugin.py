@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from calib.scalefiles.reading import FoundScales
+    from calib.files.stored_scales import FoundScales
     from calib.serving.in_force import LayerInForce, Report
 
 # where vLLM's runners are, which hold a worker's model
@@ -140,7 +140,7 @@ def _check_sglang(runner: Any) -> "Report | None":
 
 def vllm_layers(model: Any) -> "Iterator[LayerInForce]":
     """The decoder's attention layers of a model of vLLM's."""
-    from calib.scalefiles.names import layer_of
+    from calib.files.names import layer_of
     from calib.serving.in_force import LayerInForce
 
     for module in model.modules():
@@ -148,10 +148,7 @@ def vllm_layers(model: Any) -> "Iterator[LayerInForce]":
         # others are of pictures and sound
         is_decoder = getattr(module, "attn_type", "decoder") == "decoder"
         if index is not None and is_decoder and hasattr(module, "_k_scale"):
-            k, v, q = (
-                _copies(module, f"_{x}_scale", f"_{x}_scale_float", f"_{x}_scale_cpu")
-                for x in "kvq"
-            )
+            k, v, q = (_copies(module, f"_{x}_scale", f"_{x}_scale_float", f"_{x}_scale_cpu") for x in "kvq")
             cache = module.kv_cache_dtype
             yield LayerInForce(index, cache in _FP8, k, v, q, _called(cache))
 
@@ -197,7 +194,7 @@ def _called(cache: str) -> str:
 def _read(model: str, revision: str | None, loading: Any) -> "FoundScales | None":
     """Read the scales of the files that the engine has loaded; None: they hold none."""
     from calib.errors import NoScalesError
-    from calib.scalefiles.reading import read_scales
+    from calib.files.stored_scales import read_scales
 
     if loading.load_format == "dummy":
         raise ValueError("the weights are dummies")

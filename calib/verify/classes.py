@@ -12,16 +12,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from calib.scalefiles.json import read_object
-from calib.scalefiles.names import ScaleName, pattern_of
+from calib.files.names import ScaleName, pattern_of
+from calib.files.strict_json import read_object
 
 # name of a scale -> what becomes of it, and after a colon why
 Fates = Mapping[str, str]
 BOTH = "both"  # the first two names together
 K_ALONE = "all with K alone"  # where both have one scale: V computes with 1.0
-OTHER = (
-    " transformers"  # after a kind of config: run by the engine's backend for transformers' code
-)
+OTHER = " transformers"  # after a kind of config: run by the engine's backend for transformers' code
 # how our formats can call a scale, the most usual first
 NAMES = ("{module}.{x}_scale", "{module}.attn.{x}_scale", "{module}.{x}_proj.{x}_scale")
 _PLAIN = NAMES[:2]
@@ -55,9 +53,7 @@ class Classes(BaseModel):
         """The results of each architecture."""
         return {name: group.results for group in self.groups for name in group.architectures}
 
-    def fates(
-        self, config: Mapping[str, Any], quantization: str, modules: Iterable[str] = ()
-    ) -> Fates | str:
+    def fates(self, config: Mapping[str, Any], quantization: str, modules: Iterable[str] = ()) -> Fates | str:
         """What the class that config.json names does under a kind of config, or why none knows.
 
         Without a kind, `""`, it is only said whether the class was run.

@@ -35,9 +35,7 @@ def class_rows(vllm: Classes, sglang: Classes, *, page: str = "") -> list[tuple[
     columns = ((vllm, per_layer), (vllm, per_head), (vllm, "modelopt"), (sglang, per_layer))
     architectures = sorted({*vllm.results, *sglang.results, *vllm.not_built, *sglang.not_built})
     latents = f"{page}{_LATENTS}"
-    return [
-        (name, *(_cell(*column, name, latents) for column in columns)) for name in architectures
-    ]
+    return [(name, *(_cell(*column, name, latents) for column in columns)) for name in architectures]
 
 
 def _cell(classes: Classes, kind: str, architecture: str, latents: str) -> str:

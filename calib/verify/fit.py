@@ -6,9 +6,9 @@ from statistics import median
 from typing import NamedTuple
 
 from calib.choices import FP8Name
-from calib.scalefiles.calibrations import Amax
-from calib.scalefiles.fp8_type import FP8_MAX, FP8_SMALLEST
-from calib.scalefiles.reading import FoundLayer, is_usable, these
+from calib.files.calibrations import Amax
+from calib.files.fp8_type import FP8_MAX, FP8_SMALLEST
+from calib.files.stored_scales import FoundLayer, is_usable, these
 from calib.verify.measured import Measured
 
 # rounding to bfloat16 takes 0.4 %
@@ -151,23 +151,16 @@ def _clipping(
     return Finding(f"{text}; the calibration's observer chose so", is_problem=False)
 
 
-def _holds(
-    scales: tuple[float, ...] | None, thresholds: tuple[float, ...] | None, largest: float
-) -> bool:
+def _holds(scales: tuple[float, ...] | None, thresholds: tuple[float, ...] | None, largest: float) -> bool:
     """Whether each scale holds its threshold; of other counts, the smallest holds the largest."""
     if not (scales and thresholds):
         return False
     if len(scales) != len(thresholds):
         scales, thresholds = (min(scales),), (max(thresholds),)
-    return all(
-        _ROUNDING * largest * scale >= value
-        for scale, value in zip(scales, thresholds, strict=True)
-    )
+    return all(_ROUNDING * largest * scale >= value for scale, value in zip(scales, thresholds, strict=True))
 
 
-def contradictions(
-    layers: Sequence[FoundLayer], measured: Measured, fp8_dtype: FP8Name
-) -> list[Finding]:
+def contradictions(layers: Sequence[FoundLayer], measured: Measured, fp8_dtype: FP8Name) -> list[Finding]:
     """Return what measured absmax says against FP8 scales."""
     limits = Limits(FP8_MAX[fp8_dtype], FP8_SMALLEST[fp8_dtype])
     return judge(layers, compare(layers, measured.amax, limits), measured, limits.largest)
@@ -177,9 +170,7 @@ def _all(layers: Sequence[FoundLayer], letters: str) -> frozenset[Scale]:
     return frozenset((layer.layer, letter) for layer in layers for letter in letters)
 
 
-def _judge_range(
-    letter: str, shares: list[_Share], fits: Sequence[Fit], largest: float
-) -> list[Finding]:
+def _judge_range(letter: str, shares: list[_Share], fits: Sequence[Fit], largest: float) -> list[Finding]:
     """Problems and warnings where scales are too large, or of another kind."""
     name, findings = letter.upper(), list[Finding]()
     zero = [fit.layer for fit in fits if letter in fit.zero]
@@ -266,9 +257,7 @@ def _mistaken(layers: Sequence[FoundLayer], amax: Amax, largest: float) -> str |
         ratios = [
             max(amax[layer.layer + step, other]) / (largest * max(scales))
             for layer in layers
-            if (scales := getattr(layer, letter))
-            and (layer.layer + step, other) in amax
-            and max(scales) > 0
+            if (scales := getattr(layer, letter)) and (layer.layer + step, other) in amax and max(scales) > 0
         ]
         return median(max(r, 1 / r) if r > 0 else float("inf") for r in ratios) if ratios else 0.0
 

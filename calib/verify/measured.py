@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from calib.files.calibrations import Amax, statistics_file
+from calib.files.file_names import CALIBRATION_FILE
+from calib.files.fp8_type import FP8_MAX
+from calib.files.stored_scales import FoundLayer
 from calib.recipe import Recipe, load_recipe
-from calib.scalefiles.calibrations import Amax, statistics_file
-from calib.scalefiles.file_names import CALIBRATION_FILE
-from calib.scalefiles.fp8_type import FP8_MAX
-from calib.scalefiles.reading import FoundLayer
 
 if TYPE_CHECKING:
     from calib.scales.stats import KVStats

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from calib.scalefiles.folder import ScaleDirectory
-from calib.scalefiles.fp8_type import names_nvfp4
+from calib.files.folder import ScaleDirectory
+from calib.files.fp8_type import names_nvfp4
 from calib.verify.quark import check_cache_group
 from calib.verify.result import NotKnown, Refused
 from calib.verify.rules import Method, Rules
@@ -21,8 +21,7 @@ IGNORED_CACHE = Method(
 )
 IGNORED_MIXED = Method(
     kind="none",
-    why="MIXED_PRECISION without NVFP4 layers is read as W4AFP8, in which no layer has a place for "
-    "scales",
+    why="MIXED_PRECISION without NVFP4 layers is read as W4AFP8, in which no layer has a place for scales",
 )
 IGNORED_LATENTS = Method(
     kind="none",

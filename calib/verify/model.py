@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from calib.scalefiles.folder import LAYER_KEYS, ScaleDirectory
+from calib.files.folder import LAYER_KEYS, ScaleDirectory
 from calib.verify.result import NotKnown, Refused
 from calib.verify.rules import Rules
 

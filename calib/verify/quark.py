@@ -27,9 +27,7 @@ def check_cache_group(config: Mapping[str, Any], rule: Literal["names", "pattern
         found = [layer for name, layer in layers.items() if _is_one_of(name, group)]
         has_all = bool(found)
     if not has_all:
-        raise Refused(
-            f"kv_cache_group names '{group[0][:40]}', and layer_quant_config has no such entry"
-        )
+        raise Refused(f"kv_cache_group names '{group[0][:40]}', and layer_quant_config has no such entry")
     outputs = [layer.get("output_tensors") if isinstance(layer, dict) else None for layer in found]
     compared = outputs if rule == "patterns" else found
     if any(each != compared[0] for each in compared):
@@ -38,8 +36,7 @@ def check_cache_group(config: Mapping[str, Any], rule: Literal["names", "pattern
     said = (output.get("dtype"), output.get("qscheme"))
     if said != ("fp8_e4m3", "per_tensor"):
         raise Refused(
-            f"output_tensors of kv_cache_group are {said[0]}, {said[1]}; they must be fp8_e4m3, "
-            "per_tensor"
+            f"output_tensors of kv_cache_group are {said[0]}, {said[1]}; they must be fp8_e4m3, per_tensor"
         )
 
 

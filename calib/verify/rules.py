@@ -11,8 +11,8 @@ from packaging.version import Version
 from pydantic import BaseModel, ConfigDict
 
 from calib.errors import InputError
-from calib.scalefiles.conventions import Divisor
-from calib.scalefiles.names import pattern_of
+from calib.files.conventions import Divisor
+from calib.files.names import pattern_of
 from calib.verify.classes import Fates, architecture, load_classes
 
 # what happens to a scale without a place in the model

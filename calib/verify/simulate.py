@@ -3,11 +3,11 @@
 from collections import defaultdict
 from collections.abc import Collection
 
-from calib.scalefiles.conventions import Convention, convention
-from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
-from calib.scalefiles.fp8_type import names_nvfp4
-from calib.scalefiles.heads import can_be_split
-from calib.scalefiles.names import layer_of
+from calib.files.conventions import Convention, convention
+from calib.files.folder import ScaleDirectory, ScaleTensor
+from calib.files.fp8_type import names_nvfp4
+from calib.files.heads import can_be_split
+from calib.files.names import layer_of
 from calib.verify.at_one import flags_at_one
 from calib.verify.classes import K_ALONE, OTHER, Fates, fate_of, naming, owner
 from calib.verify.method import choose_method, method_name, turns_fp8_on
@@ -160,8 +160,7 @@ def _params(
     _check_misnamed(directory, found)
     if found.rules.reads == "index":
         found.ignored += [
-            (each.name, f"{each.file} is not in the index, so it is not read")
-            for each in directory.unlisted
+            (each.name, f"{each.file} is not in the index, so it is not read") for each in directory.unlisted
         ]
     for tensor in _tensors(directory, found):
         module = owner(tensor.parsed, directory.modules)
@@ -217,9 +216,7 @@ def _by_class(
     return f"{_FATES[fate]}{why}"
 
 
-def _by_name(
-    directory: ScaleDirectory, tensor: ScaleTensor, method: Method | None, rules: Rules
-) -> Reached:
+def _by_name(directory: ScaleDirectory, tensor: ScaleTensor, method: Method | None, rules: Rules) -> Reached:
     """Where a scale goes by its name alone."""
     if method is None:
         if rules.without_config == "refused":

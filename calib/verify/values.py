@@ -6,9 +6,9 @@ from array import array
 from collections.abc import Mapping
 from itertools import product
 
-from calib.scalefiles.file_names import JSON_FILE
-from calib.scalefiles.folder import ScaleDirectory, ScalesJson, ScaleTensor
-from calib.scalefiles.heads import head_count, of_layer
+from calib.files.file_names import JSON_FILE
+from calib.files.folder import ScaleDirectory, ScalesJson, ScaleTensor
+from calib.files.heads import head_count, of_layer
 from calib.verify.result import NotKnown, Outcome, Place, Refused, Simulation, Values, default
 from calib.verify.rules import Method
 
@@ -131,9 +131,7 @@ def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor, plac
     wrong = next((rank for rank, part in enumerate(parts) if len(part) not in (1, held)), None)
     if wrong is not None:
         of = f"of rank {wrong} of {place.ranks}: " if place.ranks > 1 else ""
-        raise Refused(
-            f"{of}'{tensor.name}' has {len(values)} values; the layer has {kv_heads} KV heads"
-        )
+        raise Refused(f"{of}'{tensor.name}' has {len(values)} values; the layer has {kv_heads} KV heads")
     return tuple(value for part in parts for value in part * (held // len(part)))
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import NoScalesError
-from calib.scalefiles.baked import baked_for, baked_fp8_type, baked_from, bakes_latents
-from calib.scalefiles.calibrations import read_report, statistics_file
-from calib.scalefiles.conventions import LARGER, Convention, compared, convention
-from calib.scalefiles.file_names import CALIBRATION_FILE
-from calib.scalefiles.folder import open_scales
-from calib.scalefiles.fp8_type import FP8_MAX, FP8_SMALLEST
-from calib.scalefiles.identity import check_same_model, identity
-from calib.scalefiles.reading import FoundLayer, FoundScales, show_scales
+from calib.files.baked import baked_for, baked_fp8_type, baked_from, bakes_latents
+from calib.files.calibrations import read_report, statistics_file
+from calib.files.conventions import LARGER, Convention, compared, convention
+from calib.files.file_names import CALIBRATION_FILE
+from calib.files.folder import open_scales
+from calib.files.fp8_type import FP8_MAX, FP8_SMALLEST
+from calib.files.stored_scales import FoundLayer, FoundScales, show_scales
+from calib.same_model.identity import check_same_model, identity
 from calib.verify.classes import architecture
 from calib.verify.fit import Fit, Limits, compare, judge
 from calib.verify.measured import read_measured

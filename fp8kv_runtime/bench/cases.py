@@ -109,8 +109,7 @@ def build(case: Case, device: torch.device) -> Inputs:
     heads = (case.num_tokens, case.num_heads, case.head_dim)
     kv_heads = (case.num_tokens, case.num_kv_heads, case.head_dim)
     query, key, value = (
-        torch.randn(shape, generator=random, device=device).half()
-        for shape in (heads, kv_heads, kv_heads)
+        torch.randn(shape, generator=random, device=device).half() for shape in (heads, kv_heads, kv_heads)
     )
     q_scale = torch.full((case.num_heads,), 5 / fp8_max(_dtype(case, device)), device=device)
     return Inputs(
@@ -132,9 +131,7 @@ def call(case: Case, inputs: Inputs, launchers: Launchers) -> Callable[[], Tenso
         return lambda: run(inputs.key, inputs.value, blocks, inputs.slots)
     if case.kernel == "decode_attention":
         return lambda: run(inputs.query, blocks, inputs.sequences, inputs.options)
-    return lambda: run(
-        inputs.query, blocks, inputs.sequences, inputs.cu_seqlens, case.new, inputs.options
-    )
+    return lambda: run(inputs.query, blocks, inputs.sequences, inputs.cu_seqlens, case.new, inputs.options)
 
 
 def _dtype(case: Case, device: torch.device) -> torch.dtype:
@@ -169,8 +166,7 @@ def _blocks(case: Case, num_blocks: int, random: torch.Generator) -> KVBlocks:
     dtype = _dtype(case, device)
     limit = fp8_max(dtype)
     k_scale, v_scale = (
-        (0.5 + torch.rand(case.num_kv_heads, generator=random, device=device)) * 4 / limit
-        for _ in "kv"
+        (0.5 + torch.rand(case.num_kv_heads, generator=random, device=device)) * 4 / limit for _ in "kv"
     )
     blocks = KVBlocks.empty(
         num_blocks,

@@ -37,9 +37,7 @@ def check(case: Case, launchers: Launchers, device: torch.device) -> Verdict:
     return Verdict(passed, found, error)
 
 
-def checked(
-    case: Case, launchers: Launchers, device: torch.device, say: Callable[..., None]
-) -> bool:
+def checked(case: Case, launchers: Launchers, device: torch.device, say: Callable[..., None]) -> bool:
     """Check a case and `say` the result on a line, named first because the kernel may crash."""
     say(f"{case.kernel:17} {case.name:35} {case.format:7} ", end="", flush=True)
     verdict = check(case, launchers, device)

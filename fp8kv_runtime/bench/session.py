@@ -96,8 +96,7 @@ class Bench:
         for case in each_of(self.cases):
             forms = {"fp8": case, "float16": in_float16(case)}
             work: dict[str, Work] = {
-                name: call(form, build(form, self.device), self._launchers)
-                for name, form in forms.items()
+                name: call(form, build(form, self.device), self._launchers) for name, form in forms.items()
             }
             times = self._measure(work)
             us, speed = times["fp8"], case.num_bytes / times["fp8"] / 1e6

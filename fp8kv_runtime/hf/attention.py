@@ -123,9 +123,7 @@ class _Session:
         return int(lengths.pop())
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _first(
-        self, forward: Callable[..., Any], cache: Cache, args: Any, kwargs: dict[str, Any]
-    ) -> Any:
+    def _first(self, forward: Callable[..., Any], cache: Cache, args: Any, kwargs: dict[str, Any]) -> Any:
         """The first forward pass, which tells the shapes of K and V."""
         out = forward(*args, **kwargs)
         self._shapes = {
@@ -148,9 +146,7 @@ class _Session:
             return self._attend_paged(layer, query, mask, kwargs)[..., : value.shape[-1]], None
         layer_idx = getattr(module, "layer_idx", None)
         if self._use_triton and layer_idx in self._scales:
-            raise AttentionError(
-                f"layer {layer_idx} changes K after it is cached; use the torch backend"
-            )
+            raise AttentionError(f"layer {layer_idx} changes K after it is cached; use the torch backend")
         if key.dtype == query.dtype and not self._quantize_query:
             return original(module, query, key, value, *args, **kwargs)
         return self._attend_restored(original, module, query, key, value, *args, **kwargs)

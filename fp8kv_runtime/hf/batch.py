@@ -35,9 +35,7 @@ class Batch:
     def extend(self, num_rows: int, num_tokens: int) -> None:
         """Reserve `num_tokens` slots more for each row."""
         if self.cache is None:
-            self.cache = PagedKVCache(
-                num_rows * _START_BLOCKS, block_size=self.block_size, can_grow=True
-            )
+            self.cache = PagedKVCache(num_rows * _START_BLOCKS, block_size=self.block_size, can_grow=True)
         if not self._rows:
             self._rows = [self.cache.allocate() for _ in range(num_rows)]
         start = self._rows[0].length
@@ -152,8 +150,7 @@ def check_mask(mask: Tensor, num_tokens: int, starts: Tensor | None, window: int
 _LIBRARY: Any = torch.library.Library("fp8kv", "FRAGMENT")  # type: ignore[no-untyped-call]
 # the lengths are not written to, but said to be: compilers drop what returns and writes nothing
 _LIBRARY.define(
-    "check_mask(Tensor mask, SymInt num_tokens, Tensor? starts, SymInt? window, "
-    "Tensor(a!) seq_lens) -> ()"
+    "check_mask(Tensor mask, SymInt num_tokens, Tensor? starts, SymInt? window, Tensor(a!) seq_lens) -> ()"
 )
 _LIBRARY.impl("check_mask", lambda *given: check_mask(*given[:4]), "CompositeExplicitAutograd")
 torch.library.register_fake("fp8kv::check_mask", lambda *_: None, lib=_LIBRARY)

@@ -61,8 +61,7 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
         cache, center = self.batch.cache, self.scales.k_center
         assert cache is not None
         k, v = (
-            _filled(for_heads(scale, num_heads), head_dim, 1.0)
-            for scale in (self.scales.k, self.scales.v)
+            _filled(for_heads(scale, num_heads), head_dim, 1.0) for scale in (self.scales.k, self.scales.v)
         )
         if center is not None:
             center = _filled(for_heads(center, num_heads), head_dim, 0.0)

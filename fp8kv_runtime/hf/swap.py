@@ -231,9 +231,7 @@ def _swap_sdpa(decoder: nn.Module, replacement: Replacement) -> Iterator[None]:
         for module in layers:
             # a hook that returns a value would replace the module's inputs or outputs
             enter = module.register_forward_pre_hook(lambda module, _: running.append(module))
-            leave = module.register_forward_hook(
-                lambda *_: running.__delitem__(-1), always_call=True
-            )
+            leave = module.register_forward_hook(lambda *_: running.__delitem__(-1), always_call=True)
             stack.callback(enter.remove)
             stack.callback(leave.remove)
         stack.enter_context(_SDPAMode(running, replacement))

@@ -99,9 +99,7 @@ def append_kv_kernel(
         new = token_offsets * stride_key_token + head * stride_key_head + channels[None, :]
         x = tl.load(key_ptr + new, mask=inside, other=0.0).to(tl.float32)
         if HAS_CENTER:
-            center = tl.load(
-                k_center_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0
-            )
+            center = tl.load(k_center_ptr + head * HEAD_DIM + channels, mask=channels < HEAD_DIM, other=0.0)
             x = tl.where(inside, x - center[None, :], 0.0)
         scaled = divide(x, k_scale_ptr, head, channels, K_SCALES, HEAD_DIM, FUSED)
         codes = encode(scaled, FORMAT, HARDWARE)

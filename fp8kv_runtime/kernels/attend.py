@@ -266,9 +266,7 @@ def attend(
     for start in range(first // TILE * TILE, end, TILE):
         positions = start + tl.arange(0, TILE)
         inside = (positions >= first) & (positions < end)
-        rows = row_offsets(
-            block_table_ptr, start, positions, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, TILE
-        )
+        rows = row_offsets(block_table_ptr, start, positions, inside, kv_head, NUM_KV_HEADS, BLOCK_SIZE, TILE)
         key = load_codes(key_ptr, rows, inside, HEAD_DIM, BLOCK_D, FORMAT)
         value = load_codes(value_ptr, rows, inside, HEAD_DIM, BLOCK_D, FORMAT)
 

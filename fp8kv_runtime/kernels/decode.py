@@ -141,9 +141,7 @@ def reduce_constants(layer: Layer, splits: int, parts: int, target: Target) -> d
     }
 
 
-@triton.jit(
-    do_not_specialize=("stride_block_tables", "num_seqs", "num_splits", "least", "max_query_len")
-)
+@triton.jit(do_not_specialize=("stride_block_tables", "num_seqs", "num_splits", "least", "max_query_len"))
 def decode_kernel(
     query_ptr, key_ptr, value_ptr, k_scale_ptr, q_scale_ptr, k_center_ptr, sinks_ptr,
     block_tables_ptr, seq_lens_ptr, seq_starts_ptr, cu_seqlens_ptr, partial_ptr, softmax_ptr,

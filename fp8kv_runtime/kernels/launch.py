@@ -79,9 +79,7 @@ def layer_constants(layer: Layer, target: Target) -> dict[str, Any]:
 class Launcher:
     """A kernel with its constants and options."""
 
-    def __init__(
-        self, kernel: Any, constants: Mapping[str, Any], *, num_warps: int, **options: Any
-    ) -> None:
+    def __init__(self, kernel: Any, constants: Mapping[str, Any], *, num_warps: int, **options: Any) -> None:
         self.kernel = kernel
         self.options = {"num_warps": num_warps, **options}
         self.constants = constants

@@ -98,9 +98,7 @@ def choose_splits(per_processor: int, num_heads: int, device: torch.device) -> i
 
 
 @functools.cache
-def find_config(
-    kernel: str, names: tuple[str, ...], bits: int, head_dim: int, whole: bool = True
-) -> Config:
+def find_config(kernel: str, names: tuple[str, ...], bits: int, head_dim: int, whole: bool = True) -> Config:
     """The first config that fits, of those tuned on this machine and then of those shipped.
 
     `names`: of the GPU, the target and its backend. `whole`: queries fit float16.

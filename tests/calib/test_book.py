@@ -10,8 +10,8 @@ from calib.data import load_data
 from calib.eval import inputs
 from calib.eval.held_out import find_readers
 from calib.eval.variants import Setup
-from calib.model.find import find_checkpoint
-from calib.model.load import load_config, load_model, load_tokenizer
+from calib.models.find import find_checkpoint
+from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import load_recipe
 from calib.scales.record_file import load_records
 
@@ -114,9 +114,7 @@ def places_of(ids, words):
 def test_a_book_is_evaluated_on(calibrated, model, book, tmp_path):
     lengths = ("--samples", 4, "--seq-len", 32)
     flags = ("--variants", "none,tensor", "-o", tmp_path / "report")
-    done = fp8kv(
-        "eval", model, "--dataset", book, "--scales", calibrated[0], *lengths, *flags, *CPU
-    )
+    done = fp8kv("eval", model, "--dataset", book, "--scales", calibrated[0], *lengths, *flags, *CPU)
     assert done.exit_code == 0, done.stderr
     report = json.loads((tmp_path / "report/report.json").read_text())
     assert (report["data"]["documents"], report["data"]["tokens"]) == (4, 4 * 32)

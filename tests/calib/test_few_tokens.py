@@ -63,9 +63,7 @@ def test_two_tokens_are_refused_and_nothing_is_written(model, tmp_path):
 def test_a_recipe_may_allow_it(model, tmp_path):
     data = dataset(tmp_path / "d.jsonl", [words(0, 60)])
     recipe = tmp_path / "few.yaml"
-    recipe.write_text(
-        f"data: {{dataset: {data}, samples: 1, seq_len: 9, allow_few_tokens: true}}\n"
-    )
+    recipe.write_text(f"data: {{dataset: {data}, samples: 1, seq_len: 9, allow_few_tokens: true}}\n")
     done = fp8kv("calibrate", model, "--recipe", recipe, "-o", tmp_path / "out", *CPU)
     assert_said_everywhere(done, tmp_path / "out", "only 9 tokens were read")
 
@@ -142,7 +140,7 @@ def test_counts_are_right_however_the_text_was_read(how, model, tmp_path, monkey
     if how == "layerwise":
         flags += ["--offload", "layerwise"]
     else:
-        from calib.measure.share import Share
+        from calib.capture.share import Share
 
         read = Share.read
 

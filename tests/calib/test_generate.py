@@ -31,8 +31,7 @@ def test_text_speed_and_bytes(calibrated, tiny_directory):
     assert f"{len(expected)} tokens in " in lines[1]
     assert "tokens/s" in lines[1]
     assert lines[2] == (
-        f"KV cache: {BYTES_PER_TOKEN} bytes a token in FP8, "
-        f"{2 * BYTES_PER_TOKEN} in 16 bits (0.50x)"
+        f"KV cache: {BYTES_PER_TOKEN} bytes a token in FP8, {2 * BYTES_PER_TOKEN} in 16 bits (0.50x)"
     )
     assert lines[3].startswith("14 tokens in blocks of 64: ")
 
@@ -56,9 +55,7 @@ def test_compare_adds_transformers_own_text(calibrated, tiny_directory):
     assert "with a 16-bit cache" in generate(calibrated, PROMPT, "--compare").stdout
 
 
-@pytest.mark.parametrize(
-    ("theirs", "same"), [([4, 5, 6], 3), ([4, 5, 7], 2), ([8, 5, 6], 0), ([4], 1)]
-)
+@pytest.mark.parametrize(("theirs", "same"), [([4, 5, 6], 3), ([4, 5, 7], 2), ([8, 5, 6], 0), ([4], 1)])
 def test_where_two_texts_part(theirs, same):
     ours, plain = Generation("", [4, 5, 6], 1.0), Generation("", theirs, 1.0)
     assert Generated(ours, plain, 3, 64, 1, 1).same_tokens == same

@@ -84,9 +84,7 @@ def test_it_is_said_that_speed_and_blocks_are_no_engines(tiny_directory):
         (("--cache", "nvfp4", "--backend", "triton"), "--backend triton is for --cache fp8"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_model_is_loaded(
-    flags, said, tiny_directory, monkeypatch
-):
+def test_what_does_not_fit_is_refused_before_the_model_is_loaded(flags, said, tiny_directory, monkeypatch):
     monkeypatch.setattr("calib.generate.load_model", lambda *_: pytest.fail("loaded"))
     one_line_error(generate(tiny_directory, PROMPT, *flags), said)
 

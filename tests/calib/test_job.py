@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 
 from calib.choices import FORMATS
 from calib.errors import InputError, UnsupportedExportError
+from calib.files.file_names import STATS_FILE
 from calib.job import default_output, run
 from calib.progress import Progress
 from calib.recipe import load_recipe, recipe_names
-from calib.scalefiles.file_names import STATS_FILE
 from calib.scales.derive import load_scales
 from calib.scales.stats_file import load_stats
 
@@ -67,9 +67,7 @@ def test_written_scales_are_amax_over_448(tiny_directory, tmp_path):
 
 @pytest.mark.parametrize("observer", ["absmax", "mse"])
 def test_the_saved_recipe_reproduces_the_scales_bit_for_bit(observer, tiny_directory, tmp_path):
-    first = run(
-        str(tiny_directory), recipe(observer__name=observer, targets="qkv"), tmp_path / "first"
-    )
+    first = run(str(tiny_directory), recipe(observer__name=observer, targets="qkv"), tmp_path / "first")
     saved = load_recipe(str(first.output / "fp8kv_calibration.json"))
     second = run(str(tiny_directory), saved, tmp_path / "second")
     for name in ("model-fp8kv-scales.safetensors", STATS_FILE):
@@ -77,9 +75,7 @@ def test_the_saved_recipe_reproduces_the_scales_bit_for_bit(observer, tiny_direc
 
 
 def test_another_seed_gives_other_scales(tiny_directory, tmp_path):
-    outs = [
-        run(str(tiny_directory), recipe(data__seed=s), tmp_path / f"{s}").output for s in (1, 2)
-    ]
+    outs = [run(str(tiny_directory), recipe(data__seed=s), tmp_path / f"{s}").output for s in (1, 2)]
     files = [(out / STATS_FILE).read_bytes() for out in outs]
     assert files[0] != files[1]
 
@@ -97,9 +93,7 @@ def test_several_formats_fill_a_directory_each(tiny_directory, tmp_path):
 
 
 def test_channel_scales_are_for_our_runtime(tiny_directory, tmp_path):
-    result = run(
-        str(tiny_directory), recipe(strategy="channel", export__formats=["fp8kv"]), tmp_path / "out"
-    )
+    result = run(str(tiny_directory), recipe(strategy="channel", export__formats=["fp8kv"]), tmp_path / "out")
     scales = load_scales(result.output).layers["model.layers.0.self_attn"]
     assert scales.k.shape == (2, 16)
 
@@ -128,9 +122,7 @@ def test_an_output_calibrated_again_replaces_its_scales(tiny_directory, tmp_path
     assert one.keys() == two.keys()
     assert all(torch.equal(two[name], one[name] * 2) for name in one)
     index = json.loads((again / "model.safetensors.index.json").read_text())["weight_map"]
-    assert set(index) == set(
-        json.loads((first / "model.safetensors.index.json").read_text())["weight_map"]
-    )
+    assert set(index) == set(json.loads((first / "model.safetensors.index.json").read_text())["weight_map"])
 
 
 @pytest.mark.parametrize(
@@ -152,9 +144,7 @@ def test_what_must_fail_fails_before_the_weights_are_read(
 
 def test_an_export_that_must_fail_fails_before_calibration(tmp_path, monkeypatch):
     source = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
-    monkeypatch.setattr(
-        "calib.measure.share.calibrate", lambda *_, **__: pytest.fail("it was calibrated")
-    )
+    monkeypatch.setattr("calib.capture.share.calibrate", lambda *_, **__: pytest.fail("it was calibrated"))
     with pytest.raises(UnsupportedExportError, match="only under self_attn or mixer"):
         run(str(source), recipe(export__formats=["trtllm"]), tmp_path / "out")
 
@@ -183,10 +173,7 @@ def test_the_default_length_is_cut_to_the_models_positions(tiny_directory, tmp_p
     short = {"data.dataset": "random", "data.samples": 2, "device": "cpu"}
     result = run(str(tiny_directory), load_recipe(None, short), tmp_path / "out")
     assert result.tokens == 2 * 256
-    assert (
-        "samples are cut to the model's 256 positions; the default is 2048 tokens"
-        in (result.warnings[0])
-    )
+    assert "samples are cut to the model's 256 positions; the default is 2048 tokens" in (result.warnings[0])
     saved = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())
     assert saved["recipe"]["data"]["seq_len"] == 256
     assert result.warnings[0] in saved["warnings"]
@@ -210,7 +197,5 @@ def test_a_calibration_of_paligemma_says_what_vllm_caches(tmp_path):
     source = save_model(tiny_vision_language_model("paligemma"), tmp_path / "model")
     warnings = run(str(source), recipe(), tmp_path / "out").warnings
     assert [
-        each
-        for each in warnings
-        if "PaliGemma's positions from 1" in each and "vLLM does neither" in each
+        each for each in warnings if "PaliGemma's positions from 1" in each and "vLLM does neither" in each
     ]

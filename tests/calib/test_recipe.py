@@ -115,9 +115,7 @@ def test_a_mistake_is_one_line_that_names_it(tmp_path, text, message):
 
 
 def test_an_anchor_is_no_bomb(tmp_path):
-    (tmp_path / "mine.yaml").write_text(
-        "data: &d {samples: 7}\nevaluation: {<<: *d, suite: full}\n"
-    )
+    (tmp_path / "mine.yaml").write_text("data: &d {samples: 7}\nevaluation: {<<: *d, suite: full}\n")
     recipe = load_recipe(str(tmp_path / "mine.yaml"))
     assert (recipe.data.samples, recipe.evaluation.samples, recipe.evaluation.suite) == (
         7,

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from calib.eval import inputs
 from calib.eval.schema import Suite
-from calib.scalefiles.reading import read_scales
+from calib.files.stored_scales import read_scales
 
 INDEX = "model.safetensors.index.json"
 SCALES = "model-fp8kv-scales.safetensors"
@@ -130,9 +130,7 @@ def test_the_index_decides_or_two_values_are_refused(
 @pytest.mark.parametrize("index", [True, False], ids=["index", "no index"])
 @pytest.mark.parametrize("factor", [1 / 400, 1.0], ids=["other", "equal"])
 @pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
-def test_verify_and_inspect_show_the_same_whatever_the_file_is_called(
-    file, factor, index, places, tmp_path
-):
+def test_verify_and_inspect_show_the_same_whatever_the_file_is_called(file, factor, index, places, tmp_path):
     directory = stale(places, tmp_path, file, factor, index=index)
     verified = fp8kv("verify", directory, "--engine", "vllm", "--json")
     inspected = fp8kv("inspect", directory, "--json")
@@ -179,9 +177,7 @@ def test_an_old_json_file_is_left_behind(where, places, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
-@pytest.mark.parametrize(
-    "command", ["bake MODEL --scales GOOD --for fp8 -o OUT", "stress MODEL -o OUT"]
-)
+@pytest.mark.parametrize("command", ["bake MODEL --scales GOOD --for fp8 -o OUT", "stress MODEL -o OUT"])
 def test_scales_beside_a_single_file_of_weights_are_the_models(command, file, places, tmp_path):
     model = shutil.copytree(places["MODEL"], tmp_path / "model")
     shutil.copyfile(places["GOOD"] / SCALES, model / file)

@@ -11,10 +11,10 @@ from generation import PROMPT
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
+from calib.capture.attention import map_attention
 from calib.data import load_data
-from calib.measure.attention import map_attention
-from calib.model.find import find_checkpoint
-from calib.model.load import load_config, load_model, load_tokenizer
+from calib.models.find import find_checkpoint
+from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import load_recipe
 from calib.rescale.pairs import rotated_pairs
 from calib.scales.derive import load_scales

@@ -19,16 +19,16 @@ import torch
 
 with atheris.instrument_imports(include=["calib"]):
     from calib.errors import Fp8kvError
-    from calib.model.dequantized import naming
-    from calib.model.layouts import LAYOUTS
-    from calib.model.layouts.coded import Module
-    from calib.model.stored import DTYPES
+    from calib.files.folder import open_scales, read_scales_json
+    from calib.files.headers import Entry, read_header, read_values
+    from calib.files.names import parse_scale_name
+    from calib.files.stored import DTYPES
+    from calib.files.stored_scales import read_scales
+    from calib.files.strict_json import parse_object
+    from calib.models.dequantized import naming
+    from calib.models.quantized import LAYOUTS
+    from calib.models.quantized.coded import Module
     from calib.recipe import load_recipe
-    from calib.scalefiles.folder import open_scales, read_scales_json
-    from calib.scalefiles.header import Entry, read_header, read_values
-    from calib.scalefiles.json import parse_object
-    from calib.scalefiles.names import parse_scale_name
-    from calib.scalefiles.reading import read_scales
     from calib.verify.result import Place
     from calib.verify.rules import choose_rules
     from calib.verify.simulate import simulate
@@ -127,17 +127,13 @@ def _filled(entry: Entry, data: bytes) -> torch.Tensor:
 
 ENTRY = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
 SCALES = b'{"model.layers.0.self_attn.k_scale":%s,"__metadata__":{"format":"pt"}}' % ENTRY
-FACTORS = (
-    b'{"model_type":"llama","kv_cache":{"dtype":"float8_e4m3fn","scaling_factor":{"0":{"0":0.5}}}}'
-)
+FACTORS = b'{"model_type":"llama","kv_cache":{"dtype":"float8_e4m3fn","scaling_factor":{"0":{"0":0.5}}}}'
 CONFIG = (
     b'{"num_hidden_layers":1,"num_attention_heads":4,"num_key_value_heads":2,"quantization_config":'
     b'{"quant_method":"compressed-tensors","config_groups":{},"kv_cache_scheme":{"num_bits":8,'
     b'"type":"float","strategy":"attn_head","symmetric":true}}}'
 )
-WEIGHT = (
-    b'"model.layers.0.self_attn.k_proj.weight":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}'
-)
+WEIGHT = b'"model.layers.0.self_attn.k_proj.weight":{"dtype":"F32","shape":[1],"data_offsets":[4,8]}'
 _FLOAT = {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16}
 _INT = {"num_bits": 4, "strategy": "group", "group_size": 32, "symmetric": False}
 _GPTQ = {"qweight": "I32 8 32", "qzeros": "I32 2 4", "scales": "F16 2 32", "g_idx": "I32 64"}
@@ -197,9 +193,7 @@ CODED = [
 # what mutation starts from: random bytes alone would never be JSON
 SEEDS = {
     "header": [len(SCALES).to_bytes(8, "little") + SCALES + bytes(4)],
-    "header_text": [
-        b"{" + WEIGHT.replace(b"4,8", b"0,4") + b"," + SCALES[1:].replace(b"0,4", b"4,8")
-    ],
+    "header_text": [b"{" + WEIGHT.replace(b"4,8", b"0,4") + b"," + SCALES[1:].replace(b"0,4", b"4,8")],
     "json": [SCALES, FACTORS, CONFIG],
     "names": [b"model.layers.0.self_attn.k_scale", b"h.1.attn.v_proj.output_scale"],
     "scales_json": [FACTORS],

@@ -48,9 +48,7 @@ def _per_token_head(x: Tensor, width: int, dtype: torch.dtype, mode) -> tuple[Te
     tokens, heads, _ = x.shape
     codes = [torch.zeros(1, tokens, heads, width, dtype=dtype) for _ in "kv"]
     scales = [torch.zeros(1, tokens, heads) for _ in "kv"]
-    ops.triton_reshape_and_cache_flash_per_token_head_quant(
-        x, x, *codes, *scales, torch.arange(tokens), mode
-    )
+    ops.triton_reshape_and_cache_flash_per_token_head_quant(x, x, *codes, *scales, torch.arange(tokens), mode)
     assert torch.equal(codes[0], codes[1])
     assert torch.equal(scales[0], scales[1])
     return codes[0][0], scales[0][0]

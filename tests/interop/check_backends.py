@@ -163,9 +163,7 @@ def compare_latents(platform, kind: CacheType, gpu: str, name: str) -> Iterator[
         chosen = latent_backends(platform, name, shape)
         if bool(chosen) != isinstance(ours, list):
             yield f"{kind.name} on {gpu}, {shape}: vLLM's backends: {chosen}; we: {ours}"
-        if chosen and (theirs := latent_bytes(name, shape)) != (
-            mine := kind.bytes_per_token([shape])
-        ):
+        if chosen and (theirs := latent_bytes(name, shape)) != (mine := kind.bytes_per_token([shape])):
             yield f"{kind.name}, {shape}: {theirs} bytes per token; we: {mine}"
 
 

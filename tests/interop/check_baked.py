@@ -17,9 +17,7 @@ from outputs import report
 def check(source: Path, baked: Path) -> None:
     """Compare the likeliest next tokens of one text."""
     wanted = next_tokens(start(source, kv_cache_dtype="bfloat16"))
-    found = {
-        cache: next_tokens(start(baked, kv_cache_dtype=cache)) for cache in ("bfloat16", "fp8")
-    }
+    found = {cache: next_tokens(start(baked, kv_cache_dtype=cache)) for cache in ("bfloat16", "fp8")}
     same = {c: sum(a == b for a, b in zip(wanted, x, strict=True)) for c, x in found.items()}
     problems = []
     if same["bfloat16"] < len(wanted):

@@ -17,7 +17,7 @@ import torch
 from engine import start
 from outputs import read_output, report
 
-from calib.scalefiles.names import layer_of
+from calib.files.names import layer_of
 from calib.serving import plugin
 
 TIMES = 20

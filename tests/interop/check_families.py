@@ -13,7 +13,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from calib.scalefiles.reading import read_scales
+from calib.files.stored_scales import read_scales
 from calib.serving.in_force import compare
 from calib.serving.plugin import sglang_layers, vllm_layers
 from calib.verify.classes import NAMES, load_classes

@@ -35,7 +35,7 @@ from engine_cases import (
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from calib.scalefiles.folder import open_scales
+from calib.files.folder import open_scales
 from calib.scales.derive import load_scales
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
@@ -175,9 +175,7 @@ def check_sglang(out: Path) -> Iterator[tuple[str, bool]]:
     row, at = torch.full((1, 1, rank + rope), 3.0, dtype=torch.bfloat16), torch.tensor([1])
     writers: dict[str, Callable[[], None]] = {
         "set_kv_buffer": lambda: pool.set_kv_buffer(layer, at, row, row),
-        "set_mla_kv_buffer": lambda: pool.set_mla_kv_buffer(
-            layer, at, row[..., :rank], row[..., rank:]
-        ),
+        "set_mla_kv_buffer": lambda: pool.set_mla_kv_buffer(layer, at, row[..., :rank], row[..., rank:]),
     }
     for name, store in writers.items():
         pool.kv_buffer[0].zero_()

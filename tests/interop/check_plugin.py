@@ -56,8 +56,7 @@ LACKS = (
     "K has no scale in the files and is at 1.0 in layer 1; V has no scale"
 )
 DROPS = (
-    "fp8kv: 3 of 4 KV scales in use, FP8 cache; "
-    "V is at 1.0: the engine dropped the file's scale in layer 1"
+    "fp8kv: 3 of 4 KV scales in use, FP8 cache; V is at 1.0: the engine dropped the file's scale in layer 1"
 )
 SERVED = [
     Served("good", GOOD, serves=True),
@@ -104,9 +103,10 @@ def check(case: Served, directory: Path, packages: Path) -> bool:
     save_file(case.change(load_file(file)), file, {"format": "pt"})
     faults = {"DOUBLED": case.doubled} if case.doubled else {}
     required = "1" if case.required else ""
-    with serving(
-        directory, packages, *OPTIONS, *case.options, FP8KV_REQUIRE_SCALES=required, **faults
-    ) as (url, log):
+    with serving(directory, packages, *OPTIONS, *case.options, FP8KV_REQUIRE_SCALES=required, **faults) as (
+        url,
+        log,
+    ):
         serves = url is not None
     said = [line for line in log.read_text().splitlines() if "fp8kv: " in line]
     is_right = any(case.line in line for line in said) and serves == case.serves

@@ -16,7 +16,7 @@ from check_vllm import look, other_problems, text_of, wrong_scales
 from engine import ONE_GPU, load, start
 from outputs import read_output, report
 
-from calib.scalefiles.folder import open_scales
+from calib.files.folder import open_scales
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
 

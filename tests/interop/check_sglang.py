@@ -27,7 +27,7 @@ from sglang.srt.model_loader.weight_utils import (
 )
 from torch import nn
 
-from calib.scalefiles.folder import open_scales
+from calib.files.folder import open_scales
 from calib.verify.rules import Rules, choose_rules
 from calib.verify.simulate import simulate
 

@@ -59,8 +59,7 @@ def check(source: Path, twin: Path, calibrated: Path, prompt: str) -> None:
             f"{restored['text']!r} for {wanted['text']!r}"
         )
     success = (
-        f"with scales the source's {restored['text']!r}, without {garbage['text']!r}; "
-        f"kernels: {kernels()}"
+        f"with scales the source's {restored['text']!r}, without {garbage['text']!r}; kernels: {kernels()}"
     )
     report(calibrated, problems, success)
 

@@ -45,9 +45,7 @@ def changed_weights(model: PreTrainedModel, weights: dict[str, Tensor]) -> list[
     return [
         f"{name} is not the source's"
         for name, weight in weights.items()
-        if name not in state
-        or state[name].dtype != weight.dtype
-        or not torch.equal(state[name], weight)
+        if name not in state or state[name].dtype != weight.dtype or not torch.equal(state[name], weight)
     ]
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from engine import ONE_GPU, Place, load
 from scale_cases import CASES, PLACES, write_case
 
-from calib.scalefiles.folder import open_scales
-from calib.scalefiles.fp8_type import names_nvfp4
+from calib.files.folder import open_scales
+from calib.files.fp8_type import names_nvfp4
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import Simulation, simulate
 
@@ -61,15 +61,11 @@ def held_by_all(directories: Sequence[Path], place: Place) -> list[Held | str]:
         first, second = map(_finish, started)
         return [held for pair in zip_longest(first, second) for held in pair][: len(directories)]
     with tempfile.TemporaryDirectory() as meeting:
-        started = [
-            _start(directories, place, rank, f"{meeting}/rendezvous") for rank in range(place.ranks)
-        ]
+        started = [_start(directories, place, rank, f"{meeting}/rendezvous") for rank in range(place.ranks)]
         return [_together(ranks) for ranks in zip(*map(_finish, started), strict=True)]
 
 
-def _start(
-    directories: Sequence[Path], place: Place, rank: int, meeting: str = ""
-) -> subprocess.Popen[str]:
+def _start(directories: Sequence[Path], place: Place, rank: int, meeting: str = "") -> subprocess.Popen[str]:
     arguments = [RANK, str(rank), str(place.ranks), str(int(place.fnuz)), *directories]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RENDEZVOUS": meeting}
     return subprocess.Popen(
@@ -98,9 +94,7 @@ def difference(predicted: Simulation, held: Held | str) -> str | None:
         wanted = list(outcome.values) * (len(values) // len(outcome.values))
         pairs = zip(wanted, values, strict=True)
         if not all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in pairs):
-            return (
-                f"{outcome.module} {outcome.letter}: predicted {wanted}, the engine holds {values}"
-            )
+            return f"{outcome.module} {outcome.letter}: predicted {wanted}, the engine holds {values}"
     return None
 
 

@@ -18,7 +18,7 @@ from engine_cases import QUANTIZATIONS, Engine, Fixture, alike, build, collect, 
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from calib.scalefiles.names import pattern_of
+from calib.files.names import pattern_of
 from calib.verify.classes import Classes, load_classes
 
 TABLES = Path(__file__).parents[2] / "calib/verify/architectures"
@@ -153,8 +153,7 @@ def recorded(classes: Classes) -> dict[str, Results | str]:
 def differences(before: Flat, now: Flat) -> list[str]:
     """A line for every case that is not as it was."""
     return [
-        f"{' | '.join(case)}: recorded {before.get(case, 'nothing')}, "
-        f"now {now.get(case, 'nothing')}"
+        f"{' | '.join(case)}: recorded {before.get(case, 'nothing')}, now {now.get(case, 'nothing')}"
         for case in sorted({*before, *now})
         if before.get(case) != now.get(case)
     ]
@@ -171,9 +170,7 @@ def caching(latent: Iterable[str], of: Collection[str]) -> Flat:
     return {(name, "cache"): "of latents" for name in latent if name in of}
 
 
-def compare(
-    engine: Engine, found: dict[str, Results | str], known: list[Fixture], *, whole: bool
-) -> None:
+def compare(engine: Engine, found: dict[str, Results | str], known: list[Fixture], *, whole: bool) -> None:
     """Exit 1 unless the table says what was found."""
     classes = load_classes(engine.name.lower())
     before = recorded(classes)

@@ -43,7 +43,6 @@ def _cast(data, from_dtype, to_dtype, rounding_mode, *, original=interpreter._co
 
 def _dot(self, a, b, d, *args, original=interpreter.InterpreterBuilder.create_dot):
     a, b = (
-        self.create_fp_ext(each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each
-        for each in (a, b)
+        self.create_fp_ext(each, tl.float32) if each.dtype.scalar == tl.bfloat16 else each for each in (a, b)
     )
     return original(self, a, b, d, *args)

@@ -79,9 +79,7 @@ class SGLang:
         made = built(Path(model.name))
         return next(iter(sglang_attention(made).values())).tp_k_head_num
 
-    def hold(
-        self, model: TemporaryDirectory[str], tensors: Iterable[tuple[str, torch.Tensor]]
-    ) -> Held:
+    def hold(self, model: TemporaryDirectory[str], tensors: Iterable[tuple[str, torch.Tensor]]) -> Held:
         """What the attention layers compute with, once they are ready to serve."""
         made = load(Path(model.name), tensors)
         return {name: in_force(layer) for name, layer in sglang_attention(made).items()}

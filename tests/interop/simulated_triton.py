@@ -65,9 +65,7 @@ def problems(library: ModuleType) -> tuple[list[str], dict[str, float]]:
     for case in CASES:
         query, codes, scales = _inputs(case)
         theirs = _theirs(library, case, query, codes, scales)
-        stored = [
-            dequantize(c, s).transpose(0, 1)[None] for c, s in zip(codes, scales, strict=True)
-        ]
+        stored = [dequantize(c, s).transpose(0, 1)[None] for c, s in zip(codes, scales, strict=True)]
         share, far = _differing(_ours(case, query, stored, _simulated(case)), theirs)
         of_exact, _ = _differing(_ours(case, query, stored, _exact), theirs)
         moved, values = moved + share * theirs.numel(), values + theirs.numel()
@@ -84,10 +82,7 @@ def _inputs(case: Case) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     query = torch.randn(case.tokens, case.num_heads, case.head_dim, generator=generator)
     shape = (case.length, case.num_kv_heads, case.head_dim)
     scales = [torch.tensor([each]) for each in (case.k_scale, case.v_scale)]
-    codes = [
-        quantize(100 * torch.randn(shape, generator=generator), torch.ones(1), case.fp8)
-        for _ in "kv"
-    ]
+    codes = [quantize(100 * torch.randn(shape, generator=generator), torch.ones(1), case.fp8) for _ in "kv"]
     # scores of a few units, whatever K's scale
     return (query / (40 * case.k_scale)).bfloat16(), codes, scales
 
@@ -132,9 +127,7 @@ def _sinks(case: Case) -> Tensor | None:
     return torch.linspace(-2, 4, case.num_heads) if case.sinks else None
 
 
-def _ours(
-    case: Case, query: Tensor, stored: list[Tensor], attention: Callable[..., Tensor]
-) -> Tensor:
+def _ours(case: Case, query: Tensor, stored: list[Tensor], attention: Callable[..., Tensor]) -> Tensor:
     rows = torch.arange(case.length - case.tokens, case.length)[:, None]
     columns = torch.arange(case.length)
     visible = columns <= rows
@@ -151,9 +144,7 @@ def _simulated(case: Case) -> Callable[..., Tensor]:
     return lambda *arguments: vllm_triton_attention(*arguments, dtype=dtype, fp8=case.fp8)
 
 
-def _exact(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions
-) -> Tensor:
+def _exact(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: AttentionOptions) -> Tensor:
     """Attention to the same K and V without more rounding."""
     group = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from scale_cases import CASES, HEAD_DIM, LAYERS, write_case
 
+from calib.files.file_names import STATS_FILE
 from calib.rewrite.convert import convert
 from calib.rewrite.repair import repair
-from calib.scalefiles.file_names import STATS_FILE
 from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.stats_file import save_stats
 
@@ -53,8 +53,7 @@ def _statistics(directory: Path) -> Path:
     directory.mkdir()
     heads = TensorStats(torch.tensor([[8.0], [6.0]]).expand(2, HEAD_DIM))
     layers = {
-        f"model.layers.{i}.self_attn": LayerStats(i, 1, k=heads, v=heads, q=heads)
-        for i in range(LAYERS)
+        f"model.layers.{i}.self_attn": LayerStats(i, 1, k=heads, v=heads, q=heads) for i in range(LAYERS)
     }
     save_stats(KVStats(layers), directory / STATS_FILE)
     return directory

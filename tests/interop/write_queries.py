@@ -19,10 +19,10 @@ sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "su
 from families import save_model
 from realistic import give_realistic_weights
 
+from calib.capture.loop import calibrate
+from calib.capture.queries import RUN
 from calib.data import make_batches
 from calib.errors import Fp8kvError
-from calib.measure.loop import calibrate
-from calib.measure.queries import RUN
 from calib.recipe import load_recipe
 
 ARCHITECTURES = Path(__file__).parent / "architectures"
@@ -54,9 +54,7 @@ def measured(model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
     """The largest magnitude of each head of K, V and Q, by layer."""
     stats = calibrate(model, make_batches([TOKENS], 1, pad_id=0), RECIPE)
     return {
-        str(layer.layer_idx): {
-            letter: getattr(layer, letter).amax.amax(-1).tolist() for letter in "kvq"
-        }
+        str(layer.layer_idx): {letter: getattr(layer, letter).amax.amax(-1).tolist() for letter in "kvq"}
         for layer in stats.layers.values()
     }
 
@@ -67,9 +65,7 @@ def give_vllms_names(file: Path) -> None:
     tower = "vision_tower."
     if not any(tower + "embeddings" in name for name in weights):
         return
-    renamed = {
-        name.replace(tower, f"{tower}vision_model."): weight for name, weight in weights.items()
-    }
+    renamed = {name.replace(tower, f"{tower}vision_model."): weight for name, weight in weights.items()}
     save_file(renamed, file, {"format": "pt"})
 
 

@@ -63,9 +63,7 @@ def pairwise():
     while left:
         row = dict(rng.choice(sorted(map(sorted, left))))
         for name in rng.sample([*SETTINGS], len(SETTINGS)):
-            values = (
-                [row[name]] if name in row else rng.sample([*SETTINGS[name]], len(SETTINGS[name]))
-            )
+            values = [row[name]] if name in row else rng.sample([*SETTINGS[name]], len(SETTINGS[name]))
             row[name] = max(values, key=lambda value: _worth(row, (name, value), left))
         left -= {frozenset(pair) for pair in itertools.combinations(row.items(), 2)}
         yield row

@@ -49,9 +49,7 @@ PAIRS = {
         "not all threads",
     ),
 }
-WRONG = {
-    "a barrier for some": f"{LOAD} {FIRST_WARP} bar.sync 0; DONE: bar.sync 0; bar.sync 0; {STORE}"
-}
+WRONG = {"a barrier for some": f"{LOAD} {FIRST_WARP} bar.sync 0; DONE: bar.sync 0; bar.sync 0; {STORE}"}
 
 
 def replaced_last(text, removed):

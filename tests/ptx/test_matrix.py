@@ -51,9 +51,7 @@ def test_decode(name, target):
 @pytest.mark.parametrize(("target", "name"), EACH, indirect=["target"])
 def test_extend(name, target):
     case = CASES[name]
-    with (
-        pytest.raises(FaultError, match="proxy fence") if _unfenced(case, target) else nullcontext()
-    ):
+    with pytest.raises(FaultError, match="proxy fence") if _unfenced(case, target) else nullcontext():
         assert_attention(replace(case, query_lens=tuple(map(min, QUERIES, case.lengths))))
 
 

@@ -163,9 +163,7 @@ def test_shapes_are_checked(device):
             RUNTIME.append_kv.append_kv(key, value, blocks, slots)
 
 
-@pytest.mark.parametrize(
-    ("to", "got"), [(torch.int32, "int32 on cpu"), ("meta", "int64 on meta")], ids=str
-)
+@pytest.mark.parametrize(("to", "got"), [(torch.int32, "int32 on cpu"), ("meta", "int64 on meta")], ids=str)
 def test_slots_are_int64_where_the_blocks_are(to, got):
     new, slots = torch.zeros(2, 1, 16), torch.tensor([0, 1])
     message = rf"^slot_mapping must be \[2\] int64 on cpu, got \[2\] {got}$"

@@ -79,9 +79,7 @@ def test_any_layer_of_float16_blocks(case, device):
     assert_attention(case, device, IMPLEMENTATIONS)
 
 
-@pytest.mark.parametrize(
-    ("block_size", "num_splits"), [(16, 2), (48, 1), (64, 3), (128, 20), (256, 8)]
-)
+@pytest.mark.parametrize(("block_size", "num_splits"), [(16, 2), (48, 1), (64, 3), (128, 20), (256, 8)])
 def test_lengths_around_blocks_and_tiles(block_size, num_splits, device):
     edges = sorted({n + d for n in (block_size, 64, 128) for d in (-1, 0, 1)})
     case = Case((0, 1, 2, *edges), kv_heads=1, block_size=block_size, num_splits=num_splits)
@@ -287,9 +285,7 @@ MISPLACED = {
     "q_scale must be [1] or [4] float32 on cpu, got [4] float16 on cpu": lambda batch: {
         "options": AttentionOptions(q_scale=torch.ones(4).half())
     },
-    "query must have a row per sequence, 1, got 2": lambda batch: {
-        "query": torch.cat([batch.query] * 2)
-    },
+    "query must have a row per sequence, 1, got 2": lambda batch: {"query": torch.cat([batch.query] * 2)},
 }
 
 

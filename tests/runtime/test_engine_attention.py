@@ -179,9 +179,7 @@ def test_queries_have_scale_1_unless_one_is_given():
     query /= 2**14  # at scale 1.0 all of them are 0
     rounded = dense(fa3_attention, query, 2**14 * key, value, visible, AttentionOptions())
     zeros = torch.zeros_like(query)
-    assert torch.equal(
-        rounded, dense(fa3_attention, zeros, key, value, visible, AttentionOptions())
-    )
+    assert torch.equal(rounded, dense(fa3_attention, zeros, key, value, visible, AttentionOptions()))
     scale = torch.full((4,), 2.0**-14)
     scaled = AttentionOptions(q_scale=scale)
     made = dense(fa3_attention, query, 2**14 * key, value, visible, scaled)

@@ -89,9 +89,7 @@ def test_the_number_of_splits_hardly_matters(dtype, device):
 def test_twice_the_k_scale_is_half_the_softmax_scale(scales, implementation, case, device):
     batch = build(replace(case, k_scales=scales), device)
     options = replace(batch.options, softmax_scale=80**-0.5 / 2)
-    moved = replace(
-        batch, blocks=replace(batch.blocks, k_scale=batch.blocks.k_scale * 2), options=options
-    )
+    moved = replace(batch, blocks=replace(batch.blocks, k_scale=batch.blocks.k_scale * 2), options=options)
     whole = replace(batch, options=replace(options, softmax_scale=80**-0.5))
     assert torch.equal(moved.attend(implementation), whole.attend(implementation))
 

@@ -11,18 +11,14 @@ from mutants import mutant
 from paged import Case
 
 pytestmark = [
-    pytest.mark.skipif(
-        not INTERPRETED, reason="a GPU has instructions for part of what is mutated"
-    ),
+    pytest.mark.skipif(not INTERPRETED, reason="a GPU has instructions for part of what is mutated"),
     # NaN and Inf are among the inputs
     pytest.mark.filterwarnings("ignore::RuntimeWarning:triton.runtime.interpreter"),
 ]
 
 # the longest sequence first: a mutant that takes its block table for another's reads what exists
 PLAIN = Case((130, 33, 9), group=3, head_dim=80, num_splits=4)
-ALL = replace(
-    PLAIN, window=60, softcap=5.0, sinks=True, starts=(3, 7, 1), center=True, block_size=64
-)
+ALL = replace(PLAIN, window=60, softcap=5.0, sinks=True, starts=(3, 7, 1), center=True, block_size=64)
 CASES = {
     "plain": PLAIN,
     "all": ALL,

@@ -122,9 +122,7 @@ def test_a_layer_is_one_graph(use_triton, backend, device):
 
     def attend(blocks, query):
         ops.append_kv(key, -key, blocks, slots, use_triton=use_triton)
-        return ops.decode_attention(
-            query, blocks, batch.sequences, batch.options, use_triton=use_triton
-        )
+        return ops.decode_attention(query, blocks, batch.sequences, batch.options, use_triton=use_triton)
 
     compiled = torch.compile(attend, backend=backend, fullgraph=True)
     out = compiled(found, batch.query.clone().requires_grad_())

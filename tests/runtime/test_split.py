@@ -41,8 +41,7 @@ def split(lens, num_splits, least=1, starts=None, window=0, queries=None):
     out = torch.empty(num_splits + num_seqs, 3, dtype=torch.int32, device=device)
     ends = None if queries is None else [0, *itertools.accumulate(queries)]
     tensors = [
-        None if x is None else torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (lens, starts, ends)
+        None if x is None else torch.tensor(x, dtype=torch.int32, device=device) for x in (lens, starts, ends)
     ]
     parts_kernel[(len(out),)](
         *tensors, out, num_seqs, num_splits, least, TILE=TILE, WINDOW=window,
@@ -110,9 +109,7 @@ def test_every_tile_is_in_one_part(batch, num_splits, least):
 
 
 @triton.jit
-def plan_kernel(
-    lens_ptr, out_ptr, num_seqs, num_splits, least, TILE: tl.constexpr, BLOCK_S: tl.constexpr
-):
+def plan_kernel(lens_ptr, out_ptr, num_seqs, num_splits, least, TILE: tl.constexpr, BLOCK_S: tl.constexpr):
     seqs, _, parts = parts_of(
         lens_ptr, None, None, num_seqs, num_splits, least, TILE, 0, False, False, BLOCK_S
     )

@@ -158,9 +158,7 @@ SMALL = (
 
 def test_the_fastest_config_is_found():
     cost = {16: 5.0, 32: 3.0, 64: 2.0, 128: 4.0}
-    clock = Clock(
-        lambda c: cost[c.tile] + abs(c.num_warps - 8) + abs(c.per_processor - 3) + 1 / c.least
-    )
+    clock = Clock(lambda c: cost[c.tile] + abs(c.num_warps - 8) + abs(c.per_processor - 3) + 1 / c.least)
     made, _ = tuner(clock)
     row = made.tune("decode", SMALL)
     assert (row.on, row.bits, row.over, row.head_dim) == (GPU, 8, 64, 128)

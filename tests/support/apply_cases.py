@@ -7,7 +7,7 @@ from command_line import calibrate, fp8kv, one_line_error
 from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
-from calib.scalefiles.reading import read_scales
+from calib.files.stored_scales import read_scales
 
 LAYERS = range(3)
 ATTENTION = "model.layers.{}.self_attn.{}_proj.weight"

@@ -7,7 +7,7 @@ from command_line import calibrate, fp8kv
 from families import FAMILIES, HYBRIDS, save_model, tiny_model
 from transformers import AutoModelForCausalLM
 
-from calib.measure.attention import observe_qkv
+from calib.capture.attention import observe_qkv
 from calib.rescale import parameters
 from calib.scales.derive import load_scales
 

@@ -65,10 +65,7 @@ def contents(cache, sequence):
 
 def expected(marks):
     """What `contents` must be; `None` marks a token that was never written."""
-    return [
-        [[byte(mark, index, part)] for index in range(len(SHAPES)) for part in (0, 1)]
-        for mark in marks
-    ]
+    return [[[byte(mark, index, part)] for index in range(len(SHAPES)) for part in (0, 1)] for mark in marks]
 
 
 def byte(mark, index, part):

@@ -51,9 +51,7 @@ def assert_attention(case, device="cpu", implementations=("kernel",), runtime=RU
     """The implementations give what the oracle gives; returns the worst relative error of each."""
     batch = build(case, device, runtime)
     want = oracle.attention(batch)
-    return [
-        assert_output(batch.attend(name, runtime), want, name, case) for name in implementations
-    ]
+    return [assert_output(batch.attend(name, runtime), want, name, case) for name in implementations]
 
 
 def assert_output(got, want, name, case):

@@ -25,9 +25,7 @@ def calibrate(*arguments):
 def process(*arguments, **options):
     """Start a command in a process of its own."""
     command = [*CLI, "calibrate", *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
 
 
 def one_line_error(done, *phrases, status=2):

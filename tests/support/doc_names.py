@@ -19,14 +19,12 @@ import calib.commands.app as programs
 from calib.data import builtin, loading
 from calib.eval import inputs
 from calib.eval.schema import Suite
-from calib.model import find
+from calib.models import find
 
 # as in pyproject.toml
 APPS = {"fp8kv": "main", "fp8kv-calibrate": "calibrate_main", "fp8kv-eval": "eval_main"}
 
-PROMPTS = "".join(
-    f'{{"prompt": "Count to {i}, please, and say what comes after {i}."}}\n' for i in range(40)
-)
+PROMPTS = "".join(f'{{"prompt": "Count to {i}, please, and say what comes after {i}."}}\n' for i in range(40))
 FILES = {
     "prompts.jsonl": PROMPTS,
     "mine.jsonl": PROMPTS,

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from calib.model.checkpoint import open_checkpoint
+from calib.files.model_directory import open_checkpoint
 from calib.scales.scales import KVScales, LayerScales
 
 CONFIG = {

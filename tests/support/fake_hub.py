@@ -128,9 +128,7 @@ def running_hub():
         def reply(self):
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             path = unquote(urlsplit(self.path).path)
-            status, headers, content = hub.answer(
-                self.command, path, body, self.headers.get("Authorization")
-            )
+            status, headers, content = hub.answer(self.command, path, body, self.headers.get("Authorization"))
             self.send_response(status)
             size = hub.sizes.get(path.rpartition("/")[2], len(content))
             for name, value in {**headers, "Content-Length": size}.items():

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 
-from calib.measure.attention import map_attention, observe_qkv
+from calib.capture.attention import map_attention, observe_qkv
 from calib.scales.scales import KVScales, LayerScales
 from fp8kv_runtime.fp8 import FP8_DTYPES, scale_from_amax
 from fp8kv_runtime.hf import swap_attention
@@ -46,8 +46,7 @@ def measured_scales(model, input_ids):
     with torch.inference_mode(), observe_qkv(model, note):
         model(input_ids, use_cache=False)
     layers = {
-        name: LayerScales(modules[name].layer_idx, *map(scale_from_amax, pair))
-        for name, pair in amax.items()
+        name: LayerScales(modules[name].layer_idx, *map(scale_from_amax, pair)) for name, pair in amax.items()
     }
     return KVScales("attn_head", "e4m3fn", layers)
 

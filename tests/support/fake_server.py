@@ -10,7 +10,7 @@ import torch
 from command_line import fp8kv
 from transformers import AutoModelForCausalLM
 
-from calib.any_scales import open_any_scales
+from calib.capture.any_scales import open_any_scales
 from calib.generate import unit_scales
 from fp8kv_runtime.hf import fp8_attention
 

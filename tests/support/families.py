@@ -256,9 +256,7 @@ def tiny_vision_language_model(family="gemma3", **options):
     if family == "mllama":
         vision |= {"attention_heads": 2, "num_global_layers": 1}
         vision |= {"intermediate_layers_indices": [0], "vision_output_dim": 64}
-    config = AutoConfig.for_model(
-        family, text_config=text, vision_config=vision, mm_tokens_per_image=1
-    )
+    config = AutoConfig.for_model(family, text_config=text, vision_config=vision, mm_tokens_per_image=1)
     return give_realistic_weights(AutoModelForImageTextToText.from_config(config)).eval()
 
 
@@ -274,9 +272,7 @@ def published_gemma4(directory):
     save_model(model, directory)
     document = json.loads((directory / "config.json").read_text())
     del document["text_config"]["per_layer_config"]  # which transformers makes of these
-    document["text_config"] |= {
-        key: own[key] for key in ("global_head_dim", "num_global_key_value_heads")
-    }
+    document["text_config"] |= {key: own[key] for key in ("global_head_dim", "num_global_key_value_heads")}
     (directory / "config.json").write_text(json.dumps(document))
     return directory
 

@@ -9,15 +9,16 @@ PACKAGES = ("calib", "fp8kv_runtime")
 
 # floors of the house, lowest first: a room (a direct child of `calib`) imports from floors below
 FLOORS = (
-    {"calib", "fp8kv_runtime", "cache_folder", "choices", "errors", "progress"},
-    {"arguments", "atomic", "caches", "divergence", "doctor", "json_text", "strict_yaml", "text"},
-    {"recipe", "scalefiles"},
-    {"model", "scales"},
-    {"data", "verify"},
+    {"calib", "fp8kv_runtime", "choices", "errors", "progress"},
+    {"arguments", "caches", "divergence", "doctor", "files", "strict_yaml"},
+    {"recipe"},
+    {"models", "scales"},
+    {"data", "same_model"},
+    {"verify"},
     {"export", "serving"},
-    {"marks"},
-    {"measure", "output"},
-    {"any_scales", "merge", "offload", "rescale"},
+    {"capture"},
+    {"layerwise", "output"},
+    {"rescale"},
     {"eval", "generate", "plan", "prepare", "rewrite"},
     {"bench", "job", "packs", "served"},
     {"commands"},
@@ -57,7 +58,7 @@ def _module(file, root):
 
 
 def room(module):
-    """`calib.model.load` is in the room `model`."""
+    """`calib.models.load` is in the room `model`."""
     parts = module.split(".")
     return parts[1] if parts[0] == "calib" and len(parts) > 1 else parts[0]
 

@@ -6,8 +6,8 @@ import torch
 from safetensors.torch import save_file
 from scale_directories import COMPRESSED, CONFIG
 
-from calib.scalefiles.folder import open_scales
-from calib.scalefiles.names import layer_of
+from calib.files.folder import open_scales
+from calib.files.names import layer_of
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
 

@@ -7,8 +7,7 @@ def dequantised(stored, scale, table, length):
     """First `length` tokens of one sequence: [length, K, D] fp64."""
     block_size = stored.shape[2]
     rows = [
-        stored.view(torch.uint8)[int(table[at // block_size]), :, at % block_size]
-        for at in range(length)
+        stored.view(torch.uint8)[int(table[at // block_size]), :, at % block_size] for at in range(length)
     ]
     codes = torch.stack(rows).cpu().view(stored.dtype)
     scale = scale.cpu().double()

@@ -97,9 +97,7 @@ def build(case, device="cpu", runtime=RUNTIME):
     query = torch.randn(sum(query_lens), heads, case.head_dim, generator=random) * 1.5
     blocks, tables = _layer(case, random, device, runtime)
     starts = None if case.starts is None else torch.tensor(case.starts, dtype=torch.int32)
-    sequences = runtime.cache.PagedSequences(
-        tables, torch.tensor(case.lengths, dtype=torch.int32), starts
-    )
+    sequences = runtime.cache.PagedSequences(tables, torch.tensor(case.lengths, dtype=torch.int32), starts)
     return Batch(
         query.to(case.dtype).to(device),
         blocks,

@@ -12,7 +12,7 @@ from calib.eval.page.frontier import GIVEN, Point, frontier, kl_by_bytes
 from calib.eval.page.histograms import Axis, Histogram, Panel, histogram, shared_axis
 from calib.eval.page.plots import HeatMap, Picture, Series
 from calib.eval.schema import LayerRow, Report, Tensors
-from calib.text import show_number
+from calib.files.text import show_number
 
 _BY_POSITION = ("none", "tensor", "attn_head", "channel", "e5m2", "random")
 _BY_LAYER = ("none", "tensor", "attn_head", "k only", "v only", "e5m2")
@@ -104,8 +104,7 @@ def _layer_chart(report: Report) -> Chart | None:
     subject = report.subject
     label = f"Line chart: error of the attention output by layer, of {_names(series)}"
     caption = (
-        "Each layer is given the reference's own input, so errors do not add up. "
-        f"Text: {_documents(report)}."
+        f"Each layer is given the reference's own input, so errors do not add up. Text: {_documents(report)}."
     )
     worst = _worst_first(report)
     if worst:

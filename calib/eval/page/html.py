@@ -16,10 +16,10 @@ from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, markdown, task_table
 from calib.eval.page.other_tables import OTHER_HEADINGS, other_tables
 from calib.eval.schema import REPORT_FILE, Continuation, Report, Row
-from calib.json_text import json_text
+from calib.files.json_text import json_text
+from calib.files.text import show_number
 from calib.progress import WRITTEN
-from calib.scalefiles.plot import check_can_draw
-from calib.text import show_number
+from calib.scales.plot import check_can_draw
 
 # control characters that are no white space, halves of characters, and what is no character
 _INVISIBLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
@@ -173,9 +173,7 @@ def check_report_directory(directory: Path) -> None:
         raise InputError(f"'{directory}' is a file; give another --output")
     others = [p for p in directory.glob("*") if p.name.removeprefix(".") not in _FORMS]
     if others:
-        raise InputError(
-            f"'{directory}' holds '{others[0].name}', which is no report; give another --output"
-        )
+        raise InputError(f"'{directory}' holds '{others[0].name}', which is no report; give another --output")
 
 
 def write_report(report: Report, directory: Path) -> None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from calib.choices import REFERENCE
 from calib.eval.page.other_tables import OTHER_HEADINGS, other_tables
 from calib.eval.schema import Figure, Report, Row, TaskFigure
-from calib.text import NOT_FINITE, plain, show_number
+from calib.files.text import NOT_FINITE, plain, show_number
 
 HEADINGS = ("cache", "bytes", "KL", "KL p99", "perplexity", "top-1", "same text", "passkeys")
 
@@ -99,9 +99,7 @@ def _cell(figure: TaskFigure) -> str:
 
 def markdown(report: Report) -> str:
     """`report.md`."""
-    legend = "\n".join(
-        f"- `{_escape(name)}`: {_escape(row.what)}" for name, row in report.variants.items()
-    )
+    legend = "\n".join(f"- `{_escape(name)}`: {_escape(row.what)}" for name, row in report.variants.items())
     lines = "\n".join(f"- {_escape(line)}" for line in closing_lines(report))
     return (
         f"# {_escape(title(report))}\n\n{lines}\n\n"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from calib.eval.found import Events, Exceedance, Figure
 from calib.eval.schema import Report
-from calib.text import show_interval, show_number
+from calib.files.text import show_interval, show_number
 
 OTHER_HEADINGS = (
     "text",
@@ -41,9 +41,7 @@ def other_tables(report: Report) -> list[OtherTable]:
 def printed_tables(report: Report) -> list[OtherTable]:
     """What the terminal has room for: the scales given, or else the verdict's; layers, no heads."""
     tables = [table for table in other_tables(report) if table.name in report.subjects]
-    return [
-        OtherTable(name, [(*row[:-1], (row[-1][0], "")) for row in cells]) for name, cells in tables
-    ]
+    return [OtherTable(name, [(*row[:-1], (row[-1][0], "")) for row in cells]) for name, cells in tables]
 
 
 def _own(report: Report, name: str) -> tuple[Cell, ...]:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from calib.eval.schema import Layer, Row
-from calib.scalefiles.plot import draw_growth
+from calib.scales.plot import draw_growth
 
 _STYLES = Path(__file__).parent
 _NO_METADATA = dict.fromkeys(("Creator", "Date", "Format", "Type"))

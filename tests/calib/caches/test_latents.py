@@ -69,9 +69,7 @@ def test_nvfp4_ds_mla_is_blocks_of_16_beside_e4m3(latent, k_pe, size):
     ours, theirs = rounded[0].double().numpy(), blocked(key.double().numpy())
     np.testing.assert_allclose(ours, theirs, rtol=2**-22)
     whole = np.minimum(np.abs(value.double().numpy()), 448)
-    assert np.array_equal(
-        rounded[1].double().numpy(), np.copysign(nearest(whole, E4M3), value.numpy())
-    )
+    assert np.array_equal(rounded[1].double().numpy(), np.copysign(nearest(whole, E4M3), value.numpy()))
 
 
 @pytest.mark.parametrize("name", LATENT_CACHES)
@@ -159,8 +157,7 @@ def test_who_serves_latents(name, asked, shape, flag):
         (
             "fp8_ds_mla",
             (None, "h100", [DEEPSEEK._replace(k=576, v=192)]),
-            "fp8_ds_mla is served on h100 with latents of 512 + 64 (vllm, sglang), not of 576 + "
-            "192",
+            "fp8_ds_mla is served on h100 with latents of 512 + 64 (vllm, sglang), not of 576 + 192",
         ),
         (
             "nvfp4_ds_mla",

@@ -23,6 +23,4 @@ def test_every_type_and_serving_has_a_row():
     assert "| `nvfp4` | NVFP4" in tables()
     assert "| 4.5 | 4.5 | - |" in tables()
     assert "| - | - | 9.11 |" in tables()  # 656 bytes for 576 values
-    assert (
-        "| `int8_per_token_head` | vllm 0.32 | `--kv-cache-dtype int8_per_token_head` |" in tables()
-    )
+    assert "| `int8_per_token_head` | vllm 0.32 | `--kv-cache-dtype int8_per_token_head` |" in tables()

@@ -119,7 +119,5 @@ def test_latents_are_served_for_the_model_types_whose_classes_were_seen_to_cache
         was_run = file.stem in classes.results
         if not was_run or "kv_lora_rank" not in config or "index_topk" in config:
             continue
-        served = cache_type("fp8").serving(
-            engine, None, [Shape(1, 512, 64, "latents")], config["model_type"]
-        )
+        served = cache_type("fp8").serving(engine, None, [Shape(1, 512, 64, "latents")], config["model_type"])
         assert isinstance(served, list) == (file.stem in classes.latent), file.stem

@@ -12,7 +12,7 @@ from families import save_model, tiny_model
 from calib.commands import progress_bar as module
 from calib.commands.meter import Meter
 from calib.commands.progress_bar import Reporter, json_lines, progress_bar, reporting, text_lines
-from calib.output import placing
+from calib.files import placing
 
 
 class Clock:

@@ -22,9 +22,7 @@ def _byte_tokenizer(**special) -> PreTrainedTokenizerFast:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(list(SPECIAL))
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", 0)]
-    )
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     names = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"} | special
     return PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 

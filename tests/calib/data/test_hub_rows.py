@@ -95,9 +95,7 @@ def test_an_unreadable_file_of_the_dataset_is_one_line(repository, tmp_path):
 
 
 def test_a_repository_without_data_is_one_line(tmp_path):
-    with pytest.raises(
-        InputError, match=r"cannot be read: The directory at .* doesn't contain any"
-    ):
+    with pytest.raises(InputError, match=r"cannot be read: The directory at .* doesn't contain any"):
         find_split(DataRecipe(dataset=str(tmp_path)))
 
 

@@ -52,9 +52,7 @@ def test_json(tmp_path, text, rows):
 @pytest.mark.parametrize("row_group_size", [1, 2, 5])
 def test_parquet_rows_across_row_groups(tmp_path, row_group_size):
     rows = [{"text": f"t{i}", "n": i} for i in range(5)]
-    parquet.write_table(
-        pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=row_group_size
-    )
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=row_group_size)
     assert rows_of(tmp_path / "a.parquet") == rows
 
 
@@ -125,17 +123,13 @@ def test_text_in_another_encoding_is_refused(tmp_path):
 
 
 def test_a_missing_path_and_an_empty_directory_say_what_to_give(tmp_path):
-    with pytest.raises(
-        InputError, match=r"no file or directory '\./gone\.jsonl'; give a \.jsonl, "
-    ):
+    with pytest.raises(InputError, match=r"no file or directory '\./gone\.jsonl'; give a \.jsonl, "):
         open_rows("./gone.jsonl")
     with pytest.raises(InputError, match=r"has no \.jsonl, \.json, \.parquet, \.txt file directly"):
         open_rows(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    "name", ["./a", "../a", "/a/b", "~/a", "gone.jsonl", "a/b.PARQUET", "here"]
-)
+@pytest.mark.parametrize("name", ["./a", "../a", "/a/b", "~/a", "gone.jsonl", "a/b.PARQUET", "here"])
 def test_paths_look_local(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()

@@ -15,7 +15,7 @@ from pyarrow import parquet
 from calib.data import load_data
 from calib.data.pieces import LEAST_REST, Pieces
 from calib.data.tokens import encode
-from calib.model.find import builtin_model
+from calib.models.find import builtin_model
 from calib.recipe import DataRecipe
 
 TEXT = " ".join(f"{i:03}" for i in range(250))[:997]
@@ -129,9 +129,7 @@ def test_a_row_of_200_000_words_fills_the_samples(tmp_path, tokenizer):
     assert max(gaps) <= 2 * len(text) / 16 + 512
     assert [len(ids) for ids in data.samples] == [512] * 16
     assert data.unread == 1 + len(text) - (512 + 15 * 511)
-    assert data.line == (
-        f"documents: 1, samples: 16; 8,192 tokens read, {data.unread:,} left unread"
-    )
+    assert data.line == (f"documents: 1, samples: 16; 8,192 tokens read, {data.unread:,} left unread")
 
 
 def test_a_book_is_read_from_the_beginning_to_the_end(tmp_path):
@@ -190,9 +188,7 @@ def test_a_turn_that_fits_no_sample_is_cut_as_text(tmp_path, tokenizer):
     data = loaded(tmp_path / "a.jsonl", tokenizer, samples=9, seq_len=64)
     in_order = sorted(
         data.samples,
-        key=lambda ids: "".join(rendered(messages)).index(
-            tokenizer.decode(ids).removeprefix("<s>")
-        ),
+        key=lambda ids: "".join(rendered(messages)).index(tokenizer.decode(ids).removeprefix("<s>")),
     )
     # <s> and a mark are one token each: 21 and 42 of 201, then 63, 63 and 33 with no 31 behind
     assert [len(ids) for ids in in_order] == [64, 64, 64, 34, 43]
@@ -209,18 +205,13 @@ def test_long_chats_enough_are_cut_as_ever(tmp_path, tokenizer):
 
 def test_what_a_beginning_alone_holds_comes_last(tmp_path, tokenizer):
     """A run with fewer samples has read it: what is held out from that run comes before."""
-    turns = (
-        {"role": ("user", "assistant")[i % 2], "content": TEXT[50 * i : 50 * i + 50]}
-        for i in range(18)
-    )
+    turns = ({"role": ("user", "assistant")[i % 2], "content": TEXT[50 * i : 50 * i + 50]} for i in range(18))
     rows = (json.dumps({"messages": [next(turns) for _ in range(6)]}) + "\n" for _ in range(3))
     (tmp_path / "a.jsonl").write_text("".join(rows))
     few = loaded(tmp_path / "a.jsonl", tokenizer, samples=3, seq_len=64)
     many = loaded(tmp_path / "a.jsonl", tokenizer, samples=99, seq_len=64)
     ends = {tuple(ids[-10:]) for ids in few.samples}
-    known = [
-        any(tuple(ids[at : at + 10]) in ends for at in range(len(ids))) for ids in many.samples[3:]
-    ]
+    known = [any(tuple(ids[at : at + 10]) in ends for at in range(len(ids))) for ids in many.samples[3:]]
     assert known == [False] * 12 + [True] * 3
 
 
@@ -249,8 +240,7 @@ def test_a_template_that_tells_no_turns_is_cut_as_text(tmp_path, byte_tokenizer)
 def test_pieces_are_disjoint_and_a_larger_limit_only_adds(lengths, seq_len, limit, opening, turns):
     opening = list(range(-opening, 0))
     documents = [
-        [*opening, *range(1000 * i, 1000 * i + length)]
-        for i, length in enumerate(lengths[:limit], 1)
+        [*opening, *range(1000 * i, 1000 * i + length)] for i, length in enumerate(lengths[:limit], 1)
     ]
 
     def pieces_of(limit):
@@ -267,9 +257,7 @@ def test_pieces_are_disjoint_and_a_larger_limit_only_adds(lengths, seq_len, limi
     kept = opening if len(opening) < seq_len else []
     assert all(piece.ids[: len(kept)] == kept for piece in every)
     read = sum(piece.tokens for piece in every)
-    assert (
-        0 <= sum(map(len, documents)) - read <= len(documents) * max(0, seq_len // LEAST_REST - 1)
-    )
+    assert 0 <= sum(map(len, documents)) - read <= len(documents) * max(0, seq_len // LEAST_REST - 1)
 
 
 @given(st.integers(1, 3000), st.integers(1, 200))

@@ -58,9 +58,7 @@ def test_settings_without_a_meaning_are_reported(ten_lines):
         f"data.column 'x' is ignored: dataset '{DOCS}' has none",
     )
     local = DataRecipe(dataset=ten_lines, split="s", column="x")
-    assert open_source(local).warnings == (
-        f"data.split 's' is ignored: dataset '{ten_lines}' has none",
-    )
+    assert open_source(local).warnings == (f"data.split 's' is ignored: dataset '{ten_lines}' has none",)
 
 
 @pytest.mark.parametrize(("config", "name"), [(None, "o/d [train]"), ("en", "o/d (en) [train]")])

@@ -87,8 +87,7 @@ def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
     samples, warnings, _ = tokenize_rows(rows, tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s><|user|>hi<|assistant|>yo"] * 2
     assert warnings == (
-        "2 chats were skipped because the tokenizer's chat template refused them "
-        "(System role not supported)",
+        "2 chats were skipped because the tokenizer's chat template refused them (System role not supported)",
     )
 
 

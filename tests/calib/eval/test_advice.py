@@ -76,8 +76,7 @@ def test_between_two_that_differ_is_the_simplest(small_evaluation):
     )
     assert report.advised == "none"
     assert report.verdict.endswith(
-        "; one scale per KV head is measurably better (KL 0.9), but not measurably better than "
-        "scale 1.0."
+        "; one scale per KV head is measurably better (KL 0.9), but not measurably better than scale 1.0."
     )
 
 

@@ -8,6 +8,7 @@ import torch
 from command_line import fp8kv, one_line_error
 from families import FAMILIES, LATENT, save_model, tiny_model
 
+from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.errors import InputError
 from calib.eval.modes import in_mode
@@ -17,7 +18,6 @@ from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
 from calib.eval.variants import Setup, Variant, build_variants
-from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
 from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
 from fp8kv_runtime.fp8 import dequantize, quantize
@@ -261,9 +261,7 @@ def test_a_model_that_the_kernel_does_not_take_is_refused(family, changes, mode,
         ("vllm_triton", vllm_triton_attention),
         (
             "vllm_triton_fp8",
-            lambda *arguments: vllm_triton_attention(
-                *arguments, dtype=None, fp8=torch.float8_e4m3fnuz
-            ),
+            lambda *arguments: vllm_triton_attention(*arguments, dtype=None, fp8=torch.float8_e4m3fnuz),
         ),
     ],
 )

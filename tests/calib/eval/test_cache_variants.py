@@ -18,8 +18,8 @@ from calib.eval.cache_variants import cache_names, wanted_types
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
-from calib.model.find import find_checkpoint
-from calib.model.load import load_tokenizer
+from calib.models.find import find_checkpoint
+from calib.models.load import load_tokenizer
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention
 
@@ -77,9 +77,7 @@ def test_the_choices_are_the_types():
 def test_simulated_baking_is_the_baked_model_bit_for_bit(name, evaluation, baked):
     simulated = evaluation.measured[f"{name}, baked"].documents
     plain = evaluation.measured[name].documents
-    for ours, theirs, other in zip(
-        simulated, baked["int8"].measured[name].documents, plain, strict=True
-    ):
+    for ours, theirs, other in zip(simulated, baked["int8"].measured[name].documents, plain, strict=True):
         assert torch.equal(ours.kl, theirs.kl)
         assert torch.equal(ours.nll, theirs.nll)
         assert not torch.equal(ours.kl, other.kl)

@@ -16,8 +16,8 @@ from calib.eval import inputs
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
-from calib.model.find import find_checkpoint
-from calib.model.load import load_tokenizer
+from calib.models.find import find_checkpoint
+from calib.models.load import load_tokenizer
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention
 
@@ -28,9 +28,7 @@ RECIPE = load_recipe(None, CHOICES)
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return save_model(
-        tiny_model("mistral", **FAMILIES["mistral"]), tmp_path_factory.mktemp("model") / "tiny"
-    )
+    return save_model(tiny_model("mistral", **FAMILIES["mistral"]), tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -166,9 +164,7 @@ def test_mistakes_get_one_line(directory, tiny_directory, tmp_path):
         eval_(directory, "--variants", "tensr"), "variants.0: Input should be 'bf16'", "got 'tensr'"
     )
     one_line_error(eval_(directory, "--fail-if", "speed>1"), "is no condition")
-    one_line_error(
-        eval_(directory, "--seq-len", 999), "--seq-len 999 is longer than the model's 256"
-    )
+    one_line_error(eval_(directory, "--seq-len", 999), "--seq-len 999 is longer than the model's 256")
     one_line_error(eval_(directory, "--samples", 1), "evaluation.samples: Input should be greater")
     one_line_error(eval_(directory, "--search", "much"), "evaluation.kl_budget: Input should be a")
     one_line_error(eval_(directory, "--scales", tmp_path), "holds no model")
@@ -183,9 +179,7 @@ def test_mistakes_get_one_line(directory, tiny_directory, tmp_path):
     one_line_error(eval_(directory, "--scales", scales), "is of another model", "model_type llama")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/model.safetensors").touch()
-    one_line_error(
-        eval_(directory, "--variants", "tensor", "-o", tmp_path / "full"), "which is no report"
-    )
+    one_line_error(eval_(directory, "--variants", "tensor", "-o", tmp_path / "full"), "which is no report")
 
 
 @pytest.mark.usefixtures("small_suite")
@@ -197,9 +191,7 @@ def test_a_recipe_carries_its_evaluation_and_its_gates(directory, tmp_path):
         "evaluation: {variants: [tensor], fail_if: ['kl_mean<1e9', 'tensor:top1<0']}\n"
     )
     out = tmp_path / "mine"
-    done = calibrate(
-        directory, "--recipe", recipe, "--dataset", "random", "-o", out, "--evaluate", "--json"
-    )
+    done = calibrate(directory, "--recipe", recipe, "--dataset", "random", "-o", out, "--evaluate", "--json")
     assert done.exit_code == 1
     assert "failed: mine: kl is " in done.stderr
     assert "tensor: top1" not in done.stderr
@@ -236,9 +228,7 @@ def test_what_the_evaluation_must_refuse_is_refused_before_the_calibration(
     assert not (tmp_path / "mine").exists()
 
 
-def test_scales_that_are_none_are_found_before_the_model_is_loaded(
-    directory, tmp_path, monkeypatch
-):
+def test_scales_that_are_none_are_found_before_the_model_is_loaded(directory, tmp_path, monkeypatch):
     monkeypatch.setattr("calib.eval.inputs.load_model", lambda *_: pytest.fail("loaded"))
     one_line_error(fp8kv("eval", directory, "--scales", tmp_path / "none"), "none' is not a dir")
 

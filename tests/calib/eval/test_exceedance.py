@@ -4,10 +4,10 @@ import pytest
 import torch
 from families import FAMILIES, tiny_model
 
+from calib.capture.attention import observe_qkv
 from calib.eval.exceedance import anywhere, count_clipped, exceedance, poisson_interval
 from calib.eval.layer_errors import layer_errors, layer_row
 from calib.eval.variants import Setup, Variant
-from calib.measure.attention import observe_qkv
 from calib.scales.scales import KVScales, LayerScales
 
 # half the quantiles 0.025 of chi-square with 2 n degrees of freedom, and 0.975 with 2 n + 2, as
@@ -21,9 +21,7 @@ TABULATED = {
     50: (37.1110, 65.9188),
     100: (81.3640, 121.6268),
 }
-DOCUMENTS = [
-    torch.randint(1, 90, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 9)
-]
+DOCUMENTS = [torch.randint(1, 90, (n,), generator=torch.Generator().manual_seed(n)) for n in (21, 9)]
 
 
 @pytest.mark.parametrize("events", TABULATED)

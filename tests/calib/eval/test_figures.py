@@ -11,7 +11,7 @@ from calib.errors import InputError
 from calib.eval.advice import failures
 from calib.eval.schema import Figure, Report, Row
 from calib.eval.statistics import compare, estimate, quantile
-from calib.text import parse_condition
+from calib.files.text import parse_condition
 
 
 def test_divergence_of_two_small_distributions():
@@ -90,9 +90,7 @@ def test_quantiles_are_of_all_tokens():
 def report(**variants):
     """A report of nothing but these values."""
     rows = {
-        name: Row.model_construct(
-            **{metric: Figure(value=x, low=x, high=x) for metric, x in metrics.items()}
-        )
+        name: Row.model_construct(**{metric: Figure(value=x, low=x, high=x) for metric, x in metrics.items()})
         for name, metrics in variants.items()
     }
     return Report.model_construct(variants=rows)

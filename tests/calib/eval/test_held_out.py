@@ -92,9 +92,7 @@ def evaluate(places, text, scales=("out",), model="model", *flags):
         ("pairs.jsonl", ("--seq-len", 80)),
     ],
 )
-def test_text_that_was_calibrated_on_is_refused_however_it_is_given(
-    places, text, flags, monkeypatch
-):
+def test_text_that_was_calibrated_on_is_refused_however_it_is_given(places, text, flags, monkeypatch):
     monkeypatch.chdir(places)
     done = evaluate(places, text.format(place=places, name=places.name), ("out",), "model", *flags)
     one_line_error(done, f"'{places / 'out'}' read ", "; use another dataset")
@@ -163,8 +161,6 @@ def test_too_little_text_is_refused_as_calibrate_refuses_it(places, monkeypatch)
     monkeypatch.setitem(inputs.SUITES, "quick", Suite(3, 4, 16, 0, 0, (), (), 1))
     flags = ("--device", "cpu", "--dataset", places / "b.jsonl")
     for command in ("eval", "recommend"):
-        one_line_error(
-            fp8kv(command, places / "model", *flags), "48 tokens, ", "are too few to cal"
-        )
+        one_line_error(fp8kv(command, places / "model", *flags), "48 tokens, ", "are too few to cal")
     done = evaluate(places, places / "b.jsonl", (), "model", "--allow-few-tokens")
     assert done.exit_code == 0, done.stderr

@@ -19,9 +19,7 @@ from calib.eval.page import html as files
 from calib.eval.page.html import html as html_of
 from calib.eval.schema import Report
 
-HOSTILE = (
-    "<script>alert(1)</script></style></svg>'\"&$x^2$ {{ 7 * 7 }} \x00\x1b[31m\x08\ud800 日本 🙂"
-)
+HOSTILE = "<script>alert(1)</script></style></svg>'\"&$x^2$ {{ 7 * 7 }} \x00\x1b[31m\x08\ud800 日本 🙂"
 SHOWN = HOSTILE
 for invisible in "\x00\x1b\x08\ud800":
     SHOWN = SHOWN.replace(invisible, "\ufffd")
@@ -296,9 +294,7 @@ def test_a_limit_of_the_system_that_only_the_page_exceeds_leaves_the_old_report(
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == old_report
 
 
-def test_a_report_without_a_mixture_takes_away_the_map_of_an_earlier_one(
-    old_report, small_report, tmp_path
-):
+def test_a_report_without_a_mixture_takes_away_the_map_of_an_earlier_one(old_report, small_report, tmp_path):
     write_report(small_report, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == OLD - {"modelopt_kv_cache_layers.json"}
 

@@ -100,9 +100,7 @@ def open_charts(driver, address):
 
 def luminance(color):
     red, green, blue = (int(x) / 255 for x in re.findall(r"\d+", color)[:3])
-    linear = [
-        x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in (red, green, blue)
-    ]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in (red, green, blue)]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
@@ -123,9 +121,7 @@ def test_nothing_is_asked_for_and_nothing_complained_about(driver, address):
     asked = asked_for(driver, address)
     assert address in asked
     assert all(url == address or url.startswith("data:") for url in asked)
-    entries = driver.execute_script(
-        "return performance.getEntriesByType('resource').map(e => e.name)"
-    )
+    entries = driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
     assert all(name.startswith("data:") for name in entries)
     assert driver.get_log("browser") == []
 

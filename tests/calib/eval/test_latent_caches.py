@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from calib.caches.rounding import rounding
 from calib.caches.types import CACHES, LATENT_CACHES, cache_type
+from calib.capture.attention import layer_shapes
 from calib.data import load_data
 from calib.eval.advice import Judgement
 from calib.eval.cache_variants import types_to_mix, wanted_types
@@ -17,9 +18,8 @@ from calib.eval.recommend import Wish, recommend
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
-from calib.measure.attention import layer_shapes
-from calib.model.find import find_checkpoint
-from calib.model.load import load_tokenizer
+from calib.models.find import find_checkpoint
+from calib.models.load import load_tokenizer
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import is_latent, swap_attention
 

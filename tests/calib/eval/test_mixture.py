@@ -57,9 +57,7 @@ def test_a_budget_below_the_smallest_type():
 
 def found(layers):
     modules = {i: f"model.layers.{i}.self_attn" for i in layers}
-    return Mixture(
-        budget=9, bits=8.5, documents=1, kl=0.01, kl_alone={}, layers=layers, modules=modules
-    )
+    return Mixture(budget=9, bits=8.5, documents=1, kl=0.01, kl_alone={}, layers=layers, modules=modules)
 
 
 def held_as(*shapes):

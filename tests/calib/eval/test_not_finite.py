@@ -16,7 +16,7 @@ from calib.eval.page.html import html, write_report
 from calib.eval.page.markdown import closing_lines, markdown, table_rows
 from calib.eval.schema import Report
 from calib.eval.summarize import summarize
-from calib.text import parse_condition
+from calib.files.text import parse_condition
 
 ROOT = Path(__file__).parents[3]
 SPOILED = [math.nan, math.inf]

@@ -9,6 +9,7 @@ import torch
 from command_line import fp8kv, one_line_error
 from families import FAMILIES, save_model, tiny_model
 
+from calib.capture.attention import observe_qkv
 from calib.data import load_data
 from calib.errors import InputError
 from calib.eval.exceedance import poisson_interval
@@ -23,9 +24,8 @@ from calib.eval.schema import Report, Suite
 from calib.eval.statistics import difference
 from calib.eval.summarize import summarize
 from calib.eval.variants import Setup
-from calib.measure.attention import observe_qkv
-from calib.model.find import find_checkpoint
-from calib.model.load import load_config, load_model, load_tokenizer
+from calib.models.find import find_checkpoint
+from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import DataRecipe, load_recipe
 
 SUITE = Suite(4, 4, 24, 0, 0, (), (), 2)

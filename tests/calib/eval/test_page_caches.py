@@ -75,9 +75,7 @@ def test_rows_are_in_groups_of_their_bytes(report):
         "reference and controls",
     ]
     row = page.index("<bdi>int4_per_token_head</bdi>")
-    assert page.rindex('rowgroup"', 0, row) == page.index("about 4 bits") - len(
-        'rowgroup" colspan="8">'
-    )
+    assert page.rindex('rowgroup"', 0, row) == page.index("about 4 bits") - len('rowgroup" colspan="8">')
 
 
 def test_without_other_caches_there_is_no_picture(small_report):

@@ -4,11 +4,11 @@ import pytest
 import torch
 from families import FAMILIES, tiny_model
 
+from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.eval import reader
 from calib.eval.reader import read
 from calib.eval.variants import REFERENCE, Setup, build_variants
-from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
 
 # of which no K or V lies so near the middle of two codes that attention's float32 decides

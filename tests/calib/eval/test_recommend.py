@@ -21,7 +21,7 @@ from calib.eval.schema import Row, Suite
 from calib.eval.statistics import Divergence, estimate
 from calib.eval.summarize import summarize
 from calib.eval.variants import Variant
-from calib.model.find import find_checkpoint
+from calib.models.find import find_checkpoint
 from calib.recipe import load_recipe
 
 OFFER = Offer("vllm", "1", ("h100",), (), ("x",))

@@ -14,6 +14,7 @@ import torch
 from families import FAMILIES, tiny_model
 from transformers import AutoModelForCausalLM
 
+from calib.capture.attention import observe_qkv
 from calib.data import load_data
 from calib.eval.advice import Judgement
 from calib.eval.layer_errors import FIRST_BIN, layer_errors, layer_values
@@ -21,9 +22,8 @@ from calib.eval.reader import Measured
 from calib.eval.schema import Figure, Report, Row
 from calib.eval.statistics import Divergence, kl_by_position, ratio
 from calib.eval.variants import Setup, Variant
-from calib.measure.attention import observe_qkv
-from calib.model.find import find_checkpoint
-from calib.model.load import load_tokenizer
+from calib.models.find import find_checkpoint
+from calib.models.load import load_tokenizer
 
 
 def test_kl_by_position_adds_up_to_kl(small_evaluation, small_report):
@@ -82,9 +82,7 @@ def test_amax_and_histogram_are_those_of_the_reference(small_directory, small_re
     for layer in small_report["layers"]:
         for letter, x in zip("kv", expected[layer["layer_idx"]], strict=True):
             found = layer[letter]
-            torch.testing.assert_close(
-                torch.tensor(found["amax"]), x.abs().amax(1), rtol=1e-6, atol=0
-            )
+            torch.testing.assert_close(torch.tensor(found["amax"]), x.abs().amax(1), rtol=1e-6, atol=0)
             counts = found["counts"]
             assert sum(counts) + found["zeros"] == x.numel()
             edges = 2.0 ** (found["log2_first"] + np.arange(len(counts) + 1) / 2)

@@ -6,16 +6,14 @@ import pytest
 import torch
 from families import tiny_model
 
+from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.eval.advice import skip_argument
 from calib.eval.reader import _only, read, search
 from calib.eval.variants import Setup, build_variants
-from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
 
-DOCUMENTS = [
-    torch.randint(1, 90, (n,), generator=torch.Generator().manual_seed(n)) for n in (30, 20)
-]
+DOCUMENTS = [torch.randint(1, 90, (n,), generator=torch.Generator().manual_seed(n)) for n in (30, 20)]
 
 
 @pytest.fixture(scope="module")

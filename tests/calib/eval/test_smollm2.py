@@ -54,9 +54,7 @@ def recomputed(model, documents, scales):
 
 
 @pytest.mark.parametrize("name", ["none", "e5m2", "attn_head", "channel+k_center"])
-def test_kl_and_agreement_are_those_of_plain_transformers(
-    name, evaluation, report, plain, documents
-):
+def test_kl_and_agreement_are_those_of_plain_transformers(name, evaluation, report, plain, documents):
     scales = evaluation.measured[name].variant.scales
     kl, agreed = recomputed(plain, documents, scales)
     np.testing.assert_allclose(report["variants"][name]["kl"]["value"], kl, rtol=0.02)

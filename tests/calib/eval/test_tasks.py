@@ -35,9 +35,7 @@ DOCUMENTS = 8
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory):
-    return save_model(
-        tiny_model("mistral", **FAMILIES["mistral"]), tmp_path_factory.mktemp("model") / "tiny"
-    )
+    return save_model(tiny_model("mistral", **FAMILIES["mistral"]), tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")
@@ -121,9 +119,7 @@ def plain_harness(model, tokenizer, task_files, batch_size):
         bootstrap_iters=1000,
     )
     return {
-        task: {
-            key: math.nan if value == "N/A" else value for key, value in row.items() if "," in key
-        }
+        task: {key: math.nan if value == "N/A" else value for key, value in row.items() if "," in key}
         for task, row in done["results"].items()
     }
 
@@ -182,8 +178,7 @@ def test_the_kernels_give_the_same_figures(model, tokenizer, task_files, scales)
     found = find_tasks([str(task_files / f"{name}.yaml") for name in ("likelihood", "text")], 2)
     mine = [Variant("mine", "", "fp8", scales)]
     made = [
-        run_tasks(Setup(model, tokenizer, backend), found, mine)["tasks"]
-        for backend in ("torch", "triton")
+        run_tasks(Setup(model, tokenizer, backend), found, mine)["tasks"] for backend in ("torch", "triton")
     ]
     plain, kernels = (in_harness_words(tasks, "mine") for tasks in made)
     assert_same(kernels, plain)
@@ -275,9 +270,7 @@ def test_tasks_that_a_language_model_cannot_be_given(task_files, tmp_path):
             find_tasks([str(tmp_path / "task.yaml")])
 
 
-def test_a_task_that_writes_more_than_the_model_has_positions(
-    model, tokenizer, task_files, tmp_path
-):
+def test_a_task_that_writes_more_than_the_model_has_positions(model, tokenizer, task_files, tmp_path):
     text = (task_files / "text.yaml").read_text()
     (tmp_path / "long.yaml").write_text(text.replace("max_gen_toks: 5", "max_gen_toks: 256"))
     found = find_tasks([str(tmp_path / "long.yaml")])
@@ -342,9 +335,7 @@ def test_mistakes_are_told_before_the_model_is_loaded(directory, tmp_path, monke
     monkeypatch.setattr(inputs, "load_model", None)
     (tmp_path / "none.yaml").write_text("hello: 1")
     one_line_error(eval_(directory, "--tasks", tmp_path / "none.yaml"), "is no task of lm-eval")
-    one_line_error(
-        eval_(directory, "--tasks", "x", "--task-limit", 0), "evaluation.task_limit", "equal to 1"
-    )
+    one_line_error(eval_(directory, "--tasks", "x", "--task-limit", 0), "evaluation.task_limit", "equal to 1")
 
 
 def test_nothing_of_lm_eval_is_shown(directory, task_files):

@@ -6,12 +6,12 @@ import pytest
 import torch
 from families import FAMILIES, save_model, tiny_model, tiny_vision_language_model
 
+from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.errors import InputError
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.variants import BUILT_IN, REFERENCE, build_variants
-from calib.measure.loop import calibrate
 from calib.recipe import load_recipe
 from calib.scales.first_tokens import without_first_tokens
 from calib.scales.observers import AbsMax

@@ -51,9 +51,7 @@ def names(output):
         ("llama4", "vllm", PLAIN),
     ],
 )
-def test_an_output_loads_in_the_engine_that_its_format_is_for(
-    family, engine, name, models, tmp_path
-):
+def test_an_output_loads_in_the_engine_that_its_format_is_for(family, engine, name, models, tmp_path):
     out = tmp_path / "out"
     done = calibrate(models(family), "-o", out, "--format", engine, "--quiet")
     assert done.exit_code == 0, done.stderr
@@ -64,9 +62,7 @@ def test_an_output_loads_in_the_engine_that_its_format_is_for(
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])
 def test_where_nothing_loads_is_said_before_measuring(family, models, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "calib.measure.share.calibrate", lambda *_, **__: pytest.fail("it measured")
-    )
+    monkeypatch.setattr("calib.capture.share.calibrate", lambda *_, **__: pytest.fail("it measured"))
     done = calibrate(models(family), "-o", tmp_path / "out", "--format", "sglang")
     architecture = json.loads((models(family) / "config.json").read_text())["architectures"][0]
     one_line_error(

@@ -10,7 +10,7 @@ from families import save_model
 from calib.choices import FORMATS
 from calib.errors import UnsupportedExportError
 from calib.export import export
-from calib.scalefiles.reading import read_scales
+from calib.files.stored_scales import read_scales
 
 PER_HEAD = ("vllm", "aphrodite")
 

@@ -170,9 +170,7 @@ def test_modelopt_refuses_attention_that_engines_would_not_look_under(make_check
     modules = [f"gpt_neox.layers.{i}.attention" for i in range(2)]
     checkpoint = make_checkpoint(names=[f"{m}.query_key_value.weight" for m in modules])
     scales = make_scales(modules=modules)
-    with pytest.raises(
-        UnsupportedExportError, match=r"this model has 'gpt_neox.layers.0.attention'"
-    ):
+    with pytest.raises(UnsupportedExportError, match=r"this model has 'gpt_neox.layers.0.attention'"):
         export(scales, checkpoint, "modelopt")
     assert "gpt_neox.layers.0.attention.k_scale" in export(scales, checkpoint, "vllm").tensors
 
@@ -210,8 +208,7 @@ def test_sglang_needs_no_json_beside_the_checkpoint(make_checkpoint):
 def test_one_number_for_k_and_v_says_what_it_costs(checkpoint):
     made = export(make_scales(), checkpoint, "json")
     largest = max(
-        float(max(layer.k, layer.v) / min(layer.k, layer.v))
-        for layer in make_scales().layers.values()
+        float(max(layer.k, layer.v) / min(layer.k, layer.v)) for layer in make_scales().layers.values()
     )
     assert largest > 1
     (said,) = (note for note in made.notes if "one number" in note)
@@ -229,9 +226,7 @@ def test_one_map_per_rank(ranks, make_checkpoint):
     assert factors[str(ranks - 1)] == factors["0"]
 
 
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "ranks"), [(6, 2, 3), (4, 2, 8), (12, 4, 6), (3, 3, 2)]
-)
+@pytest.mark.parametrize(("heads", "kv_heads", "ranks"), [(6, 2, 3), (4, 2, 8), (12, 4, 6), (3, 3, 2)])
 def test_ranks_that_no_engine_can_split_heads_over(heads, kv_heads, ranks, make_checkpoint):
     source = make_checkpoint({"num_attention_heads": heads, "num_key_value_heads": kv_heads})
     said = f"{heads} query heads and {kv_heads} KV heads cannot be split evenly over {ranks} ranks"

@@ -11,14 +11,14 @@ from engine_fixtures import make_scales
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from calib import atomic
-from calib.atomic import atomic_directory
 from calib.errors import InputError
 from calib.export import export
-from calib.model.checkpoint import open_checkpoint
-from calib.output import placing as place
+from calib.files import atomic
+from calib.files import placing as place
+from calib.files.atomic import atomic_directory
+from calib.files.file_names import CALIBRATION_FILE, SCALES_SHARD
+from calib.files.model_directory import open_checkpoint
 from calib.output.checkpoint_directory import check_output, write_checkpoint
-from calib.scalefiles.file_names import CALIBRATION_FILE, SCALES_SHARD
 
 
 def write(checkpoint, out, *, name="vllm", weights="link"):

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from calib.errors import InputError
+from calib.files.file_names import SCALES_SHARD, STATS_FILE
 from calib.job import run
 from calib.output import finish
 from calib.recipe import load_recipe
-from calib.scalefiles.file_names import SCALES_SHARD, STATS_FILE
 
 SMALL = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 16, "device": "cpu"}
 
@@ -19,9 +19,7 @@ def calibrate_in_place(directory, **changes):
 
 def contents(directory):
     return {
-        str(path.relative_to(directory)): path.read_bytes()
-        for path in directory.rglob("*")
-        if path.is_file()
+        str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()
     }
 
 

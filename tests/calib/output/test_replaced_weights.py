@@ -6,10 +6,11 @@ import shutil
 import pytest
 from command_line import calibrate, fp8kv, one_line_error
 
-from calib import job, merge
+from calib import job
 from calib.output import finish
 from calib.rescale import rescaling
 from calib.rewrite import convert as rewrite
+from calib.rewrite import merge
 from calib.rewrite import repair as mending
 
 
@@ -83,9 +84,7 @@ def test_calibrate_at_the_last_moment(after, module, name, tiny_directory, tmp_p
     refuse(calibrate(tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [(job, "calibrate_share"), (finish, "write_checkpoint")]
-)
+@pytest.mark.parametrize(("module", "name"), [(job, "calibrate_share"), (finish, "write_checkpoint")])
 def test_calibrate_in_place(after, module, name, tiny_directory, tmp_path):
     after(module, name, tiny_directory)
     before = sorted(path.name for path in tiny_directory.iterdir())

@@ -9,9 +9,9 @@ import pytest
 from command_line import fp8kv, one_line_error
 from engine_fixtures import make_scales
 
-from calib import atomic
-from calib.atomic import atomic_directory, claimed
 from calib.errors import InputError
+from calib.files import atomic
+from calib.files.atomic import atomic_directory, claimed
 from calib.job import run
 from calib.output.checkpoint_directory import check_output
 from calib.progress import Progress
@@ -232,9 +232,7 @@ def test_processes_that_need_the_same_model_wait_for_it(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("place", ["file/out", "dangling"])
 @pytest.mark.parametrize("command", ["calibrate", "eval", "stress", "convert --to json", "strip"])
-def test_every_command_knows_it_before_it_loads(
-    command, place, tiny_directory, tmp_path, monkeypatch
-):
+def test_every_command_knows_it_before_it_loads(command, place, tiny_directory, tmp_path, monkeypatch):
     for module in ("prepare", "eval.inputs", "rescale.proof"):
         monkeypatch.setattr(f"calib.{module}.load_model", lambda *_: pytest.fail("it was loaded"))
     (tmp_path / "file").write_text("x")

@@ -99,9 +99,9 @@ def test_all_readers_of_calibrations_read_packs(model, measured, pack, tmp_path)
 
 
 def test_scales_of_a_pack_are_k_and_v_each_not_the_json(model, pack):
-    from calib.any_scales import open_any_scales
-    from calib.model.find import find_checkpoint
-    from calib.model.load import load_config, load_model
+    from calib.capture.any_scales import open_any_scales
+    from calib.models.find import find_checkpoint
+    from calib.models.load import load_config, load_model
     from calib.recipe import load_recipe
 
     checkpoint, recipe = find_checkpoint(str(model)), load_recipe(None, {"device": "cpu"})
@@ -201,7 +201,7 @@ def test_a_pack_is_written_anew_with_overwrite(measured, tmp_path):
 
 
 def test_two_runs_at_once(measured, tmp_path):
-    from calib.atomic import claimed
+    from calib.files.atomic import claimed
 
     with claimed(tmp_path / "pack"):
         one_line_error(fp8kv("pack", measured, "-o", tmp_path / "pack"), "another run is writing")

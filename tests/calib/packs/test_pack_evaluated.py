@@ -67,9 +67,7 @@ def test_figures_beside_a_calibration_in_several_formats(model, evaluated, tmp_p
     assert manifest(packed(".", tmp_path / "here"))["evaluation"]
 
 
-def test_what_lies_beside_a_calibration_in_one_format_is_not_its_own(
-    model, measured, evaluated, tmp_path
-):
+def test_what_lies_beside_a_calibration_in_one_format_is_not_its_own(model, measured, evaluated, tmp_path):
     given = shutil.copytree(measured, tmp_path / "given")
     shutil.copytree(evaluated, tmp_path / "evaluation")
     assert manifest(packed(given, tmp_path / "pack"))["evaluation"] is None

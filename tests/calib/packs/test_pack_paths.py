@@ -103,9 +103,7 @@ def test_paths_of_an_evaluation_and_of_merged_data(model, tmp_path, monkeypatch)
     pack = packed(given, tmp_path / "pack")
     says_nothing_of(pack, "acme", "held/")
     found = report_of(pack)
-    assert found["dataset"]["source"] == (
-        "HuggingFaceH4/ultrachat_200k [train_sft] + first + second.txt"
-    )
+    assert found["dataset"]["source"] == ("HuggingFaceH4/ultrachat_200k [train_sft] + first + second.txt")
     asked = found["recipe"]["evaluation"]
     assert asked["dataset"] == "rows.jsonl"
     assert asked["tasks"] == ["gsm8k", "sums.yaml"]

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from calib.errors import InputError
-from calib.scalefiles.packs import read_pack
+from calib.files.packs import read_pack
 
 CHECKED = (
     *("fp8kv_pack.json", "fp8kv_calibration.json", "fp8kv_stats.safetensors"),
@@ -39,9 +39,7 @@ def rewrite(pack, edit):
 
 
 @pytest.mark.parametrize("name", CHECKED)
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
 def test_any_changed_byte_is_refused(name, pack, tmp_path, place, flip):
     broken = tmp_path / "broken"
@@ -183,9 +181,7 @@ def test_weights_alone(with_weights):
     one_line_error(fp8kv("inspect", with_weights), "x.safetensors' is no file of a pack")
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "hf_quant_config.json", "model.safetensors.index.json"]
-)
+@pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "model.safetensors.index.json"])
 def test_what_only_models_have(name, broken):
     (broken / name).write_text("{}")
     one_line_error(fp8kv("inspect", broken), f"{name}' is no file of a pack")

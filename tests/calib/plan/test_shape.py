@@ -9,8 +9,8 @@ from command_line import fp8kv, one_line_error
 from families import FAMILIES, HYBRIDS, LATENT, SHARED_KV, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
 
+from calib.capture.attention import map_attention
 from calib.errors import InputError
-from calib.measure.attention import map_attention
 from calib.plan.shape import attention_heads, model_shape
 
 CONFIGS = Path(__file__).parents[3] / "benchmarks" / "configs"
@@ -66,10 +66,7 @@ def test_a_token_meets_only_the_experts_it_is_sent_to(tmp_path):
     shape, config = shape_of(model, tmp_path), model.config
     expert = 3 * config.hidden_size * config.intermediate_size
     dense = sum(
-        weight.numel()
-        for layer in shape.layers
-        for name, weight in layer.items()
-        if weight.dim() == 2
+        weight.numel() for layer in shape.layers for name, weight in layer.items() if weight.dim() == 2
     )
     met = config.num_hidden_layers * config.num_experts_per_tok * expert
     assert shape.flops_per_token == 2 * (dense + met)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from calib.errors import InputError, UnsupportedModelError
-from calib.model.checkpoint import open_checkpoint
+from calib.files.model_directory import open_checkpoint
 from calib.rescale import latent, parameters
 from calib.rescale.in_memory import baked_factors
 from calib.rescale.stress import Factors

@@ -11,7 +11,7 @@ from command_line import one_line_error
 from families import LATENT, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
-from calib.model.checkpoint import open_checkpoint
+from calib.files.model_directory import open_checkpoint
 from calib.recipe import load_recipe
 from calib.rescale.proof import load_exact, observe
 from calib.scales.stats_file import load_stats

@@ -131,9 +131,7 @@ def test_the_recommendation_knows_it(tmp_path):
 
 def test_a_rounding_that_scores_would_notice_is_not_held():
     def held_by(dtype, weight, factor):
-        return is_held(
-            [(norm("q", 1 / factor), weight.to(dtype)), (norm("k", factor), weight.to(dtype))]
-        )
+        return is_held([(norm("q", 1 / factor), weight.to(dtype)), (norm("k", factor), weight.to(dtype))])
 
     def norm(which, factor):
         return Rescaled("attention", f"{which}_norm.weight", torch.full((4,), factor), True)
@@ -159,17 +157,13 @@ def test_without_their_rounding_logits_are_the_same_bit_for_bit(tmp_path, monkey
     source = gemma(tmp_path / "source", "gemma3_text", torch.bfloat16)
     scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
     # another edit than the one that is allowed
-    monkeypatch.setattr(
-        "calib.rescale.edits.is_held", lambda norms: torch.ones((), dtype=torch.bool)
-    )
+    monkeypatch.setattr("calib.rescale.edits.is_held", lambda norms: torch.ones((), dtype=torch.bool))
     of_v = Rescaled.product
 
     def spoiled(self, parameter):
         product = of_v(self, parameter)
         return (
-            product * 1.25
-            if self.inner == "o_proj.weight" and parameter.dtype == torch.bfloat16
-            else product
+            product * 1.25 if self.inner == "o_proj.weight" and parameter.dtype == torch.bfloat16 else product
         )
 
     monkeypatch.setattr(Rescaled, "product", spoiled)

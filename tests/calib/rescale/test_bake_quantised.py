@@ -11,9 +11,9 @@ from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
 from calib.errors import UnsupportedModelError
-from calib.model.checkpoint import open_checkpoint
-from calib.model.layouts.coded import CodedWeight
-from calib.model.stored import stored_tensors
+from calib.files.model_directory import open_checkpoint
+from calib.files.stored import stored_tensors
+from calib.models.quantized.coded import CodedWeight
 from calib.recipe import load_recipe
 from calib.rescale.coded_factors import rescaled_parts
 from calib.rescale.proof import load_exact, observe
@@ -60,9 +60,7 @@ def quantised(form, path, octaves=2, k_size=90.0, v_size=60.0):
 
 
 def calibrated(source, out):
-    done = calibrate(
-        source, "-o", out, "--dtype", "float32", "--strategy", "attn_head", "--format", "fp8kv"
-    )
+    done = calibrate(source, "-o", out, "--dtype", "float32", "--strategy", "attn_head", "--format", "fp8kv")
     assert done.exit_code == 0, done.stderr
     return out
 
@@ -125,9 +123,7 @@ def test_a_bias_that_holds_no_larger_factor(tmp_path):
     save_file(tensors | small, file, {"format": "pt"})
     edit_json(source / "config.json", attention_bias=True)
     before = calibrated(source, tmp_path / "before")
-    done = fp8kv(
-        "bake", source, "--scales", before, "--for", "fp8", "-o", tmp_path / "out", "--json"
-    )
+    done = fp8kv("bake", source, "--scales", before, "--for", "fp8", "-o", tmp_path / "out", "--json")
     assert done.exit_code == 0, done.stderr
     assert json.loads(done.stdout)["octaves_short"]["k"] > 0
 
@@ -145,9 +141,7 @@ def test_what_engines_would_round(form, tmp_path):
 def test_channels_of_k_become_even(form, tmp_path):
     source = quantised(form, tmp_path / "source", octaves=10)
     scales = calibrated(source, tmp_path / "scales")
-    done = fp8kv(
-        "bake", source, "--scales", scales, "--for", "int8", "-o", tmp_path / "o", "--json"
-    )
+    done = fp8kv("bake", source, "--scales", scales, "--for", "int8", "-o", tmp_path / "o", "--json")
     assert done.exit_code == 0, done.stderr
     # V would need factors per input channel of the output projection
     assert json.loads(done.stdout)["layers_with_factors_per_head"] == {"k": 3, "v": 0}
@@ -188,9 +182,7 @@ def test_the_scale_of_what_goes_into_the_output_projection(tmp_path):
     module = "model.layers.0.self_attn.o_proj"
     save_file(tensors | {f"{module}.input_scale": torch.tensor([0.25])}, file)
     stored = stored_tensors(open_checkpoint(source))
-    weight = CodedWeight(
-        f"{module}.weight", (128, 128), {"scale": f"{module}.weight_scale"}, lambda *_: None
-    )
+    weight = CodedWeight(f"{module}.weight", (128, 128), {"scale": f"{module}.weight_scale"}, lambda *_: None)
     found = rescaled_parts(weight, stored, torch.full((1, 128), 0.125))
     assert found[f"{module}.input_scale"].item() == 2
     assert torch.equal(found[f"{module}.weight_scale"], tensors[f"{module}.weight_scale"] / 8)

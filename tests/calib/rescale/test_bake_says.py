@@ -78,7 +78,5 @@ def test_any_factor_needs_a_model_that_follows_factors(tmp_path):
 def test_what_all_channels_of_a_head_lack_costs_integers_nothing(purpose, octaves):
     wanted = torch.tensor([[8.0, 16.0], [4.0, 4.0]])
     k, v = wanted / 4, wanted / torch.tensor([[2.0, 8.0], [1.0, 1.0]])
-    done = Rescaling(
-        {"": LayerFactors(k, v)}, {"": LayerFactors(wanted, wanted)}, [], None, None, [], {}
-    )
+    done = Rescaling({"": LayerFactors(k, v)}, {"": LayerFactors(wanted, wanted)}, [], None, None, [], {})
     assert done.short(purpose) == octaves

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoTokenizer
 
+from calib.capture.attention import observe_qkv
 from calib.errors import InputError, UnsupportedModelError
 from calib.generate import unit_scales
-from calib.measure.attention import observe_qkv
 from calib.rescale import parameters
 from calib.rescale.stress import Factors, parse_factor
 from fp8kv_runtime.hf import fp8_attention

@@ -17,18 +17,16 @@ from families import LATENT, save_model, tiny_model
 from torch.nn.functional import kl_div
 from transformers import AutoTokenizer
 
+from calib.capture.attention import observe_qkv
 from calib.generate import unit_scales
-from calib.measure.attention import observe_qkv
-from calib.model.find import find_checkpoint
+from calib.models.find import find_checkpoint
 from calib.scales.derive import load_scales
 from fp8kv_runtime.hf import fp8_attention
 
 
 @pytest.fixture
 def source(tmp_path):
-    return save_model(
-        tiny_model("deepseek_v3", **LATENT["deepseek_v3"]).bfloat16(), tmp_path / "source"
-    )
+    return save_model(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]).bfloat16(), tmp_path / "source")
 
 
 @torch.inference_mode()

@@ -8,8 +8,8 @@ from command_line import calibrate, fp8kv, one_line_error
 from families import save_model
 from scale_directories import NVFP4, model
 
-from calib.scalefiles.folder import open_scales
-from calib.scalefiles.reading import read_scales
+from calib.files.folder import open_scales
+from calib.files.stored_scales import read_scales
 from calib.scales.stats_file import load_stats
 
 PROJ = "{module}.{x}_proj.{x}_scale"

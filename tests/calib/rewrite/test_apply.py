@@ -31,9 +31,7 @@ def test_another_dtype_and_other_files(model, measured, tmp_path):
     for file, held in files.items():
         save_file({name: tensors[name] for name in held}, other / file, {"format": "pt"})
     index = {name: file for file, held in files.items() for name in held}
-    (other / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {}, "weight_map": index})
-    )
+    (other / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     out = applied(measured, other, tmp_path / "out")
     assert scales(out) == scales(measured)
     for file in files:
@@ -89,9 +87,7 @@ def test_weights_beside_which_engines_load_no_scales(form, version, model, measu
     refused(measured, other, tmp_path / "out", "no place for KV scales beside", version)
 
 
-@pytest.mark.parametrize(
-    "form", [None, "compressed-fp8-channel", "compressed-int8", "compressed-w4"]
-)
+@pytest.mark.parametrize("form", [None, "compressed-fp8-channel", "compressed-int8", "compressed-w4"])
 def test_smoothed_norms_that_the_weights_make_up_for(form, model, measured, tmp_path):
     other = copy(model, tmp_path / "other", smooth)
     if form:

@@ -19,8 +19,8 @@ from coded_forms import FORMS
 from command_line import fp8kv, one_line_error
 from quantized_models import edit_json
 
-from calib.marks.record import Marks
-from calib.model.find import find_checkpoint
+from calib.models.find import find_checkpoint
+from calib.same_model.record import Marks
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats, save_stats
 
@@ -38,9 +38,7 @@ def test_in_place_keeps_weights_and_backs_up_the_rest(model, measured, tmp_path)
 
 def test_scales_of_another_strategy_and_from_the_statistics_alone(model, measured, tmp_path):
     other = copy(model, tmp_path / "other")
-    out = applied(
-        measured / "fp8kv_stats.safetensors", other, tmp_path / "out", "--strategy", "attn_head"
-    )
+    out = applied(measured / "fp8kv_stats.safetensors", other, tmp_path / "out", "--strategy", "attn_head")
     expected = calibrated(model, tmp_path / "expected", "--strategy", "attn_head")
     assert scales(out) == scales(expected)
     again = applied(out, other, tmp_path / "again", "--strategy", "tensor", "--format", "tgi")
@@ -60,9 +58,7 @@ def test_an_output_without_marks(model, measured, tmp_path):
     old, other = without_marks(measured, tmp_path / "old"), copy(model, tmp_path / "other")
     assert scales(applied(old, other, tmp_path / "from-its-weights")) == scales(measured)
     (old / "model-00001-of-00001.safetensors").unlink()
-    refused(
-        old, other, tmp_path / "out", "neither marks nor weights", "give that model with --base"
-    )
+    refused(old, other, tmp_path / "out", "neither marks nor weights", "give that model with --base")
     changed = copy(model, tmp_path / "changed", rescale_values, {"rope_theta": 7.0})
     wrong = ("--base", changed)
     for given in (old, measured):

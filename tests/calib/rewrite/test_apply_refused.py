@@ -125,9 +125,7 @@ def test_one_head_of_many(head, tmp_path):
 
     measured = calibrated(model, tmp_path / "measured")
     other = copy(model, tmp_path / "other", edit)
-    refused(
-        measured, other, tmp_path / "out", "a row of 'layers.0.self_attn.v_proj.weight' is 4.00"
-    )
+    refused(measured, other, tmp_path / "out", "a row of 'layers.0.self_attn.v_proj.weight' is 4.00")
 
 
 def test_another_architecture_and_other_sizes(measured, tmp_path):

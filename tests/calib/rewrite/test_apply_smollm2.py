@@ -8,7 +8,7 @@ from big_weights import quantised
 from command_line import fp8kv, one_line_error
 from safetensors.torch import load_file, save_file
 
-from calib.scalefiles.reading import read_scales
+from calib.files.stored_scales import read_scales
 
 DATA = ("--dataset", "builtin:python-docs", "--samples", "4", "--seq-len", "512", "--device", "cpu")
 
@@ -41,9 +41,7 @@ def test_scales_are_near_those_of_the_quantised_model(
     assert os.path.samefile(tmp_path / "applied" / shard, model / "model.safetensors")
     done = fp8kv("calibrate", model, "-o", tmp_path / "own", *DATA)
     assert done.exit_code == 0, done.stderr
-    off = sorted(
-        abs(r - 1) for pair in ratios(tmp_path / "applied", tmp_path / "own") for r in pair
-    )
+    off = sorted(abs(r - 1) for pair in ratios(tmp_path / "applied", tmp_path / "own") for r in pair)
     assert off[len(off) // 2] <= median
     assert off[-1] <= most
     assert seconds < 20

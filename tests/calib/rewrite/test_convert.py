@@ -14,7 +14,7 @@ from quantized_models import modelopt
 from safetensors.torch import load_file, save_file
 
 from calib.export import FORMATS
-from calib.scalefiles.reading import read_scales
+from calib.files.stored_scales import read_scales
 from calib.scales.observers import AbsMax
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats, save_stats
@@ -98,9 +98,7 @@ def test_strip_leaves_the_model_as_it_was(to, model, tensor, tmp_path):
     done = fp8kv("strip", converted, "-o", tmp_path / "plain")
     assert done.exit_code == 0, done.stderr
     plain = tmp_path / "plain"
-    assert json.loads((plain / "config.json").read_text()) == json.loads(
-        (model / "config.json").read_text()
-    )
+    assert json.loads((plain / "config.json").read_text()) == json.loads((model / "config.json").read_text())
     assert not {"hf_quant_config.json", "kv_cache_scales.json"} & {p.name for p in plain.iterdir()}
     weights = load_file(plain / "model.safetensors")
     source = load_file(model / "model.safetensors")
@@ -170,9 +168,7 @@ def test_repair_of_fnuz_scales_is_for_fnuz(model, tmp_path):
     ],
 )
 @pytest.mark.parametrize("command", ["repair", "convert"])
-def test_scales_for_another_fp8_type_are_not_taken_for_e4m3fn(
-    command, named, message, model, tmp_path
-):
+def test_scales_for_another_fp8_type_are_not_taken_for_e4m3fn(command, named, message, model, tmp_path):
     good = calibrated(model, tmp_path / "good", "--format", "tgi")
     config = json.loads((good / "config.json").read_text())
     (good / "config.json").write_text(json.dumps(config | {"kv_cache_torch_dtype": named}))
@@ -249,9 +245,7 @@ def test_statistics_of_other_heads_repair_nothing(attn_head, tmp_path):
         ("convert {} --without-q", "tgi", "e5m2", "Calibrate the model again"),
     ],
 )
-def test_a_refusal_names_flags_that_the_command_has(
-    command, to, fp8_dtype, ways_out, attn_head, tmp_path
-):
+def test_a_refusal_names_flags_that_the_command_has(command, to, fp8_dtype, ways_out, attn_head, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(attn_head, source)
     config = json.loads((source / "config.json").read_text())
@@ -345,9 +339,7 @@ def test_a_class_that_loads_nothing_is_refused(command, tensor, tmp_path):
     dropped = with_class(tensor, tmp_path / "dropped", ["Qwen3ForCausalLM"])
     flags = ("--stats", tensor) if command == "repair" else ()
     done = fp8kv(command, dropped, *flags, "--to", "sglang", "-o", tmp_path / "out")
-    one_line_error(
-        done, "Use --to vllm for vLLM, or calibrate again with --format fp8kv for the bundled"
-    )
+    one_line_error(done, "Use --to vllm for vLLM, or calibrate again with --format fp8kv for the bundled")
     assert not (tmp_path / "out").exists()
 
 
@@ -366,8 +358,7 @@ def test_statistics_of_another_family_repair_nothing(layout, tensor, tmp_path):
     done = fp8kv("repair", broken, "--stats", statistics, "-o", tmp_path / "out")
     one_line_error(
         done,
-        f"'{statistics}' is of another model: its config says model_type qwen2, that of "
-        f"'{broken}' llama",
+        f"'{statistics}' is of another model: its config says model_type qwen2, that of '{broken}' llama",
     )
     assert not (tmp_path / "out").exists()
 

@@ -93,18 +93,14 @@ def repaired(broken, statistics, out, *flags):
 
 
 @pytest.mark.parametrize(("change", "replaced"), DAMAGE.values(), ids=DAMAGE)
-def test_what_contradicts_the_statistics_is_replaced_and_nothing_else(
-    change, replaced, measured, tmp_path
-):
+def test_what_contradicts_the_statistics_is_replaced_and_nothing_else(change, replaced, measured, tmp_path):
     broken = changed(measured, tmp_path / "broken", change)
     was_good = fp8kv("verify", broken, "--against", measured, "--engine", "vllm").exit_code == 0
     found, done = repaired(broken, measured, tmp_path / "out")
     assert done.exit_code == 0, done.stdout
     assert found == set(replaced)
     assert was_good <= (not replaced or replaced == [(2, "v")])  # under 1/16 is a warning
-    for before, after, right in zip(
-        *map(scales, (broken, tmp_path / "out", measured)), strict=True
-    ):
+    for before, after, right in zip(*map(scales, (broken, tmp_path / "out", measured)), strict=True):
         for letter in (1, 2):
             expected = right if (before[0], "xkv"[letter]) in found else before
             assert after[letter] == expected[letter]

@@ -12,13 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from calib.files.stored_scales import read_scales
 from calib.rewrite.convert import convert
-from calib.scalefiles.reading import read_scales
 
 # no deadline: a machine that is busy would fail it; a fixture of the module may be shared
-QUICK = settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+QUICK = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SCALAR = ("vllm", "aphrodite", "sglang", "tgi", "modelopt", "trtllm")
 NAMES = (
     "{module}.{x}_scale",

@@ -157,9 +157,7 @@ def test_a_format_without_weights_does_not_promise_any(name, source, tmp_path):
     assert "bit for bit" not in card
 
 
-@pytest.mark.parametrize(
-    "path", sorted(GOLDEN.glob("*-*/*")), ids=lambda p: f"{p.parent.name}-{p.name}"
-)
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*-*/*")), ids=lambda p: f"{p.parent.name}-{p.name}")
 def test_the_output_of_another_tool_loses_its_scales_alone(path, tmp_path):
     directory = tmp_path / "theirs"
     shutil.copytree(path, directory)

@@ -9,9 +9,9 @@ import torch
 from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
 
+from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.errors import InputError
-from calib.measure.loop import calibrate
 from calib.recipe import Recipe
 from calib.scales.cover import ClippedTokens, clip_chance, clipped_tokens, holds
 from calib.scales.derive import derive_scales, load_scales
@@ -114,8 +114,7 @@ def test_a_head_of_zeros_asks_for_no_headroom(stats):
     amax[0] = tail[0] = 0
     dead = replace(layer, k=replace(layer.k, amax=amax, tail=tail))
     scales = [
-        derive_scales(replace(stats, layers={name: each}), recipe).layers[name].v
-        for each in (layer, dead)
+        derive_scales(replace(stats, layers={name: each}), recipe).layers[name].v for each in (layer, dead)
     ]
     assert torch.all(scales[1] <= scales[0])
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from calib.errors import InputError
-from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS, bucket_of, first_of
 from calib.scales.curve import buckets_of
+from calib.scales.places import BUCKETS, POSITION_BUCKETS, bucket_of, first_of
 from calib.scales.stats import KVStats, LayerStats, TensorStats
 
 

@@ -54,9 +54,7 @@ def test_mse_beats_every_other_candidate_on_the_values_themselves(name, strategy
 
 
 def test_mse_clips_a_lone_outlier_in_e4m3_only_where_it_pays():
-    values = torch.cat([torch.full((100_000,), 1.03), torch.tensor([2.0])]).bfloat16()[
-        :, None, None
-    ]
+    values = torch.cat([torch.full((100_000,), 1.03), torch.tensor([2.0])]).bfloat16()[:, None, None]
     chosen = Mse(torch.float8_e4m3fn).amax(
         values.abs().amax(0).float(), magnitude_histogram(values), "tensor"
     )

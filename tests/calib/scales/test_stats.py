@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from calib.errors import CalibrationError, InputError
-from calib.scalefiles.file_names import STATS_FILE
+from calib.files.file_names import STATS_FILE
 from calib.scales.observers import NUM_BINS, AbsMax
 from calib.scales.one_scale import dead_groups
 from calib.scales.scales import SharedAttention
@@ -36,9 +36,7 @@ def stats(**changes):
 
 
 def test_merge_takes_maxima_and_sums():
-    merged = stats().merge(
-        KVStats({"a.self_attn": layer([[3.0, 5.0], [0.0, 9.0]], v=7.0, tokens=5)})
-    )
+    merged = stats().merge(KVStats({"a.self_attn": layer([[3.0, 5.0], [0.0, 9.0]], v=7.0, tokens=5)}))
     found = merged.layers["a.self_attn"]
     assert found.k.amax.tolist() == [[3.0, 8.0], [4.0, 9.0]]
     assert found.k.histogram[:, 0].tolist() == [4, 4]

@@ -12,9 +12,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from calib.errors import InputError
-from calib.scalefiles.file_names import STATS_FILE
-from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS
+from calib.files.file_names import STATS_FILE
 from calib.scales.observers import NUM_BINS
+from calib.scales.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.stats_file import load_progress, load_stats, save_stats
 from calib.scales.tail import TAIL

@@ -5,8 +5,8 @@ import torch
 
 from calib.commands.calibrate import table_rows
 from calib.recipe import load_recipe
-from calib.scalefiles.places import BUCKETS, POSITION_BUCKETS, first_of, middle_of
 from calib.scales.observers import AbsMax
+from calib.scales.places import BUCKETS, POSITION_BUCKETS, first_of, middle_of
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.summary import summarize, warnings_for
@@ -64,8 +64,7 @@ def test_a_scale_above_one_warns_that_unscaled_fp8_would_clip():
 def test_one_outlier_head_recommends_attn_head():
     (warning,) = warn(stats([1.0, 1.0, 20.0], [1.0, 2.0, 1.0]))
     assert warning == (
-        "K: one head is 20x the others in layer 0; "
-        "use --strategy attn_head where the engine reads it"
+        "K: one head is 20x the others in layer 0; use --strategy attn_head where the engine reads it"
     )
     assert warn(stats([1.0, 1.0, 20.0]), "attn_head") == []
     assert warn(stats([1.0, 1.0, 19.0])) == []
@@ -94,8 +93,7 @@ def test_shared_layers_are_left_out_and_said_so():
     shared = {"layers.1.self_attn": SharedAttention(1, "layers.0.self_attn")}
     (warning,) = warn(stats([1.0, 1.0], shared=shared))
     assert warning == (
-        "layers.1.self_attn shares the cache of layers.0.self_attn: left out, "
-        "it gets that layer's scales"
+        "layers.1.self_attn shares the cache of layers.0.self_attn: left out, it gets that layer's scales"
     )
 
 
@@ -127,8 +125,7 @@ EVERYWHERE = {0: 9.0, 3: 9.0}
 def test_growth_in_the_last_half_of_the_tokens_is_named():
     (warning,) = warn(seen_at({0: 6.0, 10: 9.0}, EVERYWHERE))
     assert warning == (
-        "K: still grew by up to 50% in the last 1,025 of 2,048 tokens in layer 7; calibrate on "
-        "more text"
+        "K: still grew by up to 50% in the last 1,025 of 2,048 tokens in layer 7; calibrate on more text"
     )
     assert warn(seen_at({0: 6.0, 9: 9.0}, EVERYWHERE)) == []  # in the first half
     assert warn(seen_at({0: 8.6, 10: 9.0}, EVERYWHERE)) == []  # by less than 5 %

@@ -15,9 +15,7 @@ def of(values):
 
 
 def exponential(groups=400, tokens=TOKENS, seed=0):
-    uniform = torch.rand(
-        groups, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
-    )
+    uniform = torch.rand(groups, tokens, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return 5 - uniform.log()
 
 

@@ -142,9 +142,7 @@ def test_a_server_that_never_ends_an_answer(fake, directory, monkeypatch):
 
 @pytest.mark.parametrize("variable", ["FP8KV_API_KEY", "OPENAI_API_KEY"])
 @pytest.mark.parametrize("echo", [False, True])
-def test_keys_and_prompts_are_in_no_output(
-    variable, echo, fake, directory, monkeypatch, capfd, caplog
-):
+def test_keys_and_prompts_are_in_no_output(variable, echo, fake, directory, monkeypatch, capfd, caplog):
     monkeypatch.setenv(variable, SECRET)
     asked = [("words of the prompt", json.dumps([1, 2]))]
 

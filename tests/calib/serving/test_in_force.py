@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from calib.scalefiles.reading import read_scales
+from calib.files.stored_scales import read_scales
 from calib.serving.in_force import LayerInForce, compare
 from calib.verify.result import Place
 
@@ -118,9 +118,7 @@ def test_v_may_take_the_scale_of_k_alone(tmp_path):
     assert compare(held([(0.5,)], [(1.0,)]), found, ONE).problems == [
         "V has no scale in the files and is at 1.0 in layer 0"
     ]
-    assert compare(held([(0.5,)], [(0.25,)]), found, ONE).problems == [
-        "V is not the file's in layer 0"
-    ]
+    assert compare(held([(0.5,)], [(0.25,)]), found, ONE).problems == ["V is not the file's in layer 0"]
 
 
 def test_files_that_the_index_leaves_out_do_not_count(tmp_path):
@@ -180,9 +178,7 @@ def test_a_rank_holds_its_own_heads(ranks, rank, k, tmp_path):
     v = (0.5,) * len(k)
     assert compare(held([k], [v]), found, place, rank).problems == []
     other = (rank + ranks // 2) % ranks
-    assert compare(held([k], [v]), found, place, other).problems == [
-        "K is not the file's in layer 0"
-    ]
+    assert compare(held([k], [v]), found, place, other).problems == ["K is not the file's in layer 0"]
 
 
 def test_a_query_scale_is_optional_and_engines_without_a_place_have_none(tmp_path):

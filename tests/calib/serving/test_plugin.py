@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from calib.scalefiles.reading import read_scales
+from calib.files.stored_scales import read_scales
 from calib.serving import plugin
 from calib.serving.in_force import Report, compare
 from calib.verify.result import Place
@@ -153,9 +153,7 @@ COPIES = [f"_{x}_scale{kind}" for x in "kvq" for kind in ("", "_float", "_cpu")]
 def test_every_copy_of_a_scale_is_compared_and_named(copy, fnuz, heads, tmp_path):
     def layers(factor=2 if fnuz else 1):
         held = {x: [factor * y for y in values[:heads]] for x, values in HELD.items()}
-        model = nn.ModuleList(
-            [Attention(f"model.layers.{i}.self_attn.attn", **held) for i in range(3)]
-        )
+        model = nn.ModuleList([Attention(f"model.layers.{i}.self_attn.attn", **held) for i in range(3)])
         return model, plugin.vllm_layers(model)
 
     file = {x: values if heads > 1 else values[:1] for x, values in SCALES.items()}
@@ -228,9 +226,7 @@ GOOD, BAD = Report(used=2, total=2), Report(used=1, total=2, problems=["K is at 
         (lambda: [][1], "WARNING", "with the files': IndexError: list index"),
     ],
 )
-def test_what_is_found_is_logged_and_ends_the_server_only_on_demand(
-    check, level, words, caplog, monkeypatch
-):
+def test_what_is_found_is_logged_and_ends_the_server_only_on_demand(check, level, words, caplog, monkeypatch):
     monkeypatch.delenv("FP8KV_REQUIRE_SCALES", raising=False)
     with caplog.at_level(logging.INFO, "vllm.fp8kv"):
         plugin._guard("vllm", check)

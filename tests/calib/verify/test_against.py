@@ -8,12 +8,10 @@ from command_line import fp8kv
 from measured_amax import save_amax
 from scale_directories import COMPRESSED, lines_of, model
 
-from calib.scalefiles.fp8_type import FP8_MAX, FP8_SMALLEST
+from calib.files.fp8_type import FP8_MAX, FP8_SMALLEST
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
-PER_HEAD = COMPRESSED | {
-    "kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}
-}
+PER_HEAD = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}}
 AMAX = {"k": ([9.0, 30.0], [4.0, 12.0]), "v": ([2.0, 0.5], [3.0, 1.5])}  # of two layers and heads
 
 
@@ -25,10 +23,7 @@ def verified(tmp_path, factors, change=same, *, config=COMPRESSED, amax=AMAX):
     """Verify true scales, each times its factor: by letter, of both layers."""
     per_head = config is PER_HEAD
     right = {
-        x: [
-            [(a or max(each)) / 448 for a in each] if per_head else [max(each) / 448]
-            for each in layers
-        ]
+        x: [[(a or max(each)) / 448 for a in each] if per_head else [max(each) / 448] for each in layers]
         for x, layers in amax.items()
     }
     written = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from calib.scalefiles.folder import open_scales
+from calib.files.folder import open_scales
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
 

@@ -11,9 +11,9 @@ from scale_directories import COMPRESSED, lines_of, model
 from torch import tensor
 from transformers import AutoConfig
 
-from calib.scalefiles.folder import open_scales
-from calib.scalefiles.heads import ONE_PER_QUERY_HEAD, head_counts
-from calib.scalefiles.reading import read_scales
+from calib.files.folder import open_scales
+from calib.files.heads import ONE_PER_QUERY_HEAD, head_counts
+from calib.files.stored_scales import read_scales
 from calib.verify.result import Place
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
@@ -21,9 +21,7 @@ from calib.verify.simulate import simulate
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
 from scale_cases import CASES, write_case
 
-PER_HEAD = COMPRESSED | {
-    "kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}
-}
+PER_HEAD = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}}
 ARCHITECTURES = Path(__file__).parents[2] / "interop" / "architectures"
 ENGINES = ("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy")
 KV, QUERY = [0.5, 0.25], [0.5, 0.25, 0.125, 1.0]

@@ -8,7 +8,7 @@ from loading import MODULES, said, write
 from safetensors.torch import load_file, save_file
 from scale_directories import COMPRESSED, lines_of
 
-from calib.scalefiles.folder import open_scales
+from calib.files.folder import open_scales
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
 

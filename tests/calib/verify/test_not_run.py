@@ -10,7 +10,7 @@ from command_line import fp8kv
 from loading import SCALES, WEIGHTS, said, write
 from scale_directories import COMPRESSED, NAMES, lines_of, model
 
-from calib.scalefiles.folder import open_scales
+from calib.files.folder import open_scales
 from calib.verify.classes import load_classes
 from calib.verify.rules import all_rules, choose_rules
 from calib.verify.simulate import simulate
@@ -76,9 +76,7 @@ def test_names_belong_to_a_class(engine, architecture, module, expected, tmp_pat
     ["Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Llava", "Gemma3", "Mistral3", "InternVL", "PaliGemma"],
 )
 @pytest.mark.parametrize("prefix", ["language_model.model", "model.language_model"])
-def test_vllm_knows_models_that_see_by_the_names_that_transformers_gave_them(
-    name, prefix, tmp_path
-):
+def test_vllm_knows_models_that_see_by_the_names_that_transformers_gave_them(name, prefix, tmp_path):
     modules = [f"{prefix}.layers.{i}.self_attn" for i in range(2)]
     scales = [NAMES.format(module=m, x=x) for m in modules for x in "kv"]
     weights = [f"{m}.k_proj.weight" for m in modules]
@@ -195,9 +193,7 @@ def test_compressed_tensors_without_a_scheme_need_the_flag(tmp_path):
 def test_quark_needs_its_keys(engine, missing, tmp_path):
     config = {"quant_method": "quark", "export": {"kv_cache_group": []}, "layer_quant_config": {}}
     config.pop(missing, None)
-    assert said(model(tmp_path, config=config), engine) == (
-        "refused" if missing else "loaded with a flag"
-    )
+    assert said(model(tmp_path, config=config), engine) == ("refused" if missing else "loaded with a flag")
 
 
 # ---- words ----

@@ -7,7 +7,7 @@ from command_line import fp8kv
 from measured_amax import save_amax
 from scale_directories import NVFP4, lines_of, model
 
-from calib.scalefiles.folder import open_scales
+from calib.files.folder import open_scales
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
 

@@ -4,14 +4,12 @@ import pytest
 from command_line import fp8kv
 from scale_directories import COMPRESSED, GOOD, lines_of, model
 
-from calib.scalefiles.folder import open_scales
+from calib.files.folder import open_scales
 from calib.verify.result import Place
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
 
-PER_HEAD = COMPRESSED | {
-    "kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}
-}
+PER_HEAD = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}}
 
 
 @pytest.mark.parametrize(

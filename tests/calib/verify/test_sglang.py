@@ -10,7 +10,7 @@ from command_line import fp8kv
 from scale_directories import COMPRESSED, NAMES, lines_of, model
 
 from calib.export import FORMATS
-from calib.scalefiles.folder import open_scales
+from calib.files.folder import open_scales
 from calib.verify.rules import all_rules, choose_rules
 from calib.verify.simulate import simulate
 
@@ -95,9 +95,7 @@ def test_only_what_was_run_loads(architecture, names, config, expected, tmp_path
 
 def test_a_class_that_does_not_start_is_a_refusal_with_its_error(tmp_path):
     directory = model(tmp_path, architectures=["GraniteForCausalLM"])
-    assert re.match(
-        "the model's class does not start with '.*': KeyError", statuses(directory, NEW)
-    )
+    assert re.match("the model's class does not start with '.*': KeyError", statuses(directory, NEW))
     done = fp8kv("verify", directory, "--engine", "sglang")
     assert done.exit_code == 1
     assert "│ crashes │ crashes │" in lines_of(done)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from calib.scalefiles.folder import ScaleDirectory, ScaleTensor
-from calib.scalefiles.names import parse_scale_name
+from calib.files.folder import ScaleDirectory, ScaleTensor
+from calib.files.names import parse_scale_name
 from calib.verify.classes import OTHER, load_classes
 from calib.verify.rules import all_rules
 from calib.verify.simulate import simulate

@@ -9,7 +9,7 @@ from measured_amax import save_amax
 from safetensors.torch import save_file
 from scale_directories import COMPRESSED, GOOD, lines_of, model
 
-from calib.scalefiles.folder import open_scales
+from calib.files.folder import open_scales
 from calib.verify.rules import all_rules, choose_rules
 from calib.verify.simulate import simulate
 
@@ -70,10 +70,7 @@ def test_the_command_says_what_each_engine_loads(tmp_path):
     printed = lines_of(done)
     assert "vLLM 0.32.0 │ 2 of 2 │ 2 of 2 │ 1.0 │ by itself" in printed
     assert "LMDeploy 0.10 and newer: it loads no KV scales" in printed
-    assert (
-        "rules of Aphrodite, LMDeploy, TGI, TensorRT-LLM were read in the source, not run"
-        in printed
-    )
+    assert "rules of Aphrodite, LMDeploy, TGI, TensorRT-LLM were read in the source, not run" in printed
 
 
 def test_an_engine_that_does_not_load_them_is_status_1(tmp_path):
@@ -140,8 +137,7 @@ def test_scales_are_compared_with_measured_absmax(scales, problem, tmp_path):
 
 def test_scales_for_fnuz_are_compared_with_what_fnuz_holds(tmp_path):
     scales = {
-        x: [448 / 240 * scale for scale in s]
-        for x, s in {"k": (0.5, 0.25), "v": (0.125, 0.0625)}.items()
+        x: [448 / 240 * scale for scale in s] for x, s in {"k": (0.5, 0.25), "v": (0.125, 0.0625)}.items()
     }
     directory = model(tmp_path / "model", **scales, kv_cache_torch_dtype="float8_e4m3fnuz")
     statistics = measured(tmp_path / "measured")
@@ -155,9 +151,7 @@ def test_scales_for_fnuz_are_compared_with_what_fnuz_holds(tmp_path):
 def test_statistics_that_are_no_numbers_prove_nothing(value, tmp_path):
     statistics = measured(tmp_path / "measured", k=(0.5, value))
     flags = ("--engine", "vllm", "--against", statistics)
-    one_line_error(
-        fp8kv("verify", model(tmp_path / "model"), *flags), "layers.1.self_attn K: NaN or Inf"
-    )
+    one_line_error(fp8kv("verify", model(tmp_path / "model"), *flags), "layers.1.self_attn K: NaN or Inf")
 
 
 @pytest.mark.parametrize(

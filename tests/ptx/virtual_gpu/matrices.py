@@ -75,9 +75,7 @@ def _matrix_c(bits, n):
 
 def multiply(machine, instruction):
     """`mma.sync.aligned.m16n8k*.row.col.f32.*.*.f32`."""
-    form = re.fullmatch(
-        r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(\w+)\.(\w+)\.f32", instruction.op
-    )
+    form = re.fullmatch(r"mma\.sync\.aligned\.m16n8k(\d+)\.row\.col\.f32\.(\w+)\.(\w+)\.f32", instruction.op)
     if form is None or (form[1], form[2]) not in (("16", "f16"), ("32", "e4m3"), ("32", "e5m2")):
         raise FaultError("unknown matrix instruction")
     to, a, b, c = instruction.operands
@@ -88,9 +86,7 @@ def multiply(machine, instruction):
     _write_c(machine.write, machine, to, warps, a @ b + c)
 
 
-def descriptor_places(
-    descriptor: int, width: int, rows: int, row_bytes: int, across: bool
-) -> np.ndarray:
+def descriptor_places(descriptor: int, width: int, rows: int, row_bytes: int, across: bool) -> np.ndarray:
     """Addresses of a matrix in shared memory: [rows, row_bytes], rows along n (or m).
 
     K lies along a row, in pieces of `width` bytes; or, with `across`, the rows do, of 16 bits.

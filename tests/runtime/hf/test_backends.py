@@ -66,8 +66,6 @@ def test_a_real_model_writes_the_same_text(smollm2_directory, device):
     texts = {}
     for backend in ("torch", "triton"):
         with fp8_attention(model, scales, backend=backend):
-            texts[backend] = model.generate(
-                **inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False
-            )
+            texts[backend] = model.generate(**inputs, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     assert torch.equal(texts["triton"], texts["torch"])
     assert tokenizer.decode(texts["triton"][0]).startswith("The capital of France is Paris.")

@@ -1,0 +1,266 @@
+"""Which modules cache K and V, proved on the model itself, and how to watch them.
+
+A short forward pass with a real cache shows what each layer stores. A module counts as cached
+attention only if the K and V handed to its attention function are bitwise what the cache holds. Of
+multi-head latent attention (MLA), K is the latent and V is k_pe, the shared and rotated part of the
+keys; the model's own `expand_kv` makes of them what it attends to.
+"""
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from inspect import signature
+from textwrap import shorten
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from calib.caches.types import Attention, Shape
+from calib.choices import FP8Name, Strategy
+from calib.errors import UnsupportedModelError
+from calib.models.config import making_sense, of_layers
+from calib.models.devices import input_device
+from calib.scales.scales import KVScales, LayerScales, SharedAttention
+from fp8kv_runtime.hf import EngineQuery, is_latent, swap_attention
+
+# query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm; or the latent
+# [B, 1, T, R] and k_pe [B, 1, T, P]
+QKV = tuple[Tensor, Tensor, Tensor]
+QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
+
+_PROBE_TOKENS = 8
+# what a model raises that misses an image, or a field of its config that says where images are
+NOT_FOR_TEXT = (TypeError, ValueError, AttributeError)
+
+
+@dataclass(frozen=True)
+class CachedAttention:
+    """An attention module that owns a K and a V cache."""
+
+    name: str
+    layer_idx: int
+    num_heads: int
+    num_kv_heads: int
+    kv_repeat: int  # how often transformers repeats each KV head in its cache; engines never do
+    head_dim: int  # of K
+    v_head_dim: int
+    attention: Attention = "heads"
+
+    @property
+    def latent(self) -> bool:
+        """Whether it caches a latent of `head_dim` and a k_pe of `v_head_dim` values (MLA)."""
+        return self.attention != "heads"
+
+    @property
+    def shape(self) -> Shape:
+        """What it caches of a token."""
+        return Shape(self.num_kv_heads, self.head_dim, self.v_head_dim, self.attention)
+
+
+@dataclass(frozen=True)
+class AttentionMap:
+    """The cached attention modules of a model, and those that read another layer's cache."""
+
+    cached: dict[str, CachedAttention]
+    shared: dict[str, SharedAttention]
+    reader: str  # the module that is given token ids
+    note: str = ""  # why that is the decoder, where the whole model may cache something else
+
+    def read(self, model: PreTrainedModel, token_ids: Tensor, mask: Tensor | None = None) -> None:
+        """Run `model` on token ids [B, T], as far as what it caches needs."""
+        _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False)
+
+    def unit_scales(self, strategy: Strategy = "tensor", fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
+        """Scale 1.0 for every module, which engines use where they have no other."""
+        one = torch.ones(1)
+        layers = {
+            name: LayerScales(module.layer_idx, one, one, latent=module.latent)
+            for name, module in self.cached.items()
+        }
+        return KVScales(strategy, fp8_dtype, layers, self.shared)
+
+
+def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager[None]:
+    """Call `sink(module_name, query, key, value)` for each attention call inside the block.
+
+    The query is the one that engines hand to attention.
+    """
+    names = {module: name for name, module in model.named_modules()}
+
+    def watch(
+        original: Callable[..., Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor,
+        *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        sink(names[module], EngineQuery.of(module, q, kwargs.get("scaling")).query, k, v)
+        return original(module, q, k, v, *args, **kwargs)
+
+    return swap_attention(model, watch)
+
+
+@torch.inference_mode()
+def layer_shapes(model: PreTrainedModel) -> list[Shape]:
+    """The shape of every layer that holds a cache."""
+    return [module.shape for module in map_attention(model).cached.values()]
+
+
+def map_attention(model: PreTrainedModel) -> AttentionMap:
+    """Find the modules whose K and V, or latent, the model caches; refuse encoders."""
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported"
+        )
+    if not isinstance(model.get_decoder(), PreTrainedModel):  # ModernBERT's is its LM head
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not say which part of it is the decoder, so its "
+            "attention cannot be observed; such models are not supported"
+        )
+    with making_sense(f"this {model.config.model_type} cannot run as its config says"):
+        reader, note, seen, cache = _probe(model)
+    if cache is None:
+        name, is_encoder = type(model).__name__, getattr(model.config, "is_decoder", None) is False
+        raise UnsupportedModelError(
+            f"{name} is an encoder: its config says is_decoder false, and it keeps no KV cache"
+            if is_encoder
+            else f"{name} hands out no KV cache in transformers, so what engines cache of it "
+            "cannot be observed; such models are not supported"
+        )
+    modules = {name: _cached(model, name, qkv, cache) for name, qkv in seen.items()}
+    cached = {name: module for name, module in modules.items() if module is not None}
+    _check_every_layer_was_seen(model, cache, cached)
+    shared = {name: _shared(model, name, seen, cached) for name in modules if name not in cached}
+    return AttentionMap(cached, shared, reader, note)
+
+
+def _probe(model: PreTrainedModel) -> tuple[str, str, dict[str, QKV], Any]:
+    """Which module reads text alone, a note, what attention sees and what the cache holds then.
+
+    That is the whole model without its LM head: what is around the decoder may move positions, as
+    PaliGemma's does. The decoder reads for a model that takes no text alone, or whose other weights
+    are not in memory; the note says why.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    whole, decoder = model.base_model, model.get_decoder()
+    try:
+        return names[whole], "", *_seen_and_cached(model, whole)
+    except (*NOT_FOR_TEXT, RuntimeError) as error:
+        lacks_weights = "meta" in str(error) and any(p.is_meta for p in whole.parameters())
+        if whole is decoder or not (isinstance(error, NOT_FOR_TEXT) or lacks_weights):
+            raise
+        reason = shorten(str(error) or type(error).__name__, 120)
+    note = f"the decoder alone was measured, as the whole model takes no text alone: {reason}"
+    return names[decoder], note, *_seen_and_cached(model, decoder)
+
+
+def _seen_and_cached(model: PreTrainedModel, reader: nn.Module) -> tuple[dict[str, QKV], Any]:
+    seen: dict[str, QKV] = {}
+    tokens = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
+    with observe_qkv(model, lambda name, *qkv: seen.__setitem__(name, qkv)):
+        out = _run(reader, tokens, torch.ones_like(tokens), use_cache=True)
+    return seen, out.get("past_key_values")
+
+
+def _run(reader: nn.Module, token_ids: Tensor, mask: Tensor | None, *, use_cache: bool) -> Any:
+    # a reader with an LM head, as Llama 4's, would compute logits of every token
+    last = {"logits_to_keep": 1} if "logits_to_keep" in signature(reader.forward).parameters else {}
+    return reader(input_ids=token_ids, attention_mask=mask, use_cache=use_cache, **last)
+
+
+def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAttention | None:
+    query, key, value = qkv
+    module = model.get_submodule(name)
+    if module.layer_idx is None:
+        raise _shares_a_block(name)
+    layer_idx, attention = int(module.layer_idx), _kind(module)
+    stored = _stored(cache, layer_idx)
+    if stored is None:
+        return None
+    if not all(_is_tail(part, whole) for part, whole in zip(stored, (key, value), strict=True)):
+        if _fills_another(cache, layer_idx, key):
+            raise _shares_a_block(name)
+        raise UnsupportedModelError(
+            f"{name} caches {list(stored[0].shape)} but attends to {list(key.shape)}: it changes "
+            "K or V after they are cached, so what engines cache is not known"
+        )
+    if hasattr(module, "kv_b_proj") and not (is_latent(module) and value.numel()):
+        raise UnsupportedModelError(
+            f"{name} is latent attention (MLA) of a kind that is not known: it has no "
+            + ("k_pe" if is_latent(module) else "expand_kv to tell the latent that engines cache")
+        )
+    repeat = _kv_repeat(model, layer_idx, key, value)
+    heads, kv_heads = query.shape[1], key.shape[1] // repeat
+    dims = (key.shape[-1], value.shape[-1])
+    return CachedAttention(name, layer_idx, heads, kv_heads, repeat, *dims, attention)
+
+
+def _shares_a_block(name: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} is of a block that several layers share, and does not know whose cache it fills, "
+        "so scales have no place: such models are not supported"
+    )
+
+
+def _fills_another(cache: Any, layer_idx: int, key: Tensor) -> bool:
+    """Whether a layer of a number other than `layer_idx` holds these keys."""
+    held = (_stored(cache, i) for i in range(len(cache.layers)) if i != layer_idx)
+    return any(each is not None and _same(each[0], key) for each in held)
+
+
+def _kind(module: nn.Module) -> Attention:
+    if not is_latent(module):
+        return "heads"
+    # a layer without an indexer of its own may use that of the layer before it
+    return "sparse latents" if getattr(module, "indexer", False) is not False else "latents"
+
+
+def _shared(
+    model: PreTrainedModel, name: str, seen: dict[str, QKV], owners: Iterable[str]
+) -> SharedAttention:
+    _, key, value = seen[name]
+    for owner in owners:
+        if _same(seen[owner][1], key) and _same(seen[owner][2], value):
+            return SharedAttention(int(model.get_submodule(name).layer_idx), owner)
+    raise UnsupportedModelError(f"{name} attends to K and V that no layer of the cache holds")
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    # layers may be on several GPUs
+    return one.shape == other.shape and torch.equal(one.to(other.device), other)
+
+
+def _is_tail(stored: Tensor, attended: Tensor) -> bool:
+    # a sliding-window layer keeps only its last tokens
+    # NaN weights are the calibration's business, not a reason to refuse the model
+    return torch.equal(stored.nan_to_num(), attended[:, :, -stored.shape[2] :].nan_to_num())
+
+
+def _stored(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor] | None:
+    if layer_idx >= len(cache.layers):
+        return None
+    layer = cache.layers[layer_idx]
+    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+    return None if keys is None or values is None or keys.numel() == 0 else (keys, values)
+
+
+def _kv_repeat(model: PreTrainedModel, layer_idx: int, key: Tensor, value: Tensor) -> int:
+    numbers = (of_layers(model.config, key) for key in ("num_key_value_heads", "num_kv_heads"))
+    kv_heads = next((n[layer_idx % len(n)] for n in numbers if n[layer_idx % len(n)]), None)
+    heads = key.shape[1]
+    if not kv_heads or heads % kv_heads:
+        return 1
+    repeat = heads // int(kv_heads)
+    copies = [x.view(x.shape[0], -1, repeat, *x.shape[2:]) for x in (key, value)]
+    return repeat if all(torch.equal(x, x[:, :, :1].expand_as(x)) for x in copies) else 1
+
+
+def _check_every_layer_was_seen(
+    model: PreTrainedModel, cache: Any, cached: dict[str, CachedAttention]
+) -> None:
+    stored = {i for i in range(len(cache.layers)) if _stored(cache, i) is not None}
+    missed = sorted(stored - {module.layer_idx for module in cached.values()})
+    if missed or not cached:
+        raise UnsupportedModelError(
+            f"{type(model).__name__}: layers {missed} cache K and V but call neither transformers' "
+            "attention interface nor scaled_dot_product_attention, so they cannot be observed"
+        )

@@ -1,0 +1,210 @@
+"""Scales of a model that is in memory, for a trainer that hands its weights to an engine."""
+
+import warnings
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from calib.arguments import check_arguments
+from calib.capture.attention import AttentionMap, map_attention
+from calib.capture.distributed import World, surrounding_world
+from calib.capture.loop import calibrate, eval_mode
+from calib.capture.queries import check_queries
+from calib.capture.trainer_batches import Given, as_batches
+from calib.choices import FormatName, Strategy
+from calib.data import Batch
+from calib.errors import InputError
+from calib.export import Export, check_recipe, export
+from calib.export.compressed_tensors import find_quantization_config
+from calib.files.model_directory import Checkpoint
+from calib.models.load import caches_latents, check_cacheable
+from calib.recipe import Recipe
+from calib.scales.derive import derive_scales
+from calib.scales.one_scale import check_one_scale
+from calib.scales.scales import KVScales
+from calib.scales.stats import KVStats
+from calib.scales.text_summary import TextSummary
+from fp8kv_runtime.errors import AttentionError
+from fp8kv_runtime.hf.swap import alone
+
+_INNER = ("module", "_orig_mod")  # of DDP, DeepSpeed and DataParallel; of torch.compile
+_SPREAD = ("ds_id", "placements")  # attributes of ZeRO-3's parameters, and of DTensor
+
+
+@check_arguments
+def scales_for(
+    model: nn.Module,
+    batches: Iterable[Given],
+    *,
+    strategy: Strategy | None = None,
+    format: FormatName = "vllm",
+    recipe: Recipe | None = None,
+    gather: bool = True,
+) -> dict[str, Tensor]:
+    """Measure `model` on `batches` and return its scales, by the names that engines load them by.
+
+    These are the names in a checkpoint of `format`, such as `model.layers.0.self_attn.k_scale`,
+    which an engine's loader takes as it takes those of weights. vLLM 0.32.0 on a CPU, serving a
+    checkpoint of format vllm, takes such scales by `reload_weights`, with all weights; given alone
+    to a second `load_weights` they are dropped without a word (make interop-scales). Scales are
+    float32 on the CPU, [1] or, of strategy attn_head, [heads, 1, 1]; `x ≈ x_fp8 * scale`.
+
+    A batch is a tensor [B, T] of token ids, a list of rows [T], or a dict with `input_ids` and,
+    where rows are padded, `attention_mask`. What else the model's forward takes and would change K
+    or V is refused (pictures, embeddings, positions of packed rows); other keys are not read.
+
+    Of `recipe` these count: strategy, observer, targets, fp8_dtype, headroom, clip_chance,
+    scale_rounding, center_keys, data.skip_first, data.allow_few_tokens, export.reduce and
+    export.tp_size. `strategy` overrides the recipe's. Centred keys are refused: no engine has names
+    for their means. Few tokens, and rows that repeat each other, are a Python warning.
+
+    DDP, torch.compile and, by `get_base_model`, PEFT are looked through. The model runs in eval
+    mode and is left exactly as it was, and so are the random numbers, also after an error.
+
+    Where torch.distributed is initialised, every process must call this: each measures its own
+    batches, and all get the scales of all. With `gather=False` each is for itself.
+
+    Raises:
+        InputError: few tokens (fewer than 64, or than 16 different ones, unless
+            data.allow_few_tokens), no transformers model, or one that is quantised, spread out,
+            or in use by another thread.
+        UnsupportedModelError: the model's attention cannot be observed.
+        UnsupportedExportError: the format cannot hold such scales.
+        CalibrationError: K, V or Q held NaN or Inf.
+    """
+    changes = {"strategy": strategy} if strategy else {}
+    recipe, inner = (recipe or Recipe()).model_copy(update=changes), _unwrapped(model)
+    _check(model, inner, recipe, format)
+    scales, doubts = _measured(inner, batches, recipe, format, gather=gather)
+    made = _exported(inner, scales, recipe, format)
+    for doubt in (*doubts, *made.doubts):
+        warnings.warn(doubt, stacklevel=3)
+    with torch.inference_mode(mode=False):
+        return {name: tensor.clone() for name, tensor in made.tensors.items()}
+
+
+def _measured(
+    model: PreTrainedModel, batches: Iterable[Given], recipe: Recipe, format: FormatName, *,
+    gather: bool,
+) -> tuple[KVScales, list[str]]:  # fmt: skip
+    """Return the scales of all processes that `gather`, and doubts about what they read."""
+    rows: list[Sequence[int]] = []
+
+    def measure() -> KVStats:
+        given = as_batches(batches, model, recipe.data.skip_first)
+        stats = calibrate(model, _noted(given, rows), recipe, attention=attention)
+        return replace(stats, text=TextSummary.of(rows, recipe.data.skip_first))
+
+    try:
+        with surrounding_world() if gather else nullcontext(World()) as world, ExitStack() as held:
+            world.together(lambda: held.enter_context(_left_alone(model)))
+            attention = world.together(lambda: _mapped(model, recipe, format))
+            world.check_same("models or recipes", [[*attention.cached], recipe.model_dump()])
+            stats = world.reduce(world.together(measure))
+            assert stats.text is not None
+            if not recipe.data.allow_few_tokens:
+                stats.text.check()
+            return derive_scales(stats, recipe), stats.text.warnings()
+    except AttentionError as error:
+        raise InputError(str(error)) from None
+
+
+def _noted(batches: Iterable[Batch], rows: list[Sequence[int]]) -> Iterator[Batch]:
+    """Yield `batches`, and add the tokens of each of their rows to `rows`."""
+    for batch in batches:
+        for ids, real in zip(batch.input_ids, batch.attention_mask.bool(), strict=True):
+            rows.append(array("q", ids[real].tolist()))
+        yield batch
+
+
+def _unwrapped(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside of wrappers."""
+    inner: Any = model
+    while not isinstance(inner, PreTrainedModel):
+        if hasattr(inner, "get_base_model"):  # PEFT's
+            inner = inner.get_base_model()
+            continue
+        inside = (getattr(inner, name, None) for name in _INNER)
+        inner = next((each for each in inside if isinstance(each, nn.Module)), None)
+        if inner is None:
+            raise InputError(
+                f"{type(model).__name__} is neither a transformers model nor a wrapper that is "
+                "known (DDP, torch.compile, PEFT); give the PreTrainedModel inside"
+            )
+    return inner
+
+
+def _check(model: nn.Module, inner: PreTrainedModel, recipe: Recipe, format: FormatName) -> None:
+    """Refuse what cannot be measured or expressed, before anything runs."""
+    name, config = type(inner).__name__, inner.config
+    check_cacheable(config, {"architectures": [name]})
+    fsdp = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
+    if fsdp or any(hasattr(weight, of) for weight in inner.parameters() for of in _SPREAD):
+        raise InputError(
+            f"the weights of this {name} are spread over processes (FSDP, ZeRO-3, or tensor "
+            "parallel); give a model that holds them whole, or save one for fp8kv-calibrate"
+        )
+    if any(weight.is_meta for weight in inner.parameters()):
+        raise InputError(f"weights of this {name} are on device meta; load them first")
+    if find_quantization_config(config.to_dict()) is not None:
+        raise InputError(
+            f"the weights of this {name} are quantised; give the model that they are of, or use "
+            "fp8kv-calibrate on its checkpoint"
+        )
+    check_recipe(format, recipe)
+    if recipe.targets == "qkv" and not caches_latents(config):
+        check_queries(name, "targets='qkv'")
+    if caches_latents(config):
+        check_one_scale(strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys)
+
+
+def _mapped(model: PreTrainedModel, recipe: Recipe, format: FormatName) -> AttentionMap:
+    """The model's attention, where the format can hold its scales."""
+    with eval_mode(model), torch.inference_mode():
+        attention = map_attention(model)
+    units = attention.unit_scales(recipe.strategy, recipe.fp8_dtype)
+    if not _exported(model, units, recipe, format).tensors:
+        raise InputError(f"format '{format}' is a file or statistics, not tensors; use format='vllm'")
+    return attention
+
+
+def _exported(model: PreTrainedModel, scales: KVScales, recipe: Recipe, format: FormatName) -> Export:
+    """`scales` in the format, as for a checkpoint that the model would be saved as."""
+    # any name inside of a module shows how transformers calls that module on disk
+    own = {f"{module}.kv.scale": torch.empty(0) for module in scales.with_shared()}
+    weight_map = dict.fromkeys(revert_weight_conversion(model, own), "")
+    name = type(model).__name__
+    config = {**model.config.to_dict(), "architectures": [name]}
+    checkpoint = Checkpoint(Path(model.name_or_path or name), config, weight_map, {}, {})
+    options = recipe.export
+    return export(scales, checkpoint, format, reduce=options.reduce, tp_size=options.tp_size)
+
+
+@contextmanager
+def _left_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Run plainly what was compiled; put back all that a forward pass or a batch changes."""
+    # some RoPEs keep, or write into a buffer, frequencies for the length of the last text
+    tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
+    before = [(table, dict(table)) for table in tables]
+    values = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
+    gpus = sorted({weight.device.index for weight in model.parameters() if weight.is_cuda})
+    plainly = torch.compiler.set_stance("force_eager")
+    with alone(model.get_decoder()), torch.random.fork_rng(gpus), plainly:
+        try:
+            yield
+        finally:
+            for table, held in before:
+                table.clear()
+                table.update(held)
+            with torch.inference_mode():
+                for buffer, value in values:
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)

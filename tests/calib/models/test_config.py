@@ -1,0 +1,198 @@
+"""Configs that make no sense are refused at once, by every command, in one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from command_line import SMALL, calibrate, fp8kv, one_line_error
+from families import save_model, tiny_model
+
+from calib.errors import InputError
+from calib.files.stacks import check_layers
+from calib.models.config import build_on_meta
+from calib.models.find import find_checkpoint
+from calib.models.load import load_config
+from calib.plan.shape import model_shape
+from calib.recipe import load_recipe
+
+RECIPE = load_recipe(None, {"device": "cpu"})
+SIZES = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("hidden_size", "intermediate_size", "vocab_size", "max_position_embeddings"),
+)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("config") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def calibration(good, tmp_path_factory):
+    out = tmp_path_factory.mktemp("calibration") / "out"
+    assert calibrate(good, "-o", out).exit_code == 0
+    return out
+
+
+@pytest.fixture
+def model(good, tmp_path):
+    """The tiny model; its config.json may be changed."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for file in good.iterdir():
+        if file.name != "config.json":
+            (directory / file.name).symlink_to(file)
+    (directory / "config.json").write_text((good / "config.json").read_text())
+    return directory
+
+
+def edit(model, **changes):
+    path = model / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def refused(model, message, *, planned=True):
+    """By whatever loads the model, and by `plan`."""
+    calls = [lambda: load_config(find_checkpoint(str(model)), RECIPE)]
+    calls += [lambda: model_shape(str(model))] if planned else []
+    for call in calls:
+        with pytest.raises(InputError, match=message) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", [0, -1, "4", True, 2.5, 10**9, [3, 0]])
+@pytest.mark.parametrize("key", SIZES)
+def test_a_size_that_no_model_has(key, value, model):
+    edit(model, **{key: value})
+    refused(model, f"has {key} .*; it must be a whole number from 1 to |00000, but the weights have 3")
+
+
+def test_sizes_of_the_parts_are_checked_too(model):
+    edit(model, vision_config={"num_hidden_layers": 10**9})
+    refused(model, "has num_hidden_layers 1000000000; it must be a whole number")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_attention_heads": 3},
+        {"num_key_value_heads": 3},
+        {"rope_parameters": "none"},
+        {"model_type": 5},
+        {"model_type": ["llama"]},
+        {"hidden_act": 7},
+        {"layer_types": ["nonsense"] * 3},
+        {"model_type": "qwen3", "layer_types": 5},
+        {"dtype": "float4096"},
+    ],
+)
+def test_values_that_make_no_sense_to_transformers(changes, model):
+    edit(model, **changes)
+    refused(model, "config")
+
+
+@pytest.mark.parametrize("named", ["LlamaForCausalLM", [5], None, {}])
+def test_architectures_that_are_no_list_of_names(named, model):
+    edit(model, architectures=named)
+    add = 'names no architecture, by which engines choose a class; add "architectures": ["Llama'
+    message = add if named != "LlamaForCausalLM" else ""
+    done = fp8kv("plan", model)
+    assert (done.exit_code, message in done.stderr) == (2 if message else 0, True)
+
+
+@pytest.mark.parametrize(
+    ("count", "weights"),
+    [
+        (2, ["model.layers.1.x", "mtp.layers.0.x"]),  # of Qwen3-Next; DeepSeek has the next
+        (2, ["model.layers.1.x", "model.layers.2.x", "model.layers.2.eh_proj.weight"]),
+        (2, ["model.language_model.layers.1.x", "model.vision_tower.encoder.layers.5.x"]),
+        (2, ["model.decoder.layers.1.x", "model.encoder.layers.5.x"]),
+        (2, ["model.layers.1.x", "model.layers.2.self_attn.k_scale"]),  # stale scales
+        (12, ["encoder.albert_layer_groups.0.x"]),  # shared by all: no stack of a decoder
+    ],
+)
+def test_other_stacks_may_have_any_number_of_layers(count, weights):
+    check_layers(Path("model"), {"num_hidden_layers": count}, weights)
+    weights = [name.replace("layers.1.x", "layers.3.x") for name in weights]
+    if count == 2:
+        with pytest.raises(InputError, match="says num_hidden_layers 2, but .* have 4 layers"):
+            check_layers(Path("model"), {"num_hidden_layers": count}, weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"vocab_size": 130}, r"' is \[128, 64\] in the .* wants \[130, 64\]"),
+        ({"hidden_size": 32}, r"is \[.*64.*\] in the weights of .* wants \[.*32.*\]"),
+        ({"intermediate_size": 95}, r"mlp.* is \[.*96.*\] in the weights of .* wants \[.*95"),
+        ({"num_key_value_heads": 4}, r"[kv]_proj.weight' is \[32, 64\] .* wants \[64, 64\]"),
+        ({"head_dim": 8}, r"_proj.weight' is \[.*\] in the weights"),
+    ],
+)
+def test_a_size_that_the_weights_do_not_have(changes, wanted, model):
+    edit(model, **changes)
+    refused(model, wanted, planned=False)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "gpt_neox", "gpt_oss"])
+def test_a_model_as_transformers_saves_it_has_the_shapes_of_its_config(family, tmp_path):
+    directory = save_model(tiny_model(family), tmp_path / family)
+    config = load_config(find_checkpoint(str(directory)), RECIPE)
+    assert {p.device.type for p in build_on_meta(config, trust_remote_code=False).parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("calibrate", "MODEL", "-o", "OUT", *SMALL),
+        ("calibrate", "MODEL", "-o", "OUT", *SMALL, "--offload", "layerwise"),
+        ("eval", "MODEL", "--dataset", "builtin:python-docs", "--device", "cpu"),
+        ("generate", "MODEL", "w5", "--scales", "none"),
+        ("stress", "MODEL", "-o", "OUT"),
+        ("plan", "MODEL"),
+        ("recommend", "MODEL", "--device", "cpu"),
+        ("bake", "MODEL", "--scales", "SCALES", "-o", "OUT", "--for", "fp8"),
+        ("apply", "SCALES", "MODEL", "-o", "OUT"),
+        ("verify", "SCALES", "--served", "http://127.0.0.1:9", "--model", "MODEL"),
+    ],
+    ids=lambda command: " ".join(command[:1] + command[-1:]),
+)
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ('"num_hidden_layers": 1000000000', " num_hidden_layers 1000000000"),
+        ('"rms_norm_eps": Infinity', "Infinity is not JSON"),
+        ('"rms_norm_eps": NaN', "NaN is not JSON"),
+        ('"rms_norm_eps": 1e999', "beyond any float"),
+        ('"vocab_size": 128', "the key 'vocab_size' is there twice"),
+        ('"num_hidden_layers": 2', "says num_hidden_layers 2, but the weights have 3 layers"),
+        ('"num_hidden_layers": 4', "says num_hidden_layers 4, but the weights have 3 layers"),
+    ],
+)
+def test_every_command_refuses(command, text, phrase, model, calibration, tmp_path):
+    path = model / "config.json"
+    path.write_text(path.read_text().rstrip().removesuffix("}") + f", {text}}}")
+    if "there twice" not in phrase:  # the first of two would count as one that is there twice
+        document = json.loads(path.read_text())
+        path.write_text(json.dumps(document))
+        if "1e999" in text:
+            path.write_text(json.dumps(document).replace("Infinity", "1e999"))
+    names = {"MODEL": model, "OUT": tmp_path / "out", "SCALES": calibration}
+    done = fp8kv(*(names.get(word, word) for word in command))
+    one_line_error(done, phrase)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("given", [5, "fp8", [], True])
+def test_plan_of_a_quantization_config_that_is_no_mapping(given, model):
+    edit(model, quantization_config=given)
+    done = fp8kv("plan", model)
+    assert done.exit_code == 0 or one_line_error(done, "config") is None
+
+
+@pytest.mark.parametrize("weight_map", [{"a": ["x"]}, {"a": 5}, [1]])
+def test_an_index_that_names_no_files(weight_map, model):
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(InputError, match="index.json"):
+        find_checkpoint(str(model))

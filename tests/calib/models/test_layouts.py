@@ -1,0 +1,257 @@
+"""Quantised weights are read as the numbers that they stand for, in memory and layer by layer."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from coded_forms import FORMS, GPT_OSS
+from command_line import calibrate, fp8kv, one_line_error
+from families import save_model, tiny_model, tiny_vision_language_model
+from largest import largest_qkv
+from quantized_models import edit_json
+from safetensors.torch import load_file, save_file
+
+from calib.capture.loop import calibrate as calibrate_model
+from calib.data import make_batches
+from calib.errors import InputError
+from calib.eval.run import evaluate
+from calib.eval.schema import Suite
+from calib.files.stored import StoredTensor
+from calib.models.find import find_checkpoint
+from calib.models.load import load_config, load_model, weight_sources
+from calib.recipe import load_recipe
+from calib.scales.stats_file import load_stats
+
+GOLDEN = sorted((Path(__file__).parents[2] / "golden" / "quantized").glob("*/*"))
+# ModelOpt's with factors for activations, or INT4 in an order of its own
+REFUSED = {"int4-awq", "int8-smoothquant", "w4a8-awq"}
+RECIPE = load_recipe(None, {"device": "cpu", "dtype": "float32"})
+
+
+def load(directory, recipe=RECIPE):
+    checkpoint = find_checkpoint(str(directory))
+    return load_model(checkpoint, load_config(checkpoint, recipe), recipe)
+
+
+@pytest.fixture(params=FORMS)
+def quantised(request, tiny_directory, tmp_path):
+    """A model in one layout; what its weights stand for is beside it, in `plain`."""
+    return FORMS[request.param].quantise(tiny_directory, tmp_path / "plain")
+
+
+def test_weights_are_what_their_codes_stand_for(quantised, tmp_path):
+    loaded, plain = load(quantised).state_dict(), load_file(tmp_path / "plain/model.safetensors")
+    for name, values in plain.items():
+        assert torch.equal(loaded[name], values), name
+
+
+@pytest.mark.parametrize("case", GOLDEN, ids=lambda path: path.name)
+def test_weights_are_what_the_tool_itself_makes_of_them(case):
+    if case.name in REFUSED:
+        with pytest.raises(InputError, match="quant_algo.*give the model it was made from"):
+            load(case)
+        return
+    loaded = load(case).state_dict()
+    for name, values in load_file(case / "dequantized.safetensors").items():
+        assert torch.equal(loaded[name], values.float()), name
+
+
+READ = [case for case in GOLDEN if case.name not in REFUSED]
+
+
+@pytest.mark.parametrize("case", READ, ids=lambda path: path.name)
+def test_the_largest_k_v_and_q_are_those_of_the_tools_weights(case):
+    model, ids = load(case), torch.arange(2, 62).view(2, 30)
+    stats = calibrate_model(model, make_batches(ids.tolist(), 2, pad_id=0), RECIPE)
+    tools = {n: w.float() for n, w in load_file(case / "dequantized.safetensors").items()}
+    assert not model.load_state_dict(tools, strict=False).unexpected_keys
+    expected = largest_qkv(model, ids)
+    assert expected.keys() == stats.layers.keys()
+    for name, layer in stats.layers.items():
+        for letter, amax in expected[name].items():
+            found = getattr(layer, letter).amax.amax(1)
+            assert torch.allclose(found, amax, rtol=1e-3, atol=0), (name, letter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_rounded_once(quantised, tmp_path, dtype):
+    recipe = load_recipe(None, {"device": "cpu", "dtype": str(dtype).removeprefix("torch.")})
+    checkpoint = find_checkpoint(str(quantised))
+    sources = weight_sources(checkpoint, load_config(checkpoint, recipe), recipe)
+    for name, values in load_file(tmp_path / "plain/model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            assert torch.equal(sources[name].read(), values.to(dtype)), name
+
+
+def test_scales_are_those_of_the_dequantised_model(quantised, tmp_path):
+    for name, model in [("quantised", quantised), ("plain", tmp_path / "plain")]:
+        done = calibrate(model, "-o", tmp_path / f"of-{name}", "--dtype", "float32", *FP8KV)
+        assert done.exit_code == 0, done.stderr
+    of_plain = load_stats(tmp_path / "of-plain").layers
+    for name, layer in load_stats(tmp_path / "of-quantised").layers.items():
+        # matrix kernels may add in another order where weights lie otherwise in memory
+        for letter in "kvq":
+            amax, plain = (getattr(each, letter).amax for each in (layer, of_plain[name]))
+            assert torch.allclose(amax, plain, rtol=1e-5), (name, letter)
+
+
+FP8KV = ("--format", "fp8kv", "--weights", "none")
+NOTE = "were dequantised, and activations were not quantised"
+
+
+def test_layer_by_layer_is_the_same_bit_for_bit(quantised, tmp_path, monkeypatch):
+    read, done = [], StoredTensor.read
+
+    def counting(self, memory=None):
+        read.append(self.nbytes)
+        return done(self, memory)
+
+    assert calibrate(quantised, "-o", tmp_path / "whole", *FP8KV).exit_code == 0
+    monkeypatch.setattr(StoredTensor, "read", counting)
+    # a few rows of each layer are read once more for `apply`: much of a tiny model
+    monkeypatch.setattr("calib.output.finish.marks_or_none", lambda *_: None)
+    options = ("--offload", "layerwise", *FP8KV)
+    assert calibrate(quantised, "-o", tmp_path / "by-layer", *options).exit_code == 0
+    layers = load_stats(tmp_path / "by-layer").layers
+    for name, whole in load_stats(tmp_path / "whole").layers.items():
+        for letter in "kv":
+            one, other = getattr(whole, letter), getattr(layers[name], letter)
+            assert torch.equal(one.amax, other.amax)
+    assert sum(read) <= 1.05 * (quantised / "model.safetensors").stat().st_size
+
+
+def same_both_ways(directory, plain, tmp_path):
+    """Weights are those of `plain`, in memory, and layer by layer gives the same statistics."""
+    loaded, expected = load(directory).state_dict(), load(plain).state_dict()
+    for name, values in expected.items():
+        assert torch.equal(loaded[name], values), name
+    for offload in ("none", "layerwise"):
+        done = calibrate(directory, "-o", tmp_path / offload, "--offload", offload, *FP8KV)
+        assert done.exit_code == 0, done.stderr
+    by_layer = load_stats(tmp_path / "layerwise").layers
+    for name, layer in load_stats(tmp_path / "none").layers.items():
+        assert torch.equal(layer.k.amax, by_layer[name].k.amax)
+        assert torch.equal(layer.v.amax, by_layer[name].v.amax)
+
+
+def test_experts_of_gpt_oss(tmp_path):
+    directory = save_model(tiny_model("gpt_oss", head_dim=16, num_local_experts=4), tmp_path / "m")
+    GPT_OSS.quantise(directory, tmp_path / "plain")
+    same_both_ways(directory, tmp_path / "plain", tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gptq-4", "compressed-fp8", "modelopt-nvfp4"])
+def test_experts_that_are_fused_while_they_are_loaded(name, tmp_path):
+    directory = save_model(tiny_model("mixtral", num_local_experts=2), tmp_path / "m")
+    FORMS[name].quantise(directory, tmp_path / "plain")
+    assert any("experts.1.w2." in name for name in load_file(directory / "model.safetensors"))
+    same_both_ways(directory, tmp_path / "plain", tmp_path)
+
+
+def test_a_config_inside_text_config(tmp_path):
+    directory = save_model(tiny_vision_language_model(), tmp_path / "m")
+    form = replace(FORMS["gptq-4"], weights=r"language_model.*_proj\.weight$")
+    form.quantise(directory, tmp_path / "plain")
+    config = json.loads((directory / "config.json").read_text())
+    text = {**config["text_config"], "quantization_config": config["quantization_config"]}
+    edit_json(directory / "config.json", quantization_config=None, text_config=text)
+    same_both_ways(directory, tmp_path / "plain", tmp_path)
+
+
+def test_modules_that_are_left_alone_and_several_schemes(tiny_directory, tmp_path):
+    form = replace(FORMS["modelopt-fp8"], weights=r"layers.0.*_proj\.weight$")
+    form.quantise(tiny_directory, tmp_path / "half")
+    form = replace(FORMS["modelopt-nvfp4"], weights=r"layers.1.*mlp.*_proj\.weight$")
+    form.quantise(tiny_directory, tmp_path / "coded")
+    stored = load_file(tiny_directory / "model.safetensors")
+    layers = {
+        name.removesuffix(".weight"): {"quant_algo": "NVFP4" if "layers.1" in name else "FP8"}
+        for name, tensor in stored.items()
+        if tensor.dtype in (torch.uint8, torch.float8_e4m3fn) and name.endswith(".weight")
+    }
+    document = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    (tiny_directory / "hf_quant_config.json").write_text(json.dumps({"quantization": document}))
+    edit_json(tiny_directory / "config.json", quantization_config=None)
+    loaded = load(tiny_directory).state_dict()
+    half = load_file(tmp_path / "half/model.safetensors")
+    coded = load_file(tmp_path / "coded/model.safetensors")
+    for name in half:
+        expected = coded if "layers.1" in name else half
+        assert torch.equal(loaded[name], expected[name]), name
+
+
+def test_groups_of_compressed_tensors_by_name_pattern_and_class(tiny_directory, tmp_path):
+    groups, module = {}, "model.layers.0.self_attn.q_proj"
+    for name, weights, target in [
+        ("compressed-int8", r"layers.0.self_attn.q_proj\.weight$", module),
+        ("compressed-fp8-channel", r"layers.*self_attn.[kvo]_proj\.weight$", "re:.*self_attn.*"),
+        ("compressed-w4", r"mlp.*_proj\.weight$", "Linear"),
+    ]:
+        form = replace(FORMS[name], weights=weights)
+        form.quantise(tiny_directory, tmp_path / name)
+        group, says = form.says["config_groups"]["group_0"], form.says
+        groups[name] = {**group, "targets": [target], "format": says["format"]}
+    says = {**says, "format": "mixed-precision", "config_groups": groups}
+    edit_json(tiny_directory / "config.json", quantization_config=says)
+    loaded = load(tiny_directory).state_dict()
+    for name, part in [
+        ("compressed-int8", "layers.0.self_attn.q_proj"),
+        ("compressed-fp8-channel", "self_attn.k_proj"),
+        ("compressed-w4", "mlp"),
+    ]:
+        for weight, values in load_file(tmp_path / name / "model.safetensors").items():
+            if part in weight:
+                assert torch.equal(loaded[weight], values), weight
+
+
+def test_biases_of_zero_that_gptq_adds_do_no_harm(tiny_directory, tmp_path):
+    FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
+    file = tiny_directory / "model.safetensors"
+    bias = {"model.layers.0.self_attn.k_proj.bias": torch.zeros(32, dtype=torch.float16)}
+    save_file(load_file(file) | bias, file, {"format": "pt"})
+    same_both_ways(tiny_directory, tmp_path / "plain", tmp_path)
+    save_file(load_file(file) | {name: b + 1 for name, b in bias.items()}, file, {"format": "pt"})
+    with pytest.raises(InputError, match="k_proj.bias', which its config.json does not use"):
+        load(tiny_directory)
+
+
+def test_codes_that_only_another_file_announces_get_no_config(tiny_directory, tmp_path):
+    FORMS["modelopt-nvfp4"].quantise(tiny_directory, tmp_path / "plain")
+    for name in ("vllm", "modelopt", "trtllm"):
+        done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", name)
+        one_line_error(done, "config.json has no quantization_config", "--format fp8kv")
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["compressed-w4", "modelopt-fp8", "fp8-block", "quark-fp8"])
+def test_scales_are_written_beside_codes(name, tiny_directory, tmp_path):
+    FORMS[name].quantise(tiny_directory, tmp_path / "plain")
+    done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", "vllm")
+    assert done.exit_code == 0, done.stderr
+    # what was written is calibrated again to the same
+    again = calibrate(tmp_path / "out", "-o", tmp_path / "again", *FP8KV)
+    assert again.exit_code == 0, again.stderr
+    before, after = (load_stats(tmp_path / place).layers for place in ("out", "again"))
+    for module, layer in before.items():
+        assert torch.equal(layer.k.amax, after[module].k.amax)
+
+
+def test_the_result_says_that_activations_were_not_quantised(tiny_directory, tmp_path):
+    FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
+    done = calibrate(tiny_directory, "-o", tmp_path / "out", *FP8KV)
+    report = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())
+    card = (tmp_path / "out" / "README.md").read_text()
+    for text in (done.stdout, card, *report["warnings"][:1]):
+        assert f"the weights are quantised (GPTQ): they {NOTE}" in text
+
+
+def test_eval_and_generate_say_so_too(tiny_directory, tmp_path):
+    quantised = FORMS["gptq-4"].quantise(tiny_directory, tmp_path / "plain")
+    suite = Suite(4, 2, 16, 2, 4, (), (), 2)
+    choices = {"data.dataset": "random", "device": "cpu", "evaluation.variants": ["none"]}
+    found = evaluate(str(quantised), load_recipe(None, choices), suite=suite)
+    assert NOTE in found.warnings[0]
+    done = fp8kv("generate", quantised, "w5", "--scales", "none", "--device", "cpu")
+    assert f"warning: the weights are quantised (GPTQ): they {NOTE}" in done.stdout
