@@ -20,7 +20,7 @@ from workload import DATASET, MODEL, load_documents, make_recipe
 
 from calib.files.stored_scales import read_scales
 from calib.files.strict_json import read_object
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.scales.stats_file import load_stats
 
 HERE = Path(__file__).parent
@@ -76,7 +76,7 @@ def _arguments() -> argparse.Namespace:
 
 def _write_documents(scratch: Path) -> Path:
     """Token ids: the first documents to measure, the last ones to quantise with."""
-    everything = load_documents(find_checkpoint(MODEL), make_recipe(10**6, SEQ_LEN)).samples
+    everything = load_documents(find_model(MODEL), make_recipe(10**6, SEQ_LEN)).samples
     file = scratch / "documents.json"
     last = [row[:256] for row in everything[-max(VERSIONS.values()) :]]
     write_result(file, {"measure": everything[:SAMPLES], "quantise": last})
@@ -87,7 +87,7 @@ def _write(args: argparse.Namespace, name: str, documents: Path) -> None:
     if (args.scratch / f"{name}.json").exists():
         return
     command = [args.peer_python.absolute(), HERE / "peers" / "write_smollm2.py", name]
-    command += ["--model", find_checkpoint(MODEL).path, "--documents", documents]
+    command += ["--model", find_model(MODEL).path, "--documents", documents]
     command += ["--samples", VERSIONS[name], "--output", args.scratch / name]
     subprocess.run(list(map(str, command)), check=True)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from calib.capture.attention import observe_qkv
 from calib.data import load_data, make_batches
 from calib.eval.exceedance import poisson_interval
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import DataRecipe, Recipe
 from calib.scales.tail import headroom_for
@@ -85,7 +85,7 @@ def read(dataset: str, tokens: int) -> Text:
     """Run the model over `tokens` of `dataset`, or all it has."""
     data = DataRecipe(dataset=dataset, samples=tokens // SEQ_LEN, seq_len=SEQ_LEN)
     recipe = Recipe(device="cpu", dtype="float32", data=data)
-    checkpoint = find_checkpoint(MODEL)
+    checkpoint = find_model(MODEL)
     config = load_config(checkpoint, recipe)
     model = load_model(checkpoint, config, recipe)
     samples = load_data(data, load_tokenizer(checkpoint, recipe), lambda: model).samples

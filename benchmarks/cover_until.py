@@ -16,7 +16,7 @@ from calib.eval.reader import read
 from calib.eval.statistics import estimate
 from calib.eval.variants import Setup, Variant
 from calib.job import run
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import Recipe, load_recipe
 from calib.scales.derive import derive_scales, load_scales
@@ -110,7 +110,7 @@ def divergences(scratch: Path) -> dict[str, Any]:
 
 
 def _opened(recipe: Recipe) -> tuple[Setup, list[list[int]]]:
-    checkpoint = find_checkpoint(MODEL)
+    checkpoint = find_model(MODEL)
     config = load_config(checkpoint, recipe)
     loaded, tokenizer = load_model(checkpoint, config, recipe), load_tokenizer(checkpoint, recipe)
     return Setup(loaded, tokenizer), load_data(recipe.data, tokenizer, lambda: loaded).samples

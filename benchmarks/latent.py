@@ -16,7 +16,7 @@ from calib.eval.inputs import SUITES, whole_text_only
 from calib.eval.run import evaluate
 from calib.eval.statistics import ratio
 from calib.eval.summarize import Evaluation, summarize
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.recipe import load_recipe
 
 VARIANTS = ["none", "tensor", "mse", "e5m2", "k only", "v only"]
@@ -29,7 +29,7 @@ def main() -> None:
     args, facts = scratch_and_output(__doc__, "latent"), machine()
     model, twin = args.scratch / "latent", args.scratch / "twin"
     if not model.exists():
-        write_latent_model(find_checkpoint(MODEL), model)
+        write_latent_model(find_model(MODEL), model)
     run_fp8kv("stress", model, "-o", twin, "--overwrite")
     found: dict[str, Any] = {"machine": facts, "models": {}}
     models = (("latent SmolLM2", model, VARIANTS), ("its stress twin", twin, ["none", "tensor"]))

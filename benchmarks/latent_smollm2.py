@@ -22,8 +22,8 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 from calib.errors import InputError
 from calib.files.atomic import atomic_directory, save_tensors
 from calib.files.file_names import SINGLE_FILE
-from calib.files.model_directory import Checkpoint
-from calib.models.find import find_checkpoint
+from calib.files.model_directory import ModelDirectory
+from calib.models.find import find_model
 from calib.output.checkpoint_directory import copy_small_files
 
 MODEL = "builtin:smollm2"
@@ -55,7 +55,7 @@ def main() -> None:
     if args.out.exists():
         parser.error(f"'{args.out}' exists; give another directory")
     try:
-        found = write_latent_model(find_checkpoint(args.model), args.out)
+        found = write_latent_model(find_model(args.model), args.out)
     except InputError as error:
         sys.exit(str(error))
     for length, difference in found["logits"].items():
@@ -63,7 +63,7 @@ def main() -> None:
     print(f"{NEW_TOKENS} greedy tokens agree")
 
 
-def write_latent_model(checkpoint: Checkpoint, out: Path) -> dict[str, Any]:
+def write_latent_model(checkpoint: ModelDirectory, out: Path) -> dict[str, Any]:
     """Write the latent model of a Llama to `out` and return how near it is; InputError if not."""
     config = LlamaConfig.from_pretrained(checkpoint.path)
     _check(config)
@@ -88,7 +88,7 @@ def _check(config: LlamaConfig) -> None:
         )
 
 
-def _weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
+def _weights(checkpoint: ModelDirectory) -> dict[str, Tensor]:
     found = {}
     for shard in checkpoint.shards:
         with safe_open(checkpoint.path / shard, framework="pt") as file:

@@ -17,7 +17,7 @@ from rich.table import Table
 from workload import DATASET, DTYPE, MODEL, load_documents, make_recipe
 
 from calib.files.strict_json import read_object
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 
 HERE = Path(__file__).parent
 OURS = "fp8kv"
@@ -63,7 +63,7 @@ def _arguments() -> argparse.Namespace:
 
 def _write_documents(args: argparse.Namespace) -> tuple[Path, str]:
     recipe = make_recipe(args.samples, args.seq_len)
-    data = load_documents(find_checkpoint(MODEL), recipe)
+    data = load_documents(find_model(MODEL), recipe)
     path = args.scratch / "documents.json"
     write_result(path, {"fingerprint": data.fingerprint, "samples": data.samples})
     return path, data.fingerprint
@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace, documents: Path, python: Path, script: str, *
     output, log = args.scratch / "run.json", args.scratch / "run.log"
     output.unlink(missing_ok=True)
     command = [python.absolute(), HERE / script, "--output", output, "--documents", documents]
-    command += ["--model", find_checkpoint(MODEL).path, "--seq-len", args.seq_len]
+    command += ["--model", find_model(MODEL).path, "--seq-len", args.seq_len]
     command += ["--threads", args.threads, *options]
     print(script, *options, file=sys.stderr, flush=True)
     with log.open("w") as file:

@@ -13,7 +13,7 @@ from calib.capture.attention import map_attention
 from calib.capture.loop import calibrate
 from calib.data import make_batches, resolve_batch_size
 from calib.export import export
-from calib.files.model_directory import Checkpoint, open_checkpoint
+from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.strict_json import read_object
 from calib.models.load import load_config, load_model
 from calib.output.checkpoint_directory import write_checkpoint
@@ -27,7 +27,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     samples = read_object(args.documents)["samples"]
     recipe = make_recipe(len(samples), args.seq_len)
-    checkpoint = open_checkpoint(args.model)
+    checkpoint = open_model_directory(args.model)
     clock = [time.perf_counter()]
     model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
     clock.append(time.perf_counter())
@@ -60,7 +60,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _write(scales: KVScales, checkpoint: Checkpoint) -> None:
+def _write(scales: KVScales, checkpoint: ModelDirectory) -> None:
     with tempfile.TemporaryDirectory() as directory:
         made = export(scales, checkpoint, "vllm")
         write_checkpoint(made, checkpoint, Path(directory), weights="link", readme="")

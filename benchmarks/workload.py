@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from calib.choices import ObserverName
 from calib.data import Batch, CalibrationData, load_data, make_batches, resolve_batch_size
-from calib.files.model_directory import Checkpoint
-from calib.models.find import find_checkpoint
+from calib.files.model_directory import ModelDirectory
+from calib.models.find import find_model
 from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import DataRecipe, ObserverRecipe, Recipe
 
@@ -40,7 +40,7 @@ def make_recipe(samples: int, seq_len: int, observer: ObserverName = "absmax") -
     )
 
 
-def load_documents(checkpoint: Checkpoint, recipe: Recipe) -> CalibrationData:
+def load_documents(checkpoint: ModelDirectory, recipe: Recipe) -> CalibrationData:
     """Read and tokenise the documents, in the order in which our job reads them."""
     tokenizer = load_tokenizer(checkpoint, recipe)
     return load_data(recipe.data, tokenizer, lambda: _model(checkpoint, recipe))
@@ -50,12 +50,12 @@ def load_workload(samples: int, seq_len: int, threads: int) -> Workload:
     """Load model and documents, in batches of the size that our job picks."""
     torch.set_num_threads(threads)
     recipe = make_recipe(samples, seq_len)
-    checkpoint = find_checkpoint(MODEL)
+    checkpoint = find_model(MODEL)
     data = load_documents(checkpoint, recipe)
     batch_size = resolve_batch_size(recipe.data, "cpu")
     batches = make_batches(data.samples, batch_size, pad_id=0)
     return Workload(_model(checkpoint, recipe), batches)
 
 
-def _model(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedModel:
+def _model(checkpoint: ModelDirectory, recipe: Recipe) -> PreTrainedModel:
     return load_model(checkpoint, load_config(checkpoint, recipe), recipe)

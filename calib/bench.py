@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from calib.errors import Fp8kvError, InputError
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from fp8kv_runtime.bench.session import Bench
@@ -50,7 +50,7 @@ def run_bench(
     trust_remote_code: bool,
     say: Say,
     say_case: Say,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> Result:
     """Check the kernels, with `tune` find their fastest configs first, and time them.
 

@@ -2,6 +2,10 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 
 class Fp8kvError(Exception):
@@ -37,3 +41,15 @@ def did_you_mean(given: str, legal: Iterable[str]) -> str:
     cutoff = 0.55 if len(given) > 3 else 0.7  # 'gpu' does not mean 'cpu'
     close = difflib.get_close_matches(given, [*legal], n=1, cutoff=cutoff)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def one_line(error: object, limit: int = 300) -> str:
+    """Return the message of `error`, or any text, in one line of at most `limit` characters."""
+    return " ".join(str(error).split())[:limit]
+
+
+def first_problem(error: "ValidationError") -> str:
+    """Return where pydantic found its first problem, and which: `layers.3.module: Field required`."""
+    first = error.errors(include_url=False)[0]
+    place = ".".join(str(part)[:80] for part in first["loc"])[:200]
+    return one_line(f"{place}: {first['msg'].removeprefix('Value error, ')}".removeprefix(": "))

@@ -17,12 +17,12 @@ from calib.capture.any_scales import Opened, open_any_scales, weight_warnings
 from calib.capture.attention import layer_shapes, map_attention
 from calib.capture.continuing import check_fp8_cache
 from calib.errors import InputError
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.models.devices import check_token_ids, input_device
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import check_positions, load_config, load_model, load_tokenizer, served_dtype
 from calib.models.quantized.detect import quantization_notes
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe
 from calib.scales.scales import KVScales
 from fp8kv_runtime.errors import AttentionError
@@ -114,7 +114,7 @@ def generate_text(
     options: GenerationOptions,
     overrides: dict[str, Any],
     on_text: Callable[[str], None] | None = None,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> Generated:
     """Continue `prompt` with the model's K and V in FP8, or as another cache would hold them.
 
@@ -127,7 +127,7 @@ def generate_text(
         raise InputError("the prompt is empty; give the text to continue")
     progress.stage("load")
     recipe = load_recipe(None, overrides)
-    checkpoint = find_checkpoint(model_name)
+    checkpoint = find_model(model_name)
     kind = _cache_type(options, scales)
     opened = None if kind else _open_scales(checkpoint, scales)
     config = load_config(checkpoint, recipe)
@@ -197,7 +197,7 @@ def unit_scales(model: PreTrainedModel) -> KVScales:
     return map_attention(model).unit_scales()
 
 
-def _open_scales(checkpoint: Checkpoint, scales: str | None) -> Opened:
+def _open_scales(checkpoint: ModelDirectory, scales: str | None) -> Opened:
     if scales == UNIT_SCALES:
         return unit_scales
     if scales is not None:

@@ -17,13 +17,13 @@ from calib.capture.until import read_until
 from calib.data import Batch, CalibrationData, make_batches
 from calib.errors import InputError
 from calib.files.atomic import claimed
-from calib.files.model_directory import Checkpoint, fingerprint
+from calib.files.model_directory import ModelDirectory, fingerprint
 from calib.layerwise.layerwise import measure_layers
 from calib.output.card import dataset_facts
 from calib.output.finish import Destination, Result, default_output, finish
 from calib.output.in_place import check_in_place, check_places
 from calib.prepare import Prepared, check_before_loading, prepare
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats
 
@@ -39,7 +39,7 @@ def run(
     in_place: bool = False,
     overwrite: bool = False,
     resume: bool = False,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> Result | None:
     """Calibrate `model`, a name or a path, as `recipe` says; write all of `output` or nothing.
 
@@ -84,7 +84,7 @@ class _Run:
     seconds: dict[str, float] = field(default_factory=dict)
     _since: float = field(default_factory=time.perf_counter)
 
-    def load(self, recipe: Recipe, held: ExitStack) -> tuple[Checkpoint, Prepared]:
+    def load(self, recipe: Recipe, held: ExitStack) -> tuple[ModelDirectory, Prepared]:
         self.progress.stage("load")
         to = self.destination
         checkpoint = check_before_loading(self.model_name, recipe, to)
@@ -95,7 +95,7 @@ class _Run:
         self._lap("load")
         return checkpoint, prepared
 
-    def measure(self, checkpoint: Checkpoint, prepared: Prepared) -> Measured:
+    def measure(self, checkpoint: ModelDirectory, prepared: Prepared) -> Measured:
         recipe, data, world = prepared.recipe, prepared.data, self.world
         given, size = recipe.data, int(recipe.data.batch_size)
         batches = make_batches(data.samples, size, pad_id=0, seed=given.seed, skip_first=given.skip_first)
@@ -116,7 +116,7 @@ class _Run:
         text = measured.data.summary(given.skip_first)
         return measured._replace(stats=replace(measured.stats, text=text))
 
-    def _all(self, checkpoint: Checkpoint, prepared: Prepared, mine: Sequence[Batch]) -> KVStats:
+    def _all(self, checkpoint: ModelDirectory, prepared: Prepared, mine: Sequence[Batch]) -> KVStats:
         if prepared.layers is None:
             return calibrate_share(*self._how(checkpoint, prepared, mine))
         if self.resume:
@@ -127,12 +127,12 @@ class _Run:
         output = self.destination.path
         return measure_layers(prepared.layers, mine, prepared.recipe, output, self.progress)
 
-    def _how(self, checkpoint: Checkpoint, prepared: Prepared, mine: Sequence[Batch]) -> tuple[Any, ...]:
+    def _how(self, checkpoint: ModelDirectory, prepared: Prepared, mine: Sequence[Batch]) -> tuple[Any, ...]:
         saved, advance = self._saved(checkpoint, prepared), self.progress.advance
         model, attention = prepared.model, prepared.attention
         return model, mine, prepared.recipe, attention, saved, self.resume, advance
 
-    def write(self, checkpoint: Checkpoint, prepared: Prepared, measured: Measured) -> Result | None:
+    def write(self, checkpoint: ModelDirectory, prepared: Prepared, measured: Measured) -> Result | None:
         self.progress.stage("write")
         result = None
         if self.world.is_first:
@@ -145,7 +145,7 @@ class _Run:
         remove_progress(progress_file(self.destination.path, self.world.rank))
         return result
 
-    def _saved(self, checkpoint: Checkpoint, prepared: Prepared) -> SavedProgress:
+    def _saved(self, checkpoint: ModelDirectory, prepared: Prepared) -> SavedProgress:
         kept = {"export", "evaluation", "description", "save_minutes"}
         same = {
             "model": fingerprint(checkpoint),

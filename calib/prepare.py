@@ -13,13 +13,13 @@ from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.errors import InputError
 from calib.export import check_latent, check_recipe
 from calib.files.baked import baked_for
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.layerwise.layerwise import LayerwiseModel, open_layers
 from calib.layerwise.memory import resolve_offload
 from calib.layerwise.skeleton import load_skeleton
 from calib.models.config import making_sense
 from calib.models.devices import check_token_ids, input_device
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import caches_latents, fit_seq_len, load_config, load_model, load_tokenizer
 from calib.models.quantized.detect import quantization_notes
 from calib.output.checkpoint_directory import check_output
@@ -46,17 +46,17 @@ class Prepared:
     recipe: Recipe  # as resolved
 
 
-def check_before_loading(model_name: str, recipe: Recipe, destination: Destination) -> Checkpoint:
+def check_before_loading(model_name: str, recipe: Recipe, destination: Destination) -> ModelDirectory:
     """Find the checkpoint, and refuse what cannot be written before any weight is read."""
     for name in recipe.export.formats:
         check_recipe(name, recipe)
-    checkpoint = find_checkpoint(model_name)
+    checkpoint = find_model(model_name)
     if not destination.in_place:
         check_output(destination.path, checkpoint.path, overwrite=destination.overwrite)
     return checkpoint
 
 
-def prepare(checkpoint: Checkpoint, recipe: Recipe, processes: int = 1) -> Prepared:
+def prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int = 1) -> Prepared:
     """Load the data and the model, or its skeleton, and rehearse what will be written.
 
     With batch size 'auto' each of `processes` gets a batch, if there are samples enough.
@@ -105,7 +105,7 @@ def _check_scales(config: PreTrainedConfig, recipe: Recipe) -> None:
         check_queries(engine_class(config, config.model_type), "--targets qkv")
 
 
-def _model_notes(checkpoint: Checkpoint, config: PreTrainedConfig) -> list[str]:
+def _model_notes(checkpoint: ModelDirectory, config: PreTrainedConfig) -> list[str]:
     """Say what the user should know of this model."""
     notes = quantization_notes(checkpoint)
     if purpose := baked_for(checkpoint.path):
@@ -132,6 +132,6 @@ def _with_data(recipe: Recipe, **changes: int) -> Recipe:
     return recipe.model_copy(update={"data": recipe.data.model_copy(update=changes)})
 
 
-def _rehearse(attention: AttentionMap, checkpoint: Checkpoint, recipe: Recipe) -> None:
+def _rehearse(attention: AttentionMap, checkpoint: ModelDirectory, recipe: Recipe) -> None:
     # an export that must fail should do so before hours of calibration
     make_exports(attention.unit_scales(recipe.strategy, recipe.fp8_dtype), checkpoint, recipe)

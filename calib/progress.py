@@ -47,7 +47,7 @@ class Progress:
         self.advance(more)
 
 
-NOBODY = Progress()
+SILENT = Progress()
 
 
 @contextmanager

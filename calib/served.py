@@ -17,7 +17,7 @@ from calib.data.tokens import tokenize_rows
 from calib.errors import InputError
 from calib.generate import unit_scales
 from calib.models.devices import check_token_ids, input_device
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_config, load_model, load_tokenizer, model_positions
 from calib.recipe import DataRecipe, load_recipe
 from calib.same_model.identity import check_same_model, identity
@@ -63,7 +63,7 @@ def compare_served(
     """
     recipe = load_recipe(None, {"device": "cpu", **overrides})  # the server may hold the GPU
     server = Server(url)
-    opened, checkpoint = open_any_scales(directory), find_checkpoint(model_name)
+    opened, checkpoint = open_any_scales(directory), find_model(model_name)
     check_same_model(directory, identity(directory), checkpoint.path, checkpoint.config)
     config, tokenizer = load_config(checkpoint, recipe), load_tokenizer(checkpoint, recipe)
     served = server.choose_model(served_name)

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausa
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
 from calib.errors import InputError
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 
 # three KV heads as in SmolLM2; an eps that shows, where the second norm divides again
 SHAPE = {
@@ -137,7 +137,7 @@ def test_the_norm_at_its_natural_size_divides_twice(monkeypatch):
 def test_other_models_are_refused(options, tmp_path):
     source = save_model(tiny_model("llama", **options), tmp_path / "source")
     with pytest.raises(InputError, match="fewer than 4 KV heads"):
-        script.write_latent_model(find_checkpoint(str(source)), tmp_path / "latent")
+        script.write_latent_model(find_model(str(source)), tmp_path / "latent")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -18,7 +18,7 @@ from calib.files.file_names import CALIBRATION_FILE, PACK_FILE
 from calib.files.folder import open_scales
 from calib.files.fp8_type import fp8_type
 from calib.files.model_directory import fingerprint
-from calib.files.stored_scales import FoundLayer, FoundScales, is_usable, read_scales
+from calib.files.stored_scales import StoredLayer, StoredScales, is_usable, read_scales
 from calib.same_model.identity import check_same_model, identity
 from calib.same_model.saved import check_measured_on
 from calib.scales.derive import check_fits, load_scales
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from calib.capture.attention import AttentionMap, CachedAttention
-    from calib.files.model_directory import Checkpoint
+    from calib.files.model_directory import ModelDirectory
 
 # what a directory holds, still to be checked against a model
 Opened = Callable[["PreTrainedModel"], KVScales]
 
 
-def open_any_scales(directory: Path, checkpoint: Checkpoint | None = None) -> Opened:
+def open_any_scales(directory: Path, checkpoint: ModelDirectory | None = None) -> Opened:
     """Read the scales in `directory`; call what is returned with the model they are for.
 
     Scales that are missing or damaged are an InputError here, and so are those whose config is not
@@ -61,7 +61,7 @@ def open_any_scales(directory: Path, checkpoint: Checkpoint | None = None) -> Op
     return partial(_of_files, found, measured)
 
 
-def weight_warnings(directories: Iterable[Path], checkpoint: Checkpoint) -> list[str]:
+def weight_warnings(directories: Iterable[Path], checkpoint: ModelDirectory) -> list[str]:
     """Say which calibrations in `directories` are of other weights than those of `checkpoint`."""
     warnings = []
     for directory in directories:
@@ -73,7 +73,7 @@ def weight_warnings(directories: Iterable[Path], checkpoint: Checkpoint) -> list
     return warnings
 
 
-def _check_baked(directory: Path, checkpoint: Checkpoint | None) -> None:
+def _check_baked(directory: Path, checkpoint: ModelDirectory | None) -> None:
     """Refuse scales of the model that a baked one was made from."""
     if checkpoint is None or not baked_for(checkpoint.path):
         return
@@ -84,7 +84,7 @@ def _check_baked(directory: Path, checkpoint: Checkpoint | None) -> None:
         )
 
 
-def to_scales(found: FoundScales, layers: Mapping[str, FoundLayer], fp8_dtype: FP8Name) -> KVScales:
+def to_scales(found: StoredScales, layers: Mapping[str, StoredLayer], fp8_dtype: FP8Name) -> KVScales:
     """Tensors of the scales of `layers`, by module; an InputError where one is of no use."""
     if found.misread:
         raise InputError(f"'{found.directory.path}': {found.misread[0]}; calibrate the model again")
@@ -114,7 +114,7 @@ def _of_calibration(directory: Path, scales: KVScales, model: PreTrainedModel) -
     return check_fits(model, scales)
 
 
-def _of_files(found: FoundScales, measured: KVScales | None, model: PreTrainedModel) -> KVScales:
+def _of_files(found: StoredScales, measured: KVScales | None, model: PreTrainedModel) -> KVScales:
     """What is served, which somebody may have changed since it was `measured`."""
     from calib.capture.attention import map_attention
 

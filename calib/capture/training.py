@@ -24,7 +24,7 @@ from calib.data import Batch
 from calib.errors import InputError
 from calib.export import Export, check_recipe, export
 from calib.export.compressed_tensors import find_quantization_config
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.models.load import caches_latents, check_cacheable
 from calib.recipe import Recipe
 from calib.scales.derive import derive_scales
@@ -183,7 +183,7 @@ def _exported(model: PreTrainedModel, scales: KVScales, recipe: Recipe, format: 
     weight_map = dict.fromkeys(revert_weight_conversion(model, own), "")
     name = type(model).__name__
     config = {**model.config.to_dict(), "architectures": [name]}
-    checkpoint = Checkpoint(Path(model.name_or_path or name), config, weight_map, {}, {})
+    checkpoint = ModelDirectory(Path(model.name_or_path or name), config, weight_map, {}, {})
     options = recipe.export
     return export(scales, checkpoint, format, reduce=options.reduce, tp_size=options.tp_size)
 

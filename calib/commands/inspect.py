@@ -12,7 +12,7 @@ from calib.commands.running import command, print_json, print_lines, print_table
 from calib.errors import InputError, NoModelError, NoScalesError
 
 if TYPE_CHECKING:
-    from calib.files.stored_scales import FoundLayer, FoundScales, Values
+    from calib.files.stored_scales import StoredLayer, StoredScales, Values
     from calib.scales.places import LayerPlaces
 
 _FIRST_HEADINGS = (
@@ -50,13 +50,13 @@ def inspect(
     print_lines([f"problem: {problem}" for problem in (*found.problems, *problems)])
 
 
-def _read(directory: Path) -> tuple["FoundScales", list["LayerPlaces"], list[str]]:
+def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], list[str]]:
     """The scales; where statistics say the largest values were, or what ails them.
 
     There may be statistics alone, as of format fp8kv.
     """
     from calib.files.folder import open_scales
-    from calib.files.stored_scales import FoundScales, show_scales
+    from calib.files.stored_scales import StoredScales, show_scales
     from calib.scales.places import read_places
 
     try:
@@ -64,7 +64,7 @@ def _read(directory: Path) -> tuple["FoundScales", list["LayerPlaces"], list[str
     except (NoModelError, NoScalesError):
         if not (places := read_places(directory)):
             raise
-        return FoundScales(open_scales(directory, or_statistics=True), []), places, []
+        return StoredScales(open_scales(directory, or_statistics=True), []), places, []
     try:
         return found, read_places(directory), []
     except InputError as error:
@@ -76,7 +76,7 @@ def _first_row(layer: "LayerPlaces") -> tuple[str, ...]:
     return str(layer.layer), *("-" if figure is None else f"{figure:.4g}" for figure in figures)
 
 
-def _opening_lines(found: "FoundScales") -> list[str]:
+def _opening_lines(found: "StoredScales") -> list[str]:
     from calib.files.conventions import convention
     from calib.files.stored_scales import quantization
 
@@ -92,7 +92,7 @@ def _opening_lines(found: "FoundScales") -> list[str]:
     ]
 
 
-def _row(layer: "FoundLayer") -> tuple[str, ...]:
+def _row(layer: "StoredLayer") -> tuple[str, ...]:
     return (
         str(layer.layer),
         *map(show_scale, (layer.k, layer.v, layer.q)),

@@ -11,7 +11,7 @@ from calib.choices import ProgressForm
 from calib.commands.meter import Clock, Meter
 from calib.files.json_text import json_text
 from calib.files.text import plain
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -85,7 +85,7 @@ def progress_bar(
 
     stream = sys.stderr
     if stream is None or quiet or form == "none" or (as_json and form == "auto"):
-        yield NOBODY
+        yield SILENT
     elif form == "json":
         with reporting(Reporter(json_lines(stream), _JSON_SECONDS)) as progress:
             yield progress

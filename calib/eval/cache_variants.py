@@ -18,7 +18,7 @@ from calib.eval.variants import (
     fp8_rounding,
 )
 from calib.files.baked import baked_for
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.models.load import served_dtype
 from calib.rescale.in_memory import baked_factors
 from calib.rescale.products import LayerFactors
@@ -62,7 +62,7 @@ def wanted_types(names: Sequence[str], shapes: Sequence[Shape]) -> tuple[list[Ca
 
 def cache_variants(
     setup: Setup,
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     names: Sequence[str],
     types: Sequence[CacheType],
     stats: KVStats,

@@ -21,7 +21,7 @@ from calib.eval.held_out import Readers, hold_out
 from calib.eval.material import Material, make_material
 from calib.eval.schema import SCHEMA, Conditions, Data, Suite
 from calib.eval.variants import BUILT_IN, Setup
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.models.devices import check_token_ids
 from calib.models.load import fit_seq_len, load_model, load_tokenizer
 from calib.output.card import versions
@@ -83,7 +83,7 @@ def given_names(directories: Sequence[Path]) -> list[str]:
     ]
 
 
-def open_given(directories: Sequence[Path], checkpoint: Checkpoint) -> dict[str, Opened]:
+def open_given(directories: Sequence[Path], checkpoint: ModelDirectory) -> dict[str, Opened]:
     """Read the scales in each directory, by the names of `given_names`."""
     twice = next((path for path in directories if directories.count(path) > 1), None)
     if twice is not None:
@@ -93,7 +93,7 @@ def open_given(directories: Sequence[Path], checkpoint: Checkpoint) -> dict[str,
 
 
 def load_setup(
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     config: PreTrainedConfig,
     recipe: Recipe,
     progress: Progress,

@@ -10,7 +10,7 @@ from calib.choices import REFERENCE, FormatName, Strategy
 from calib.errors import InputError, UnsupportedExportError
 from calib.eval.variants import Variant
 from calib.export import FORMATS, export
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.rescale.rescaling import check_no_scales
 from calib.scales.scales import KVScales
 
@@ -52,7 +52,7 @@ class Offers:
     """Engines for the caches of one model."""
 
     model: str  # as commands are given it
-    checkpoint: Checkpoint
+    checkpoint: ModelDirectory
     dataset: str
     shapes: Sequence[Shape]
     trust_remote_code: bool = False

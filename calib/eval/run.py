@@ -46,12 +46,12 @@ from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants
 from calib.eval.variants import ONE_ATTENTION, Setup, Variant, build_variants, other_attention
 from calib.files.atomic import claimed
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.text import Condition, parse_condition
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_config
 from calib.models.quantized.detect import quantization_notes
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.one_scale import LATENT_NOTE
 from calib.scales.stats import KVStats
@@ -78,7 +78,7 @@ def run_evaluation(
     *,
     scales: Sequence[Path] = (),
     output: Path | None = None,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> tuple[Report, list[str]]:
     """Measure what `recipe.evaluation` says; returns the report and a line per failed condition.
 
@@ -102,14 +102,14 @@ def evaluate(
     scales: Sequence[Path] = (),
     suite: Suite | None = None,
     wish: Wish | None = None,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> Evaluation:
     """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's.
 
     With a `wish` nothing is measured that cannot be served there.
     """
     wanted = recipe.evaluation
-    checkpoint = find_checkpoint(model_name)
+    checkpoint = find_model(model_name)
     config = load_config(checkpoint, recipe)
     suite, notes = inputs.fitting_suite(config, wanted, suite)
     suite = suite if wish is None else inputs.whole_text_only(suite)
@@ -195,7 +195,7 @@ def _refused(variants: Sequence[Variant], offers: Offers, wish: Wish | None) -> 
     return {name: answer for name, answer in answers.items() if isinstance(answer, str)}
 
 
-def _served_name(model: str, checkpoint: Checkpoint) -> str:
+def _served_name(model: str, checkpoint: ModelDirectory) -> str:
     """What engines are given for `model`."""
     return str(checkpoint.path) if model.startswith("builtin:") else model
 

@@ -14,7 +14,7 @@ from calib.caches.applied import beside_queries, rounded_attention
 from calib.caches.rounding import CacheRounding, round_fp8
 from calib.choices import REFERENCE, VARIANTS, AttentionMode
 from calib.eval.simulated import simulated
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 from calib.scales.first_tokens import without_first_tokens
 from calib.scales.observers import AbsMax, Mse
 from calib.scales.scales import KVScales, LayerScales
@@ -42,7 +42,7 @@ class Setup:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     backend: Backend = "auto"
-    progress: Progress = NOBODY
+    progress: Progress = SILENT
     attention: AttentionMode = "exact"  # of FP8 caches
 
     @property

@@ -16,7 +16,7 @@ from calib.export.scales_json import scales_json
 from calib.export.tgi import tgi
 from calib.files.conventions import LARGER
 from calib.files.file_names import JSON_FILE
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.names import layer_of
 from calib.models.quantized.detect import find_layout
 from calib.recipe import Recipe
@@ -94,7 +94,7 @@ def check_latent(name: FormatName) -> None:
 
 def export(
     scales: KVScales,
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     name: FormatName,
     *,
     reduce: Reduce | None = "none",
@@ -125,7 +125,7 @@ def export(
     return target.build(scales.reduce_max() if reduce == "max" else scales, checkpoint, tp_size)
 
 
-def _check_announced(source: Checkpoint) -> None:
+def _check_announced(source: ModelDirectory) -> None:
     # formats add a quantization_config where there is none: engines would read codes as numbers
     if find_quantization_config(source.config) is None and find_layout(source):
         raise UnsupportedExportError(
@@ -157,7 +157,7 @@ def _use(*ways: str | bool | None) -> str:
     return "Use " + ", or ".join(filter(None, [", ".join(given[:-1]), given[-1]]))
 
 
-def _nothing(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
+def _nothing(scales: KVScales, checkpoint: ModelDirectory, tp_size: int) -> Export:
     # the statistics and the recipe, which every output holds, are all our own runtime needs
     return Export()
 

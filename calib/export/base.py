@@ -8,7 +8,7 @@ from torch import Tensor
 
 from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedExportError
-from calib.files.model_directory import Checkpoint, checkpoint_prefix, quantization_configs
+from calib.files.model_directory import ModelDirectory, checkpoint_prefix, quantization_configs
 from calib.scales.scales import KVScales, LayerScales
 from calib.verify.classes import NAMES, OTHER, architecture
 from calib.verify.rules import Rules, all_rules
@@ -28,7 +28,7 @@ class Export:
     flags: str = ""  # that serving needs besides
 
 
-Build = Callable[[KVScales, Checkpoint, int], Export]  # (scales, source, tp_size)
+Build = Callable[[KVScales, ModelDirectory, int], Export]  # (scales, source, tp_size)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Format:
 
 
 def loaded_name(
-    rules: Rules, scales: KVScales, checkpoint: Checkpoint, kind: str, usual: str
+    rules: Rules, scales: KVScales, checkpoint: ModelDirectory, kind: str, usual: str
 ) -> tuple[str, tuple[str, ...]]:
     """The name under which the engine loads scales of this model with a `kind` of config; doubts.
 
@@ -79,7 +79,7 @@ def loaded_name(
 
 
 def latents_name(
-    rules: Rules, modules: Iterable[str], checkpoint: Checkpoint, kind: str, usual: str
+    rules: Rules, modules: Iterable[str], checkpoint: ModelDirectory, kind: str, usual: str
 ) -> tuple[str, str]:
     """The name under which the engine loads scales of latents (MLA), and the flag that it needs.
 
@@ -112,7 +112,7 @@ def _effect(fate: str) -> str:
     return "keep a 16-bit cache" if "16 bits" in fate else "compute with 1.0"
 
 
-def _other_engines(checkpoint: Checkpoint, kind: str) -> Iterator[str]:
+def _other_engines(checkpoint: ModelDirectory, kind: str) -> Iterator[str]:
     """The engines whose class of this model loads scales, by their formats."""
     quantized = quantization_configs(checkpoint.config)
     kind = kind.removesuffix(" attn_head") if quantized else "compressed-tensors"
@@ -123,7 +123,7 @@ def _other_engines(checkpoint: Checkpoint, kind: str) -> Iterator[str]:
             yield f"--format {name} for {rules.engine}, or "
 
 
-def by_prefix(scales: KVScales, checkpoint: Checkpoint) -> dict[str, LayerScales]:
+def by_prefix(scales: KVScales, checkpoint: ModelDirectory) -> dict[str, LayerScales]:
     """The scales of all modules that engines ask about, by prefix of their names on disk."""
     layers = scales.with_shared().items()
     return {checkpoint_prefix(module, checkpoint): layer for module, layer in layers}

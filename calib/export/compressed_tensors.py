@@ -15,7 +15,7 @@ from torch import Tensor
 from calib.errors import UnsupportedExportError
 from calib.export import scales_json
 from calib.export.base import Export, by_prefix, loaded_name
-from calib.files.model_directory import Checkpoint, quantization_configs
+from calib.files.model_directory import ModelDirectory, quantization_configs
 from calib.scales.scales import KVScales
 from calib.verify.classes import NAMES
 from calib.verify.quark import excluded_by
@@ -26,7 +26,7 @@ FP8_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
 _SCALES_WITHOUT_SCHEME = {"fp8", "quark", "modelopt"}
 
 
-def compressed_tensors(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules) -> Export:
+def compressed_tensors(scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, rules: Rules) -> Export:
     """Export for the engine of `rules`; refuses weights and classes that rule KV scales out."""
     config = copy.deepcopy(checkpoint.config)
     quantization = find_quantization_config(config)
@@ -62,7 +62,7 @@ def compressed_tensors(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *
     return Export(scale_tensors(scales, checkpoint, name), config, notes=notes, doubts=doubts)
 
 
-def sglang(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules) -> Export:
+def sglang(scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, rules: Rules) -> Export:
     """Export for SGLang: the checkpoint, and kv_cache_scales.json beside it where it can be."""
     export = compressed_tensors(scales, checkpoint, tp_size, rules=rules)
     try:
@@ -72,7 +72,7 @@ def sglang(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rul
     return replace(export, documents=beside.documents, notes=export.notes + beside.notes)
 
 
-def scale_tensors(scales: KVScales, checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
+def scale_tensors(scales: KVScales, checkpoint: ModelDirectory, name: str) -> dict[str, Tensor]:
     """Name and shape scales as engines load them: `[1]`, or `[heads, 1, 1]` for attn_head."""
     shape = (1,) if scales.strategy == "tensor" else (-1, 1, 1)
     return {
@@ -90,7 +90,7 @@ def find_quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _check_not_excluded(
-    quantization: dict[str, Any], scales: KVScales, checkpoint: Checkpoint, rules: Rules
+    quantization: dict[str, Any], scales: KVScales, checkpoint: ModelDirectory, rules: Rules
 ) -> None:
     """Refuse a Quark config that takes attention out of quantisation where that drops scales."""
     entries = (excluded_by(quantization, module) for module in by_prefix(scales, checkpoint))

@@ -16,7 +16,7 @@ from calib.export.base import BAKE, Export, by_prefix, latents_name, loaded_name
 from calib.export.compressed_tensors import FP8_SCHEME, find_quantization_config
 from calib.files.conventions import LARGER, PRODUCER_KEY
 from calib.files.file_names import MODELOPT_FILE
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.scales.scales import KVScales
 from calib.verify.rules import Rules
 
@@ -26,7 +26,7 @@ _READ_UNDER = ("self_attn", "mixer")
 
 
 def _export(
-    scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, quant_algo: str | None, ignore: str,
+    scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, quant_algo: str | None, ignore: str,
     rules: Rules, cache: str = "FP8",
 ) -> Export:  # fmt: skip
     if find_quantization_config(checkpoint.config) is not None:
@@ -69,7 +69,7 @@ def _latents_note(rules: Rules, flags: str) -> str:
     return f"{own}these scales are of latents (MLA), for {rules.engine} alone"
 
 
-def _tensors(scales: KVScales, checkpoint: Checkpoint, name: str) -> dict[str, Tensor]:
+def _tensors(scales: KVScales, checkpoint: ModelDirectory, name: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for prefix, layer in by_prefix(scales, checkpoint).items():
         if name == MODELOPT_NAME and not prefix.endswith(_READ_UNDER):
@@ -81,7 +81,7 @@ def _tensors(scales: KVScales, checkpoint: Checkpoint, name: str) -> dict[str, T
     return tensors
 
 
-def nvfp4(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules) -> Export:
+def nvfp4(scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, rules: Rules) -> Export:
     """Export the values of an NVFP4 cache as the engine of `rules` wants them.
 
     `scales` are those of FP8: absmax / 448.

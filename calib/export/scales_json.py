@@ -6,11 +6,11 @@ from calib.errors import UnsupportedExportError
 from calib.export.base import Export
 from calib.files.file_names import JSON_FILE
 from calib.files.heads import can_be_split, head_count, of_layer
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.scales.scales import KVScales
 
 
-def scales_json(scales: KVScales, checkpoint: Checkpoint, tp_size: int) -> Export:
+def scales_json(scales: KVScales, checkpoint: ModelDirectory, tp_size: int) -> Export:
     """Export the JSON alone; engines take it beside the unchanged model."""
     model_type, num_layers = checkpoint.text_config.get("model_type"), checkpoint.num_layers
     if not isinstance(model_type, str) or num_layers is None:
@@ -38,7 +38,7 @@ def _most_too_large(scales: KVScales) -> float:
     return max((float(max(pair) / min(pair)) for pair in pairs), default=1.0)
 
 
-def _check_split(checkpoint: Checkpoint, num_layers: int, ranks: int) -> None:
+def _check_split(checkpoint: ModelDirectory, num_layers: int, ranks: int) -> None:
     """Refuse a number of ranks that engines do not start with."""
     for layer in range(num_layers):
         config = of_layer(checkpoint.text_config, layer)

@@ -1,13 +1,13 @@
 """TGI: scalar `<attn>.kv_scale`, `.k_scale`, `.v_scale`; `kv_cache_torch_dtype` in the config."""
 
 from calib.export.base import Export, by_prefix, loaded_name
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.scales.scales import KVScales
 from calib.verify.classes import NAMES
 from calib.verify.rules import Rules
 
 
-def tgi(scales: KVScales, checkpoint: Checkpoint, tp_size: int, *, rules: Rules) -> Export:
+def tgi(scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, rules: Rules) -> Export:
     """Export for TGI; `kv_scale` is the larger of K's and V's, for versions that know only it."""
     tensors = {}
     for prefix, layer in by_prefix(scales, checkpoint).items():

@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 from calib.files.calibrations import Amax
 from calib.files.folder import ScaleDirectory
 from calib.files.fp8_type import names_nvfp4, names_only_nvfp4
-from calib.files.stored_scales import FoundLayer
+from calib.files.stored_scales import StoredLayer
 
 Divisor = Literal[448, 2688]  # the value is absmax / this
 LARGER: Divisor = 448  # values fit E4M3 before they are multiplied; equal to FP8 scales
@@ -59,7 +59,7 @@ def convention(directory: ScaleDirectory) -> Convention | None:
     return Convention(None, "not known: no file says who wrote them; verify --against STATS tells")
 
 
-def compared(told: Convention, layers: list[FoundLayer], amax: Amax) -> tuple[Convention, list[str]]:
+def compared(told: Convention, layers: list[StoredLayer], amax: Amax) -> tuple[Convention, list[str]]:
     """The convention that measured absmax shows, and a problem where the files tell another."""
     divisor = _measured_divisor(layers, amax)
     if divisor in (None, told.divisor):
@@ -68,7 +68,7 @@ def compared(told: Convention, layers: list[FoundLayer], amax: Amax) -> tuple[Co
     return shown, [f"the values are {shown}, and not {told}"] if told.divisor else []
 
 
-def _measured_divisor(layers: list[FoundLayer], amax: Amax) -> Divisor | None:
+def _measured_divisor(layers: list[StoredLayer], amax: Amax) -> Divisor | None:
     """The convention that values fit better; None where nothing compares."""
     ratios = [
         max(amax[layer.layer, letter]) / max(values)

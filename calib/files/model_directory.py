@@ -32,7 +32,7 @@ _TAIL = 3
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ModelDirectory:
     """A local directory with `config.json` and safetensors weights."""
 
     path: Path
@@ -77,7 +77,7 @@ class Checkpoint:
                 )
 
 
-def fingerprint(checkpoint: Checkpoint) -> str:
+def fingerprint(checkpoint: ModelDirectory) -> str:
     """The sha256 of the config, of every weight file's name, size, header and a few blocks, and of
     a few bytes of every tensor of attention.
 
@@ -91,14 +91,14 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def fingerprints(checkpoint: Checkpoint) -> dict[str, str]:
+def fingerprints(checkpoint: ModelDirectory) -> dict[str, str]:
     """What a calibration says of its model: its fingerprint as `checkpoint`, and as `weights` the
     sha256 of a few bytes of every tensor but those of experts."""
     weights = weights_digest(checkpoint.path, beyond_attention=True)
     return {"checkpoint": fingerprint(checkpoint), "weights": weights}
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_model_directory(path: Path) -> ModelDirectory:
     """Open a model directory and check that its weight files are whole and where the index says.
 
     Refused are pickles, files outside the directory, two models in one, a tensor twice, and a
@@ -114,7 +114,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     weight_map, entries = _weights(path)
     check_layers(path, config, weight_map)
     states = {shard: _state(path / shard) for shard in sorted(set(weight_map.values()))}
-    return Checkpoint(path, config, weight_map, entries, states)
+    return ModelDirectory(path, config, weight_map, entries, states)
 
 
 def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -187,7 +187,7 @@ def _state(file: Path) -> FileState:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def checkpoint_prefix(module: str, checkpoint: Checkpoint) -> str:
+def checkpoint_prefix(module: str, checkpoint: ModelDirectory) -> str:
     """Find the prefix of an attention module's tensors in the checkpoint.
 
     The two differ where transformers renames on load: `model.language_model.layers.0.self_attn`
@@ -208,7 +208,7 @@ def checkpoint_prefix(module: str, checkpoint: Checkpoint) -> str:
     return names[0]
 
 
-def _prefixes(checkpoint: Checkpoint) -> set[str]:
+def _prefixes(checkpoint: ModelDirectory) -> set[str]:
     # k_proj.weight and the like: the attention module is two levels above the tensor
     return {name.rsplit(".", 2)[0] for name in checkpoint.weight_map if name.count(".") >= _TAIL}
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from calib.errors import InputError
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 
 ALIGNMENT = 64
 DTYPES = {
@@ -83,7 +83,7 @@ def aligned(memory: Tensor, nbytes: int, place: int = 0) -> Tensor:
     return memory[start : start + nbytes]
 
 
-def stored_tensors(checkpoint: Checkpoint) -> dict[str, StoredTensor]:
+def stored_tensors(checkpoint: ModelDirectory) -> dict[str, StoredTensor]:
     """Every tensor of the files, by its name in the checkpoint."""
     found = {}
     for name, entry in checkpoint.entries.items():

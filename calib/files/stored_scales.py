@@ -35,7 +35,7 @@ _WRONG: dict[str, Callable[[float], bool]] = {
 
 
 @dataclass
-class FoundLayer:
+class StoredLayer:
     """The scales of one layer, as one engine or another would read them."""
 
     layer: int
@@ -46,11 +46,11 @@ class FoundLayer:
 
 
 @dataclass(frozen=True)
-class FoundScales:
+class StoredScales:
     """The scales of a directory, whatever tool has written them and whatever they are worth."""
 
     directory: ScaleDirectory
-    layers: list[FoundLayer]
+    layers: list[StoredLayer]
 
     @property
     def fp8_dtype(self) -> FP8Name:
@@ -115,10 +115,10 @@ class FoundScales:
             )
         return modules
 
-    def by_module(self) -> dict[str, FoundLayer]:
+    def by_module(self) -> dict[str, StoredLayer]:
         """Layers by attention module, also those without a scale; useless query scales left out."""
         modules = self.modules()
-        layers = {layer: FoundLayer(layer) for layer in modules if layer is not None}
+        layers = {layer: StoredLayer(layer) for layer in modules if layer is not None}
         layers |= {layer.layer: layer for layer in self.layers}
         named = {}
         for index, layer in sorted(layers.items()):
@@ -149,7 +149,7 @@ class FoundScales:
         }
 
 
-def read_scales(path: Path) -> FoundScales:
+def read_scales(path: Path) -> StoredScales:
     """Read the scales of a directory, for whatever computes with them or writes them again.
 
     Files count that the index lists; without an index, all.
@@ -171,7 +171,7 @@ def read_scales(path: Path) -> FoundScales:
     return found
 
 
-def show_scales(path: Path) -> FoundScales:
+def show_scales(path: Path) -> StoredScales:
     """Read them as `read_scales` does, but none that is there is refused: for what shows problems.
 
     Raises:
@@ -181,7 +181,7 @@ def show_scales(path: Path) -> FoundScales:
     found = _by_layer(directory, directory.tensors)
     if not found and directory.json:
         scales = directory.json.of_all_ranks.items()
-        found = {index: FoundLayer(index, (scale,), (scale,)) for index, scale in scales}
+        found = {index: StoredLayer(index, (scale,), (scale,)) for index, scale in scales}
     if not found and (purpose := baked_for(path)):
         raise NoScalesError(f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}")
     found = found or _by_layer(directory, directory.unlisted)
@@ -190,17 +190,17 @@ def show_scales(path: Path) -> FoundScales:
             f"'{path}' holds no KV-cache scales: no tensor such as "
             f"'model.layers.0.self_attn.k_scale', no {JSON_FILE}; give the output of a calibration"
         )
-    return FoundScales(directory, [found[index] for index in sorted(found)])
+    return StoredScales(directory, [found[index] for index in sorted(found)])
 
 
-def _by_layer(directory: ScaleDirectory, tensors: Sequence[ScaleTensor]) -> dict[int, FoundLayer]:
+def _by_layer(directory: ScaleDirectory, tensors: Sequence[ScaleTensor]) -> dict[int, StoredLayer]:
     """The layers of `tensors`; of several for one scale the one that `_preference` puts last."""
-    found: dict[int, FoundLayer] = {}
+    found: dict[int, StoredLayer] = {}
     index = directory.index or {}
     for tensor in sorted(tensors, key=lambda tensor: _preference(tensor, index)):
         if is_of_senses(tensor.name):
             continue  # a tower's layers are others, with the same numbers
-        layer = found.setdefault(tensor.parsed.layer, FoundLayer(tensor.parsed.layer))
+        layer = found.setdefault(tensor.parsed.layer, StoredLayer(tensor.parsed.layer))
         layer.tensors.append(tensor)
         for letter in tensor.parsed.letters:
             setattr(layer, letter, tensor.values)
@@ -233,7 +233,7 @@ def quantization(directory: ScaleDirectory) -> str:
     return f"{where}: {method}, KV cache: {scheme or 'not mentioned'}"
 
 
-def _value_problems(layers: list[FoundLayer]) -> list[str]:
+def _value_problems(layers: list[StoredLayer]) -> list[str]:
     problems = []
     for letter in "kvq":
         wrong: dict[str, list[int]] = defaultdict(list)
@@ -254,7 +254,7 @@ def _value_problems(layers: list[FoundLayer]) -> list[str]:
     return problems
 
 
-def _contradiction(layer: FoundLayer, letters: str, json: ScalesJson | None) -> tuple[str, str] | None:
+def _contradiction(layer: StoredLayer, letters: str, json: ScalesJson | None) -> tuple[str, str] | None:
     """Two places that differ on one scale; one that K and V share is the larger of theirs."""
     tensors = [t for t in reversed(layer.tensors) if t.parsed.letters == letters]
     places = [(t.values, _place(t)) for t in tensors]
@@ -286,7 +286,7 @@ def _same(one: Values, other: Values) -> bool:
     )
 
 
-def _count_problems(layers: list[FoundLayer], config: Mapping[str, Any]) -> list[str]:
+def _count_problems(layers: list[StoredLayer], config: Mapping[str, Any]) -> list[str]:
     problems = []
     for letter, kind, other in (("k", "KV", "q"), ("v", "KV", "q"), ("q", "query", "k")):
         wrong: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -309,7 +309,7 @@ def _count_problems(layers: list[FoundLayer], config: Mapping[str, Any]) -> list
     return problems
 
 
-def _before_baking(scales: FoundScales) -> list[str]:
+def _before_baking(scales: StoredScales) -> list[str]:
     """Tell scales of the model as it was before it was baked for FP8, which puts K's near 1."""
     directory = scales.directory
     values = [max(layer.k) for layer in scales.layers if layer.k and is_usable(layer.k)]

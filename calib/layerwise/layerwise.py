@@ -14,7 +14,7 @@ from calib.capture import loop
 from calib.capture.accumulate import RunningLayer
 from calib.data import Batch
 from calib.errors import InputError
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.text import show_size
 from calib.layerwise.hidden import HiddenStates, form_of
 from calib.layerwise.memory import (
@@ -64,7 +64,7 @@ class LayerwiseModel:
     loader: WeightLoader
 
 
-def open_layers(model: PreTrainedModel, checkpoint: Checkpoint, recipe: Recipe) -> LayerwiseModel:
+def open_layers(model: PreTrainedModel, checkpoint: ModelDirectory, recipe: Recipe) -> LayerwiseModel:
     """Prove that `model`, made by `load_skeleton`, can run layer by layer, and find its weights."""
     device, limit = execution_device(recipe), memory_limit(recipe)
     in_use, layer = resident_bytes(), random_bytes(model.get_decoder())

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from calib.capture.attention import AttentionMap
 from calib.data import Batch
 from calib.errors import InputError
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.text import parse_size, show_size
 from calib.layerwise.stages import Stages
 from calib.models.config import of_layers
@@ -33,7 +33,7 @@ _GROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def resolve_offload(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> Recipe:
+def resolve_offload(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe) -> Recipe:
     """Return `recipe` with `offload` either none or layerwise.
 
     `auto` is layerwise where the weights do not fit into `max_memory`, or into the memory that is
@@ -65,7 +65,7 @@ def memory_limit(recipe: Recipe) -> int:
     return resident_bytes() + int(_SHARE * available_bytes())
 
 
-def _weight_bytes(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> int:
+def _weight_bytes(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe) -> int:
     if find_layout(checkpoint):
         return sum(source.nbytes for source in weight_sources(checkpoint, config, recipe).values())
     stored = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)

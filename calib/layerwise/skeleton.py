@@ -9,14 +9,14 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.errors import InputError
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.stored import Source
 from calib.models.load import load_from, uses_gpu, weight_sources
 from calib.models.quantized.detect import is_quantized
 from calib.recipe import Recipe
 
 
-def load_skeleton(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
+def load_skeleton(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
     """Build the model that `load_model` would load, with every stored weight on the meta device.
 
     Buffers that are computed are where the layers will be, see `execution_device`.

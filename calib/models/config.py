@@ -19,7 +19,7 @@ from transformers import (
 from calib.errors import Fp8kvError, InputError, UnsupportedModelError
 from calib.files.cache_folder import cache_refusal
 from calib.files.folder import LAYER_KEYS
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 
 # far beyond every model there is, and near enough to build one in no time
 _MOST_LAYERS = 1_000
@@ -94,7 +94,7 @@ def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTr
 
 def check_against_weights(
     config: PreTrainedConfig,
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     shapes: Mapping[str, tuple[int, ...]],
     *,
     trust_remote_code: bool,

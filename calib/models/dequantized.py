@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calib.errors import InputError
 from calib.files.headers import Entry
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.stored import Source, StoredTensor, aligned, stored_tensors
 from calib.models.quantized.coded import CHUNK, CodedWeight, Layout, LayoutError, Module
 
@@ -45,7 +45,7 @@ class DequantizedTensor(Source):
 
 
 def all_weights(
-    checkpoint: Checkpoint, layout: Layout | None, dtype: torch.dtype | None = None
+    checkpoint: ModelDirectory, layout: Layout | None, dtype: torch.dtype | None = None
 ) -> dict[str, Source]:
     """What an unquantised checkpoint of the model would hold, by name.
 
@@ -63,7 +63,7 @@ def all_weights(
     return found
 
 
-def coded_weights(checkpoint: Checkpoint, layout: Layout | None) -> list[CodedWeight]:
+def coded_weights(checkpoint: ModelDirectory, layout: Layout | None) -> list[CodedWeight]:
     """The weights that are stored as codes; InputError where files and config do not agree.
 
     Nothing but headers is read.
@@ -85,7 +85,7 @@ def coded_weights(checkpoint: Checkpoint, layout: Layout | None) -> list[CodedWe
     return found
 
 
-def weight_shapes(checkpoint: Checkpoint, layout: Layout | None) -> dict[str, tuple[int, ...]]:
+def weight_shapes(checkpoint: ModelDirectory, layout: Layout | None) -> dict[str, tuple[int, ...]]:
     """The shape of every weight, by name; `layout` is that of those stored as codes."""
     coded = coded_weights(checkpoint, layout)
     spent = spent_names(coded)

@@ -15,7 +15,7 @@ from calib.errors import InputError
 from calib.files.atomic import Claim, atomic_directory, claimed, share_file
 from calib.files.cache_folder import cache_refusal
 from calib.files.file_names import CONFIG_FILE, SINGLE_FILE
-from calib.files.model_directory import Checkpoint, open_checkpoint
+from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.progress import library_bars_hidden
 
 T = TypeVar("T")
@@ -29,13 +29,13 @@ _ANOTHER_CACHE = "set XDG_CACHE_HOME to a folder that you can write"
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "tokenizer*"]
 
 
-def find_checkpoint(model: str) -> Checkpoint:
+def find_model(model: str) -> ModelDirectory:
     """Resolve a local directory, Hub id or `builtin:` name, and check what is there."""
     if model.startswith("builtin:"):
-        return open_checkpoint(builtin_model(model))
+        return open_model_directory(builtin_model(model))
     path = Path(model).expanduser()
     if path.is_dir():
-        return open_checkpoint(path)
+        return open_model_directory(path)
     if path.exists():
         raise InputError(f"model '{model}' is a file; give the directory that holds its {CONFIG_FILE}")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
@@ -44,7 +44,7 @@ def find_checkpoint(model: str) -> Checkpoint:
             f"Qwen/Qwen2.5-7B-Instruct, or {_BUILTIN}"
         )
     found = _download(model, lambda: snapshot_download(model, allow_patterns=_FILES))
-    return open_checkpoint(found)
+    return open_model_directory(found)
 
 
 def hub_origin(path: Path) -> dict[str, str] | None:

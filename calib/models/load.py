@@ -18,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from calib.errors import InputError, UnsupportedModelError
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.stored import Source
 from calib.files.strict_json import read_object, regular_size
 from calib.models.config import (
@@ -49,7 +49,7 @@ _NOT_ATTENDING = {"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"
 _SERVED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_config(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedConfig:
+def load_config(checkpoint: ModelDirectory, recipe: Recipe) -> PreTrainedConfig:
     """Read the model's config and refuse, before any weight is read, what cannot be calibrated."""
     layout = find_layout(checkpoint)
     trust = recipe.trust_remote_code
@@ -122,7 +122,7 @@ def model_positions(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
+def load_model(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
     """Load the model, with weights that are decoded; refuse it if one is not in the checkpoint."""
     device_map: str | dict[str, int] = "cpu"
     if uses_gpu(recipe):
@@ -149,7 +149,7 @@ def load_model(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe)
 
 def load_from(
     weights: Mapping[str, Any],
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     config: PreTrainedConfig,
     recipe: Recipe,
     device_map: Any,
@@ -187,7 +187,9 @@ def _ready(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def weight_sources(checkpoint: Checkpoint, config: PreTrainedConfig, recipe: Recipe) -> Mapping[str, Source]:
+def weight_sources(
+    checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe
+) -> Mapping[str, Source]:
     """Every weight of the checkpoint, as a plain one would name it, to be read when needed."""
     wanted = requested_dtype(recipe)
     # as transformers resolves `auto`
@@ -218,7 +220,7 @@ def loading(what: str) -> Iterator[None]:
         yield
 
 
-def check_complete(checkpoint: Checkpoint, info: dict[str, Any], names: Collection[str]) -> None:
+def check_complete(checkpoint: ModelDirectory, info: dict[str, Any], names: Collection[str]) -> None:
     """Check transformers' loading info: no weight was initialised at random, no scale left over.
 
     `names` are those of the weights that it was given.
@@ -244,7 +246,7 @@ def uses_gpu(recipe: Recipe) -> bool:
     return recipe.device != "cpu" and torch.cuda.is_available()
 
 
-def load_tokenizer(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedTokenizerBase:
+def load_tokenizer(checkpoint: ModelDirectory, recipe: Recipe) -> PreTrainedTokenizerBase:
     """Load the model's tokenizer."""
     files = [checkpoint.path / name for name in _TOKENIZERS]
     for file in [file for file in files if file.exists()][:1]:
@@ -268,7 +270,7 @@ def _check_tokenizer(file: Path) -> None:
             raise InputError(f"'{file}' holds no tokenizer: it has no model with a vocab; download it again")
 
 
-def served_dtype(checkpoint: Checkpoint) -> torch.dtype | None:
+def served_dtype(checkpoint: ModelDirectory) -> torch.dtype | None:
     """The 16-bit type that engines load the weights in, as far as the config says."""
     says = checkpoint.config
     return _SERVED_DTYPES.get(str(says.get("dtype") or says.get("torch_dtype")))

@@ -11,7 +11,7 @@ from calib import __version__
 from calib.choices import FormatName, Reduce, Strategy
 from calib.data import CalibrationData
 from calib.export import FORMATS
-from calib.files.model_directory import Checkpoint, fingerprints
+from calib.files.model_directory import ModelDirectory, fingerprints
 from calib.files.text import plain
 from calib.models.find import hub_origin
 from calib.recipe import Recipe
@@ -26,7 +26,7 @@ _LIBRARIES = ("torch", "transformers", "datasets", "safetensors")
 
 def calibration_report(
     model: str,
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     recipe: Recipe,
     dataset: dict[str, Any],
     layers: list[LayerSummary],

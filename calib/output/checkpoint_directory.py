@@ -22,7 +22,7 @@ from calib.files.file_names import (
     STRESS_FILE,
 )
 from calib.files.json_text import exact_json_text, json_text
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.names import is_of_cache
 from calib.files.placing import OnCopied, Placing, place_shard
 from calib.files.strict_json import read_object
@@ -58,7 +58,7 @@ def check_output(out: Path, source: Path, *, overwrite: bool, what: str = "model
 
 def write_checkpoint(
     export: Export,
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     out: Path,
     *,
     weights: Placing | None,
@@ -119,7 +119,7 @@ def keep_source_files(path: Path, out: Path) -> None:
 
 
 def place_weights(
-    checkpoint: Checkpoint, out: Path, names: dict[str, str], weights: Placing, on_copied: OnCopied
+    checkpoint: ModelDirectory, out: Path, names: dict[str, str], weights: Placing, on_copied: OnCopied
 ) -> dict[str, str]:
     """Put weight files, without scales, into `out` under new `names`; return each tensor's file."""
     stale = {name for name in checkpoint.weight_map if is_of_cache(name)}
@@ -131,7 +131,7 @@ def place_weights(
     return {n: names[s] for n, s in checkpoint.weight_map.items() if n not in stale}
 
 
-def copy_small_files(checkpoint: Checkpoint, out: Path) -> None:
+def copy_small_files(checkpoint: ModelDirectory, out: Path) -> None:
     """Copy all files except weights and scales, their index, and those of an earlier run."""
     for file in sorted(checkpoint.path.rglob("*")):
         relative = file.relative_to(checkpoint.path)
@@ -144,7 +144,7 @@ def copy_small_files(checkpoint: Checkpoint, out: Path) -> None:
         shutil.copyfile(file, out / relative)
 
 
-def other_weights(checkpoint: Checkpoint) -> list[str]:
+def other_weights(checkpoint: ModelDirectory) -> list[str]:
     """Weight files in a model's directory that are not the checkpoint's; an adapter's config."""
     files = (file for file in sorted(checkpoint.path.rglob("*")) if file.is_file())
     names = {file.relative_to(checkpoint.path).as_posix(): file.suffix for file in files}
@@ -164,7 +164,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json_text(document, indent=2, ensure_ascii=False) + "\n")
 
 
-def write_index(checkpoint: Checkpoint, out: Path, weight_map: dict[str, str], added: int) -> None:
+def write_index(checkpoint: ModelDirectory, out: Path, weight_map: dict[str, str], added: int) -> None:
     """Write the index of an output with the tensors of `weight_map`; scales `added` these bytes."""
     index = checkpoint.path / INDEX_FILE
     metadata = read_object(index).get("metadata") if index.exists() else None

@@ -11,7 +11,7 @@ from calib.choices import FormatName
 from calib.export import FORMATS, Command, Export, export
 from calib.files.atomic import Claim, atomic_directory
 from calib.files.file_names import CALIBRATION_FILE, STATS_FILE
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.placing import OnCopied
 from calib.output.card import calibration_report, output_card
 from calib.output.checkpoint_directory import write_checkpoint, write_json
@@ -100,7 +100,7 @@ def default_output(model_name: str, recipe: Recipe) -> Path:
 
 
 def make_exports(
-    scales: KVScales, source: Checkpoint, recipe: Recipe, by: Command = "calibrate"
+    scales: KVScales, source: ModelDirectory, recipe: Recipe, by: Command = "calibrate"
 ) -> dict[FormatName, Export]:
     """Each of the recipe's formats, with all that it adds; refuses what one cannot hold."""
     options = recipe.export
@@ -112,7 +112,7 @@ def make_exports(
 
 def finish(
     model_name: str,
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     recipe: Recipe,
     stats: KVStats,
     destination: Destination,
@@ -163,7 +163,7 @@ def _write(
     exports: dict[FormatName, Export],
     parts: dict[FormatName, str],
     report: dict[str, Any],
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     recipe: Recipe,
     stats: KVStats,
     destination: Destination,

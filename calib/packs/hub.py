@@ -11,13 +11,13 @@ from calib.files.file_names import PACK_FILE
 from calib.files.packs import FILES, MAX_MANIFEST_BYTES, read_manifest
 from calib.models.find import ask_hub
 from calib.packs.packing import HUB_ID
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 
 _REVISION = re.compile(r"[\w./-]{1,200}", re.ASCII)
 _OF_THE_HUB = {".gitattributes"}  # in every new repository
 
 
-def find_calibration(given: str, progress: Progress = NOBODY) -> tuple[Path, str]:
+def find_calibration(given: str, progress: Progress = SILENT) -> tuple[Path, str]:
     """Where the calibration or pack `given` is, and its name: a path, or `owner/name[@revision]`.
 
     What is no path is fetched from the Hub into its cache; InputError where it is no pack there.

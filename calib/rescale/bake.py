@@ -15,8 +15,8 @@ from calib.files.baked import baked_for, weights_digest
 from calib.files.calibrations import statistics_file
 from calib.files.file_names import BAKE_FILE
 from calib.files.fp8_type import FP8_MAX
-from calib.files.model_directory import Checkpoint, fingerprint
-from calib.models.find import find_checkpoint
+from calib.files.model_directory import ModelDirectory, fingerprint
+from calib.models.find import find_model
 from calib.models.quantized.detect import find_layout
 from calib.output.checkpoint_directory import (
     ADAPTER_FILE,
@@ -25,7 +25,7 @@ from calib.output.checkpoint_directory import (
     write_json,
 )
 from calib.output.in_place import back_up, check_places, complete, local_directory
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.rescale.bake_card import write_card
 from calib.rescale.choosing import (
@@ -105,7 +105,7 @@ def bake(
     any_factor: bool = False,
     overrides: dict[str, Any],
     overwrite: bool = False,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> Baked:
     """Write the model `name` with factors moved from Q to K and from the output projection to V.
 
@@ -116,7 +116,7 @@ def bake(
         raise InputError("--any-factor is for int8; FP8 gains nothing from other factors")
     check_places(output, in_place=in_place, overwrite=overwrite)
     progress.stage("load")
-    checkpoint = find_checkpoint(name)
+    checkpoint = find_model(name)
     output = local_directory(name) if in_place else output or _default_output(name, purpose)
     if not in_place:
         check_output(output, checkpoint.path, overwrite=overwrite)
@@ -167,7 +167,7 @@ def _summed(
 
 def _describe(
     baked: Baked,
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     out: Path,
     done: Rescaling,
     report: dict[str, Any],
@@ -203,7 +203,7 @@ def _default_output(name: str, purpose: Purpose) -> Path:
     return Path(f"{Path(name.rstrip('/').removeprefix('builtin:')).name}-baked-{purpose}")
 
 
-def _check_bakeable(checkpoint: Checkpoint, *, in_place: bool) -> None:
+def _check_bakeable(checkpoint: ModelDirectory, *, in_place: bool) -> None:
     """Refuse a model that was baked, has scales, or more weights than those that are changed."""
     others = other_weights(checkpoint)
     if others and (in_place or ADAPTER_FILE in others):
@@ -216,7 +216,7 @@ def _check_bakeable(checkpoint: Checkpoint, *, in_place: bool) -> None:
     check_no_scales(checkpoint)
 
 
-def _check_dtype(recipe: Recipe, checkpoint: Checkpoint, any_factor: bool) -> None:
+def _check_dtype(recipe: Recipe, checkpoint: ModelDirectory, any_factor: bool) -> None:
     if recipe.dtype not in ("auto", "float32"):
         raise InputError(f"--dtype {recipe.dtype} may round weights; use auto or float32")
     if find_layout(checkpoint) and (any_factor or recipe.dtype != "auto"):
@@ -227,7 +227,7 @@ def _check_dtype(recipe: Recipe, checkpoint: Checkpoint, any_factor: bool) -> No
 
 
 def _check_measured(
-    given: Path, report: dict[str, Any], stats: KVStats, name: str, checkpoint: Checkpoint
+    given: Path, report: dict[str, Any], stats: KVStats, name: str, checkpoint: ModelDirectory
 ) -> None:
     """Refuse statistics of another model; of another checkpoint, unless K and V are the same."""
     if report.get("marks") is not None:  # the fingerprint samples, and tells edited models less

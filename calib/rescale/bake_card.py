@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.text import plain
 from calib.output.checkpoint_directory import prepend_card
 from calib.verify.at_one import known_flags
 from calib.verify.rules import all_rules
 
 
-def write_card(checkpoint: Checkpoint, out: Path, baked: dict[str, Any], dataset: dict[str, Any]) -> None:
+def write_card(checkpoint: ModelDirectory, out: Path, baked: dict[str, Any], dataset: dict[str, Any]) -> None:
     """Put what was done, and how to serve it, before the source's README."""
     path = shlex.quote(baked["output"])
     same = outputs(baked["kl"], baked["rounded"], exact=baked["exact"])
@@ -39,7 +39,7 @@ def outputs(kl: float, rounded: Sequence[str], *, exact: bool = True) -> str:
     return "In float32 its outputs are the source's, bit for bit." if exact else f"{differ}."
 
 
-def _serving(baked: dict[str, Any], path: str, checkpoint: Checkpoint) -> list[str]:
+def _serving(baked: dict[str, Any], path: str, checkpoint: ModelDirectory) -> list[str]:
     # engines take float32 weights for bfloat16 unless told otherwise; how two are told is not known
     wide = " --dtype float32" if baked["dtype"] == "float32" else ""
     if baked["for"] == "int8":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calib.errors import UnsupportedModelError
 from calib.export.compressed_tensors import find_quantization_config
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.stored import StoredTensor
 from calib.models.quantized.coded import CodedWeight
 
@@ -25,7 +25,7 @@ class NotHeld(UnsupportedModelError):
     """The scales of a weight cannot hold a factor."""
 
 
-def rounds_inputs(checkpoint: Checkpoint) -> bool:
+def rounds_inputs(checkpoint: ModelDirectory) -> bool:
     """Whether engines quantise what goes into a quantised weight, as far as its config says."""
     says = find_quantization_config(checkpoint.config) or {}
     if says.get("quant_method") == "compressed-tensors":

@@ -11,7 +11,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from calib.capture.attention import CachedAttention
 from calib.errors import InputError, UnsupportedModelError
-from calib.files.model_directory import Checkpoint, checkpoint_prefix
+from calib.files.model_directory import ModelDirectory, checkpoint_prefix
 from calib.files.stored import StoredTensor, stored_tensors
 from calib.models.dequantized import coded_weights
 from calib.models.quantized.coded import CodedWeight
@@ -30,7 +30,7 @@ Coarser = Callable[[Tensor], Tensor]
 class Editing:
     """A checkpoint whose tensors are to be edited."""
 
-    checkpoint: Checkpoint
+    checkpoint: ModelDirectory
     coded: Mapping[str, CodedWeight]
     stored: Mapping[str, StoredTensor]
     dtype: torch.dtype | None  # that floats get before they are edited; None: their own
@@ -38,7 +38,9 @@ class Editing:
     exact: bool
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, dtype: torch.dtype | None, advice: str, *, exact: bool) -> "Editing":
+    def of(
+        cls, checkpoint: ModelDirectory, dtype: torch.dtype | None, advice: str, *, exact: bool
+    ) -> "Editing":
         """Read what a checkpoint holds."""
         coded = coded_weights(checkpoint, find_layout(checkpoint))
         by_name = {weight.name: weight for weight in coded}

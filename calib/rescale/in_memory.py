@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from calib.choices import Purpose
 from calib.errors import InputError
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.rescale.choosing import check_purpose, factors_for_fp8, factors_for_int8, per_part
 from calib.rescale.edits import FOR_FP8, FOR_INT8, Editing, fitting
 from calib.rescale.held import held_factors
@@ -20,7 +20,7 @@ from calib.scales.stats import KVStats
 
 
 def baked_factors(
-    model: PreTrainedModel, checkpoint: Checkpoint, stats: KVStats, purpose: Purpose
+    model: PreTrainedModel, checkpoint: ModelDirectory, stats: KVStats, purpose: Purpose
 ) -> tuple[dict[int, LayerFactors], list[str]]:
     """What K and V of each layer_idx would be multiplied by, proved on a few tokens; warnings.
 

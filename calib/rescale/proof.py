@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from calib.capture.attention import CachedAttention, observe_qkv
 from calib.divergence import divergence
 from calib.errors import UnsupportedModelError
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.models.devices import input_device
 from calib.models.load import load_config, load_model
 from calib.recipe import Recipe
@@ -40,7 +40,7 @@ class Observed:
         return max(pair["kv".index(which)].abs().amax().item() for pair in self.kv.values())
 
 
-def load_exact(checkpoint: Checkpoint, recipe: Recipe) -> PreTrainedModel:
+def load_exact(checkpoint: ModelDirectory, recipe: Recipe) -> PreTrainedModel:
     """Load a model in float32, where a power of two changes exponents and nothing else."""
     recipe = recipe.model_copy(update={"dtype": "float32"})
     model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)

@@ -15,9 +15,9 @@ from calib.choices import Purpose
 from calib.errors import InputError
 from calib.files.file_names import JSON_FILE
 from calib.files.folder import open_scales
-from calib.files.model_directory import Checkpoint, open_checkpoint
+from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import is_of_cache
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 from calib.recipe import Recipe
 from calib.rescale.edits import Coarser, Editing, fitting
 from calib.rescale.parameters import cached_attention, rescaled_parameters
@@ -84,7 +84,7 @@ def _plain(heads: Tensor) -> list[Any]:
     return found
 
 
-def check_no_scales(checkpoint: Checkpoint) -> None:
+def check_no_scales(checkpoint: ModelDirectory) -> None:
     """Refuse a model with KV scales, which fit no other K and V."""
     files = open_scales(checkpoint.path)
     names = [tensor.name for tensor in files.tensors] + [JSON_FILE] * (files.json is not None)
@@ -96,7 +96,7 @@ def check_no_scales(checkpoint: Checkpoint) -> None:
 
 
 def rescale(
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     out: Path,
     recipe: Recipe,
     choose: Choose,
@@ -106,7 +106,7 @@ def rescale(
     coarser: Sequence[Coarser] = (),
     advice: str = "",
     exact: bool = True,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> Rescaling:
     """Fill `out` with `checkpoint`, its K and V multiplied by the factors that are chosen.
 
@@ -135,7 +135,7 @@ def rescale(
     del model  # one copy in memory is enough
     write_rescaled(checkpoint, edits, out, dtype, progress)
     progress.stage("prove")
-    model = load_exact(open_checkpoint(out), recipe)
+    model = load_exact(open_model_directory(out), recipe)
     after = observe(model)
     if exact:
         same = observe(model, [change for change, _ in rounded], own) if rounded else after

@@ -12,21 +12,21 @@ from torch import Tensor
 from calib.errors import InputError
 from calib.files.atomic import save_tensors
 from calib.files.file_names import CONFIG_FILE, INDEX_FILE
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.placing import place_shard
 from calib.output.checkpoint_directory import copy_small_files, write_index, write_json
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 from calib.rescale.products import Rescaled
 
 Edit = Callable[[Tensor], Tensor]
 
 
 def write_rescaled(
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     edits: Mapping[str, Edit],
     out: Path,
     dtype: torch.dtype | None,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> None:
     """Fill `out` with the checkpoint, the tensors that `edits` names changed.
 

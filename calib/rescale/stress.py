@@ -19,12 +19,12 @@ from calib.errors import InputError
 from calib.export.compressed_tensors import find_quantization_config
 from calib.files.atomic import atomic_directory
 from calib.files.file_names import STRESS_FILE
-from calib.files.model_directory import Checkpoint, open_checkpoint
-from calib.models.find import find_checkpoint
+from calib.files.model_directory import ModelDirectory, open_model_directory
+from calib.models.find import find_model
 from calib.models.load import caches_latents, load_config
 from calib.models.quantized.detect import find_layout
 from calib.output.checkpoint_directory import check_output, write_json
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe
 from calib.rescale.products import LayerFactors
 from calib.rescale.proof import PROBE_TOKENS
@@ -126,7 +126,7 @@ def stress(
     *,
     overrides: dict[str, Any],
     overwrite: bool = False,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> Stressed:
     """Write the twin of the model `name` to `output`, once it is proved to be one.
 
@@ -140,7 +140,7 @@ def stress(
             "twin's outputs; use auto or float32"
         )
     progress.stage("load")
-    checkpoint = find_checkpoint(name)
+    checkpoint = find_model(name)
     check_output(output, checkpoint.path, overwrite=overwrite)
     _check_plain(checkpoint)
     check_no_scales(checkpoint)
@@ -158,14 +158,14 @@ def stress(
             progress=progress,
         )
         k, v = ((done.before.amax(which), done.after.amax(which)) for which in "kv")
-        dtype = _dtype(open_checkpoint(scratch))
+        dtype = _dtype(open_model_directory(scratch))
         twin = Stressed(name, output, factors, dtype, done.changed, k, v, done.kl, done.rounded, latent)
         write_json(scratch / STRESS_FILE, twin.to_json())
         write_card(twin.to_json(), checkpoint, done.factors, scratch)
     return twin
 
 
-def _check_plain(checkpoint: Checkpoint) -> None:
+def _check_plain(checkpoint: ModelDirectory) -> None:
     """Refuse quantised weights."""
     if find_quantization_config(checkpoint.config) is not None:
         raise InputError(
@@ -197,7 +197,7 @@ def parse_factor(text: str, flag: str) -> float:
     return float(value)
 
 
-def _dtype(checkpoint: Checkpoint) -> str:
+def _dtype(checkpoint: ModelDirectory) -> str:
     """What its config says of the weights' dtype."""
     text = checkpoint.text_config
     return str(text.get("dtype") or text.get("torch_dtype") or checkpoint.config.get("dtype"))

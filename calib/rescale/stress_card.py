@@ -11,7 +11,7 @@ import torch
 from calib.errors import UnsupportedExportError
 from calib.export.base import latents_name
 from calib.export.modelopt import MODELOPT_NAME
-from calib.files.model_directory import Checkpoint, checkpoint_prefix
+from calib.files.model_directory import ModelDirectory, checkpoint_prefix
 from calib.rescale.bake_card import outputs
 from calib.rescale.proof import PROBE_TOKENS
 from calib.verify.at_one import known_flags
@@ -24,7 +24,7 @@ _OF_BAKING = """No engine is known to compute with scales of its latents. Where 
 at scale 1.0, baking brings the source's text back:"""
 
 
-def write_card(done: dict[str, Any], checkpoint: Checkpoint, modules: Iterable[str], out: Path) -> None:
+def write_card(done: dict[str, Any], checkpoint: ModelDirectory, modules: Iterable[str], out: Path) -> None:
     """Say what the twin of `checkpoint` is, and how to serve it; `modules` are of attention."""
     k, v, divided = "K", "V", "Q and the output projections are"
     if done["latent"]:
@@ -41,7 +41,7 @@ Made by `fp8kv stress`. Its {k} are the source's times {Fraction(done["k_factor"
 """)
 
 
-def _commands(done: dict[str, Any], checkpoint: Checkpoint, modules: Iterable[str]) -> str:
+def _commands(done: dict[str, Any], checkpoint: ModelDirectory, modules: Iterable[str]) -> str:
     vllm = all_rules()["vllm"]
     twin, scaled, baked = (shlex.quote(f"{done['output']}{x}") for x in ("", "-fp8kv", "-baked"))
     if not done["latent"]:
@@ -69,7 +69,7 @@ fp8kv-calibrate {twin}{export} -o {scaled}
 If the second server writes garbage too, it does not use the scales."""
 
 
-def _baking(done: dict[str, Any], checkpoint: Checkpoint, paths: tuple[str, str, str]) -> str:
+def _baking(done: dict[str, Any], checkpoint: ModelDirectory, paths: tuple[str, str, str]) -> str:
     twin, scaled, baked = paths
     garbage: list[str] = []
     right: list[str] = []

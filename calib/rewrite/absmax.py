@@ -8,8 +8,8 @@ from calib.capture.any_scales import to_scales
 from calib.errors import InputError
 from calib.files.conventions import LARGER, convention, release
 from calib.files.file_names import CALIBRATION_FILE, STATS_FILE
-from calib.files.model_directory import Checkpoint
-from calib.files.stored_scales import FoundScales
+from calib.files.model_directory import ModelDirectory
+from calib.files.stored_scales import StoredScales
 from calib.recipe import load_recipe
 from calib.same_model.saved import check_measured_on
 from calib.scales.derive import derive_scales
@@ -21,7 +21,7 @@ Read = tuple[KVScales, tuple[str, ...]]  # scales for E4M3, absmax / 448; notes 
 _MODELOPT_UNCLAMPED = Version("0.43")
 
 
-def from_nvfp4(found: FoundScales) -> Read | None:
+def from_nvfp4(found: StoredScales) -> Read | None:
     """The values of an NVFP4 cache as absmax / 448; None where the directory holds FP8 scales.
 
     An InputError where their convention is not known.
@@ -42,7 +42,7 @@ def from_nvfp4(found: FoundScales) -> Read | None:
     return replace(scales, layers=layers), (f"values were read as {followed}",)
 
 
-def for_nvfp4(found: FoundScales, checkpoint: Checkpoint) -> Read | None:
+def for_nvfp4(found: StoredScales, checkpoint: ModelDirectory) -> Read | None:
     """Scales that are absmax / 448, of a directory with FP8 scales; None: those in its files are.
 
     An InputError where that is not known: scales may be other than absmax, clipped on purpose.
@@ -71,7 +71,7 @@ def for_nvfp4(found: FoundScales, checkpoint: Checkpoint) -> Read | None:
     )
 
 
-def _is_of_an_unclamped_modelopt(found: FoundScales) -> bool:
+def _is_of_an_unclamped_modelopt(found: StoredScales) -> bool:
     producer = (found.directory.quantization or {}).get("producer")
     if not isinstance(producer, dict) or producer.get("name") != "modelopt":
         return False

@@ -11,15 +11,15 @@ from calib.files.atomic import claimed
 from calib.files.baked import baked_for
 from calib.files.calibrations import statistics_file
 from calib.files.file_names import CALIBRATION_FILE
-from calib.files.model_directory import Checkpoint, checkpoint_prefix, fingerprint, open_checkpoint
+from calib.files.model_directory import ModelDirectory, checkpoint_prefix, fingerprint, open_model_directory
 from calib.files.names import is_of_cache
 from calib.files.packs import read_pack
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.quantized.detect import quantization_notes
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, Result, default_output, finish, make_exports
 from calib.output.in_place import check_in_place, check_places
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.same_model.identity import check_same_model, identity
 from calib.same_model.judging import Likeness, judge
@@ -41,7 +41,7 @@ def apply(
     strategy: Strategy | None = None,
     overwrite: bool = False,
     called: str | None = None,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> Result:
     """Put the scales of the calibration or pack `given` beside `model`, which is not run.
 
@@ -59,7 +59,7 @@ def apply(
     recipe = load_recipe(str(source / CALIBRATION_FILE), changes)
     output = check_in_place(model, recipe) if in_place else output or default_output(model, recipe)
     progress.stage("load")
-    checkpoint = find_checkpoint(model)
+    checkpoint = find_model(model)
     if not in_place:
         check_output(output, source, overwrite=overwrite, what="calibration")
         check_output(output, checkpoint.path, overwrite=overwrite)
@@ -87,7 +87,9 @@ def _provenance(source: Path, name: str) -> dict[str, Any] | None:
     return {"name": name, "sha256": pack.sha256} if pack else None
 
 
-def _check_fits(given: Path, source: Path, stats: KVStats, checkpoint: Checkpoint, recipe: Recipe) -> None:
+def _check_fits(
+    given: Path, source: Path, stats: KVStats, checkpoint: ModelDirectory, recipe: Recipe
+) -> None:
     """Refuse, by config and names, another model and what no engine would load."""
     if purpose := baked_for(checkpoint.path):
         raise InputError(
@@ -109,7 +111,7 @@ def _check_fits(given: Path, source: Path, stats: KVStats, checkpoint: Checkpoin
     _check_linked(checkpoint)
 
 
-def _check_linked(checkpoint: Checkpoint) -> None:
+def _check_linked(checkpoint: ModelDirectory) -> None:
     """Refuse weight files that hold scales: to take these out, the files would be rewritten."""
     for shard in checkpoint.shards:
         held = [name for name, file in checkpoint.weight_map.items() if file == shard]
@@ -124,14 +126,14 @@ def _check_linked(checkpoint: Checkpoint) -> None:
 def _marks(given: Path, source: Path, saved: Any, stats: KVStats, base: str | None, measured: str) -> Marks:
     """Marks of the `measured` model: of `base`, or saved, or of the weights in `source`."""
     if base is not None:
-        checkpoint = find_checkpoint(base)
+        checkpoint = find_model(base)
         if fingerprint(checkpoint) != measured:
             raise InputError(f"'{base}' is not the model that '{given}' was measured on")
         return take_marks(checkpoint, stats.layers)
     if saved is not None:
         return Marks.from_json(saved, f"'{source / CALIBRATION_FILE}'")
     try:
-        checkpoint = open_checkpoint(source)
+        checkpoint = open_model_directory(source)
     except InputError:
         raise InputError(
             f"'{given}' keeps neither marks nor weights of the model it was measured on; give that "
@@ -140,7 +142,7 @@ def _marks(given: Path, source: Path, saved: Any, stats: KVStats, base: str | No
     return take_marks(checkpoint, stats.layers)
 
 
-def _notes(measured: str, checkpoint: Checkpoint, likeness: Likeness, left: list[str]) -> Iterable[str]:
+def _notes(measured: str, checkpoint: ModelDirectory, likeness: Likeness, left: list[str]) -> Iterable[str]:
     yield (
         f"these scales were measured on {measured}: what was sampled of the weights for K and V "
         f"of '{checkpoint.path}' differs by {likeness.largest_error:.1%} at most"

@@ -10,11 +10,11 @@ from calib.choices import FormatName, Reduce
 from calib.errors import UnsupportedExportError
 from calib.export import FORMATS, export
 from calib.files.atomic import atomic_directory
-from calib.files.model_directory import Checkpoint, open_checkpoint
+from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.stored_scales import read_scales
 from calib.output.card import format_card, strategy_held
 from calib.output.checkpoint_directory import check_output, write_checkpoint, write_documents
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 from calib.rewrite.absmax import Read, for_nvfp4, from_nvfp4
 from calib.rewrite.plain import config_without_scales, remove_documents, write_plain
 from calib.scales.record_file import Records, load_records, save_records
@@ -38,10 +38,10 @@ def convert(
     without_q: bool = False,
     tp_size: int = 1,
     overwrite: bool = False,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> Rewritten:
     """Write the checkpoint `directory` to `output` with its scales in the format `to`."""
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
     scales, notes = existing_scales(checkpoint, to)
     if scales.has_q and (without_q or not FORMATS[to].reads_q):
@@ -58,9 +58,9 @@ def convert(
     return Rewritten(scales, notes)
 
 
-def strip(directory: Path, output: Path, *, overwrite: bool = False, progress: Progress = NOBODY) -> None:
+def strip(directory: Path, output: Path, *, overwrite: bool = False, progress: Progress = SILENT) -> None:
     """Write `directory` to `output` without scales, with the source's files if it kept them."""
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
     with atomic_directory(output, overwrite=overwrite) as scratch:
         progress.stage("write")
@@ -68,7 +68,7 @@ def strip(directory: Path, output: Path, *, overwrite: bool = False, progress: P
         checkpoint.check_unchanged()
 
 
-def existing_scales(checkpoint: Checkpoint, to: FormatName) -> Read:
+def existing_scales(checkpoint: ModelDirectory, to: FormatName) -> Read:
     """The scales of a checkpoint for the format `to`, and notes on how they were read.
 
     An InputError where K or V is missing or of no use.
@@ -82,7 +82,7 @@ def existing_scales(checkpoint: Checkpoint, to: FormatName) -> Read:
 
 def write_scales(
     scales: KVScales,
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     to: FormatName,
     read: Records,
     output: Path,

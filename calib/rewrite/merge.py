@@ -13,10 +13,10 @@ from calib.files.atomic import claimed
 from calib.files.calibrations import read_report
 from calib.files.file_names import CALIBRATION_FILE
 from calib.files.model_directory import fingerprints
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, Result, finish
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.same_model.judging import judge
 from calib.same_model.record import Marks
@@ -32,7 +32,7 @@ def merge(
     *,
     model: str | None = None,
     overwrite: bool = False,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> Result:
     """Merge two or more outputs of `fp8kv calibrate` as the first one's recipe says.
 
@@ -47,7 +47,7 @@ def merge(
         _check_same(*pair)
     reports = [run.report for run in runs]
     name = model or reports[0]["model"]
-    checkpoint = find_checkpoint(name)
+    checkpoint = find_model(name)
     if not _same_model(fingerprints(checkpoint), reports[0]):
         raise InputError(
             f"'{name}' is not the model that '{directories[0]}' was calibrated on; give it with --model"

@@ -13,7 +13,7 @@ from calib.files.file_names import (
     MODELOPT_FILE,
     SINGLE_FILE,
 )
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.placing import OnCopied
 from calib.files.strict_json import read_object
 from calib.models.quantized.detect import is_of_attention, leaves_weights
@@ -28,7 +28,7 @@ from calib.output.checkpoint_directory import (
 
 
 def write_plain(
-    checkpoint: Checkpoint,
+    checkpoint: ModelDirectory,
     out: Path,
     on_copied: OnCopied = lambda name, more, size: None,
 ) -> None:
@@ -43,7 +43,7 @@ def write_plain(
     _write_weights(checkpoint, source, out, on_copied)
 
 
-def remove_documents(checkpoint: Checkpoint, out: Path) -> None:
+def remove_documents(checkpoint: ModelDirectory, out: Path) -> None:
     """Remove ModelOpt's document, unless it speaks of weights: then only what it says of scales."""
     (out / MODELOPT_FILE).unlink(missing_ok=True)
     source = checkpoint.path / MODELOPT_FILE
@@ -55,7 +55,7 @@ def remove_documents(checkpoint: Checkpoint, out: Path) -> None:
             write_json(out / MODELOPT_FILE, document)
 
 
-def _write_config(checkpoint: Checkpoint, source: Path | None, out: Path) -> None:
+def _write_config(checkpoint: ModelDirectory, source: Path | None, out: Path) -> None:
     plain = config_without_scales(checkpoint.config)
     if source is not None:
         original = read_object(source / CONFIG_FILE)
@@ -65,7 +65,7 @@ def _write_config(checkpoint: Checkpoint, source: Path | None, out: Path) -> Non
     write_json(out / CONFIG_FILE, plain)
 
 
-def _write_weights(checkpoint: Checkpoint, source: Path | None, out: Path, on_copied: OnCopied) -> None:
+def _write_weights(checkpoint: ModelDirectory, source: Path | None, out: Path, on_copied: OnCopied) -> None:
     index = (source or checkpoint.path) / INDEX_FILE
     original = read_object(index).get("weight_map") if index.exists() else None
     files = {*original.values()} if isinstance(original, dict) else {SINGLE_FILE}

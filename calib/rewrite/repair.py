@@ -9,10 +9,10 @@ from calib.errors import InputError, UnsupportedExportError
 from calib.export import FORMATS
 from calib.files.calibrations import statistics_file
 from calib.files.heads import head_counts, of_layer
-from calib.files.model_directory import Checkpoint, open_checkpoint
-from calib.files.stored_scales import FoundLayer, FoundScales, Values, is_usable, read_scales, these
+from calib.files.model_directory import ModelDirectory, open_model_directory
+from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable, read_scales, these
 from calib.output.checkpoint_directory import check_output
-from calib.progress import NOBODY, Progress
+from calib.progress import SILENT, Progress
 from calib.rewrite.convert import Rewritten, write_scales
 from calib.same_model.identity import check_same_model, identity
 from calib.same_model.saved import check_measured_on
@@ -57,7 +57,7 @@ def repair(
     output: Path,
     *,
     overwrite: bool = False,
-    progress: Progress = NOBODY,
+    progress: Progress = SILENT,
 ) -> Repaired:
     """Write the checkpoint with scales of measured absmax where its own do not fit that."""
     if FORMATS[to].nvfp4:
@@ -65,7 +65,7 @@ def repair(
             f"--to {to}: repair mends FP8 scales, which need not be absmax / 448; calibrate the "
             f"model again with --format {to}"
         )
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
     source = statistics_file(statistics).parent
     check_same_model(statistics, identity(source), directory, checkpoint.config)
@@ -91,8 +91,8 @@ def repair(
 
 
 def _replace(
-    scales: FoundScales,
-    layers: dict[str, FoundLayer],
+    scales: StoredScales,
+    layers: dict[str, StoredLayer],
     measured: Measured,
     by_layer: dict[int, LayerStats],
 ) -> list[Replaced]:
@@ -119,7 +119,7 @@ def _replace(
 
 
 def _wrong(
-    layers: dict[str, FoundLayer], measured: Measured, per_head: str, fp8_dtype: FP8Name
+    layers: dict[str, StoredLayer], measured: Measured, per_head: str, fp8_dtype: FP8Name
 ) -> set[Scale]:
     """Which scales are missing, of no use, all 1.0, of another shape or contradicted."""
     has_q = any(layer.q for layer in layers.values())
@@ -137,7 +137,7 @@ def _wrong(
     right = {(layer.layer, x): getattr(layer, x) for layer, x in every}
     right |= dict.fromkeys(wrong)
     rest = [
-        FoundLayer(i, right.get((i, "k")), right.get((i, "v")), right.get((i, "q")))
+        StoredLayer(i, right.get((i, "k")), right.get((i, "v")), right.get((i, "q")))
         for i in (layer.layer for layer in layers.values())
     ]
     for finding in contradictions(rest, measured, fp8_dtype):
@@ -145,7 +145,7 @@ def _wrong(
     return wrong & right.keys()
 
 
-def _per_head(layers: dict[str, FoundLayer], measured: Measured) -> str:
+def _per_head(layers: dict[str, StoredLayer], measured: Measured) -> str:
     """The letters of which most layers have a scale per head; Q only where K and V have."""
 
     def mostly(letters: str) -> bool:
@@ -160,7 +160,7 @@ def _per_head(layers: dict[str, FoundLayer], measured: Measured) -> str:
     return "" if not mostly("kv") else "kvq" if mostly("q") else "kv"
 
 
-def _left_out(scales: FoundScales, layers: dict[str, FoundLayer]) -> list[str]:
+def _left_out(scales: StoredScales, layers: dict[str, StoredLayer]) -> list[str]:
     """Say which query scales are gone."""
     kept = {layer.layer for layer in layers.values() if layer.q}
     gone = [layer.layer for layer in scales.layers if layer.q and layer.layer not in kept]
@@ -169,10 +169,10 @@ def _left_out(scales: FoundScales, layers: dict[str, FoundLayer]) -> list[str]:
 
 def _check_shapes(
     measured: dict[int, LayerStats],
-    layers: dict[str, FoundLayer],
+    layers: dict[str, StoredLayer],
     shown: Path,
-    scales: FoundScales,
-    source: Checkpoint,
+    scales: StoredScales,
+    source: ModelDirectory,
 ) -> None:
     """Refuse statistics whose layers, heads or channels are not those of the checkpoint."""
     sizes = {len(x) for layer in layers.values() for x in (layer.k, layer.v) if x} - {1}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from calib.errors import InputError
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.stored import Source, StoredTensor
 from calib.models.dequantized import DequantizedTensor, all_weights
 from calib.models.quantized.detect import find_layout
@@ -22,7 +22,7 @@ _BY_ROW = ("weight", "weight_packed", "weight_scale")
 _DECODED_FROM = 32  # codes of most layouts can be decoded from multiples of this
 
 
-def readable_weights(checkpoint: Checkpoint) -> Mapping[str, Source]:
+def readable_weights(checkpoint: ModelDirectory) -> Mapping[str, Source]:
     """The weights of a checkpoint that can be read as numbers, by name; codes of others are not."""
     sources = all_weights(checkpoint, find_layout(checkpoint), torch.float32)
     # bytes are codes, which transformers decodes

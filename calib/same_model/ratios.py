@@ -6,10 +6,10 @@ from typing import Any
 
 from calib.errors import InputError
 from calib.files.conventions import convention
-from calib.files.stored_scales import FoundLayer, FoundScales, Values, read_scales, these
+from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_scales, these
 from calib.same_model.identity import differences, identity
 
-Pairs = list[tuple[FoundLayer, FoundLayer]]
+Pairs = list[tuple[StoredLayer, StoredLayer]]
 
 
 def compare_scales(a: Path, b: Path) -> Pairs:
@@ -18,7 +18,7 @@ def compare_scales(a: Path, b: Path) -> Pairs:
     if not first.keys() & second.keys():
         raise InputError(f"'{a}' and '{b}' have scales of no common layer")
     indices = sorted(first.keys() | second.keys())
-    return [(first.get(i, FoundLayer(i)), second.get(i, FoundLayer(i))) for i in indices]
+    return [(first.get(i, StoredLayer(i)), second.get(i, StoredLayer(i))) for i in indices]
 
 
 def compare_notes(a: Path, b: Path) -> list[str]:
@@ -39,7 +39,7 @@ def compare_notes(a: Path, b: Path) -> list[str]:
     return notes
 
 
-def _kind(found: FoundScales) -> str:
+def _kind(found: StoredScales) -> str:
     nvfp4 = convention(found.directory)
     return f"values of an NVFP4 cache, {nvfp4}" if nvfp4 else f"scales of {found.fp8_dtype}"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from calib.files.calibrations import read_report, statistics_file
 from calib.files.file_names import CALIBRATION_FILE, CONFIG_FILE
-from calib.files.model_directory import Checkpoint
+from calib.files.model_directory import ModelDirectory
 from calib.files.strict_json import read_object
 from calib.same_model.judging import check_settings, judge
 from calib.same_model.record import Marks
@@ -19,7 +19,7 @@ def saved_marks(directory: Path) -> Marks | None:
     return None if saved is None else Marks.from_json(saved, f"'{file}'")
 
 
-def check_measured_on(given: Path, modules: Iterable[str], checkpoint: Checkpoint) -> None:
+def check_measured_on(given: Path, modules: Iterable[str], checkpoint: ModelDirectory) -> None:
     """Refuse statistics of attention `modules` whose marks say other weights than `checkpoint`."""
     marks = saved_marks(statistics_file(given).parent)
     if marks is not None:

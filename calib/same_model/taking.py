@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from calib.errors import Fp8kvError, InputError
-from calib.files.model_directory import Checkpoint, checkpoint_prefix
+from calib.files.model_directory import ModelDirectory, checkpoint_prefix
 from calib.files.names import is_of_cache, is_of_senses
 from calib.files.stored import Source
 from calib.models.config import read_config
@@ -52,7 +52,7 @@ _SILENT = re.compile(
 Weights = Mapping[str, Source]  # by their names below the language model
 
 
-def marks_or_none(checkpoint: Checkpoint, modules: Iterable[str]) -> dict[str, Any] | None:
+def marks_or_none(checkpoint: ModelDirectory, modules: Iterable[str]) -> dict[str, Any] | None:
     """Marks to keep with a calibration; None if the model's K and V cannot be compared."""
     try:
         return take_marks(checkpoint, modules).to_json()
@@ -60,7 +60,7 @@ def marks_or_none(checkpoint: Checkpoint, modules: Iterable[str]) -> dict[str, A
         return None
 
 
-def take_marks(checkpoint: Checkpoint, modules: Iterable[str]) -> Marks:
+def take_marks(checkpoint: ModelDirectory, modules: Iterable[str]) -> Marks:
     """The marks of `checkpoint`, whose attention `modules` transformers calls so.
 
     Reads vectors, and a few rows of matrices. InputError where a module has no weight for K and V
@@ -90,7 +90,7 @@ def take_marks(checkpoint: Checkpoint, modules: Iterable[str]) -> Marks:
     return Marks(checkpoint.num_layers or len(layers), marks, settings)
 
 
-def not_compared(checkpoint: Checkpoint, base: Marks, found: Marks) -> list[str]:
+def not_compared(checkpoint: ModelDirectory, base: Marks, found: Marks) -> list[str]:
     """What matrices in layers of `checkpoint` are called that `base` or `found` has no mark of."""
     marked = {name.rpartition(".")[0] for name in base.tensors.keys() & found.tensors.keys()}
     matrices = (name for name, entry in checkpoint.entries.items() if len(entry.shape) > 1)

@@ -7,7 +7,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from calib.errors import InputError
-from calib.files.stored_scales import FoundScales
+from calib.files.stored_scales import StoredScales
 from calib.progress import WRITTEN
 from calib.scales.places import LayerPlaces
 
@@ -24,7 +24,7 @@ def check_can_draw(what: str) -> None:
         raise InputError(f"{what} needs matplotlib: pip install 'fp8kv[report]'")
 
 
-def plot_scales(found: FoundScales, path: Path, places: Sequence[LayerPlaces] = ()) -> None:
+def plot_scales(found: StoredScales, path: Path, places: Sequence[LayerPlaces] = ()) -> None:
     """Draw K, V and Q scales over the layers; with several per layer, their range.
 
     Where `places` are known, another panel shows how amax grew with the tokens.
@@ -51,7 +51,7 @@ def plot_scales(found: FoundScales, path: Path, places: Sequence[LayerPlaces] = 
     WRITTEN.append(path)
 
 
-def _draw_scales(axes: "Axes", found: FoundScales) -> None:
+def _draw_scales(axes: "Axes", found: StoredScales) -> None:
     for letter, marker in zip("kvq", "osD", strict=True):
         scales = {layer.layer: getattr(layer, letter) or () for layer in found.layers}
         # what a logarithmic axis can show; the problems are in words

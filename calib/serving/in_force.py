@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from calib.files.stored_scales import FoundLayer, FoundScales, Values, is_usable, these
+from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable, these
 from calib.verify.result import Place
 
 # every copy that an engine holds of one scale, by its name there: which one a kernel reads is for
@@ -46,7 +46,7 @@ class Report:
 
 def compare(
     layers: Sequence[LayerInForce],
-    found: FoundScales | None,
+    found: StoredScales | None,
     place: Place,
     rank: int = 0,
     stages: int = 1,
@@ -80,7 +80,7 @@ def compare(
     return report
 
 
-def _files(found: FoundScales) -> dict[int, FoundLayer]:
+def _files(found: StoredScales) -> dict[int, StoredLayer]:
     """The layers that have scales, draft layers left out."""
     count = found.directory.text_config.get("num_hidden_layers")
     kept = (each for each in found.layers if not (isinstance(count, int) and each.layer >= count))
@@ -88,7 +88,7 @@ def _files(found: FoundScales) -> dict[int, FoundLayer]:
 
 
 def _problems(
-    layer: LayerInForce, letter: str, file: FoundLayer | None, place: Place, rank: int
+    layer: LayerInForce, letter: str, file: StoredLayer | None, place: Place, rank: int
 ) -> list[str]:
     """Say what is wrong with a layer's scale, of which copy of it unless of all."""
     copies: Copies = getattr(layer, letter)
@@ -105,7 +105,7 @@ def _problems(
 
 
 def _difference(
-    held: Values, letter: str, file: FoundLayer | None, place: Place, rank: int, *, is_first: bool
+    held: Values, letter: str, file: StoredLayer | None, place: Place, rank: int, *, is_first: bool
 ) -> str:
     """Say what is wrong with a copy of a scale; nothing where it is the file's."""
     if not held:

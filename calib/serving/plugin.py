@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from calib.files.stored_scales import FoundScales
+    from calib.files.stored_scales import StoredScales
     from calib.serving.in_force import LayerInForce, Report
 
 # where vLLM's runners are, which hold a worker's model
@@ -191,7 +191,7 @@ def _called(cache: str) -> str:
     return "16 bits" if cache in _IN_16_BITS else cache
 
 
-def _read(model: str, revision: str | None, loading: Any) -> "FoundScales | None":
+def _read(model: str, revision: str | None, loading: Any) -> "StoredScales | None":
     """Read the scales of the files that the engine has loaded; None: they hold none."""
     from calib.errors import NoScalesError
     from calib.files.stored_scales import read_scales

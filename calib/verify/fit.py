@@ -8,7 +8,7 @@ from typing import NamedTuple
 from calib.choices import FP8Name
 from calib.files.calibrations import Amax
 from calib.files.fp8_type import FP8_MAX, FP8_SMALLEST
-from calib.files.stored_scales import FoundLayer, is_usable, these
+from calib.files.stored_scales import StoredLayer, is_usable, these
 from calib.verify.measured import Measured
 
 # rounding to bfloat16 takes 0.4 %
@@ -77,7 +77,7 @@ class _Share(NamedTuple):
     amax: float
 
 
-def compare(layers: Sequence[FoundLayer], amax: Amax, limits: Limits) -> list[Fit]:
+def compare(layers: Sequence[StoredLayer], amax: Amax, limits: Limits) -> list[Fit]:
     """How each layer's scales fit what was measured."""
     fits = []
     for layer in layers:
@@ -98,7 +98,7 @@ def compare(layers: Sequence[FoundLayer], amax: Amax, limits: Limits) -> list[Fi
 
 
 def judge(
-    layers: Sequence[FoundLayer], fits: Sequence[Fit], measured: Measured, largest: float
+    layers: Sequence[StoredLayer], fits: Sequence[Fit], measured: Measured, largest: float
 ) -> list[Finding]:
     """Return what the comparison shows."""
     amax = measured.amax
@@ -128,7 +128,7 @@ def judge(
 
 
 def _clipping(
-    layers: Sequence[FoundLayer], clipped: Sequence[Fit], measured: Measured, largest: float
+    layers: Sequence[StoredLayer], clipped: Sequence[Fit], measured: Measured, largest: float
 ) -> Finding:
     """What is cut off: a problem, or a warning where the calibration's observer chose to."""
     thresholds = measured.thresholds or {}
@@ -160,13 +160,13 @@ def _holds(scales: tuple[float, ...] | None, thresholds: tuple[float, ...] | Non
     return all(_ROUNDING * largest * scale >= value for scale, value in zip(scales, thresholds, strict=True))
 
 
-def contradictions(layers: Sequence[FoundLayer], measured: Measured, fp8_dtype: FP8Name) -> list[Finding]:
+def contradictions(layers: Sequence[StoredLayer], measured: Measured, fp8_dtype: FP8Name) -> list[Finding]:
     """Return what measured absmax says against FP8 scales."""
     limits = Limits(FP8_MAX[fp8_dtype], FP8_SMALLEST[fp8_dtype])
     return judge(layers, compare(layers, measured.amax, limits), measured, limits.largest)
 
 
-def _all(layers: Sequence[FoundLayer], letters: str) -> frozenset[Scale]:
+def _all(layers: Sequence[StoredLayer], letters: str) -> frozenset[Scale]:
     return frozenset((layer.layer, letter) for layer in layers for letter in letters)
 
 
@@ -220,7 +220,7 @@ def _kind(shares: list[_Share], largest: float) -> str | None:
     return None
 
 
-def _shares(layer: FoundLayer, letter: str, amax: Amax) -> Iterator[_Share]:
+def _shares(layer: StoredLayer, letter: str, amax: Amax) -> Iterator[_Share]:
     """Each scale of a layer with the measured absmax of the heads that it is for."""
     scales, heads = getattr(layer, letter), amax.get((layer.layer, letter))
     if letter == "q" and not is_usable(scales):
@@ -230,7 +230,7 @@ def _shares(layer: FoundLayer, letter: str, amax: Amax) -> Iterator[_Share]:
         yield from map(_Share, [layer.layer] * len(scales), scales, each)
 
 
-def _other_heads(layers: Sequence[FoundLayer], amax: Amax) -> list[Finding]:
+def _other_heads(layers: Sequence[StoredLayer], amax: Amax) -> list[Finding]:
     """Scales that cannot be compared, as the statistics have other numbers of heads."""
     wrong = {
         (layer.layer, letter): (len(scales), len(heads))
@@ -249,7 +249,7 @@ def _other_heads(layers: Sequence[FoundLayer], amax: Amax) -> list[Finding]:
     return []
 
 
-def _mistaken(layers: Sequence[FoundLayer], amax: Amax, largest: float) -> str | None:
+def _mistaken(layers: Sequence[StoredLayer], amax: Amax, largest: float) -> str | None:
     """Say whose absmax K's and V's scales fit, if they do not fit their own."""
 
     def mismatch(letter: str, other: str, step: int) -> float:

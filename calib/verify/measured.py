@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from calib.files.calibrations import Amax, statistics_file
 from calib.files.file_names import CALIBRATION_FILE
 from calib.files.fp8_type import FP8_MAX
-from calib.files.stored_scales import FoundLayer
+from calib.files.stored_scales import StoredLayer
 from calib.recipe import Recipe, load_recipe
 
 if TYPE_CHECKING:
@@ -25,14 +25,14 @@ class Measured(NamedTuple):
     thresholds: Amax | None = None  # what the calibration's observer clips at, on purpose
 
 
-def read_measured(path: Path, layers: Sequence[FoundLayer]) -> Measured:
+def read_measured(path: Path, layers: Sequence[StoredLayer]) -> Measured:
     """Read statistics that the scales of `layers` are compared with."""
     from calib.scales.stats_file import load_stats
 
     return measured_of(load_stats(path), path, layers)
 
 
-def measured_of(stats: KVStats, path: Path, layers: Sequence[FoundLayer]) -> Measured:
+def measured_of(stats: KVStats, path: Path, layers: Sequence[StoredLayer]) -> Measured:
     """Return what `stats`, read from `path`, hold of `layers`."""
     from calib.scales.text_summary import text_warnings
 

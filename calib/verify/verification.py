@@ -12,7 +12,7 @@ from calib.files.conventions import LARGER, Convention, compared, convention
 from calib.files.file_names import CALIBRATION_FILE
 from calib.files.folder import open_scales
 from calib.files.fp8_type import FP8_MAX, FP8_SMALLEST
-from calib.files.stored_scales import FoundLayer, FoundScales, show_scales
+from calib.files.stored_scales import StoredLayer, StoredScales, show_scales
 from calib.same_model.identity import check_same_model, identity
 from calib.verify.classes import architecture
 from calib.verify.fit import Fit, Limits, compare, judge
@@ -26,7 +26,7 @@ from calib.verify.simulate import ONE_GPU, simulate
 class Verification:
     """A directory beside the rules of engines."""
 
-    scales: FoundScales
+    scales: StoredScales
     simulations: list[Simulation]
     fits: list[Fit]  # beside measured absmax, where that was given
     problems: list[str]
@@ -83,7 +83,7 @@ def verify_directory(
         baked = baked_for(path) == "fp8"
         if not baked:
             raise
-        found = FoundScales(open_scales(path), [])
+        found = StoredScales(open_scales(path), [])
     problems, nvfp4 = [*found.problems], convention(found.directory)
     fits, warnings = list[Fit](), list[str]()
     if baked and place.fnuz and baked_fp8_type(path) != "e4m3fnuz":
@@ -99,7 +99,7 @@ def verify_directory(
             problems += wrong
         if baked:
             indices = sorted({layer for layer, _ in measured.amax})
-            layers = [FoundLayer(layer, (1.0,), (1.0,)) for layer in indices]
+            layers = [StoredLayer(layer, (1.0,), (1.0,)) for layer in indices]
         limits = _limits(found, place, nvfp4, baked=baked)
         fits = compare(layers, measured.amax, limits)
         findings = judge(layers, fits, measured, limits.largest)
@@ -123,7 +123,7 @@ def _check_source(path: Path, against: Path, problems: list[str], *, baked: bool
         )
 
 
-def _limits(found: FoundScales, place: Place, nvfp4: Convention | None, *, baked: bool) -> Limits:
+def _limits(found: StoredScales, place: Place, nvfp4: Convention | None, *, baked: bool) -> Limits:
     """What a value divided by its scale can be in the cache that the scales are for."""
     if nvfp4:
         # a block's scale, its absmax / (6 * value), is an E4M3 number

@@ -10,7 +10,7 @@ from calib.data import load_data
 from calib.eval import inputs
 from calib.eval.held_out import find_readers
 from calib.eval.variants import Setup
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import load_recipe
 from calib.scales.record_file import load_records
@@ -87,7 +87,7 @@ def test_the_rest_of_a_book_is_held_out(calibrated, model, book):
     scales, _ = calibrated
     small = {"evaluation.samples": 6, "evaluation.seq_len": 32, "device": "cpu"}
     recipe = load_recipe(None, {"data.dataset": str(book), **small})
-    checkpoint = find_checkpoint(str(model))
+    checkpoint = find_model(str(model))
     config = load_config(checkpoint, recipe)
     suite, _ = inputs.fitting_suite(config, recipe.evaluation, None)
     recipe = inputs.evaluation_recipe(recipe, suite)

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from calib.capture.attention import map_attention
 from calib.data import load_data
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import load_recipe
 from calib.rescale.pairs import rotated_pairs
@@ -43,7 +43,7 @@ def job(request, tmp_path_factory):
 
 
 def loaded(directory, recipe):
-    checkpoint = find_checkpoint(str(directory))
+    checkpoint = find_model(str(directory))
     config = load_config(checkpoint, recipe)
     return load_model(checkpoint, config, recipe), load_tokenizer(checkpoint, recipe)
 

@@ -7,7 +7,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from calib.files.model_directory import open_checkpoint
+from calib.files.model_directory import open_model_directory
 from calib.scales.scales import KVScales, LayerScales
 
 CONFIG = {
@@ -32,7 +32,7 @@ def make_checkpoint(tmp_path):
         document = {**CONFIG, "num_hidden_layers": layers, **(config or {})}
         (directory / "config.json").write_text(json.dumps(document))
         (directory / "tokenizer.json").write_text("{}")
-        return open_checkpoint(directory)
+        return open_model_directory(directory)
 
     return make
 

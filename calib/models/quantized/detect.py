@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from calib.errors import InputError
 from calib.files.file_names import MODELOPT_FILE
 from calib.files.headers import read_values
-from calib.files.model_directory import Checkpoint, quantization_configs
+from calib.files.model_directory import ModelDirectory, quantization_configs
 from calib.files.names import is_of_cache, is_of_senses
 from calib.files.strict_json import read_object
 from calib.models.dequantized import coded_weights, naming, spent_names
@@ -58,7 +58,7 @@ def is_of_attention(group: Any) -> bool:
     return bool(targets) and all(str(target).endswith("Attention") for target in targets)
 
 
-def find_layout(checkpoint: Checkpoint) -> Layout | None:
+def find_layout(checkpoint: ModelDirectory) -> Layout | None:
     """How the weights are stored as codes; None: they are numbers, or transformers decodes them.
 
     Refuses what neither reads, and files that do not hold what their config says.
@@ -86,7 +86,7 @@ def find_layout(checkpoint: Checkpoint) -> Layout | None:
     return layout
 
 
-def quantization_notes(checkpoint: Checkpoint) -> list[str]:
+def quantization_notes(checkpoint: ModelDirectory) -> list[str]:
     """One line on how quantised weights were read; none where they are numbers."""
     layout = find_layout(checkpoint)
     if layout is None:
@@ -109,7 +109,7 @@ def codes_without_use(model: PreTrainedModel, names: Iterable[str]) -> list[str]
     ]
 
 
-def check_left_over(checkpoint: Checkpoint, names: Iterable[str], weights: Collection[str]) -> None:
+def check_left_over(checkpoint: ModelDirectory, names: Iterable[str], weights: Collection[str]) -> None:
     """Refuse tensors that the loader left over although they change a weight that it loaded.
 
     Those are named like a scale or a code, or belong to a matrix, as a bias does, or are weights
@@ -133,7 +133,7 @@ def check_left_over(checkpoint: Checkpoint, names: Iterable[str], weights: Colle
             )
 
 
-def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
+def _is_zero_bias(checkpoint: ModelDirectory, name: str) -> bool:
     # AutoGPTQ gave every layer a bias, whether the model has one or not
     coded = f"{name.removesuffix('.bias')}.qweight" in checkpoint.entries
     if not name.endswith(".bias") or not coded or name not in checkpoint.entries:
@@ -156,7 +156,7 @@ def is_quantized(config: PreTrainedConfig) -> bool:
     return any(getattr(part, "quantization_config", None) is not None for part in parts)
 
 
-def _configs(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
+def _configs(checkpoint: ModelDirectory) -> Iterator[tuple[str, dict[str, Any]]]:
     for place, says in quantization_configs(checkpoint.config):
         implied = {"quant_method": "compressed-tensors"} if place == "compression_config" else {}
         yield place, {**implied, **says}
@@ -165,7 +165,7 @@ def _configs(checkpoint: Checkpoint) -> Iterator[tuple[str, dict[str, Any]]]:
         yield MODELOPT_FILE, {"quant_method": "modelopt", **read_object(file)}
 
 
-def _layout(checkpoint: Checkpoint, place: str, says: dict[str, Any]) -> Layout | None:
+def _layout(checkpoint: ModelDirectory, place: str, says: dict[str, Any]) -> Layout | None:
     method = says.get("quant_method")
     if not isinstance(method, str) or method not in LAYOUTS:
         return None
@@ -175,7 +175,7 @@ def _layout(checkpoint: Checkpoint, place: str, says: dict[str, Any]) -> Layout 
         return LAYOUTS[method](says)
 
 
-def _quantised(checkpoint: Checkpoint, place: str, says: dict[str, Any]) -> str:
+def _quantised(checkpoint: ModelDirectory, place: str, says: dict[str, Any]) -> str:
     method = says.get("quant_method")
     how = f"quantised by '{method}'" if method else "quantised, without a quant_method"
     return f"the weights of '{checkpoint.path}' are {how} ({place})"
@@ -189,7 +189,7 @@ def _is_known(says: dict[str, Any]) -> bool:
     return str(says.get("quant_method")) in AUTO_QUANTIZATION_CONFIG_MAPPING
 
 
-def _check_numbers(checkpoint: Checkpoint, spent: Collection[str]) -> None:
+def _check_numbers(checkpoint: ModelDirectory, spent: Collection[str]) -> None:
     for name in sorted(checkpoint.entries.keys() - spent):
         entry = checkpoint.entries[name]
         integer = entry.dtype == "BOOL" or entry.dtype.startswith(("I", "U"))

@@ -20,7 +20,7 @@ from calib.data import load_data, make_batches
 from calib.errors import CalibrationError, Fp8kvError, InputError
 from calib.export import export
 from calib.files.file_names import SCALES_SHARD
-from calib.files.model_directory import open_checkpoint
+from calib.files.model_directory import open_model_directory
 from calib.models.load import load_tokenizer
 from calib.recipe import Recipe, load_recipe
 from calib.strict_yaml import StrictModel
@@ -64,7 +64,7 @@ def test_the_scales_are_the_commands_bit_for_bit(
     assert done.exit_code == 0, done.stderr
     of_data = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 32}
     recipe = load_recipe(None, {**flags, **of_data})
-    tokenizer = load_tokenizer(open_checkpoint(tiny_directory), recipe)
+    tokenizer = load_tokenizer(open_model_directory(tiny_directory), recipe)
     samples = load_data(recipe.data, tokenizer, lambda: tiny_llama).samples
     # as many in a pass as the command takes: matrix kernels may round by their number
     batches = make_batches(samples, 4096 // 32, pad_id=0)
@@ -82,7 +82,7 @@ def test_names_are_those_of_a_checkpoint_of_the_model(family, tmp_path):
     save_model(made, tmp_path / "saved")
     loaded = type(made).from_pretrained(tmp_path / "saved")
     units = map_attention(loaded).unit_scales()
-    checkpoint = open_checkpoint(tmp_path / "saved")
+    checkpoint = open_model_directory(tmp_path / "saved")
     for format in ("vllm", "sglang"):
         wanted = names_or_refusal(lambda f=format: export(units, checkpoint, f).tensors)
         for model in (made, loaded):

@@ -18,7 +18,7 @@ from calib.eval.cache_variants import cache_names, wanted_types
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_tokenizer
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention
@@ -122,7 +122,7 @@ def test_a_cache_is_the_rounding_of_k_and_v(name, evaluation, directory):
 
 def evaluate_documents(directory):
     data = RECIPE.data.model_copy(update={"samples": 7, "seq_len": 32})
-    tokenizer = load_tokenizer(find_checkpoint(str(directory)), RECIPE)
+    tokenizer = load_tokenizer(find_model(str(directory)), RECIPE)
     model = tiny_model("llama")
     return [torch.tensor(s) for s in load_data(data, tokenizer, lambda: model).samples[4:]]
 
@@ -165,7 +165,7 @@ def test_names_are_those_that_can_be_gated():
 
 
 def test_a_gate_on_a_row_that_cannot_be_is_refused_at_once(directory, monkeypatch):
-    monkeypatch.setattr("calib.eval.run.find_checkpoint", lambda _: pytest.fail("measured"))
+    monkeypatch.setattr("calib.eval.run.find_model", lambda _: pytest.fail("measured"))
     for name in ("nvfp4, baked", "fp8"):
         done = fp8kv("eval", directory, "--caches", "fp8,nvfp4", "--fail-if", f"{name}:kl>1")
         one_line_error(done, f"'{name}'")

@@ -16,7 +16,7 @@ from calib.eval import inputs
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_tokenizer
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention
@@ -43,7 +43,7 @@ def report(evaluation):
 
 def held_out(directory):
     data = RECIPE.data.model_copy(update={"samples": 7, "seq_len": 24})
-    tokenizer = load_tokenizer(find_checkpoint(str(directory)), RECIPE)
+    tokenizer = load_tokenizer(find_model(str(directory)), RECIPE)
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     return model, load_data(data, tokenizer, lambda: model).samples[3:]
 

@@ -18,7 +18,7 @@ from calib.eval.recommend import Wish, recommend
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_tokenizer
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import is_latent, swap_attention
@@ -85,7 +85,7 @@ def test_a_cache_is_the_rounding_of_latent_and_k_pe(name, evaluation, directory)
         return original(module, query, *rounded(0, latent, k_pe), *args, **kwargs)
 
     data = RECIPE.data.model_copy(update={"samples": 7, "seq_len": 32})
-    tokenizer = load_tokenizer(find_checkpoint(str(directory)), RECIPE)
+    tokenizer = load_tokenizer(find_model(str(directory)), RECIPE)
     texts = load_data(data, tokenizer, lambda: model).samples[4:]
     for ids, found in zip(texts, evaluation.measured[name].documents, strict=True):
         tokens = torch.tensor(ids)[None]

@@ -24,7 +24,7 @@ from calib.eval.schema import Report, Suite
 from calib.eval.statistics import difference
 from calib.eval.summarize import summarize
 from calib.eval.variants import Setup
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import DataRecipe, load_recipe
 
@@ -74,7 +74,7 @@ def report(evaluation):
 
 @pytest.fixture(scope="module")
 def setup(directory, recipe):
-    checkpoint = find_checkpoint(str(directory))
+    checkpoint = find_model(str(directory))
     config = load_config(checkpoint, recipe)
     model = load_model(checkpoint, config, recipe)
     return Setup(model, load_tokenizer(checkpoint, recipe), "torch")

@@ -21,7 +21,7 @@ from calib.eval.schema import Row, Suite
 from calib.eval.statistics import Divergence, estimate
 from calib.eval.summarize import summarize
 from calib.eval.variants import Variant
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.recipe import load_recipe
 
 OFFER = Offer("vllm", "1", ("h100",), (), ("x",))
@@ -242,7 +242,7 @@ def test_trust_is_asked_of_every_command(evaluation):
 def test_scales_in_the_checkpoint_are_not_1(format_name, evaluation, directory, tmp_path):
     done = calibrate(directory, "-o", tmp_path / "out", "--format", format_name)
     assert done.exit_code == 0, done.stderr
-    checkpoint = find_checkpoint(str(tmp_path / "out"))
+    checkpoint = find_model(str(tmp_path / "out"))
     shapes = [(2, 128, 128)]
     before, after = replace(evaluation.offers, shapes=shapes), Offers("m", checkpoint, "", shapes)
     for name in ("none", "fp8, baked", "nvfp4", "nvfp4_4over6"):

@@ -22,7 +22,7 @@ from calib.eval.reader import Measured
 from calib.eval.schema import Figure, Report, Row
 from calib.eval.statistics import Divergence, kl_by_position, ratio
 from calib.eval.variants import Setup, Variant
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_tokenizer
 
 
@@ -61,7 +61,7 @@ def test_a_ratio_is_resampled_by_document():
 def reference_values(directory, recipe):
     """K and V [K, N] by layer, of the documents that per-layer figures are taken from."""
     data = recipe.data.model_copy(update={"samples": 6, "seq_len": 40})
-    tokenizer = load_tokenizer(find_checkpoint(str(directory)), recipe)
+    tokenizer = load_tokenizer(find_model(str(directory)), recipe)
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     seen = {}
 

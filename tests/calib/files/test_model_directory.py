@@ -8,7 +8,7 @@ from families import tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
-from calib.files.model_directory import fingerprint, fingerprints, open_checkpoint
+from calib.files.model_directory import fingerprint, fingerprints, open_model_directory
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def write_index(directory, **changes):
 
 
 def test_a_whole_checkpoint_opens(directory):
-    opened = open_checkpoint(directory)
+    opened = open_model_directory(directory)
     assert opened.shards == [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
     assert opened.weight_map["b"] == "model-00002-of-00002.safetensors"
 
@@ -35,14 +35,14 @@ def test_a_whole_checkpoint_opens(directory):
 def test_a_single_file_needs_no_index(tmp_path):
     (tmp_path / "config.json").write_text('{"text_config": {"x": 1}}')
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
-    opened = open_checkpoint(tmp_path)
+    opened = open_model_directory(tmp_path)
     assert opened.weight_map == {"a": "model.safetensors"}
     assert opened.text_config == {"x": 1}
 
 
 def refuse(directory, message):
     with pytest.raises(InputError, match=message):
-        open_checkpoint(directory)
+        open_model_directory(directory)
 
 
 @pytest.mark.parametrize("shard", ["../evil.safetensors", "/etc/passwd", "sub/x.safetensors", ".."])
@@ -98,24 +98,24 @@ def test_no_weights_no_config_no_json(tmp_path):
 def test_fingerprints_tell_revisions_apart(tiny_llama, tmp_path):
     tiny_llama.save_pretrained(tmp_path / "one")
     tiny_llama.save_pretrained(tmp_path / "same")
-    one, same = (fingerprint(open_checkpoint(tmp_path / name)) for name in ("one", "same"))
+    one, same = (fingerprint(open_model_directory(tmp_path / name)) for name in ("one", "same"))
     assert one == same
     tensors = load_file(tmp_path / "same/model.safetensors")
     trained = {name: tensor + 0.5 for name, tensor in tensors.items()}
     save_file(trained, tmp_path / "same/model.safetensors", {"format": "pt"})
-    assert fingerprint(open_checkpoint(tmp_path / "same")) != one
+    assert fingerprint(open_model_directory(tmp_path / "same")) != one
     config = json.loads((tmp_path / "one/config.json").read_text())
     (tmp_path / "one/config.json").write_text(json.dumps({**config, "rope_theta": 5.0}))
-    assert fingerprint(open_checkpoint(tmp_path / "one")) != one
+    assert fingerprint(open_model_directory(tmp_path / "one")) != one
 
 
 def test_any_tensor_trained_further_is_told(tmp_path):
     tiny_model("mixtral").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    tensors, one = load_file(file), fingerprints(open_checkpoint(tmp_path))["weights"]
+    tensors, one = load_file(file), fingerprints(open_model_directory(tmp_path))["weights"]
     for name, tensor in tensors.items():
         save_file({**tensors, name: tensor * 30 + 1}, file, {"format": "pt"})
-        told = fingerprints(open_checkpoint(tmp_path))["weights"] != one
+        told = fingerprints(open_model_directory(tmp_path))["weights"] != one
         assert told == (".experts." not in name)
 
 
@@ -135,7 +135,7 @@ def test_an_index_of_a_single_file_and_files_that_no_index_names(directory):
     save_file({"a": torch.zeros(4), "b": torch.zeros(4)}, directory / "model.safetensors")
     save_file({"a": torch.ones(4)}, directory / "consolidated.safetensors")
     write_index(directory, a="model.safetensors", b="model.safetensors")
-    assert open_checkpoint(directory).shards == ["model.safetensors"]
+    assert open_model_directory(directory).shards == ["model.safetensors"]
 
 
 def test_a_tensor_in_two_files(directory):
@@ -146,4 +146,4 @@ def test_a_tensor_in_two_files(directory):
 def test_a_tensor_that_the_index_forgot_is_known(directory):
     file = directory / "model-00002-of-00002.safetensors"
     save_file({"b": torch.ones(4), "model.layers.0.self_attn.k_scale": torch.ones(1)}, file)
-    assert open_checkpoint(directory).weight_map["model.layers.0.self_attn.k_scale"] == file.name
+    assert open_model_directory(directory).weight_map["model.layers.0.self_attn.k_scale"] == file.name

@@ -18,7 +18,7 @@ from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.layerwise.layerwise import calibrate_layerwise, open_layers
 from calib.layerwise.skeleton import load_skeleton
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_config, load_model
 from calib.recipe import load_recipe
 
@@ -59,11 +59,11 @@ class Saved:
         return make_batches(samples, size, pad_id=0)
 
     def in_memory(self, recipe, batches):
-        checkpoint = find_checkpoint(str(self.path))
+        checkpoint = find_model(str(self.path))
         return calibrate(load_model(checkpoint, load_config(checkpoint, recipe), recipe), batches, recipe)
 
     def open(self, recipe):
-        checkpoint = find_checkpoint(str(self.path))
+        checkpoint = find_model(str(self.path))
         skeleton = load_skeleton(checkpoint, load_config(checkpoint, recipe), recipe)
         return open_layers(skeleton, checkpoint, recipe)
 

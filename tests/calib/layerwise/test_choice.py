@@ -11,7 +11,7 @@ from calib.files.text import parse_size, show_size
 from calib.layerwise import memory
 from calib.layerwise.layerwise import scratch_directory
 from calib.layerwise.memory import available_bytes, resident_bytes
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_config
 from calib.recipe import load_recipe
 
@@ -27,7 +27,7 @@ def resolve(tiny_directory, monkeypatch):
     def resolve(weights, config=None, **changes):
         monkeypatch.setattr(memory, "_weight_bytes", lambda *_: weights)
         recipe = load_recipe(None, {"device": "cpu", **changes})
-        checkpoint = find_checkpoint(str(tiny_directory))
+        checkpoint = find_model(str(tiny_directory))
         config = config or load_config(checkpoint, recipe)
         return memory.resolve_offload(checkpoint, config, recipe).offload
 
@@ -62,7 +62,7 @@ def test_text_that_the_model_writes_needs_it_in_memory(resolve):
 
 
 def test_quantised_weights_stay_in_memory_unless_told_otherwise(resolve, tiny_directory):
-    config = load_config(find_checkpoint(str(tiny_directory)), load_recipe(None))
+    config = load_config(find_model(str(tiny_directory)), load_recipe(None))
     config.quantization_config = {"quant_method": "fp8"}
     assert resolve(50 * GIB, config) == "none"
 
@@ -83,7 +83,7 @@ def test_on_gpus_their_free_memory_counts(weights, changes, expected, resolve, m
 
 
 def test_converting_weights_needs_both(tiny_directory):
-    checkpoint = find_checkpoint(str(tiny_directory))
+    checkpoint = find_model(str(tiny_directory))
     stored = (tiny_directory / "model.safetensors").stat().st_size
 
     def needed(dtype):

@@ -8,10 +8,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from calib.errors import InputError
-from calib.files.model_directory import open_checkpoint
+from calib.files.model_directory import open_model_directory
 from calib.files.stored import stored_tensors
 from calib.layerwise.hidden import HiddenStates, form_of, nbytes
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 
 CPU = torch.device("cpu")
 TENSORS = {
@@ -27,7 +27,7 @@ TENSORS = {
 @pytest.fixture
 def checkpoint(tiny_directory):
     save_file(TENSORS, tiny_directory / "model.safetensors", {"format": "pt"})
-    return find_checkpoint(str(tiny_directory))
+    return find_model(str(tiny_directory))
 
 
 def test_tensors_are_read_as_safetensors_reads_them(checkpoint):
@@ -69,7 +69,7 @@ def test_an_unusual_dtype_is_an_error_of_one_line(checkpoint):
     changed = json.dumps(header).encode()
     path.write_bytes(len(changed).to_bytes(8, "little") + changed + data[8 + length :])
     with pytest.raises(InputError, match=r"holds 'b' as U16.*--offload none"):
-        stored_tensors(open_checkpoint(checkpoint.path))
+        stored_tensors(open_model_directory(checkpoint.path))
 
 
 @pytest.mark.parametrize("room", [0, 100, 10_000])

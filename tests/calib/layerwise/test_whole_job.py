@@ -15,7 +15,7 @@ from calib.commands.app import app
 from calib.data import load_data
 from calib.files.file_names import STATS_FILE
 from calib.layerwise.memory import resident_bytes
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_tokenizer
 
 SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu"]
@@ -29,7 +29,7 @@ def test_a_real_model_gives_the_same_bits(smollm2_directory, tmp_path, saved_at,
     saved = saved_at(smollm2_directory)
     changes = {"data.dataset": "builtin:python-docs", "data.samples": 2, "data.seq_len": 24}
     recipe = saved.recipe(**{"observer.name": "mse", "means": True, "targets": "qkv", **changes})
-    tokenizer = load_tokenizer(find_checkpoint(str(smollm2_directory)), recipe)
+    tokenizer = load_tokenizer(find_model(str(smollm2_directory)), recipe)
     samples = load_data(recipe.data, tokenizer, pytest.fail).samples
     batches = saved.batches([samples[0], samples[1][:23]])
     assert [batch.has_padding for batch in batches] == [True]
@@ -84,7 +84,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from calib.data import make_batches
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_config
 from calib.layerwise.layerwise import calibrate_layerwise
 from calib.layerwise.memory import resident_bytes
@@ -93,7 +93,7 @@ from calib.layerwise.skeleton import load_skeleton
 from calib.recipe import load_recipe
 
 recipe = load_recipe(None, {"device": "cpu"})
-checkpoint = find_checkpoint(sys.argv[1])
+checkpoint = find_model(sys.argv[1])
 model = load_skeleton(checkpoint, load_config(checkpoint, recipe), recipe)
 source = open_layers(model, checkpoint, recipe)
 before = resident_bytes()

@@ -10,7 +10,7 @@ from families import save_model, tiny_model
 from calib.errors import InputError
 from calib.files.stacks import check_layers
 from calib.models.config import build_on_meta
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_config
 from calib.plan.shape import model_shape
 from calib.recipe import load_recipe
@@ -53,7 +53,7 @@ def edit(model, **changes):
 
 def refused(model, message, *, planned=True):
     """By whatever loads the model, and by `plan`."""
-    calls = [lambda: load_config(find_checkpoint(str(model)), RECIPE)]
+    calls = [lambda: load_config(find_model(str(model)), RECIPE)]
     calls += [lambda: model_shape(str(model))] if planned else []
     for call in calls:
         with pytest.raises(InputError, match=message) as error:
@@ -138,7 +138,7 @@ def test_a_size_that_the_weights_do_not_have(changes, wanted, model):
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "gpt_neox", "gpt_oss"])
 def test_a_model_as_transformers_saves_it_has_the_shapes_of_its_config(family, tmp_path):
     directory = save_model(tiny_model(family), tmp_path / family)
-    config = load_config(find_checkpoint(str(directory)), RECIPE)
+    config = load_config(find_model(str(directory)), RECIPE)
     assert {p.device.type for p in build_on_meta(config, trust_remote_code=False).parameters()} == {"meta"}
 
 
@@ -195,4 +195,4 @@ def test_plan_of_a_quantization_config_that_is_no_mapping(given, model):
 def test_an_index_that_names_no_files(weight_map, model):
     (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(InputError, match="index.json"):
-        find_checkpoint(str(model))
+        find_model(str(model))

@@ -19,7 +19,7 @@ from calib.errors import InputError
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.files.stored import StoredTensor
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import load_config, load_model, weight_sources
 from calib.recipe import load_recipe
 from calib.scales.stats_file import load_stats
@@ -31,7 +31,7 @@ RECIPE = load_recipe(None, {"device": "cpu", "dtype": "float32"})
 
 
 def load(directory, recipe=RECIPE):
-    checkpoint = find_checkpoint(str(directory))
+    checkpoint = find_model(str(directory))
     return load_model(checkpoint, load_config(checkpoint, recipe), recipe)
 
 
@@ -78,7 +78,7 @@ def test_the_largest_k_v_and_q_are_those_of_the_tools_weights(case):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_are_rounded_once(quantised, tmp_path, dtype):
     recipe = load_recipe(None, {"device": "cpu", "dtype": str(dtype).removeprefix("torch.")})
-    checkpoint = find_checkpoint(str(quantised))
+    checkpoint = find_model(str(quantised))
     sources = weight_sources(checkpoint, load_config(checkpoint, recipe), recipe)
     for name, values in load_file(tmp_path / "plain/model.safetensors").items():
         if name.endswith("_proj.weight"):

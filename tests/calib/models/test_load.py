@@ -16,7 +16,7 @@ from calib.capture.attention import map_attention
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import checkpoint_prefix
 from calib.models import find
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.models.load import (
     check_cacheable,
     check_positions,
@@ -35,7 +35,7 @@ RECIPE = recipe_with()
 
 
 def load(directory, recipe=RECIPE):
-    checkpoint = find_checkpoint(str(directory))
+    checkpoint = find_model(str(directory))
     return load_model(checkpoint, load_config(checkpoint, recipe), recipe)
 
 
@@ -58,7 +58,7 @@ def test_dtype_is_the_checkpoints_or_the_users(tiny_directory):
 
 def test_a_vision_language_model_loads_and_its_layers_have_checkpoint_names(tmp_path):
     directory = save_model(tiny_vision_language_model(), tmp_path / "vlm")
-    checkpoint = find_checkpoint(str(directory))
+    checkpoint = find_model(str(directory))
     mapped = map_attention(load(directory))
     prefixes = [checkpoint_prefix(name, checkpoint) for name in mapped.cached]
     assert len(set(prefixes)) == 3
@@ -69,17 +69,17 @@ def test_a_vision_language_model_loads_and_its_layers_have_checkpoint_names(tmp_
 @pytest.mark.parametrize("name", ["./gone", "/gone/model", "~/gone", "a/b/c"])
 def test_a_directory_that_does_not_exist(name):
     with pytest.raises(InputError, match=f"model '{name}' does not exist; give a local directory"):
-        find_checkpoint(name)
+        find_model(name)
 
 
 def test_a_file_is_not_a_model(tiny_directory):
     with pytest.raises(InputError, match="is a file; give the directory"):
-        find_checkpoint(str(tiny_directory / "config.json"))
+        find_model(str(tiny_directory / "config.json"))
 
 
 def test_an_unknown_builtin():
     with pytest.raises(InputError, match="no model 'builtin:gpt5'; built in: builtin:smollm2"):
-        find_checkpoint("builtin:gpt5")
+        find_model("builtin:gpt5")
 
 
 def refuse(directory, error, message, recipe=RECIPE):
@@ -143,7 +143,7 @@ def test_no_tokenizer(tiny_directory):
     (tiny_directory / "tokenizer.json").unlink()
     (tiny_directory / "tokenizer_config.json").unlink()
     with pytest.raises(InputError, match="cannot load the tokenizer"):
-        load_tokenizer(find_checkpoint(str(tiny_directory)), RECIPE)
+        load_tokenizer(find_model(str(tiny_directory)), RECIPE)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_no_tokenizer(tiny_directory):
 def test_a_tokenizer_file_that_holds_none(text, message, tiny_directory):
     (tiny_directory / "tokenizer.json").write_text(text)
     with pytest.raises(InputError, match=message):
-        load_tokenizer(find_checkpoint(str(tiny_directory)), RECIPE)
+        load_tokenizer(find_model(str(tiny_directory)), RECIPE)
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_what_the_hub_says_in_words(kind, message, monkeypatch):
 
     monkeypatch.setattr(find, "snapshot_download", refuse_download)
     with pytest.raises(InputError, match=message) as caught:
-        find_checkpoint("org/name")
+        find_model("org/name")
     assert "\n" not in str(caught.value)
 
 
@@ -232,7 +232,7 @@ def test_a_model_on_the_hub_is_downloaded_without_pickles(monkeypatch, tiny_dire
         return str(tiny_directory)
 
     monkeypatch.setattr(find, "snapshot_download", download)
-    assert find_checkpoint("org/name").path == tiny_directory
+    assert find_model("org/name").path == tiny_directory
     assert asked["repo"] == "org/name"
     assert "*.safetensors" in asked["patterns"]
     assert not any(pattern.endswith((".bin", ".pt")) for pattern in asked["patterns"])

@@ -17,7 +17,7 @@ from calib.files import atomic
 from calib.files import placing as place
 from calib.files.atomic import atomic_directory
 from calib.files.file_names import CALIBRATION_FILE, SCALES_SHARD
-from calib.files.model_directory import open_checkpoint
+from calib.files.model_directory import open_model_directory
 from calib.output.checkpoint_directory import check_output, write_checkpoint
 
 
@@ -55,7 +55,7 @@ def test_the_shards_of_a_sharded_source_keep_their_names(make_checkpoint, tmp_pa
     names = [f"model.layers.{i}.self_attn.k_proj.weight" for i in range(2)]
     index = {"weight_map": dict.fromkeys(names, "part.safetensors"), "metadata": {"total_size": 32}}
     (source / "model.safetensors.index.json").write_text(json.dumps(index))
-    out = write(open_checkpoint(source), tmp_path / "out")
+    out = write(open_model_directory(source), tmp_path / "out")
     assert (out / "part.safetensors").samefile(source / "part.safetensors")
     written = json.loads((out / "model.safetensors.index.json").read_text())
     assert set(written["weight_map"].values()) == {"part.safetensors", SCALES_SHARD}
@@ -228,7 +228,7 @@ def test_a_rewritten_shard_keeps_its_metadata(make_checkpoint, tmp_path):
     checkpoint = make_checkpoint(extra={"model.layers.0.self_attn.k_scale": torch.ones(1)})
     file = checkpoint.path / "model.safetensors"
     save_file(tensors(file), file, metadata={"format": "pt"})
-    out = write(open_checkpoint(checkpoint.path), tmp_path / "out")
+    out = write(open_model_directory(checkpoint.path), tmp_path / "out")
     with safe_open(out / "model-00001-of-00001.safetensors", framework="pt") as written:
         assert written.metadata() == {"format": "pt"}
 

@@ -12,7 +12,7 @@ from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.errors import UnsupportedModelError
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.rescale import choosing, pairs, parameters
 from calib.rescale.in_memory import baked_factors
 from calib.rescale.pairs import rotated_pairs
@@ -233,7 +233,7 @@ def test_channels_that_a_norm_mixes_behind_rope(head_dim, tmp_path):
     refusal = "mixes channels of K in another way than RoPE's pairs"
     one_line_error(bake(source, scales, tmp_path / "out", "--for", "int8"), refusal)
     with pytest.raises(UnsupportedModelError, match=refusal):
-        baked_factors(model.float(), find_checkpoint(str(source)), load_stats(scales), "int8")
+        baked_factors(model.float(), find_model(str(source)), load_stats(scales), "int8")
     for cache in ("int4_per_token_head", "lmdeploy_int4"):
         done = fp8kv("generate", source, "w5", "--cache", cache, "--max-new-tokens", 2)
         assert done.exit_code == 0, done.stderr

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from calib.errors import InputError, UnsupportedModelError
-from calib.files.model_directory import open_checkpoint
+from calib.files.model_directory import open_model_directory
 from calib.rescale import latent, parameters
 from calib.rescale.in_memory import baked_factors
 from calib.rescale.stress import Factors
@@ -247,7 +247,7 @@ def test_the_factors_that_an_evaluation_takes_are_those(tmp_path):
     scales = calibrated(source, tmp_path / "scales", *FLAGS)
     assert bake(source, scales, tmp_path / "baked", "--for", "fp8").exit_code == 0
     said = json.loads((tmp_path / "baked" / "fp8kv_bake.json").read_text())["factors"]
-    model, checkpoint = in_float32(source), open_checkpoint(source)
+    model, checkpoint = in_float32(source), open_model_directory(source)
     found, _ = baked_factors(model, checkpoint, load_stats(scales), "fp8")
     for layer, module in zip(found.values(), said.values(), strict=True):
         assert layer.k.unique().tolist() == module["k"]

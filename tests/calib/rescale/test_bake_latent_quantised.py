@@ -11,7 +11,7 @@ from command_line import one_line_error
 from families import LATENT, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
-from calib.files.model_directory import open_checkpoint
+from calib.files.model_directory import open_model_directory
 from calib.recipe import load_recipe
 from calib.rescale.proof import load_exact, observe
 from calib.scales.stats_file import load_stats
@@ -45,7 +45,7 @@ def baked(source, out, *flags):
 
 def both(*directories):
     recipe = load_recipe(None, {"device": "cpu"})
-    return (observe(load_exact(open_checkpoint(each), recipe)) for each in directories)
+    return (observe(load_exact(open_model_directory(each), recipe)) for each in directories)
 
 
 def amax(directory, out):

@@ -11,7 +11,7 @@ from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
 from calib.errors import UnsupportedModelError
-from calib.files.model_directory import open_checkpoint
+from calib.files.model_directory import open_model_directory
 from calib.files.stored import stored_tensors
 from calib.models.quantized.coded import CodedWeight
 from calib.recipe import load_recipe
@@ -77,7 +77,7 @@ def test_scale_one_becomes_right(form, tmp_path):
     done = fp8kv("bake", source, "--scales", before, "--for", "fp8", "-o", tmp_path / "out")
     assert done.exit_code == 0, done.stderr
     recipe = load_recipe(None, {"device": "cpu"})
-    old, new = (observe(load_exact(open_checkpoint(d), recipe)) for d in (source, tmp_path / "out"))
+    old, new = (observe(load_exact(open_model_directory(d), recipe)) for d in (source, tmp_path / "out"))
     assert torch.equal(old.logits, new.logits)
     after = scales_of(calibrated(tmp_path / "out", tmp_path / "after"))
     factors = scales_of(before) / after
@@ -181,7 +181,7 @@ def test_the_scale_of_what_goes_into_the_output_projection(tmp_path):
     tensors = load_file(file)
     module = "model.layers.0.self_attn.o_proj"
     save_file(tensors | {f"{module}.input_scale": torch.tensor([0.25])}, file)
-    stored = stored_tensors(open_checkpoint(source))
+    stored = stored_tensors(open_model_directory(source))
     weight = CodedWeight(f"{module}.weight", (128, 128), {"scale": f"{module}.weight_scale"}, lambda *_: None)
     found = rescaled_parts(weight, stored, torch.full((1, 128), 0.125))
     assert found[f"{module}.input_scale"].item() == 2

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from calib.capture.attention import observe_qkv
 from calib.generate import unit_scales
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.scales.derive import load_scales
 from fp8kv_runtime.hf import fp8_attention
 
@@ -87,7 +87,7 @@ def test_on_a_real_model(smollm2_directory, tmp_path, monkeypatch):
     same = {"logits": {1: 0.0}, "same_text": True}
     monkeypatch.setattr(latent_smollm2, "compare", lambda *_: same)
     source, twin, baked = (tmp_path / name for name in ("source", "twin", "baked"))
-    latent_smollm2.write_latent_model(find_checkpoint(str(smollm2_directory)), source)
+    latent_smollm2.write_latent_model(find_model(str(smollm2_directory)), source)
     assert fp8kv("stress", source, "-o", twin).exit_code == 0
     docs = ("--dataset", "builtin:python-docs", "--samples", "4", "--seq-len", "128")
     flags = (*docs, "--format", "fp8kv", "--device", "cpu", "--dtype", "float32")

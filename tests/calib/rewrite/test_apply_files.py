@@ -19,7 +19,7 @@ from coded_forms import FORMS
 from command_line import fp8kv, one_line_error
 from quantized_models import edit_json
 
-from calib.models.find import find_checkpoint
+from calib.models.find import find_model
 from calib.same_model.record import Marks
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats, save_stats
@@ -180,4 +180,4 @@ def test_marks_are_the_same_whatever_files_and_as_json(model, measured):
     saved = json.loads((measured / "fp8kv_calibration.json").read_text())["marks"]
     marks = Marks.from_json(saved, "")
     assert marks.to_json() == saved
-    assert marks.layers == find_checkpoint(str(model)).num_layers
+    assert marks.layers == find_model(str(model)).num_layers

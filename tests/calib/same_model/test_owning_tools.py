@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from calib.errors import InputError
-from calib.files.model_directory import open_checkpoint
+from calib.files.model_directory import open_model_directory
 from calib.same_model.judging import judge
 from calib.same_model.taking import take_marks
 
@@ -25,12 +25,12 @@ def began_with(directory, **shape):
         max_position_embeddings=256, initializer_range=0.2, **shape,
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
-    return take_marks(open_checkpoint(directory), MODULES)
+    return take_marks(open_model_directory(directory), MODULES)
 
 
 def written(package, case):
     (directory,) = GOLDEN.glob(f"{package}-*/{case}")
-    return take_marks(open_checkpoint(directory), MODULES)
+    return take_marks(open_model_directory(directory), MODULES)
 
 
 @pytest.mark.parametrize(
