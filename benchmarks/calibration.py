@@ -21,7 +21,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 from workload import DATASET, DTYPE, MODEL, Workload, load_workload, make_recipe
 
-from calib.capture import accumulate
+from calib.capture import statistics as running
 from calib.capture.attention import map_attention
 from calib.capture.loop import calibrate
 from calib.data import Batch
@@ -136,7 +136,7 @@ def _full_pass(name: str, variant: Variant, work: Workload) -> dict[str, Any]:
 def _curves(calibration: Variant, work: Workload) -> dict[str, Any]:
     """Time that curves, positions and tails take of a full pass, timed from within."""
     print("full pass: curves", file=sys.stderr, flush=True)
-    whole, inside = accumulate.per_token_statistics, 0.0
+    whole, inside = running.per_token_statistics, 0.0
 
     def timed(*args: Any) -> Any:
         nonlocal inside
@@ -146,7 +146,7 @@ def _curves(calibration: Variant, work: Workload) -> dict[str, Any]:
         return found
 
     start = time.perf_counter()
-    with mock.patch.object(accumulate, "per_token_statistics", timed):
+    with mock.patch.object(running, "per_token_statistics", timed):
         calibration(work.batches)
     seconds = time.perf_counter() - start
     share = {"seconds": inside, "of_seconds": seconds, "share": inside / seconds}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from machine import peak_bytes
 from safetensors.torch import load_file
 
-from calib.capture.distributed import World
+from calib.capture.processes import World
 from calib.commands.overrides import assignments
 from calib.files.file_names import STATS_FILE
 from calib.job import run

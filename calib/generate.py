@@ -15,7 +15,7 @@ from calib.caches.rounding import rounding
 from calib.caches.types import CacheType, Shape, cache_type
 from calib.capture.any_scales import Opened, open_any_scales, weight_warnings
 from calib.capture.attention import layer_shapes, map_attention
-from calib.capture.continuing import check_fp8_cache
+from calib.capture.capabilities import check_fp8_cache
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
 from calib.models.devices import check_token_ids, input_device

@@ -5,19 +5,18 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from calib.arguments import as_path, check_arguments
-from calib.capture.distributed import World, joined_world
-from calib.capture.resume import SavedProgress, progress_file, remove_progress
-from calib.capture.share import Share, calibrate_share
+from calib.capture.processes import World, joined_world
+from calib.capture.resume import SavedProgress, Share, compared_inputs, progress_file, remove_progress
 from calib.capture.until import read_until
 from calib.data import Batch, CalibrationData, make_batches
 from calib.errors import InputError
 from calib.files.atomic import claimed
-from calib.files.model_directory import ModelDirectory, fingerprint
+from calib.files.model_directory import ModelDirectory
 from calib.layerwise.layerwise import measure_layers
 from calib.output.card import dataset_facts
 from calib.output.finish import Destination, Result, default_output, finish
@@ -105,7 +104,7 @@ class _Run:
             stats = world.together(lambda: self._all(checkpoint, prepared, mine))
             measured = Measured(world.reduce(stats), data, [data.line])
         else:
-            share = world.together(lambda: Share(*self._how(checkpoint, prepared, mine)))
+            share = world.together(lambda: self._share(checkpoint, prepared, mine))
             available = sum(batch.num_tokens for batch in batches)
             stats, stop = read_until(share, batches, world, recipe)
             read = data.only(i for batch in batches[: stop.batches] for i in batch.sample_ids)
@@ -118,7 +117,9 @@ class _Run:
 
     def _all(self, checkpoint: ModelDirectory, prepared: Prepared, mine: Sequence[Batch]) -> KVStats:
         if prepared.layers is None:
-            return calibrate_share(*self._how(checkpoint, prepared, mine))
+            stats = self._share(checkpoint, prepared, mine).read()
+            assert stats is not None
+            return stats
         if self.resume:
             raise InputError(
                 "--resume: a pass layer by layer saves no progress; leave --resume away, or use "
@@ -127,10 +128,12 @@ class _Run:
         output = self.destination.path
         return measure_layers(prepared.layers, mine, prepared.recipe, output, self.progress)
 
-    def _how(self, checkpoint: ModelDirectory, prepared: Prepared, mine: Sequence[Batch]) -> tuple[Any, ...]:
-        saved, advance = self._saved(checkpoint, prepared), self.progress.advance
-        model, attention = prepared.model, prepared.attention
-        return model, mine, prepared.recipe, attention, saved, self.resume, advance
+    def _share(self, checkpoint: ModelDirectory, prepared: Prepared, batches: Sequence[Batch]) -> Share:
+        recipe, path = prepared.recipe, progress_file(self.destination.path, self.world.rank)
+        inputs = compared_inputs(checkpoint, recipe, prepared.data, self.world)
+        saved = SavedProgress(path, inputs, 60 * recipe.save_minutes)
+        model, attention, advance = prepared.model, prepared.attention, self.progress.advance
+        return Share(model, batches, recipe, attention, saved, self.resume, advance)
 
     def write(self, checkpoint: ModelDirectory, prepared: Prepared, measured: Measured) -> Result | None:
         self.progress.stage("write")
@@ -144,21 +147,6 @@ class _Run:
             result = replace(result, seconds=self.seconds)
         remove_progress(progress_file(self.destination.path, self.world.rank))
         return result
-
-    def _saved(self, checkpoint: ModelDirectory, prepared: Prepared) -> SavedProgress:
-        kept = {"export", "evaluation", "description", "save_minutes"}
-        same = {
-            "model": fingerprint(checkpoint),
-            # values that the fingerprint did not sample
-            "state of the weight files": checkpoint.sizes_and_times(),
-            "recipe": prepared.recipe.model_dump(mode="json", exclude=kept),
-            "dataset": prepared.data.fingerprint,
-            "number of processes": [self.world.rank, self.world.size],
-            # which a GPU's results do not depend on
-            "number of threads": prepared.recipe.device == "cpu" and torch.get_num_threads(),
-        }
-        path = progress_file(self.destination.path, self.world.rank)
-        return SavedProgress(path, same, 60 * prepared.recipe.save_minutes)
 
     def _lap(self, name: str) -> None:
         now = time.perf_counter()

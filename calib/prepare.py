@@ -7,8 +7,7 @@ from itertools import chain
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.capture.attention import AttentionMap, map_attention
-from calib.capture.continuing import reason_against_fp8
-from calib.capture.queries import check_queries, engine_class
+from calib.capture.capabilities import check_queries, engine_class, reason_against_fp8
 from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.errors import InputError
 from calib.export import check_latent, check_recipe

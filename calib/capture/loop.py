@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from calib.arguments import check_arguments
-from calib.capture.accumulate import RunningLayer
 from calib.capture.attention import AttentionMap, map_attention, observe_qkv
-from calib.capture.counted import counted
+from calib.capture.statistics import RunningLayer, counted
 from calib.capture.trainer_batches import Given, as_batches
 from calib.data import Batch
 from calib.errors import CalibrationError, InputError

@@ -1,50 +1,72 @@
-"""`--resume`: statistics and the position in the data, saved every few minutes.
+"""`--resume`: statistics and the position in the data, saved every few minutes, and what must not change.
 
-The file lies beside the output under a hidden name and is gone once the output is there. It is
-replaced by a rename: after a crash it is whole, and says exactly which batches it covers.
+The file lies beside the output under a hidden name and is gone once the output is there. It is replaced by
+a rename: after a crash it is whole, and says exactly which batches it covers.
 """
 
 import glob
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
+from calib.capture.attention import AttentionMap
+from calib.capture.loop import calibrate
+from calib.capture.processes import World
+from calib.data import Batch, CalibrationData
 from calib.errors import InputError
+from calib.files.model_directory import ModelDirectory, fingerprint
+from calib.recipe import Recipe
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_progress, save_stats
 
+# parts of a recipe that no statistic depends on
+_FREE_TO_CHANGE = {"export", "evaluation", "description", "save_minutes"}
+
+
+def compared_inputs(
+    checkpoint: ModelDirectory, recipe: Recipe, data: CalibrationData, world: World
+) -> dict[str, Any]:
+    """Return what statistics depend on, by the name that an error gives it: a run resumes only the same."""
+    return {
+        "model": fingerprint(checkpoint),
+        # values that the fingerprint did not sample
+        "state of the weight files": checkpoint.sizes_and_times(),
+        "recipe": recipe.model_dump(mode="json", exclude=_FREE_TO_CHANGE),
+        "dataset": data.fingerprint,
+        "number of processes": [world.rank, world.size],
+        # which a GPU's results do not depend on
+        "number of threads": recipe.device == "cpu" and torch.get_num_threads(),
+    }
+
 
 class SavedProgress:
-    """Statistics of one process so far, on disk; `run` holds settings that must stay the same."""
+    """Statistics of one process so far, on disk; `inputs` are its `compared_inputs`."""
 
-    def __init__(self, path: Path, run: dict[str, Any], every_seconds: float) -> None:
-        self._path, self._run, self._every = path, run, every_seconds
+    def __init__(self, path: Path, inputs: dict[str, Any], every_seconds: float) -> None:
+        self._path, self._inputs, self._every = path, inputs, every_seconds
         self._saved_at = time.monotonic()
 
     def load(self) -> tuple[KVStats | None, int]:
-        """Statistics of an earlier run and the batches they cover; None and 0 if there was none."""
+        """Return an earlier run's statistics and how many batches they cover, or None and 0."""
         if not self._path.exists():
             return None, 0
         stats, progress = load_progress(self._path)
         earlier = progress.get("run", {})
-        different = [name for name, value in self._run.items() if earlier.get(name) != value]
-        if different:
+        for name, value in self._inputs.items():
+            if earlier.get(name) == value:
+                continue
+            numbers = f" ({earlier.get(name, 'not recorded')}, now {value}; see OMP_NUM_THREADS)"
             raise InputError(
-                f"'{self._path}' is of a run with another {self._described(different[0], earlier)},"
-                " so --resume cannot go on; give the same command, or leave --resume away to start "
-                "again"
+                f"'{self._path}' is of a run with another {name}{numbers if isinstance(value, int) else ''},"
+                " so --resume cannot go on; give the same command, or leave --resume away to start again"
             )
         return stats, int(progress["batches"])
-
-    def _described(self, name: str, earlier: dict[str, Any]) -> str:
-        now = self._run[name]
-        if not isinstance(now, int):
-            return name
-        return f"{name} ({earlier.get(name, 'not recorded')}, now {now}; see OMP_NUM_THREADS)"
 
     def save_sometimes(self, stats: Callable[[], KVStats], batches: int) -> None:
         """Save `stats` of the first `batches`, if the last time is long enough ago."""
@@ -53,7 +75,7 @@ class SavedProgress:
         scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            save_stats(stats(), scratch, progress={"run": self._run, "batches": batches})
+            save_stats(stats(), scratch, progress={"run": self._inputs, "batches": batches})
             scratch.replace(self._path)
         except (OSError, SafetensorError) as error:
             raise InputError(f"cannot save progress to '{self._path}': {error}") from None
@@ -61,13 +83,13 @@ class SavedProgress:
             scratch.unlink(missing_ok=True)
         self._saved_at = time.monotonic()
 
-    def forget(self) -> None:
+    def remove(self) -> None:
         """Remove the file: the output is there, or the user starts again."""
         remove_progress(self._path)
 
 
 def progress_file(output: Path, rank: int) -> Path:
-    """Where the process `rank` saves its progress towards `output`."""
+    """Return the place where the process `rank` saves its progress towards `output`."""
     return output.parent / f".{output.name}.rank{rank}.progress"
 
 
@@ -76,3 +98,51 @@ def remove_progress(path: Path) -> None:
     path.unlink(missing_ok=True)
     for scratch in path.parent.glob(f"{glob.escape(path.name)}.*.partial"):
         scratch.unlink(missing_ok=True)
+
+
+class Share:
+    """The `batches` of one process, of which the first `batches_read` are in `stats`.
+
+    With `resume` it continues where an earlier run of the same inputs was stopped, by what `saved` holds.
+    `advance` is called with the tokens of each batch.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        batches: Sequence[Batch],
+        recipe: Recipe,
+        attention: AttentionMap,
+        saved: SavedProgress,
+        resume: bool,
+        advance: Callable[[int], None] = lambda tokens: None,
+    ) -> None:
+        if not resume:
+            saved.remove()
+        self.stats, self.batches_read = saved.load()
+        if self.batches_read > len(batches):
+            raise InputError(
+                f"the saved progress covers {self.batches_read} batches of {len(batches)}; it is damaged, "
+                "so leave --resume away to start again"
+            )
+        self._model, self._batches, self._recipe = model, batches, recipe
+        self._attention, self._saved, self._advance = attention, saved, advance
+        for batch in batches[: self.batches_read]:
+            advance(batch.num_tokens)
+
+    def read(self, end: int | None = None) -> KVStats | None:
+        """Read on to the first `end` batches, or all; None where these are none, and none were read."""
+        before, unread = self.stats, self._batches[self.batches_read : end]
+
+        def merge(new: KVStats) -> KVStats:
+            return new if before is None else before.merge(new)
+
+        def save(batch: Batch, so_far: Callable[[], KVStats]) -> None:
+            self.batches_read += 1
+            self._advance(batch.num_tokens)
+            self._saved.save_sometimes(lambda: merge(so_far()), self.batches_read)
+
+        if unread or not self._batches:
+            new = calibrate(self._model, unread, self._recipe, attention=self._attention, on_batch=save)
+            self.stats = merge(new)
+        return self.stats

@@ -15,9 +15,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from calib.arguments import check_arguments
 from calib.capture.attention import AttentionMap, map_attention
-from calib.capture.distributed import World, surrounding_world
+from calib.capture.capabilities import check_queries
 from calib.capture.loop import calibrate, eval_mode
-from calib.capture.queries import check_queries
+from calib.capture.processes import World, surrounding_world
 from calib.capture.trainer_batches import Given, as_batches
 from calib.choices import FormatName, Strategy
 from calib.data import Batch

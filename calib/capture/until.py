@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 
-from calib.capture.distributed import World
-from calib.capture.share import Share
+from calib.capture.processes import World
+from calib.capture.resume import Share
 from calib.data import Batch
 from calib.recipe import Recipe
 from calib.scales.cover import holds
@@ -58,7 +58,7 @@ def read_until(share: Share, batches: Sequence[Batch], world: World, recipe: Rec
     """
     counts = looks(batches)
     ends = [len(range(world.rank, count, world.size)) for count in counts]
-    passed = max(world.gather(sum(end < share.done for end in ends)))
+    passed = max(world.gather(sum(end < share.batches_read for end in ends)))
     for look, (count, end) in enumerate(zip(counts, ends, strict=True)):
         mine = world.together(lambda end=end: share.read(end))  # type: ignore[misc]
         if look < passed:

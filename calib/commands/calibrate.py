@@ -122,7 +122,7 @@ def calibrate(
     version: Version = False,
 ) -> None:
     """Calibrate a model's FP8 KV-cache scales and write a checkpoint that engines load."""
-    from calib.capture.distributed import is_first_process
+    from calib.capture.processes import is_first_process
     from calib.commands.overrides import assignments, overrides
     from calib.commands.progress_bar import progress_bar
     from calib.job import run as run_job
@@ -234,7 +234,7 @@ def closing_lines(result: "Result") -> list[str]:
 
 def _next_step(result: "Result") -> str:
     """Return the line that says what to try with the first directory of an output."""
-    from calib.capture.continuing import NO_FP8_CACHE
+    from calib.capture.capabilities import NO_FP8_CACHE
     from calib.export import FORMATS
 
     runs = not any(warning.startswith(NO_FP8_CACHE) for warning in result.warnings)

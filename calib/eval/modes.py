@@ -6,7 +6,7 @@ from typing import NamedTuple
 from transformers import PreTrainedModel
 
 from calib.caches.types import Shape
-from calib.capture.queries import check_queries, engine_class
+from calib.capture.capabilities import check_queries, engine_class
 from calib.choices import AttentionMode, FP8Name, Strategy
 from calib.errors import InputError
 from calib.eval.variants import Setup, Variant

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from calib.caches.types import Shape
 from calib.capture.any_scales import weight_warnings
 from calib.capture.attention import layer_shapes
-from calib.capture.continuing import check_fp8_cache
+from calib.capture.capabilities import check_fp8_cache
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
 from calib.eval import inputs

@@ -140,11 +140,11 @@ def test_counts_are_right_however_the_text_was_read(how, model, tmp_path, monkey
     if how == "layerwise":
         flags += ["--offload", "layerwise"]
     else:
-        from calib.capture.share import Share
+        from calib.capture.resume import Share
 
         read = Share.read
 
-        def stopped(share, end):
+        def stopped(share):
             read(share, 3)
             raise KeyboardInterrupt
 

@@ -144,7 +144,7 @@ def test_what_must_fail_fails_before_the_weights_are_read(
 
 def test_an_export_that_must_fail_fails_before_calibration(tmp_path, monkeypatch):
     source = save_model(tiny_model("gpt_neox"), tmp_path / "neox")
-    monkeypatch.setattr("calib.capture.share.calibrate", lambda *_, **__: pytest.fail("it was calibrated"))
+    monkeypatch.setattr("calib.capture.resume.calibrate", lambda *_, **__: pytest.fail("it was calibrated"))
     with pytest.raises(UnsupportedExportError, match="only under self_attn or mixer"):
         run(str(source), recipe(export__formats=["trtllm"]), tmp_path / "out")
 

@@ -29,7 +29,7 @@ from vllm.model_executor.models import registry  # noqa: E402
 # a class is looked at in this process, not in one of its own, which would want pictures
 registry._run_in_subprocess = lambda function: function()
 
-from calib.capture.queries import RUN  # noqa: E402
+from calib.capture.capabilities import RUN  # noqa: E402
 
 # vLLM adds in another order, in float32; Apertus' activation function is rounded in another way
 TOLERANCE = 5e-3

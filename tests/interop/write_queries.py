@@ -19,8 +19,8 @@ sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[1] / "su
 from families import save_model
 from realistic import give_realistic_weights
 
+from calib.capture.capabilities import RUN
 from calib.capture.loop import calibrate
-from calib.capture.queries import RUN
 from calib.data import make_batches
 from calib.errors import Fp8kvError
 from calib.recipe import load_recipe

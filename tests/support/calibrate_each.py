@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from calib import job
-from calib.capture.distributed import joined_world
+from calib.capture.processes import joined_world
 from calib.recipe import load_recipe
 
 RECIPE = {

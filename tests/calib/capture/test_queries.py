@@ -10,8 +10,8 @@ from families import save_model, tiny_model
 from calib.caches.applied import rounded_attention
 from calib.caches.types import Shape
 from calib.capture.attention import map_attention
+from calib.capture.capabilities import engine_class
 from calib.capture.loop import calibrate
-from calib.capture.queries import engine_class
 from calib.capture.training import scales_for
 from calib.data import make_batches
 from calib.errors import InputError

@@ -6,10 +6,9 @@ from families import LATENT, tiny_model
 
 from calib.capture.attention import map_attention
 from calib.capture.loop import calibrate
-from calib.capture.resume import SavedProgress, progress_file
+from calib.capture.resume import SavedProgress, Share, progress_file
 from calib.data import make_batches
 from calib.errors import InputError
-from calib.job import calibrate_share
 from calib.recipe import load_recipe
 from calib.scales.stats import STATISTICS
 from calib.scales.stats_file import save_stats
@@ -65,7 +64,7 @@ def test_what_was_saved_goes_on(family, tmp_path):
     assert same(found.merge(measured(BATCHES[4:], family)), measured(BATCHES, family))
     assert found.latent == (family in LATENT)
     assert [file.name for file in tmp_path.iterdir()] == [".out.rank0.progress"]
-    saved.forget()
+    saved.remove()
     assert [*tmp_path.iterdir()] == []
 
 
@@ -103,4 +102,4 @@ def test_progress_beyond_the_last_batch_is_refused(tmp_path):
     saved.save_sometimes(lambda: measured(BATCHES[:1]), 7)
     model = tiny_model("llama")
     with pytest.raises(InputError, match="covers 7 batches of 6; it is damaged"):
-        calibrate_share(model, BATCHES, RECIPE, map_attention(model), saved, resume=True)
+        Share(model, BATCHES, RECIPE, map_attention(model), saved, resume=True)

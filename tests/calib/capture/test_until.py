@@ -9,10 +9,9 @@ from families import save_model, tiny_model
 from processes import assert_same, launched, statistics
 
 from calib.capture.attention import map_attention
-from calib.capture.distributed import World
 from calib.capture.loop import calibrate
-from calib.capture.resume import SavedProgress
-from calib.capture.share import Share
+from calib.capture.processes import World
+from calib.capture.resume import SavedProgress, Share
 from calib.capture.until import AHEAD, FIRST_SAMPLES, FIRST_TOKENS, looks, read_until
 from calib.data import make_batches
 from calib.recipe import Recipe

@@ -62,7 +62,7 @@ def test_an_output_loads_in_the_engine_that_its_format_is_for(family, engine, na
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])
 def test_where_nothing_loads_is_said_before_measuring(family, models, tmp_path, monkeypatch):
-    monkeypatch.setattr("calib.capture.share.calibrate", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr("calib.capture.resume.calibrate", lambda *_, **__: pytest.fail("it measured"))
     done = calibrate(models(family), "-o", tmp_path / "out", "--format", "sglang")
     architecture = json.loads((models(family) / "config.json").read_text())["architectures"][0]
     one_line_error(

@@ -148,7 +148,7 @@ def deepseek(tmp_path_factory):
 
 @pytest.mark.parametrize("name", ["vllm", "sglang", "tgi"])
 def test_a_refusal_comes_before_anything_is_measured(name, deepseek, tmp_path, monkeypatch):
-    monkeypatch.setattr("calib.capture.share.calibrate", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr("calib.capture.resume.calibrate", lambda *_, **__: pytest.fail("it measured"))
     done = calibrate(deepseek, "-o", tmp_path / "out", "--format", name)
     one_line_error(done, f"--format {name}:", BAKE)
     assert not (tmp_path / "out").exists()

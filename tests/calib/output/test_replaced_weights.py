@@ -7,6 +7,7 @@ import pytest
 from command_line import calibrate, fp8kv, one_line_error
 
 from calib import job
+from calib.capture import resume
 from calib.output import finish
 from calib.rescale import rescaling
 from calib.rewrite import convert as rewrite
@@ -61,7 +62,8 @@ def refuse(done, out):
 @pytest.mark.parametrize("change", [replaced, rewritten, gone])
 @pytest.mark.parametrize("moment", ["load", "measure"])
 def test_calibrate(after, moment, change, tiny_directory, tmp_path):
-    after(job, {"load": "prepare", "measure": "calibrate_share"}[moment], tiny_directory, change)
+    module, name = {"load": (job, "prepare"), "measure": (resume, "calibrate")}[moment]
+    after(module, name, tiny_directory, change)
     refuse(calibrate(tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
 
 
@@ -84,7 +86,7 @@ def test_calibrate_at_the_last_moment(after, module, name, tiny_directory, tmp_p
     refuse(calibrate(tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
 
 
-@pytest.mark.parametrize(("module", "name"), [(job, "calibrate_share"), (finish, "write_checkpoint")])
+@pytest.mark.parametrize(("module", "name"), [(resume, "calibrate"), (finish, "write_checkpoint")])
 def test_calibrate_in_place(after, module, name, tiny_directory, tmp_path):
     after(module, name, tiny_directory)
     before = sorted(path.name for path in tiny_directory.iterdir())

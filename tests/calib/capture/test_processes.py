@@ -12,7 +12,7 @@ from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
 from processes import ROOT, assert_same, launched, statistics
 
-from calib.capture.distributed import TIMEOUT
+from calib.capture.processes import TIMEOUT
 
 DATA = ("--dataset", "random", "--samples", 12, "--seq-len", 24, "--batch-size", 2)
 COLLECTED = (
@@ -202,7 +202,7 @@ from transformers import AutoModelForCausalLM
 
 from calib import Recipe, scales_for
 from calib.errors import InputError
-from calib.capture.distributed import surrounding_world
+from calib.capture.processes import surrounding_world
 
 model, out = AutoModelForCausalLM.from_pretrained(sys.argv[1]), Path(sys.argv[2])
 dist.init_process_group("gloo")

@@ -5,8 +5,8 @@ import torch
 from families import FAMILIES, LATENT, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from calib.capture.counted import counted
 from calib.capture.loop import calibrate, singles
+from calib.capture.statistics import counted
 from calib.data import make_batches
 from calib.recipe import load_recipe
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
