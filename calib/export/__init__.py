@@ -18,7 +18,7 @@ from calib.files.conventions import LARGER
 from calib.files.file_names import JSON_FILE
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import layer_of
-from calib.models.quantized.detect import find_layout
+from calib.models.quantized.detect import find_weight_format
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales
 from calib.verify.rules import Rules, all_rules
@@ -127,7 +127,7 @@ def export(
 
 def _check_announced(source: ModelDirectory) -> None:
     # formats add a quantization_config where there is none: engines would read codes as numbers
-    if find_quantization_config(source.config) is None and find_layout(source):
+    if find_quantization_config(source.config) is None and find_weight_format(source):
         raise UnsupportedExportError(
             f"the weights of '{source.path}' are quantised, and its config.json has no "
             "quantization_config that says so; add it, or use --format fp8kv"

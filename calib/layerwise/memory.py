@@ -19,7 +19,7 @@ from calib.files.text import parse_size, show_size
 from calib.layerwise.stages import Stages
 from calib.models.config import of_layers
 from calib.models.load import requested_dtype, uses_gpu, weight_sources
-from calib.models.quantized.detect import find_layout, is_quantized
+from calib.models.quantized.detect import find_weight_format, is_quantized
 from calib.recipe import Recipe
 from calib.scales.derive import recipe_observer
 from calib.scales.observers import NUM_BINS
@@ -66,7 +66,7 @@ def memory_limit(recipe: Recipe) -> int:
 
 
 def _weight_bytes(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe) -> int:
-    if find_layout(checkpoint):
+    if find_weight_format(checkpoint):
         return sum(source.nbytes for source in weight_sources(checkpoint, config, recipe).values())
     stored = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)
     wanted, held = requested_dtype(recipe), config.dtype

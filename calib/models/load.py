@@ -29,14 +29,14 @@ from calib.models.config import (
     of_layers,
     read_config,
 )
-from calib.models.dequantized import all_weights, weight_shapes
 from calib.models.quantized.detect import (
-    check_left_over,
-    codes_without_use,
-    find_layout,
-    forget_quantization,
+    check_unused_tensors,
+    drop_quantization_config,
+    find_weight_format,
     is_quantized,
+    unused_codes,
 )
+from calib.models.quantized.weights import all_weights, weight_shapes
 from calib.progress import library_bars_hidden
 from calib.recipe import Recipe
 from fp8kv_runtime.hf import is_latent
@@ -51,14 +51,14 @@ _SERVED_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 def load_config(checkpoint: ModelDirectory, recipe: Recipe) -> PreTrainedConfig:
     """Read the model's config and refuse, before any weight is read, what cannot be calibrated."""
-    layout = find_layout(checkpoint)
+    layout = find_weight_format(checkpoint)
     trust = recipe.trust_remote_code
     config = read_config(checkpoint.path, checkpoint.config, trust_remote_code=trust)
     check_cacheable(config, checkpoint.config)
-    forget_quantization(config, layout)
+    drop_quantization_config(config, layout)
     shapes = {} if is_quantized(config) else weight_shapes(checkpoint, layout)
     model = check_against_weights(config, checkpoint, shapes, trust_remote_code=trust)
-    check_left_over(checkpoint, codes_without_use(model, shapes), shapes)
+    check_unused_tensors(checkpoint, unused_codes(model, shapes), shapes)
     return config
 
 
@@ -129,7 +129,7 @@ def load_model(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Rec
         # one of several processes has a GPU of its own; one alone has them all
         alone = not torch.distributed.is_initialized()
         device_map = "auto" if alone else {"": torch.cuda.current_device()}
-    if find_layout(checkpoint):
+    if find_weight_format(checkpoint):
         sources = weight_sources(checkpoint, config, recipe)
         pending = {name: Pending(source) for name, source in sources.items()}
         return load_from(pending, checkpoint, config, recipe, device_map)
@@ -194,7 +194,7 @@ def weight_sources(
     wanted = requested_dtype(recipe)
     # as transformers resolves `auto`
     dtype = wanted if isinstance(wanted, torch.dtype) else config.dtype
-    return all_weights(checkpoint, find_layout(checkpoint), dtype)
+    return all_weights(checkpoint, find_weight_format(checkpoint), dtype)
 
 
 class Pending:
@@ -225,7 +225,7 @@ def check_complete(checkpoint: ModelDirectory, info: dict[str, Any], names: Coll
 
     `names` are those of the weights that it was given.
     """
-    check_left_over(checkpoint, info["unexpected_keys"], names)
+    check_unused_tensors(checkpoint, info["unexpected_keys"], names)
     missing = sorted(info["missing_keys"])
     if missing:
         raise InputError(

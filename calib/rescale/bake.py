@@ -17,7 +17,7 @@ from calib.files.file_names import BAKE_FILE
 from calib.files.fp8_type import FP8_MAX
 from calib.files.model_directory import ModelDirectory, fingerprint
 from calib.models.find import find_model
-from calib.models.quantized.detect import find_layout
+from calib.models.quantized.detect import find_weight_format
 from calib.output.checkpoint_directory import (
     ADAPTER_FILE,
     check_output,
@@ -219,7 +219,7 @@ def _check_bakeable(checkpoint: ModelDirectory, *, in_place: bool) -> None:
 def _check_dtype(recipe: Recipe, checkpoint: ModelDirectory, any_factor: bool) -> None:
     if recipe.dtype not in ("auto", "float32"):
         raise InputError(f"--dtype {recipe.dtype} may round weights; use auto or float32")
-    if find_layout(checkpoint) and (any_factor or recipe.dtype != "auto"):
+    if find_weight_format(checkpoint) and (any_factor or recipe.dtype != "auto"):
         raise InputError(
             f"the weights of '{checkpoint.path}' are quantised: their scales take powers of two in "
             "their own type; leave --any-factor and --dtype away"

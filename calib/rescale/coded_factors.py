@@ -12,7 +12,7 @@ from calib.errors import UnsupportedModelError
 from calib.export.compressed_tensors import find_quantization_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.stored import StoredTensor
-from calib.models.quantized.coded import CodedWeight
+from calib.models.quantized.coded_weight import CodedWeight
 
 _TRANSPOSED = "scales"  # of GPTQ and AWQ: [groups, rows]
 _LARGEST_E8M0 = 254

@@ -13,9 +13,9 @@ from calib.capture.attention import CachedAttention
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import ModelDirectory, checkpoint_prefix
 from calib.files.stored import StoredTensor, stored_tensors
-from calib.models.dequantized import coded_weights
-from calib.models.quantized.coded import CodedWeight
-from calib.models.quantized.detect import find_layout
+from calib.models.quantized.coded_weight import CodedWeight
+from calib.models.quantized.detect import find_weight_format
+from calib.models.quantized.weights import coded_weights
 from calib.rescale.coded_factors import NotHeld, rescaled_parts, rounds_inputs
 from calib.rescale.one_plus import Norms, is_held
 from calib.rescale.parameters import rescaled_parameters
@@ -42,7 +42,7 @@ class Editing:
         cls, checkpoint: ModelDirectory, dtype: torch.dtype | None, advice: str, *, exact: bool
     ) -> "Editing":
         """Read what a checkpoint holds."""
-        coded = coded_weights(checkpoint, find_layout(checkpoint))
+        coded = coded_weights(checkpoint, find_weight_format(checkpoint))
         by_name = {weight.name: weight for weight in coded}
         return cls(checkpoint, by_name, stored_tensors(checkpoint), dtype, advice, exact)
 

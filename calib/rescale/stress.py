@@ -22,7 +22,7 @@ from calib.files.file_names import STRESS_FILE
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.models.find import find_model
 from calib.models.load import caches_latents, load_config
-from calib.models.quantized.detect import find_layout
+from calib.models.quantized.detect import find_weight_format
 from calib.output.checkpoint_directory import check_output, write_json
 from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe
@@ -172,7 +172,7 @@ def _check_plain(checkpoint: ModelDirectory) -> None:
             f"'{checkpoint.path}' has a quantization_config; give the model it was made from: "
             "quantised weights cannot be multiplied exactly"
         )
-    if find_layout(checkpoint):
+    if find_weight_format(checkpoint):
         raise InputError(
             f"the weights of '{checkpoint.path}' are quantised, so they cannot be multiplied "
             "exactly; give the model it was made from"

@@ -16,7 +16,7 @@ from calib.files.file_names import (
 from calib.files.model_directory import ModelDirectory
 from calib.files.placing import OnCopied
 from calib.files.strict_json import read_object
-from calib.models.quantized.detect import is_of_attention, leaves_weights
+from calib.models.quantized.detect import is_for_cache_only, targets_attention
 from calib.output.checkpoint_directory import (
     RENAMED_SINGLE,
     copy_small_files,
@@ -51,7 +51,7 @@ def remove_documents(checkpoint: ModelDirectory, out: Path) -> None:
     says = document.get("quantization")
     if isinstance(says, dict):
         says.pop("kv_cache_quant_algo", None)
-        if not leaves_weights({"quant_method": "modelopt", **says}):
+        if not is_for_cache_only({"quant_method": "modelopt", **says}):
             write_json(out / MODELOPT_FILE, document)
 
 
@@ -90,10 +90,10 @@ def config_without_scales(config: dict[str, Any]) -> dict[str, Any]:
         quantization.pop("kv_cache_quant_algo", None)
         groups = quantization.get("config_groups")
         if isinstance(groups, dict):
-            kept = {name: group for name, group in groups.items() if not is_of_attention(group)}
+            kept = {name: group for name, group in groups.items() if not targets_attention(group)}
             quantization["config_groups"] = kept
         for holder in (config, config.get("text_config")):
-            if isinstance(holder, dict) and leaves_weights(holder.get("quantization_config") or {}):
+            if isinstance(holder, dict) and is_for_cache_only(holder.get("quantization_config") or {}):
                 del holder["quantization_config"]
     return config
 

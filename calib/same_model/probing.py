@@ -13,8 +13,8 @@ from torch import Tensor
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
 from calib.files.stored import Source, StoredTensor
-from calib.models.dequantized import DequantizedTensor, all_weights
-from calib.models.quantized.detect import find_layout
+from calib.models.quantized.detect import find_weight_format
+from calib.models.quantized.weights import DequantizedTensor, all_weights
 from calib.same_model.record import PROBES, Mark
 
 # tensors whose first dimension is the weight's wherever it is as long
@@ -24,7 +24,7 @@ _DECODED_FROM = 32  # codes of most layouts can be decoded from multiples of thi
 
 def readable_weights(checkpoint: ModelDirectory) -> Mapping[str, Source]:
     """The weights of a checkpoint that can be read as numbers, by name; codes of others are not."""
-    sources = all_weights(checkpoint, find_layout(checkpoint), torch.float32)
+    sources = all_weights(checkpoint, find_weight_format(checkpoint), torch.float32)
     # bytes are codes, which transformers decodes
     return {n: s for n, s in sources.items() if s.dtype.is_floating_point and s.dtype.itemsize > 1}
 

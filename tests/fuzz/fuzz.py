@@ -25,9 +25,9 @@ with atheris.instrument_imports(include=["calib"]):
     from calib.files.stored import DTYPES
     from calib.files.stored_scales import read_scales
     from calib.files.strict_json import parse_object
-    from calib.models.dequantized import naming
-    from calib.models.quantized import LAYOUTS
-    from calib.models.quantized.coded import Module
+    from calib.models.quantized import WEIGHT_FORMATS
+    from calib.models.quantized.coded_weight import ModuleTensors
+    from calib.models.quantized.weights import naming
     from calib.recipe import load_recipe
     from calib.verify.result import Place
     from calib.verify.rules import choose_rules
@@ -95,12 +95,12 @@ def layouts(data: bytes) -> None:
     """A quantization_config, and the types and shapes of a module's tensors, filled with bytes."""
     config, _, rest = data.partition(b"\n\n")
     says, shapes = parse_object(config, "it"), parse_object(rest, "them")
-    read = LAYOUTS.get(str(says.get("quant_method")))
+    read = WEIGHT_FORMATS.get(str(says.get("quant_method")))
     entries = {part: entry for part, text in shapes.items() if (entry := _entry(text))}
     if read is None:
         return
     with naming("a model"):
-        for weight in read(says).weights(Module("m", entries)):
+        for weight in read(says).weights(ModuleTensors("m", entries)):
             if prod(weight.shape) <= 1 << 16:
                 parts = {part: name.partition(".")[2] for part, name in weight.parts.items()}
                 tensors = {part: _filled(entries[name], data) for part, name in parts.items()}

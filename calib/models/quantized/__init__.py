@@ -1,9 +1,9 @@
-"""Forms of quantised weights, a file each. `LAYOUTS` names them as configs do."""
+"""Forms of quantised weights, a file each. `WEIGHT_FORMATS` names them as configs do."""
 
 from collections.abc import Callable
 from typing import Any
 
-from calib.models.quantized.coded import Layout
+from calib.models.quantized.coded_weight import WeightFormat
 from calib.models.quantized.compressed_tensors import CompressedTensors
 from calib.models.quantized.fp8_block import read_fp8
 from calib.models.quantized.gpt_oss import GptOss
@@ -12,7 +12,7 @@ from calib.models.quantized.modelopt import read_modelopt
 from calib.models.quantized.quark import read_quark
 
 # quant_method -> what reads a config that says so
-LAYOUTS: dict[str, Callable[[dict[str, Any]], Layout]] = {
+WEIGHT_FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
     "auto-round": read_auto_round,
     "awq": Awq.read,
     "compressed-tensors": CompressedTensors.read,

@@ -16,9 +16,9 @@ from calib.files.headers import read_values
 from calib.files.model_directory import ModelDirectory, quantization_configs
 from calib.files.names import is_of_cache, is_of_senses
 from calib.files.strict_json import read_object
-from calib.models.dequantized import coded_weights, naming, spent_names
-from calib.models.quantized import LAYOUTS
-from calib.models.quantized.coded import ADVICE, Layout
+from calib.models.quantized import WEIGHT_FORMATS
+from calib.models.quantized.coded_weight import ADVICE, WeightFormat
+from calib.models.quantized.weights import coded_weights, consumed_names, naming
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -37,7 +37,7 @@ _SCALE_OR_CODE = re.compile(
 )
 
 
-def leaves_weights(quantization: dict[str, Any]) -> bool:
+def is_for_cache_only(quantization: dict[str, Any]) -> bool:
     """Whether a quantization config is about the KV cache alone, or about nothing at all."""
     nested = quantization.get("quantization")
     says = {**quantization, **(nested if isinstance(nested, dict) else {})}
@@ -45,12 +45,12 @@ def leaves_weights(quantization: dict[str, Any]) -> bool:
     if method == "modelopt" and ["*"] in (says.get("ignore"), says.get("exclude_modules")):
         return True
     groups = says.get("config_groups") or {}
-    of_weights = not isinstance(groups, dict) or not all(map(is_of_attention, groups.values()))
+    of_weights = not isinstance(groups, dict) or not all(map(targets_attention, groups.values()))
     more = any(says.get(key) for key in ("quant_algo", "quantized_layers", "transform_config"))
     return method in ("modelopt", "compressed-tensors") and not (of_weights or more)
 
 
-def is_of_attention(group: Any) -> bool:
+def targets_attention(group: Any) -> bool:
     """Whether a group of compressed-tensors, such as llm-compressor's, is about Q, K and V."""
     targets = group.get("targets") if isinstance(group, dict) else None
     if not isinstance(targets, list):
@@ -58,14 +58,14 @@ def is_of_attention(group: Any) -> bool:
     return bool(targets) and all(str(target).endswith("Attention") for target in targets)
 
 
-def find_layout(checkpoint: ModelDirectory) -> Layout | None:
+def find_weight_format(checkpoint: ModelDirectory) -> WeightFormat | None:
     """How the weights are stored as codes; None: they are numbers, or transformers decodes them.
 
     Refuses what neither reads, and files that do not hold what their config says.
     """
     found, decoded = {}, False
     for place, says in _configs(checkpoint):
-        if leaves_weights(says):
+        if is_for_cache_only(says):
             continue
         if layout := _layout(checkpoint, place, says):
             found[place] = layout
@@ -82,13 +82,13 @@ def find_layout(checkpoint: ModelDirectory) -> Layout | None:
     layout = next(iter(layouts), None)
     coded = coded_weights(checkpoint, layout)
     if not decoded:
-        _check_numbers(checkpoint, spent_names(coded))
+        _check_numbers(checkpoint, consumed_names(coded))
     return layout
 
 
 def quantization_notes(checkpoint: ModelDirectory) -> list[str]:
     """One line on how quantised weights were read; none where they are numbers."""
-    layout = find_layout(checkpoint)
+    layout = find_weight_format(checkpoint)
     if layout is None:
         return []
     return [
@@ -97,7 +97,7 @@ def quantization_notes(checkpoint: ModelDirectory) -> list[str]:
     ]
 
 
-def codes_without_use(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
+def unused_codes(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     """Those of `names` that a scale or a code of a matrix of `model` has, and `model` has not."""
     held = model.state_dict()
     matrices = [name for name, weight in held.items() if weight.dim() > 1]
@@ -109,7 +109,7 @@ def codes_without_use(model: PreTrainedModel, names: Iterable[str]) -> list[str]
     ]
 
 
-def check_left_over(checkpoint: ModelDirectory, names: Iterable[str], weights: Collection[str]) -> None:
+def check_unused_tensors(checkpoint: ModelDirectory, names: Iterable[str], weights: Collection[str]) -> None:
     """Refuse tensors that the loader left over although they change a weight that it loaded.
 
     Those are named like a scale or a code, or belong to a matrix, as a bias does, or are weights
@@ -142,11 +142,11 @@ def _is_zero_bias(checkpoint: ModelDirectory, name: str) -> bool:
     return not any(read_values(path, entry))
 
 
-def forget_quantization(config: PreTrainedConfig, layout: Layout | None) -> None:
+def drop_quantization_config(config: PreTrainedConfig, layout: WeightFormat | None) -> None:
     """Drop quantization configs that quantise no weights, and those whose `layout` is read here."""
     for part in (config, config.get_text_config(decoder=True)):
         says = getattr(part, "quantization_config", None)
-        if layout or (isinstance(says, dict) and leaves_weights(says)):
+        if layout or (isinstance(says, dict) and is_for_cache_only(says)):
             part.__dict__.pop("quantization_config", None)
 
 
@@ -165,14 +165,14 @@ def _configs(checkpoint: ModelDirectory) -> Iterator[tuple[str, dict[str, Any]]]
         yield MODELOPT_FILE, {"quant_method": "modelopt", **read_object(file)}
 
 
-def _layout(checkpoint: ModelDirectory, place: str, says: dict[str, Any]) -> Layout | None:
+def _layout(checkpoint: ModelDirectory, place: str, says: dict[str, Any]) -> WeightFormat | None:
     method = says.get("quant_method")
-    if not isinstance(method, str) or method not in LAYOUTS:
+    if not isinstance(method, str) or method not in WEIGHT_FORMATS:
         return None
     if place == "compression_config" and method != "compressed-tensors":
         return None
     with naming(_quantised(checkpoint, place, says)):
-        return LAYOUTS[method](says)
+        return WEIGHT_FORMATS[method](says)
 
 
 def _quantised(checkpoint: ModelDirectory, place: str, says: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ vLLM's `fp8.py` for the older form with a `weight_scale`.
 
 from typing import Any
 
-from calib.models.quantized.coded import FLOATS, known, two_sizes
+from calib.models.quantized.coded_weight import FLOATS, known, two_sizes
 from calib.models.quantized.scaled import ByName, Scaled
 
 _SCALE_DTYPES = (*FLOATS, "F8_E8M0")

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from calib.models.quantized.coded import ADVICE, CodedWeight, LayoutError, Module, Tensors
+from calib.models.quantized.coded_weight import ADVICE, CodedWeight, ModuleTensors, Tensors, WeightFormatError
 from calib.models.quantized.numbers import powers_of_two, unpack_fp4
 from calib.models.quantized.scaled import E8M0
 
@@ -25,7 +25,7 @@ class GptOss:
         """Read a `quantization_config`, which has nothing to choose."""
         return cls()
 
-    def weights(self, module: Module) -> Iterable[CodedWeight]:
+    def weights(self, module: ModuleTensors) -> Iterable[CodedWeight]:
         """The fused weights of a module of experts, each [experts, in, out]."""
         for part in sorted(module.entries):
             if not part.endswith("_blocks"):
@@ -33,7 +33,7 @@ class GptOss:
             name, shape = part.removesuffix("_blocks"), module.entries[part].shape
             module.need(part, ("U8",))
             if len(shape) != 4 or shape[3] != 16 or 0 in shape:
-                raise LayoutError(f"'{module.name}.{part}' is {list(shape)}, {ADVICE}")
+                raise WeightFormatError(f"'{module.name}.{part}' is {list(shape)}, {ADVICE}")
             parts = {
                 "codes": f"{module.name}.{part}",
                 "scale": module.need(f"{name}_scales", E8M0, shape[:3]),

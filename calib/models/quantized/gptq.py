@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from calib.models.quantized.coded import (
+from calib.models.quantized.coded_weight import (
     ADVICE,
     FLOATS,
     CodedWeight,
-    LayoutError,
-    Module,
+    ModuleTensors,
     Tensors,
+    WeightFormatError,
     group_size_of,
     known,
     section,
@@ -57,13 +57,13 @@ class Gptq:
         known("checkpoint_format", form, ("gptq", "gptq_v2"))
         known("pack_dtype", says.get("pack_dtype", "int32"), ("int32",))
         if any(not key.startswith("-:") for key in section(says, "dynamic")):
-            raise LayoutError(f"'dynamic' gives modules bits of their own, {ADVICE}")
+            raise WeightFormatError(f"'dynamic' gives modules bits of their own, {ADVICE}")
         bits = known("bits", says.get("bits"), (2, 3, 4, 8))
         flags = [says.get(key) is True for key in ("sym", "desc_act")]
         # the first version stores zero points less one
         return cls(bits, group_size_of(says, 128), 1 if form == "gptq" else 0, *flags)
 
-    def weights(self, module: Module) -> Iterable[CodedWeight]:
+    def weights(self, module: ModuleTensors) -> Iterable[CodedWeight]:
         """The weight of a module that has a `qweight`."""
         if "qweight" not in module.entries:
             return
@@ -71,7 +71,7 @@ class Gptq:
         columns = packed * 32 // self.bits
         groups = module.groups(columns, self.group_size)
         if words_for(columns, self.bits) != packed or rows * self.bits % 32:
-            raise LayoutError(
+            raise WeightFormatError(
                 f"'{module.name}.qweight' is {[packed, rows]}: no whole number of words holds "
                 f"codes of {self.bits} bits"
             )
@@ -100,12 +100,12 @@ class Gptq:
     def _check(self, zeros: Tensor) -> None:
         """Refuse zero points that tools read differently."""
         if (zeros == 1 << self.bits).any():
-            raise LayoutError(
+            raise WeightFormatError(
                 f"a zero point is stored as {(1 << self.bits) - 1}, which AutoGPTQ reads as 0 and "
                 f"GPTQModel as {1 << self.bits}; give the model it was made from"
             )
         if self.symmetric and (zeros != 1 << (self.bits - 1)).any():
-            raise LayoutError(
+            raise WeightFormatError(
                 "a zero point is not in the middle, where its config.json says sym, and engines "
                 "take it to be; give the model it was made from"
             )
@@ -133,14 +133,14 @@ class Awq:
             known(key, str(says.get(key, "gemm")).lower(), ("gemm",))
         return cls(group_size_of(says, 128))
 
-    def weights(self, module: Module) -> Iterable[CodedWeight]:
+    def weights(self, module: ModuleTensors) -> Iterable[CodedWeight]:
         """The weight of a module that has a `qweight`."""
         if "g_idx" in module.entries and "qweight" in module.entries:
-            raise LayoutError(f"'{module.name}' has a g_idx, as GPTQ's weights do, not AWQ's")
+            raise WeightFormatError(f"'{module.name}' has a g_idx, as GPTQ's weights do, not AWQ's")
         if "qweight" in module.entries:
             yield self.weight(module)
 
-    def weight(self, module: Module) -> CodedWeight:
+    def weight(self, module: ModuleTensors) -> CodedWeight:
         """The weight of `module`."""
         codes, zeros, scales = self.names
         columns, packed = module.matrix(codes, ("I32",))
@@ -172,7 +172,7 @@ def read_auto_round(says: dict[str, Any]) -> Gptq | Awq:
     own = section(says, "extra_config")
     # 16 bits: a module that is left alone
     if any(section(own, module).get("bits") != 16 for module in own):
-        raise LayoutError(f"'extra_config' gives modules bits of their own, {ADVICE}")
+        raise WeightFormatError(f"'extra_config' gives modules bits of their own, {ADVICE}")
     if form == _AUTO_AWQ:
         return Awq.read({**says, "version": "gemm"})
     return Gptq.read({**says, "checkpoint_format": _AUTO_ROUND[form]})

@@ -7,7 +7,7 @@ Source: `modelopt.torch.export` 0.47, which writes `hf_quant_config.json` and, i
 from dataclasses import replace
 from typing import Any
 
-from calib.models.quantized.coded import known, section
+from calib.models.quantized.coded_weight import known, section
 from calib.models.quantized.scaled import MXFP4, MXFP8, NVFP4, ByName, Scaled
 
 _SCHEMES = {

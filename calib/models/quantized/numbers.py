@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from calib.models.quantized.coded import LayoutError
+from calib.models.quantized.coded_weight import WeightFormatError
 
 # the magnitudes of FP4 E2M1; the upper half is negative
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -24,7 +24,7 @@ def order_of(group: Tensor | None, columns: int, groups: int) -> Tensor | None:
     if group is None or torch.equal(group, torch.arange(columns).to(group) // (columns // groups)):
         return None
     if group.min() < 0 or group.max() >= groups:
-        raise LayoutError(f"its g_idx names a group beyond the {groups} there are")
+        raise WeightFormatError(f"its g_idx names a group beyond the {groups} there are")
     return group.long()
 
 

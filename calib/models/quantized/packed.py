@@ -10,7 +10,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from calib.models.quantized.coded import ADVICE, FLOATS, CodedWeight, LayoutError, Module, Tensors
+from calib.models.quantized.coded_weight import (
+    ADVICE,
+    FLOATS,
+    CodedWeight,
+    ModuleTensors,
+    Tensors,
+    WeightFormatError,
+)
 from calib.models.quantized.numbers import dequantise, order_of, unpack, words_for
 from calib.models.quantized.scaled import Block, Grid
 
@@ -27,7 +34,7 @@ class Packed:
     has_zero_points: bool
     ordered: bool
 
-    def weight(self, module: Module) -> CodedWeight:
+    def weight(self, module: ModuleTensors) -> CodedWeight:
         """The weight of `module`."""
         rows, words = module.matrix("weight_packed", ("I32",))
         columns = self._columns(module, words)
@@ -48,21 +55,21 @@ class Packed:
         name = f"{module.name}.weight"
         return CodedWeight(name, (rows, columns), parts, rows_of, multiple, self.block)
 
-    def _columns(self, module: Module, words: int) -> int:
+    def _columns(self, module: ModuleTensors, words: int) -> int:
         bits = self.bits
         if self.block[0] == 1 and self.block[1]:
             columns = module.matrix("weight_scale", FLOATS)[1] * self.block[1]
         elif 32 % bits:
-            raise LayoutError(f"codes of {bits} bits without a group_size, {ADVICE}")
+            raise WeightFormatError(f"codes of {bits} bits without a group_size, {ADVICE}")
         else:
             columns = words * 32 // bits
         dense, spaced = (words_for(columns, bits, across=across) for across in (True, False))
         if dense == spaced and 32 % bits and columns > 32 // bits:
-            raise LayoutError(
+            raise WeightFormatError(
                 f"'{module.name}.weight_packed' may hold {columns} codes of {bits} bits in two ways, {ADVICE}"
             )
         if words not in (dense, spaced):
-            raise LayoutError(
+            raise WeightFormatError(
                 f"'{module.name}.weight_packed' has {words} words in a row, which hold no "
                 f"{columns} codes of {bits} bits"
             )
@@ -70,7 +77,7 @@ class Packed:
 
     def _rows(self, tensors: Tensors, start: int, stop: int, *, grid: Grid, across: bool) -> Tensor:
         if tensors["shape"].tolist() != [grid.rows, grid.columns]:
-            raise LayoutError(f"a weight_shape is not {[grid.rows, grid.columns]}, as its codes are")
+            raise WeightFormatError(f"a weight_shape is not {[grid.rows, grid.columns]}, as its codes are")
         codes = unpack(tensors["codes"][start:stop], self.bits, grid.columns, across=across)
         zeros = torch.full((1, grid.shape[1]), 1 << (self.bits - 1), dtype=torch.int32)
         if "zeros" in tensors:

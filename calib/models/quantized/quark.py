@@ -5,7 +5,14 @@ Source: what Quark 0.13 exports for Hugging Face, and vLLM's `quark.py`, which r
 
 from typing import Any
 
-from calib.models.quantized.coded import ADVICE, LayoutError, Scheme, group_size_of, known, section
+from calib.models.quantized.coded_weight import (
+    ADVICE,
+    WeightFormatError,
+    WeightScheme,
+    group_size_of,
+    known,
+    section,
+)
 from calib.models.quantized.gptq import Awq
 from calib.models.quantized.scaled import FP8, INT8, MXFP4, ByName, Scaled
 
@@ -25,13 +32,13 @@ def read_quark(says: dict[str, Any]) -> ByName:
     known("pack_method", export.get("pack_method", "reorder"), ("reorder",))
     if says.get("layer_type_quant_config") or says.get("algo_config"):
         # rotations and smoothing among them change what a weight is multiplied with
-        raise LayoutError(f"layer_type_quant_config or algo_config is set, {ADVICE}")
+        raise WeightFormatError(f"layer_type_quant_config or algo_config is set, {ADVICE}")
     layers = section(says, "layer_quant_config")
     by_pattern = tuple((pattern, _scheme(section(layers, pattern))) for pattern in layers)
     return ByName("Quark", _scheme(section(says, "global_quant_config")), by_pattern)
 
 
-def _scheme(says: dict[str, Any]) -> Scheme:
+def _scheme(says: dict[str, Any]) -> WeightScheme:
     weight = section(says, "weight")
     name, group_size = f"{weight.get('dtype')} {weight.get('qscheme')}", group_size_of(weight)
     known("is_dynamic", weight.get("is_dynamic", False), (False,))

@@ -11,14 +11,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from calib.models.quantized.coded import (
+from calib.models.quantized.coded_weight import (
     CODES,
     FLOATS,
     CodedWeight,
-    LayoutError,
-    Module,
-    Scheme,
+    ModuleTensors,
     Tensors,
+    WeightFormatError,
+    WeightScheme,
 )
 from calib.models.quantized.numbers import dequantise, powers_of_two, unpack_fp4
 
@@ -80,7 +80,7 @@ class Scaled:
     second: str | None = None
     divides: bool = False
 
-    def weight(self, module: Module) -> CodedWeight:
+    def weight(self, module: ModuleTensors) -> CodedWeight:
         """The weight of `module`."""
         rows, columns = module.matrix(self.code, (self.dtype,))
         columns *= 2 if self.dtype == FP4 else 1
@@ -109,7 +109,7 @@ class Scaled:
             scales = scales / second if self.divides else scales * second
         scales = grid.take(scales, start, stop)
         if self.dtype in (FP8, FP4) and (scales < 0).any():  # AutoRound's integers have such
-            raise LayoutError("a scale of its floats is negative")
+            raise WeightFormatError("a scale of its floats is negative")
         zeros = tensors.get("zeros")
         zeros = None if zeros is None else grid.take(zeros.float(), start, stop)
         return dequantise(codes, scales, zeros)
@@ -125,10 +125,10 @@ class ByName:
     """Modules whose `weight` is codes, each in the scheme of the first pattern of its name."""
 
     label: str
-    scheme: Scheme | None  # of all others
-    by_pattern: tuple[tuple[str, Scheme], ...] = ()
+    scheme: WeightScheme | None  # of all others
+    by_pattern: tuple[tuple[str, WeightScheme], ...] = ()
 
-    def weights(self, module: Module) -> Iterable[CodedWeight]:
+    def weights(self, module: ModuleTensors) -> Iterable[CodedWeight]:
         """The weight of a module that holds codes."""
         entry = module.entries.get("weight")
         if entry is None or entry.dtype not in CODES:
@@ -136,5 +136,5 @@ class ByName:
         named = (scheme for glob, scheme in self.by_pattern if fnmatchcase(module.name, glob))
         scheme = next(named, self.scheme)
         if scheme is None:
-            raise LayoutError(f"'{module.name}' holds codes, and its config does not name it")
+            raise WeightFormatError(f"'{module.name}' holds codes, and its config does not name it")
         yield scheme.weight(module)

@@ -20,12 +20,12 @@ CHUNK = 1 << 20
 Tensors = Mapping[str, Tensor]
 
 
-class LayoutError(InputError):
+class WeightFormatError(InputError):
     """What a layout cannot read, in words that do not name the checkpoint."""
 
 
 @dataclass(frozen=True)
-class Module:
+class ModuleTensors:
     """The stored tensors of one module, by the last part of their names."""
 
     name: str
@@ -35,13 +35,13 @@ class Module:
         """Name of the tensor `part`, which must have one of `dtypes` and of `shapes`, if given."""
         entry = self.entries.get(part)
         if entry is None:
-            raise LayoutError(f"'{self.name}' has no '{part}'; download the model again")
+            raise WeightFormatError(f"'{self.name}' has no '{part}'; download the model again")
         if entry.dtype not in dtypes:
-            raise LayoutError(
+            raise WeightFormatError(
                 f"'{self.name}.{part}' is {entry.dtype}, where its config.json wants {' or '.join(dtypes)}"
             )
         if shapes and entry.shape not in shapes:
-            raise LayoutError(
+            raise WeightFormatError(
                 f"'{self.name}.{part}' is {list(entry.shape)}, where its config.json and its codes "
                 f"want {' or '.join(str(list(shape)) for shape in shapes)}"
             )
@@ -52,13 +52,15 @@ class Module:
         self.need(part, dtypes)
         shape = self.entries[part].shape
         if len(shape) != 2 or 0 in shape:
-            raise LayoutError(f"'{self.name}.{part}' is {list(shape)}, and no matrix, {ADVICE}")
+            raise WeightFormatError(f"'{self.name}.{part}' is {list(shape)}, and no matrix, {ADVICE}")
         return shape[0], shape[1]
 
     def groups(self, columns: int, size: int | None) -> int:
         """How many groups of `size` a row of `columns` values has; None: the row is the group."""
         if size and columns % size:
-            raise LayoutError(f"'{self.name}' has {columns} columns, which groups of {size} do not divide")
+            raise WeightFormatError(
+                f"'{self.name}' has {columns} columns, which groups of {size} do not divide"
+            )
         return columns // (size or columns)
 
 
@@ -74,19 +76,19 @@ class CodedWeight:
     block: tuple[int | None, int | None] = (1, None)  # rows and columns that share a scale
 
     def decode(self, tensors: Tensors, weight: Tensor) -> Tensor:
-        """Fill `weight` from the tensors of `parts`; LayoutError where it is not finite.
+        """Fill `weight` from the tensors of `parts`; WeightFormatError where it is not finite.
 
         A value is computed in float32 and rounded once.
         """
         for part, tensor in tensors.items():
             if "scale" in part and not tensor.float().isfinite().all():
-                raise LayoutError(f"'{self.parts[part]}' holds NaN or Inf; download it again")
+                raise WeightFormatError(f"'{self.parts[part]}' holds NaN or Inf; download it again")
         step = max(self.multiple, CHUNK // prod(self.shape[1:]) // self.multiple * self.multiple)
         for start in range(0, self.shape[0], step):
             stop = min(start + step, self.shape[0])
             piece = weight[start:stop].copy_(self._rows(tensors, start, stop))
             if not piece.isfinite().all():
-                raise LayoutError(
+                raise WeightFormatError(
                     f"'{self.name}' dequantises to NaN or Inf in {weight.dtype}; download the "
                     "model again, or use --dtype float32"
                 )
@@ -95,19 +97,19 @@ class CodedWeight:
     def _rows(self, tensors: Tensors, start: int, stop: int) -> Tensor:
         try:
             return self.rows(tensors, start, stop)
-        except LayoutError as error:
-            raise LayoutError(f"'{self.name}': {error}") from None
+        except WeightFormatError as error:
+            raise WeightFormatError(f"'{self.name}': {error}") from None
 
 
-class Scheme(Protocol):
+class WeightScheme(Protocol):
     """How one module's tensors make up its weight."""
 
-    def weight(self, module: Module) -> CodedWeight:
-        """The weight of `module`; LayoutError where names, types or shapes are others."""
+    def weight(self, module: ModuleTensors) -> CodedWeight:
+        """The weight of `module`; WeightFormatError where names, types or shapes are others."""
         ...
 
 
-class Layout(Protocol):
+class WeightFormat(Protocol):
     """One form of quantised weights, as a quantization config describes it."""
 
     @property
@@ -115,27 +117,27 @@ class Layout(Protocol):
         """Its name, for messages."""
         ...
 
-    def weights(self, module: Module) -> Iterable[CodedWeight]:
+    def weights(self, module: ModuleTensors) -> Iterable[CodedWeight]:
         """The weights that `module` holds as codes: none, one, or the fused ones of experts.
 
-        Looks at names, types and shapes alone; LayoutError where they do not fit the config.
+        Looks at names, types and shapes alone; WeightFormatError where they do not fit the config.
         """
         ...
 
 
 def known(key: str, value: Any, allowed: Collection[Any]) -> Any:
-    """`value`, which a config gives as `key`; LayoutError unless it is one of `allowed`."""
+    """`value`, which a config gives as `key`; WeightFormatError unless it is one of `allowed`."""
     # 4 and 4.0 and True are equal to Python
     if not any(value == one and type(value) is type(one) for one in allowed):
-        raise LayoutError(f"{key} {value!r:.80} is none of {[*allowed]}, {ADVICE}")
+        raise WeightFormatError(f"{key} {value!r:.80} is none of {[*allowed]}, {ADVICE}")
     return value
 
 
 def section(says: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The object under a config's `key`, empty where it is absent; LayoutError for another type."""
+    """The object under a config's `key`, empty where it is absent; WeightFormatError for another type."""
     value = says.get(key)
     if value is not None and not isinstance(value, dict):
-        raise LayoutError(f"{key} {value!r:.80} is no JSON object")
+        raise WeightFormatError(f"{key} {value!r:.80} is no JSON object")
     return value or {}
 
 
@@ -145,7 +147,7 @@ def group_size_of(says: Mapping[str, Any], default: int | None = None) -> int | 
     if value in (None, -1):
         return None
     if type(value) is not int or value < 1:
-        raise LayoutError(f"group_size {value!r:.80} is no whole number of columns")
+        raise WeightFormatError(f"group_size {value!r:.80} is no whole number of columns")
     return value
 
 
@@ -153,7 +155,7 @@ def two_sizes(key: str, value: Any) -> tuple[int, int]:
     """Rows and columns of a tile, which a config gives as `key`: `[128, 128]` or `128x128`."""
     sizes = value.split("x") if isinstance(value, str) else value
     if not isinstance(sizes, list) or len(sizes) != 2 or not all(map(_is_size, sizes)):
-        raise LayoutError(f"{key} {value!r:.80} is no two sizes, {ADVICE}")
+        raise WeightFormatError(f"{key} {value!r:.80} is no two sizes, {ADVICE}")
     return int(sizes[0]), int(sizes[1])
 
 

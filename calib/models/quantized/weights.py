@@ -12,7 +12,13 @@ from calib.errors import InputError
 from calib.files.headers import Entry
 from calib.files.model_directory import ModelDirectory
 from calib.files.stored import Source, StoredTensor, aligned, stored_tensors
-from calib.models.quantized.coded import CHUNK, CodedWeight, Layout, LayoutError, Module
+from calib.models.quantized.coded_weight import (
+    CHUNK,
+    CodedWeight,
+    ModuleTensors,
+    WeightFormat,
+    WeightFormatError,
+)
 
 # int64 indices, float32 values, codes and zero points of a chunk
 _CHUNK_BYTES = CHUNK * 32
@@ -45,7 +51,7 @@ class DequantizedTensor(Source):
 
 
 def all_weights(
-    checkpoint: ModelDirectory, layout: Layout | None, dtype: torch.dtype | None = None
+    checkpoint: ModelDirectory, layout: WeightFormat | None, dtype: torch.dtype | None = None
 ) -> dict[str, Source]:
     """What an unquantised checkpoint of the model would hold, by name.
 
@@ -53,7 +59,7 @@ def all_weights(
     comes as it is. InputError, before any value is read, where the files are not what it says.
     """
     stored, coded = stored_tensors(checkpoint), coded_weights(checkpoint, layout)
-    spent = spent_names(coded)
+    spent = consumed_names(coded)
     found: dict[str, Source] = {name: t for name, t in stored.items() if name not in spent}
     floats = (tensor.dtype for tensor in found.values() if tensor.dtype.is_floating_point)
     dtype = dtype or next(floats, torch.bfloat16)
@@ -63,7 +69,7 @@ def all_weights(
     return found
 
 
-def coded_weights(checkpoint: ModelDirectory, layout: Layout | None) -> list[CodedWeight]:
+def coded_weights(checkpoint: ModelDirectory, layout: WeightFormat | None) -> list[CodedWeight]:
     """The weights that are stored as codes; InputError where files and config do not agree.
 
     Nothing but headers is read.
@@ -75,25 +81,25 @@ def coded_weights(checkpoint: ModelDirectory, layout: Layout | None) -> list[Cod
         module, _, part = name.rpartition(".")
         modules.setdefault(module, {})[part] = entry
     with naming(_about(checkpoint.path)):
-        found = [w for name, parts in modules.items() for w in layout.weights(Module(name, parts))]
+        found = [w for name, parts in modules.items() for w in layout.weights(ModuleTensors(name, parts))]
         if not found:
-            raise LayoutError(f"its config says {layout.label}, and no file holds such codes")
-        spent = spent_names(found)
+            raise WeightFormatError(f"its config says {layout.label}, and no file holds such codes")
+        spent = consumed_names(found)
         for weight in found:
             if weight.name in checkpoint.entries.keys() - spent:
-                raise LayoutError(f"'{weight.name}' is there as it is, and as codes beside it")
+                raise WeightFormatError(f"'{weight.name}' is there as it is, and as codes beside it")
     return found
 
 
-def weight_shapes(checkpoint: ModelDirectory, layout: Layout | None) -> dict[str, tuple[int, ...]]:
+def weight_shapes(checkpoint: ModelDirectory, layout: WeightFormat | None) -> dict[str, tuple[int, ...]]:
     """The shape of every weight, by name; `layout` is that of those stored as codes."""
     coded = coded_weights(checkpoint, layout)
-    spent = spent_names(coded)
+    spent = consumed_names(coded)
     plain = {name: e.shape for name, e in checkpoint.entries.items() if name not in spent}
     return {**plain, **{weight.name: weight.shape for weight in coded}}
 
 
-def spent_names(coded: list[CodedWeight]) -> set[str]:
+def consumed_names(coded: list[CodedWeight]) -> set[str]:
     """Names of the stored tensors that weights are made of, and of scales of their inputs."""
     modules = [weight.name.rpartition(".")[0] for weight in coded]
     named = {f"{module}.{part}" for module in modules for part in _OF_ACTIVATIONS}
@@ -102,10 +108,10 @@ def spent_names(coded: list[CodedWeight]) -> set[str]:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Say in a LayoutError what cannot be read."""
+    """Say in a WeightFormatError what cannot be read."""
     try:
         yield
-    except LayoutError as error:
+    except WeightFormatError as error:
         # names come from files, and may be of any length and several lines
         reason = " ".join(str(error).split())[:1000]
         raise InputError(f"{what}: {reason}") from None
