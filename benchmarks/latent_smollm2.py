@@ -21,8 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmb
 
 from calib.errors import InputError
 from calib.files.atomic import atomic_directory, save_tensors
-from calib.files.file_names import SINGLE_FILE
 from calib.files.model_directory import ModelDirectory
+from calib.files.names import SINGLE_FILE
 from calib.models.find import find_model
 from calib.output.checkpoint_directory import copy_small_files
 

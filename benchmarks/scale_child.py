@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from calib.capture.processes import World
 from calib.commands.overrides import assignments
-from calib.files.file_names import STATS_FILE
+from calib.files.names import STATS_FILE
 from calib.job import run
 from calib.recipe import load_recipe
 from calib.scales.stats import KVStats

@@ -6,7 +6,7 @@ import pytest
 from command_line import SMALL, calibrate, fp8kv, one_line_error
 
 from calib.errors import InputError
-from calib.files.file_names import SCALES_SHARD, STATS_FILE
+from calib.files.names import SCALES_SHARD, STATS_FILE
 from calib.scales.stats_file import load_stats
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4976698672\n"

@@ -14,10 +14,10 @@ from calib.choices import FP8Name
 from calib.errors import InputError
 from calib.files.baked import baked_for
 from calib.files.calibrations import read_report
-from calib.files.file_names import CALIBRATION_FILE, PACK_FILE
-from calib.files.folder import open_scales
+from calib.files.fingerprint import fingerprint
 from calib.files.fp8_type import fp8_type
-from calib.files.model_directory import fingerprint
+from calib.files.model_directory import open_model_directory
+from calib.files.names import CALIBRATION_FILE, PACK_FILE
 from calib.files.stored_scales import StoredLayer, StoredScales, is_usable, read_scales
 from calib.same_model.identity import check_same_model, identity
 from calib.same_model.saved import check_measured_on
@@ -48,7 +48,7 @@ def open_any_scales(directory: Path, checkpoint: ModelDirectory | None = None) -
         _check_baked(directory, checkpoint)
         measured = load_scales(directory)
         is_pack = (directory / PACK_FILE).exists()  # whose JSON has one scale for K and V
-        files = open_scales(directory, or_statistics=True)
+        files = open_model_directory(directory, weights=False, or_statistics=True)
         if is_pack or not (files.config or files.json):  # format fp8kv
             if files.tensors:
                 raise InputError(

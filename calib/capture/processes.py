@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from calib.errors import Fp8kvError, InputError
-from calib.files.json_text import json_text
+from calib.files.strict_json import json_text
 from calib.scales.stats import STATISTICS, KVStats
 from calib.scales.text_summary import TextSummary
 

@@ -20,7 +20,8 @@ from calib.capture.loop import calibrate
 from calib.capture.processes import World
 from calib.data import Batch, CalibrationData
 from calib.errors import InputError
-from calib.files.model_directory import ModelDirectory, fingerprint
+from calib.files.fingerprint import fingerprint
+from calib.files.model_directory import ModelDirectory
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_progress, save_stats

@@ -25,6 +25,8 @@ from calib.errors import InputError
 from calib.export import Export, check_recipe, export
 from calib.export.compressed_tensors import find_quantization_config
 from calib.files.model_directory import ModelDirectory
+from calib.files.names import SINGLE_FILE
+from calib.files.safetensors_header import Entry
 from calib.models.load import caches_latents, check_cacheable
 from calib.recipe import Recipe
 from calib.scales.derive import derive_scales
@@ -180,10 +182,10 @@ def _exported(model: PreTrainedModel, scales: KVScales, recipe: Recipe, format: 
     """`scales` in the format, as for a checkpoint that the model would be saved as."""
     # any name inside of a module shows how transformers calls that module on disk
     own = {f"{module}.kv.scale": torch.empty(0) for module in scales.with_shared()}
-    weight_map = dict.fromkeys(revert_weight_conversion(model, own), "")
+    header = dict.fromkeys(revert_weight_conversion(model, own), Entry("F32", (0,), 0, 0))
     name = type(model).__name__
     config = {**model.config.to_dict(), "architectures": [name]}
-    checkpoint = ModelDirectory(Path(model.name_or_path or name), config, weight_map, {}, {})
+    checkpoint = ModelDirectory(Path(model.name_or_path or name), config, {SINGLE_FILE: header})
     options = recipe.export
     return export(scales, checkpoint, format, reduce=options.reduce, tp_size=options.tp_size)
 

@@ -55,7 +55,7 @@ def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], list[st
 
     There may be statistics alone, as of format fp8kv.
     """
-    from calib.files.folder import open_scales
+    from calib.files.model_directory import open_model_directory
     from calib.files.stored_scales import StoredScales, show_scales
     from calib.scales.places import read_places
 
@@ -64,7 +64,11 @@ def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], list[st
     except (NoModelError, NoScalesError):
         if not (places := read_places(directory)):
             raise
-        return StoredScales(open_scales(directory, or_statistics=True), []), places, []
+        return (
+            StoredScales(open_model_directory(directory, weights=False, or_statistics=True), []),
+            places,
+            [],
+        )
     try:
         return found, read_places(directory), []
     except InputError as error:
@@ -82,7 +86,7 @@ def _opening_lines(found: "StoredScales") -> list[str]:
 
     if not found.layers:
         return ["statistics, and no scales in the form of an engine"]
-    directory, files = found.directory, len(found.directory.files)
+    directory, files = found.directory, len(found.directory.shards)
     index = "no index" if directory.index is None else "an index"
     nvfp4 = convention(directory)
     return [

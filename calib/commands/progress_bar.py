@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from calib.choices import ProgressForm
 from calib.commands.meter import Clock, Meter
-from calib.files.json_text import json_text
+from calib.files.strict_json import json_text
 from calib.files.text import plain
 from calib.progress import SILENT, Progress
 

@@ -13,7 +13,7 @@ import typer
 from calib.commands.tables import table_text
 from calib.errors import Fp8kvError, InputError
 from calib.files.cache_folder import cache_refusal
-from calib.files.json_text import json_text
+from calib.files.strict_json import json_text
 from calib.files.text import plain
 from calib.progress import WRITTEN
 

@@ -15,7 +15,7 @@ from calib.eval.advice import skip_argument
 from calib.eval.found import Mixture
 from calib.eval.reader import mean_kl
 from calib.eval.variants import Setup, Variant
-from calib.files.json_text import json_text
+from calib.files.strict_json import json_text
 
 LAYER_MAP_FILE = "modelopt_kv_cache_layers.json"
 _16_BITS = "16 bits"

@@ -19,7 +19,7 @@ from calib.eval.found import (
 )
 from calib.eval.found import Figure as Figure
 from calib.eval.found import Tensors as Tensors
-from calib.files.json_text import json_text
+from calib.files.strict_json import json_text
 
 SCHEMA: Literal[1] = 1
 REPORT_FILE = "report.json"

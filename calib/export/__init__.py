@@ -15,9 +15,8 @@ from calib.export.modelopt import modelopt, nvfp4, trtllm
 from calib.export.scales_json import scales_json
 from calib.export.tgi import tgi
 from calib.files.conventions import LARGER
-from calib.files.file_names import JSON_FILE
 from calib.files.model_directory import ModelDirectory
-from calib.files.names import layer_of
+from calib.files.names import JSON_FILE, layer_of
 from calib.models.quantized.detect import find_weight_format
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales

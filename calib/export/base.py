@@ -8,7 +8,7 @@ from torch import Tensor
 
 from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedExportError
-from calib.files.model_directory import ModelDirectory, checkpoint_prefix, quantization_configs
+from calib.files.model_directory import ModelDirectory, quantization_configs
 from calib.scales.scales import KVScales, LayerScales
 from calib.verify.classes import NAMES, OTHER, architecture
 from calib.verify.rules import Rules, all_rules
@@ -126,4 +126,4 @@ def _other_engines(checkpoint: ModelDirectory, kind: str) -> Iterator[str]:
 def by_prefix(scales: KVScales, checkpoint: ModelDirectory) -> dict[str, LayerScales]:
     """The scales of all modules that engines ask about, by prefix of their names on disk."""
     layers = scales.with_shared().items()
-    return {checkpoint_prefix(module, checkpoint): layer for module, layer in layers}
+    return {checkpoint.attention_prefix(module): layer for module, layer in layers}

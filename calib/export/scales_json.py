@@ -4,9 +4,9 @@ from typing import Any
 
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export
-from calib.files.file_names import JSON_FILE
 from calib.files.heads import can_be_split, head_count, of_layer
 from calib.files.model_directory import ModelDirectory
+from calib.files.names import JSON_FILE
 from calib.scales.scales import KVScales
 
 

@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from calib.choices import FORMATS
 from calib.errors import InputError, NoModelError
-from calib.files.file_names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
+from calib.files.names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
 from calib.files.packs import PACKED, read_pack
 from calib.files.strict_json import read_object
 

@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple
 from packaging.version import InvalidVersion, Version
 
 from calib.files.calibrations import Amax
-from calib.files.folder import ScaleDirectory
 from calib.files.fp8_type import names_nvfp4, names_only_nvfp4
+from calib.files.model_directory import ModelDirectory
 from calib.files.stored_scales import StoredLayer
 
 Divisor = Literal[448, 2688]  # the value is absmax / this
@@ -35,7 +35,7 @@ class Convention(NamedTuple):
         return f"{known} ({self.because})"
 
 
-def convention(directory: ScaleDirectory) -> Convention | None:
+def convention(directory: ModelDirectory) -> Convention | None:
     """The convention that a directory's files tell; None where they hold FP8 scales."""
     if not names_nvfp4(directory):
         return None

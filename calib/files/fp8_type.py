@@ -5,8 +5,8 @@ from typing import Any
 
 from calib.choices import FP8Name
 from calib.errors import InputError
-from calib.files.file_names import JSON_FILE
-from calib.files.folder import ScaleDirectory
+from calib.files.model_directory import ModelDirectory
+from calib.files.names import JSON_FILE
 
 FP8_MAX: dict[FP8Name, float] = {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0}
 FP8_SMALLEST: dict[FP8Name, float] = {"e4m3fn": 2**-9, "e4m3fnuz": 2**-10, "e5m2": 2**-16}
@@ -17,7 +17,7 @@ _NVFP4 = ("NVFP4", "float of 4 bits")
 _ANY = ("float of 8 bits", "FP8")
 
 
-def fp8_type(directory: ScaleDirectory) -> FP8Name:
+def fp8_type(directory: ModelDirectory) -> FP8Name:
     """The FP8 type that scales are for; an InputError where they are for an NVFP4 cache."""
     said = {where: word for where, word in _said(directory) if word not in _ANY}
     if names_nvfp4(directory):
@@ -38,17 +38,17 @@ def fp8_type(directory: ScaleDirectory) -> FP8Name:
     return next((_TYPES[word] for word in said.values()), "e4m3fn")
 
 
-def names_nvfp4(directory: ScaleDirectory) -> bool:
+def names_nvfp4(directory: ModelDirectory) -> bool:
     """Whether a file says that the values are for an NVFP4 cache."""
     return any(word in _NVFP4 for _, word in _said(directory))
 
 
-def names_only_nvfp4(directory: ScaleDirectory) -> bool:
+def names_only_nvfp4(directory: ModelDirectory) -> bool:
     """Whether every file that names a type says so."""
     return all(word in _NVFP4 for _, word in _said(directory))
 
 
-def _said(directory: ScaleDirectory) -> Iterator[tuple[str, str]]:
+def _said(directory: ModelDirectory) -> Iterator[tuple[str, str]]:
     """Where a type is named, and the word for it."""
     named = (directory.config or {}).get("kv_cache_torch_dtype")
     if named is not None:

@@ -1,56 +1,93 @@
-"""A model directory in Hugging Face layout, opened for reading and checked before anything runs."""
+"""A model directory, opened and checked: config.json, the index, and safetensors files."""
 
-import hashlib
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError, UnsupportedExportError
-from calib.files.baked import add_files, weights_digest
 from calib.files.calibrations import no_model
-from calib.files.file_names import (
+from calib.files.names import (
     CALIBRATION_FILE,
     CONFIG_FILE,
     INDEX_FILE,
+    JSON_FILE,
+    MODELOPT_FILE,
     SCALES_SHARD,
     SINGLE_FILE,
+    STATS_FILE,
+    attention_modules,
+    is_misnamed,
+    is_of_cache,
+    is_of_senses,
+    is_offset,
+    layer_of,
+    layers_beside,
 )
-from calib.files.folder import LAYER_KEYS, read_index
-from calib.files.headers import Entry, read_header
-from calib.files.json_text import json_text
-from calib.files.names import is_of_senses
-from calib.files.stacks import check_layers
+from calib.files.packs import read_pack
+from calib.files.safetensors_header import Entry, is_zero, read_header
+from calib.files.scale_files import ScalesJson, ScaleTensor, read_scale_tensors, read_scales_json
 from calib.files.strict_json import read_object
 
+# what configs call the number of layers
+LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
+_MAX_FILES = 100_000
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
+# layers, index and the attention module itself: names of one module end alike
+_TAIL = 3
+_IN_STACK = re.compile(r"(?P<stack>(?:[^.\d][^.]*\.)*)(?P<layer>\d{1,6})\.(?P<rest>.+)")
+_DECODER = re.compile(r"(?:.+\.)?(?:layers?|h|blocks)\.")  # what stacks of decoders are called
+# layers after the model's own guess further tokens, and have these beside what all have
+_GUESSES = re.compile(r"(?:eh_proj|enorm|hnorm|shared_head)\b")
 
 FileState = tuple[int, int, int]  # inode, bytes, nanoseconds of the last change
 
 
-# layers, index and the attention module itself must agree
-_TAIL = 3
-
-
 @dataclass(frozen=True)
 class ModelDirectory:
-    """A local directory with `config.json` and safetensors weights."""
+    """A local directory with a model in Hugging Face layout, or with scales alone."""
 
     path: Path
-    config: dict[str, Any]
-    weight_map: dict[str, str]  # tensor name -> file name
-    entries: dict[str, Entry]  # tensor name -> what its file's header says of it
-    states: dict[str, FileState]  # file name -> what it was when it was opened
+    config: dict[str, Any]  # empty without config.json
+    headers: dict[str, dict[str, Entry]]  # by safetensors file, its tensors by name
+    states: dict[str, FileState] = field(default_factory=dict)  # by file, when it was opened
+    index: dict[str, str] | None = None  # tensor name -> file name
+    has_config: bool = True
 
     @property
     def shards(self) -> list[str]:
-        """Names of the weight files, sorted."""
-        return [*self.states]
+        """Names of the safetensors files, sorted."""
+        return sorted(self.headers)
+
+    @property
+    def indexed_shards(self) -> list[str]:
+        """Names of the files that the index lists; without an index, of all."""
+        listed = self.headers if self.index is None else {*self.index.values()}
+        return [shard for shard in self.shards if shard in listed]
+
+    @property
+    def missing(self) -> list[str]:
+        """Files that the index names and that are not there."""
+        return sorted({*(self.index or {}).values()} - self.headers.keys())
+
+    @cached_property
+    def weight_map(self) -> dict[str, str]:
+        """The file of each tensor of the indexed files."""
+        return {name: shard for shard in self.indexed_shards for name in sorted(self.headers[shard])}
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Type, shape and place of each tensor of the indexed files."""
+        return {n: entry for shard in self.indexed_shards for n, entry in self.headers[shard].items()}
 
     @property
     def text_config(self) -> dict[str, Any]:
         """The language model's part of the config: all of it, unless the model is multimodal."""
-        nested = self.config.get("text_config")
-        return nested if isinstance(nested, dict) else self.config
+        return text_config(self.config)
 
     @property
     def caches_latents(self) -> bool:
@@ -59,12 +96,115 @@ class ModelDirectory:
 
     @property
     def num_layers(self) -> int | None:
-        """Layers of the language model, where its config says so."""
-        found = (self.text_config.get(key) for key in LAYER_KEYS)
-        return next((number for number in found if type(number) is int), None)
+        """The number of layers of the language model, where its config has one."""
+        numbers = (self.text_config.get(key) for key in LAYER_KEYS)
+        return next((number for number in numbers if type(number) is int), None)
+
+    def guesses(self, layer: int | None) -> bool:
+        """Return whether a layer guesses further tokens: such layers come after the model's own."""
+        count, further = self.num_layers, self.text_config.get("num_nextn_predict_layers")
+        if count is None or layer is None or type(further) is not int:
+            return False
+        return count <= layer < count + further
+
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The quantization config, from where engines look for it, in their order."""
+        places = [holder.get("quantization_config") for holder in (self.config, self.text_config)]
+        places += [self.config.get("compression_config"), self.modelopt]
+        return next((config for config in places if isinstance(config, dict)), None)
+
+    @property
+    def algorithms(self) -> dict[str, Any]:
+        """The part of the quantization config with ModelOpt's words, nested or not."""
+        config = self.quantization or {}
+        nested = config.get("quantization")
+        return nested if isinstance(nested, dict) else config
+
+    @cached_property
+    def modelopt(self) -> dict[str, Any] | None:
+        """The document hf_quant_config.json of ModelOpt."""
+        return _read_optional(self.path / MODELOPT_FILE)
+
+    @cached_property
+    def json(self) -> ScalesJson | None:
+        """The scales in kv_cache_scales.json."""
+        file = self.path / JSON_FILE
+        return read_scales_json(file) if file.exists() else None
+
+    @cached_property
+    def tensors(self) -> list[ScaleTensor]:
+        """The scale tensors of the indexed files."""
+        return self._scale_tensors(self.indexed_shards)
+
+    @cached_property
+    def unlisted(self) -> list[ScaleTensor]:
+        """The scale tensors of files beside the index, which engines skip that read it."""
+        return self._scale_tensors(sorted({*self.shards} - {*self.indexed_shards}))
+
+    def _scale_tensors(self, shards: list[str]) -> list[ScaleTensor]:
+        return [
+            tensor
+            for shard in shards
+            for tensor in read_scale_tensors(self.path / shard, self.headers[shard])
+        ]
+
+    @cached_property
+    def offsets(self) -> list[str]:
+        """Names of zero points, and of what is subtracted from K or V, that are not 0."""
+        return [
+            name
+            for shard in self.indexed_shards
+            for name, entry in self.headers[shard].items()
+            if is_offset(name) and not is_zero(self.path / shard, entry)
+        ]
+
+    @cached_property
+    def modules(self) -> set[str]:
+        """Attention modules with a cache, by the names of their weights."""
+        modules = attention_modules(self._names)
+        return {module for module in modules if not self.guesses(layer_of(module))}
+
+    @cached_property
+    def layers(self) -> set[int]:
+        """Layers with weights, of the stacks that the attention modules are in."""
+        return layers_beside(self.modules, self._names)
+
+    @property
+    def misnamed(self) -> list[str]:
+        """Tensors that would be scales but for spaces or capital letters in their names."""
+        return sorted(filter(is_misnamed, self._names))
+
+    @property
+    def _names(self) -> set[str]:
+        return {*(self.index or ()), *self.weight_map}
+
+    def attention_prefix(self, module: str) -> str:
+        """Return the prefix of an attention module's tensors in the checkpoint.
+
+        The two differ where transformers renames on load: `model.language_model.layers.0.self_attn`
+        for `language_model.model.layers.0.self_attn`. The prefix must end as the module does and share
+        the most name parts with it. Towers for images and sound, whose layers may end so too, are out.
+        """
+        if module in self._prefixes:
+            return module
+        scores = {p: _likeness(module, p) for p in self._prefixes if not is_of_senses(p)}
+        best = max(scores.values(), default=(0, 0))
+        names = [prefix for prefix, likeness in scores.items() if likeness == best]
+        if best[0] < _TAIL or len(names) > 1:
+            why = f"{names[0]} and {names[1]} both may" if best[0] >= _TAIL else "no names end so"
+            raise UnsupportedExportError(
+                f"cannot tell which tensors of '{self.path}' belong to {module}: {why}"
+            )
+        return names[0]
+
+    @cached_property
+    def _prefixes(self) -> list[str]:
+        # k_proj.weight and the like: the attention module is two levels above the tensor
+        return sorted({name.rsplit(".", 2)[0] for name in self.weight_map if name.count(".") >= _TAIL})
 
     def sizes_and_times(self) -> dict[str, list[int]]:
-        """Bytes and nanoseconds of the last change of each weight file, by name."""
+        """Return bytes and nanoseconds of the last change of each weight file, by name."""
         return {shard: [size, changed] for shard, (_, size, changed) in self.states.items()}
 
     def check_unchanged(self) -> None:
@@ -77,100 +217,104 @@ class ModelDirectory:
                 )
 
 
-def fingerprint(checkpoint: ModelDirectory) -> str:
-    """The sha256 of the config, of every weight file's name, size, header and a few blocks, and of
-    a few bytes of every tensor of attention.
+def open_model_directory(path: Path, *, weights: bool = True, or_statistics: bool = False) -> ModelDirectory:
+    """Open a model directory; values are read of scales only, never of weights.
 
-    It tells models and revisions apart without reading hundreds of gigabytes; it is no proof that
-    two checkpoints are the same. Files that have changed since they were opened are refused.
+    Its weight files must be whole and where the index says. Refused are pickles, files outside the
+    directory, two models in one, a tensor twice, and a config of another number of layers.
+
+    With `weights` false, scales alone are enough, as any tool may have written them: every
+    safetensors file is read, whatever the index says. Nothing at all is a NoModelError, unless there
+    are statistics of a calibration and `or_statistics`.
     """
-    checkpoint.check_unchanged()
-    digest = hashlib.sha256(json_text(checkpoint.config, sort_keys=True).encode())
-    add_files(digest, checkpoint.path, checkpoint.shards)
-    digest.update(weights_digest(checkpoint.path).encode())
-    return digest.hexdigest()
-
-
-def fingerprints(checkpoint: ModelDirectory) -> dict[str, str]:
-    """What a calibration says of its model: its fingerprint as `checkpoint`, and as `weights` the
-    sha256 of a few bytes of every tensor but those of experts."""
-    weights = weights_digest(checkpoint.path, beyond_attention=True)
-    return {"checkpoint": fingerprint(checkpoint), "weights": weights}
-
-
-def open_model_directory(path: Path) -> ModelDirectory:
-    """Open a model directory and check that its weight files are whole and where the index says.
-
-    Refused are pickles, files outside the directory, two models in one, a tensor twice, and a
-    config of another number of layers.
-    """
-    file = path / CONFIG_FILE
-    if not file.exists():
+    if not weights and not path.is_dir():
+        raise InputError(f"'{path}' is not a directory; give one that holds a model or its scales")
+    if not weights and read_pack(path):
+        _check_pack(path)
+    config = _read_optional(path / CONFIG_FILE)
+    if weights and config is None:
         raise no_model(path, f"'{path}' has no {CONFIG_FILE}: it is not a model directory")
-    config = read_object(file)
-    for place, says in quantization_configs(config):
-        if not isinstance(says, dict):
-            raise InputError(f"'{file}' must hold a JSON object as {place}, got {type(says).__name__}")
-    weight_map, entries = _weights(path)
-    check_layers(path, config, weight_map)
-    states = {shard: _state(path / shard) for shard in sorted(set(weight_map.values()))}
-    return ModelDirectory(path, config, weight_map, entries, states)
+    index = read_index(path)
+    files = _weight_files(path, index) if weights else _safetensors_files(path)
+    headers = {file: read_header(path / file) for file in files}
+    states = {file: _state(path / file) for file in files}
+    directory = ModelDirectory(path, config or {}, headers, states, index, config is not None)
+    if weights:
+        _check_weights(directory)
+    elif not (files or config or directory.json or (or_statistics and (path / STATS_FILE).is_file())):
+        raise no_model(path, f"'{path}' holds no model: no config.json, no safetensors file")
+    else:
+        # damaged values and documents are refused now, not when they are needed
+        _ = directory.tensors, directory.unlisted, directory.offsets, directory.json, directory.modelopt
+    return directory
+
+
+def read_index(path: Path) -> dict[str, str] | None:
+    """Read which file holds each tensor, all in the directory itself; None without an index."""
+    if not (path / INDEX_FILE).exists():
+        return None
+    weight_map = read_object(path / INDEX_FILE).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
+    for file in sorted({str(file) for file in weight_map.values()}):
+        if Path(file).name != file or file in {"", ".", ".."}:
+            raise InputError(f"'{path / INDEX_FILE}' names '{file[:80]}', a file outside the directory")
+    return {name: str(file) for name, file in weight_map.items()}
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the language model's part of a config: all of it, unless the model is multimodal."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
 
 
 def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
-    """The quantization configs of a config.json, each with the key that it is under."""
-    text = config.get("text_config")
-    text = text if isinstance(text, dict) else {}
-    found = {
+    """Return the quantization configs of a config.json, each with the key that it is under."""
+    nested = config.get("text_config")
+    text = nested if isinstance(nested, dict) else {}
+    places = {
         "quantization_config": config.get("quantization_config"),
         "text_config.quantization_config": text.get("quantization_config"),
         "compression_config": config.get("compression_config"),
     }
-    return [(place, says) for place, says in found.items() if says is not None]
+    return [(place, value) for place, value in places.items() if value is not None]
 
 
-def _weights(path: Path) -> tuple[dict[str, str], dict[str, Entry]]:
-    listed = _listed(path)
-    shards = sorted(set(listed.values())) or [SINGLE_FILE]
-    is_single = (path / SINGLE_FILE).exists()
-    if not (listed or is_single):
-        pickles = sorted(f.name for f in path.iterdir() if f.suffix in _PICKLES)
+def check_layers(path: Path, config: dict[str, Any], names: Iterable[str]) -> None:
+    """Refuse a config.json in `path` of another number of layers than weights called `names` have.
+
+    Towers and other stacks may have any number, if one stack has that of the config.
+    """
+    text = text_config(config)
+    key = next((key for key in LAYER_KEYS if type(text.get(key)) is int), None)
+    if key is None or text[key] < 1:
+        return
+    sizes, layers, guessing = Counter[str](), set[tuple[str, int]](), set[tuple[str, int]]()
+    for name in names:
+        match = _IN_STACK.match(name)
+        if match and not is_of_cache(name):
+            place = match["stack"], int(match["layer"])
+            sizes[match["stack"]] += 1
+            (guessing if _GUESSES.match(match["rest"]) else layers).add(place)
+    numbers = dict.fromkeys(filterfalse(is_of_senses, sizes), 0)
+    for stack, layer in layers - guessing:
+        if stack in numbers:
+            numbers[stack] = max(numbers[stack], layer + 1)
+    stacks = (stack for stack, _ in sizes.most_common() if stack in numbers)
+    largest = next(filter(_DECODER.fullmatch, stacks), None)
+    if largest is not None and text[key] not in numbers.values():
         raise InputError(
-            f"'{path}' holds pickled weights ({pickles[0]}), which can run code when opened; "
-            "convert them to safetensors first"
-            if pickles
-            else f"'{path}' holds no {SINGLE_FILE} and no {INDEX_FILE}"
+            f"config.json of '{path}' says {key} {text[key]}, but the weights have "
+            f"{numbers[largest]} layers; download the model again"
         )
-    if is_single and {*shards} - {SCALES_SHARD} != {SINGLE_FILE}:
-        # transformers reads the one, engines the others
-        raise InputError(
-            f"'{path}' holds {SINGLE_FILE} and {INDEX_FILE}, which names other files; "
-            "take away whichever is not the model"
-        )
-    found: dict[str, str] = {}
-    entries: dict[str, Entry] = {}
-    for shard in shards:
-        header = read_header(path / shard)
-        entries |= header
-        for name in sorted(header):
-            if found.setdefault(name, shard) != shard:
-                raise InputError(
-                    f"'{path}' holds '{name}' in {found[name]} and in {shard}; "
-                    "remove the one that is not the model's"
-                )
-    for name, shard in listed.items():
-        if found.get(name) != shard:
-            raise InputError(
-                f"{path / INDEX_FILE} says '{name}' is in '{shard}', but it is not; download the model again"
-            )
-    return found, entries
 
 
-def _listed(path: Path) -> dict[str, str]:
-    listed = read_index(path)
-    if listed == {}:
+def _weight_files(path: Path, index: dict[str, str] | None) -> list[str]:
+    """Return the files of a whole model, sorted; InputError where one is missing or one too many."""
+    if index == {}:
         raise InputError(f"'{path / INDEX_FILE}' has no weight_map; download the model again")
-    missing = sorted(shard for shard in {*(listed or {}).values()} if not (path / shard).exists())
+    shards = sorted({*(index or {}).values()})
+    missing = [shard for shard in shards if not (path / shard).exists()]
     if missing:
         advice = "download it again"
         if (path / CALIBRATION_FILE).exists():
@@ -179,43 +323,74 @@ def _listed(path: Path) -> dict[str, str]:
                 "or give the source"
             )
         raise InputError(f"'{path / INDEX_FILE}' names '{missing[0]}', which is missing; {advice}")
-    return listed or {}
+    has_single = (path / SINGLE_FILE).exists()
+    if not (shards or has_single):
+        pickles = sorted(f.name for f in path.iterdir() if f.suffix in _PICKLES)
+        raise InputError(
+            f"'{path}' holds pickled weights ({pickles[0]}), which can run code when opened; "
+            "convert them to safetensors first"
+            if pickles
+            else f"'{path}' holds no {SINGLE_FILE} and no {INDEX_FILE}"
+        )
+    if has_single and shards and {*shards} - {SCALES_SHARD} != {SINGLE_FILE}:
+        # transformers reads the one, engines the others
+        raise InputError(
+            f"'{path}' holds {SINGLE_FILE} and {INDEX_FILE}, which names other files; "
+            "take away whichever is not the model"
+        )
+    return shards or [SINGLE_FILE]
+
+
+def _safetensors_files(path: Path) -> list[str]:
+    # measurements of ours, which engines that read an index never see
+    files = sorted({file.name for file in path.glob("*.safetensors")} - {STATS_FILE})
+    if len(files) > _MAX_FILES:
+        raise InputError(f"'{path}' holds {len(files):,} safetensors files, more than any model")
+    return files
+
+
+def _check_weights(directory: ModelDirectory) -> None:
+    path, weight_map = directory.path, directory.weight_map
+    for place, config in quantization_configs(directory.config):
+        if not isinstance(config, dict):
+            kind = type(config).__name__
+            raise InputError(f"'{path / CONFIG_FILE}' must hold a JSON object as {place}, got {kind}")
+    for shard, header in directory.headers.items():
+        for name in header:
+            if weight_map[name] != shard:
+                raise InputError(
+                    f"'{path}' holds '{name}' in {shard} and in {weight_map[name]}; "
+                    "remove the one that is not the model's"
+                )
+    for name, shard in (directory.index or {}).items():
+        if weight_map.get(name) != shard:
+            raise InputError(
+                f"{path / INDEX_FILE} says '{name}' is in '{shard}', but it is not; download the model again"
+            )
+    check_layers(path, directory.config, weight_map)
+
+
+def _check_pack(pack: Path) -> None:
+    """Refuse weights in a pack: its manifest knows nothing of them, or of scales in them."""
+    files = {file.name for file in pack.glob("*.safetensors")} - {STATS_FILE}
+    files |= {name for name in (CONFIG_FILE, INDEX_FILE, MODELOPT_FILE) if (pack / name).exists()}
+    if files:
+        raise InputError(f"'{pack / min(files)}' is not a file of a pack; move it out of '{pack}'")
+
+
+def _read_optional(path: Path) -> dict[str, Any] | None:
+    return read_object(path) if path.exists() else None
 
 
 def _state(file: Path) -> FileState:
-    found = file.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def checkpoint_prefix(module: str, checkpoint: ModelDirectory) -> str:
-    """Find the prefix of an attention module's tensors in the checkpoint.
-
-    The two differ where transformers renames on load: `model.language_model.layers.0.self_attn`
-    for `language_model.model.layers.0.self_attn`. The prefix must end as the module does and share
-    the most name parts with it. Towers for images and sound, whose layers may end so too, are out.
-    """
-    prefixes = _prefixes(checkpoint)
-    if module in prefixes:
-        return module
-    found = {p: _likeness(module, p) for p in sorted(prefixes) if not is_of_senses(p)}
-    best = max(found.values(), default=(0, 0))
-    names = [prefix for prefix, likeness in found.items() if likeness == best]
-    if best[0] < _TAIL or len(names) > 1:
-        why = f"{names[0]} and {names[1]} both may" if best[0] >= _TAIL else "no names end so"
-        raise UnsupportedExportError(
-            f"cannot tell which tensors of '{checkpoint.path}' belong to {module}: {why}"
-        )
-    return names[0]
-
-
-def _prefixes(checkpoint: ModelDirectory) -> set[str]:
-    # k_proj.weight and the like: the attention module is two levels above the tensor
-    return {name.rsplit(".", 2)[0] for name in checkpoint.weight_map if name.count(".") >= _TAIL}
+    status = file.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _likeness(module: str, prefix: str) -> tuple[int, int]:
-    parts, others = module.split("."), prefix.split(".")
+    """Return how many last parts of two names are the same, and how many parts are in both."""
+    parts, prefix_parts = module.split("."), prefix.split(".")
     tail = 0
-    while tail < min(len(parts), len(others)) and parts[-1 - tail] == others[-1 - tail]:
+    while tail < min(len(parts), len(prefix_parts)) and parts[-1 - tail] == prefix_parts[-1 - tail]:
         tail += 1
-    return tail, len(set(parts) & set(others))
+    return tail, len({*parts} & {*prefix_parts})

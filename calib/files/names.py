@@ -1,75 +1,118 @@
-"""Names of scale tensors, taken apart: module, layer, K, V or Q, and the tools that write so."""
+"""Names of files and tensors: which layer and module a tensor belongs to, and whether it is a scale."""
 
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+
+CONFIG_FILE = "config.json"
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+CARD_FILE = "README.md"
+# files of fp8kv
+CALIBRATION_FILE = "fp8kv_calibration.json"
+STATS_FILE = "fp8kv_stats.safetensors"
+STRESS_FILE = "fp8kv_stress.json"
+BAKE_FILE = "fp8kv_bake.json"
+TEXT_FILE = "fp8kv_text.json"
+PACK_FILE = "fp8kv_pack.json"
+SOURCE_DIRECTORY = "fp8kv_source"
+SCALES_SHARD = "model-fp8kv-scales.safetensors"
+# vLLM 0.4 to 0.6; ModelOpt
+JSON_FILE = "kv_cache_scales.json"
+MODELOPT_FILE = "hf_quant_config.json"
+
+# how a scale's name goes on after the attention module, and its dialect; the first that fits
+_ENDINGS = [
+    (r"\.(?P<letters>kv)_scale", "kv_scale"),
+    (r"\.(?P<letters>[kv])_proj\.(?P=letters)_scale", "modelopt"),
+    (r"\.(?:qkv_proj|qkqkv_proj)\.(?P<letters>[kv])_scale", "fused"),
+    (r"\.(?P<letters>[qkv])_proj\.output_scale", "quark"),
+    (r"\.(?P<letters>kv|k|v)_cache_scaling_factor", "tensorrt-llm"),
+    (r"\.(?P<letters>q(?=\.)|[kv](?=_cache\.))(?:_cache)?\.scale", "hy"),
+    (r"\.(?P<letters>[qkv])_scale", "compressed-tensors"),
+    (r"\.(?P<letters>[kv])_global_scale", "auto-round"),  # NVFP4
+]
+_SCALES = [(re.compile(f"(?P<module>.+?){ending}"), dialect) for ending, dialect in _ENDINGS]
+# zero points, and what ModelOpt's affine cache subtracts from K and V
+_OFFSETS = (".k_zero_point", ".v_zero_point", ".q_zero_point", ".k_proj.k_bias", ".v_proj.v_bias")
+# towers for images and sound, and what joins them to the text: they cache nothing
+_TOWER = re.compile(r"(?:^|\.)(?:vision|visual|image|audio|speech|vit|multi_modal)\w*\.")
+_LAYER = re.compile(r"\.(\d{1,6})(?:\.|$)")
+# weights that only an attention module has, or their codes
+_ATTENTION = re.compile(
+    r"(?P<module>.+(?<!linear_attn))\.(?:k_proj|kv_b_proj|qkv_proj|query_key_value|c_attn|Wqkv|qkv)"
+    r"\.(?:q?weight|weight_packed)"
+)
+# a layer that attends to the K and V of another one has this alone
+_QUERY = re.compile(r"(?P<module>.+)\.q_proj\.(?:q?weight|weight_packed)")
+_IN_STACK = re.compile(r"(.*?)\.?\b(\d{1,6})\.")
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleName:
-    """A name of a scale tensor, taken apart."""
+    """The parts of a scale tensor's name."""
 
-    module: str  # the attention module's, in the checkpoint's words
+    module: str  # the attention module, as the checkpoint calls it
     layer: int
     letters: str  # "k", "v", "q", or "kv" where both share it
     dialect: str  # of `_ENDINGS`
 
 
-# how a name goes on after the attention module, and the dialect it is; the first that fits
-_ENDINGS = [
-    (r"\.(?P<which>kv)_scale", "kv_scale"),
-    (r"\.(?:k_proj\.(?P<which>k)|v_proj\.(?P<other>v))_scale", "modelopt"),
-    (r"\.(?:qkv_proj|qkqkv_proj)\.(?P<which>[kv])_scale", "fused"),
-    (r"\.(?P<which>[qkv])_proj\.output_scale", "quark"),
-    (r"\.(?P<which>kv|k|v)_cache_scaling_factor", "tensorrt-llm"),
-    (r"\.(?:(?P<which>q)|(?P<other>[kv])_cache)\.scale", "hy"),
-    (r"\.(?P<which>[qkv])_scale", "compressed-tensors"),
-    (r"\.(?P<which>[kv])_global_scale", "auto-round"),  # NVFP4
-]
-_PATTERNS = [(re.compile(f"(?P<module>.+?){ending}"), dialect) for ending, dialect in _ENDINGS]
-_ZERO_POINTS = (".k_zero_point", ".v_zero_point", ".q_zero_point")
-# ModelOpt's affine cache: K and V less these
-_BIASES = (".k_proj.k_bias", ".v_proj.v_bias")
-# towers that attend to what they see or hear, and what joins them to the text, cache nothing
-_SENSES = re.compile(r"(?:^|\.)(?:vision|visual|image|audio|speech|vit|multi_modal)\w*\.")
-_LAYER = re.compile(r"\.(\d{1,6})(?:\.|$)")
+def parse_scale_name(name: str) -> ScaleName | None:
+    """Return the parts of a tensor's name; None unless it is a scale of K, V or Q."""
+    if not name.endswith(("_scale", ".scale", "_scaling_factor")) or (layer := layer_of(name)) is None:
+        return None
+    for pattern, dialect in _SCALES:
+        if match := pattern.fullmatch(name):
+            return ScaleName(match["module"], layer, match["letters"], dialect)
+    return None
+
+
+def is_misnamed(name: str) -> bool:
+    """Return whether a tensor would be a scale but for spaces and capital letters in its name."""
+    plain = "".join(name.split()).lower()
+    return plain != name and not parse_scale_name(name) and parse_scale_name(plain) is not None
 
 
 def is_of_cache(name: str) -> bool:
-    """Whether a tensor is a scale or offset of K, V or Q, and so says nothing of weights."""
-    return name.endswith((*_ZERO_POINTS, *_BIASES)) or parse_scale_name(name) is not None
+    """Return whether a tensor is a scale or offset of K, V or Q, so that it is not a weight."""
+    return name.endswith(_OFFSETS) or parse_scale_name(name) is not None
 
 
 def is_offset(name: str) -> bool:
-    """Whether a tensor is a zero point of K, V or Q, or what is subtracted from K or V."""
-    return name.endswith((*_ZERO_POINTS, *_BIASES)) and layer_of(name) is not None
+    """Return whether a tensor is a zero point of K, V or Q, or is subtracted from K or V."""
+    return name.endswith(_OFFSETS) and layer_of(name) is not None
 
 
 def is_of_senses(name: str) -> bool:
-    """Whether a tensor or module belongs to a tower for images or sound."""
-    return _SENSES.search(name) is not None
+    """Return whether a tensor or module belongs to a tower for images or sound."""
+    return _TOWER.search(name) is not None
 
 
 def layer_of(name: str) -> int | None:
-    """The layer in the name of a tensor or module: the first number between its dots."""
+    """Return the layer of a tensor or module: the first number between dots of its name."""
     match = _LAYER.search(name)
     return int(match[1]) if match else None
 
 
 def pattern_of(module: str) -> str:
-    """The name without its numbers: `model.layers.N.self_attn`."""
+    """Return the name without its numbers: `model.layers.N.self_attn`."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "N", module)
 
 
-def parse_scale_name(name: str) -> ScaleName | None:
-    """Take apart the name of a tensor; None if it is no scale of K, V or Q."""
-    if not name.endswith(("_scale", ".scale", "_scaling_factor")):
-        return None
-    layer = layer_of(name)
-    if layer is None:
-        return None
-    for pattern, dialect in _PATTERNS:
-        if match := pattern.fullmatch(name):
-            found = match.groupdict()
-            letters = str(found["which"] or found.get("other"))
-            return ScaleName(found["module"], layer, letters, dialect)
-    return None
+def attention_modules(names: Collection[str]) -> set[str]:
+    """Return the modules that have weights of K, and those called alike that have weights of Q alone."""
+    own, queries = (
+        {match["module"] for name in names if (match := pattern.fullmatch(name))}
+        for pattern in (_ATTENTION, _QUERY)
+    )
+    patterns = {pattern_of(module) for module in own}
+    own |= {module for module in queries if pattern_of(module) in patterns}
+    return {module for module in own if not is_of_senses(module)}
+
+
+def layers_beside(modules: Iterable[str], names: Iterable[str]) -> set[int]:
+    """Return the layers with weights, of the stacks of layers that `modules` are in."""
+    stacks = {match[1] for module in modules if (match := _IN_STACK.match(module))}
+    matches = (match for name in names if not is_of_cache(name) and (match := _IN_STACK.match(name)))
+    return {int(match[2]) for match in matches if match[1] in stacks}

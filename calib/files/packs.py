@@ -10,9 +10,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from calib.errors import InputError
-from calib.files.file_names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
-from calib.files.json_text import json_text
-from calib.files.strict_json import parse_object, regular_size
+from calib.files.names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
+from calib.files.strict_json import json_text, parse_object, regular_size
 
 _VERSION = 1
 PACKED = "packed"  # key of a calibration's file in a pack

@@ -10,12 +10,12 @@ from typing import Any
 from calib.choices import FP8Name, Strategy
 from calib.errors import InputError, NoScalesError
 from calib.files.baked import baked_for
-from calib.files.file_names import INDEX_FILE, JSON_FILE, MODELOPT_FILE
-from calib.files.folder import ScaleDirectory, ScalesJson, ScaleTensor, open_scales
 from calib.files.fp8_type import fp8_type
-from calib.files.headers import FLOATS
 from calib.files.heads import caches_latents, head_counts, of_layer
-from calib.files.names import is_of_senses, layer_of
+from calib.files.model_directory import ModelDirectory, open_model_directory
+from calib.files.names import INDEX_FILE, JSON_FILE, MODELOPT_FILE, is_of_senses, layer_of
+from calib.files.safetensors_header import FLOATS
+from calib.files.scale_files import ScalesJson, ScaleTensor
 
 Values = tuple[float, ...]
 # no |K| or |V| that a model computes comes from so small a scale: memory that nobody filled
@@ -49,7 +49,7 @@ class StoredLayer:
 class StoredScales:
     """The scales of a directory, whatever tool has written them and whatever they are worth."""
 
-    directory: ScaleDirectory
+    directory: ModelDirectory
     layers: list[StoredLayer]
 
     @property
@@ -177,7 +177,7 @@ def show_scales(path: Path) -> StoredScales:
     Raises:
         NoScalesError: the directory holds none at all.
     """
-    directory = open_scales(path)
+    directory = open_model_directory(path, weights=False)
     found = _by_layer(directory, directory.tensors)
     if not found and directory.json:
         scales = directory.json.of_all_ranks.items()
@@ -193,7 +193,7 @@ def show_scales(path: Path) -> StoredScales:
     return StoredScales(directory, [found[index] for index in sorted(found)])
 
 
-def _by_layer(directory: ScaleDirectory, tensors: Sequence[ScaleTensor]) -> dict[int, StoredLayer]:
+def _by_layer(directory: ModelDirectory, tensors: Sequence[ScaleTensor]) -> dict[int, StoredLayer]:
     """The layers of `tensors`; of several for one scale the one that `_preference` puts last."""
     found: dict[int, StoredLayer] = {}
     index = directory.index or {}
@@ -219,7 +219,7 @@ def is_usable(values: Sequence[float] | None) -> bool:
     return bool(values) and all(_UNINITIALISED <= value <= _HUGE for value in values or ())
 
 
-def quantization(directory: ScaleDirectory) -> str:
+def quantization(directory: ModelDirectory) -> str:
     """The method and KV scheme that a directory's config announces, in a few words."""
     found = directory.quantization
     if found is None:
@@ -332,7 +332,7 @@ def these(indices: list[int]) -> str:
     return f"layer{'s' if len(indices) > 1 else ''} {shown}{more}"
 
 
-def _file_problems(directory: ScaleDirectory) -> list[str]:
+def _file_problems(directory: ModelDirectory) -> list[str]:
     unlisted = Counter(tensor.file for tensor in directory.unlisted)
     names = Counter(tensor.name for tensor in directory.tensors)
     twice = [name for name, count in names.items() if count > 1]

@@ -85,3 +85,24 @@ def _finite(text: str) -> float:
     if math.isinf(value):
         raise ValueError(f"{text[:40]} is beyond any float")
     return value
+
+
+def json_text(document: Any, **form: Any) -> str:
+    """Return `document` as JSON, with null for numbers that are not finite; `form` as of `json.dumps`."""
+    return json.dumps(_with_nulls(document), allow_nan=False, **form)
+
+
+def exact_json_text(document: Any, what: str, **form: Any) -> str:
+    """Return `document` as JSON; InputError, which begins with `what`, where a number is not finite."""
+    try:
+        return json.dumps(document, allow_nan=False, **form)
+    except ValueError as error:
+        raise InputError(f"{what} cannot be written as JSON: {error}; calibrate again") from None
+
+
+def _with_nulls(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _with_nulls(item) for key, item in value.items()}
+    return [*map(_with_nulls, value)] if isinstance(value, list | tuple) else value

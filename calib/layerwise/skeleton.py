@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
-from calib.files.stored import Source
+from calib.files.tensors import Source
 from calib.models.load import load_from, uses_gpu, weight_sources
 from calib.models.quantized.detect import is_quantized
 from calib.recipe import Recipe

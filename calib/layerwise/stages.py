@@ -14,7 +14,7 @@ from transformers.core_model_loading import (
 )
 
 from calib.errors import UnsupportedModelError
-from calib.files.stored import Source
+from calib.files.tensors import Source
 from calib.layerwise.replay import embeddings_of
 from calib.layerwise.weights import Stage
 

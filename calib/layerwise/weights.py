@@ -14,7 +14,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from calib.errors import UnsupportedModelError
-from calib.files.stored import Source
+from calib.files.tensors import Source
 from calib.models.load import Pending
 
 # threads with which transformers loads

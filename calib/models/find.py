@@ -14,8 +14,8 @@ from huggingface_hub import hf_hub_download, snapshot_download
 from calib.errors import InputError
 from calib.files.atomic import Claim, atomic_directory, claimed, share_file
 from calib.files.cache_folder import cache_refusal
-from calib.files.file_names import CONFIG_FILE, SINGLE_FILE
 from calib.files.model_directory import ModelDirectory, open_model_directory
+from calib.files.names import CONFIG_FILE, SINGLE_FILE
 from calib.progress import library_bars_hidden
 
 T = TypeVar("T")

@@ -19,8 +19,8 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import ModelDirectory
-from calib.files.stored import Source
 from calib.files.strict_json import read_object, regular_size
+from calib.files.tensors import Source
 from calib.models.config import (
     auto_class,
     build_on_meta,

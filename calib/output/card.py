@@ -11,7 +11,8 @@ from calib import __version__
 from calib.choices import FormatName, Reduce, Strategy
 from calib.data import CalibrationData
 from calib.export import FORMATS
-from calib.files.model_directory import ModelDirectory, fingerprints
+from calib.files.fingerprint import fingerprints
+from calib.files.model_directory import ModelDirectory
 from calib.files.text import plain
 from calib.models.find import hub_origin
 from calib.recipe import Recipe

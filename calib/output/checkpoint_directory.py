@@ -9,7 +9,8 @@ from typing import Any
 from calib.errors import InputError
 from calib.export.base import Export
 from calib.files.atomic import save_tensors
-from calib.files.file_names import (
+from calib.files.model_directory import ModelDirectory
+from calib.files.names import (
     BAKE_FILE,
     CALIBRATION_FILE,
     CARD_FILE,
@@ -20,12 +21,10 @@ from calib.files.file_names import (
     SINGLE_FILE,
     SOURCE_DIRECTORY,
     STRESS_FILE,
+    is_of_cache,
 )
-from calib.files.json_text import exact_json_text, json_text
-from calib.files.model_directory import ModelDirectory
-from calib.files.names import is_of_cache
 from calib.files.placing import OnCopied, Placing, place_shard
-from calib.files.strict_json import read_object
+from calib.files.strict_json import exact_json_text, json_text, read_object
 
 # transformers ignores the index, and so our shard, where a file of the usual single name exists
 RENAMED_SINGLE = "model-00001-of-00001.safetensors"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from calib.errors import InputError
 from calib.export import FORMATS
-from calib.files.file_names import JSON_FILE, SINGLE_FILE
+from calib.files.names import JSON_FILE, SINGLE_FILE
 from calib.recipe import Recipe
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import yaml
 
 from calib.errors import InputError
-from calib.files.file_names import CARD_FILE
+from calib.files.names import CARD_FILE
 from calib.files.packs import Pack
 from calib.files.text import plain
 from calib.output.checkpoint_directory import front_matter

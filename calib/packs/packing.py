@@ -10,13 +10,7 @@ from calib.export import check_format, check_latent
 from calib.export.scales_json import scales_document
 from calib.files.atomic import atomic_directory
 from calib.files.calibrations import statistics_file
-from calib.files.file_names import (
-    CALIBRATION_FILE,
-    CARD_FILE,
-    JSON_FILE,
-    PACK_FILE,
-    STATS_FILE,
-)
+from calib.files.names import CALIBRATION_FILE, CARD_FILE, JSON_FILE, PACK_FILE, STATS_FILE
 from calib.files.packs import PACKED, Pack, write_manifest
 from calib.output.checkpoint_directory import check_output, write_json
 from calib.packs.evaluated import figures_beside, figures_of

@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.errors import UnsupportedModelError
-from calib.files.stacks import check_layers, stored_names
+from calib.files.model_directory import check_layers, read_index
+from calib.files.names import SINGLE_FILE
+from calib.files.safetensors_header import read_header
 from calib.files.strict_json import read_object
 from calib.layerwise.memory import activation_bytes
 from calib.models.config import build_on_meta, layer_configs, making_sense, read_config
@@ -88,7 +90,9 @@ def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     path = _config_file(model)
     document = read_object(path)
     if Path(model).is_dir():
-        check_layers(path.parent, document, stored_names(path.parent))
+        single = path.with_name(SINGLE_FILE)
+        weights = read_header(single) if single.exists() else {}
+        check_layers(path.parent, document, read_index(path.parent) or weights)
     config = read_config(path, document, trust_remote_code=trust_remote_code)
     check_cacheable(config, document)
     return config

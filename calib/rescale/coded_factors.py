@@ -11,7 +11,7 @@ from torch import Tensor
 from calib.errors import UnsupportedModelError
 from calib.export.compressed_tensors import find_quantization_config
 from calib.files.model_directory import ModelDirectory
-from calib.files.stored import StoredTensor
+from calib.files.tensors import StoredTensor
 from calib.models.quantized.coded_weight import CodedWeight
 
 _TRANSPOSED = "scales"  # of GPTQ and AWQ: [groups, rows]

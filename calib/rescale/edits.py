@@ -11,8 +11,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from calib.capture.attention import CachedAttention
 from calib.errors import InputError, UnsupportedModelError
-from calib.files.model_directory import ModelDirectory, checkpoint_prefix
-from calib.files.stored import StoredTensor, stored_tensors
+from calib.files.model_directory import ModelDirectory
+from calib.files.tensors import StoredTensor, stored_tensors
 from calib.models.quantized.coded_weight import CodedWeight
 from calib.models.quantized.detect import find_weight_format
 from calib.models.quantized.weights import coded_weights
@@ -88,7 +88,7 @@ class Editing:
         renamed = revert_weight_conversion(model, parameter)
         if len(renamed) == 1 and held.issuperset(renamed):
             return str(*renamed)
-        name = f"{checkpoint_prefix(change.module, self.checkpoint)}.{change.inner}"
+        name = f"{self.checkpoint.attention_prefix(change.module)}.{change.inner}"
         if name not in held:
             raise UnsupportedModelError(f"'{self.checkpoint.path}' has no '{name}', which must be multiplied")
         return name

@@ -13,10 +13,8 @@ from transformers import PreTrainedModel
 from calib.capture.attention import CachedAttention
 from calib.choices import Purpose
 from calib.errors import InputError
-from calib.files.file_names import JSON_FILE
-from calib.files.folder import open_scales
 from calib.files.model_directory import ModelDirectory, open_model_directory
-from calib.files.names import is_of_cache
+from calib.files.names import JSON_FILE, is_of_cache
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe
 from calib.rescale.edits import Coarser, Editing, fitting
@@ -86,7 +84,7 @@ def _plain(heads: Tensor) -> list[Any]:
 
 def check_no_scales(checkpoint: ModelDirectory) -> None:
     """Refuse a model with KV scales, which fit no other K and V."""
-    files = open_scales(checkpoint.path)
+    files = open_model_directory(checkpoint.path, weights=False)
     names = [tensor.name for tensor in files.tensors] + [JSON_FILE] * (files.json is not None)
     if scale := next(chain(filter(is_of_cache, checkpoint.entries), names), None):
         raise InputError(

@@ -18,8 +18,8 @@ from calib.capture.attention import CachedAttention
 from calib.errors import InputError
 from calib.export.compressed_tensors import find_quantization_config
 from calib.files.atomic import atomic_directory
-from calib.files.file_names import STRESS_FILE
 from calib.files.model_directory import ModelDirectory, open_model_directory
+from calib.files.names import STRESS_FILE
 from calib.models.find import find_model
 from calib.models.load import caches_latents, load_config
 from calib.models.quantized.detect import find_weight_format

@@ -11,7 +11,7 @@ import torch
 from calib.errors import UnsupportedExportError
 from calib.export.base import latents_name
 from calib.export.modelopt import MODELOPT_NAME
-from calib.files.model_directory import ModelDirectory, checkpoint_prefix
+from calib.files.model_directory import ModelDirectory
 from calib.rescale.bake_card import outputs
 from calib.rescale.proof import PROBE_TOKENS
 from calib.verify.at_one import known_flags
@@ -47,7 +47,7 @@ def _commands(done: dict[str, Any], checkpoint: ModelDirectory, modules: Iterabl
     if not done["latent"]:
         return _scaling(done, vllm, vllm.flag, (twin, scaled))
     try:
-        names = [checkpoint_prefix(module, checkpoint) for module in modules]
+        names = [checkpoint.attention_prefix(module) for module in modules]
         _, flag = latents_name(vllm, names, checkpoint, "modelopt", MODELOPT_NAME)
     except UnsupportedExportError:
         return _baking(done, checkpoint, (twin, scaled, baked))

@@ -7,8 +7,8 @@ from packaging.version import Version
 from calib.capture.any_scales import to_scales
 from calib.errors import InputError
 from calib.files.conventions import LARGER, convention, release
-from calib.files.file_names import CALIBRATION_FILE, STATS_FILE
 from calib.files.model_directory import ModelDirectory
+from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.files.stored_scales import StoredScales
 from calib.recipe import load_recipe
 from calib.same_model.saved import check_measured_on

@@ -10,9 +10,9 @@ from calib.errors import InputError
 from calib.files.atomic import claimed
 from calib.files.baked import baked_for
 from calib.files.calibrations import statistics_file
-from calib.files.file_names import CALIBRATION_FILE
-from calib.files.model_directory import ModelDirectory, checkpoint_prefix, fingerprint, open_model_directory
-from calib.files.names import is_of_cache
+from calib.files.fingerprint import fingerprint
+from calib.files.model_directory import ModelDirectory, open_model_directory
+from calib.files.names import CALIBRATION_FILE, is_of_cache
 from calib.files.packs import read_pack
 from calib.models.find import find_model
 from calib.models.quantized.detect import quantization_notes
@@ -106,7 +106,7 @@ def _check_fits(
             f"'{checkpoint.path}' {count} layers"
         )
     for module in stats.layers:
-        checkpoint_prefix(module, checkpoint)
+        checkpoint.attention_prefix(module)
     make_exports(derive_scales(stats, recipe), checkpoint, recipe, by="apply")
     _check_linked(checkpoint)
 

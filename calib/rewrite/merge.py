@@ -11,8 +11,8 @@ from typing import Any
 from calib.errors import InputError
 from calib.files.atomic import claimed
 from calib.files.calibrations import read_report
-from calib.files.file_names import CALIBRATION_FILE
-from calib.files.model_directory import fingerprints
+from calib.files.fingerprint import fingerprints
+from calib.files.names import CALIBRATION_FILE
 from calib.models.find import find_model
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, Result, finish

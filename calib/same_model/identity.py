@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
-from calib.files.file_names import CALIBRATION_FILE, CONFIG_FILE, JSON_FILE, PACK_FILE
+from calib.files.names import CALIBRATION_FILE, CONFIG_FILE, JSON_FILE, PACK_FILE
 from calib.files.strict_json import read_object
 
 # of the language model, where configs of one type differ between models

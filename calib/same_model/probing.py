@@ -12,7 +12,7 @@ from torch import Tensor
 
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
-from calib.files.stored import Source, StoredTensor
+from calib.files.tensors import Source, StoredTensor
 from calib.models.quantized.detect import find_weight_format
 from calib.models.quantized.weights import DequantizedTensor, all_weights
 from calib.same_model.record import PROBES, Mark

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from calib.files.calibrations import read_report, statistics_file
-from calib.files.file_names import CALIBRATION_FILE, CONFIG_FILE
 from calib.files.model_directory import ModelDirectory
+from calib.files.names import CALIBRATION_FILE, CONFIG_FILE
 from calib.files.strict_json import read_object
 from calib.same_model.judging import check_settings, judge
 from calib.same_model.record import Marks

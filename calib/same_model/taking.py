@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from calib.errors import Fp8kvError, InputError
-from calib.files.model_directory import ModelDirectory, checkpoint_prefix
+from calib.files.model_directory import ModelDirectory
 from calib.files.names import is_of_cache, is_of_senses
-from calib.files.stored import Source
+from calib.files.tensors import Source
 from calib.models.config import read_config
 from calib.same_model.probing import (
     is_by_row,
@@ -66,7 +66,7 @@ def take_marks(checkpoint: ModelDirectory, modules: Iterable[str]) -> Marks:
     Reads vectors, and a few rows of matrices. InputError where a module has no weight for K and V
     that can be read.
     """
-    prefixes = [checkpoint_prefix(module, checkpoint) for module in modules]
+    prefixes = [checkpoint.attention_prefix(module) for module in modules]
     above = _above_layers(prefixes[0])
     weights = _below(above, readable_weights(checkpoint), checkpoint.num_layers)
     layers: dict[str, list[str]] = {}

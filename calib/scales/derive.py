@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from calib.arguments import as_path, check_arguments
 from calib.errors import InputError
-from calib.files.file_names import CALIBRATION_FILE
+from calib.files.names import CALIBRATION_FILE
 from calib.recipe import Recipe, load_recipe
 from calib.scales.observers import OBSERVERS, Observer
 from calib.scales.scales import KVScales

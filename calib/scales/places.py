@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
-from calib.files.file_names import STATS_FILE
-from calib.files.headers import Entry, read_header, read_metadata, read_values
+from calib.files.names import STATS_FILE
+from calib.files.safetensors_header import Entry, read_header, read_metadata, read_values
 from calib.files.strict_json import parse_object
 
 BUCKETS = 48  # of the tokens of a run, in the order of reading

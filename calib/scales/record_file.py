@@ -7,9 +7,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from calib.errors import InputError
-from calib.files.file_names import BAKE_FILE, STATS_FILE, TEXT_FILE
-from calib.files.json_text import json_text
-from calib.files.strict_json import read_object
+from calib.files.names import BAKE_FILE, STATS_FILE, TEXT_FILE
+from calib.files.strict_json import json_text, read_object
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
 from calib.scales.text_record import TextRecord

@@ -21,9 +21,8 @@ from calib.arguments import as_path, check_arguments
 from calib.errors import InputError
 from calib.files.atomic import save_tensors
 from calib.files.calibrations import read_report, statistics_file
-from calib.files.file_names import CALIBRATION_FILE, STATS_FILE
-from calib.files.json_text import json_text
-from calib.files.strict_json import parse_object, regular_size
+from calib.files.names import CALIBRATION_FILE, STATS_FILE
+from calib.files.strict_json import json_text, parse_object, regular_size
 from calib.scales.observers import NUM_BINS
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.scales import SharedAttention

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import AliasPath, BaseModel, Field, FiniteFloat, NonNegativeInt, ValidationError
 
 from calib.errors import InputError
-from calib.files.json_text import json_text
+from calib.files.strict_json import json_text
 
 MAX_SECONDS = 120.0
 _KEY = "FP8KV_API_KEY"

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from calib.files.calibrations import Amax, statistics_file
-from calib.files.file_names import CALIBRATION_FILE
 from calib.files.fp8_type import FP8_MAX
+from calib.files.names import CALIBRATION_FILE
 from calib.files.stored_scales import StoredLayer
 from calib.recipe import Recipe, load_recipe
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from calib.files.folder import ScaleDirectory
 from calib.files.fp8_type import names_nvfp4
+from calib.files.model_directory import ModelDirectory
 from calib.verify.quark import check_cache_group
 from calib.verify.result import NotKnown, Refused
 from calib.verify.rules import Method, Rules
@@ -31,7 +31,7 @@ _MIXED = "MIXED_PRECISION"
 _NVFP4_LAYERS = ("NVFP4", "W4A16_NVFP4")
 
 
-def choose_method(directory: ScaleDirectory, rules: Rules) -> Method | None:
+def choose_method(directory: ModelDirectory, rules: Rules) -> Method | None:
     """How the engine reads scales under the config; None where there is none."""
     config = directory.quantization
     if config is None:
@@ -68,13 +68,13 @@ def choose_method(directory: ScaleDirectory, rules: Rules) -> Method | None:
     return method
 
 
-def method_name(directory: ScaleDirectory) -> str:
+def method_name(directory: ModelDirectory) -> str:
     """The `quant_method`; ModelOpt's own file needs none."""
     config = directory.quantization or {}
     return str(config.get("quant_method") or ("modelopt" if _is_own_file(directory) else None))
 
 
-def names_fp8_cache(directory: ScaleDirectory) -> bool:
+def names_fp8_cache(directory: ModelDirectory) -> bool:
     """Whether the config says that the KV cache is FP8, so that engines make it so."""
     algorithms = directory.algorithms
     scheme = algorithms.get("kv_cache_scheme")
@@ -83,7 +83,7 @@ def names_fp8_cache(directory: ScaleDirectory) -> bool:
     return str(algorithms.get("kv_cache_quant_algo")).upper() == "FP8"
 
 
-def turns_fp8_on(directory: ScaleDirectory, method: Method) -> bool:
+def turns_fp8_on(directory: ModelDirectory, method: Method) -> bool:
     """Whether the engine makes the cache FP8 without a flag."""
     scheme = directory.algorithms.get("kv_cache_scheme")
     dynamic = scheme.get("dynamic") if isinstance(scheme, dict) else False
@@ -91,7 +91,7 @@ def turns_fp8_on(directory: ScaleDirectory, method: Method) -> bool:
     return method.turns_fp8_on and names_fp8_cache(directory) and is_read
 
 
-def _has_nvfp4_place(directory: ScaleDirectory) -> bool:
+def _has_nvfp4_place(directory: ModelDirectory) -> bool:
     """Whether SGLang's layers get a place: beside FP8 weights the word must be under this key."""
     algorithms = directory.algorithms
     if algorithms.get("quant_algo") != "FP8":
@@ -100,11 +100,11 @@ def _has_nvfp4_place(directory: ScaleDirectory) -> bool:
     return not isinstance(scheme, dict) and bool(algorithms.get("kv_cache_quant_algo"))
 
 
-def _is_own_file(directory: ScaleDirectory) -> bool:
+def _is_own_file(directory: ModelDirectory) -> bool:
     return directory.quantization is directory.modelopt
 
 
-def _check_algorithm(directory: ScaleDirectory, method: Method) -> None:
+def _check_algorithm(directory: ModelDirectory, method: Method) -> None:
     """Refuse a config without `quant_algo`; of those that were not run, nothing is known."""
     if not method.algorithms:
         return
@@ -127,7 +127,7 @@ def _check_algorithm(directory: ScaleDirectory, method: Method) -> None:
         )
 
 
-def _mixed_method(directory: ScaleDirectory, method: Method, rules: Rules) -> Method:
+def _mixed_method(directory: ModelDirectory, method: Method, rules: Rules) -> Method:
     """What `method` is under MIXED_PRECISION, where `quantized_layers` says what each layer is."""
     config = directory.algorithms
     if config is not directory.quantization or _is_own_file(directory) or names_nvfp4(directory):

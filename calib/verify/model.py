@@ -2,16 +2,16 @@
 
 from typing import Any
 
-from calib.files.folder import LAYER_KEYS, ScaleDirectory
+from calib.files.model_directory import LAYER_KEYS, ModelDirectory
 from calib.verify.result import NotKnown, Refused
 from calib.verify.rules import Rules
 
 _COUNTS = (*LAYER_KEYS, "num_attention_heads", "num_key_value_heads")
 
 
-def check_model(directory: ScaleDirectory, rules: Rules) -> None:
+def check_model(directory: ModelDirectory, rules: Rules) -> None:
     """Raise what becomes of a directory whose config is no model's, or not that of its weights."""
-    if directory.config is None:
+    if not directory.has_config:
         return
     if wrong := _no_model(directory):
         raise Refused(wrong) if rules.ran else NotKnown(f"not known: {wrong}")
@@ -27,7 +27,7 @@ def check_model(directory: ScaleDirectory, rules: Rules) -> None:
         raise Refused(wrong) if rules.unknown == "refused" else NotKnown(f"not known: {wrong}")
 
 
-def _no_model(directory: ScaleDirectory) -> str | None:
+def _no_model(directory: ModelDirectory) -> str | None:
     """Which field of the config no engine starts with."""
     model_type = (directory.config or {}).get("model_type")
     if not (isinstance(model_type, str) and model_type):

@@ -4,10 +4,11 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from calib.files.conventions import Convention, convention
-from calib.files.folder import ScaleDirectory, ScaleTensor
 from calib.files.fp8_type import names_nvfp4
 from calib.files.heads import can_be_split
+from calib.files.model_directory import ModelDirectory
 from calib.files.names import layer_of
+from calib.files.scale_files import ScaleTensor
 from calib.verify.at_one import flags_at_one
 from calib.verify.classes import K_ALONE, OTHER, Fates, fate_of, naming, owner
 from calib.verify.method import choose_method, method_name, turns_fp8_on
@@ -30,7 +31,7 @@ ONE_GPU = Place()
 
 
 def simulate(
-    directory: ScaleDirectory,
+    directory: ModelDirectory,
     rules: Rules,
     place: Place = ONE_GPU,
     nvfp4: Convention | None = None,
@@ -61,7 +62,7 @@ def simulate(
     return found
 
 
-def _load(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
+def _load(directory: ModelDirectory, place: Place, found: Simulation) -> None:
     rules = found.rules
     check_model(directory, rules)
     if place.ranks > 1:
@@ -90,7 +91,7 @@ def _load(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
         )
 
 
-def _of_latents(directory: ScaleDirectory, found: Simulation) -> str | None:
+def _of_latents(directory: ModelDirectory, found: Simulation) -> str | None:
     """What is wrong with loaded scales of latents (MLA); 1.0 does no harm."""
     rules = found.rules
     needless = all(value == 1.0 for outcome in found.outcomes for value in outcome.values)
@@ -113,7 +114,7 @@ def _of_other_convention(nvfp4: Convention, rules: Rules) -> str | None:
     )
 
 
-def _check_split(directory: ScaleDirectory, place: Place) -> None:
+def _check_split(directory: ModelDirectory, place: Place) -> None:
     layers = range(directory.num_layers if type(directory.num_layers) is int else 1)
     for heads, kv_heads in {heads_of(directory, layer) for layer in layers}:
         if not can_be_split(heads, kv_heads, place.ranks):
@@ -123,7 +124,7 @@ def _check_split(directory: ScaleDirectory, place: Place) -> None:
             )
 
 
-def _fates(directory: ScaleDirectory, rules: Rules, method: Method | None) -> Fates | None:
+def _fates(directory: ModelDirectory, rules: Rules, method: Method | None) -> Fates | None:
     """What the model's class does with each name; None where the class does not matter."""
     if (method and method.kind == "none") or not directory.tensors:
         return None
@@ -135,7 +136,7 @@ def _fates(directory: ScaleDirectory, rules: Rules, method: Method | None) -> Fa
     return _known(rules.fates(directory.config or {}, kind, modules))
 
 
-def _of_other_backend(directory: ScaleDirectory, rules: Rules, fates: Fates) -> Fates | None:
+def _of_other_backend(directory: ModelDirectory, rules: Rules, fates: Fates) -> Fates | None:
     """The fates in the engine's backend for transformers' code, where it alone loads latents'."""
     config = directory.config or {}
     others = rules.fates(config, method_name(directory) + OTHER)
@@ -154,7 +155,7 @@ def _known(fates: Fates | str | None) -> Fates | None:
 
 
 def _params(
-    directory: ScaleDirectory, method: Method | None, fates: Fates | None, found: Simulation
+    directory: ModelDirectory, method: Method | None, fates: Fates | None, found: Simulation
 ) -> Params:
     params, names = Params(), defaultdict[str | None, set[str]](set)
     _check_misnamed(directory, found)
@@ -181,20 +182,20 @@ def _params(
     return params
 
 
-def _tensors(directory: ScaleDirectory, found: Simulation) -> list[ScaleTensor]:
+def _tensors(directory: ModelDirectory, found: Simulation) -> list[ScaleTensor]:
     """The scales of the files that the engine reads, in the order of the files."""
     if found.rules.reads == "index":
         return directory.tensors
     return sorted(directory.tensors + directory.unlisted, key=lambda tensor: tensor.file)
 
 
-def _excluded(directory: ScaleDirectory, module: str) -> str | None:
+def _excluded(directory: ModelDirectory, module: str) -> str | None:
     """Why an attention module has no place for scales, if the config leaves it out."""
     entry = excluded_by(directory.quantization or {}, module)
     return entry and f"exclude has '{entry[:60]}', so that attention has no place for scales"
 
 
-def _check_misnamed(directory: ScaleDirectory, found: Simulation) -> None:
+def _check_misnamed(directory: ModelDirectory, found: Simulation) -> None:
     if directory.misnamed and found.rules.unknown == "refused":
         raise Refused(f"'{directory.misnamed[0]}' is a name that the model does not have")
     found.ignored += [(name, f"'{name}' is no name of a scale") for name in directory.misnamed]
@@ -216,7 +217,7 @@ def _by_class(
     return f"{_FATES[fate]}{why}"
 
 
-def _by_name(directory: ScaleDirectory, tensor: ScaleTensor, method: Method | None, rules: Rules) -> Reached:
+def _by_name(directory: ModelDirectory, tensor: ScaleTensor, method: Method | None, rules: Rules) -> Reached:
     """Where a scale goes by its name alone."""
     if method is None:
         if rules.without_config == "refused":
@@ -239,7 +240,7 @@ def _by_name(directory: ScaleDirectory, tensor: ScaleTensor, method: Method | No
 
 
 def _outcomes(
-    directory: ScaleDirectory, module: str, params: Params, method: Method | None, place: Place
+    directory: ModelDirectory, module: str, params: Params, method: Method | None, place: Place
 ) -> list[Outcome]:
     tensors = {letter: params.get((module, letter)) for letter in "kvq"}
     if method is None or method.kind == "none":

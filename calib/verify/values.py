@@ -6,9 +6,10 @@ from array import array
 from collections.abc import Mapping
 from itertools import product
 
-from calib.files.file_names import JSON_FILE
-from calib.files.folder import ScaleDirectory, ScalesJson, ScaleTensor
 from calib.files.heads import head_count, of_layer
+from calib.files.model_directory import ModelDirectory
+from calib.files.names import JSON_FILE
+from calib.files.scale_files import ScalesJson, ScaleTensor
 from calib.verify.result import NotKnown, Outcome, Place, Refused, Simulation, Values, default
 from calib.verify.rules import Method
 
@@ -16,7 +17,7 @@ Tensors = Mapping[str, ScaleTensor | None]  # k, v, q
 
 
 def one_or_per_head(
-    directory: ScaleDirectory, module: str, tensors: Tensors, place: Place | None
+    directory: ModelDirectory, module: str, tensors: Tensors, place: Place | None
 ) -> list[Outcome]:
     """Load as vLLM's `CompressedTensorsKVCacheMethod`: ones, overwritten without a check.
 
@@ -68,7 +69,7 @@ def pair(module: str, tensors: Tensors, shared: ScaleTensor | None) -> list[Outc
     return [default(module, x) for x in "kv"]
 
 
-def simulate_json(directory: ScaleDirectory, place: Place, found: Simulation) -> None:
+def simulate_json(directory: ModelDirectory, place: Place, found: Simulation) -> None:
     """Load `kv_cache_scales.json` as vLLM 0.4: after one mistake every scale is 1.0."""
     found.flag = found.rules.flag
     config, json = directory.config or {}, directory.json
@@ -114,7 +115,7 @@ def _one(tensor: ScaleTensor) -> Values:
     return tensor.values
 
 
-def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor, place: Place) -> Values:
+def _for_heads(directory: ModelDirectory, letter: str, tensor: ScaleTensor, place: Place) -> Values:
     """Every rank's values, one rank after the other."""
     if "config_groups" not in (directory.quantization or {}):
         raise Refused("strategy attn_head needs the key config_groups in the config, empty or not")
@@ -135,7 +136,7 @@ def _for_heads(directory: ScaleDirectory, letter: str, tensor: ScaleTensor, plac
     return tuple(value for part in parts for value in part * (held // len(part)))
 
 
-def heads_of(directory: ScaleDirectory, layer: int) -> tuple[int, int]:
+def heads_of(directory: ModelDirectory, layer: int) -> tuple[int, int]:
     """Query heads and KV heads of a layer, as config.json says; `NotKnown` where it does not."""
     config = of_layer(directory.text_config, layer)
     heads, kv_heads = head_count(config, "q"), head_count(config, "k")

@@ -9,9 +9,9 @@ from calib.errors import NoScalesError
 from calib.files.baked import baked_for, baked_fp8_type, baked_from, bakes_latents
 from calib.files.calibrations import read_report, statistics_file
 from calib.files.conventions import LARGER, Convention, compared, convention
-from calib.files.file_names import CALIBRATION_FILE
-from calib.files.folder import open_scales
 from calib.files.fp8_type import FP8_MAX, FP8_SMALLEST
+from calib.files.model_directory import open_model_directory
+from calib.files.names import CALIBRATION_FILE
 from calib.files.stored_scales import StoredLayer, StoredScales, show_scales
 from calib.same_model.identity import check_same_model, identity
 from calib.verify.classes import architecture
@@ -83,7 +83,7 @@ def verify_directory(
         baked = baked_for(path) == "fp8"
         if not baked:
             raise
-        found = StoredScales(open_scales(path), [])
+        found = StoredScales(open_model_directory(path, weights=False), [])
     problems, nvfp4 = [*found.problems], convention(found.directory)
     fits, warnings = list[Fit](), list[str]()
     if baked and place.fnuz and baked_fp8_type(path) != "e4m3fnuz":

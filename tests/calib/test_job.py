@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from calib.choices import FORMATS
 from calib.errors import InputError, UnsupportedExportError
-from calib.files.file_names import STATS_FILE
+from calib.files.names import STATS_FILE
 from calib.job import default_output, run
 from calib.progress import Progress
 from calib.recipe import load_recipe, recipe_names

@@ -19,12 +19,13 @@ import torch
 
 with atheris.instrument_imports(include=["calib"]):
     from calib.errors import Fp8kvError
-    from calib.files.folder import open_scales, read_scales_json
-    from calib.files.headers import Entry, read_header, read_values
+    from calib.files.model_directory import open_model_directory
     from calib.files.names import parse_scale_name
-    from calib.files.stored import DTYPES
+    from calib.files.safetensors_header import Entry, read_header, read_values
+    from calib.files.scale_files import read_scales_json
     from calib.files.stored_scales import read_scales
     from calib.files.strict_json import parse_object
+    from calib.files.tensors import DTYPES
     from calib.models.quantized import WEIGHT_FORMATS
     from calib.models.quantized.coded_weight import ModuleTensors
     from calib.models.quantized.weights import naming
@@ -78,7 +79,7 @@ def directory(data: bytes) -> None:
     file = len(text).to_bytes(8, "little") + text + rest[-8:]
     (model / "model.safetensors").write_bytes(file)
     read_scales(model).to_json()
-    found = open_scales(model)
+    found = open_model_directory(model, weights=False)
     for rules in ENGINES:
         for place in PLACES:
             simulate(found, rules, place)

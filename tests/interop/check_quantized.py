@@ -16,7 +16,7 @@ from check_vllm import look, other_problems, text_of, wrong_scales
 from engine import ONE_GPU, load, start
 from outputs import read_output, report
 
-from calib.files.folder import open_scales
+from calib.files.model_directory import open_model_directory
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
 
@@ -67,7 +67,7 @@ def problem(directory: Path) -> str | None:
     held = held_by_vllm(directory, ONE_GPU, 0)
     if reason := NOT_SERVED.get(directory.name):
         return None if reason in held else f"vLLM starts: {held}"
-    predicted = simulate(open_scales(directory), choose_rules("vllm", None)[0])
+    predicted = simulate(open_model_directory(directory, weights=False), choose_rules("vllm", None)[0])
     return difference(predicted, held) or (None if predicted.is_good else "not all are loaded")
 
 

@@ -27,7 +27,7 @@ from sglang.srt.model_loader.weight_utils import (
 )
 from torch import nn
 
-from calib.files.folder import open_scales
+from calib.files.model_directory import open_model_directory
 from calib.verify.rules import Rules, choose_rules
 from calib.verify.simulate import simulate
 
@@ -111,7 +111,7 @@ def scales_of(directory: Path):
 
 def check(name: str, path: Path, held: Held | str, rules: Rules) -> bool:
     """Compare with the prediction, and print a line."""
-    found = simulate(open_scales(path), rules)
+    found = simulate(open_model_directory(path, weights=False), rules)
     known = all(outcome.status != "unknown" for outcome in found.outcomes)
     wrong = difference(found, held) if known else "predicted not known"
     seen = held if isinstance(held, str) else "loaded"

@@ -17,8 +17,8 @@ from pathlib import Path
 from engine import ONE_GPU, Place, load
 from scale_cases import CASES, PLACES, write_case
 
-from calib.files.folder import open_scales
 from calib.files.fp8_type import names_nvfp4
+from calib.files.model_directory import open_model_directory
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import Simulation, simulate
 
@@ -38,7 +38,7 @@ def held_by_vllm(directory: Path, place: Place, rank: int) -> Held | str:
     from vllm.model_executor.layers.attention import Attention
 
     try:
-        cache = "nvfp4" if names_nvfp4(open_scales(directory)) else "fp8"
+        cache = "nvfp4" if names_nvfp4(open_model_directory(directory, weights=False)) else "fp8"
         model = load(directory, place, rank, kv_cache_dtype=cache)
     except Exception as error:  # noqa: BLE001 (whatever vLLM raises)
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
@@ -104,7 +104,7 @@ def check(directories: Mapping[str, Path], place: Place, *, must_load: bool = Fa
     right = []
     all_held = held_by_all([*directories.values()], place)
     for (name, path), held in zip(directories.items(), all_held, strict=True):
-        predicted = simulate(open_scales(path), rules, place)
+        predicted = simulate(open_model_directory(path, weights=False), rules, place)
         wrong = difference(predicted, held)
         if must_load and not predicted.is_good:
             wrong = wrong or "it does not load every scale"

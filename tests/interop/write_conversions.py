@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from scale_cases import CASES, HEAD_DIM, LAYERS, write_case
 
-from calib.files.file_names import STATS_FILE
+from calib.files.names import STATS_FILE
 from calib.rewrite.convert import convert
 from calib.rewrite.repair import repair
 from calib.scales.stats import KVStats, LayerStats, TensorStats

@@ -16,7 +16,7 @@ from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, markdown, task_table
 from calib.eval.page.other_tables import OTHER_HEADINGS, other_tables
 from calib.eval.schema import REPORT_FILE, Continuation, Report, Row
-from calib.files.json_text import json_text
+from calib.files.strict_json import json_text
 from calib.files.text import show_number
 from calib.progress import WRITTEN
 from calib.scales.plot import check_can_draw

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from calib.errors import InputError
-from calib.files.headers import Entry
+from calib.files.safetensors_header import Entry
 
 FLOATS = ("F32", "F16", "BF16")
 CODES = ("F8_E4M3", "I8", "U8", "I32")

@@ -11,10 +11,9 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from calib.errors import InputError
-from calib.files.file_names import MODELOPT_FILE
-from calib.files.headers import read_values
 from calib.files.model_directory import ModelDirectory, quantization_configs
-from calib.files.names import is_of_cache, is_of_senses
+from calib.files.names import MODELOPT_FILE, is_of_cache, is_of_senses
+from calib.files.safetensors_header import read_values
 from calib.files.strict_json import read_object
 from calib.models.quantized import WEIGHT_FORMATS
 from calib.models.quantized.coded_weight import ADVICE, WeightFormat

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from calib.errors import InputError
-from calib.files.headers import Entry
 from calib.files.model_directory import ModelDirectory
-from calib.files.stored import Source, StoredTensor, aligned, stored_tensors
+from calib.files.safetensors_header import Entry
+from calib.files.tensors import Source, StoredTensor, aligned, stored_tensors
 from calib.models.quantized.coded_weight import (
     CHUNK,
     CodedWeight,

@@ -5,7 +5,7 @@ from command_line import fp8kv
 from scale_directories import NVFP4, lines_of, model
 
 from calib.files.conventions import compared, convention
-from calib.files.folder import open_scales
+from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import read_scales
 
 PROJ = "{module}.{x}_proj.{x}_scale"
@@ -15,7 +15,7 @@ COMPRESSED = {"quant_method": "compressed-tensors", "config_groups": {}}
 
 def of(directory, producer=None, names=PROJ, **changes):
     config = NVFP4 | ({"producer": producer} if producer else {}) | changes
-    return open_scales(model(directory, config=config, names=names))
+    return open_model_directory(model(directory, config=config, names=names), weights=False)
 
 
 def by(name, version=None, **more):
@@ -58,7 +58,7 @@ def test_autoround_is_known_by_its_names(names, tmp_path):
 
 
 def test_fp8_scales_follow_neither(tmp_path):
-    assert convention(open_scales(model(tmp_path))) is None
+    assert convention(open_model_directory(model(tmp_path), weights=False)) is None
 
 
 def test_files_that_name_both_types_tell_nothing(tmp_path):

@@ -9,7 +9,7 @@ from command_line import fp8kv, one_line_error
 from safetensors.torch import save_file
 
 from calib.errors import InputError, NoScalesError
-from calib.files.folder import open_scales
+from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import read_scales, show_scales
 
 LAYER = "model.layers.{}.self_attn"
@@ -45,7 +45,7 @@ def problems(directory):
 )
 def test_attention_is_found_by_its_codes(case, tmp_path):
     (tmp_path / "model.safetensors").symlink_to(case / "model.safetensors")
-    assert open_scales(tmp_path).modules == {LAYER.format(i) for i in range(2)}
+    assert open_model_directory(tmp_path, weights=False).modules == {LAYER.format(i) for i in range(2)}
 
 
 def test_scales_are_found_by_layer(tmp_path):
@@ -64,7 +64,9 @@ def test_what_sees_has_no_cache(tmp_path):
     ears = ["audio_tower.layers.1.self_attn.k_proj"]
     names = ["model.language_model.layers.0.self_attn.k_proj", *eyes, *ears]
     directory = write(tmp_path, {f"{name}.weight": torch.ones(1) for name in names})
-    assert open_scales(directory).modules == {"model.language_model.layers.0.self_attn"}
+    assert open_model_directory(directory, weights=False).modules == {
+        "model.language_model.layers.0.self_attn"
+    }
 
 
 def test_a_layer_with_queries_alone_shares_k_and_v(tmp_path):
@@ -72,7 +74,7 @@ def test_a_layer_with_queries_alone_shares_k_and_v(tmp_path):
     names += [f"{LAYER.format(0)}.k_proj.weight", "model.layers.0.cross.q_proj.weight"]
     index = dict.fromkeys(names, "model.safetensors")
     directory = write(tmp_path, {name: torch.ones(1) for name in names[1:]}, index=index)
-    assert open_scales(directory).modules == {LAYER.format(i) for i in range(3)}
+    assert open_model_directory(directory, weights=False).modules == {LAYER.format(i) for i in range(3)}
 
 
 def test_a_scale_of_both_is_the_larger_and_gives_way(tmp_path):
@@ -139,13 +141,13 @@ def test_scales_of_what_sees_are_none_of_the_language_model(tmp_path):
 
 
 def test_no_weight_is_read(tmp_path, monkeypatch):
-    from calib.files import folder as directory
+    from calib.files import scale_files
 
     read = []
-    values = directory.read_values
-    monkeypatch.setattr(directory, "read_values", lambda p, e: read.append(e.shape) or values(p, e))
+    values = scale_files.read_values
+    monkeypatch.setattr(scale_files, "read_values", lambda p, e: read.append(e.shape) or values(p, e))
     weights = {f"{LAYER.format(0)}.k_proj.weight": torch.ones(64, 64)}
-    open_scales(write(tmp_path, layers(count=1) | weights))
+    open_model_directory(write(tmp_path, layers(count=1) | weights), weights=False)
     assert read == [(1,), (1,)]
 
 
@@ -187,7 +189,7 @@ def test_a_scale_that_is_there_twice_is_a_problem(tmp_path):
 @pytest.mark.parametrize("name", ["../x.safetensors", "/etc/passwd", "a/b.safetensors", "..", ""])
 def test_an_index_cannot_lead_out_of_the_directory(name, tmp_path):
     with pytest.raises(InputError, match="a file outside the directory"):
-        open_scales(write(tmp_path, layers(), index={"x": name}))
+        open_model_directory(write(tmp_path, layers(), index={"x": name}), weights=False)
 
 
 @pytest.mark.parametrize(

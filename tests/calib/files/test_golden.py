@@ -10,7 +10,7 @@ from measured_amax import save_amax
 from scale_directories import lines_of
 
 from calib.files.conventions import compared, convention
-from calib.files.folder import open_scales
+from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
 from calib.files.stored_scales import read_scales
 from calib.scales.stats_file import load_stats
@@ -43,7 +43,7 @@ def test_there_are_golden_files_of_each_tool():
 
 @pytest.mark.parametrize("case", CASES, ids=named)
 def test_every_scale_is_found_and_exact(case):
-    found = {tensor.name: tensor for tensor in open_scales(case).tensors}
+    found = {tensor.name: tensor for tensor in open_model_directory(case, weights=False).tensors}
     wanted = expected(case)["scales"]
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
@@ -97,7 +97,7 @@ def test_the_convention_of_nvfp4_values_is_named(tool, name, said, tmp_path):
     (case,) = (c for c in CASES if c.parent.name.startswith(tool) and c.name == name)
     assert f"values of an NVFP4 cache: {said}" in lines_of(fp8kv("inspect", case))
     # what was measured says the same
-    found = convention(open_scales(case))
+    found = convention(open_model_directory(case, weights=False))
     amax = load_stats(statistics(case, tmp_path)).amax_by_head()
     assert compared(found, read_scales(case).layers, amax) == (found, [])
 
@@ -108,4 +108,4 @@ def test_stripped_of_scales_nothing_is_left_of_them(case, tmp_path):
     assert done.exit_code == 0, done.stderr
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert "quantization_config" not in config
-    assert not open_scales(tmp_path / "out").tensors
+    assert not open_model_directory(tmp_path / "out", weights=False).tensors

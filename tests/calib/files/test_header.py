@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from calib.errors import InputError
-from calib.files.headers import MAX_HEADER_BYTES, read_header, read_values
+from calib.files.safetensors_header import MAX_HEADER_BYTES, read_header, read_values
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 VALUES = [0.02, 1.0, -3.5, 0.0, float("inf"), 1e-30]

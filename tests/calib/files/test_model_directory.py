@@ -8,7 +8,8 @@ from families import tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
-from calib.files.model_directory import fingerprint, fingerprints, open_model_directory
+from calib.files.fingerprint import fingerprint, fingerprints
+from calib.files.model_directory import open_model_directory
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from families import FAMILIES, tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.errors import CalibrationError, InputError
-from calib.files import stored
+from calib.files import tensors as file_tensors
 from calib.layerwise import hidden, layerwise, weights
 from calib.layerwise.memory import MemoryPlan
 
@@ -68,13 +68,13 @@ def test_a_tied_embedding_may_be_stored_under_the_name_of_the_head(save, assert_
 
 def test_each_weight_is_read_once_and_the_head_never(llama, monkeypatch):
     reads = []
-    read = stored.StoredTensor.read
+    read = file_tensors.StoredTensor.read
 
     def counting(self, memory=None):
         reads.append((self.path, self.offset))
         return read(self, memory)
 
-    monkeypatch.setattr(stored.StoredTensor, "read", counting)
+    monkeypatch.setattr(file_tensors.StoredTensor, "read", counting)
     llama.by_layer(llama.recipe(), llama.batches(size=1))
     assert len(reads) == len(set(reads)) == 3 * 9 + 2  # layers, norm and embedding
 

@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from calib.capture.attention import AttentionMap
 from calib.errors import InputError, UnsupportedModelError
-from calib.files import stored
+from calib.files import tensors as file_tensors
 from calib.layerwise import probe
 from calib.layerwise.probe import random_bytes, random_weights
 from calib.layerwise.replay import replaying
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def _reads_nothing(monkeypatch):
-    monkeypatch.setattr(stored.StoredTensor, "read", lambda *_: pytest.fail("a weight was read"))
+    monkeypatch.setattr(file_tensors.StoredTensor, "read", lambda *_: pytest.fail("a weight was read"))
 
 
 def skeleton(saved):

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from calib.errors import InputError
 from calib.files.model_directory import open_model_directory
-from calib.files.stored import stored_tensors
+from calib.files.tensors import stored_tensors
 from calib.layerwise.hidden import HiddenStates, form_of, nbytes
 from calib.models.find import find_model
 

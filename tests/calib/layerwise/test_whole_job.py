@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from calib.commands.app import app
 from calib.data import load_data
-from calib.files.file_names import STATS_FILE
+from calib.files.names import STATS_FILE
 from calib.layerwise.memory import resident_bytes
 from calib.models.find import find_model
 from calib.models.load import load_tokenizer

@@ -8,7 +8,7 @@ from command_line import SMALL, calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 
 from calib.errors import InputError
-from calib.files.stacks import check_layers
+from calib.files.model_directory import check_layers
 from calib.models.config import build_on_meta
 from calib.models.find import find_model
 from calib.models.load import load_config

@@ -18,7 +18,7 @@ from calib.data import make_batches
 from calib.errors import InputError
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
-from calib.files.stored import StoredTensor
+from calib.files.tensors import StoredTensor
 from calib.models.find import find_model
 from calib.models.load import load_config, load_model, weight_sources
 from calib.recipe import load_recipe

@@ -16,7 +16,7 @@ from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
-from calib.files.headers import Entry
+from calib.files.safetensors_header import Entry
 from calib.models.quantized import WEIGHT_FORMATS
 from calib.models.quantized.coded_weight import ModuleTensors
 from calib.recipe import load_recipe

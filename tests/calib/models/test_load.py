@@ -14,7 +14,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from calib.capture.attention import map_attention
 from calib.errors import InputError, UnsupportedModelError
-from calib.files.model_directory import checkpoint_prefix
 from calib.models import find
 from calib.models.find import find_model
 from calib.models.load import (
@@ -60,7 +59,7 @@ def test_a_vision_language_model_loads_and_its_layers_have_checkpoint_names(tmp_
     directory = save_model(tiny_vision_language_model(), tmp_path / "vlm")
     checkpoint = find_model(str(directory))
     mapped = map_attention(load(directory))
-    prefixes = [checkpoint_prefix(name, checkpoint) for name in mapped.cached]
+    prefixes = [checkpoint.attention_prefix(name) for name in mapped.cached]
     assert len(set(prefixes)) == 3
     assert all(f"{prefix}.k_proj.weight" in checkpoint.weight_map for prefix in prefixes)
     assert not any("vision" in prefix for prefix in prefixes)

@@ -16,8 +16,8 @@ from calib.export import export
 from calib.files import atomic
 from calib.files import placing as place
 from calib.files.atomic import atomic_directory
-from calib.files.file_names import CALIBRATION_FILE, SCALES_SHARD
 from calib.files.model_directory import open_model_directory
+from calib.files.names import CALIBRATION_FILE, SCALES_SHARD
 from calib.output.checkpoint_directory import check_output, write_checkpoint
 
 

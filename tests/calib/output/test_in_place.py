@@ -5,7 +5,7 @@ import json
 import pytest
 
 from calib.errors import InputError
-from calib.files.file_names import SCALES_SHARD, STATS_FILE
+from calib.files.names import SCALES_SHARD, STATS_FILE
 from calib.job import run
 from calib.output import finish
 from calib.recipe import load_recipe

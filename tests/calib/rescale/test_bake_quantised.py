@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from calib.errors import UnsupportedModelError
 from calib.files.model_directory import open_model_directory
-from calib.files.stored import stored_tensors
+from calib.files.tensors import stored_tensors
 from calib.models.quantized.coded_weight import CodedWeight
 from calib.recipe import load_recipe
 from calib.rescale.coded_factors import rescaled_parts

@@ -8,7 +8,7 @@ from command_line import calibrate, fp8kv, one_line_error
 from families import save_model
 from scale_directories import NVFP4, model
 
-from calib.files.folder import open_scales
+from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import read_scales
 from calib.scales.stats_file import load_stats
 
@@ -132,7 +132,7 @@ def test_stripped_nothing_is_left_of_them(name, calibrated, tmp_path):
     assert fp8kv("strip", calibrated / name, "-o", tmp_path / "out").exit_code == 0
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
-    assert not open_scales(tmp_path / "out").tensors
+    assert not open_model_directory(tmp_path / "out", weights=False).tensors
 
 
 def test_strip_leaves_no_word_of_the_cache_beside_nvfp4_weights(tmp_path):

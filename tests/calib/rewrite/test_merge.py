@@ -10,7 +10,7 @@ from families import save_model, tiny_model
 from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
-from calib.files.file_names import STATS_FILE
+from calib.files.names import STATS_FILE
 from calib.scales.curve import moved
 from calib.scales.stats import PER_TOKEN
 from calib.scales.stats_file import load_stats, save_stats

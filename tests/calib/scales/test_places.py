@@ -10,7 +10,7 @@ from families import LATENT, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
-from calib.files.file_names import STATS_FILE
+from calib.files.names import STATS_FILE
 from calib.scales.places import read_places
 from calib.scales.stats_file import load_stats
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from calib.errors import CalibrationError, InputError
-from calib.files.file_names import STATS_FILE
+from calib.files.names import STATS_FILE
 from calib.scales.observers import NUM_BINS, AbsMax
 from calib.scales.one_scale import dead_groups
 from calib.scales.scales import SharedAttention

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from calib.errors import InputError
-from calib.files.file_names import STATS_FILE
+from calib.files.names import STATS_FILE
 from calib.scales.observers import NUM_BINS
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.stats import KVStats, LayerStats, TensorStats

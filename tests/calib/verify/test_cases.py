@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from calib.files.folder import open_scales
+from calib.files.model_directory import open_model_directory
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
 
@@ -25,7 +25,7 @@ def words(simulation):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_vllm_is_predicted(case, tmp_path):
-    directory = open_scales(write_case(case, tmp_path / "model"))
+    directory = open_model_directory(write_case(case, tmp_path / "model"), weights=False)
     assert words(simulate(directory, choose_rules("vllm", None)[0])) == case.expected
 
 

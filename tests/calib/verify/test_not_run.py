@@ -10,7 +10,7 @@ from command_line import fp8kv
 from loading import SCALES, WEIGHTS, said, write
 from scale_directories import COMPRESSED, NAMES, lines_of, model
 
-from calib.files.folder import open_scales
+from calib.files.model_directory import open_model_directory
 from calib.verify.classes import load_classes
 from calib.verify.rules import all_rules, choose_rules
 from calib.verify.simulate import simulate
@@ -204,5 +204,5 @@ def test_scales_of_several_fates_are_partly(tmp_path):
     names = [NAMES, "{module}.qkv_proj.{x}_scale"]
     scales = [n.format(module=m, x=x) for n, m in zip(names, modules, strict=True) for x in "kv"]
     directory = write(tmp_path, [f"{m}.k_proj.weight" for m in modules], scales)
-    found = simulate(open_scales(directory), choose_rules("sglang", None)[0])
+    found = simulate(open_model_directory(directory, weights=False), choose_rules("sglang", None)[0])
     assert (found.fate, found.is_good) == ("partly", False)

@@ -7,7 +7,7 @@ from command_line import fp8kv
 from measured_amax import save_amax
 from scale_directories import NVFP4, lines_of, model
 
-from calib.files.folder import open_scales
+from calib.files.model_directory import open_model_directory
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
 
@@ -20,7 +20,7 @@ def written(directory, divisor, **changes):
 
 
 def simulated(directory, engine):
-    return simulate(open_scales(directory), choose_rules(engine, None)[0])
+    return simulate(open_model_directory(directory, weights=False), choose_rules(engine, None)[0])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 from command_line import fp8kv
 from scale_directories import COMPRESSED, GOOD, lines_of, model
 
-from calib.files.folder import open_scales
+from calib.files.model_directory import open_model_directory
 from calib.verify.result import Place
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
@@ -26,7 +26,7 @@ PER_HEAD = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"st
     ],
 )
 def test_heads_are_split_over_ranks(ranks, scales, expected, tmp_path):
-    directory = open_scales(model(tmp_path, k=scales, v=scales, config=PER_HEAD))
+    directory = open_model_directory(model(tmp_path, k=scales, v=scales, config=PER_HEAD), weights=False)
     found = simulate(directory, choose_rules("vllm", None)[0], Place(ranks))
     assert bool(found.refused) == (expected is None)
     assert expected is None or found.outcomes[0].values == expected
@@ -43,7 +43,7 @@ def test_a_model_that_cannot_be_split_is_refused(tmp_path):
     [({"quant_method": "modelopt", "quant_algo": "FP8"}, 2.0, True), (COMPRESSED, 1.0, False)],
 )
 def test_scales_are_doubled_where_fp8_ends_at_240_or_it_is_said(config, factor, good, tmp_path):
-    directory = open_scales(model(tmp_path, config=config))
+    directory = open_model_directory(model(tmp_path, config=config), weights=False)
     found = simulate(directory, choose_rules("vllm", None)[0], Place(fnuz=True))
     assert found.outcomes[0].values == (0.5 * factor,)
     assert found.is_good == good
@@ -56,7 +56,9 @@ def test_legacy_json_must_be_for_as_many_ranks(tmp_path):
     scales = {"0": GOOD["0"], "1": {"0": 0.125, "1": 1.0}}
     cache = {"dtype": "float8_e4m3fn", "scaling_factor": scales}
     document = {"model_type": "llama", "kv_cache": cache}
-    directory = open_scales(model(tmp_path, k=None, v=None, config=None, json_file=document))
+    directory = open_model_directory(
+        model(tmp_path, k=None, v=None, config=None, json_file=document), weights=False
+    )
     rules = choose_rules("vllm", "0.4.2")[0]
     assert simulate(directory, rules, Place(2)).outcomes[0].values == (0.5, 0.125)
     assert {o.status for o in simulate(directory, rules, Place(4)).outcomes} == {"default"}
@@ -64,6 +66,8 @@ def test_legacy_json_must_be_for_as_many_ranks(tmp_path):
 
 def test_aphrodite_takes_a_scheme_that_is_half_right(tmp_path):
     scheme = COMPRESSED["kv_cache_scheme"] | {"type": "int"}
-    directory = open_scales(model(tmp_path, config=COMPRESSED | {"kv_cache_scheme": scheme}))
+    directory = open_model_directory(
+        model(tmp_path, config=COMPRESSED | {"kv_cache_scheme": scheme}), weights=False
+    )
     assert simulate(directory, choose_rules("vllm", None)[0]).refused
     assert simulate(directory, choose_rules("aphrodite", None)[0]).is_good

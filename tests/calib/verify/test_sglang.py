@@ -10,7 +10,7 @@ from command_line import fp8kv
 from scale_directories import COMPRESSED, NAMES, lines_of, model
 
 from calib.export import FORMATS
-from calib.files.folder import open_scales
+from calib.files.model_directory import open_model_directory
 from calib.verify.rules import all_rules, choose_rules
 from calib.verify.simulate import simulate
 
@@ -24,7 +24,7 @@ FP8 = {"quant_method": "fp8"}
 
 
 def statuses(directory, rules):
-    found = simulate(open_scales(directory), rules)
+    found = simulate(open_model_directory(directory, weights=False), rules)
     return found.refused or {outcome.status for outcome in found.outcomes if outcome.letter != "q"}
 
 
@@ -213,7 +213,10 @@ def test_latents_have_no_place_under_mixed_precision_in_vllm(tmp_path):
     directory = model(tmp_path, config=case.config, **document)
     rules = choose_rules("vllm", None)[0]
     assert statuses(directory, rules) == {"default"}
-    assert "layers that cache latents" in simulate(open_scales(directory), rules).ignored[0][1]
+    assert (
+        "layers that cache latents"
+        in simulate(open_model_directory(directory, weights=False), rules).ignored[0][1]
+    )
 
 
 def test_vllm_needs_a_static_scheme_of_modelopt_to_make_the_cache_fp8(tmp_path):
@@ -222,6 +225,6 @@ def test_vllm_needs_a_static_scheme_of_modelopt_to_make_the_cache_fp8(tmp_path):
     for i, (dynamic, flag) in enumerate(((False, None), (True, vllm.flag), (None, vllm.flag))):
         scheme = {"type": "float", "num_bits": 8, "dynamic": dynamic}
         config = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": scheme}
-        directory = open_scales(model(tmp_path / str(i), config=config))
+        directory = open_model_directory(model(tmp_path / str(i), config=config), weights=False)
         assert simulate(directory, vllm).flag == flag
         assert simulate(directory, NEW).flag is None

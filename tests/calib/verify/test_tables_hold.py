@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from calib.files.folder import ScaleDirectory, ScaleTensor
+from calib.files.model_directory import ModelDirectory
 from calib.files.names import parse_scale_name
+from calib.files.scale_files import ScaleTensor
 from calib.verify.classes import OTHER, load_classes
 from calib.verify.rules import all_rules
 from calib.verify.simulate import simulate
@@ -31,8 +32,11 @@ def directory(fixture, quantization, naming):
         ScaleTensor(name, parse_scale_name(name), "m", "F32", (len(values),), values)
         for name in sorted(names)
     ]
-    document, modules = quantization.document, {*fixture.modules}
-    return ScaleDirectory(Path(), config, document, None, ["m"], tensors, None, modules)
+    made = ModelDirectory(Path(), config, {"m": {}})
+    # what would be read of files
+    scales = {"tensors": tensors, "unlisted": [], "offsets": [], "json": None}
+    vars(made).update(scales, modelopt=quantization.document, modules={*fixture.modules})
+    return made
 
 
 def said(simulation):

@@ -9,7 +9,7 @@ from measured_amax import save_amax
 from safetensors.torch import save_file
 from scale_directories import COMPRESSED, GOOD, lines_of, model
 
-from calib.files.folder import open_scales
+from calib.files.model_directory import open_model_directory
 from calib.verify.rules import all_rules, choose_rules
 from calib.verify.simulate import simulate
 
@@ -57,7 +57,7 @@ def test_every_rule_file_is_read():
     ],
 )
 def test_engines_differ(engine, config, outcome, tmp_path):
-    directory = open_scales(model(tmp_path, config=config))
+    directory = open_model_directory(model(tmp_path, config=config), weights=False)
     found = simulate(directory, choose_rules(engine, None)[0])
     statuses = {each.status for each in found.outcomes if each.letter != "q"}
     assert (statuses or {"refused"}) == {outcome}
@@ -104,7 +104,9 @@ def test_legacy_json_is_thrown_away_whole(changes, scales, why, tmp_path):
     cache = {"dtype": changes.get("dtype", "float8_e4m3fn"), "scaling_factor": scales}
     document = {"model_type": changes.get("model_type", "llama"), "kv_cache": cache}
     document = {key: value for key, value in document.items() if value is not None}
-    directory = open_scales(model(tmp_path, k=None, v=None, config=None, json_file=document))
+    directory = open_model_directory(
+        model(tmp_path, k=None, v=None, config=None, json_file=document), weights=False
+    )
     found = simulate(directory, choose_rules("vllm", "0.4.2")[0])
     assert {each.status for each in found.outcomes} == {"default" if why else "loaded"}
     assert len(found.outcomes) == 4

@@ -1,0 +1,67 @@
+"""Digests that tell models, revisions and weights apart without reading all of their files."""
+
+import hashlib
+import re
+from pathlib import Path
+
+from calib.files.model_directory import ModelDirectory, read_index
+from calib.files.names import SINGLE_FILE, is_of_cache
+from calib.files.safetensors_header import Entry, read_header
+from calib.files.strict_json import json_text
+
+_SAMPLED_BLOCKS = 16
+_BLOCK_BYTES = 4096
+_SAMPLE_BYTES = 256
+_ATTENTION = re.compile("attn|attention")
+_NO_EXPERT = re.compile(r"^(?!.*\bexperts\.)")  # of which there can be tens of thousands
+
+
+def fingerprint(checkpoint: ModelDirectory) -> str:
+    """Return the sha256 of the config, of every weight file's name, size, header and a few blocks,
+    and of a few bytes of every tensor of attention.
+
+    It tells models and revisions apart without reading hundreds of gigabytes; it does not prove
+    that two checkpoints are the same. Files that have changed since they were opened are refused.
+    """
+    checkpoint.check_unchanged()
+    digest = hashlib.sha256(json_text(checkpoint.config, sort_keys=True).encode())
+    for shard in checkpoint.shards:
+        size = (checkpoint.path / shard).stat().st_size
+        digest.update(f"{shard} {size} ".encode())
+        with (checkpoint.path / shard).open("rb") as file:
+            digest.update(file.read(8 + int.from_bytes(file.read(8), "little")))
+            for i in range(_SAMPLED_BLOCKS):
+                file.seek(i * size // _SAMPLED_BLOCKS)
+                digest.update(file.read(_BLOCK_BYTES))
+    digest.update(weights_digest(checkpoint.path).encode())
+    return digest.hexdigest()
+
+
+def fingerprints(checkpoint: ModelDirectory) -> dict[str, str]:
+    """Return the two digests that a calibration notes: `checkpoint`, the fingerprint, and `weights`,
+    the sha256 of a few bytes of every tensor but those of experts."""
+    weights = weights_digest(checkpoint.path, beyond_attention=True)
+    return {"checkpoint": fingerprint(checkpoint), "weights": weights}
+
+
+def weights_digest(path: Path, *, beyond_attention: bool = False) -> str:
+    """Return the sha256 of a few bytes of every tensor of attention; KV-cache scales are left out.
+
+    With `beyond_attention`, of all tensors but those of experts. It stays the same where files are
+    renamed, or scales put beside the weights.
+    """
+    pattern = _NO_EXPERT if beyond_attention else _ATTENTION
+    shards = sorted({*(read_index(path) or {}).values()} or {SINGLE_FILE})
+    tensors: dict[str, tuple[Path, Entry]] = {}
+    for file in (path / shard for shard in shards):
+        header = read_header(file) if file.exists() else {}
+        tensors |= {name: (file, entry) for name, entry in header.items() if pattern.search(name)}
+    digest = hashlib.sha256()
+    for name in sorted(name for name in tensors if not is_of_cache(name)):
+        file, entry = tensors[name]
+        digest.update(f"{name} {entry.dtype} {entry.shape} ".encode())
+        with file.open("rb") as opened:
+            for place in (entry.begin, (entry.begin + entry.end) // 2):
+                opened.seek(place)
+                digest.update(opened.read(min(_SAMPLE_BYTES, entry.end - place)))
+    return digest.hexdigest()
