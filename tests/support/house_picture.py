@@ -3,7 +3,7 @@
 from html import escape
 from pathlib import Path
 
-from house import FLOORS, ROOT, import_graph, room_graph
+from house import ROOT, floors, room_graph
 
 PICTURES = {
     ROOT / "docs" / "house-light.svg": {
@@ -40,9 +40,9 @@ def below(name, rooms):
 
 def places(rooms, edges):
     """Left edge, top and width of each room, the lowest floor last; each above what it imports."""
-    found = {}
-    for level, floor in enumerate(FLOORS):
-        top = (len(FLOORS) - 1 - level) * FLOOR + GAP
+    found, levels = {}, floors()
+    for level, floor in enumerate(levels):
+        top = (len(levels) - 1 - level) * FLOOR + GAP
         names = sorted(floor & rooms.keys(), key=lambda name: (_mean(name, edges, found), name))
         widths = [len(name) * LETTER + 2 * GAP for name in names]
         left = (WIDTH - sum(widths) - GAP * (len(names) - 1)) / 2
@@ -66,7 +66,7 @@ def draw(rooms, colours):
     """One SVG: packages filled, single files hollow."""
     edges = needed_edges(rooms)
     where = places(rooms, edges)
-    height = len(FLOORS) * FLOOR
+    height = len(floors()) * FLOOR
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         f'font-family="ui-monospace, monospace" font-size="13"><title>{escape(TITLE)}</title>',
@@ -99,7 +99,7 @@ def _is_package(name):
 
 
 def main():
-    rooms = room_graph(import_graph())
+    rooms = room_graph()
     for path, colours in PICTURES.items():
         Path(path).write_text(draw(rooms, colours))
 
