@@ -1,4 +1,4 @@
-"""Arguments as people type them: checked by their annotations in one line; paths of any kind."""
+"""Check arguments of the Python API by their annotations, and turn them into paths."""
 
 import inspect
 import numbers
@@ -16,27 +16,23 @@ T = TypeVar("T")
 
 _NUMBERS = {int: numbers.Integral, float: numbers.Real}
 _NAMES = {NoneType: "None", os.PathLike: "Path"}
-_MAKERS = {
-    "Recipe": "calib.load_recipe",
-    "KVStats": "calib.load_stats",
-    "KVScales": "calib.load_scales",
-}
+_MAKERS = {"Recipe": "calib.load_recipe", "KVStats": "calib.load_stats", "KVScales": "calib.load_scales"}
 
 
-def as_path(given: str | os.PathLike[str]) -> Path:
-    """Return `given` as a path, `~` as the home folder; an InputError if it can be none."""
-    if not os.fspath(given) or "\0" in os.fspath(given):
+def to_path(path: str | os.PathLike[str]) -> Path:
+    """Return `path` as a Path with `~` expanded; InputError if it cannot be a path."""
+    if not os.fspath(path) or "\0" in os.fspath(path):
         raise InputError("a path is empty or holds a zero byte; give the name of a file or folder")
     try:
-        return Path(given).expanduser()
+        return Path(path).expanduser()
     except RuntimeError:
-        raise InputError(f"'{given}': this user has no home folder; give a full path") from None
+        raise InputError(f"'{path}': this user has no home folder; give a full path") from None
 
 
 def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Make arguments that are not as `function` annotates them an InputError of one line.
+    """Decorate `function` so that an argument of another type than annotated is an InputError.
 
-    Names that are missing or unknown are Python's TypeError, as ever.
+    A missing or unknown argument stays Python's own TypeError.
     """
     signature = inspect.signature(function)
 
@@ -44,7 +40,7 @@ def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             values = signature.bind(*args, **kwargs).arguments
-        except TypeError:  # the call below says it with the function's name
+        except TypeError:  # raised again by the call below, with the function's name
             values = {}
         check_values(values, function)
         return function(*args, **kwargs)
@@ -53,53 +49,50 @@ def check_arguments(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def check_values(values: Mapping[str, Any], annotated: Any) -> None:
-    """Raise an InputError for the first of `values` that is not as `annotated` says."""
-    for name, kind in get_type_hints(annotated).items():
+    """Raise an InputError for the first of `values` whose type is not the one that `annotated` gives."""
+    for name, annotation in get_type_hints(annotated).items():
         if name in values:
-            _check(name, values[name], kind)
+            _check_value(name, values[name], annotation)
 
 
-def _check(name: str, value: Any, kind: Any) -> None:
-    kinds = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    fitting = next((each for each in kinds if _fits(value, each)), None)
-    if fitting is None:
-        *others, last = [word for each in kinds for word in _words(each)]
-        wanted = " or ".join(filter(None, (", ".join(others), last)))
-        maker = next((_MAKERS[each] for each in map(_named, kinds) if each in _MAKERS), None)
-        hint = f"; {maker} makes one" if maker else ""
-        legal = [word for each in kinds if get_origin(each) is Literal for word in get_args(each)]
-        close = did_you_mean(value, legal) if isinstance(value, str) else ""
-        raise InputError(f"{name} must be {wanted}, got {_shown(value)}{close}{hint}")
-    if get_origin(fitting) in (dict, Mapping):
+def _check_value(name: str, value: Any, annotation: Any) -> None:
+    types = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    match = next((type_ for type_ in types if _is_instance(value, type_)), None)
+    if match is None:
+        literals = [word for type_ in types if get_origin(type_) is Literal for word in get_args(type_)]
+        words = [repr(word) for word in literals]
+        words += [_type_name(type_) for type_ in types if get_origin(type_) is not Literal]
+        legal = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+        close = did_you_mean(value, literals) if isinstance(value, str) else ""
+        maker = "".join(f"; {_MAKERS[word]} makes one" for word in words if word in _MAKERS)
+        raise InputError(f"{name} must be {legal}, got {_describe(value)}{close}{maker}")
+    if get_origin(match) in (dict, Mapping):
+        key_type, item_type = get_args(match)
         for key, item in value.items():
-            _check(f"a key of {name}", key, get_args(fitting)[0])
-            _check(f"{name}['{key}']", item, get_args(fitting)[1])
+            _check_value(f"a key of {name}", key, key_type)
+            _check_value(f"{name}['{key}']", item, item_type)
 
 
-def _fits(value: object, kind: Any) -> bool:
-    origin = get_origin(kind) or kind
-    if origin is Literal:
-        return isinstance(value, str) and value in get_args(kind)
-    # of what is read item by item, the reader says what is wrong
-    if origin in (Any, Iterable) or not isinstance(origin, type):
+def _is_instance(value: object, annotation: Any) -> bool:
+    kind = get_origin(annotation) or annotation
+    if kind is Literal:
+        return isinstance(value, str) and value in get_args(annotation)
+    # an iterable is checked by whoever reads its items
+    if kind in (Any, Iterable) or not isinstance(kind, type):
         return True
-    if origin in _NUMBERS:
-        return isinstance(value, _NUMBERS[origin]) and not isinstance(value, bool)
-    # a class has the methods of a protocol, and cannot be called as an object of it
-    return isinstance(value, origin) and not isinstance(value, type)
+    if kind in _NUMBERS:
+        return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
+    # isinstance(AbsMax, Observer) is True of a protocol, but the class is not an observer
+    return isinstance(value, kind) and not isinstance(value, type)
 
 
-def _words(kind: Any) -> list[str]:
-    return [*map(repr, get_args(kind))] if get_origin(kind) is Literal else [_named(kind)]
-
-
-def _named(kind: Any) -> str:
-    kind = get_origin(kind) or kind
+def _type_name(annotation: Any) -> str:
+    kind = get_origin(annotation) or annotation
     return _NAMES.get(kind) or str(getattr(kind, "__name__", kind))
 
 
-def _shown(value: object) -> str:
+def _describe(value: object) -> str:
     if isinstance(value, type):
         return f"the class {value.__name__}"
-    plain = isinstance(value, (str, bytes, int, float, NoneType, PurePath))
-    return f"{value!r:.60}" if plain else f"a {type(value).__name__}"
+    is_short = isinstance(value, (str, bytes, int, float, NoneType, PurePath))
+    return f"{value!r:.60}" if is_short else f"a {type(value).__name__}"

@@ -19,7 +19,7 @@ Say = Callable[..., None]  # like print
 
 
 @dataclass(frozen=True)
-class Result:
+class BenchResult:
     """Times of the kernels with a cold L2, on caches of FP8 and float16; no rows without a GPU."""
 
     gpu: str
@@ -51,7 +51,7 @@ def run_bench(
     say: Say,
     say_case: Say,
     progress: Progress = SILENT,
-) -> Result:
+) -> BenchResult:
     """Check the kernels, with `tune` find their fastest configs first, and time them.
 
     Without a GPU they are checked at small shapes, in Triton's interpreter, and nothing is timed.
@@ -83,7 +83,9 @@ def run_bench(
             raise InputError(str(error)) from None
 
 
-def _run(bench: "Bench", heads: Heads, progress: Progress, *, tune: bool, say: Say, say_case: Say) -> Result:
+def _run(
+    bench: "Bench", heads: Heads, progress: Progress, *, tune: bool, say: Say, say_case: Say
+) -> BenchResult:
     tuned = None
     if tune:
         progress.stage("tune")
@@ -93,6 +95,6 @@ def _run(bench: "Bench", heads: Heads, progress: Progress, *, tune: bool, say: S
         raise Fp8kvError(f"wrong on this machine, nothing was timed: {', '.join(wrong)}")
     if bench.device.type != "cuda":
         say("no GPU that torch can use: checked at small shapes, nothing was timed")
-        return Result("no GPU", heads, None, tuned, [])
+        return BenchResult("no GPU", heads, None, tuned, [])
     copy, rows = bench.measure(lambda cases: progress.each("time", cases, "cases"))
-    return Result(bench.gpu, heads, copy, tuned, rows)
+    return BenchResult(bench.gpu, heads, copy, tuned, rows)

@@ -1,4 +1,4 @@
-"""What can go wrong, as types. A message says what was given, what is allowed and what to do."""
+"""Errors of the package. A message says what was given, what is allowed and what to do."""
 
 import difflib
 from collections.abc import Iterable
@@ -36,10 +36,10 @@ class CalibrationError(Fp8kvError):
     """A layer saw nothing, only zeros, or NaN/Inf: no scale can be derived."""
 
 
-def did_you_mean(given: str, legal: Iterable[str]) -> str:
-    """A word of `legal` that is close to `given`, as a question; or nothing."""
-    cutoff = 0.55 if len(given) > 3 else 0.7  # 'gpu' does not mean 'cpu'
-    close = difflib.get_close_matches(given, [*legal], n=1, cutoff=cutoff)
+def did_you_mean(word: str, legal: Iterable[str]) -> str:
+    """Return a question with the legal word closest to `word`, or "" if none is close."""
+    cutoff = 0.55 if len(word) > 3 else 0.7  # 'gpu' does not mean 'cpu'
+    close = difflib.get_close_matches(word, [*legal], n=1, cutoff=cutoff)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from calib.arguments import as_path, check_arguments
+from calib.arguments import check_arguments, to_path
 from calib.capture.processes import World, joined_world
 from calib.capture.resume import SavedProgress, Share, compared_inputs, progress_file, remove_progress
 from calib.capture.until import read_until
@@ -46,8 +46,8 @@ def run(
     One of several processes, started by torchrun or accelerate launch, measures a share; the first
     writes and has a result, the others return None. What a user can put right is an Fp8kvError.
     """
-    as_path(model)
-    model_name, place = str(model), None if output is None else as_path(output)
+    to_path(model)
+    model_name, place = str(model), None if output is None else to_path(output)
     check_places(place, in_place=in_place, overwrite=overwrite)
     place = check_in_place(model_name, recipe) if in_place else place
     place = place or default_output(model_name, recipe)

@@ -1,4 +1,4 @@
-"""Where a running job reports to."""
+"""Reports of a running job."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,14 +15,14 @@ WRITTEN: list[Path] = []
 
 @dataclass(frozen=True)
 class Progress:
-    """Callbacks of a running job; the default reports to nobody."""
+    """Callbacks of a running job; by default they do nothing."""
 
     on_stage: Callable[[str, float | None, str], None] = lambda name, total, unit: None
     on_advance: Callable[[float], None] = lambda amount: None
     on_detail: Callable[[str], None] = lambda text: None
 
     def stage(self, name: str, total: float | None = None, unit: str = "") -> None:
-        """Begin a stage of `total` units, None if nobody knows; it ends where the next begins."""
+        """Begin a stage of `total` units, None if that is unknown; the next stage ends it."""
         self.on_stage(name, total, unit)
 
     def advance(self, amount: float) -> None:
@@ -34,17 +34,17 @@ class Progress:
         self.on_detail(text)
 
     def each(self, name: str, items: Sequence[Item], unit: str) -> Iterator[Item]:
-        """The `items`, as a stage of so many units; none make no stage."""
+        """Yield the `items`, as a stage of so many units; an empty sequence makes no stage."""
         if items:
             self.stage(name, len(items), unit)
         for item in items:
             yield item
             self.advance(1)
 
-    def copied(self, name: str, more: int, size: int) -> None:
-        """Report that `more` bytes of a file of `size` bytes were copied."""
+    def copied(self, name: str, count: int, size: int) -> None:
+        """Report that another `count` bytes of a file of `size` bytes were copied."""
         self.stage(f"copy {name}", size, "bytes")
-        self.advance(more)
+        self.advance(count)
 
 
 SILENT = Progress()
@@ -52,13 +52,13 @@ SILENT = Progress()
 
 @contextmanager
 def library_bars_hidden() -> Iterator[None]:
-    """Inside the block transformers draws no progress bars of its own."""
+    """Hide transformers' own progress bars inside the block."""
     from transformers import modeling_gguf_pytorch_utils as gguf
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    # this one asks nobody whether it may be drawn
+    # this bar does not ask whether it may be drawn
     bar, gguf.tqdm = gguf.tqdm, partial(gguf.tqdm, disable=True)
     try:
         yield

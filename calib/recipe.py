@@ -2,53 +2,42 @@
 
 import os
 from collections.abc import Mapping
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    PositiveInt,
-    ValidationError,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, PositiveInt, ValidationError, model_validator
 
 from calib import choices
-from calib.arguments import as_path, check_arguments
+from calib.arguments import check_arguments, to_path
 from calib.errors import InputError, did_you_mean
 from calib.files.text import parse_condition, parse_size
 from calib.strict_yaml import StrictModel, explain, read_yaml
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
-
-
 _CLIP_CHANCE = 1e-6
 Headroom = Annotated[float, Field(ge=1 / 16, le=16)]
 
 
-def _conditions(given: tuple[str, ...]) -> tuple[str, ...]:
-    for text in given:
+def _check_conditions(texts: tuple[str, ...]) -> tuple[str, ...]:
+    for text in texts:
         parse_condition(text)
-    return given
+    return texts
 
 
-def _size(given: str) -> str:
-    parse_size(given)
-    return given
+def _check_size(text: str) -> str:
+    parse_size(text)
+    return text
 
 
-def _as_text(given: Any) -> Any:
-    return str(given) if isinstance(given, os.PathLike) else given
-
-
-Source = Annotated[str, BeforeValidator(_as_text)]  # a dataset's name, or where it is
-Some = TypeVar("Some", bound="Settings")
+# a dataset's name, or where it is
+Source = Annotated[
+    str, BeforeValidator(lambda value: str(value) if isinstance(value, os.PathLike) else value)
+]
+AnySettings = TypeVar("AnySettings", bound="Settings")
 
 
 class Settings(StrictModel):
-    """A part of a recipe; a mistake of who makes one in Python is an InputError of one line."""
+    """A part of a recipe; a wrong value is an InputError of one line, also in Python."""
 
     def __init__(self, **settings: Any) -> None:
         try:
@@ -56,7 +45,7 @@ class Settings(StrictModel):
         except ValidationError as error:
             raise InputError(explain(None, error, type(self))) from None
 
-    # pydantic's mark of an `__init__` that it need not call for each part of what it reads
+    # pydantic's own mark: it need not call this `__init__` for each part that it reads
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
@@ -65,22 +54,24 @@ class Settings(StrictModel):
             "calib.Recipe(...), or make another with recipe.model_copy(update={...})"
         )
 
-    def model_copy(self: Some, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Some:
-        """Return the same with the values of `update`, which are checked as all others are."""
-        same = super().model_copy(deep=deep)
-        values = {name: getattr(same, name) for name in self.model_fields_set}
+    def model_copy(
+        self: AnySettings, *, update: Mapping[str, Any] | None = None, deep: bool = False
+    ) -> AnySettings:
+        """Return a copy with the values of `update`, which are checked like all settings."""
+        copy = super().model_copy(deep=deep)
+        values = {name: getattr(copy, name) for name in self.model_fields_set}
         return type(self)(**{**values, **(update or {})})
 
 
 class ObserverRecipe(Settings):
-    """How an amax is derived from what was measured."""
+    """The observer, which derives an amax from the statistics."""
 
     name: choices.ObserverName = "absmax"
     percentile: float = Field(default=99.99, gt=50, le=100, description="used by `percentile` only")
 
 
 class DataRecipe(Settings):
-    """Which text the model reads during calibration."""
+    """The text that the model reads during calibration."""
 
     dataset: Source = ULTRACHAT
     config: str | None = Field(default=None, description="Hub dataset configuration")
@@ -95,15 +86,12 @@ class DataRecipe(Settings):
         default=False, description="calibrate on fewer than 64 tokens, or than 16 different ones"
     )
     until: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="stop where 4 times as many tokens are expected to add less",
+        default=None, gt=0, le=1, description="stop where 4 times as many tokens are expected to add less"
     )
 
 
 class ExportRecipe(Settings):
-    """What is written for the engines."""
+    """The files that are written for the engines."""
 
     formats: tuple[choices.FormatName, ...] = Field(default=("vllm",), min_length=1)
     reduce: choices.Reduce = "none"
@@ -112,7 +100,7 @@ class ExportRecipe(Settings):
 
 
 class EvaluationRecipe(Settings):
-    """What `--evaluate` and `fp8kv-eval` measure; see docs/evaluation.md."""
+    """The measurements of `--evaluate` and `fp8kv-eval`; see docs/evaluation.md."""
 
     suite: choices.SuiteName = "quick"
     dataset: Source | None = Field(default=None, description="default: the calibration's")
@@ -124,22 +112,19 @@ class EvaluationRecipe(Settings):
     backend: choices.Backend = "auto"
     attention: choices.AttentionMode = Field(default="exact", description="of an engine, simulated")
     kl_budget: float | None = Field(
-        default=None,
-        ge=0,
-        allow_inf_nan=False,
-        description="nats; find the fewest layers in 16 bits",
+        default=None, ge=0, allow_inf_nan=False, description="nats; find the fewest layers in 16 bits"
     )
     bits_budget: float | None = Field(
         default=None, gt=0, le=16, description="mean bits per value; find a type for each layer"
     )
     tasks: tuple[Source, ...] = Field(default=(), description="of lm-eval: names, or paths of YAML files")
     task_limit: int | None = Field(default=None, ge=1, description="documents of each; default: all")
-    fail_if: Annotated[tuple[str, ...], AfterValidator(_conditions)] = Field(
+    fail_if: Annotated[tuple[str, ...], AfterValidator(_check_conditions)] = Field(
         default=(), description="conditions such as 'kl>0.02': exit status 1 if one holds"
     )
 
     @model_validator(mode="after")
-    def _engines_are_simulated_in_torch(self) -> "EvaluationRecipe":
+    def _check_attention(self) -> "EvaluationRecipe":
         if self.attention == "exact":
             return self
         if self.backend == "triton":
@@ -156,7 +141,7 @@ class EvaluationRecipe(Settings):
 
 
 class Recipe(Settings):
-    """One calibration, end to end."""
+    """The settings of a calibration, end to end."""
 
     version: int = Field(default=1, ge=1, le=1)
     description: str = ""
@@ -166,10 +151,7 @@ class Recipe(Settings):
     fp8_dtype: choices.FP8Name = "e4m3fn"
     headroom: Headroom | Literal["auto"] = Field(default=1.0, description="amax is multiplied by this")
     clip_chance: float = Field(
-        default=_CLIP_CHANCE,
-        gt=0,
-        lt=1,
-        description="of a token in a layer, at most, with headroom auto",
+        default=_CLIP_CHANCE, gt=0, lt=1, description="of a token in a layer, at most, with headroom auto"
     )
     scale_rounding: choices.ScaleRounding = Field(default="none", description="pow2: up, to a power of two")
     means: bool = Field(default=False, description="also collect per-channel means of K and V")
@@ -177,7 +159,7 @@ class Recipe(Settings):
     device: choices.Device = "auto"
     dtype: choices.DType = "auto"
     offload: choices.Offload = Field(default="auto", description="layerwise: one layer in memory at a time")
-    max_memory: Annotated[str, AfterValidator(_size)] | None = Field(
+    max_memory: Annotated[str, AfterValidator(_check_size)] | None = Field(
         default=None, description="resident, such as 8GiB"
     )
     save_minutes: float = Field(default=5.0, ge=0, description="how often progress is saved, for --resume")
@@ -188,65 +170,50 @@ class Recipe(Settings):
 
     @property
     def collects_means(self) -> bool:
-        """Whether means and extremes of every channel of K and V are collected."""
+        """Return whether means and extremes of every channel of K and V are collected."""
         return self.means or self.center_keys
 
     @model_validator(mode="after")
-    def _nvfp4_has_another_grid(self) -> "Recipe":
-        nvfp4 = [name for name in self.export.formats if name.endswith("-nvfp4")]
-        if nvfp4 and (self.observer.name != "absmax" or self.fp8_dtype != "e4m3fn"):
+    def _check_combinations(self) -> "Recipe":
+        observer, is_absmax = f"observer '{self.observer.name}'", self.observer.name == "absmax"
+        nvfp4 = next((name for name in self.export.formats if name.endswith("-nvfp4")), None)
+        if nvfp4 and not (is_absmax and self.fp8_dtype == "e4m3fn"):
             raise ValueError(
-                f"format '{nvfp4[0]}' is made from absmax, which other observers and FP8 "
-                "types replace; use observer absmax and fp8_dtype e4m3fn"
+                f"format '{nvfp4}' is made from absmax, which other observers and FP8 types replace; "
+                "use observer absmax and fp8_dtype e4m3fn"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _options_have_a_use(self) -> "Recipe":
         if self.clip_chance != _CLIP_CHANCE and self.headroom != "auto":
             raise ValueError("clip_chance is for headroom auto: give that too, or leave it away")
         if self.scale_rounding == "pow2" and self.center_keys:
             raise ValueError(
-                "center_keys needs its largest key at the end of the scale, which scale_rounding "
-                "'pow2' moves: leave one of them away"
+                "center_keys needs its largest key at the end of the scale, which scale_rounding 'pow2' "
+                "moves: leave one of them away"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _tails_are_of_heads(self) -> "Recipe":
-        asked = {"headroom 'auto'": self.headroom == "auto", "data.until": self.data.until}
-        lacks = {
-            "strategy 'channel'": self.strategy == "channel",
-            "center_keys": self.center_keys,
-            f"observer '{self.observer.name}'": self.observer.name != "absmax",
-        }
-        for what, why in product(asked, lacks):
-            if asked[what] and lacks[why]:
-                raise ValueError(
-                    f"{what} is told by the largest values of each head, which say nothing of "
-                    f"{why}: use strategy tensor or attn_head and observer absmax, without "
-                    "center_keys"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _some_need_absmax(self) -> "Recipe":
-        asked = {"strategy 'channel'": self.strategy == "channel", "center_keys": self.center_keys}
-        if self.observer.name != "absmax" and any(asked.values()):
-            what = next(name for name, wanted in asked.items() if wanted)
+        is_per_channel = self.strategy == "channel"
+        needs_tails = (
+            "headroom 'auto'" if self.headroom == "auto" else "data.until" if self.data.until else ""
+        )
+        has_no_tails = "strategy 'channel'" if is_per_channel else "center_keys" if self.center_keys else ""
+        has_no_tails = has_no_tails or ("" if is_absmax else observer)
+        if needs_tails and has_no_tails:
             raise ValueError(
-                f"{what} keeps no histogram per channel, so observer '{self.observer.name}' cannot "
-                "serve it; use observer absmax"
+                f"{needs_tails} is told by the largest values of each head, which say nothing of "
+                f"{has_no_tails}: use strategy tensor or attn_head and observer absmax, without center_keys"
+            )
+        if not is_absmax and (is_per_channel or self.center_keys):
+            raise ValueError(
+                f"{has_no_tails} keeps no histogram per channel, so {observer} cannot serve it; "
+                "use observer absmax"
             )
         return self
 
 
 def recipe_names() -> list[str]:
-    """Names of the bundled recipes, sorted."""
-    return sorted(path.stem for path in _bundled().glob("*.yaml"))
+    """Return the names of the bundled recipes, sorted."""
+    return sorted(path.stem for path in _bundled_recipes().glob("*.yaml"))
 
 
-def _bundled() -> Path:
+def _bundled_recipes() -> Path:
     # in a checkout they lie beside the package
     package = Path(__file__).parent
     inside = package / "recipes"
@@ -254,13 +221,13 @@ def _bundled() -> Path:
 
 
 def recipe_text(name: str) -> str:
-    """YAML text of a bundled recipe; InputError if there is none of that name."""
+    """Return the YAML text of a bundled recipe; InputError if no recipe has that name."""
     if name not in recipe_names():
         raise InputError(
             f"no recipe named '{name}'{did_you_mean(name, recipe_names())}; "
             f"bundled: {', '.join(recipe_names())}; or give a YAML file"
         )
-    return (_bundled() / f"{name}.yaml").read_text()
+    return (_bundled_recipes() / f"{name}.yaml").read_text()
 
 
 @check_arguments
@@ -271,7 +238,7 @@ def load_recipe(source: str | os.PathLike[str] | None, overrides: dict[str, Any]
     dotted keys, as in `{"data.samples": 64}`. An unknown key or a bad value is an InputError.
     """
     source = source if source is None else str(source)
-    document = {} if source is None else _read(source)
+    document = {} if source is None else _read_recipe(source)
     for key, value in (overrides or {}).items():
         _set(document, key, value)
     try:
@@ -280,8 +247,8 @@ def load_recipe(source: str | os.PathLike[str] | None, overrides: dict[str, Any]
         raise InputError(explain(source, error, Recipe)) from None
 
 
-def _read(source: str) -> dict[str, Any]:
-    path = as_path(source)
+def _read_recipe(source: str) -> dict[str, Any]:
+    path = to_path(source)
     is_file = path.suffix in {".yaml", ".yml", ".json"} or path.exists()
     try:
         text = path.read_text() if is_file else recipe_text(source)

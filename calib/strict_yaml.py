@@ -1,4 +1,4 @@
-"""YAML from others, read strictly; and one line for what is wrong in it."""
+"""Strict YAML: no duplicate keys, no yes for a number, and one line for what is wrong."""
 
 import re
 import reprlib
@@ -7,7 +7,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler, field_validator
 
-from calib.errors import InputError, did_you_mean
+from calib.errors import InputError, did_you_mean, one_line
 
 _MAX_ALIASES = 20  # each may stand for all before it, so that few lines could fill the memory
 _MAX_QUOTED = 300
@@ -16,15 +16,15 @@ _NUMBERS = (".constrained-int", ".constrained-float")
 
 
 class StrictModel(BaseModel, extra="forbid", frozen=True):
-    """Settings: no unknown keys, and no `yes` where a number is wanted."""
+    """Settings without unknown keys, and without `yes` in place of a number."""
 
     @field_validator("*", mode="wrap")
     @classmethod
-    def _yes_is_no_number(cls, given: Any, validate: ValidatorFunctionWrapHandler) -> Any:
-        taken = validate(given)
-        if isinstance(given, bool) and not isinstance(taken, bool):
-            raise ValueError(f"needs a number, not {str(given).lower()}")
-        return taken
+    def _refuse_yes_for_a_number(cls, value: Any, validate: ValidatorFunctionWrapHandler) -> Any:
+        result = validate(value)
+        if isinstance(value, bool) and not isinstance(result, bool):
+            raise ValueError(f"needs a number, not {str(value).lower()}")
+        return result
 
 
 class _Loader(yaml.SafeLoader):
@@ -51,14 +51,15 @@ def read_yaml(text: str, source: str) -> Any:
         return yaml.load(text, _Loader)
     except RecursionError:
         reason = "nested too deep"
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: dates and numbers that are none
-        reason = " ".join(str(error).split())[:_MAX_QUOTED]
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: impossible dates and numbers
+        reason = one_line(error, _MAX_QUOTED)
     raise InputError(f"cannot read {source[:_MAX_QUOTED]}: {reason}")
 
 
 def explain(source: str | None, error: ValidationError, model: type[BaseModel]) -> str:
-    """Say in one line what is wrong with the document from `source`, which is no `model`."""
-    first, *others = error.errors()
+    """Return one line that says why the document from `source` is not a `model`."""
+    problems = error.errors()
+    first = problems[0]
     dotted = ".".join(map(str, first["loc"]))
     where = f"recipe '{source}'" if source else "recipe"
     if first["type"] == "extra_forbidden":
@@ -68,16 +69,16 @@ def explain(source: str | None, error: ValidationError, model: type[BaseModel]) 
             f"{where}: unknown key '{dotted}'{did_you_mean(leaf, legal)}; legal keys here: {', '.join(legal)}"
         )
     message = first["msg"].removeprefix("Value error, ")
-    if dotted.endswith(_NUMBERS):  # one member of a union; the next error is of the other
-        message += f", or {others[0]['msg'].removeprefix('Input should be ')}"
+    if dotted.endswith(_NUMBERS):  # one member of a union; the next problem is of another
+        message += f", or {problems[1]['msg'].removeprefix('Input should be ')}"
         dotted = dotted.rpartition(".")[0]
-    given = "" if first["type"] == "value_error" else f", got {_shown(first['input'])}"
+    value = "" if first["type"] == "value_error" else f", got {_show(first['input'])}"
     if first["type"] == "literal_error" and isinstance(first["input"], str):
-        given += did_you_mean(first["input"], re.findall("'([^']+)'", first["ctx"]["expected"]))
-    return ": ".join(filter(None, (where, dotted, f"{message}{given}")))
+        value += did_you_mean(first["input"], re.findall("'([^']+)'", first["ctx"]["expected"]))
+    return ": ".join(filter(None, (where, dotted, f"{message}{value}")))
 
 
-def _shown(value: object) -> str:
+def _show(value: object) -> str:
     short = reprlib.Repr()
     short.maxstring = short.maxother = 200
     try:

@@ -16,19 +16,8 @@ from plain_words import class_homes, offences
 NOT_YET_PLAIN = {
     *("caches", "commands", "eval", "export", "fp8kv_runtime", "generate", "output", "packs"),
     *("plan", "rescale", "rewrite", "served", "serving", "verify"),
-    *(
-        "arguments",
-        "capture",
-        "data",
-        "divergence",
-        "errors",
-        "files",
-        "job",
-        "layerwise",
-        "models",
-        "prepare",
-    ),
-    *("recipe", "same_model", "scales", "strict_yaml"),
+    *("capture", "data", "files", "job", "layerwise", "models", "prepare", "same_model", "scales"),
+    *("same_model", "scales"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from calib.arguments import as_path, check_arguments
+from calib.arguments import check_arguments, to_path
 from calib.errors import InputError
 from calib.files.names import CALIBRATION_FILE
 from calib.recipe import Recipe, load_recipe
@@ -43,7 +43,7 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
 @check_arguments
 def load_scales(directory: str | os.PathLike[str]) -> KVScales:
     """Derive the scales of a finished calibration from its statistics and its saved recipe."""
-    return derive_scales(load_stats(directory), load_recipe(as_path(directory) / CALIBRATION_FILE))
+    return derive_scales(load_stats(directory), load_recipe(to_path(directory) / CALIBRATION_FILE))
 
 
 def check_fits(model: PreTrainedModel, scales: KVScales) -> KVScales:

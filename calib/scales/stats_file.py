@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from calib.arguments import as_path, check_arguments
+from calib.arguments import check_arguments, to_path
 from calib.errors import InputError
 from calib.files.atomic import save_tensors
 from calib.files.calibrations import read_report, statistics_file
@@ -48,7 +48,7 @@ def save_stats(
     stats: KVStats, path: str | os.PathLike[str], *, progress: dict[str, Any] | None = None
 ) -> None:
     """Write `stats` to the file `path`; `progress` says how far a run has come that goes on."""
-    path = as_path(path)
+    path = to_path(path)
     if path.is_dir() or not path.parent.is_dir():
         raise InputError(f"cannot write '{path}': it is a folder, or its folder is not there")
     tensors = {
@@ -77,7 +77,7 @@ def load_stats(path: str | os.PathLike[str]) -> KVStats:
     InputError where they are damaged, hold NaN or Inf, or are not those that the report beside
     them sums up.
     """
-    file = statistics_file(as_path(path))
+    file = statistics_file(to_path(path))
     stats, _ = load_progress(file)
     for (name, which, field), tensor in stats.tensors().items():
         if field == "amax" and not tensor.isfinite().all():
