@@ -15,7 +15,7 @@ _SERIES = 0.03  # up to where six terms of a series are exact in float64
 _VALUES = {"cpu": 2**18, "other": 2**23}
 
 
-class Pair(NamedTuple):
+class LogitPair(NamedTuple):
     """Rows of two logits, compared; float64."""
 
     kl: Tensor  # [T] KL(expected || actual) in nats; inf where only `actual` rules a token out
@@ -45,7 +45,7 @@ def divergence(expected: Tensor, actual: Tensor) -> Tensor:
     return torch.cat([compare_pair(expected[i : i + step], actual[i : i + step]).kl for i in starts])
 
 
-def compare_pair(expected: Tensor, actual: Tensor) -> Pair:
+def compare_pair(expected: Tensor, actual: Tensor) -> LogitPair:
     """Compare rows of two logits [T, V], float32 or smaller."""
     expected, actual = expected.float(), actual.float()
     a, b = (x.double().clamp_(min=_LOWEST) for x in (expected, actual))
@@ -60,7 +60,7 @@ def compare_pair(expected: Tensor, actual: Tensor) -> Pair:
         kl[cancels] = _kl_without_cancelling(a[cancels], b[cancels], p.likeliest[cancels])
     _mark_impossible(kl, expected, actual)
     agrees = (p.likeliest == q.likeliest).squeeze(1) & ~kl.isnan()
-    return Pair(kl, agrees, q.top.squeeze(1) + q.sum.log())
+    return LogitPair(kl, agrees, q.top.squeeze(1) + q.sum.log())
 
 
 def _mark_impossible(kl: Tensor, expected: Tensor, actual: Tensor) -> None:

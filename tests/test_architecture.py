@@ -17,7 +17,6 @@ NOT_YET_PLAIN = {
     *("caches", "commands", "eval", "export", "fp8kv_runtime", "generate", "output", "packs"),
     *("plan", "rescale", "rewrite", "served", "serving", "verify"),
     *("capture", "data", "files", "job", "layerwise", "models", "prepare", "same_model", "scales"),
-    *("same_model", "scales"),
 }
 
 
