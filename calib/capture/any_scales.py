@@ -13,9 +13,9 @@ import torch
 from calib.choices import FP8Name
 from calib.errors import InputError
 from calib.files.baked import baked_for
-from calib.files.calibrations import read_report
+from calib.files.cache_type import fp8_type
+from calib.files.calibration import read_report
 from calib.files.fingerprint import fingerprint
-from calib.files.fp8_type import fp8_type
 from calib.files.model_directory import open_model_directory
 from calib.files.names import CALIBRATION_FILE, PACK_FILE
 from calib.files.stored_scales import StoredLayer, StoredScales, is_usable, read_scales

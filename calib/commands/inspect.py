@@ -30,7 +30,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Show the FP8 KV-cache scales of a directory, whatever tool wrote them; reads no weights."""
-    from calib.files.conventions import convention
+    from calib.files.cache_type import nvfp4_convention
 
     found, places, problems = _read(directory)
     if plot:
@@ -38,7 +38,7 @@ def inspect(
 
         plot_scales(found, plot, places)
     if as_json:
-        nvfp4, first = convention(found.directory), [layer.first_tokens() for layer in places]
+        nvfp4, first = nvfp4_convention(found.directory), [layer.first_tokens() for layer in places]
         print_json(found.to_json() | {"nvfp4": nvfp4 and nvfp4._asdict(), "first_tokens": first})
         return
     print_lines(_opening_lines(found))
@@ -56,11 +56,11 @@ def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], list[st
     There may be statistics alone, as of format fp8kv.
     """
     from calib.files.model_directory import open_model_directory
-    from calib.files.stored_scales import StoredScales, show_scales
+    from calib.files.stored_scales import StoredScales, read_scales
     from calib.scales.places import read_places
 
     try:
-        found = show_scales(directory)
+        found = read_scales(directory, strict=False)
     except (NoModelError, NoScalesError):
         if not (places := read_places(directory)):
             raise
@@ -81,14 +81,14 @@ def _first_row(layer: "LayerPlaces") -> tuple[str, ...]:
 
 
 def _opening_lines(found: "StoredScales") -> list[str]:
-    from calib.files.conventions import convention
+    from calib.files.cache_type import nvfp4_convention
     from calib.files.stored_scales import quantization
 
     if not found.layers:
         return ["statistics, and no scales in the form of an engine"]
     directory, files = found.directory, len(found.directory.shards)
     index = "no index" if directory.index is None else "an index"
-    nvfp4 = convention(directory)
+    nvfp4 = nvfp4_convention(directory)
     return [
         f"{len(found.layers)} layers, {found.strategy}; names of {', '.join(found.formats)}",
         f"{files} safetensors file{'s' * (files != 1)}, {index}; {quantization(directory)}",

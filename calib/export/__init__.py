@@ -14,7 +14,7 @@ from calib.export.compressed_tensors import (
 from calib.export.modelopt import modelopt, nvfp4, trtllm
 from calib.export.scales_json import scales_json
 from calib.export.tgi import tgi
-from calib.files.conventions import LARGER
+from calib.files.cache_type import LARGER
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE, layer_of
 from calib.models.quantized.detect import find_weight_format

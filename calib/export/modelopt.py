@@ -14,7 +14,7 @@ from torch import Tensor
 from calib.errors import UnsupportedExportError
 from calib.export.base import BAKE, Export, by_prefix, latents_name, loaded_name
 from calib.export.compressed_tensors import FP8_SCHEME, find_quantization_config
-from calib.files.conventions import LARGER, PRODUCER_KEY
+from calib.files.cache_type import LARGER, PRODUCER_KEY
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import MODELOPT_FILE
 from calib.scales.scales import KVScales

@@ -4,7 +4,7 @@ from typing import Any
 
 from calib.errors import UnsupportedExportError
 from calib.export.base import Export
-from calib.files.heads import can_be_split, head_count, of_layer
+from calib.files.config import can_be_split, head_count, layer_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE
 from calib.scales.scales import KVScales
@@ -41,7 +41,7 @@ def _most_too_large(scales: KVScales) -> float:
 def _check_split(checkpoint: ModelDirectory, num_layers: int, ranks: int) -> None:
     """Refuse a number of ranks that engines do not start with."""
     for layer in range(num_layers):
-        config = of_layer(checkpoint.text_config, layer)
+        config = layer_config(checkpoint.text_config, layer)
         heads, kv_heads = head_count(config, "q"), head_count(config, "k")
         if heads and kv_heads and not can_be_split(heads, kv_heads, ranks):
             raise UnsupportedExportError(

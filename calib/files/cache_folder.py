@@ -1,26 +1,43 @@
-"""Folders that libraries keep their caches in: which variable moves the one that cannot be used."""
+"""Folders that libraries keep their caches in, and the environment variables that move them."""
 
 import errno
 import os
 from pathlib import Path
 
-# a folder that may not be written, is none, or is full
+# variable -> the one that moves the folder around its default, if any, and that default
+_DEFAULTS = {
+    "HF_HUB_CACHE": ("HF_HOME", "hub"),
+    "HF_DATASETS_CACHE": ("HF_HOME", "datasets"),
+    "HF_MODULES_CACHE": ("HF_HOME", "modules"),
+    "HF_HOME": ("XDG_CACHE_HOME", "huggingface"),
+    "TRITON_CACHE_DIR": ("", "~/.triton/cache"),
+    "XDG_CACHE_HOME": ("", "~/.cache"),
+}
+# errors of a folder that may not be written, is not a folder, or is full
 _REFUSALS = (
     *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST),
     *(errno.ENOSPC, errno.EDQUOT),
 )
 
 
-def cache_refusal(error: BaseException | None, variable: str = "") -> str | None:
-    """Say which cache an error comes from and which variable moves it; None if from no cache.
+def cache_folder(variable: str) -> Path:
+    """Return the folder that an environment variable names, or its default."""
+    parent, default = _DEFAULTS[variable]
+    if parent and not os.environ.get(variable):
+        return cache_folder(parent) / default
+    return Path(os.environ.get(variable) or default).expanduser().absolute()
 
-    An error that names no file, as that of a full disk, is of the cache of `variable`, if given.
+
+def cache_refusal(error: BaseException | None, variable: str = "") -> str | None:
+    """Say which cache an error comes from and which variable moves it; None if it comes from none.
+
+    An error that names no file, as that of a full disk, is of the cache of `variable`, if that is given.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in _REFUSALS:
             name = _variable(Path(os.fsdecode(error.filename))) if error.filename else variable
             if name:
-                place = error.filename or _folders()[name]
+                place = error.filename or cache_folder(name)
                 return (
                     f"the cache '{place}' cannot be used ({error.strerror}); "
                     f"set {name} to a folder that you can write"
@@ -30,26 +47,8 @@ def cache_refusal(error: BaseException | None, variable: str = "") -> str | None
 
 
 def _variable(path: Path) -> str:
-    """The variable, one that is set first, of a folder around `path`, or to be made in `path`."""
-    folders = _folders()
+    """Return the variable, one that is set first, of a folder around `path`, or to be made in `path`."""
+    folders = {name: cache_folder(name) for name in _DEFAULTS}
     around = [name for name, folder in folders.items() if path.is_relative_to(folder)]
     names = around or [name for name, folder in folders.items() if folder.is_relative_to(path)]
     return next((name for name in names if os.environ.get(name)), "".join(names[:1]))
-
-
-def _folders() -> dict[str, Path]:
-    """By variable, a folder within another one first."""
-    caches = _folder("XDG_CACHE_HOME", Path.home() / ".cache")
-    hugging_face = _folder("HF_HOME", caches / "huggingface")
-    return {
-        "HF_HUB_CACHE": _folder("HF_HUB_CACHE", hugging_face / "hub"),
-        "HF_DATASETS_CACHE": _folder("HF_DATASETS_CACHE", hugging_face / "datasets"),
-        "HF_MODULES_CACHE": _folder("HF_MODULES_CACHE", hugging_face / "modules"),
-        "HF_HOME": hugging_face,
-        "TRITON_CACHE_DIR": _folder("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache"),
-        "XDG_CACHE_HOME": caches,
-    }
-
-
-def _folder(variable: str, default: Path) -> Path:
-    return Path(os.environ.get(variable) or default).expanduser().absolute()

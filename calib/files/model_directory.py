@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError, UnsupportedExportError
-from calib.files.calibrations import no_model
+from calib.files.calibration import missing_model_error
 from calib.files.names import (
     CALIBRATION_FILE,
     CONFIG_FILE,
@@ -28,7 +28,7 @@ from calib.files.names import (
     layer_of,
     layers_beside,
 )
-from calib.files.packs import read_pack
+from calib.files.pack import read_pack
 from calib.files.safetensors_header import Entry, is_zero, read_header
 from calib.files.scale_files import ScalesJson, ScaleTensor, read_scale_tensors, read_scales_json
 from calib.files.strict_json import read_object
@@ -233,7 +233,7 @@ def open_model_directory(path: Path, *, weights: bool = True, or_statistics: boo
         _check_pack(path)
     config = _read_optional(path / CONFIG_FILE)
     if weights and config is None:
-        raise no_model(path, f"'{path}' has no {CONFIG_FILE}: it is not a model directory")
+        raise missing_model_error(path, f"'{path}' has no {CONFIG_FILE}: it is not a model directory")
     index = read_index(path)
     files = _weight_files(path, index) if weights else _safetensors_files(path)
     headers = {file: read_header(path / file) for file in files}
@@ -242,7 +242,7 @@ def open_model_directory(path: Path, *, weights: bool = True, or_statistics: boo
     if weights:
         _check_weights(directory)
     elif not (files or config or directory.json or (or_statistics and (path / STATS_FILE).is_file())):
-        raise no_model(path, f"'{path}' holds no model: no config.json, no safetensors file")
+        raise missing_model_error(path, f"'{path}' holds no model: no config.json, no safetensors file")
     else:
         # damaged values and documents are refused now, not when they are needed
         _ = directory.tensors, directory.unlisted, directory.offsets, directory.json, directory.modelopt

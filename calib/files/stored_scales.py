@@ -10,27 +10,26 @@ from typing import Any
 from calib.choices import FP8Name, Strategy
 from calib.errors import InputError, NoScalesError
 from calib.files.baked import baked_for
-from calib.files.fp8_type import fp8_type
-from calib.files.heads import caches_latents, head_counts, of_layer
+from calib.files.cache_type import fp8_type
+from calib.files.config import Config, caches_latents, head_counts, layer_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import INDEX_FILE, JSON_FILE, MODELOPT_FILE, is_of_senses, layer_of
 from calib.files.safetensors_header import FLOATS
-from calib.files.scale_files import ScalesJson, ScaleTensor
+from calib.files.scale_files import ScaleTensor
+from calib.files.text import show_layers
 
 Values = tuple[float, ...]
-# no |K| or |V| that a model computes comes from so small a scale: memory that nobody filled
-_UNINITIALISED = 1e-20
-# nor from so large a one
-_HUGE = 1e6
+# no |K| or |V| that a model computes comes from a scale beyond these: memory that nobody filled
+_SMALLEST, _LARGEST = 1e-20, 1e6
 # a baked model's K scales are 1/2 to 1 on the text it was baked with, less under a headroom
 _BAKED = 8
-# kinds of scales that no engine can do anything sensible with; the first that fits is told
-_WRONG: dict[str, Callable[[float], bool]] = {
+# kinds of scales that no engine can do anything sensible with; the first that fits is reported
+_UNUSABLE: dict[str, Callable[[float], bool]] = {
     "are NaN": math.isnan,
     "are infinite": math.isinf,
     "are negative": lambda scale: scale < 0,
     "are zero": lambda scale: scale == 0,
-    "look like memory that nobody wrote": lambda scale: not _UNINITIALISED <= scale <= _HUGE,
+    "look like memory that nobody wrote": lambda scale: not _SMALLEST <= scale <= _LARGEST,
 }
 
 
@@ -43,6 +42,10 @@ class StoredLayer:
     v: Values | None = None
     q: Values | None = None
     tensors: list[ScaleTensor] = field(default_factory=list)
+
+    def values(self, letter: str) -> Values:
+        """Return the scales of K, V or Q; none where there are none."""
+        return getattr(self, letter) or ()
 
 
 @dataclass(frozen=True)
@@ -59,54 +62,49 @@ class StoredScales:
 
     @property
     def strategy(self) -> Strategy:
-        """One scale per layer, or per head."""
-        several = any(len(getattr(layer, x) or ()) > 1 for layer in self.layers for x in "kvq")
-        return "attn_head" if several else "tensor"
+        """The number of scales: one per layer, or one per head."""
+        counts = [len(layer.values(letter)) for layer in self.layers for letter in "kvq"]
+        return "attn_head" if max(counts, default=0) > 1 else "tensor"
 
     @property
     def formats(self) -> list[str]:
-        """Whose names the scales have, most frequent first."""
+        """The formats whose names the scales have, most frequent first."""
         counts = Counter(t.parsed.dialect for layer in self.layers for t in layer.tensors)
-        names = [dialect for dialect, _ in counts.most_common()]
-        return names + [JSON_FILE] * (self.directory.json is not None)
+        return [name for name, _ in counts.most_common()] + [JSON_FILE] * (self.directory.json is not None)
 
     @property
     def problems(self) -> list[str]:
-        """What is wrong for any engine, one line each."""
-        of_scales = _value_problems(self.layers) + self.contradictions
-        return of_scales + self.misread + _file_problems(self.directory)
+        """All that is wrong for any engine, one line each."""
+        own = _value_problems(self.layers) + self.contradictions
+        return own + self.misread + _file_problems(self.directory)
 
     @property
     def contradictions(self) -> list[str]:
         """Scales that have two values, one line for K, V, Q, and what K and V share."""
         problems = []
         for letters in ("k", "v", "q", "kv"):
-            pairs = {
-                layer.layer: pair
-                for layer in self.layers
-                if (pair := _contradiction(layer, letters, self.directory.json))
-            }
+            pairs = {x.layer: pair for x in self.layers if (pair := self._contradiction(x, letters))}
             if pairs:
-                first, more = next(iter(pairs)), len(pairs) - 1
+                first, count = next(iter(pairs)), len(pairs) - 1
                 problems.append(
                     f"two values for the {' and '.join(letters.upper())} scale of layer {first}"
-                    f"{f' (and of {more} more)' * bool(more)}: {' and '.join(pairs[first])}"
+                    f"{f' (and of {count} more)' * bool(count)}: {' and '.join(pairs[first])}"
                 )
         return problems
 
     @property
     def misread(self) -> list[str]:
-        """What makes scales other than they look: their numbers, and what is subtracted."""
+        """Reasons for which engines take the scales for other than they are."""
         problems = _count_problems(self.layers, self.directory.text_config)
         if offsets := self.directory.offsets:
             problems.append(
-                f"'{offsets[0]}' is not 0, and {len(offsets) - 1} more: scales are for values less "
-                "an offset, which engines do not subtract"
+                f"'{offsets[0]}' is not 0, and {len(offsets) - 1} more: scales are for values less an "
+                "offset, which engines do not subtract"
             )
-        return problems + _before_baking(self)
+        return problems + self._scales_from_before_baking()
 
     def modules(self) -> dict[int | None, str]:
-        """The attention module of each layer; an InputError where one has several."""
+        """Return the attention module of each layer; raise an InputError where one has several."""
         modules = {layer_of(module): module for module in self.directory.modules}
         if len(modules) < len(self.directory.modules):
             raise InputError(
@@ -115,26 +113,25 @@ class StoredScales:
             )
         return modules
 
-    def by_module(self) -> dict[str, StoredLayer]:
-        """Layers by attention module, also those without a scale; useless query scales left out."""
+    def layers_by_module(self) -> dict[str, StoredLayer]:
+        """Return layers by attention module, also those without a scale, without unusable query scales."""
         modules = self.modules()
-        layers = {layer: StoredLayer(layer) for layer in modules if layer is not None}
+        layers = {index: StoredLayer(index) for index in modules if index is not None}
         layers |= {layer.layer: layer for layer in self.layers}
         named = {}
         for index, layer in sorted(layers.items()):
-            said = sorted(tensor.parsed.module.removesuffix(".attn") for tensor in layer.tensors)
-            if index not in modules and not said:
+            names = sorted(tensor.parsed.module.removesuffix(".attn") for tensor in layer.tensors)
+            if index not in modules and not names:
                 raise InputError(
                     f"'{self.directory.path}' has scales for layer {index} and no attention module "
                     "to hold them; put the file beside the model's weights"
                 )
-            # a query scale is optional, and nobody can use one that is of no use
-            query = layer.q if is_usable(layer.q) else None
-            named[modules.get(index) or said[0]] = replace(layer, q=query)
+            # a query scale is optional
+            named[modules.get(index) or names[0]] = replace(layer, q=layer.q if is_usable(layer.q) else None)
         return named
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `fp8kv inspect --json` prints."""
+        """Return the object that `fp8kv inspect --json` prints."""
         return {
             "directory": str(self.directory.path),
             "formats": self.formats,
@@ -148,202 +145,174 @@ class StoredScales:
             "problems": self.problems,
         }
 
+    def _contradiction(self, layer: StoredLayer, letters: str) -> tuple[str, str] | None:
+        """Return two places that differ on one scale; one that K and V share is the larger of theirs."""
+        places = [(t.values, _describe(t)) for t in reversed(layer.tensors) if t.parsed.letters == letters]
+        if letters == "kv":
+            own = [tensor for tensor in layer.tensors if tensor.parsed.letters in ("k", "v")]
+            # beside one that is not usable, it is not known which is the larger
+            if own and all(is_usable(tensor.values) for tensor in own):
+                largest = max(own, key=lambda tensor: max(tensor.values))
+                places.insert(0, ((max(largest.values),), _describe(largest)))
+            json = self.directory.json.of_all_ranks if self.directory.json else {}
+            if (scale := json.get(layer.layer)) is not None:
+                places.append(((scale,), f"{scale:.6g} in {JSON_FILE}"))
+        differing = (place for values, place in places if not _is_equal(places[0][0], values))
+        return next(((places[0][1], place) for place in differing), None)
 
-def read_scales(path: Path) -> StoredScales:
-    """Read the scales of a directory, for whatever computes with them or writes them again.
+    def _scales_from_before_baking(self) -> list[str]:
+        """Report scales of the model as it was before it was baked for FP8, which puts K's near 1."""
+        logarithms = [math.log(max(x.k)) for x in self.layers if x.k and is_usable(x.k)]
+        if (
+            not logarithms
+            or caches_latents(self.directory.text_config)
+            or baked_for(self.directory.path) != "fp8"
+            or abs(mean := math.fsum(logarithms) / len(logarithms)) <= math.log(_BAKED)
+        ):
+            return []
+        return [
+            f"its weights are baked for fp8, which puts K scales near 1, and these are {math.exp(mean):.3g} "
+            "on average, as of the model before; take them away, or calibrate the baked model"
+        ]
 
-    Files count that the index lists; without an index, all.
+
+def read_scales(path: Path, *, strict: bool = True) -> StoredScales:
+    """Read the scales of a directory; unless `strict`, also those that only a report may show.
 
     Raises:
-        NoScalesError: there are none that count.
-        InputError: there are two values for one scale.
+        NoScalesError: there are none, or `strict`, and only in files that the index does not list.
+        InputError: there are two values for one scale, if `strict`.
     """
-    found = show_scales(path)
-    directory = found.directory
-    if any(tensor in directory.unlisted for tensor in found.layers[0].tensors):
+    directory = open_model_directory(path, weights=False)
+    layers = _group_by_layer(directory, directory.tensors)
+    if not layers and directory.json:
+        json = directory.json.of_all_ranks
+        layers = {index: StoredLayer(index, (scale,), (scale,)) for index, scale in json.items()}
+    if not layers and (purpose := baked_for(path)):
+        raise NoScalesError(f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}")
+    unlisted = {} if layers else _group_by_layer(directory, directory.unlisted)
+    if unlisted and strict:
         raise NoScalesError(
             f"'{path}' holds KV-cache scales only in {directory.unlisted[0].file}, which "
             f"{INDEX_FILE} does not list, so engines skip them; give the output of a calibration"
         )
-    if wrong := found.contradictions:
-        found.modules()  # of several, each has a value of its own
-        raise InputError(f"'{path}' has {wrong[0]}; take away the one that is not the model's")
-    return found
-
-
-def show_scales(path: Path) -> StoredScales:
-    """Read them as `read_scales` does, but none that is there is refused: for what shows problems.
-
-    Raises:
-        NoScalesError: the directory holds none at all.
-    """
-    directory = open_model_directory(path, weights=False)
-    found = _by_layer(directory, directory.tensors)
-    if not found and directory.json:
-        scales = directory.json.of_all_ranks.items()
-        found = {index: StoredLayer(index, (scale,), (scale,)) for index, scale in scales}
-    if not found and (purpose := baked_for(path)):
-        raise NoScalesError(f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}")
-    found = found or _by_layer(directory, directory.unlisted)
-    if not found:
+    if not (layers := layers or unlisted):
         raise NoScalesError(
-            f"'{path}' holds no KV-cache scales: no tensor such as "
-            f"'model.layers.0.self_attn.k_scale', no {JSON_FILE}; give the output of a calibration"
+            f"'{path}' holds no KV-cache scales: no tensor such as 'model.layers.0.self_attn.k_scale', no "
+            f"{JSON_FILE}; give the output of a calibration"
         )
-    return StoredScales(directory, [found[index] for index in sorted(found)])
-
-
-def _by_layer(directory: ModelDirectory, tensors: Sequence[ScaleTensor]) -> dict[int, StoredLayer]:
-    """The layers of `tensors`; of several for one scale the one that `_preference` puts last."""
-    found: dict[int, StoredLayer] = {}
-    index = directory.index or {}
-    for tensor in sorted(tensors, key=lambda tensor: _preference(tensor, index)):
-        if is_of_senses(tensor.name):
-            continue  # a tower's layers are others, with the same numbers
-        layer = found.setdefault(tensor.parsed.layer, StoredLayer(tensor.parsed.layer))
-        layer.tensors.append(tensor)
-        for letter in tensor.parsed.letters:
-            setattr(layer, letter, tensor.values)
-    return found
-
-
-def _preference(tensor: ScaleTensor, index: Mapping[str, str]) -> tuple[Any, ...]:
-    """What puts tensors for one scale in order, whatever their files are called: best last."""
-    is_where_index_says = index.get(tensor.name) == tensor.file
-    precision = -FLOATS.index(tensor.dtype)
-    return -len(tensor.parsed.letters), is_where_index_says, precision, tensor.values, tensor.name
+    scales = StoredScales(directory, [layers[index] for index in sorted(layers)])
+    if strict and (problems := scales.contradictions):
+        scales.modules()  # of several, each has a value of its own
+        raise InputError(f"'{path}' has {problems[0]}; take away the one that is not the model's")
+    return scales
 
 
 def is_usable(values: Sequence[float] | None) -> bool:
-    """Whether scales are there, and each is a number that a measurement can give."""
-    return bool(values) and all(_UNINITIALISED <= value <= _HUGE for value in values or ())
+    """Return whether there are scales, and each is a number that a measurement can give."""
+    return bool(values) and all(_SMALLEST <= value <= _LARGEST for value in values or ())
 
 
 def quantization(directory: ModelDirectory) -> str:
-    """The method and KV scheme that a directory's config announces, in a few words."""
-    found = directory.quantization
-    if found is None:
+    """Describe the method and KV scheme that a directory's config announces."""
+    config = directory.quantization
+    if config is None:
         return "no quantization_config"
-    where = MODELOPT_FILE if found is directory.modelopt else "quantization_config"
-    method = found.get("quant_method") or directory.algorithms.get("quant_algo")
-    scheme = found.get("kv_cache_scheme") or directory.algorithms.get("kv_cache_quant_algo")
+    place = MODELOPT_FILE if config is directory.modelopt else "quantization_config"
+    method = config.get("quant_method") or directory.algorithms.get("quant_algo")
+    scheme = config.get("kv_cache_scheme") or directory.algorithms.get("kv_cache_quant_algo")
     if isinstance(scheme, dict):
-        said = [key for key in ("type", "num_bits", "strategy") if key in scheme]
-        scheme = ", ".join(f"{key} {scheme[key]}" for key in said)
-    return f"{where}: {method}, KV cache: {scheme or 'not mentioned'}"
+        keys = ("type", "num_bits", "strategy")
+        scheme = ", ".join(f"{key} {scheme[key]}" for key in keys if key in scheme)
+    return f"{place}: {method}, KV cache: {scheme or 'not mentioned'}"
+
+
+def _group_by_layer(directory: ModelDirectory, tensors: Sequence[ScaleTensor]) -> dict[int, StoredLayer]:
+    """Return the layers of `tensors`; where several are for one scale, the best of them is taken."""
+    index = directory.index or {}
+
+    def preference(tensor: ScaleTensor) -> tuple[Any, ...]:
+        is_where_index_says = index.get(tensor.name) == tensor.file
+        precision = -FLOATS.index(tensor.dtype)
+        return -len(tensor.parsed.letters), is_where_index_says, precision, tensor.values, tensor.name
+
+    layers: dict[int, StoredLayer] = {}
+    # a tower's layers have the same numbers
+    for tensor in sorted((t for t in tensors if not is_of_senses(t.name)), key=preference):
+        layer = layers.setdefault(tensor.parsed.layer, StoredLayer(tensor.parsed.layer))
+        layer.tensors.append(tensor)
+        for letter in tensor.parsed.letters:
+            setattr(layer, letter, tensor.values)
+    return layers
 
 
 def _value_problems(layers: list[StoredLayer]) -> list[str]:
     problems = []
     for letter in "kvq":
-        wrong: dict[str, list[int]] = defaultdict(list)
+        layers_by_kind: Mapping[str, list[int]] = defaultdict(list)
         for layer in layers:
-            values = getattr(layer, letter)
-            kinds = (kind for kind, holds in _WRONG.items() if any(map(holds, values or ())))
+            values = layer.values(letter)
+            kinds = (kind for kind, is_wrong in _UNUSABLE.items() if any(map(is_wrong, values)))
             if kind := next(kinds, None):
-                wrong[kind].append(layer.layer)
+                layers_by_kind[kind].append(layer.layer)
         name = letter.upper()
-        problems += [f"{name} scales {kind} in {these(each)}" for kind, each in wrong.items()]
-        every = [value for layer in layers for value in getattr(layer, letter) or ()]
-        if len(layers) > 1 and every and set(every) == {1.0}:
+        problems += [f"{name} scales {kind} in {show_layers(x)}" for kind, x in layers_by_kind.items()]
+        if len(layers) > 1 and {x for layer in layers for x in layer.values(letter)} == {1.0}:
             problems.append(f"{name} scales are all 1.0: nothing was measured")
-    counts = Counter((bool(layer.k), bool(layer.v)) for layer in layers)
-    for has, lacks, count in (("K", "V", counts[True, False]), ("V", "K", counts[False, True])):
-        if count:
-            problems.append(f"{count} layers have a {has} scale and no {lacks} scale")
+    for letter, partner in ("kv", "vk"):
+        if count := sum(bool(x.values(letter)) and not x.values(partner) for x in layers):
+            problems.append(f"{count} layers have a {letter.upper()} scale and no {partner.upper()} scale")
     return problems
 
 
-def _contradiction(layer: StoredLayer, letters: str, json: ScalesJson | None) -> tuple[str, str] | None:
-    """Two places that differ on one scale; one that K and V share is the larger of theirs."""
-    tensors = [t for t in reversed(layer.tensors) if t.parsed.letters == letters]
-    places = [(t.values, _place(t)) for t in tensors]
-    if letters == "kv":
-        own = [tensor for tensor in layer.tensors if tensor.parsed.letters in ("k", "v")]
-        # beside one that nobody can use, which is the larger is not known
-        if own and all(is_usable(tensor.values) for tensor in own):
-            largest = max(own, key=lambda t: max(t.values))
-            places.insert(0, ((max(largest.values),), _place(largest)))
-        if json and (scale := json.of_all_ranks.get(layer.layer)) is not None:
-            places.append(((scale,), f"{scale:.6g} in {JSON_FILE}"))
-    others = (place for values, place in places[1:] if not _same(places[0][0], values))
-    return next(((places[0][1], other) for other in others), None)
-
-
-def _place(tensor: ScaleTensor) -> str:
-    least, largest = min(tensor.values, default=0), max(tensor.values, default=0)
-    shown = f"{largest:.6g}"
-    if len(tensor.values) != 1:
-        shown = f"{len(tensor.values)} values from {least:.6g} to {shown}"
-    return f"{shown} as '{tensor.name}' in {tensor.file}"
-
-
-def _same(one: Values, other: Values) -> bool:
-    """Whether two values of one scale agree, as far as bfloat16 tells."""
-    return len(one) == len(other) and all(
-        math.isclose(a, b, rel_tol=2**-7) or str(a) == str(b)  # of NaN
-        for a, b in zip(one, other, strict=True)
-    )
-
-
-def _count_problems(layers: list[StoredLayer], config: Mapping[str, Any]) -> list[str]:
+def _count_problems(layers: list[StoredLayer], config: Config) -> list[str]:
     problems = []
-    for letter, kind, other in (("k", "KV", "q"), ("v", "KV", "q"), ("q", "query", "k")):
+    for letter, heads_name, counterpart in (("k", "KV", "q"), ("v", "KV", "q"), ("q", "query", "k")):
         wrong: dict[tuple[int, int], list[int]] = defaultdict(list)
         for layer in layers:
-            heads = head_counts(of_layer(config, layer.layer), letter)
-            count = len(getattr(layer, letter) or (0,))
-            if heads and count not in {1, *heads}:
-                wrong[count, max(heads)].append(layer.layer)
-        there = " there" * (len(head_counts(config, letter)) > 1)
-        for (count, own), indices in wrong.items():
-            named = f"has {own} {kind} head{'s' * (own != 1)}{there}"
+            counts = head_counts(layer_config(config, layer.layer), letter)
+            count = len(layer.values(letter)) or 1
+            if counts and count not in {1, *counts}:
+                wrong[count, max(counts)].append(layer.layer)
+        for (count, heads), indices in wrong.items():
+            model = f"has {heads} {heads_name} head{'s' * (heads != 1)} there"
             if letter != "q" and caches_latents(config):
-                named = "caches latents (MLA), which have one scale"
-            of_others = f" (one per {'query' if other == 'q' else 'KV'} head)"
+                model = "caches latents (MLA), which have one scale"
+            is_of_counterpart = count in head_counts(config, counterpart)
+            hint = f" (one per {'query' if counterpart == 'q' else 'KV'} head)" * is_of_counterpart
             problems.append(
-                f"{letter.upper()} has {count} scales in {these(indices)}"
-                f"{of_others * (count in head_counts(config, other))}, but the model {named}: "
-                "engines stop, or give heads the scales of others"
+                f"{letter.upper()} has {count} scales in {show_layers(indices)}{hint}, but the model "
+                f"{model}: engines stop, or give heads the scales of others"
             )
     return problems
-
-
-def _before_baking(scales: StoredScales) -> list[str]:
-    """Tell scales of the model as it was before it was baked for FP8, which puts K's near 1."""
-    directory = scales.directory
-    values = [max(layer.k) for layer in scales.layers if layer.k and is_usable(layer.k)]
-    is_latent = caches_latents(directory.text_config)
-    if not values or is_latent or baked_for(directory.path) != "fp8":
-        return []
-    mean = math.exp(math.fsum(map(math.log, values)) / len(values))
-    if 1 / _BAKED <= mean <= _BAKED:
-        return []
-    return [
-        f"its weights are baked for fp8, which puts K scales near 1, and these are {mean:.3g} on "
-        "average, as of the model before; take them away, or calibrate the baked model"
-    ]
-
-
-def these(indices: list[int]) -> str:
-    """Layers in words, the first eight by number."""
-    shown = ", ".join(map(str, indices[:8]))
-    more = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
-    return f"layer{'s' if len(indices) > 1 else ''} {shown}{more}"
 
 
 def _file_problems(directory: ModelDirectory) -> list[str]:
     unlisted = Counter(tensor.file for tensor in directory.unlisted)
     names = Counter(tensor.name for tensor in directory.tensors)
-    twice = [name for name, count in names.items() if count > 1]
+    repeated = [name for name, count in names.items() if count > 1]
     problems = [
         f"{file} holds {count} scales and is not in the index: engines that read the index skip it"
         for file, count in unlisted.items()
     ]
     if directory.misnamed:
-        problems.append(f"'{directory.misnamed[0]}' is no name that an engine looks for")
-    if twice:
-        problems.append(f"{len(twice)} scales are there twice, such as '{twice[0]}'")
+        problems.append(f"'{directory.misnamed[0]}' is not a name that an engine looks for")
+    if repeated:
+        problems.append(f"{len(repeated)} scales are there twice, such as '{repeated[0]}'")
     if directory.missing:
         problems.append(f"the index names {directory.missing[0]}, which is not there")
     return problems
+
+
+def _describe(tensor: ScaleTensor) -> str:
+    shown = f"{max(tensor.values, default=0):.6g}"
+    if len(tensor.values) != 1:
+        shown = f"{len(tensor.values)} values from {min(tensor.values, default=0):.6g} to {shown}"
+    return f"{shown} as '{tensor.name}' in {tensor.file}"
+
+
+def _is_equal(one: Values, another: Values) -> bool:
+    """Return whether two values of one scale agree, as far as bfloat16 tells; NaN equals NaN."""
+    return len(one) == len(another) and all(
+        math.isclose(a, b, rel_tol=2**-7) or str(a) == str(b) for a, b in zip(one, another, strict=True)
+    )

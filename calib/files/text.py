@@ -1,8 +1,8 @@
-"""Text from others: sizes, conditions, and words that cannot steer a terminal."""
+"""Text of sizes, numbers, layers and conditions: read from a user, shown on a terminal."""
 
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil, isfinite, nan
 
@@ -12,34 +12,50 @@ from calib.errors import InputError
 NOT_FINITE = "not finite"
 _UNITS = {"B": 1, **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}}
 _UNITS |= {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
-_BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _UNITS.items()}
 _OPERATORS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
-_ALIASES = {"kl_mean": "kl"}
-_CONDITION = re.compile(r"\s*(?:(?P<variant>[^:]+):)?(?P<metric>\w+)\s*(?P<op>[<>]=?)\s*(?P<limit>\S+)\s*")
+# variant, metric, operator, limit
+_CONDITION = re.compile(r"\s*(?:([^:]+):)?(\w+)\s*([<>]=?)\s*(\S+)\s*")
 
 
 def plain(text: str) -> str:
-    """Text that cannot steer a terminal: names may come from files that others made."""
+    """Return text that cannot steer a terminal: names may come from files that others made."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def show_number(value: float, form: str = "{:.2g}") -> str:
-    """`value` as `form` says, or in words where it is no finite number."""
+    """Format `value` by `form`, or in words where it is not finite."""
     return form.format(value) if isfinite(value) else NOT_FINITE
 
 
 def show_interval(low: float, high: float, form: str = "{:.2g}") -> str:
-    """Both ends in brackets; empty where neither is a finite number."""
-    if not (isfinite(low) or isfinite(high)):
-        return ""
-    return f"[{show_number(low, form)}, {show_number(high, form)}]"
+    """Format both ends in brackets; return nothing where neither is finite."""
+    is_known = isfinite(low) or isfinite(high)
+    return f"[{show_number(low, form)}, {show_number(high, form)}]" if is_known else ""
+
+
+def show_layers(indices: Sequence[int]) -> str:
+    """Name layers, the first eight by number."""
+    ending = f" and {len(indices) - 8} more" if len(indices) > 8 else ""
+    return f"layer{'s' if len(indices) > 1 else ''} {', '.join(map(str, indices[:8]))}{ending}"
+
+
+def show_size(size: int) -> str:
+    """Format `size` bytes in GiB, or in MiB where that is less than one; rounded up, to be enough."""
+    return f"{ceil(size * 100 / 2**30) / 100:.2f}GiB" if size >= 2**30 else f"{ceil(size / 2**20)}MiB"
+
+
+def show_duration(seconds: float) -> str:
+    """Format `seconds` as briefly as they are exact enough: 39 s, 12 min, 1.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as `8GiB`, `1.5 GB` or `500MB`; InputError for any other text, or 0."""
+    """Return the bytes of a size such as `8GiB`, `1.5 GB` or `500MB`; raise an InputError for others."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
-    factor = _BY_LOWER_CASE.get(match[2].lower()) if match else None
-    size = int(float(match[1]) * factor) if match and factor else 0
+    factors = [factor for unit, factor in _UNITS.items() if match and unit.lower() == match[2].lower()]
+    size = int(float(match[1]) * factors[0]) if match and factors else 0
     if not size:
         raise InputError(
             f"'{text}' is not an amount of memory; give a number and one of {', '.join(_UNITS)}, such as 8GiB"
@@ -47,22 +63,9 @@ def parse_size(text: str) -> int:
     return size
 
 
-def show_size(size: int) -> str:
-    """`size` bytes in GiB, or in MiB where that is less than one; rounded up, to be enough."""
-    in_gib = size >= 2**30
-    return f"{ceil(size * 100 / 2**30) / 100:.2f}GiB" if in_gib else f"{ceil(size / 2**20)}MiB"
-
-
-def show_duration(seconds: float) -> str:
-    """`seconds` in words as short as they are exact enough: 39 s, 12 min, 1.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
 @dataclass(frozen=True)
 class Condition:
-    """`[variant:]metric<limit`; without a variant it applies to the user's scales."""
+    """The condition `[variant:]metric<limit`; without a variant it applies to the user's scales."""
 
     text: str
     variant: str | None
@@ -72,16 +75,17 @@ class Condition:
 
 
 def parse_condition(text: str) -> Condition:
-    """Read a condition such as `kl>0.02` or `tensor:top1<0.95`; InputError for any other text."""
+    """Read a condition such as `kl>0.02` or `tensor:top1<0.95`; raise an InputError for others."""
     match = _CONDITION.fullmatch(text)
-    allowed = f"write METRIC>NUMBER or VARIANT:METRIC<NUMBER, METRIC one of {', '.join(METRICS)}"
-    metric = None if match is None else _ALIASES.get(match["metric"], match["metric"])
-    if match is None or metric not in METRICS:
-        raise InputError(f"--fail-if '{text}' is no condition; {allowed}")
+    variant, metric, operation, limit = match.groups() if match else (None, "", "", "nan")
+    metric = "kl" if metric == "kl_mean" else metric
     try:
-        limit = float(match["limit"])
+        number = float(limit)
     except ValueError:
-        limit = nan
-    if not isfinite(limit):
-        raise InputError(f"--fail-if '{text}': '{match['limit']}' is no finite number; {allowed}")
-    return Condition(text, match["variant"], metric, _OPERATORS[match["op"]], limit)
+        number = nan
+    if metric not in METRICS or not isfinite(number):
+        raise InputError(
+            f"--fail-if '{text}' is not a condition; write METRIC>NUMBER or VARIANT:METRIC<NUMBER, with a "
+            f"finite number, METRIC one of {', '.join(METRICS)}"
+        )
+    return Condition(text, variant, metric, _OPERATORS[operation], number)

@@ -13,7 +13,7 @@ from huggingface_hub import hf_hub_download, snapshot_download
 
 from calib.errors import InputError
 from calib.files.atomic import Claim, atomic_directory, claimed, share_file
-from calib.files.cache_folder import cache_refusal
+from calib.files.cache_folder import cache_folder, cache_refusal
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import CONFIG_FILE, SINGLE_FILE
 from calib.progress import library_bars_hidden
@@ -85,8 +85,7 @@ def builtin_model(name: str) -> Path:
     """Directory of a built-in model, made on first use in `$XDG_CACHE_HOME` or `~/.cache`."""
     if name != _BUILTIN:
         raise InputError(f"no model '{name}'; built in: {_BUILTIN}")
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    directory = cache / "fp8kv" / "smollm2-135m-instruct"
+    directory = cache_folder("XDG_CACHE_HOME") / "fp8kv" / "smollm2-135m-instruct"
     if not os.path.exists(directory):  # also where nobody may look
         package = _package_directory()
         with claimed(directory, wait=True, way_out=_ANOTHER_CACHE) as claim:

@@ -9,7 +9,7 @@ import yaml
 
 from calib.errors import InputError
 from calib.files.names import CARD_FILE
-from calib.files.packs import Pack
+from calib.files.pack import Pack
 from calib.files.text import plain
 from calib.output.checkpoint_directory import front_matter
 from calib.recipe import Recipe

@@ -9,9 +9,9 @@ from calib.errors import InputError, UnsupportedExportError
 from calib.export import check_format, check_latent
 from calib.export.scales_json import scales_document
 from calib.files.atomic import atomic_directory
-from calib.files.calibrations import statistics_file
+from calib.files.calibration import statistics_file
 from calib.files.names import CALIBRATION_FILE, CARD_FILE, JSON_FILE, PACK_FILE, STATS_FILE
-from calib.files.packs import PACKED, Pack, write_manifest
+from calib.files.pack import PACKED, Pack, write_manifest
 from calib.output.checkpoint_directory import check_output, write_json
 from calib.packs.evaluated import figures_beside, figures_of
 from calib.packs.hidden_paths import places_of, without_places

@@ -6,7 +6,7 @@ from packaging.version import Version
 
 from calib.capture.any_scales import to_scales
 from calib.errors import InputError
-from calib.files.conventions import LARGER, convention, release
+from calib.files.cache_type import LARGER, nvfp4_convention, release
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.files.stored_scales import StoredScales
@@ -26,7 +26,7 @@ def from_nvfp4(found: StoredScales) -> Read | None:
 
     An InputError where their convention is not known.
     """
-    followed = convention(found.directory)
+    followed = nvfp4_convention(found.directory)
     if followed is None:
         return None
     if followed.divisor is None:
@@ -34,7 +34,7 @@ def from_nvfp4(found: StoredScales) -> Read | None:
             f"'{found.directory.path}': whether its values of an NVFP4 cache are absmax / 448 or "
             f"absmax / 2688 is {followed.because}; calibrate the model again"
         )
-    scales = to_scales(found, found.by_module(), "e4m3fn")
+    scales = to_scales(found, found.layers_by_module(), "e4m3fn")
     factor = followed.divisor / LARGER
     layers = {
         name: replace(layer, k=layer.k * factor, v=layer.v * factor) for name, layer in scales.layers.items()

@@ -9,11 +9,11 @@ from calib.choices import FormatName, Strategy
 from calib.errors import InputError
 from calib.files.atomic import claimed
 from calib.files.baked import baked_for
-from calib.files.calibrations import statistics_file
+from calib.files.calibration import statistics_file
 from calib.files.fingerprint import fingerprint
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import CALIBRATION_FILE, is_of_cache
-from calib.files.packs import read_pack
+from calib.files.pack import read_pack
 from calib.models.find import find_model
 from calib.models.quantized.detect import quantization_notes
 from calib.output.checkpoint_directory import check_output

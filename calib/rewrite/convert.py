@@ -77,7 +77,7 @@ def existing_scales(checkpoint: ModelDirectory, to: FormatName) -> Read:
     read = from_nvfp4(found)
     if read is None and FORMATS[to].nvfp4:
         read = for_nvfp4(found, checkpoint)
-    return read or (to_scales(found, found.by_module(), found.fp8_dtype), tuple(found.problems))
+    return read or (to_scales(found, found.layers_by_module(), found.fp8_dtype), tuple(found.problems))
 
 
 def write_scales(

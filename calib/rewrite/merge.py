@@ -10,7 +10,7 @@ from typing import Any
 
 from calib.errors import InputError
 from calib.files.atomic import claimed
-from calib.files.calibrations import read_report
+from calib.files.calibration import read_report
 from calib.files.fingerprint import fingerprints
 from calib.files.names import CALIBRATION_FILE
 from calib.models.find import find_model

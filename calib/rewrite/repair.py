@@ -7,10 +7,11 @@ from calib.capture.any_scales import to_scales
 from calib.choices import FormatName, FP8Name
 from calib.errors import InputError, UnsupportedExportError
 from calib.export import FORMATS
-from calib.files.calibrations import statistics_file
-from calib.files.heads import head_counts, of_layer
+from calib.files.calibration import statistics_file
+from calib.files.config import head_counts, layer_config
 from calib.files.model_directory import ModelDirectory, open_model_directory
-from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable, read_scales, these
+from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable, read_scales
+from calib.files.text import show_layers
 from calib.output.checkpoint_directory import check_output
 from calib.progress import SILENT, Progress
 from calib.rewrite.convert import Rewritten, write_scales
@@ -73,7 +74,7 @@ def repair(
     check_measured_on(statistics, stats.layers, checkpoint)
     by_layer = {layer.layer_idx: layer for layer in stats.layers.values()}
     by_layer |= {each.layer_idx: stats.layers[each.owner] for each in stats.shared.values()}
-    layers = scales.by_module()
+    layers = scales.layers_by_module()
     _check_shapes(by_layer, layers, statistics, scales, checkpoint)
     measured = measured_of(stats, statistics, [*layers.values()])
     replaced = _replace(scales, layers, measured, by_layer)
@@ -164,7 +165,7 @@ def _left_out(scales: StoredScales, layers: dict[str, StoredLayer]) -> list[str]
     """Say which query scales are gone."""
     kept = {layer.layer for layer in layers.values() if layer.q}
     gone = [layer.layer for layer in scales.layers if layer.q and layer.layer not in kept]
-    return [f"query scales of no use are left out in {these(gone)}"] if gone else []
+    return [f"query scales of no use are left out in {show_layers(gone)}"] if gone else []
 
 
 def _check_shapes(
@@ -179,7 +180,7 @@ def _check_shapes(
     heads = {index: len(layer.k.amax) for index, layer in measured.items()}
     # scales for other heads are wrong where the config names those of the statistics
     config = scales.directory.text_config
-    fits = all(count in head_counts(of_layer(config, i), "k") for i, count in heads.items())
+    fits = all(count in head_counts(layer_config(config, i), "k") for i, count in heads.items())
     other = bool(sizes) and not sizes & {*heads.values()} and not fits
     if measured.keys() != {layer.layer for layer in layers.values()} or other:
         raise InputError(

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
-from calib.files.conventions import convention
-from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_scales, these
+from calib.files.cache_type import nvfp4_convention
+from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_scales
+from calib.files.text import show_layers
 from calib.same_model.identity import differences, identity
 
 Pairs = list[tuple[StoredLayer, StoredLayer]]
@@ -31,7 +32,7 @@ def compare_notes(a: Path, b: Path) -> list[str]:
     layers = [{layer.layer for layer in each.layers} for each in found]
     for name, only in (("A", layers[0] - layers[1]), ("B", layers[1] - layers[0])):
         if only:
-            notes.append(f"only {name} has scales of {these(sorted(only))}")
+            notes.append(f"only {name} has scales of {show_layers(sorted(only))}")
     for one, other in islice(differences(identity(a), identity(b)), 1):
         notes.append(f"A and B are of other models: {one} and {other}")
     if kinds[0] != kinds[1]:
@@ -40,7 +41,7 @@ def compare_notes(a: Path, b: Path) -> list[str]:
 
 
 def _kind(found: StoredScales) -> str:
-    nvfp4 = convention(found.directory)
+    nvfp4 = nvfp4_convention(found.directory)
     return f"values of an NVFP4 cache, {nvfp4}" if nvfp4 else f"scales of {found.fp8_dtype}"
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from pathlib import Path
 
-from calib.files.calibrations import read_report, statistics_file
+from calib.files.calibration import read_report, statistics_file
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CALIBRATION_FILE, CONFIG_FILE
 from calib.files.strict_json import read_object

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from calib.files.calibrations import read_report, statistics_file
+from calib.files.calibration import read_report, statistics_file
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
 

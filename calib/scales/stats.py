@@ -13,7 +13,7 @@ from torch import Tensor
 from calib.arguments import check_arguments, check_values
 from calib.choices import FP8Name, ScaleRounding, Strategy, Targets
 from calib.errors import InputError
-from calib.files.calibrations import Amax
+from calib.files.calibration import Amax
 from calib.scales.curve import moved
 from calib.scales.notebook import amax_html
 from calib.scales.observers import Observer

@@ -20,7 +20,7 @@ from torch import Tensor
 from calib.arguments import check_arguments, to_path
 from calib.errors import InputError
 from calib.files.atomic import save_tensors
-from calib.files.calibrations import read_report, statistics_file
+from calib.files.calibration import read_report, statistics_file
 from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.files.strict_json import json_text, parse_object, regular_size
 from calib.scales.observers import NUM_BINS

@@ -4,7 +4,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable, these
+from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable
+from calib.files.text import show_layers
 from calib.verify.result import Place
 
 # every copy that an engine holds of one scale, by its name there: which one a kernel reads is for
@@ -73,10 +74,10 @@ def compare(
     if files and layers and not report.total and not (is_fp8 and stages > 1):
         report.problems.append("the cache is not FP8, so no scale is used")
     report.used = report.total - unused
-    report.problems += [f"{why} in {these(indices)}" for why, indices in wrong.items()]
+    report.problems += [f"{why} in {show_layers(indices)}" for why, indices in wrong.items()]
     missing = sorted(files.keys() - {layer.layer for layer in layers})
     if missing and stages == 1:
-        report.problems.append(f"the files have scales for {these(missing)}, which the engine lacks")
+        report.problems.append(f"the files have scales for {show_layers(missing)}, which the engine lacks")
     return report
 
 

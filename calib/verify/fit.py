@@ -6,9 +6,10 @@ from statistics import median
 from typing import NamedTuple
 
 from calib.choices import FP8Name
-from calib.files.calibrations import Amax
-from calib.files.fp8_type import FP8_MAX, FP8_SMALLEST
-from calib.files.stored_scales import StoredLayer, is_usable, these
+from calib.files.cache_type import FP8_MAX, FP8_SMALLEST
+from calib.files.calibration import Amax
+from calib.files.stored_scales import StoredLayer, is_usable
+from calib.files.text import show_layers
 from calib.verify.measured import Measured
 
 # rounding to bfloat16 takes 0.4 %
@@ -178,13 +179,13 @@ def _judge_range(letter: str, shares: list[_Share], fits: Sequence[Fit], largest
     kind = _kind(shares, largest) if zero or low or _clips(letter, fits) else None
     if kind:
         indices = sorted({share.layer for share in shares})
-        text = f"{name} scales {kind} in {these(indices)}: a writer's mistake"
+        text = f"{name} scales {kind} in {show_layers(indices)}: a writer's mistake"
         findings.append(Finding(text, frozenset((index, letter) for index in indices)))
     if zero:
         # of its heads the one with the largest scale
         worst = max(share for share in shares if share.layer == zero[0])
         text = (
-            f"{name} becomes all zeros in {these(zero)}: scales are too large, {worst.scale:.3g} "
+            f"{name} becomes all zeros in {show_layers(zero)}: scales are too large, {worst.scale:.3g} "
             f"in layer {zero[0]}, where absmax / {largest:g} is {worst.amax / largest:.3g}"
         )
         findings.append(Finding(text, frozenset((index, letter) for index in zero)))
@@ -192,7 +193,7 @@ def _judge_range(letter: str, shares: list[_Share], fits: Sequence[Fit], largest
         return findings
     least = min(low, key=lambda fit: fit.least[letter])
     text = (
-        f"{name} uses under 1/16 of the FP8 range in {these([fit.layer for fit in low])}, "
+        f"{name} uses under 1/16 of the FP8 range in {show_layers([fit.layer for fit in low])}, "
         f"{100 * least.least[letter]:.2g}% in layer {least.layer}: scales are far larger than "
         f"absmax / {largest:g}"
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from calib.files.calibrations import Amax, statistics_file
-from calib.files.fp8_type import FP8_MAX
+from calib.files.cache_type import FP8_MAX, LARGER, SMALLER, Convention
+from calib.files.calibration import Amax, statistics_file
 from calib.files.names import CALIBRATION_FILE
 from calib.files.stored_scales import StoredLayer
 from calib.recipe import Recipe, load_recipe
@@ -47,6 +48,25 @@ def measured_of(stats: KVStats, path: Path, layers: Sequence[StoredLayer]) -> Me
     if recipe is not None and recipe.observer.name != "absmax":
         thresholds = _thresholds(stats, recipe)
     return Measured(amax, headroom, warnings, thresholds)
+
+
+def measured_convention(
+    told: Convention, layers: Sequence[StoredLayer], amax: Amax
+) -> tuple[Convention, list[str]]:
+    """Return the convention that measured absmax shows, and a problem where the files tell another."""
+    ratios = [
+        max(amax[layer.layer, letter]) / max(values)
+        for layer in layers
+        for letter in "kv"
+        if max(values := layer.values(letter), default=0) > 0 and (layer.layer, letter) in amax
+    ]
+    divisor = None
+    if ratios:
+        divisor = SMALLER if median(ratios) ** 2 > LARGER * SMALLER else LARGER
+    if divisor in (None, told.divisor):
+        return told, []
+    measured = Convention(divisor, "as the statistics show")
+    return measured, [f"the values are {measured}, and not {told}"] if told.divisor else []
 
 
 def _thresholds(stats: KVStats, recipe: Recipe) -> Amax:

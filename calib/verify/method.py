@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from calib.files.fp8_type import names_nvfp4
+from calib.files.cache_type import is_for_nvfp4
 from calib.files.model_directory import ModelDirectory
 from calib.verify.quark import check_cache_group
 from calib.verify.result import NotKnown, Refused
@@ -40,7 +40,7 @@ def choose_method(directory: ModelDirectory, rules: Rules) -> Method | None:
     method = rules.methods.get(name, rules.methods.get("*"))
     if method is None:
         raise Refused(f"quant_method {name[:40]!r} is not one that it reads KV scales under")
-    nvfp4 = names_nvfp4(directory)
+    nvfp4 = is_for_nvfp4(directory)
     if nvfp4:
         _check_nvfp4(name, method, rules)
     if method.kind == "none":
@@ -130,7 +130,7 @@ def _check_algorithm(directory: ModelDirectory, method: Method) -> None:
 def _mixed_method(directory: ModelDirectory, method: Method, rules: Rules) -> Method:
     """What `method` is under MIXED_PRECISION, where `quantized_layers` says what each layer is."""
     config = directory.algorithms
-    if config is not directory.quantization or _is_own_file(directory) or names_nvfp4(directory):
+    if config is not directory.quantization or _is_own_file(directory) or is_for_nvfp4(directory):
         raise NotKnown(f"not known with {_MIXED} in hf_quant_config.json, or an NVFP4 cache")
     layers = config.get("quantized_layers")
     layers = layers if isinstance(layers, dict) else {}

@@ -11,7 +11,7 @@ from packaging.version import Version
 from pydantic import BaseModel, ConfigDict
 
 from calib.errors import InputError
-from calib.files.conventions import Divisor
+from calib.files.cache_type import Divisor
 from calib.files.names import pattern_of
 from calib.verify.classes import Fates, architecture, load_classes
 

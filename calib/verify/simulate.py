@@ -3,9 +3,8 @@
 from collections import defaultdict
 from collections.abc import Collection
 
-from calib.files.conventions import Convention, convention
-from calib.files.fp8_type import names_nvfp4
-from calib.files.heads import can_be_split
+from calib.files.cache_type import Convention, is_for_nvfp4, nvfp4_convention
+from calib.files.config import can_be_split
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import layer_of
 from calib.files.scale_files import ScaleTensor
@@ -50,7 +49,7 @@ def simulate(
             found.flag = flags_at_one(rules, directory.config or {})
         if found.is_good:
             found.problem = _of_latents(directory, found)
-        if found.is_good and (nvfp4 := nvfp4 or convention(directory)):
+        if found.is_good and (nvfp4 := nvfp4 or nvfp4_convention(directory)):
             found.problem = _of_other_convention(nvfp4, rules)
     except Refused as error:
         found.refused, found.outcomes = str(error), []
@@ -73,7 +72,7 @@ def _load(directory: ModelDirectory, place: Place, found: Simulation) -> None:
         return
     if rules.reads == "index" and (missing := directory.missing):
         raise Refused(f"the index names {missing[0]}, which is not there; write the index again")
-    nvfp4 = names_nvfp4(directory)
+    nvfp4 = is_for_nvfp4(directory)
     found.flag = rules.nvfp4.flag if nvfp4 and rules.nvfp4 else rules.flag
     method = choose_method(directory, rules)
     if not nvfp4 and method and turns_fp8_on(directory, method):

@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Mapping
 from itertools import product
 
-from calib.files.heads import head_count, of_layer
+from calib.files.config import head_count, layer_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE
 from calib.files.scale_files import ScalesJson, ScaleTensor
@@ -138,7 +138,7 @@ def _for_heads(directory: ModelDirectory, letter: str, tensor: ScaleTensor, plac
 
 def heads_of(directory: ModelDirectory, layer: int) -> tuple[int, int]:
     """Query heads and KV heads of a layer, as config.json says; `NotKnown` where it does not."""
-    config = of_layer(directory.text_config, layer)
+    config = layer_config(directory.text_config, layer)
     heads, kv_heads = head_count(config, "q"), head_count(config, "k")
     if heads is None or kv_heads is None:
         missing = "KV" if heads else "attention"

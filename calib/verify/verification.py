@@ -7,16 +7,15 @@ from typing import Any
 
 from calib.errors import NoScalesError
 from calib.files.baked import baked_for, baked_fp8_type, baked_from, bakes_latents
-from calib.files.calibrations import read_report, statistics_file
-from calib.files.conventions import LARGER, Convention, compared, convention
-from calib.files.fp8_type import FP8_MAX, FP8_SMALLEST
+from calib.files.cache_type import FP8_MAX, FP8_SMALLEST, LARGER, Convention, nvfp4_convention
+from calib.files.calibration import read_report, statistics_file
 from calib.files.model_directory import open_model_directory
 from calib.files.names import CALIBRATION_FILE
-from calib.files.stored_scales import StoredLayer, StoredScales, show_scales
+from calib.files.stored_scales import StoredLayer, StoredScales, read_scales
 from calib.same_model.identity import check_same_model, identity
 from calib.verify.classes import architecture
 from calib.verify.fit import Fit, Limits, compare, judge
-from calib.verify.measured import read_measured
+from calib.verify.measured import measured_convention, read_measured
 from calib.verify.result import Place, Simulation
 from calib.verify.rules import Rules
 from calib.verify.simulate import ONE_GPU, simulate
@@ -78,13 +77,13 @@ def verify_directory(
     """Simulate loading `path` by each of `rules`; compare its scales with statistics `against`."""
     baked = False
     try:
-        found = show_scales(path)
+        found = read_scales(path, strict=False)
     except NoScalesError:
         baked = baked_for(path) == "fp8"
         if not baked:
             raise
         found = StoredScales(open_model_directory(path, weights=False), [])
-    problems, nvfp4 = [*found.problems], convention(found.directory)
+    problems, nvfp4 = [*found.problems], nvfp4_convention(found.directory)
     fits, warnings = list[Fit](), list[str]()
     if baked and place.fnuz and baked_fp8_type(path) != "e4m3fnuz":
         problems.append(
@@ -95,7 +94,7 @@ def verify_directory(
         _check_source(path, against, problems, baked=baked)
         measured, layers = read_measured(against, found.layers), found.layers
         if nvfp4:
-            nvfp4, wrong = compared(nvfp4, layers, measured.amax)
+            nvfp4, wrong = measured_convention(nvfp4, layers, measured.amax)
             problems += wrong
         if baked:
             indices = sorted({layer for layer, _ in measured.amax})

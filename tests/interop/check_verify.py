@@ -17,7 +17,7 @@ from pathlib import Path
 from engine import ONE_GPU, Place, load
 from scale_cases import CASES, PLACES, write_case
 
-from calib.files.fp8_type import names_nvfp4
+from calib.files.cache_type import is_for_nvfp4
 from calib.files.model_directory import open_model_directory
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import Simulation, simulate
@@ -38,7 +38,7 @@ def held_by_vllm(directory: Path, place: Place, rank: int) -> Held | str:
     from vllm.model_executor.layers.attention import Attention
 
     try:
-        cache = "nvfp4" if names_nvfp4(open_model_directory(directory, weights=False)) else "fp8"
+        cache = "nvfp4" if is_for_nvfp4(open_model_directory(directory, weights=False)) else "fp8"
         model = load(directory, place, rank, kv_cache_dtype=cache)
     except Exception as error:  # noqa: BLE001 (whatever vLLM raises)
         return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"

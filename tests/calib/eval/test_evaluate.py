@@ -163,7 +163,7 @@ def test_mistakes_get_one_line(directory, tiny_directory, tmp_path):
     one_line_error(
         eval_(directory, "--variants", "tensr"), "variants.0: Input should be 'bf16'", "got 'tensr'"
     )
-    one_line_error(eval_(directory, "--fail-if", "speed>1"), "is no condition")
+    one_line_error(eval_(directory, "--fail-if", "speed>1"), "is not a condition")
     one_line_error(eval_(directory, "--seq-len", 999), "--seq-len 999 is longer than the model's 256")
     one_line_error(eval_(directory, "--samples", 1), "evaluation.samples: Input should be greater")
     one_line_error(eval_(directory, "--search", "much"), "evaluation.kl_budget: Input should be a")

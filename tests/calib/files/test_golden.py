@@ -9,11 +9,12 @@ from command_line import fp8kv
 from measured_amax import save_amax
 from scale_directories import lines_of
 
-from calib.files.conventions import compared, convention
+from calib.files.cache_type import nvfp4_convention
 from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
 from calib.files.stored_scales import read_scales
 from calib.scales.stats_file import load_stats
+from calib.verify.measured import measured_convention
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = sorted(path.parent for path in GOLDEN.glob("*/*/expected.json"))
@@ -97,9 +98,9 @@ def test_the_convention_of_nvfp4_values_is_named(tool, name, said, tmp_path):
     (case,) = (c for c in CASES if c.parent.name.startswith(tool) and c.name == name)
     assert f"values of an NVFP4 cache: {said}" in lines_of(fp8kv("inspect", case))
     # what was measured says the same
-    found = convention(open_model_directory(case, weights=False))
+    found = nvfp4_convention(open_model_directory(case, weights=False))
     amax = load_stats(statistics(case, tmp_path)).amax_by_head()
-    assert compared(found, read_scales(case).layers, amax) == (found, [])
+    assert measured_convention(found, read_scales(case).layers, amax) == (found, [])
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "llmcompressor" in c.parent.name], ids=named)

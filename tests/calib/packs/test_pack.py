@@ -209,4 +209,4 @@ def test_two_runs_at_once(measured, tmp_path):
 
 
 def test_a_pack_is_no_model(pack, tmp_path):
-    one_line_error(fp8kv("apply", pack, pack, "-o", tmp_path / "out"), "is a pack and no model")
+    one_line_error(fp8kv("apply", pack, pack, "-o", tmp_path / "out"), "is a pack and not a model")

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from calib.errors import InputError
-from calib.files.packs import read_pack
+from calib.files.pack import read_pack
 
 CHECKED = (
     *("fp8kv_pack.json", "fp8kv_calibration.json", "fp8kv_stats.safetensors"),
@@ -171,20 +171,20 @@ def with_weights(broken, measured):
 def test_scales_that_the_manifest_does_not_name(command, with_weights, measured, tmp_path):
     names = {"PACK": with_weights, "MEASURED": measured, "OUT": tmp_path / "out"}
     done = fp8kv(*(names.get(word, word) for word in command))
-    one_line_error(done, f"is no file of a pack; move it out of '{with_weights}'")
+    one_line_error(done, f"is not a file of a pack; move it out of '{with_weights}'")
     assert not (tmp_path / "out").exists()
 
 
 def test_weights_alone(with_weights):
     (with_weights / "config.json").unlink()
     (with_weights / "model.safetensors").rename(with_weights / "x.safetensors")
-    one_line_error(fp8kv("inspect", with_weights), "x.safetensors' is no file of a pack")
+    one_line_error(fp8kv("inspect", with_weights), "x.safetensors' is not a file of a pack")
 
 
 @pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "model.safetensors.index.json"])
 def test_what_only_models_have(name, broken):
     (broken / name).write_text("{}")
-    one_line_error(fp8kv("inspect", broken), f"{name}' is no file of a pack")
+    one_line_error(fp8kv("inspect", broken), f"{name}' is not a file of a pack")
 
 
 def test_a_config_in_a_pack_is_not_read_by_apply(broken, model, tmp_path):

@@ -8,7 +8,7 @@ from command_line import fp8kv
 from measured_amax import save_amax
 from scale_directories import COMPRESSED, lines_of, model
 
-from calib.files.fp8_type import FP8_MAX, FP8_SMALLEST
+from calib.files.cache_type import FP8_MAX, FP8_SMALLEST
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 PER_HEAD = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}}

@@ -11,7 +11,7 @@ from scale_directories import COMPRESSED, lines_of, model
 from torch import tensor
 from transformers import AutoConfig
 
-from calib.files.heads import ONE_PER_QUERY_HEAD, head_counts
+from calib.files.config import ONE_PER_QUERY_HEAD, head_counts
 from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import read_scales
 from calib.verify.result import Place

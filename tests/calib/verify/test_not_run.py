@@ -102,7 +102,7 @@ def test_names_that_are_no_scales_for_their_spaces_or_capitals(ending, tmp_path)
     assert said(directory, "vllm") == said(directory, "sglang") == "refused"
     done = fp8kv("verify", directory, "--engine", "sglang")
     assert "has a V scale and no K scale" in lines_of(done)
-    assert "is no name that an engine looks for" in lines_of(done)
+    assert "is not a name that an engine looks for" in lines_of(done)
 
 
 def test_linear_attention_caches_no_k(tmp_path):

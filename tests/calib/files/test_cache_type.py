@@ -4,9 +4,10 @@ import pytest
 from command_line import fp8kv
 from scale_directories import NVFP4, lines_of, model
 
-from calib.files.conventions import compared, convention
+from calib.files.cache_type import nvfp4_convention
 from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import read_scales
+from calib.verify.measured import measured_convention
 
 PROJ = "{module}.{x}_proj.{x}_scale"
 FOUR_BITS = {"num_bits": 4, "type": "float", "strategy": "tensor_group"}
@@ -40,29 +41,29 @@ def by(name, version=None, **more):
     ],
 )
 def test_the_producer_tells(producer, divisor, tmp_path):
-    found = convention(of(tmp_path, producer))
+    found = nvfp4_convention(of(tmp_path, producer))
     assert found.divisor == divisor
     assert ("not known" in str(found)) == (divisor is None)
 
 
 def test_megatrons_exporter_is_not_told_apart(tmp_path):
-    assert "from Megatron, absmax / 2688" in str(convention(of(tmp_path, by("modelopt", "0.47.0"))))
+    assert "from Megatron, absmax / 2688" in str(nvfp4_convention(of(tmp_path, by("modelopt", "0.47.0"))))
 
 
 @pytest.mark.parametrize("names", ["{module}.{x}_global_scale", "{module}.{x}_scale"])
 def test_autoround_is_known_by_its_names(names, tmp_path):
-    found = convention(
+    found = nvfp4_convention(
         of(tmp_path, names=names, **COMPRESSED, kv_cache_scheme=FOUR_BITS, kv_cache_quant_algo=None)
     )
     assert found.divisor == (2688 if "global" in names else None)
 
 
 def test_fp8_scales_follow_neither(tmp_path):
-    assert convention(open_model_directory(model(tmp_path), weights=False)) is None
+    assert nvfp4_convention(open_model_directory(model(tmp_path), weights=False)) is None
 
 
 def test_files_that_name_both_types_tell_nothing(tmp_path):
-    found = convention(of(tmp_path, by("modelopt", "0.47.0"), kv_cache_quant_algo="FP8"))
+    found = nvfp4_convention(of(tmp_path, by("modelopt", "0.47.0"), kv_cache_quant_algo="FP8"))
     assert found.divisor is None
     assert "name FP8 as well" in str(found)
 
@@ -78,14 +79,14 @@ def test_measured_absmax_tells_also_from_other_data(told, true, other_data, tmp_
         for x, values in {"k": (0.5, 0.25), "v": (0.125, 0.0625)}.items()
         for i, value in enumerate(values)
     }
-    found, problems = compared(convention(directory), read_scales(tmp_path).layers, amax)
+    found, problems = measured_convention(nvfp4_convention(directory), read_scales(tmp_path).layers, amax)
     assert found.divisor == true
     assert bool(problems) == (told not in (true, None))
 
 
 def test_nothing_measured_tells_nothing(tmp_path):
-    told = convention(of(tmp_path))
-    assert compared(told, read_scales(tmp_path).layers, {}) == (told, [])
+    told = nvfp4_convention(of(tmp_path))
+    assert measured_convention(told, read_scales(tmp_path).layers, {}) == (told, [])
 
 
 def test_they_are_no_fp8_scales_for_our_runtime(tmp_path):

@@ -1,0 +1,97 @@
+"""The files of a calibration: its report, its statistics, and errors for directories without them."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+
+from calib.choices import FORMATS
+from calib.errors import InputError, NoModelError, first_problem
+from calib.files.names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
+from calib.files.pack import PACKED, read_pack
+from calib.files.strict_json import read_object
+
+Amax = dict[tuple[int, str], tuple[float, ...]]  # (layer, "k" | "v" | "q") -> one per head
+
+
+class _ReportDataset(BaseModel):
+    source: str
+    samples: int
+    tokens: int
+
+
+class _ReportModel(BaseModel):
+    model: str
+    checkpoint: str
+
+
+class _ReportLayer(BaseModel):
+    module: str
+    k_amax: FiniteFloat
+    v_amax: FiniteFloat
+
+
+class _CalibrationReport(_ReportModel):
+    """The part of a calibration's report that is read again."""
+
+    model_config = ConfigDict(strict=True)
+    dataset: _ReportDataset
+    warnings: list[str]
+    layers: list[_ReportLayer]
+    measured_on: _ReportModel | None = None
+
+
+def read_report(directory: Path) -> dict[str, Any]:
+    """Read the report of a finished calibration; raise an InputError where `directory` holds none."""
+    pack, file = read_pack(directory), directory / CALIBRATION_FILE
+    if not file.exists():
+        problem = f"'{directory}' has no {CALIBRATION_FILE}: it is not a calibration"
+        raise InputError(_or_formats(directory, problem))
+    report = read_object(file)
+    if report.get("fp8kv_calibration") != 1:
+        raise InputError(f"'{file}' is not of this version of fp8kv; calibrate again")
+    if report.get(PACKED) and pack is None:
+        raise InputError(f"'{directory}' was a pack, and its {PACK_FILE} is missing; get it again")
+    try:
+        _CalibrationReport.model_validate(report)
+    except ValidationError as error:
+        problem = f"'{file}' does not say what was calibrated ({first_problem(error)})"
+        raise InputError(f"{problem}; calibrate again") from None
+    return report
+
+
+def statistics_file(path: Path) -> Path:
+    """Return the statistics file `path`, or the one in the directory `path`; check all files of a pack."""
+    file = path / STATS_FILE if path.is_dir() else path
+    if not path.exists():
+        raise InputError(f"cannot read statistics: there is no '{path}'")
+    if path.is_dir() and not file.exists():
+        problem = f"cannot read statistics: '{path}' has no {STATS_FILE}; give a calibration's output"
+        raise InputError(_or_formats(path, problem))
+    read_pack(file.parent)
+    return file
+
+
+def missing_model_error(path: Path, problem: str) -> NoModelError:
+    """Return an error for a directory without a model: `problem`, or what the directory holds instead."""
+    report = path / CALIBRATION_FILE
+    if (path / PACK_FILE).is_file():
+        problem = f"'{path}' is a pack and not a model; fp8kv apply puts its scales beside one"
+    elif report.is_file():
+        problem = (
+            f"'{path}' holds a calibration and no model: give the model's directory; another "
+            f"format comes from fp8kv calibrate MODEL --recipe {report} --format FORMAT"
+        )
+    elif (path / JSON_FILE).is_file():
+        problem = (
+            f"'{path}' holds {JSON_FILE} and no model: put it into a copy of the model's directory, "
+            "and give that"
+        )
+    return NoModelError(_or_formats(path, problem))
+
+
+def _or_formats(path: Path, problem: str) -> str:
+    """Return `problem`, unless `path` holds a calibration in several formats, each in a directory."""
+    formats = [path / name for name in FORMATS if (path / name / CALIBRATION_FILE).is_file()]
+    names = ", ".join(f"'{directory}'" for directory in formats)
+    return f"'{path}' holds a calibration in several formats: give {names}" if formats else problem
