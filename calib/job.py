@@ -17,7 +17,8 @@ from calib.data import Batch, CalibrationData, make_batches
 from calib.errors import InputError
 from calib.files.atomic import claimed
 from calib.files.model_directory import ModelDirectory
-from calib.layerwise.layerwise import measure_layers
+from calib.layerwise.loop import Step, calibrate_layerwise, scratch_directory
+from calib.layerwise.memory import memory_limit
 from calib.output.card import dataset_facts
 from calib.output.finish import Destination, Result, default_output, finish
 from calib.output.in_place import check_in_place, check_places
@@ -125,8 +126,15 @@ class _Run:
                 "--resume: a pass layer by layer saves no progress; leave --resume away, or use "
                 "--offload none"
             )
-        output = self.destination.path
-        return measure_layers(prepared.layers, mine, prepared.recipe, output, self.progress)
+
+        def show(step: Step) -> None:
+            self.progress.detail(step.label)
+            self.progress.advance(step.batch.num_tokens / step.num_layers)
+
+        limit, directory = memory_limit(prepared.recipe.max_memory), scratch_directory(self.destination.path)
+        return calibrate_layerwise(
+            prepared.layers, mine, prepared.recipe, limit=limit, directory=directory, on_step=show
+        )
 
     def _share(self, checkpoint: ModelDirectory, prepared: Prepared, batches: Sequence[Batch]) -> Share:
         recipe, path = prepared.recipe, progress_file(self.destination.path, self.world.rank)

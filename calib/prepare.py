@@ -13,9 +13,9 @@ from calib.errors import InputError
 from calib.export import check_latent, check_recipe
 from calib.files.baked import baked_for
 from calib.files.model_directory import ModelDirectory
-from calib.layerwise.layerwise import LayerwiseModel, open_layers
+from calib.layerwise.loop import LayerwiseModel, open_layers
 from calib.layerwise.memory import resolve_offload
-from calib.layerwise.skeleton import load_skeleton
+from calib.layerwise.weights import load_skeleton
 from calib.models.config import making_sense
 from calib.models.devices import check_token_ids, input_device
 from calib.models.find import find_model
@@ -80,7 +80,7 @@ def prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int = 1) -> P
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
     with making_sense(f"this {config.model_type} cannot run as its config says"):
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
-    attention = layers.layout.attention if layers else map_attention(model())
+    attention = layers.parts.attention if layers else map_attention(model())
     if attention.note:
         data = replace(data, warnings=(*data.warnings, attention.note))
     _rehearse(attention, checkpoint, recipe)

@@ -7,16 +7,15 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from calib.errors import InputError
+from calib.errors import InputError, one_line
 from calib.files.text import show_size
 from calib.layerwise.replay import Output
 
-# what it belongs to, and the index of the batch
-Key = tuple[str, int]
+Key = tuple[str, int]  # a name, and the index of the batch
 
 
 class HiddenStates:
-    """Outputs by key: up to `memory_bytes` of them in memory, and the rest under `directory`.
+    """Outputs of every batch: up to `memory_bytes` of them in memory, the rest under `directory`.
 
     Nothing is left in `directory` when the block ends, however it ends.
     """
@@ -24,9 +23,9 @@ class HiddenStates:
     def __init__(self, directory: Path, memory_bytes: int) -> None:
         self._directory = directory
         self._scratch: TemporaryDirectory[str] | None = None
-        self._room = memory_bytes
-        self._memory: dict[Key, Output] = {}
-        self._forms: dict[Key, Output] = {}  # meta tensors, of what is on disk
+        self._free_bytes = memory_bytes
+        self._in_memory: dict[Key, Output] = {}
+        self._disk_bytes: dict[Key, int] = {}
 
     def __enter__(self) -> "HiddenStates":
         return self
@@ -36,33 +35,33 @@ class HiddenStates:
             self._scratch.cleanup()
 
     def put(self, key: Key, output: Output) -> None:
-        """Store `output`, which must not be changed any more."""
+        """Store `output`, whose tensors must not change any more."""
+        output = map_tensors(output, Tensor.cpu)
         size = nbytes(output)
-        if size <= self._room:
-            self._room -= size
-            self._memory[key] = _each(output, Tensor.cpu)
+        if size <= self._free_bytes:
+            self._free_bytes -= size
+            self._in_memory[key] = output
         else:
             self._write(key, output)
-            self._forms[key] = form_of(output)
+            self._disk_bytes[key] = size
 
     def get(self, key: Key, device: torch.device) -> Output:
-        """Return what is stored under `key`, on `device`."""
-        output = self._memory[key] if key in self._memory else self._read(key)
-        return _each(output, lambda tensor: tensor.to(device))
+        """Return the output under `key`, on `device`."""
+        if key in self._in_memory:
+            output = self._in_memory[key]
+        else:  # read and not mapped, because mapped pages count as resident memory
+            output = torch.load(self._path(key), weights_only=True)
+        return map_tensors(output, lambda tensor: tensor.to(device))
 
     def take(self, key: Key, device: torch.device) -> Output:
-        """Return what is stored under `key`, on `device`, and forget it."""
+        """Return the output under `key`, on `device`, and forget it."""
         output = self.get(key, device)
-        self.drop(key)
-        return output
-
-    def drop(self, key: Key) -> None:
-        """Forget what is stored under `key`."""
-        if key in self._memory:
-            self._room += nbytes(self._memory.pop(key))
+        if key in self._in_memory:
+            self._free_bytes += nbytes(self._in_memory.pop(key))
         else:
-            del self._forms[key]
+            del self._disk_bytes[key]
             self._path(key).unlink()
+        return output
 
     def _path(self, key: Key) -> Path:
         if self._scratch is None:
@@ -71,55 +70,35 @@ class HiddenStates:
 
     def _write(self, key: Key, output: Output) -> None:
         try:
-            _write_output(output, self._path(key))
-        except OSError as error:
-            held = show_size(sum(map(nbytes, self._forms.values())))
+            with self._path(key).open("wb") as file:
+                torch.save(map_tensors(output, _without_gaps), file)
+        except (OSError, RuntimeError) as error:
+            cause = error.__context__ or error  # torch raises its own error over that of the file
             raise InputError(
-                f"cannot keep more hidden states than {held} in '{self._directory}': "
-                f"{error.strerror}; set TMPDIR to a larger disk, raise --max-memory or lower "
-                "--samples"
+                f"cannot store more hidden states than {show_size(sum(self._disk_bytes.values()))} in "
+                f"'{self._directory}': {getattr(cause, 'strerror', None) or one_line(cause)}; "
+                "set TMPDIR to a larger disk, raise --max-memory or lower --samples"
             ) from None
 
-    def _read(self, key: Key) -> Output:
-        with self._path(key).open("rb") as file:
 
-            def fill(form: Tensor) -> Tensor:
-                tensor = torch.empty_like(form, device="cpu")
-                file.readinto(_bytes(tensor))
-                return tensor
-
-            return _each(self._forms[key], fill)
+def _without_gaps(tensor: Tensor) -> Tensor:
+    # torch saves all memory of a view
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
-def form_of(output: Output) -> Output:
-    """Shapes and dtypes of `output`, as meta tensors."""
-    return _each(output, lambda tensor: torch.empty_like(tensor, device="meta"))
+def to_meta(output: Output) -> Output:
+    """Return the shapes and dtypes of `output`, as meta tensors."""
+    return map_tensors(output, lambda tensor: torch.empty_like(tensor, device="meta"))
 
 
 def nbytes(output: Output) -> int:
-    """Bytes of all tensors of `output`."""
-    return sum(tensor.nbytes for tensor in _tensors(output))
-
-
-def _write_output(output: Output, path: Path) -> None:
-    with path.open("wb") as file:
-        for tensor in _tensors(output):
-            file.write(_bytes(tensor.cpu()))
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    # in the order of memory, which comes back with the values: kernels round by it
-    if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
-        tensor = torch.empty_like(tensor).copy_(tensor)  # with gaps, or with elements used twice
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy().data
-
-
-def _tensors(output: Output) -> list[Tensor]:
+    """Return the bytes of all tensors of `output`."""
     parts = output if isinstance(output, tuple) else (output,)
-    return [part for part in parts if part is not None]
+    return sum(part.nbytes for part in parts if part is not None)
 
 
-def _each(output: Output, function: Callable[[Tensor], Tensor]) -> Output:
+def map_tensors(output: Output, function: Callable[[Tensor], Tensor]) -> Output:
+    """Return `output` with `function` applied to each of its tensors."""
     if isinstance(output, Tensor):
         return function(output)
     return tuple(None if part is None else function(part) for part in output)

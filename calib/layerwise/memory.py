@@ -1,7 +1,5 @@
 """Memory that a process may take, whether a model fits, and how a pass over layers divides it."""
 
-import ctypes
-import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,7 @@ from calib.data import Batch
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import parse_size, show_size
-from calib.layerwise.stages import Stages
+from calib.layerwise.weights import Stages
 from calib.models.config import of_layers
 from calib.models.load import requested_dtype, uses_gpu, weight_sources
 from calib.models.quantized.detect import find_weight_format, is_quantized
@@ -39,29 +37,29 @@ def resolve_offload(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe
     `auto` is layerwise where the weights do not fit into `max_memory`, or into the memory that is
     free now, that of the GPUs included.
     """
-    chosen = recipe.offload
-    if chosen != "layerwise":
+    offload = recipe.offload
+    if offload != "layerwise":
         needed = _weight_bytes(checkpoint, config, recipe)
         fits = _fits_memory(needed, recipe) and _fits_gpus(needed, recipe)
-        if chosen == "none" and recipe.max_memory and not fits:
+        if offload == "none" and recipe.max_memory and not fits:
             raise InputError(
                 f"the weights take {show_size(needed)}, too much for --max-memory "
                 f"{recipe.max_memory} with --offload none; use --offload layerwise"
             )
-        stays = chosen == "none" or is_quantized(config) or fits
-        chosen = "none" if stays else "layerwise"
-    if chosen == "layerwise" and recipe.data.dataset == "self":
+        stays = offload == "none" or is_quantized(config) or fits
+        offload = "none" if stays else "layerwise"
+    if offload == "layerwise" and recipe.data.dataset == "self":
         raise InputError(
             "dataset 'self' needs the model in memory, because the model writes the text; "
             "use real text, such as --dataset builtin:python-docs, or --offload none"
         )
-    return recipe.model_copy(update={"offload": chosen})
+    return recipe.model_copy(update={"offload": offload})
 
 
-def memory_limit(recipe: Recipe) -> int:
-    """Bytes of resident memory that the process may take in all."""
-    if recipe.max_memory:
-        return parse_size(recipe.max_memory)
+def memory_limit(max_memory: str | None) -> int:
+    """Return the bytes of resident memory that the process may take in all."""
+    if max_memory:
+        return parse_size(max_memory)
     return resident_bytes() + int(_SHARE * available_bytes())
 
 
@@ -69,17 +67,17 @@ def _weight_bytes(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: 
     if find_weight_format(checkpoint):
         return sum(source.nbytes for source in weight_sources(checkpoint, config, recipe).values())
     stored = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)
-    wanted, held = requested_dtype(recipe), config.dtype
-    if not isinstance(wanted, torch.dtype) or not isinstance(held, torch.dtype) or wanted == held:
+    loaded, saved = requested_dtype(recipe), config.dtype
+    if not isinstance(loaded, torch.dtype) or not isinstance(saved, torch.dtype) or loaded == saved:
         return stored
     # converting needs both, the file being mapped into memory meanwhile
-    return stored + stored * wanted.itemsize // held.itemsize
+    return stored + stored * loaded.itemsize // saved.itemsize
 
 
 def _fits_memory(needed: int, recipe: Recipe) -> bool:
     # on their way to a GPU weights pass through mapped files, whose pages can be given back
     passes_through = uses_gpu(recipe) and not recipe.max_memory
-    return passes_through or resident_bytes() + needed <= _SHARE * memory_limit(recipe)
+    return passes_through or resident_bytes() + needed <= _SHARE * memory_limit(recipe.max_memory)
 
 
 def _fits_gpus(needed: int, recipe: Recipe) -> bool:
@@ -93,7 +91,7 @@ def _fits_gpus(needed: int, recipe: Recipe) -> bool:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a pass over the layers uses the memory that is left."""
+    """A division of the memory that is left among the parts of a pass over the layers."""
 
     reads_ahead: bool  # whether the next layer is read while one computes
     hidden_bytes: int  # for what lies between two layers; more of it goes to disk
@@ -107,9 +105,9 @@ def plan_memory(
     layers = [stage.tensors for stage in stages.layers]
     shapes = {batch.input_ids.shape for batch in batches}
     working = max(activation_bytes(model.config, model.dtype, layers, *shape) for shape in shapes)
-    layer = max(stage.held_bytes for stage in stages.layers)
+    layer = max(stage.loaded_bytes for stage in stages.layers)
     converting = max(stage.converted_bytes for stage in stages.layers)
-    embeddings = stages.embeddings.held_bytes
+    embeddings = stages.embeddings.loaded_bytes
     always += stages.resident.nbytes
 
     def needed(layers: int) -> int:
@@ -129,7 +127,7 @@ def plan_memory(
 
 
 def statistics_bytes(attention: AttentionMap, recipe: Recipe) -> int:
-    """Bytes of all histograms; other statistics are small beside them."""
+    """Return the bytes of all histograms; other statistics are small beside them."""
     if not recipe_observer(recipe).needs_histogram:
         return 0
     modules = attention.cached.values()
@@ -146,7 +144,7 @@ def activation_bytes(
 ) -> int:
     """Estimate, on the safe side, the bytes of activations while the widest layer computes.
 
-    `layers` holds each layer's weights by name; the batch has `rows` samples of `columns` tokens.
+    `layers` has each layer's weights by name; the batch has `rows` samples of `columns` tokens.
     """
     text = config.get_text_config(decoder=True)
     experts = max(n or 1 for n in of_layers(config, "num_experts_per_tok"))
@@ -159,7 +157,7 @@ def activation_bytes(
 
 
 def _width(name: str, weight: Tensor, experts: int) -> int:
-    """Values per token that computing with `weight` makes."""
+    """Return the values per token that computing with `weight` makes."""
     if name.endswith("A_log"):
         return weight.numel()  # the state of every token, where Mamba has no kernel
     if weight.dim() == 2:
@@ -169,34 +167,26 @@ def _width(name: str, weight: Tensor, experts: int) -> int:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process: its own pages and the mapped ones that it has touched."""
+    """Return the resident memory of this process: its own pages and the mapped ones it has touched."""
     return int(psutil.Process().memory_info().rss)
 
 
 def available_bytes() -> int:
-    """Bytes that this process can still take: of the machine, or of its container's limit."""
-    machine: int = psutil.virtual_memory().available
-    return max(0, min([machine, *_container_available()]))
+    """Return the bytes that this process can still take: of the machine, or of its container's limit."""
+    rooms = [int(psutil.virtual_memory().available)]
+    group = _CGROUPS / _GROUP.read_text().partition("0::/")[2].strip()
+    for path in (group, *group.parents):  # the limit may be set on any group above
+        try:
+            limit = (path / "memory.max").read_text().strip()
+            usage = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
+        except OSError:
+            continue
+        if limit != "max":
+            rooms.append(int(limit) - int(usage["anon"]))  # cached files are dropped when memory is short
+    return max(0, min(rooms))
 
 
-def give_back_free() -> None:
+def return_free_memory() -> None:
     """Return freed memory to the system, which glibc would keep, in pieces too small for reuse."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def _container_available() -> list[int]:
-    group = _GROUP.read_text().partition("0::/")[2].strip()
-    here = _CGROUPS / group
-    # the limit may be set on any group above
-    return [room for path in (here, *here.parents) if (room := _group_room(path)) is not None]
-
-
-def _group_room(path: Path) -> int | None:
-    try:
-        limit = (path / "memory.max").read_text().strip()
-        held = dict(line.split() for line in (path / "memory.stat").read_text().splitlines())
-    except OSError:
-        return None
-    # cached files are given back when memory is short
-    return None if limit == "max" else int(limit) - int(held["anon"])
+    if hasattr(psutil, "heap_trim"):  # not with other C libraries, which need it less
+        psutil.heap_trim()

@@ -6,9 +6,7 @@ model does between two layers is done; embeddings return what they had returned.
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,59 +18,47 @@ from calib.capture.attention import AttentionMap
 from calib.data import Batch
 from calib.errors import UnsupportedModelError
 
-# what a decoder layer returns, or what the embeddings returned in the order of their calls
+# the result of a decoder layer, or the results of the embeddings in the order of their calls
 Output = Tensor | tuple[Tensor | None, ...]
 
-_EMBEDDINGS_ONLY = -1
 
-
-def embeddings_of(decoder: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Embedding]:
-    """The embeddings of `decoder` that are outside its layers."""
+def find_embeddings(decoder: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Embedding]:
+    """Return the embeddings of `decoder` that are outside its layers."""
     inside = {module for layer in layers for module in layer.modules()}
     return [m for m in decoder.modules() if isinstance(m, nn.Embedding) and m not in inside]
 
 
-@contextmanager
-def replaying(
-    model: PreTrainedModel, attention: AttentionMap, layers: Sequence[nn.Module]
-) -> Iterator["Replay"]:
-    """Take over `layers` of the decoder, and its embeddings outside them, inside the block."""
-    replay = Replay(model, attention)
-    embeddings = embeddings_of(model.get_decoder(), layers)
-    for index, layer in enumerate(layers):
-        layer.forward = partial(replay.layer, index, layer.forward)
-    for embedding in embeddings:
-        stand_in = partial(replay.embedding, embedding.forward)
-        embedding.forward = stand_in  # type: ignore[method-assign]
-    try:
-        yield replay
-    finally:
-        for module in (*layers, *embeddings):
-            del module.forward
-
-
-@dataclass
-class _Step:
-    """One forward pass, as far as layer `index`."""
-
-    index: int
-    previous: Output | None = None
-    embedded: list[Tensor] = field(default_factory=list)
+class _LayerDone(Exception):
+    """The end of a forward pass; holds the output of the layer that was asked for."""
 
 
 class Replay:
-    """A model whose decoder's layers run one at a time; see `replaying`."""
+    """A model whose decoder's `layers` run one at a time inside the block."""
 
-    def __init__(self, model: PreTrainedModel, attention: AttentionMap) -> None:
+    def __init__(self, model: PreTrainedModel, attention: AttentionMap, layers: Sequence[nn.Module]) -> None:
         self._model = model
         self._attention = attention
-        self._step = _Step(_EMBEDDINGS_ONLY)
+        self._layers = layers
+        self._embeddings = find_embeddings(model.get_decoder(), layers)
+        self._index: int | None = None
+        self._previous: Output | None = None
+        self._embedded: list[Tensor] = []
+
+    def __enter__(self) -> "Replay":
+        for index, layer in enumerate(self._layers):
+            layer.forward = partial(self._layer, index, layer.forward)
+        for embedding in self._embeddings:
+            forward = partial(self._embedding, embedding.forward)
+            embedding.forward = forward  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module in (*self._layers, *self._embeddings):
+            del module.forward
 
     def run_embeddings(self, batch: Batch) -> Output:
         """Run the model up to its first layer and return what its embeddings returned."""
-        step = _Step(_EMBEDDINGS_ONLY)
-        self._run(batch, step)
-        return tuple(step.embedded)
+        return self._run(batch, None, None, [])
 
     def run_layer(self, index: int, batch: Batch, previous: Output | None, embedded: Output) -> Output:
         """Run layer `index` on the output `previous` of the layer before it; return its output.
@@ -81,12 +67,14 @@ class Replay:
         that depends on the layer before it alone.
         """
         device = batch.input_ids.device
-        known = [part for part in embedded if part is not None]
-        known = [torch.zeros_like(p, device=device) if p.is_meta else p for p in known]
-        return self._run(batch, _Step(index, previous, known))
+        parts = [part for part in embedded if part is not None]
+        parts = [torch.zeros_like(p, device=device) if p.is_meta else p for p in parts]
+        return self._run(batch, index, previous, parts)
 
-    def _run(self, batch: Batch, step: _Step) -> Output:
-        self._step = step
+    def _run(
+        self, batch: Batch, index: int | None, previous: Output | None, embedded: list[Tensor]
+    ) -> Output:
+        self._index, self._previous, self._embedded = index, previous, embedded
         try:
             self._attention.read(self._model, batch.input_ids, batch.attention_mask)
         except _LayerDone as done:
@@ -95,27 +83,23 @@ class Replay:
             output: Output = done.args[0]
             return output
         finally:
-            self._step = _Step(_EMBEDDINGS_ONLY)
+            self._index, self._previous, self._embedded = None, None, []
         raise UnsupportedModelError(
-            f"{type(self._model).__name__} skips decoder layer {max(step.index, 0)}; use --offload none"
+            f"{type(self._model).__name__} skips decoder layer {index or 0}; use --offload none"
         )
 
-    def layer(self, index: int, forward: Callable[..., Output], *args: Any, **kwargs: Any) -> Output:
+    def _layer(self, index: int, forward: Callable[..., Output], *args: Any, **kwargs: Any) -> Output:
         """Stand in for the `forward` of layer `index`."""
-        step = self._step
-        if index < step.index:
-            assert step.previous is not None
-            return step.previous
-        raise _LayerDone(() if step.index == _EMBEDDINGS_ONLY else forward(*args, **kwargs))
+        if self._index is None:
+            raise _LayerDone(tuple(self._embedded))
+        if index < self._index:
+            assert self._previous is not None
+            return self._previous
+        raise _LayerDone(forward(*args, **kwargs))
 
-    def embedding(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def _embedding(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """Stand in for the `forward` of an embedding."""
-        step = self._step
-        if step.index == _EMBEDDINGS_ONLY:
-            step.embedded.append(forward(*args, **kwargs))
-            return step.embedded[-1]
-        return step.embedded.pop(0)
-
-
-class _LayerDone(Exception):
-    """The layer that was asked for has run; holds its output."""
+        if self._index is None:
+            self._embedded.append(forward(*args, **kwargs))
+            return self._embedded[-1]
+        return self._embedded.pop(0)

@@ -1,7 +1,7 @@
-"""Weights, read from the checkpoint when they are needed and dropped after use."""
+"""Weights that stay in the checkpoint: which belong to which layer, read for it, dropped after it."""
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,16 +9,67 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    dot_natural_key,
+    rename_source_key,
+)
 from transformers.modeling_utils import LoadStateDictConfig
 
-from calib.errors import UnsupportedModelError
+from calib.errors import InputError, UnsupportedModelError
+from calib.files.model_directory import ModelDirectory
 from calib.files.tensors import Source
-from calib.models.load import Pending
+from calib.layerwise.replay import find_embeddings
+from calib.models.load import Pending, load_from, uses_gpu, weight_sources
+from calib.models.quantized.detect import is_quantized
+from calib.recipe import Recipe
 
-# threads with which transformers loads
-_READ_AT_ONCE = 4
+_READ_AT_ONCE = 4  # threads with which transformers loads
+
+
+def load_skeleton(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
+    """Build the model that `load_model` would load, with every stored weight on the meta device.
+
+    transformers itself loads it, from promises instead of weights, so names, dtypes, fused experts
+    and tied embeddings are those of a model in memory. Buffers that are computed are as real as ever.
+    """
+    if is_quantized(config):
+        raise InputError(
+            f"the weights of '{checkpoint.path}' are quantised in a way that only transformers reads, "
+            "and not layer by layer; use --offload none, or calibrate the model it was made from"
+        )
+    sources = weight_sources(checkpoint, config, recipe)
+    promises = {name: _Promise(source) for name, source in sources.items()}
+    return load_from(promises, checkpoint, config, recipe, {"": execution_device(recipe)})
+
+
+def execution_device(recipe: Recipe) -> torch.device:
+    """Return the device where layers compute."""
+    gpu = uses_gpu(recipe)
+    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+
+
+class _Promise:
+    """A stand-in for a stored tensor that transformers loads; it becomes a meta tensor.
+
+    A meta tensor itself cannot be moved to the CPU, where the computed buffers shall be.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.dtype = source.dtype
+        self._shape = source.shape
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+    def __getitem__(self, index: object) -> "_Promise":
+        return self
+
+    def to(self, device: object, dtype: torch.dtype | None) -> Tensor:
+        return torch.empty(self._shape, dtype=dtype or self.dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -40,7 +91,7 @@ class Stage:
         return sum(self.sources[name].room for name in self.unchanged)
 
     @property
-    def held_bytes(self) -> int:
+    def loaded_bytes(self) -> int:
         """Bytes of the weights, or of their slab where alignment makes that larger."""
         return max(self.nbytes, self.slab_bytes)
 
@@ -50,6 +101,81 @@ class Stage:
         decoding = [source.decoding_bytes for source in self.sources.values()]
         converted = sum(s.nbytes for name, s in self.sources.items() if name not in self.unchanged)
         return converted + sum(heapq.nlargest(_READ_AT_ONCE, decoding))
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Weights of a decoder by when they are needed: always, for the embeddings, for each layer.
+
+    The LM head, a vision tower and layers behind the last that caches K and V are in none.
+    """
+
+    resident: Stage
+    embeddings: Stage
+    layers: list[Stage]
+
+
+def plan_stages(
+    model: PreTrainedModel,
+    layers: list[nn.Module],
+    unused: Iterable[nn.Module],
+    stored: Mapping[str, Source],
+    mapping: list[Any],
+) -> Stages:
+    """Assign every tensor that `layers` of the decoder need to a stage; `unused` ones are not run.
+
+    `stored` has the weights of the checkpoint, `mapping` transformers' conversions of them.
+    Stages must share no weight.
+    """
+    stages = Stages(Stage(), Stage(), [Stage() for _ in layers])
+    names = {module: name for name, module in model.named_modules()}
+    decoder = model.get_decoder()
+    owners: dict[str, Stage | None] = {names[decoder]: stages.resident}
+    owners |= {names[module]: stages.embeddings for module in find_embeddings(decoder, layers)}
+    owners |= {names[layer]: stage for layer, stage in zip(layers, stages.layers, strict=True)}
+    owners |= {names[layer]: None for layer in unused}
+    weights = meta_tensors(model)
+    by_identity: dict[int, Stage] = {}
+    for name, tensor in weights.items():
+        parts = name.split(".")
+        parents = (".".join(parts[:length]) for length in reversed(range(len(parts))))
+        stage = next((owners[parent] for parent in parents if parent in owners), None)
+        if stage and by_identity.setdefault(id(tensor), stage) is not stage:
+            raise UnsupportedModelError(
+                f"{type(model).__name__}: '{name}' is shared between decoder layers, so each layer "
+                "cannot come and go with its own weights; use --offload none"
+            )
+    for name, tensor in weights.items():
+        # with its other names, such as that of a tied LM head
+        if stage := by_identity.get(id(tensor)):
+            stage.tensors[name] = tensor
+    for source, target, is_converted in _match_names(model, stored, mapping):
+        if target in weights and (stage := by_identity.get(id(weights[target]))):
+            stage.sources[source] = stored[source]
+            if not is_converted and stored[source].dtype == weights[target].dtype:
+                stage.unchanged.add(source)
+    return stages
+
+
+def _match_names(
+    model: PreTrainedModel, stored: Iterable[str], mapping: list[Any]
+) -> Iterable[tuple[str, str, bool]]:
+    """Yield (name in the checkpoint, name in the model, whether it is converted)."""
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    for source in sorted(stored, key=dot_natural_key):  # the order some renamings count on
+        target, pattern = rename_source_key(source, renamings, converters, prefix, state)
+        if target not in state and source in state:
+            target, pattern = source, None
+        yield source, target, pattern is not None
+
+
+def meta_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return parameters and buffers that are on the meta device, each under all of its names."""
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {name: tensor for name, tensor in (*parameters, *buffers) if tensor.is_meta}
 
 
 def replace_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
@@ -66,7 +192,7 @@ class WeightLoader:
         self._config = LoadStateDictConfig(device_map={"": device}, dtype=model.dtype, weight_mapping=mapping)
 
     def load(self, stage: Stage, slab: Tensor | None = None) -> None:
-        """Read the weights of `stage`; unconverted ones go into `slab` if given."""
+        """Read the weights of `stage`, unconverted ones into `slab` if there is one."""
         pending = {name: Pending(source) for name, source in stage.sources.items()}
         if slab is not None:
             start = 0
@@ -74,23 +200,6 @@ class WeightLoader:
                 end = start + stage.sources[name].room
                 pending[name].memory, start = slab[start:end], end
         convert_and_load_state_dict_in_model(self._model, pending, self._config)
-        self._share(stage)
-
-    def unload(self, stage: Stage) -> None:
-        """Leave nothing of `stage` but its names and shapes."""
-        for name, tensor in stage.tensors.items():
-            replace_tensor(self._model, name, tensor)
-
-    @contextmanager
-    def held(self, stage: Stage) -> Iterator[None]:
-        """Hold `stage` inside the block."""
-        self.load(stage)
-        try:
-            yield
-        finally:
-            self.unload(stage)
-
-    def _share(self, stage: Stage) -> None:
         # a tensor that has several names was loaded under the one that it is stored by
         now = {name: self._model.get_parameter_or_buffer(name) for name in stage.tensors}
         loaded = {id(stage.tensors[n]): tensor for n, tensor in now.items() if not tensor.is_meta}
@@ -102,17 +211,31 @@ class WeightLoader:
                 )
             replace_tensor(self._model, name, loaded[id(meta)])
 
+    def unload(self, stage: Stage) -> None:
+        """Leave nothing of `stage` but its names and shapes."""
+        for name, tensor in stage.tensors.items():
+            replace_tensor(self._model, name, tensor)
+
+    @contextmanager
+    def loaded(self, stage: Stage) -> Iterator[None]:
+        """Keep the weights of `stage` in the model inside the block."""
+        self.load(stage)
+        try:
+            yield
+        finally:
+            self.unload(stage)
+
 
 class LayerWeights:
-    """Weights of one layer at a time; with `ahead` the next is read meanwhile."""
+    """Weights of one layer at a time; with `reads_ahead` the next is read meanwhile."""
 
-    def __init__(self, loader: WeightLoader, stages: list[Stage], *, ahead: bool) -> None:
+    def __init__(self, loader: WeightLoader, stages: list[Stage], *, reads_ahead: bool) -> None:
         self._loader = loader
         self._stages = stages
-        self._ahead = ahead
-        # memory is kept: the system takes longer to give new pages than to read into old ones
+        self._reads_ahead = reads_ahead
+        # memory is reused: the system takes longer to give new pages than to read into old ones
         size = max(stage.slab_bytes for stage in stages)
-        self._slabs = [torch.empty(size, dtype=torch.uint8) for _ in range(1 + ahead)]
+        self._slabs = [torch.empty(size, dtype=torch.uint8) for _ in range(1 + reads_ahead)]
         self._reading: dict[int, Future[None]] = {}
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="fp8kv-weights")
 
@@ -124,10 +247,10 @@ class LayerWeights:
 
     @contextmanager
     def loaded(self, index: int) -> Iterator[None]:
-        """Hold layer `index` inside the block, and begin to read the next one."""
+        """Keep layer `index` in the model inside the block, and begin to read the next one."""
         self._read(index)
         self._reading[index].result()
-        if self._ahead and index + 1 < len(self._stages):
+        if self._reads_ahead and index + 1 < len(self._stages):
             self._read(index + 1)
         yield
         self._loader.unload(self._stages[index])

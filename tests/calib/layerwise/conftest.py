@@ -16,8 +16,8 @@ from families import (
 
 from calib.capture.loop import calibrate
 from calib.data import make_batches
-from calib.layerwise.layerwise import calibrate_layerwise, open_layers
-from calib.layerwise.skeleton import load_skeleton
+from calib.layerwise.loop import calibrate_layerwise, open_layers
+from calib.layerwise.weights import load_skeleton
 from calib.models.find import find_model
 from calib.models.load import load_config, load_model
 from calib.recipe import load_recipe

@@ -9,7 +9,7 @@ import torch
 from calib.errors import InputError
 from calib.files.text import parse_size, show_size
 from calib.layerwise import memory
-from calib.layerwise.layerwise import scratch_directory
+from calib.layerwise.loop import scratch_directory
 from calib.layerwise.memory import available_bytes, resident_bytes
 from calib.models.find import find_model
 from calib.models.load import load_config

@@ -4,6 +4,7 @@ import errno
 import re
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from calib.errors import CalibrationError, InputError
 from calib.files import tensors as file_tensors
-from calib.layerwise import hidden, layerwise, weights
+from calib.layerwise import loop, weights
 from calib.layerwise.memory import MemoryPlan
 
 EVERYTHING = {"observer.name": "mse", "means": True, "targets": "qkv"}
@@ -40,7 +41,7 @@ def test_places_and_skipped_tokens_are_the_same_too(llama, assert_same):
 
 @pytest.mark.parametrize("plan", [TINY, MemoryPlan(False, 0, 0), MemoryPlan(True, 20_000, PLENTY)])
 def test_nor_do_they_depend_on_where_things_are_held(plan, llama, assert_same, monkeypatch):
-    monkeypatch.setattr(layerwise, "plan_memory", lambda *_, **__: plan)
+    monkeypatch.setattr(loop, "plan_memory", lambda *_, **__: plan)
     recipe, batches = llama.recipe(), llama.batches(size=1)
     assert_same(llama.by_layer(recipe, batches), llama.in_memory(recipe, batches))
     assert list(llama.scratch.iterdir()) == []
@@ -82,7 +83,7 @@ def test_each_weight_is_read_once_and_the_head_never(llama, monkeypatch):
 def test_no_weight_stays_in_the_model(llama):
     recipe = llama.recipe()
     source = llama.open(recipe)
-    layerwise.calibrate_layerwise(source, llama.batches(), recipe, limit=PLENTY, directory=llama.path)
+    loop.calibrate_layerwise(source, llama.batches(), recipe, limit=PLENTY, directory=llama.path)
     assert {parameter.device.type for parameter in source.model.parameters()} == {"meta"}
     assert not any("forward" in vars(module) for module in source.model.modules())
 
@@ -168,7 +169,7 @@ def test_nothing_more_is_read_once_the_first_sample_is_to_blame(save, monkeypatc
 
 def test_numbers_that_fail_in_a_batch_but_not_alone_are_blamed_on_the_batch(llama, monkeypatch):
     measured = iter(["model.layers.0.self_attn: K", None])
-    monkeypatch.setattr(layerwise.loop, "first_non_finite", lambda own: next(measured, None))
+    monkeypatch.setattr(loop.loop, "first_non_finite", lambda own: next(measured, None))
     batches = llama.batches()
     with pytest.raises(CalibrationError, match=r"a layer holds .* in samples \[0, 1\], only when"):
         llama.by_layer(llama.recipe(), batches)
@@ -176,7 +177,7 @@ def test_numbers_that_fail_in_a_batch_but_not_alone_are_blamed_on_the_batch(llam
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
 def test_an_interrupted_pass_leaves_no_files(interruption, llama, monkeypatch):
-    monkeypatch.setattr(layerwise, "plan_memory", lambda *_, **__: TINY)
+    monkeypatch.setattr(loop, "plan_memory", lambda *_, **__: TINY)
     files = []
 
     def interrupt(step):
@@ -191,15 +192,15 @@ def test_an_interrupted_pass_leaves_no_files(interruption, llama, monkeypatch):
 
 
 def test_a_full_disk_is_an_error_of_one_line(llama, monkeypatch):
-    monkeypatch.setattr(layerwise, "plan_memory", lambda *_, **__: TINY)
-    written = hidden._write_output
+    monkeypatch.setattr(loop, "plan_memory", lambda *_, **__: TINY)
+    save = torch.save
 
-    def fill_up(output, path):
-        if path.name.startswith("hidden-2"):
+    def fill_up(output, file):
+        if Path(file.name).name.startswith("hidden-2"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        return written(output, path)
+        save(output, file)
 
-    monkeypatch.setattr(hidden, "_write_output", fill_up)
+    monkeypatch.setattr(torch, "save", fill_up)
     with pytest.raises(InputError, match=r"No space left on device; set TMPDIR") as raised:
         llama.by_layer(llama.recipe(), llama.batches())
     assert "\n" not in str(raised.value)
@@ -207,15 +208,15 @@ def test_a_full_disk_is_an_error_of_one_line(llama, monkeypatch):
 
 
 def test_a_missing_scratch_directory_is_an_error_of_one_line(llama, monkeypatch):
-    monkeypatch.setattr(layerwise, "plan_memory", lambda *_, **__: TINY)
+    monkeypatch.setattr(loop, "plan_memory", lambda *_, **__: TINY)
     recipe = llama.recipe()
     source, gone = llama.open(recipe), llama.path / "gone"
     with pytest.raises(InputError, match=r"gone': No such file or directory; set TMPDIR"):
-        layerwise.calibrate_layerwise(source, llama.batches(), recipe, limit=PLENTY, directory=gone)
+        loop.calibrate_layerwise(source, llama.batches(), recipe, limit=PLENTY, directory=gone)
 
 
 def test_too_little_memory_says_how_much_is_enough(llama, monkeypatch):
-    monkeypatch.setattr(layerwise, "resident_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(loop, "resident_bytes", lambda: 1 << 30)
     recipe, batches = llama.recipe(), llama.batches()
     with pytest.raises(InputError, match=r"use --max-memory [\d.]+GiB or more") as raised:
         llama.by_layer(recipe, batches, limit=(1 << 30) + 1000)

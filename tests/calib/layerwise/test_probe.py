@@ -10,10 +10,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from calib.capture.attention import AttentionMap
 from calib.errors import InputError, UnsupportedModelError
 from calib.files import tensors as file_tensors
-from calib.layerwise import probe
-from calib.layerwise.probe import random_bytes, random_weights
-from calib.layerwise.replay import replaying
-from calib.layerwise.stages import plan_stages
+from calib.layerwise.probe import find_layers, random_bytes, random_weights
+from calib.layerwise.replay import Replay
+from calib.layerwise.weights import plan_stages
 
 CPU = torch.device("cpu")
 
@@ -61,7 +60,7 @@ def test_layers_that_miss_what_an_earlier_one_hands_over_are_refused(llama, monk
 def test_a_decoder_without_one_list_of_layers_is_refused(tiny_llama):
     attention = AttentionMap({"model.layers.0.self_attn": None, "model.other": None}, {}, "model")
     with pytest.raises(UnsupportedModelError, match="not in one list of decoder layers"):
-        probe._decoder_layers(tiny_llama, attention)
+        find_layers(tiny_llama, attention)
 
 
 def test_weights_shared_between_layers_are_refused(llama):
@@ -109,6 +108,6 @@ def test_random_weights_are_one_layers_and_go_again(llama):
 def test_replaying_leaves_no_trace_after_an_error(tiny_llama):
     decoder = tiny_llama.get_decoder()
     attention = AttentionMap({}, {}, "model")
-    with pytest.raises(RuntimeError), replaying(tiny_llama, attention, list(decoder.layers)):
+    with pytest.raises(RuntimeError), Replay(tiny_llama, attention, list(decoder.layers)):
         raise RuntimeError
     assert not any("forward" in vars(module) for module in decoder.modules())

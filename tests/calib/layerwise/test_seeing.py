@@ -44,7 +44,7 @@ def test_a_whole_model_that_needs_weights_around_its_decoder(gemma3n, save, asse
     saved = save(gemma3n)
     recipe, batches = saved.recipe(means=True), saved.batches([[5, 9, 80, 3], [7, 2, 60]])
     in_memory = saved.in_memory(recipe, batches)
-    attention = saved.open(recipe).layout.attention
+    attention = saved.open(recipe).parts.attention
     assert (map_attention(gemma3n).reader, attention.reader) == ("model", "model.language_model")
     assert not attention.note
     assert_same(saved.by_layer(recipe, batches), in_memory)

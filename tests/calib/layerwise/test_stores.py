@@ -1,6 +1,7 @@
 """Reading single tensors, and keeping outputs in memory and on disk."""
 
 import json
+import resource
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 from calib.errors import InputError
 from calib.files.model_directory import open_model_directory
 from calib.files.tensors import stored_tensors
-from calib.layerwise.hidden import HiddenStates, form_of, nbytes
+from calib.layerwise.hidden import HiddenStates, nbytes, to_meta
 from calib.models.find import find_model
 
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ def test_outputs_come_back_as_they_were(room, tmp_path):
         if room == 0:
             assert len(list(tmp_path.rglob("*-[0-9]"))) == 4
         for key in outputs:
-            store.drop(key)
+            store.take(key, CPU)
         assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     assert list(tmp_path.iterdir()) == []
 
@@ -103,20 +104,34 @@ def assert_equal(one, other):
         assert x is None or x.stride() in (y.stride(), torch.empty_like(y).stride())
 
 
+def test_a_disk_that_fills_up_within_a_file_is_an_error_of_one_line(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with (
+            HiddenStates(tmp_path, 0) as store,
+            pytest.raises(InputError, match=r"File too large; set TMPDIR"),
+        ):
+            store.put(("hidden", 0), torch.zeros(1 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_room_in_memory_is_used_again(tmp_path):
     kilobyte = torch.zeros(1024, dtype=torch.uint8)
     with HiddenStates(tmp_path, 1500) as store:
         store.put(("hidden", 0), kilobyte)
         store.put(("hidden", 1), kilobyte)
         assert len(list(tmp_path.rglob("hidden-*"))) == 1
-        store.drop(("hidden", 0))
+        store.take(("hidden", 0), CPU)
         store.put(("hidden", 2), kilobyte)
         assert len(list(tmp_path.rglob("hidden-*"))) == 1
 
 
 def test_the_form_of_an_output_takes_no_memory():
     output = torch.zeros(2, 3), None
-    form = form_of(output)
+    form = to_meta(output)
     assert form[0].is_meta
     assert form[0].shape == (2, 3)
     assert form[1] is None

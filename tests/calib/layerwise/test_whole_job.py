@@ -86,10 +86,10 @@ from pathlib import Path
 from calib.data import make_batches
 from calib.models.find import find_model
 from calib.models.load import load_config
-from calib.layerwise.layerwise import calibrate_layerwise
+from calib.layerwise.loop import calibrate_layerwise
 from calib.layerwise.memory import resident_bytes
-from calib.layerwise.layerwise import open_layers
-from calib.layerwise.skeleton import load_skeleton
+from calib.layerwise.loop import open_layers
+from calib.layerwise.weights import load_skeleton
 from calib.recipe import load_recipe
 
 recipe = load_recipe(None, {"device": "cpu"})

@@ -18,7 +18,7 @@ from quantized_models import (
 from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
-from calib.layerwise.skeleton import load_skeleton
+from calib.layerwise.weights import load_skeleton
 from calib.models.find import find_model
 from calib.models.load import load_config, load_model
 from calib.recipe import load_recipe

@@ -1,0 +1,187 @@
+"""The measurement of `calib.capture.loop`, one layer at a time: the same statistics, bit for bit."""
+
+import os
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from calib.capture import loop
+from calib.capture.statistics import RunningLayer
+from calib.data import Batch
+from calib.errors import InputError
+from calib.files.model_directory import ModelDirectory
+from calib.files.text import show_size
+from calib.layerwise.hidden import HiddenStates, to_meta
+from calib.layerwise.memory import (
+    MemoryPlan,
+    memory_limit,
+    plan_memory,
+    resident_bytes,
+    return_free_memory,
+    statistics_bytes,
+)
+from calib.layerwise.probe import DecoderParts, probe_layers, random_bytes
+from calib.layerwise.replay import Output, Replay
+from calib.layerwise.weights import LayerWeights, Stages, WeightLoader, execution_device, plan_stages
+from calib.models.load import weight_sources
+from calib.progress import library_bars_hidden
+from calib.recipe import Recipe
+from calib.scales.stats import KVStats
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch that a layer has computed; both are counted from 0."""
+
+    layer: int
+    num_layers: int
+    batch_index: int
+    num_batches: int
+    batch: Batch
+
+    @property
+    def label(self) -> str:
+        """Position in the pass."""
+        layer, batch = self.layer + 1, self.batch_index + 1
+        return f"layer {layer} of {self.num_layers}, batch {batch} of {self.num_batches}"
+
+
+@dataclass(frozen=True)
+class LayerwiseModel:
+    """A model whose weights stay in its checkpoint; see `open_layers`."""
+
+    model: PreTrainedModel  # on the meta device
+    device: torch.device  # where layers compute
+    parts: DecoderParts
+    stages: Stages
+    loader: WeightLoader
+
+
+def open_layers(model: PreTrainedModel, checkpoint: ModelDirectory, recipe: Recipe) -> LayerwiseModel:
+    """Prove that `model`, made by `load_skeleton`, can run layer by layer, and find its weights."""
+    device, limit = execution_device(recipe), memory_limit(recipe.max_memory)
+    in_use, layer = resident_bytes(), random_bytes(model.get_decoder())
+    if in_use + layer > limit:
+        raise InputError(
+            f"{show_size(limit)} of memory is too little: {show_size(in_use)} are in use and one layer "
+            f"takes {show_size(layer)}, to which activations are added; use --max-memory "
+            f"{show_size((in_use + layer) * 5 // 4)} or more"
+        )
+    parts = probe_layers(model, device)
+    mapping = get_model_conversion_mapping(model)
+    sources = weight_sources(checkpoint, model.config, recipe)
+    stages = plan_stages(model, parts.layers, parts.unused, sources, mapping)
+    return LayerwiseModel(model, device, parts, stages, WeightLoader(model, mapping, device))
+
+
+def scratch_directory(output: Path) -> Path:
+    """Return the directory for hidden states that do not fit in memory: TMPDIR, else beside `output`."""
+    # the usual default, /tmp, is memory on many machines
+    if os.environ.get("TMPDIR"):
+        return Path(os.environ["TMPDIR"])
+    return next(parent for parent in output.absolute().parents if parent.is_dir())
+
+
+@torch.inference_mode()
+def calibrate_layerwise(
+    source: LayerwiseModel,
+    batches: Iterable[Batch],
+    recipe: Recipe,
+    *,
+    limit: int,
+    directory: Path,
+    on_step: Callable[[Step], None] = lambda step: None,
+) -> KVStats:
+    """Run `batches` through one layer after the other; return the statistics of `calibrate`.
+
+    Each weight is read once. The process may take `limit` bytes of resident memory; hidden states
+    that do not fit lie under `directory`. `on_step` is called after each batch of each layer.
+    """
+    batches = list(batches)
+    attention = source.parts.attention
+    running = loop.running_layers(attention, recipe)
+    if batches:
+        always = resident_bytes() + statistics_bytes(attention, recipe)
+        plan = plan_memory(source.model, source.stages, batches, always, limit)
+        with library_bars_hidden():
+            if failure := _run_layers(source, plan, directory, batches, running, on_step):
+                batch = batches[failure[0]]
+                samples, again = loop.singles(batch), loop.running_layers(attention, recipe)
+                first = _run_layers(source, plan, directory, samples, again, on_step)
+                raise loop.blame(first[1], samples[first[0]]) if first else loop.blame(None, batch)
+    return loop.results(running, attention)
+
+
+def _run_layers(
+    source: LayerwiseModel,
+    plan: MemoryPlan,
+    directory: Path,
+    batches: list[Batch],
+    running: dict[str, RunningLayer],
+    on_step: Callable[[Step], None],
+) -> tuple[int, str] | None:
+    """Add `batches` to the `running` statistics, up to the first that holds NaN or Inf.
+
+    Return the index of that batch and the first place where it is not finite, or None.
+    """
+    failure = None
+    with ExitStack() as stack:
+        replay = stack.enter_context(Replay(source.model, source.parts.attention, source.parts.layers))
+        hidden = stack.enter_context(HiddenStates(directory, plan.hidden_bytes))
+        stack.enter_context(source.loader.loaded(source.stages.resident))
+        layer_pass = _LayerPass(source, plan, replay, hidden, batches)
+        weights = LayerWeights(source.loader, source.stages.layers, reads_ahead=plan.reads_ahead)
+        stack.callback(weights.close)
+        for index, name in enumerate(source.parts.names):
+            own = {module: layer for module, layer in running.items() if module.startswith(f"{name}.")}
+            last = [*running][-1]
+            with weights.loaded(index):
+                for i, batch in enumerate(batches):
+                    layer_pass.compute(index, i, batch, own, last)
+                    if place := loop.first_non_finite(own):
+                        # an earlier batch may yet turn out not to be finite in a later layer
+                        failure, batches = (i, place), batches[:i]
+                        break
+                    on_step(Step(index, len(source.stages.layers), i, len(batches), batch))
+            if not batches:
+                break
+    return failure
+
+
+class _LayerPass:
+    """A pass over the layers, with the results of the embeddings of all `batches`."""
+
+    def __init__(
+        self,
+        source: LayerwiseModel,
+        plan: MemoryPlan,
+        replay: Replay,
+        hidden: HiddenStates,
+        batches: list[Batch],
+    ) -> None:
+        self._source, self._plan, self._replay, self._hidden = source, plan, replay, hidden
+        self._shapes: list[Output] = []  # of the results of the embeddings
+        with source.loader.loaded(source.stages.embeddings):
+            for i, batch in enumerate(batches):
+                embedded = replay.run_embeddings(loop.to_device(batch, source.device))
+                hidden.put(("embedded", i), embedded)
+                self._shapes.append(to_meta(embedded))
+
+    def compute(self, index: int, i: int, batch: Batch, own: dict[str, RunningLayer], last: str) -> None:
+        """Run batch `i` through layer `index`, whose weights are loaded, and add it to `own`."""
+        if resident_bytes() > self._plan.ceiling:
+            return_free_memory()
+        hidden, device = self._hidden, self._source.device
+        previous = hidden.take(("hidden", i), device) if index else None
+        if self._source.parts.keeps_embeddings:
+            embedded = hidden.get(("embedded", i), device)
+        else:
+            embedded = self._shapes[i] if index else hidden.take(("embedded", i), device)
+        batch = loop.to_device(batch, device)
+        with loop.observing(self._source.model, batch, own, last=last):
+            hidden.put(("hidden", i), self._replay.run_layer(index, batch, previous, embedded))
