@@ -1,29 +1,39 @@
-"""Directories that appear whole or not at all, each written by one run at a time."""
+"""Output directories: each written by one run at a time, whole or not at all; weights are linked."""
 
 import ctypes
 import errno
-import fcntl
 import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import psutil
-from safetensors import SafetensorError
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from calib.choices import Weights
 from calib.errors import InputError
 from calib.progress import WRITTEN
 
 _ANOTHER = "choose another output"
+_SOON = 0.1  # seconds in which a run that ends may still remove its lock
 _EXCHANGE = 2  # RENAME_EXCHANGE
 # file systems without locks; there the last rename finds what another run wrote
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}
+_CHUNK = 64 << 20
+
+Placing = Weights | Literal["keep"]
+
+# (file name, bytes copied since the last call, bytes in all)
+OnCopied = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -32,7 +42,7 @@ class Claim:
 
     path: Path  # without symbolic links
     replaces: tuple[int, int] | None  # device and inode of the directory that may go, if any
-    way_out: str  # what to do where it cannot be written
+    way_out: str  # advice where it cannot be written
 
 
 @contextmanager
@@ -44,123 +54,151 @@ def claimed(
     With `overwrite` the directory that is there now may be replaced. Another run that writes it is
     an InputError, or is waited for with `wait`. `way_out` is advice where it cannot be written.
     """
-    path, missing = Path(os.path.realpath(out)), []
-    lock = path.with_name(f".{path.name}.lock")
+    path, new_parents = Path(os.path.realpath(out)), []
+    lock_file = path.with_name(f".{path.name}.lock")
+    lock = FileLock(lock_file, timeout=-1 if wait else _SOON, fallback_to_soft=False)
     try:
         if (out.is_symlink() or path.exists()) and not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "it is a file, or a link to nothing")
-        missing = [parent for parent in path.parents if not parent.exists()]
+        new_parents = [parent for parent in path.parents if not parent.exists()]
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = _locked(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except BlockingIOError:
-        raise InputError(f"another run is writing '{out}'; wait for it, or {way_out}") from None
+        lock.acquire()
+    except Timeout:
+        problem = f"another run is writing '{out}'; wait for it, or"
+        if not lock_file.exists():
+            problem = f"cannot write '{out}': no file can be made beside it;"
+        raise InputError(f"{problem} {way_out}") from None
     except OSError as error:
-        raise InputError(f"cannot write '{out}': {error.strerror}; {way_out}") from None
+        if error.errno not in _NO_LOCKS:
+            raise InputError(f"cannot write '{out}': {error.strerror}; {way_out}") from None
     try:
         _remove_abandoned(path)
         yield Claim(path, _identity(path) if overwrite else None, way_out)
     finally:
         with suppress(OSError):
-            lock.unlink(missing_ok=True)
-            for parent in missing:
+            lock_file.unlink(missing_ok=True)
+            for parent in new_parents:
                 parent.rmdir()  # where nothing was written
-        os.close(descriptor)
+        lock.release()
 
 
-def _locked(lock: Path, operation: int) -> int:
-    while True:
-        descriptor = os.open(lock, os.O_CREAT | os.O_RDWR, 0o666)
-        try:
-            fcntl.flock(descriptor, operation)
-            # its last holder may have removed the file between our two calls
-            if _identity(lock) == _identity(descriptor):
-                return descriptor
-        except OSError as error:
-            if error.errno in _NO_LOCKS:
-                return descriptor
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-
-
-def _identity(file: Path | int) -> tuple[int, int] | None:
-    try:
-        found = os.stat(file)
-    except FileNotFoundError:
-        return None
-    return found.st_dev, found.st_ino
+def _identity(path: Path) -> tuple[int, int] | None:
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        return status.st_dev, status.st_ino
+    return None
 
 
 @contextmanager
 def atomic_directory(out: Path, *, overwrite: bool = False, claim: Claim | None = None) -> Iterator[Path]:
-    """Give a scratch directory that becomes `out` when the block ends well, and is gone otherwise.
+    """Yield a scratch directory that becomes `out` when the block ends well, and is gone otherwise.
 
-    `out` is absent, or empty, or replaced with `overwrite`; a `claim` on it, made before, says what
-    may be replaced. InputError if it cannot be written, or another run has written it meanwhile.
+    `out` is absent, or empty, or replaced with `overwrite`; a `claim` on it, made before, says which
+    directory may be replaced. InputError if it cannot be written, or another run has written it meanwhile.
     """
-    with nullcontext(claim) if claim else claimed(out, overwrite=overwrite) as mine:
+    with nullcontext(claim) if claim else claimed(out, overwrite=overwrite) as own:
         process = f"{socket.gethostname()}-{os.getpid()}"
-        scratch = mine.path.with_name(f".{mine.path.name}.{process}.partial")
+        scratch = own.path.with_name(f".{own.path.name}.{process}.partial")
         try:
             scratch.mkdir()
             yield scratch
-            _put(scratch, mine, out)
+            if not _put(scratch, own):
+                raise InputError(f"'{out}' was written by another program meanwhile; nothing was replaced")
         except (OSError, SafetensorError) as error:
             raise InputError(
-                f"cannot write '{out}': {error}; nothing was left behind; {mine.way_out}"
+                f"cannot write '{out}': {error}; nothing was left behind; {own.way_out}"
             ) from None
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
     WRITTEN.append(out)
 
 
-def _put(scratch: Path, claim: Claim, out: Path) -> None:
-    changed = InputError(f"'{out}' was written by another program meanwhile; nothing was replaced")
+def _put(scratch: Path, claim: Claim) -> bool:
+    """Give `scratch` its final name; False, changing nothing, if another directory is there by now."""
     if claim.replaces is not None and claim.path.exists():
-        if not _overwrite(scratch, claim):
-            raise changed
-        return
+        return _replace(scratch, claim)
     try:
         scratch.rename(claim.path)  # takes the place of an empty directory, never of another
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            raise changed from None
+            return False
         raise
+    return True
 
 
-def _overwrite(scratch: Path, claim: Claim) -> bool:
-    """Replace the claimed directory; False, changing nothing, if another one is there by now."""
+def _replace(scratch: Path, claim: Claim) -> bool:
     path, old = claim.path, scratch.with_suffix(".old")
     if _exchange(scratch, path):
-        known = _identity(scratch) == claim.replaces
-        return known or not _exchange(scratch, path)
+        is_claimed = _identity(scratch) == claim.replaces
+        return is_claimed or not _exchange(scratch, path)
     path.rename(old)
-    known = _identity(old) == claim.replaces
+    is_claimed = _identity(old) == claim.replaces
     try:
-        (scratch if known else old).rename(path)
+        (scratch if is_claimed else old).rename(path)
     except OSError:
         old.rename(path)
         raise
     shutil.rmtree(old, ignore_errors=True)
-    return known
+    return is_claimed
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap the names of two directories in one step; False where the system cannot."""
+    """Swap the names of two directories in one step; False where the system cannot.
+
+    With two renames instead, a run that is killed between them leaves a model that was to be
+    changed in place under a name that nobody looks for.
+    """
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     here = -100  # AT_FDCWD: relative to the working directory
     return bool(rename and rename(here, bytes(first), here, bytes(second), _EXCHANGE) == 0)
 
 
 def _remove_abandoned(out: Path) -> None:
-    """Remove scratch directories of `out` whose process, of this machine, is no more."""
-    name = re.escape(f".{out.name}.{socket.gethostname()}-") + r"(\d+)\.(?:partial|old)"
+    """Remove scratch directories of `out` whose process, of this machine, has ended."""
+    pattern = re.escape(f".{out.name}.{socket.gethostname()}-") + r"(\d+)\.(?:partial|old)"
     for path in out.parent.iterdir():
-        match = re.fullmatch(name, path.name)
+        match = re.fullmatch(pattern, path.name)
         if match and not psutil.pid_exists(int(match[1])):
             if path.suffix == ".old" and not out.exists():
                 path.rename(out)  # its process ended between two renames
             shutil.rmtree(path, ignore_errors=True)
+
+
+def place_shard(source: Path, target: Path, drop: set[str], weights: Placing, on_copied: OnCopied) -> None:
+    """Put the weight file `source` at `target`, without the tensors `drop`.
+
+    `link` shares the file where the file system can; `copy` makes it independent; `keep` links it
+    as it is, a symbolic link too. `on_copied` is called with each part that had to be copied.
+    """
+    if drop:
+        # scales of an earlier calibration: an engine would find two values for one name
+        with safe_open(source, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in sorted({*file.keys()} - drop)}
+            metadata = file.metadata()
+        save_tensors(tensors, target, metadata or {})
+        return
+    if weights == "keep":
+        os.link(source, target, follow_symlinks=False)
+        return
+    if weights == "link":
+        try:
+            os.link(source.resolve(), target)
+            return
+        except OSError as error:
+            if error.errno not in _NO_LINK:
+                raise
+    size = source.stat().st_size
+    with source.open("rb") as read, target.open("xb") as write:
+        while count := _copy_chunk(read.fileno(), write.fileno()):
+            on_copied(source.name, count, size)
+
+
+def _copy_chunk(read: int, write: int) -> int:
+    with suppress(OSError):
+        # btrfs, XFS and bcachefs share the blocks until one of the files changes
+        if count := os.copy_file_range(read, write, _CHUNK):
+            return count
+    return os.sendfile(write, read, None, _CHUNK)
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from calib.errors import InputError
 from calib.export.base import Export
-from calib.files.atomic import save_tensors
+from calib.files.atomic import OnCopied, Placing, place_shard, save_tensors
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import (
     BAKE_FILE,
@@ -23,7 +23,6 @@ from calib.files.names import (
     STRESS_FILE,
     is_of_cache,
 )
-from calib.files.placing import OnCopied, Placing, place_shard
 from calib.files.strict_json import exact_json_text, json_text, read_object
 
 # transformers ignores the index, and so our shard, where a file of the usual single name exists

@@ -9,10 +9,9 @@ import torch
 
 from calib.choices import FormatName
 from calib.export import FORMATS, Command, Export, export
-from calib.files.atomic import Claim, atomic_directory
+from calib.files.atomic import Claim, OnCopied, atomic_directory
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CALIBRATION_FILE, STATS_FILE
-from calib.files.placing import OnCopied
 from calib.output.card import calibration_report, output_card
 from calib.output.checkpoint_directory import write_checkpoint, write_json
 from calib.output.in_place import back_up, complete

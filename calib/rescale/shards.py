@@ -10,10 +10,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from calib.errors import InputError
-from calib.files.atomic import save_tensors
+from calib.files.atomic import place_shard, save_tensors
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CONFIG_FILE, INDEX_FILE
-from calib.files.placing import place_shard
 from calib.output.checkpoint_directory import copy_small_files, write_index, write_json
 from calib.progress import SILENT, Progress
 from calib.rescale.products import Rescaled

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from calib.export.compressed_tensors import find_quantization_config
+from calib.files.atomic import OnCopied
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MODELOPT_FILE, SINGLE_FILE
-from calib.files.placing import OnCopied
 from calib.files.strict_json import read_object
 from calib.models.quantized.detect import is_for_cache_only, targets_attention
 from calib.output.checkpoint_directory import (

@@ -12,7 +12,6 @@ from families import save_model, tiny_model
 from calib.commands import progress_bar as module
 from calib.commands.meter import Meter
 from calib.commands.progress_bar import Reporter, json_lines, progress_bar, reporting, text_lines
-from calib.files import placing
 
 
 class Clock:
@@ -145,7 +144,6 @@ def test_a_copied_file_is_one_stage(told, clock):
 
 
 def test_each_formats_copy_of_a_file_is_a_stage(tmp_path, monkeypatch):
-    monkeypatch.setattr(placing, "_clone", lambda *_: False)
     model = save_model(tiny_model("llama"), tmp_path / "tiny")
     formats = ("--format", "vllm", "--format", "tgi", "--weights", "copy")
     done = calibrate(model, "-o", tmp_path / "out", *formats, "--progress", "json")

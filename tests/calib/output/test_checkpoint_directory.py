@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from calib.errors import InputError
 from calib.export import export
 from calib.files import atomic
-from calib.files import placing as place
+from calib.files import atomic as place
 from calib.files.atomic import atomic_directory
 from calib.files.model_directory import open_model_directory
 from calib.files.names import CALIBRATION_FILE, SCALES_SHARD
@@ -79,16 +79,21 @@ def test_across_file_systems_links_become_copies(checkpoint, tmp_path, monkeypat
     assert copied.read_bytes() == (checkpoint.path / "model.safetensors").read_bytes()
 
 
-def test_where_the_file_system_can_clone_nothing_is_copied(checkpoint, tmp_path, monkeypatch):
-    def clone(written, request, read):
-        assert request == 0x40049409
-        os.sendfile(written, read, 0, 1 << 20)
+@pytest.mark.parametrize("can_clone", [True, False])
+def test_where_the_file_system_can_clone_nothing_is_sent(can_clone, checkpoint, tmp_path, monkeypatch):
+    source, target, sent = checkpoint.path / "model.safetensors", tmp_path / "copy", []
+    send = os.sendfile
 
-    monkeypatch.setattr(place.fcntl, "ioctl", clone)
-    monkeypatch.setattr(place, "_copy", lambda *_: pytest.fail("copied"))
-    out = write(checkpoint, tmp_path / "out", weights="copy")
-    cloned = out / "model-00001-of-00001.safetensors"
-    assert cloned.read_bytes() == (checkpoint.path / "model.safetensors").read_bytes()
+    def clone(read, write, count):
+        if can_clone:
+            return os.write(write, os.read(read, count))
+        raise OSError(place.errno.EXDEV, "Invalid cross-device link")
+
+    monkeypatch.setattr(os, "copy_file_range", clone)
+    monkeypatch.setattr(os, "sendfile", lambda *given: sent.append(send(*given)) or sent[-1])
+    place.place_shard(source, target, set(), "copy", lambda *_: None)
+    assert sent == ([0] if can_clone else [source.stat().st_size, 0])
+    assert target.read_bytes() == source.read_bytes()
 
 
 def test_copying_reports_how_far_it_is(tmp_path, monkeypatch):

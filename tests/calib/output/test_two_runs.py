@@ -1,8 +1,13 @@
 """Two runs into one output: the second is refused at once, and nothing is replaced unasked."""
 
 import errno
+import fcntl
 import json
+import signal
 import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -168,7 +173,7 @@ def test_a_failure_leaves_no_parents_behind_and_a_success_keeps_them(tmp_path):
 
 
 def test_a_lock_that_went_while_it_was_waited_for_is_taken_anew(tmp_path, monkeypatch):
-    lock, real = tmp_path / ".out.lock", atomic.fcntl.flock
+    lock, real = tmp_path / ".out.lock", fcntl.flock
     taken = []
 
     def flock(descriptor, operation):
@@ -176,7 +181,7 @@ def test_a_lock_that_went_while_it_was_waited_for_is_taken_anew(tmp_path, monkey
             lock.unlink()
         taken.append(real(descriptor, operation))
 
-    monkeypatch.setattr(atomic.fcntl, "flock", flock)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with claimed(tmp_path / "out"):
         assert len(taken) == 2
         assert lock.exists()
@@ -220,14 +225,34 @@ def test_a_name_that_no_file_may_have_is_one_line(tmp_path):
         pass
 
 
-def test_processes_that_need_the_same_model_wait_for_it(tmp_path, monkeypatch):
-    asked = []
-    monkeypatch.setattr(atomic.fcntl, "flock", lambda _, operation: asked.append(operation))
-    with claimed(tmp_path / "out", wait=True):
-        pass
+def test_processes_that_need_the_same_model_wait_for_it(tmp_path):
+    steps = []
+
+    def second():
+        with claimed(tmp_path / "out", wait=True):
+            steps.append("second")
+
+    waiting = threading.Thread(target=second)
+    with claimed(tmp_path / "out"):
+        waiting.start()
+        waiting.join(timeout=0.5)  # longer than a run is patient that does not wait
+        assert waiting.is_alive()
+        steps.append("first")
+    waiting.join(timeout=30)
+    assert steps == ["first", "second"]
+
+
+def test_the_lock_of_a_killed_run_holds_up_nobody(tmp_path):
+    code = (
+        "import os, signal, sys; from pathlib import Path; from calib.files.atomic import claimed\n"
+        "with claimed(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "out"])
+    assert done.returncode == -signal.SIGKILL
+    assert names(tmp_path) == [".out.lock"]
     with claimed(tmp_path / "out"):
         pass
-    assert [bool(operation & atomic.fcntl.LOCK_NB) for operation in asked] == [False, True]
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("place", ["file/out", "dangling"])
