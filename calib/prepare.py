@@ -24,7 +24,7 @@ from calib.models.quantized.detect import quantization_notes
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, make_exports
 from calib.recipe import Recipe
-from calib.scales.one_scale import check_one_scale
+from calib.scales.scales import check_one_scale
 from calib.scales.tail import check_enough
 
 # seen in vLLM 0.32's class, which hands on the positions that it is given

@@ -153,7 +153,7 @@ def _reduced(stats: KVStats, group: Group) -> KVStats:
         reduced = _all_combined([*held.values()], statistic.combine, group)
         tensors.update(zip(held, reduced, strict=True))
     (counts,) = _all_reduced([torch.tensor(stats.counts())], dist.ReduceOp.SUM, group)
-    return stats.with_tensors(tensors, counts.tolist())
+    return stats.replace_tensors(tensors, counts.tolist())
 
 
 def _all_combined(tensors: list[Tensor], combine: Callable[..., Tensor], group: Group) -> list[Tensor]:

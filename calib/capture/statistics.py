@@ -8,11 +8,9 @@ from torch import Tensor
 from calib.capture.attention import CachedAttention
 from calib.data import Batch
 from calib.recipe import Recipe
-from calib.scales.curve import buckets_of
-from calib.scales.derive import recipe_observer
-from calib.scales.observers import magnitude_histogram
+from calib.scales.observers import magnitude_histogram, make_observer
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
-from calib.scales.stats import STATISTICS, LayerStats, TensorStats
+from calib.scales.stats import STATISTICS, LayerStats, TensorStats, bucket_indices
 from calib.scales.tail import largest as largest_of
 
 _GRID = 2.0**20
@@ -45,8 +43,8 @@ def counted(batch: Batch) -> Counted:
     kept = real & (positions >= batch.skip_first)
     indices = batch.first_token + real.flatten().cumsum(0).view_as(real) - 1
     rows = None if bool(kept.all()) else kept.flatten().nonzero().squeeze(-1)
-    of_sample = buckets_of(positions[kept]).clamp(max=POSITION_BUCKETS - 1)
-    return Counted(rows, batch.num_tokens, buckets_of(indices[kept]), of_sample)
+    of_sample = bucket_indices(positions[kept]).clamp(max=POSITION_BUCKETS - 1)
+    return Counted(rows, batch.num_tokens, bucket_indices(indices[kept]), of_sample)
 
 
 def per_token_statistics(magnitudes: Tensor, tokens: Counted) -> dict[str, Tensor]:
@@ -107,7 +105,7 @@ class RunningLayer:
     def __init__(self, module: CachedAttention, recipe: Recipe) -> None:
         self.module = module
         self.tokens = self.read = 0
-        histogram, means = recipe_observer(recipe).needs_histogram, recipe.collects_means
+        histogram, means = make_observer(recipe.observer).needs_histogram, recipe.collects_means
         self.k = RunningTensor(histogram=histogram, means=means, places=True)
         self.v = RunningTensor(histogram=histogram, means=means, places=True)
         histogram = histogram and recipe.targets == "qkv"

@@ -30,8 +30,7 @@ from calib.files.safetensors_header import Entry
 from calib.models.load import caches_latents, check_cacheable
 from calib.recipe import Recipe
 from calib.scales.derive import derive_scales
-from calib.scales.one_scale import check_one_scale
-from calib.scales.scales import KVScales
+from calib.scales.scales import KVScales, check_one_scale
 from calib.scales.stats import KVStats
 from calib.scales.text_summary import TextSummary
 from fp8kv_runtime.errors import AttentionError

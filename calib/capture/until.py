@@ -8,7 +8,7 @@ from calib.capture.processes import World
 from calib.capture.resume import Share
 from calib.data import Batch
 from calib.recipe import Recipe
-from calib.scales.cover import holds
+from calib.scales.clipping import covered_share
 from calib.scales.derive import derive_scales
 from calib.scales.stats import KVStats
 
@@ -65,7 +65,7 @@ def read_until(share: Share, batches: Sequence[Batch], world: World, recipe: Rec
             continue
         seen = [stats for stats in world.gather(mine) if stats is not None]
         together = reduce(KVStats.merge, seen)
-        layers = holds(together, derive_scales(together, recipe), AHEAD, recipe.data.until or 0)
+        layers = covered_share(together, derive_scales(together, recipe), AHEAD, recipe.data.until or 0)
         if layers >= LAYERS or count == len(batches):
             return together, Stop(count, layers)
     raise AssertionError("the last look is at the end")

@@ -10,7 +10,7 @@ from torch import Tensor
 from calib.capture.attention import map_attention
 from calib.eval.found import ClippedLayer, Events, Exceedance, Tensors
 from calib.eval.variants import Setup, Variant, broadcast_scale
-from calib.scales.cover import clipped_tokens
+from calib.scales.clipping import clipped_tokens
 from calib.scales.scales import LayerScales
 from calib.scales.stats import KVStats
 from calib.scales.tail import ROUNDING

@@ -53,7 +53,7 @@ from calib.models.load import load_config
 from calib.models.quantized.detect import quantization_notes
 from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe
-from calib.scales.one_scale import LATENT_NOTE
+from calib.scales.scales import LATENT_NOTE
 from calib.scales.stats import KVStats
 from calib.scales.text_summary import TextSummary
 from fp8kv_runtime.errors import AttentionError

@@ -15,10 +15,9 @@ from calib.caches.rounding import CacheRounding, round_fp8
 from calib.choices import REFERENCE, VARIANTS, AttentionMode
 from calib.eval.simulated import simulated
 from calib.progress import SILENT, Progress
-from calib.scales.first_tokens import without_first_tokens
 from calib.scales.observers import AbsMax, Mse
 from calib.scales.scales import KVScales, LayerScales
-from calib.scales.stats import KVStats
+from calib.scales.stats import KVStats, drop_first_tokens
 from fp8kv_runtime.fp8 import FP8_DTYPES
 from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
 from fp8kv_runtime.hf.swap import Replacement
@@ -125,7 +124,7 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
     """Make all variants, controls first, from statistics with means and histograms."""
     per_layer = partial(stats.scales, strategy="tensor")
     tensor = per_layer(observer=AbsMax())
-    rest = without_first_tokens(stats).scales(strategy="tensor", observer=AbsMax())
+    rest = drop_first_tokens(stats).scales(strategy="tensor", observer=AbsMax())
     e5m2 = per_layer(observer=AbsMax(), fp8_dtype="e5m2")
     mse = per_layer(observer=Mse(FP8_DTYPES["e4m3fn"]))
     random = random_stats.scales(strategy="tensor", observer=AbsMax())

@@ -19,8 +19,7 @@ from calib.models.config import of_layers
 from calib.models.load import requested_dtype, uses_gpu, weight_sources
 from calib.models.quantized.detect import find_weight_format, is_quantized
 from calib.recipe import Recipe
-from calib.scales.derive import recipe_observer
-from calib.scales.observers import NUM_BINS
+from calib.scales.observers import NUM_BINS, make_observer
 
 # the rest is for activations, statistics and whatever else runs on the machine
 _SHARE = 0.9
@@ -128,7 +127,7 @@ def plan_memory(
 
 def statistics_bytes(attention: AttentionMap, recipe: Recipe) -> int:
     """Return the bytes of all histograms; other statistics are small beside them."""
-    if not recipe_observer(recipe).needs_histogram:
+    if not make_observer(recipe.observer).needs_histogram:
         return 0
     modules = attention.cached.values()
     heads = sum(2 * m.num_kv_heads + m.num_heads * (recipe.targets == "qkv") for m in modules)

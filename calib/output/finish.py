@@ -17,7 +17,7 @@ from calib.output.checkpoint_directory import write_checkpoint, write_json
 from calib.output.in_place import back_up, complete
 from calib.recipe import Recipe
 from calib.same_model.taking import marks_or_none
-from calib.scales.cover import clipped_tokens
+from calib.scales.clipping import clipped_tokens
 from calib.scales.derive import derive_scales
 from calib.scales.notebook import layers_html
 from calib.scales.scales import KVScales

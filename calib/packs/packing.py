@@ -19,9 +19,8 @@ from calib.packs.pack_card import license_of, pack_card
 from calib.recipe import load_recipe
 from calib.same_model.record import Marks
 from calib.scales.derive import derive_scales
-from calib.scales.measured import load_measured
 from calib.scales.scales import KVScales
-from calib.scales.stats_file import save_stats
+from calib.scales.stats_file import load_calibration, save_stats
 from calib.scales.summary import summarize
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
@@ -53,7 +52,7 @@ def pack(
     """
     source = statistics_file(given).parent
     check_output(output, source, overwrite=overwrite, what="calibration")
-    stats, said = load_measured(given)
+    stats, said = load_calibration(given)
     marks = _check_measured_here(source, said)
     if base_model is not None and not HUB_ID.fullmatch(base_model):
         raise InputError(f"--base-model '{base_model}' is no id on the Hub, such as owner/name")

@@ -45,9 +45,9 @@ from calib.same_model.judging import judge
 from calib.same_model.record import Marks
 from calib.same_model.taking import take_marks
 from calib.scales.derive import derive_scales
-from calib.scales.measured import load_measured
 from calib.scales.record_file import records_json, records_of
 from calib.scales.stats import KVStats
+from calib.scales.stats_file import load_calibration
 from calib.scales.text_summary import text_warnings
 
 
@@ -124,7 +124,7 @@ def bake(
         measured = statistics_file(scales).parent
         check_output(output, measured, overwrite=overwrite, what="calibration")
     _check_bakeable(checkpoint, in_place=in_place)
-    stats, report = load_measured(scales)
+    stats, report = load_calibration(scales)
     check_purpose(stats, purpose)
     _check_measured(scales, report, stats, name, checkpoint)
     recipe = load_recipe(None, {**overrides, "device": "cpu"})

@@ -26,8 +26,8 @@ from calib.same_model.judging import Likeness, judge
 from calib.same_model.record import Marks
 from calib.same_model.taking import not_compared, take_marks
 from calib.scales.derive import derive_scales
-from calib.scales.measured import load_measured
 from calib.scales.stats import KVStats
+from calib.scales.stats_file import load_calibration
 
 
 def apply(
@@ -52,7 +52,7 @@ def apply(
     """
     check_places(output, in_place=in_place, overwrite=overwrite)
     source, name = statistics_file(given).parent, Path(called or given)
-    stats, report = load_measured(given)
+    stats, report = load_calibration(given)
     pack = _provenance(source, str(name)) or report.get("pack")
     changes: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
     changes |= {"strategy": strategy, "export.reduce": "none"} if strategy else {}

@@ -20,7 +20,8 @@ from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.same_model.judging import judge
 from calib.same_model.record import Marks
-from calib.scales.derive import derive_scales, recipe_observer
+from calib.scales.derive import derive_scales
+from calib.scales.observers import make_observer
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
 from calib.scales.summary import warnings_for
@@ -158,7 +159,7 @@ def _capture(recipe: Recipe) -> dict[str, Any]:
         "targets": recipe.targets,
         "data.skip_first": recipe.data.skip_first,
         "means": recipe.collects_means,
-        "histograms": recipe_observer(recipe).needs_histogram,
+        "histograms": make_observer(recipe.observer).needs_histogram,
     }
 
 

@@ -1,4 +1,4 @@
-"""Derive scales from statistics, with a given recipe or the one saved beside them."""
+"""Scales derived from statistics as a recipe asks, and whether they fit a model."""
 
 from __future__ import annotations
 
@@ -9,20 +9,13 @@ from calib.arguments import check_arguments, to_path
 from calib.errors import InputError
 from calib.files.names import CALIBRATION_FILE
 from calib.recipe import Recipe, load_recipe
-from calib.scales.observers import OBSERVERS, Observer
+from calib.scales.observers import make_observer
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
-from fp8kv_runtime.fp8 import FP8_DTYPES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-def recipe_observer(recipe: Recipe) -> Observer:
-    """The observer that `recipe` names, with its options."""
-    make = OBSERVERS[recipe.observer.name]
-    return make(recipe.observer.percentile, FP8_DTYPES[recipe.fp8_dtype])
 
 
 @check_arguments
@@ -30,7 +23,7 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
     """Derive the scales that `recipe` asks for; raises as `KVStats.scales` does."""
     return stats.scales(
         strategy=recipe.strategy,
-        observer=recipe_observer(recipe),
+        observer=make_observer(recipe.observer, recipe.fp8_dtype),
         fp8_dtype=recipe.fp8_dtype,
         headroom=1.0 if recipe.headroom == "auto" else recipe.headroom,
         clip_chance=recipe.clip_chance if recipe.headroom == "auto" else None,

@@ -1,4 +1,4 @@
-"""Observers: choose the amax of a scale from the statistics.
+"""From statistics to scales: observers choose the amax of a scale, a rule makes the scale of it.
 
 `absmax` covers every value seen. `percentile` and `mse` clip on purpose: they read a histogram per
 head, made in one pass over the data, by which any clipping threshold can be judged. A bin is a
@@ -7,14 +7,17 @@ nothing inside its range, and other dtypes are rounded to bfloat16 first.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from calib.choices import ObserverName, Strategy
-from calib.errors import InputError
-from fp8kv_runtime.fp8 import dequantize, quantize, scale_from_amax
+from calib.choices import FP8Name, ObserverName, ScaleRounding, Strategy
+from calib.errors import CalibrationError, InputError
+from calib.files.stored_scales import is_usable
+from calib.recipe import ObserverRecipe
+from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize, scale_from_amax
 
 MANTISSA_BITS = 7
 NUM_BINS = 48 << MANTISSA_BITS
@@ -35,14 +38,14 @@ def magnitude_histogram(x: Tensor) -> Tensor:
 
 
 def bin_values() -> Tensor:
-    """The magnitude each bin stands for: [NUM_BINS] float32."""
+    """Return the magnitude of each bin: [NUM_BINS] float32."""
     codes = torch.arange(NUM_BINS, dtype=torch.int16) + _FIRST_CODE
     return codes.view(torch.bfloat16).float()
 
 
 @runtime_checkable
 class Observer(Protocol):
-    """Derives one amax per scale group."""
+    """A way to choose one amax per group of values that share a scale."""
 
     needs_histogram: bool
 
@@ -61,7 +64,7 @@ class AbsMax:
 
 
 class Percentile:
-    """The magnitude below which `percentile` % of the values lie; the rest saturates."""
+    """The magnitude below which `percentile` % of the values lie; larger ones saturate."""
 
     needs_histogram = True
 
@@ -70,10 +73,9 @@ class Percentile:
 
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
         """Read the percentile off the histogram, never above the true amax."""
-        counts = _group_histogram(histogram, strategy)
-        cumulative = counts.cumsum(-1).double()
-        wanted = (cumulative[:, -1:] * self._share).ceil().clamp(min=1)
-        bins = torch.searchsorted(cumulative, wanted).squeeze(-1)
+        cumulative = _group_histogram(histogram, strategy).cumsum(-1).double()
+        rank = (cumulative[:, -1:] * self._share).ceil().clamp(min=1)
+        bins = torch.searchsorted(cumulative, rank).squeeze(-1)
         return torch.minimum(bin_values()[bins], group_amax(amax, strategy))
 
 
@@ -106,6 +108,19 @@ class Mse:
         return thresholds[errors.argmin()]
 
 
+# from a percentile and an FP8 type, of which each observer needs one at most
+OBSERVERS: dict[ObserverName, Callable[[float, torch.dtype], Observer]] = {
+    "absmax": lambda percentile, fp8_dtype: AbsMax(),
+    "percentile": lambda percentile, fp8_dtype: Percentile(percentile),
+    "mse": lambda percentile, fp8_dtype: Mse(fp8_dtype),
+}
+
+
+def make_observer(recipe: ObserverRecipe, fp8_dtype: FP8Name = "e4m3fn") -> Observer:
+    """Return the observer that `recipe` names, with its options."""
+    return OBSERVERS[recipe.name](recipe.percentile, FP8_DTYPES[fp8_dtype])
+
+
 def group_amax(amax: Tensor, strategy: Strategy) -> Tensor:
     """Reduce `amax` [H, D] by max to [1] (tensor), [H] (attn_head) or [H, D] (channel)."""
     if strategy == "tensor":
@@ -119,9 +134,52 @@ def _group_histogram(histogram: Tensor | None, strategy: Strategy) -> Tensor:
     return histogram.sum(0, keepdim=True) if strategy == "tensor" else histogram
 
 
-# from a percentile and an FP8 type, of which each observer needs one at most
-OBSERVERS: dict[ObserverName, Callable[[float, torch.dtype], Observer]] = {
-    "absmax": lambda percentile, fp8_dtype: AbsMax(),
-    "percentile": lambda percentile, fp8_dtype: Percentile(percentile),
-    "mse": lambda percentile, fp8_dtype: Mse(fp8_dtype),
-}
+@dataclass(frozen=True)
+class ScaleRule:
+    """The rule of a scale: `amax * headroom / limit`, with the amax that an observer chooses."""
+
+    strategy: Strategy
+    observer: Observer
+    headroom: float
+    limit: float  # the largest FP8 value
+    rounding: ScaleRounding
+
+    def scale(
+        self, amax: Tensor, histogram: Tensor | None, where: str, centered: Tensor | None = None
+    ) -> Tensor:
+        """Return [1], [H] or [H, D] from `amax` [H, D] and `histogram`; `where` names them in errors.
+
+        The scale is for values whose amax is `centered` [H, D], where that is given.
+        """
+        if not torch.isfinite(amax).all():
+            raise CalibrationError(f"{where}: NaN or Inf was seen, so no scale can be derived")
+        if not (amax > 0).any():
+            raise CalibrationError(
+                f"{where}: only zeros were seen, so no scale can be derived; "
+                "check the weights, or calibrate on other data"
+            )
+        # before an observer divides by it
+        self._finish(self._cover_zeros(group_amax(amax, self.strategy)), where)
+        chosen = self._cover_zeros(self.observer.amax(amax, histogram, self.strategy))
+        if centered is not None:  # a constant is 0 when centered
+            remaining = self.observer.amax(centered, None, self.strategy)
+            chosen = torch.where(remaining > 0, remaining, chosen)
+        return self._finish(chosen, where)
+
+    def _cover_zeros(self, amax: Tensor) -> Tensor:
+        # a head or channel that is always zero may hold anything tomorrow: it takes the largest
+        # scale of its layer, and the summary warns about it
+        return amax if self.strategy == "tensor" else torch.where(amax > 0, amax, amax.amax())
+
+    def _finish(self, amax: Tensor, where: str) -> Tensor:
+        scale = amax.float() * self.headroom / self.limit
+        if self.rounding == "pow2":
+            # a rounded logarithm could miss; above the last power of two of float32 comes Inf
+            mantissa, exponent = torch.frexp(scale)
+            scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+        if not is_usable(scale.flatten().tolist()):
+            raise CalibrationError(
+                f"{where}: a scale would be {float(scale.min()):.3g} or {float(scale.max()):.3g}, "
+                "which no engine loads; check the weights"
+            )
+        return scale

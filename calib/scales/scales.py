@@ -1,16 +1,23 @@
-"""Scales: frozen, checked data, keyed by module name. From `stats.py`, written by `export/`."""
+"""Scales: frozen, checked data by module name, derived from statistics and written by `export/`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from calib.arguments import check_values
-from calib.choices import FP8Name, Strategy
+from calib.choices import FP8Name, Strategy, Targets
 from calib.errors import InputError
 from calib.files.stored_scales import is_usable
 from calib.scales.notebook import layers_html
+
+# for tables and reports
+LATENT_NOTE = (
+    "this model caches latents (MLA): K stands for the latent, V for k_pe, the rotated part of the "
+    "keys that all heads share; one scale is for both"
+)
 
 
 @dataclass(frozen=True)
@@ -38,14 +45,14 @@ class LayerScales:
             raise InputError(f"a latent and k_pe have one scale, got {self.k} and {self.v}")
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """`("k", k)`, `("v", v)` and, where there is one, `("q", q)`."""
+        """Return `("k", k)`, `("v", v)` and, if there is one, `("q", q)`."""
         named = [("k", self.k), ("v", self.v)]
         return named if self.q is None else [*named, ("q", self.q)]
 
 
 @dataclass(frozen=True)
 class SharedAttention:
-    """An attention module that has no cache of its own and reads that of the module `owner`."""
+    """An attention module without a cache of its own, which reads that of the module `owner`."""
 
     layer_idx: int
     owner: str
@@ -65,32 +72,33 @@ class KVScales:
 
     @property
     def has_q(self) -> bool:
-        """Whether query scales are present."""
+        """True if there are query scales."""
         return any(layer.q is not None for layer in self.layers.values())
 
     @property
     def has_center(self) -> bool:
-        """Whether something is subtracted from K before it is stored."""
+        """True if something is subtracted from K before it is stored."""
         return any(layer.k_center is not None for layer in self.layers.values())
 
     @property
     def latent(self) -> bool:
-        """Whether a layer caches a latent instead of K and V per head (MLA)."""
+        """True if a layer caches a latent instead of K and V per head (MLA)."""
         return any(layer.latent for layer in self.layers.values())
 
     def _repr_html_(self) -> str:
-        layers = {name: layer.layer_idx for name, layer in self.layers.items()}
+        indices = {name: layer.layer_idx for name, layer in self.layers.items()}
         scales = {
-            (name, f"{which.upper()} scale"): scale
+            (name, f"{letter.upper()} scale"): scale
             for name, layer in self.layers.items()
-            for which, scale in layer.items()
+            for letter, scale in layer.items()
         }
-        return layers_html(f"Scales: {self.strategy}, {self.fp8_dtype}", layers, scales)
+        return layers_html(f"Scales: {self.strategy}, {self.fp8_dtype}", indices, scales)
 
     def with_shared(self) -> Mapping[str, LayerScales]:
-        """All modules an engine asks about; one that shares a cache has its owner's scales.
+        """Return the scales of all modules that an engine asks about.
 
-        Its queries are its own and were not measured, so it has no query scale.
+        A module that shares a cache has its owner's scales, but no query scale: its queries were
+        not measured.
         """
         shared = {
             name: replace(self.layers[module.owner], layer_idx=module.layer_idx, q=None)
@@ -99,11 +107,24 @@ class KVScales:
         return {**self.layers, **shared}
 
     def reduce_max(self) -> "KVScales":
-        """One scale per module and tensor, the largest: safe for the range, coarser than before."""
-        layers = {name: _reduce_layer(layer) for name, layer in self.layers.items()}
+        """Return one scale per module and tensor, the largest: as safe, but coarser."""
+        layers = {}
+        for name, layer in self.layers.items():
+            largest: dict[str, Any] = {letter: scale.amax().view(1) for letter, scale in layer.items()}
+            layers[name] = replace(layer, **largest)
         return replace(self, strategy="tensor", layers=layers)
 
 
-def _reduce_layer(layer: LayerScales) -> LayerScales:
-    q = None if layer.q is None else layer.q.amax().view(1)
-    return replace(layer, k=layer.k.amax().view(1), v=layer.v.amax().view(1), q=q)
+def check_one_scale(*, strategy: Strategy, targets: Targets, center_keys: bool) -> None:
+    """Refuse options that the one scale of a latent and its k_pe (MLA) cannot follow."""
+    refused = {
+        f"--strategy {strategy}": strategy != "tensor",
+        f"--targets {targets}": targets != "kv",
+        "--center-keys": center_keys,
+    }
+    for option, is_refused in refused.items():
+        if is_refused:
+            raise InputError(
+                f"{option}: this model caches one latent per token and layer (MLA), and engines hold "
+                "one scale for it; use --strategy tensor --targets kv, without --center-keys"
+            )

@@ -14,36 +14,35 @@ from calib.arguments import check_arguments, check_values
 from calib.choices import FP8Name, ScaleRounding, Strategy, Targets
 from calib.errors import InputError
 from calib.files.calibration import Amax
-from calib.scales.curve import moved
-from calib.scales.notebook import amax_html
-from calib.scales.observers import Observer
-from calib.scales.one_scale import Deriving, centered, check_one_scale
-from calib.scales.places import LayerPlaces, TensorPlaces
-from calib.scales.scales import KVScales, LayerScales, SharedAttention
-from calib.scales.tail import Tail, headroom_for, largest
+from calib.scales.notebook import layers_html
+from calib.scales.observers import NUM_BINS, Observer, ScaleRule
+from calib.scales.places import BUCKETS, POSITION_BUCKETS, LayerPlaces, TensorPlaces, bucket_of, first_of
+from calib.scales.scales import KVScales, LayerScales, SharedAttention, check_one_scale
+from calib.scales.tail import TAIL, Tail, headroom_for, largest
 from calib.scales.text_summary import TextSummary
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 
-class Merge(NamedTuple):
-    """How one field of `TensorStats` is stored, and combined with the same field of other data."""
+class Statistic(NamedTuple):
+    """A field of `TensorStats`: its type, its combination with that of other data, its columns."""
 
     dtype: torch.dtype
     combine: Callable[..., Tensor]
+    columns: int | None = None  # None: one per channel
 
 
 # module name; "k", "v" or "q"; field of `TensorStats`
 Place = tuple[str, str, str]
 
 STATISTICS = {
-    "amax": Merge(torch.float32, torch.maximum),
-    "histogram": Merge(torch.int64, torch.add),
-    "total": Merge(torch.float64, torch.add),
-    "low": Merge(torch.float32, torch.minimum),
-    "high": Merge(torch.float32, torch.maximum),
-    "curve": Merge(torch.float32, torch.maximum),
-    "positions": Merge(torch.float32, torch.maximum),
-    "tail": Merge(torch.float32, largest),
+    "amax": Statistic(torch.float32, torch.maximum),
+    "histogram": Statistic(torch.int64, torch.add, NUM_BINS),
+    "total": Statistic(torch.float64, torch.add),
+    "low": Statistic(torch.float32, torch.minimum),
+    "high": Statistic(torch.float32, torch.maximum),
+    "curve": Statistic(torch.float32, torch.maximum, BUCKETS),
+    "positions": Statistic(torch.float32, torch.maximum, POSITION_BUCKETS),
+    "tail": Statistic(torch.float32, largest, TAIL),
 }
 # made of every token's largest; of K and V alone, and not in old files
 PER_TOKEN = ("curve", "positions", "tail")
@@ -63,10 +62,6 @@ class TensorStats:
     positions: Tensor | None = None  # [H, POSITION_BUCKETS] float32, by position in the sample
     tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
 
-    def for_scale(self) -> tuple[Tensor, Tensor | None]:
-        """What a scale is derived from."""
-        return self.amax, self.histogram
-
 
 @dataclass(frozen=True)
 class LayerStats:
@@ -82,34 +77,44 @@ class LayerStats:
 
     @property
     def tokens_read(self) -> int:
-        """How many tokens of the run the curve's buckets divide."""
+        """The tokens of the run that the curve's buckets divide."""
         return self.tokens if self.read is None else self.read
 
+    def scaled_parts(self) -> dict[str, TensorStats]:
+        """Return the tensors that have a scale of their own, by name: K and V, or one of a latent."""
+        return {"latent and k_pe": self.join_latent()} if self.latent else {"K": self.k, "V": self.v}
+
+    def join_latent(self) -> TensorStats:
+        """Return K and V as one tensor of one head: a latent and its k_pe share a scale."""
+        amax = torch.cat([self.k.amax.flatten(), self.v.amax.flatten()])[None]
+        fields = {
+            name: STATISTICS[name].combine(k, v)
+            for name in ("histogram", *PER_TOKEN)
+            if (k := getattr(self.k, name)) is not None and (v := getattr(self.v, name)) is not None
+        }
+        return TensorStats(amax, **fields)
+
     def tails(self, strategy: Strategy) -> list[Tail]:
-        """K's and V's, or that of latents; an InputError where there are none, or few tokens."""
-        parts = [self.jointly()] if self.latent else [self.k, self.v]
-        found = [part.tail for part in parts if part.tail is not None]
-        if len(found) < len(parts):
-            raise InputError("these statistics are old and hold no tails; calibrate again")
-        per_head = strategy == "attn_head"
-        return [Tail.of(tail, self.tokens, per_head=per_head) for tail in found]
+        """Return the tail of each scaled part; refuse old statistics and few tokens."""
+        tails = []
+        for part in self.scaled_parts().values():
+            if part.tail is None:
+                raise InputError("these statistics are old and hold no tails; calibrate again")
+            tails.append(Tail.of(part.tail, self.tokens, per_head=strategy == "attn_head"))
+        return tails
 
     def centered_keys(self) -> tuple[Tensor, Tensor]:
-        """K's mean per channel, and the amax of what is left of K; see `centered`."""
-        return centered(self.k.total, self.k.low, self.k.high, self.tokens)
+        """Return K's mean per channel, and the amax of K without that mean: [K, D] each.
 
-    def jointly(self) -> TensorStats:
-        """K and V as one tensor of one head: of a latent and its k_pe, which share a scale."""
-        amax = torch.cat([each.amax.flatten() for each in (self.k, self.v)])[None]
-        return TensorStats(
-            amax,
-            **{
-                field: STATISTICS[field].combine(one, other)
-                for field in ("histogram", *PER_TOKEN)
-                if (one := getattr(self.k, field)) is not None
-                and (other := getattr(self.v, field)) is not None
-            },
-        )
+        Softmax does not see what is subtracted from every key. The rest has to be exact: the first
+        token's key, far from the mean, is often that extreme, is seen by every query, and at exactly
+        the largest magnitude FP8 rounds it to itself.
+        """
+        k = self.k
+        if k.total is None or k.low is None or k.high is None:
+            raise InputError("these statistics hold no means of K; calibrate with --center-keys")
+        mean = (k.total / self.tokens).float()
+        return mean, torch.maximum(k.high - mean, mean - k.low)
 
 
 @dataclass(frozen=True)
@@ -130,97 +135,101 @@ class KVStats:
 
     @property
     def latent(self) -> bool:
-        """Whether a layer caches a latent instead of K and V per head (MLA)."""
+        """True if a layer caches a latent instead of K and V per head (MLA)."""
         return any(layer.latent for layer in self.layers.values())
 
     def _repr_html_(self) -> str:
-        layers = {name: layer.layer_idx for name, layer in self.layers.items()}
-        return amax_html(f"Statistics of {self.tokens:,} tokens", layers, self.tensors())
+        indices = {name: layer.layer_idx for name, layer in self.layers.items()}
+        amax = {
+            (name, f"{letter.upper()} amax"): x.amax(-1)
+            for (name, letter, field), x in self.tensors().items()
+            if field == "amax"
+        }
+        return layers_html(f"Statistics of {self.tokens:,} tokens", indices, amax)
 
     def amax_by_head(self) -> Amax:
         """Return the absmax of each layer and head; a latent and k_pe have the larger of both."""
-        found: Amax = {}
+        amax: Amax = {}
         for layer in self.layers.values():
-            parts = (layer.k, layer.v) if not layer.latent else [layer.jointly()] * 2
-            for letter, part in zip("kvq", (*parts, layer.q), strict=True):
-                found[layer.layer_idx, letter] = tuple(part.amax.amax(1).tolist())
+            parts = [*layer.scaled_parts().values()]
+            for letter, part in zip("kvq", (parts[0], parts[-1], layer.q), strict=True):
+                amax[layer.layer_idx, letter] = tuple(part.amax.amax(1).tolist())
         # its queries are its own and were not measured
-        for each in self.shared.values():
-            owner = self.layers[each.owner].layer_idx
-            found |= {(each.layer_idx, letter): found[owner, letter] for letter in "kv"}
-        return found
+        for module in self.shared.values():
+            owner = self.layers[module.owner].layer_idx
+            amax |= {(module.layer_idx, letter): amax[owner, letter] for letter in "kv"}
+        return amax
 
     def places(self) -> list[LayerPlaces]:
-        """Where the largest K and V of each layer were; empty if that is not known."""
-
-        def of(x: TensorStats) -> TensorPlaces:
-            return TensorPlaces(*(getattr(x, field).tolist() for field in ("curve", "positions")))
-
-        return [
-            LayerPlaces(layer.layer_idx, layer.tokens_read, of(layer.k), of(layer.v))
-            for layer in self.layers.values()
-            if layer.k.curve is not None and layer.v.curve is not None
-        ]
+        """Return where the largest K and V of each layer were; empty if that is not known."""
+        places = []
+        for layer in self.layers.values():
+            if layer.k.curve is not None and layer.v.curve is not None:
+                k, v = (
+                    TensorPlaces(x.curve.tolist(), x.positions.tolist())  # type: ignore[union-attr]
+                    for x in (layer.k, layer.v)
+                )
+                places.append(LayerPlaces(layer.layer_idx, layer.tokens_read, k, v))
+        return places
 
     def tensors(self) -> dict[Place, Tensor]:
-        """Every tensor by its place."""
+        """Return every tensor by its place."""
         return {
-            (name, which, field): tensor
+            (name, letter, field): tensor
             for name, layer in self.layers.items()
-            for which in "kvq"
+            for letter in "kvq"
             for field in STATISTICS
-            if (tensor := getattr(getattr(layer, which), field)) is not None
+            if (tensor := getattr(getattr(layer, letter), field)) is not None
         }
 
     def counts(self) -> list[tuple[int, int]]:
-        """How many tokens each layer counted, and how many were read."""
+        """Return the number of tokens that each layer counted, and that of all it read."""
         return [(layer.tokens, layer.tokens_read) for layer in self.layers.values()]
 
-    def with_tensors(self, tensors: Mapping[Place, Tensor], counts: Iterable[Sequence[int]]) -> "KVStats":
-        """The same modules with other `tensors` and `counts`."""
+    def replace_tensors(self, tensors: Mapping[Place, Tensor], counts: Iterable[Sequence[int]]) -> "KVStats":
+        """Return statistics of the same modules with other `tensors` and `counts`."""
         layers = {}
         for (name, layer), (tokens, read) in zip(self.layers.items(), counts, strict=True):
             k, v, q = (
-                TensorStats(**{at[2]: x for at, x in tensors.items() if at[:2] == (name, which)})
-                for which in "kvq"
+                TensorStats(**{place[2]: x for place, x in tensors.items() if place[:2] == (name, letter)})
+                for letter in "kvq"
             )
             layers[name] = replace(layer, tokens=tokens, read=read, k=k, v=v, q=q)
         return KVStats(layers, self.shared, self.text)
 
     @check_arguments
-    def merge(self, other: "KVStats") -> "KVStats":
+    def merge(self, stats: "KVStats") -> "KVStats":
         """Combine with other tokens of the same run; an InputError if they are of another model.
 
-        Curve and positions are dropped if one of the two has none.
+        Curve, positions and tail are dropped if one of the two has none.
         """
-        mine, others = self.tensors(), other.tensors()
-        for one, another in ((mine, others), (others, mine)):
-            for at in [at for at in one if at[2] in PER_TOKEN and at not in another]:
-                del one[at]
-        if {at: x.shape for at, x in mine.items()} != {at: x.shape for at, x in others.items()}:
+        tensors, added = self.tensors(), stats.tensors()
+        for place in tensors.keys() ^ added.keys():
+            if place[2] in PER_TOKEN:
+                (tensors if place in tensors else added).pop(place)
+        if {place: x.shape for place, x in tensors.items()} != {place: x.shape for place, x in added.items()}:
             raise InputError(
                 "these statistics are of different models or observers: modules, head shapes or "
                 "what was collected differ; merge only runs of one model with the same options"
             )
-        merged = {at: STATISTICS[at[2]].combine(x, others[at]) for at, x in mine.items()}
-        layers = ((layer, other.layers[name]) for name, layer in self.layers.items())
-        counts = [(a.tokens + b.tokens, a.tokens_read + b.tokens_read) for a, b in layers]
-        text = self.text.join(other.text) if self.text and other.text else None
-        return replace(self.with_tensors(merged, counts), text=text)
+        merged = {place: STATISTICS[place[2]].combine(x, added[place]) for place, x in tensors.items()}
+        pairs = ((layer, stats.layers[name]) for name, layer in self.layers.items())
+        counts = [(a.tokens + b.tokens, a.tokens_read + b.tokens_read) for a, b in pairs]
+        text = self.text.join(stats.text) if self.text and stats.text else None
+        return replace(self.replace_tensors(merged, counts), text=text)
 
     @check_arguments
-    def join(self, other: "KVStats") -> "KVStats":
+    def join(self, later: "KVStats") -> "KVStats":
         """Combine with another run, as if its tokens had been read after those of this one.
 
-        All is as `merge` would have it, but the curve. Of the other run it is known by buckets,
-        which lie elsewhere now; see `moved`: an amax is never said to be reached too early.
+        This is `merge`, but the curve of the `later` run moves behind this run's tokens.
         """
-        tensors = other.tensors()
-        for at in tensors:
-            if at[2] == "curve" and at[0] in self.layers:
-                before, count = (stats.layers[at[0]].tokens_read for stats in (self, other))
-                tensors[at] = moved(tensors[at], before, count)
-        return self.merge(other.with_tensors(tensors, other.counts()))
+        tensors = later.tensors()
+        for place, x in tensors.items():
+            if place[2] == "curve" and place[0] in self.layers:
+                offset, count = (stats.layers[place[0]].tokens_read for stats in (self, later))
+                tensors[place] = shift_curve(x, offset, count)
+        return self.merge(later.replace_tensors(tensors, later.counts()))
 
     @check_arguments
     def scales(
@@ -248,24 +257,53 @@ class KVStats:
         """
         if self.latent:
             check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
-
-        given = Deriving(strategy, observer, headroom, fp8_max(FP8_DTYPES[fp8_dtype]), rounding)
-
-        def layer(name: str, seen: LayerStats) -> LayerScales:
-            how = given
+        common = ScaleRule(strategy, observer, headroom, fp8_max(FP8_DTYPES[fp8_dtype]), rounding)
+        layers = {}
+        for name, layer in self.layers.items():
+            rule = common
             if clip_chance is not None:
-                how = replace(given, headroom=headroom_for(seen.tails(strategy), clip_chance))
-            if seen.latent:
-                both = how.scale(*seen.jointly().for_scale(), f"{name} latent and k_pe")
-                return LayerScales(seen.layer_idx, k=both, v=both, latent=True)
-            center, left = seen.centered_keys() if center_keys else (None, None)
-            return LayerScales(
-                seen.layer_idx,
-                k=how.scale(*seen.k.for_scale(), f"{name} K", left),
-                v=how.scale(*seen.v.for_scale(), f"{name} V"),
-                q=how.scale(*seen.q.for_scale(), f"{name} Q") if targets == "qkv" else None,
-                k_center=center,
-            )
-
-        layers = {name: layer(name, seen) for name, seen in self.layers.items()}
+                rule = replace(common, headroom=headroom_for(layer.tails(strategy), clip_chance))
+            center, centered = layer.centered_keys() if center_keys else (None, None)
+            scales = [
+                rule.scale(part.amax, part.histogram, f"{name} {label}", centered if label == "K" else None)
+                for label, part in layer.scaled_parts().items()
+            ]
+            q = rule.scale(layer.q.amax, layer.q.histogram, f"{name} Q") if targets == "qkv" else None
+            layers[name] = LayerScales(layer.layer_idx, scales[0], scales[-1], q, center, layer.latent)
         return KVScales(strategy, fp8_dtype, layers, self.shared)
+
+
+def bucket_indices(tokens: Tensor) -> Tensor:
+    """Return the bucket (see `calib.scales.places`) of each of `tokens`, indices [N]: [N] int64."""
+    # frexp is exact, a rounded logarithm is not
+    return torch.frexp((tokens + 1).double()).exponent.long() - 1
+
+
+def shift_curve(curve: Tensor, offset: int, count: int) -> Tensor:
+    """Return the `curve` [H, BUCKETS] of `count` tokens as if it began after `offset` tokens.
+
+    A bucket does not tell which of its tokens was the largest, so it goes to where its last one
+    lies. An amax is never said to be reached before it was seen, at times later.
+    """
+    shifted = torch.zeros_like(curve)
+    for bucket in range(bucket_of(count - 1) + 1):
+        last = min(first_of(bucket + 1), count) - 1
+        column = bucket_of(offset + last)
+        shifted[:, column] = torch.maximum(shifted[:, column], curve[:, bucket])
+    return shifted
+
+
+def drop_first_tokens(stats: KVStats) -> KVStats:
+    """Keep only the amax of K and V of each head without the first token of every sample, [H, 1].
+
+    Engines see that token once per sequence. A head that has nothing else keeps its amax.
+    """
+
+    def drop(tensor: TensorStats) -> TensorStats:
+        if tensor.positions is None:
+            raise InputError("these statistics do not say where amax was seen; calibrate again")
+        amax = tensor.positions[:, 1:].amax(1, keepdim=True)
+        return TensorStats(torch.where(amax > 0, amax, tensor.amax.amax(1, keepdim=True)))
+
+    layers = {name: replace(layer, k=drop(layer.k), v=drop(layer.v)) for name, layer in stats.layers.items()}
+    return KVStats(layers, stats.shared, stats.text)

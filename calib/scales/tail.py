@@ -1,4 +1,4 @@
-"""What lies beyond the largest value seen: how likely a new token is to be clipped, and how far.
+"""The values beyond the largest seen: how likely a new token is to have one, and how large it is.
 
 Of every head the `TAIL` largest tokens are kept, a token by its largest |x|. Above the smallest of
 them excesses fall off about exponentially, by their mean (peaks over threshold; Pickands 1975). A
@@ -22,19 +22,18 @@ TAIL = 128
 # so that the threshold is exceeded by one token in eight at most
 MIN_TOKENS = 8 * TAIL
 MOST_HEADROOM = 16.0
+ROUNDING = 1 + 2.0**-20  # a scale is a rounded float32: a value this little beyond it is not clipped
 
 _SHAPE = 0.2  # of the generalised Pareto distribution beyond the largest value
-_ABOVE = TAIL - 1  # tokens above the threshold
 _TIE = 1 - 2.0**-8  # closer to the largest than bfloat16 can tell
-ROUNDING = 1 + 2.0**-20  # a scale is a rounded float32: so little beyond it is nothing clipped
 
 
-def largest(held: Tensor, new: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """The `TAIL` largest of two [H, n], descending: [H, TAIL], filled up with zeros."""
-    both = torch.cat([held, new], dim=-1)
+def largest(values: Tensor, new: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return the `TAIL` largest of two [H, n], descending: [H, TAIL], filled up with zeros."""
+    both = torch.cat([values, new], dim=-1)
     both = torch.nn.functional.pad(both, (0, max(0, TAIL - both.shape[-1])))
-    found = both.topk(TAIL, dim=-1).values
-    return found if out is None else out.copy_(found)
+    top = both.topk(TAIL, dim=-1).values
+    return top if out is None else out.copy_(top)
 
 
 def check_enough(tokens: int) -> None:
@@ -48,15 +47,14 @@ def check_enough(tokens: int) -> None:
 
 @dataclass(frozen=True)
 class Tail:
-    """The upper end of what was seen, of each group [G] of values that share a scale."""
+    """The largest tokens of each group [G] of values that share a scale."""
 
     top: Tensor  # [G, TAIL] float64, descending
-    tokens: int
+    tokens: int  # among which they are the largest
 
     @classmethod
     def of(cls, top: Tensor, tokens: int, *, per_head: bool) -> "Tail":
-        """Of the largest `top` [H, TAIL] of each head, as one group or as H; an InputError where
-        there are too few tokens."""
+        """Make one group, or one per head, of `top` [H, TAIL]; refuse too few tokens."""
         check_enough(tokens)
         top = top.double()
         if not per_head:
@@ -77,58 +75,54 @@ class Tail:
     @property
     def decay(self) -> Tensor:
         """The mean excess over the threshold, [G]: so much further, e times fewer tokens."""
-        return (self.top[:, :_ABOVE] - self.top[:, _ABOVE:]).mean(-1)
+        return (self.top[:, :-1] - self.top[:, -1:]).mean(-1)
 
     @property
     def chance(self) -> Tensor:
-        """That a new token is above the largest seen, [G]."""
+        """The chance that a new token is above the largest seen, [G]."""
+        slope = (TAIL - 1) / self.tokens * _share_beyond(self.largest - self.threshold, self.decay)
         ties = (self.top >= self.largest[:, None] * _TIE).sum(-1)
-        return (self._on_slope(self.largest) / self.tokens / ties).sqrt()
+        return (slope / self.tokens / ties).sqrt()
 
     def chance_above(self, level: Tensor) -> Tensor:
-        """That a new token is above `level` [G], at least the threshold: [G]."""
+        """Return the chance [G] that a new token is above `level` [G], at least the threshold."""
         level = level.double() * ROUNDING
-        beyond = self.chance * _falls(level - self.largest, self.decay, shape=_SHAPE)
-        seen = (self.top > level[:, None]).sum(-1) / self.tokens
-        return torch.where(level >= self.largest, beyond, seen)
+        extrapolated = self.chance * _share_beyond(level - self.largest, self.decay, shape=_SHAPE)
+        counted = (self.top > level[:, None]).sum(-1) / self.tokens
+        return torch.where(level >= self.largest, extrapolated, counted)
 
     def reached_in(self, tokens: int) -> Tensor:
-        """What the largest of `tokens` new ones is expected to be, if not less than was seen."""
+        """Return the expected largest [G] of `tokens` new ones, at least the largest seen."""
         return self.largest + self.decay * (self.chance * tokens).log().clamp(min=0)
 
-    def _on_slope(self, level: Tensor) -> Tensor:
-        return _ABOVE / self.tokens * _falls(level - self.top[:, -1], self.decay)
 
-
-def _falls(distance: Tensor, decay: Tensor, *, shape: float = 0) -> Tensor:
-    """The share of tokens that is left after `distance`; where all tie, none."""
+def _share_beyond(distance: Tensor, decay: Tensor, *, shape: float = 0) -> Tensor:
+    """Return the share of tokens beyond a `distance`; 1 at none, even where all tokens tie."""
     steps = distance / decay.clamp(min=torch.finfo(torch.float64).tiny)
     share = (1 + shape * steps) ** (-1 / shape) if shape else torch.exp(-steps)
     return torch.where(distance == 0, 1.0, share)
 
 
 def headroom_for(tails: Sequence[Tail], chance: float) -> float:
-    """The smallest factor >= 1 on all amax of a layer by which a token is clipped with `chance`.
+    """Return the smallest factor >= 1 on all amax of a layer that clips a token with `chance`.
 
-    `tails` are K's and V's. An InputError where none up to 16 is enough.
+    `tails` are K's and V's. An InputError where no factor up to 16 is enough.
     """
 
-    def clipped(factor: float) -> float:
-        chances = (tail.chance_above(tail.largest * factor) for tail in tails)
+    def chance_with(factor: float) -> float:
         # a head of zeros is given the largest scale of its layer
-        alive = zip(chances, tails, strict=True)
-        return sum(float(each[tail.largest > 0].sum()) for each, tail in alive)
+        chances = (tail.chance_above(tail.largest * factor)[tail.largest > 0] for tail in tails)
+        return sum(float(groups.sum()) for groups in chances)
 
     low, high = 1.0, MOST_HEADROOM
-    if clipped(low) <= chance:
+    if chance_with(low) <= chance:
         return low
-    if clipped(high) > chance:
+    if chance_with(high) > chance:
         raise InputError(
             f"a layer would need headroom over {MOST_HEADROOM:g} to clip a token with a chance of "
-            f"{chance:g}: calibrate on more text, give --headroom a number, or a larger "
-            "--clip-chance"
+            f"{chance:g}: calibrate on more text, give --headroom a number, or a larger --clip-chance"
         )
     while high - low > 1e-4:
         middle = (low + high) / 2
-        low, high = (middle, high) if clipped(middle) > chance else (low, middle)
+        low, high = (middle, high) if chance_with(middle) > chance else (low, middle)
     return high

@@ -106,7 +106,7 @@ def test_an_observer_sees_latent_and_k_pe_as_one():
     model = with_large_k_pe(tiny_model("deepseek_v3", **LATENT["deepseek_v3"]))
     stats = calibrate(model, batches(), MSE)
     for layer in stats.layers.values():
-        both = layer.jointly()
+        both = layer.join_latent()
         assert both.amax.max() == max(layer.k.amax.max(), layer.v.amax.max())
         assert both.histogram.sum() == layer.tokens * (16 + 8)
     absmax = derive_scales(stats, load_recipe(None)).layers.values()
@@ -207,7 +207,7 @@ def test_kimi_k2_is_read_as_the_deepseek_that_it_is(saved, tmp_path):
     kimi, deepseek = (load_stats(tmp_path / "of" / name) for name in ("kimi", "deepseek"))
     assert kimi.latent
     for name, layer in deepseek.layers.items():
-        assert torch.equal(kimi.layers[name].jointly().amax, layer.jointly().amax)
+        assert torch.equal(kimi.layers[name].join_latent().amax, layer.join_latent().amax)
 
 
 def renamed(directory, out):
@@ -235,7 +235,7 @@ def test_absmax_of_latents_is_that_which_their_scale_is_for(saved, tmp_path):
     run(str(saved["deepseek_v3"]), load_recipe(None, RECIPE), tmp_path / "out")
     amax = load_stats(tmp_path / "out").amax_by_head()
     for layer in load_stats(tmp_path / "out").layers.values():
-        largest = float(layer.jointly().amax.max())
+        largest = float(layer.join_latent().amax.max())
         assert amax[layer.layer_idx, "k"] == amax[layer.layer_idx, "v"] == (largest,)
 
 

@@ -76,7 +76,7 @@ def test_latents_have_places_too():
     for tensor in (layer.k, layer.v):
         assert tensor.curve.shape == (1, BUCKETS)
         assert torch.equal(tensor.curve.amax(1), tensor.amax.amax(1))
-    assert torch.equal(layer.jointly().positions.amax(1), layer.jointly().amax.amax(1))
+    assert torch.equal(layer.join_latent().positions.amax(1), layer.join_latent().amax.amax(1))
 
 
 def test_smollm2_in_its_own_precision(smollm2_directory):

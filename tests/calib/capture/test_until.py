@@ -15,7 +15,7 @@ from calib.capture.resume import SavedProgress, Share
 from calib.capture.until import AHEAD, FIRST_SAMPLES, FIRST_TOKENS, looks, read_until
 from calib.data import make_batches
 from calib.recipe import Recipe
-from calib.scales.cover import holds
+from calib.scales.clipping import covered_share
 from calib.scales.derive import derive_scales
 from calib.scales.stats_file import load_stats
 
@@ -72,7 +72,7 @@ def test_it_stops_where_what_is_expected_is_held_and_not_before(stopped, model):
     read, available = stats.tokens, SAMPLES * SEQ_LEN
     assert FIRST_TOKENS * 1.25 < read < available
     assert f"{read:,} of {available:,} tokens were read" in " ".join(printed.split())
-    assert holds(stats, derive_scales(stats, recipe), AHEAD, SHARE) >= 0.95
+    assert covered_share(stats, derive_scales(stats, recipe), AHEAD, SHARE) >= 0.95
     assert (report["dataset"]["tokens"], report["dataset"]["samples"]) == (read, read // SEQ_LEN)
     assert recipe.data.until == SHARE
 

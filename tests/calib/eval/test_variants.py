@@ -13,9 +13,8 @@ from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.variants import BUILT_IN, REFERENCE, build_variants
 from calib.recipe import load_recipe
-from calib.scales.first_tokens import without_first_tokens
 from calib.scales.observers import AbsMax
-from calib.scales.stats import KVStats, TensorStats
+from calib.scales.stats import KVStats, TensorStats, drop_first_tokens
 from fp8kv_runtime.hf import swap_attention
 
 SAMPLES = [list(range(1 + i, 40 + i)) for i in range(3)]
@@ -77,12 +76,12 @@ def test_a_head_that_only_the_first_token_sees_keeps_its_amax():
     positions[1, 1:] = 0
     layer = replace(layer, k=replace(layer.k, positions=positions))
     stats = KVStats({name: layer})
-    rest = without_first_tokens(stats).layers[name]
+    rest = drop_first_tokens(stats).layers[name]
     assert rest.k.amax[1].item() == layer.k.amax[1].max()
     assert rest.k.amax[0].item() == layer.k.positions[0, 1:].max()
     plain = replace(layer, k=TensorStats(layer.k.amax))
     with pytest.raises(InputError, match="calibrate again"):
-        without_first_tokens(KVStats({name: plain}))
+        drop_first_tokens(KVStats({name: plain}))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "paligemma"])

@@ -11,8 +11,7 @@ from quantized_models import edit_json
 from safetensors.torch import load_file, save_file
 
 from calib.files.names import STATS_FILE
-from calib.scales.curve import moved
-from calib.scales.stats import PER_TOKEN
+from calib.scales.stats import PER_TOKEN, shift_curve
 from calib.scales.stats_file import load_stats, save_stats
 
 COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu")
@@ -52,7 +51,7 @@ def assert_joined(merged, halves):
     first, second, joined = map(load_stats, (*halves, merged))
     layers = zip(*(stats.layers.values() for stats in (first, second, joined)), strict=True)
     for a, b, both in layers:
-        assert torch.equal(both.k.curve, torch.maximum(a.k.curve, moved(b.k.curve, 96, 144)))
+        assert torch.equal(both.k.curve, torch.maximum(a.k.curve, shift_curve(b.k.curve, 96, 144)))
         assert torch.equal(both.k.curve.amax(1), both.k.amax.amax(1))
 
 
@@ -154,7 +153,7 @@ def test_runs_without_a_curve_merge_and_have_none(halves, tmp_path):
     stats = load_stats(b)
     tensors = {at: x for at, x in stats.tensors().items() if at[2] not in PER_TOKEN}
     (b / STATS_FILE).unlink()
-    save_stats(stats.with_tensors(tensors, stats.counts()), b / STATS_FILE)
+    save_stats(stats.replace_tensors(tensors, stats.counts()), b / STATS_FILE)
     for order in ((a, b), (b, a)):
         done = fp8kv("merge", *order, "-o", tmp_path / "merged", "--overwrite")
         assert done.exit_code == 0, done.stderr
@@ -169,7 +168,7 @@ def test_modules_that_counted_other_tokens_do_not_add_up(halves, tmp_path):
     counts = [(50, 60), *stats.counts()[1:]]
     odd = shutil.copytree(halves[1], tmp_path / "odd")
     (odd / STATS_FILE).unlink()
-    save_stats(stats.with_tensors(stats.tensors(), counts), odd / STATS_FILE)
+    save_stats(stats.replace_tensors(stats.tensors(), counts), odd / STATS_FILE)
     for order in ((halves[0], odd), (odd, halves[0])):
         done = fp8kv("merge", *order, "-o", tmp_path / "merged")
         one_line_error(done, "model.layers.0.self_attn counted", "another share than in")

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from calib.errors import InputError
-from calib.scales.curve import buckets_of
 from calib.scales.places import BUCKETS, POSITION_BUCKETS, bucket_of, first_of
-from calib.scales.stats import KVStats, LayerStats, TensorStats
+from calib.scales.stats import KVStats, LayerStats, TensorStats, bucket_indices
 
 
 def test_buckets_are_powers_of_two():
@@ -23,7 +22,7 @@ def test_buckets_are_powers_of_two():
 
 def test_buckets_of_many_tokens_are_exact_to_the_last():
     edges = [2**b - 1 + d for b in range(1, BUCKETS) for d in (-1, 0, 1)]
-    assert buckets_of(torch.tensor(edges)).tolist() == [bucket_of(i) for i in edges]
+    assert bucket_indices(torch.tensor(edges)).tolist() == [bucket_of(i) for i in edges]
 
 
 def run(values, read=None):
@@ -96,6 +95,6 @@ def test_runs_of_different_models_do_not_join():
 
 def test_a_latent_and_its_k_pe_grow_together():
     one, other = (run(values).layers["a"].k for values in ([3.0, 1.0], [2.0, 5.0]))
-    both = LayerStats(0, 2, one, other, one, latent=True).jointly()
+    both = LayerStats(0, 2, one, other, one, latent=True).join_latent()
     assert both.curve[0, :2].tolist() == [3.0, 5.0]
     assert both.positions[0, 0] == 5.0

@@ -13,7 +13,7 @@ from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.errors import InputError
 from calib.recipe import Recipe
-from calib.scales.cover import ClippedTokens, clip_chance, clipped_tokens, holds
+from calib.scales.clipping import ClippedTokens, clip_chance, clipped_tokens, covered_share
 from calib.scales.derive import derive_scales, load_scales
 from calib.scales.stats_file import load_stats, save_stats
 from calib.scales.tail import TAIL, Tail, headroom_for
@@ -102,9 +102,9 @@ def test_a_power_of_two_stays_itself(stats):
 def test_with_enough_headroom_more_tokens_are_held_and_without_they_are_not(stats):
     plain = derive_scales(stats, Recipe())
     auto = derive_scales(stats, Recipe(headroom="auto"))
-    assert holds(stats, auto, ahead=4, share=0) == 1
-    assert holds(stats, plain, ahead=100, share=0) == 0
-    assert holds(stats, plain, ahead=100, share=1) == 1
+    assert covered_share(stats, auto, ahead=4, margin=0) == 1
+    assert covered_share(stats, plain, ahead=100, margin=0) == 0
+    assert covered_share(stats, plain, ahead=100, margin=1) == 1
 
 
 def test_a_head_of_zeros_asks_for_no_headroom(stats):
@@ -183,7 +183,7 @@ def test_nothing_is_expected_where_nothing_is_known(stats):
     channels = derive_scales(stats, Recipe(strategy="channel", export={"formats": ["fp8kv"]}))
     assert clipped_tokens(stats, channels) is None
     tensors = {at: x for at, x in stats.tensors().items() if at[2] != "tail"}
-    old = stats.with_tensors(tensors, stats.counts())
+    old = stats.replace_tensors(tensors, stats.counts())
     assert clipped_tokens(old, derive_scales(old, Recipe())) is None
 
 
@@ -208,6 +208,6 @@ def test_old_statistics_have_no_headroom_by_layer(model, tmp_path):
     assert fp8kv("calibrate", directory, "-o", out, *given).exit_code == 0
     stats = load_stats(out)
     tensors = {at: x for at, x in stats.tensors().items() if at[2] in ("amax",)}
-    save_stats(stats.with_tensors(tensors, stats.counts()), out / "fp8kv_stats.safetensors")
+    save_stats(stats.replace_tensors(tensors, stats.counts()), out / "fp8kv_stats.safetensors")
     again = fp8kv("bake", directory, "--scales", out, "--for", "fp8", "-o", tmp_path / "baked")
     one_line_error(again, "these statistics are old and hold no tails; calibrate again")
