@@ -180,7 +180,7 @@ def _mapped(model: PreTrainedModel, recipe: Recipe, format: FormatName) -> Atten
 def _exported(model: PreTrainedModel, scales: KVScales, recipe: Recipe, format: FormatName) -> Export:
     """`scales` in the format, as for a checkpoint that the model would be saved as."""
     # any name inside of a module shows how transformers calls that module on disk
-    own = {f"{module}.kv.scale": torch.empty(0) for module in scales.with_shared()}
+    own = {f"{module}.kv.scale": torch.empty(0) for module in scales.expand_shared()}
     header = dict.fromkeys(revert_weight_conversion(model, own), Entry("F32", (0,), 0, 0))
     name = type(model).__name__
     config = {**model.config.to_dict(), "architectures": [name]}

@@ -27,7 +27,7 @@ def simulated(
     Layers without scales keep the model's own. `with_queries`: engines load query scales; without,
     queries in FP8 have scale 1.0. `dtype` is that of the model; engines have bfloat16 for float32.
     """
-    layers: Mapping[int, LayerScales] = {s.layer_idx: s for s in scales.with_shared().values()}
+    layers: Mapping[int, LayerScales] = {s.layer_idx: s for s in scales.expand_shared().values()}
     kernels: Mapping[AttentionMode, Callable[..., Tensor]] = {
         "fa3": fa3_attention,
         "vllm_triton": partial(

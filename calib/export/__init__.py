@@ -134,7 +134,7 @@ def _check_announced(source: ModelDirectory) -> None:
 
 
 def _check_layers(scales: KVScales, flag: str) -> None:
-    modules = scales.with_shared()
+    modules = scales.expand_shared()
     if len({*map(layer_of, modules)}) < len(modules):
         raise UnsupportedExportError(
             f"{flag}: layers of this model have several attention modules (as LongCat), whose "

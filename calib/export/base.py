@@ -125,5 +125,5 @@ def _other_engines(checkpoint: ModelDirectory, kind: str) -> Iterator[str]:
 
 def by_prefix(scales: KVScales, checkpoint: ModelDirectory) -> dict[str, LayerScales]:
     """The scales of all modules that engines ask about, by prefix of their names on disk."""
-    layers = scales.with_shared().items()
+    layers = scales.expand_shared().items()
     return {checkpoint.attention_prefix(module): layer for module, layer in layers}

@@ -19,7 +19,7 @@ def scales_json(scales: KVScales, checkpoint: ModelDirectory, tp_size: int) -> E
             f"'{checkpoint.path}' lacks; use --format vllm or tgi"
         )
     _check_split(checkpoint, num_layers, tp_size)
-    missing = num_layers - len({layer.layer_idx for layer in scales.with_shared().values()})
+    missing = num_layers - len({layer.layer_idx for layer in scales.expand_shared().values()})
     notes = []
     if missing:
         notes.append(f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused")
@@ -52,7 +52,7 @@ def _check_split(checkpoint: ModelDirectory, num_layers: int, ranks: int) -> Non
 
 def scales_document(scales: KVScales, model_type: str, num_layers: int, tp_size: int = 1) -> dict[str, Any]:
     """The JSON object: of each layer the larger of its K and V scale, for `tp_size` ranks."""
-    layers = scales.with_shared().values()
+    layers = scales.expand_shared().values()
     largest = {layer.layer_idx: float(layer.k.maximum(layer.v)) for layer in layers}
     # its loaders want every layer index, also of layers that cache no K and V
     factors = {str(index): largest.get(index, 1.0) for index in range(num_layers)}

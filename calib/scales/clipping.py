@@ -56,8 +56,8 @@ def clipped_tokens(stats: KVStats, scales: KVScales, tensors: str = "kv") -> Cli
             return None
         if name in scales.layers:
             chances[layer.layer_idx] = clip_chance(layer, scales.layers[name], limit, tensors)
-    known = {layer: chance for layer, chance in chances.items() if chance is not None}
-    return ClippedTokens(known, tuple(sorted(chances.keys() - known.keys()))) if chances else None
+    by_layer = {layer: chance for layer, chance in chances.items() if chance is not None}
+    return ClippedTokens(by_layer, tuple(sorted(chances.keys() - by_layer.keys()))) if chances else None
 
 
 def clip_chance(layer: LayerStats, scales: LayerScales, limit: float, tensors: str = "kv") -> float | None:

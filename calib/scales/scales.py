@@ -94,7 +94,7 @@ class KVScales:
         }
         return layers_html(f"Scales: {self.strategy}, {self.fp8_dtype}", indices, scales)
 
-    def with_shared(self) -> Mapping[str, LayerScales]:
+    def expand_shared(self) -> Mapping[str, LayerScales]:
         """Return the scales of all modules that an engine asks about.
 
         A module that shares a cache has its owner's scales, but no query scale: its queries were

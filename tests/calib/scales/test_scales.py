@@ -31,7 +31,7 @@ def test_reduce_max_gives_one_scale_per_tensor():
 
 def test_a_module_that_shares_a_cache_has_its_owners_scales():
     scales = KVScales("attn_head", "e4m3fn", {"a": PER_HEAD}, {"b": SharedAttention(5, "a")})
-    assert scales.with_shared()["b"].layer_idx == 5
-    assert scales.with_shared()["b"].k is PER_HEAD.k
-    assert scales.with_shared()["b"].q is None
+    assert scales.expand_shared()["b"].layer_idx == 5
+    assert scales.expand_shared()["b"].k is PER_HEAD.k
+    assert scales.expand_shared()["b"].q is None
     assert list(scales.layers) == ["a"]
