@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from calib.capture.any_scales import open_any_scales
 from calib.data.loading import open_source
-from calib.data.tokens import tokenize_rows
+from calib.data.samples import tokenize_rows
 from calib.errors import InputError
 from calib.generate import unit_scales
 from calib.models.devices import check_token_ids, input_device

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # samples in a row that ended at once; each costs a single token
-MAX_BARREN_SAMPLES = 200
+MAX_EMPTY_SAMPLES = 200
 
 # every setting that a model's own generation_config may use to bend its distribution
 PLAIN_SAMPLING: dict[str, Any] = {
@@ -43,20 +43,27 @@ def sample_from_model(
     Without a BOS token it starts from EOS, else from a random token. Samples that end at once are
     drawn again. The caller's random state is left as it was.
     """
+    from transformers import GenerationConfig
+
+    eos = model.generation_config.eos_token_id
+    ends = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
+    # what follows an end is cut off; the tokenizer's own padding may have no row in the embedding
+    stop = {"max_new_tokens": recipe.seq_len - 1, "eos_token_id": sorted(ends) or None, "pad_token_id": 0}
+    config = GenerationConfig(**stop, **PLAIN_SAMPLING)
     batch_size = resolve_batch_size(recipe, input_device(model).type)
-    ends = _end_ids(tokenizer, model)
     samples: list[list[int]] = []
-    barren = 0
+    num_empty = 0
     # a model may be spread over several devices, and any of them may draw
     with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
         torch.manual_seed(recipe.seed)
         while len(samples) < recipe.samples:
             starts = _start_ids(min(batch_size, recipe.samples - len(samples)), tokenizer, model)
-            rows = _generate(starts, recipe.seq_len, ends, model)
-            kept = [_until_end(row, ends) for row in rows if row[1] not in ends]
-            samples += kept
-            barren = 0 if kept else barren + len(rows)
-            if barren >= MAX_BARREN_SAMPLES:
+            mask = torch.ones_like(starts)
+            rows = model.generate(starts, attention_mask=mask, generation_config=config).tolist()
+            written = [_until_end(row, ends) for row in rows if row[1] not in ends]
+            samples += written
+            num_empty = 0 if written else num_empty + len(rows)
+            if num_empty >= MAX_EMPTY_SAMPLES:
                 raise InputError(
                     "dataset 'self': the model ends every sample at its first token; use real "
                     "text, such as `--dataset builtin:python-docs`"
@@ -70,47 +77,23 @@ def sample_at_random(
     """Draw `seq_len` token ids per sample, each id of the vocabulary equally likely."""
     generator = torch.Generator().manual_seed(recipe.seed)
     shape = recipe.samples, recipe.seq_len
-    ids = torch.randint(_num_ids(tokenizer, model), shape, generator=generator)
-    samples: list[list[int]] = ids.tolist()
+    samples: list[list[int]] = torch.randint(_num_ids(tokenizer, model), shape, generator=generator).tolist()
     return samples
 
 
-def _generate(starts: Tensor, seq_len: int, ends: list[int], model: PreTrainedModel) -> list[list[int]]:
-    """Continue `starts` [B, 1]."""
-    from transformers import GenerationConfig
-
-    # what follows an end is cut off; the tokenizer's own padding may have no row in the embedding
-    config = GenerationConfig(
-        max_new_tokens=seq_len - 1, eos_token_id=ends or None, pad_token_id=0, **PLAIN_SAMPLING
-    )
-    mask = torch.ones_like(starts)
-    rows = model.generate(starts, attention_mask=mask, generation_config=config)
-    ids: list[list[int]] = rows.tolist()
-    return ids
+def _start_ids(count: int, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> Tensor:
+    """Return the token that starts each sample, [count, 1]."""
+    start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if start is None:
+        return torch.randint(_num_ids(tokenizer, model), (count, 1)).to(input_device(model))
+    check_token_ids([start], tokenizer, model)
+    return torch.full((count, 1), start, device=input_device(model))
 
 
-def _start_ids(
-    count: int, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
-) -> Tensor:  # [count, 1]
-    for start in (tokenizer.bos_token_id, tokenizer.eos_token_id):
-        if start is not None:
-            check_token_ids([start], tokenizer, model)
-            return torch.full((count, 1), start, device=input_device(model))
-    return torch.randint(_num_ids(tokenizer, model), (count, 1)).to(input_device(model))
-
-
-def _end_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> list[int]:
-    configured = model.generation_config.eos_token_id
-    ends = configured if isinstance(configured, list) else [configured]
-    return sorted({i for i in (*ends, tokenizer.eos_token_id) if i is not None})
-
-
-def _until_end(ids: list[int], ends: list[int]) -> list[int]:
-    # position 0 was given, and may be EOS itself
-    for position, token in enumerate(ids[1:], 1):
-        if token in ends:
-            return ids[: position + 1]
-    return ids
+def _until_end(ids: list[int], ends: set[int]) -> list[int]:
+    # position 0 starts the sample, and may be EOS itself
+    end = next((i for i, token in enumerate(ids) if i and token in ends), len(ids))
+    return ids[: end + 1]
 
 
 def _num_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:
@@ -118,7 +101,7 @@ def _num_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:
     return min(len(tokenizer), int(model.config.get_text_config().vocab_size))
 
 
-# how to make samples from (recipe, tokenizer, model), and what is wrong with them
+# how to make samples from (recipe, tokenizer, model), and a warning about them
 GENERATED: dict[str, tuple[Callable[..., list[list[int]]], str]] = {
     "self": (
         sample_from_model,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from calib.data.documents import Row
-from calib.errors import InputError
+from calib.errors import InputError, one_line
 from calib.files.cache_folder import cache_refusal
 from calib.recipe import DataRecipe
 
@@ -13,21 +13,17 @@ PREFERRED_SPLITS = ("train_sft", "train", "validation", "test")
 SHUFFLE_BUFFER = 1000
 # datasets turns some failed downloads into a FileNotFoundError that quotes this type
 QUOTED_FAILURE = "LocalEntryNotFoundError"
-# server messages can carry a whole page
-MAX_QUOTED = 300
 
 
 def find_split(recipe: DataRecipe) -> str:
-    """Return the split to read: the one asked for, else the most training-like one."""
+    """Return the split to read: `recipe.split`, or the one for training, or for evaluation."""
     import datasets
 
     with _errors_explained(recipe.dataset):
         splits = list(datasets.get_dataset_split_names(recipe.dataset, recipe.config))
-    if recipe.split is not None and recipe.split in splits:
-        return recipe.split
-    found = [name for name in PREFERRED_SPLITS if name in splits]
-    if recipe.split is None and found:
-        return found[0]
+    candidates = PREFERRED_SPLITS if recipe.split is None else (recipe.split,)
+    if split := next((name for name in candidates if name in splits), None):
+        return split
     problem = f"no split '{recipe.split}' in" if recipe.split else "cannot choose a split of"
     raise InputError(
         f"{problem} dataset '{recipe.dataset}'; splits: {', '.join(splits)}; "
@@ -44,6 +40,14 @@ def stream_rows(recipe: DataRecipe, split: str) -> Iterator[Row]:
         yield from rows.shuffle(seed=recipe.seed, buffer_size=SHUFFLE_BUFFER)
 
 
+def is_unreachable(error: Exception) -> bool:
+    """Return whether `error`, of datasets or huggingface_hub, means that the Hub does not answer."""
+    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
+
+    unreachable = ConnectionError, TimeoutError, HTTPError, LocalEntryNotFoundError
+    return QUOTED_FAILURE in one_line(error) or _has_cause(error, *unreachable)
+
+
 @contextmanager
 def _errors_explained(dataset: str) -> Iterator[None]:
     from datasets.exceptions import DatasetsError
@@ -55,32 +59,28 @@ def _errors_explained(dataset: str) -> Iterator[None]:
         yield
     # RuntimeError: the dataset is a loading script
     except (OSError, HTTPError, DatasetsError, ValueError, RuntimeError) as error:
-        raise InputError(_explain(dataset, error)) from error
+        raise InputError(cache_refusal(error, "HF_HUB_CACHE") or _explain(dataset, error)) from error
 
 
 def _explain(dataset: str, error: Exception) -> str:
     from datasets.exceptions import DatasetNotFoundError
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 
-    if refusal := cache_refusal(error, "HF_HUB_CACHE"):
-        return refusal
-    message = " ".join(str(error).split())[:MAX_QUOTED]
+    message = one_line(error)
     # datasets turns a GatedRepoError into a DatasetNotFoundError that says so in its text only
     if _has_cause(error, GatedRepoError) or "is a gated dataset" in message:
         return (
-            f"dataset '{dataset}' is gated: accept its terms on "
-            f"https://huggingface.co/datasets/{dataset} and run `hf auth login`, "
-            f"or use an open dataset"
+            f"dataset '{dataset}' is gated: accept its terms on https://huggingface.co/datasets/{dataset} "
+            "and run `hf auth login`, or use an open dataset"
         )
-    # said of a name that has too many slashes for a dataset, and is no path either
+    # datasets looks for files where a name has too many slashes for the Hub
     no_file = message.startswith("Couldn't find any data file") and QUOTED_FAILURE not in message
-    absent = DatasetNotFoundError, RepositoryNotFoundError, HFValidationError
-    if no_file or _has_cause(error, *absent):
+    if no_file or _has_cause(error, DatasetNotFoundError, RepositoryNotFoundError, HFValidationError):
         return (
             f"no dataset '{dataset}' on the Hugging Face Hub, or it is private: check the name, "
             f"give the path of a local file, or use `--dataset builtin:python-docs`"
         )
-    if is_unreachable(error, message):
+    if is_unreachable(error):
         return (
             f"the Hugging Face Hub cannot be reached for dataset '{dataset}' ({message}); "
             f"with no network use `--dataset builtin:python-docs` or a local file"
@@ -89,14 +89,6 @@ def _explain(dataset: str, error: Exception) -> str:
         message = message.split(" Example of usage")[0]
         return f"dataset '{dataset}': {message}; choose one with `--set data.config=NAME`"
     return f"dataset '{dataset}' cannot be read: {message}; use another dataset or a local file"
-
-
-def is_unreachable(error: Exception, message: str) -> bool:
-    """Whether `error`, of datasets or huggingface_hub, says that the Hub does not answer."""
-    from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
-
-    unreachable = ConnectionError, TimeoutError, HTTPError, LocalEntryNotFoundError
-    return QUOTED_FAILURE in message or _has_cause(error, *unreachable)
 
 
 def _has_cause(error: BaseException | None, *kinds: type[BaseException]) -> bool:

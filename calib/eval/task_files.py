@@ -12,8 +12,8 @@ import yaml
 from jinja2 import TemplateError
 from transformers import set_seed
 
-from calib.data.hub_rows import MAX_QUOTED, is_unreachable
-from calib.errors import InputError
+from calib.data.hub_rows import is_unreachable
+from calib.errors import InputError, one_line
 
 # lm-eval's own: its few-shot examples are those of its command line
 SEED = 1234
@@ -105,7 +105,7 @@ def _check_is_task(spec: str, path: Path) -> None:
         # composed, not loaded: the tags of lm-eval stay what they are
         document = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"cannot read --tasks '{spec}': {_one_line(error)}") from None
+        raise InputError(f"cannot read --tasks '{spec}': {one_line(error)}") from None
     pairs = document.value if isinstance(document, yaml.MappingNode) else []
     keys = {key.value for key, _ in pairs if isinstance(key, yaml.ScalarNode)}
     if "group" in keys:
@@ -129,8 +129,8 @@ def _load(manager: Any, name: str) -> _Loaded:
 
 
 def _explain(name: str, error: Exception) -> str:
-    message = _one_line(error)
-    if is_unreachable(error, message):
+    message = one_line(error)
+    if is_unreachable(error):
         return (
             f"the dataset of task '{name}' cannot be reached ({message}); with no network give "
             "--tasks a YAML file whose data lie on this machine"
@@ -151,7 +151,3 @@ def _add(found: _Loaded, name: str, loaded: _Loaded) -> None:
             raise InputError(f"task '{task_name}' has images or sound; only text is measured here")
     for kind, entries in loaded.items():
         found[kind].update(entries)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:MAX_QUOTED]

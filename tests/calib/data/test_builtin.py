@@ -8,10 +8,9 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from calib.data import load_data
+from calib.data import check_dataset, load_data
 from calib.data.builtin import BUILTIN, LONG_CHARACTERS, builtin_rows
-from calib.data.loading import check_dataset
-from calib.data.pieces import LEAST_REST
+from calib.data.samples import SMALLEST_PIECE
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
@@ -89,7 +88,7 @@ def test_fewer_samples_than_asked_for_are_a_warning(tokenizer):
     )
     pieces = texts("long", 40_000)
     assert count > loaded.documents == len(pieces)
-    assert loaded.unread < len(pieces) * 40_000 / LEAST_REST
+    assert loaded.unread < len(pieces) * 40_000 / SMALLEST_PIECE
     read = sum(map(len, loaded.samples)) - count  # without <s>
     assert read == len("".join(pieces).encode()) - loaded.unread
 

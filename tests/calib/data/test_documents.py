@@ -2,7 +2,7 @@
 
 import pytest
 
-from calib.data.documents import find_document, is_blank
+from calib.data.documents import count_words, find_document
 from calib.errors import InputError
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
@@ -71,17 +71,18 @@ def test_the_column_error_names_the_flag():
 
 
 @pytest.mark.parametrize(
-    ("document", "blank"),
+    ("document", "words"),
     [
-        ("", True),
-        (" \n\t", True),
-        ("x", False),
-        ([], True),
-        ([{"role": "user", "content": " "}, {"role": "assistant", "content": None}], True),
-        ([{"role": "user", "content": [{"type": "text", "text": " "}]}], True),
-        ([{"role": "user", "content": [{"type": "text", "text": "a"}]}], False),
-        ([{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}], False),
+        ("", 0),
+        (" \n\t", 0),
+        ("x", 1),
+        ("one two\nthree", 3),
+        ([], 0),
+        ([{"role": "user", "content": " "}, {"role": "assistant", "content": None}], 0),
+        ([{"role": "user", "content": [{"type": "text", "text": " "}]}], 0),
+        ([{"role": "user", "content": [{"type": "text", "text": "a b"}]}], 2),
+        ([{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}], 1),
     ],
 )
-def test_is_blank(document, blank):
-    assert is_blank(document) is blank
+def test_words_are_counted_and_a_blank_document_has_none(document, words):
+    assert count_words(document) == words

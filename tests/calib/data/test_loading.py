@@ -6,12 +6,16 @@ import json
 import pytest
 
 from calib import data
-from calib.data import load_data
-from calib.data.loading import fingerprint
+from calib.data import CalibrationData, load_data
+from calib.data.samples import Piece
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+
+
+def fingerprint(*samples):
+    return CalibrationData([Piece(0, len(ids), ids) for ids in samples], "text").fingerprint
 
 
 def no_model():
@@ -36,7 +40,7 @@ def test_a_local_file_becomes_samples_with_source_and_warnings(mixed, tokenizer)
     assert texts == {"<s><|user|>hi<|assistant|>yo", "<s>plain"}
     assert loaded.num_tokens == 7 + 6
     assert loaded.source == mixed
-    assert loaded.fingerprint == fingerprint(loaded.samples)
+    assert loaded.fingerprint == fingerprint(*loaded.samples)
     assert loaded.warnings == (
         f"data.split 'x' is ignored: dataset '{mixed}' has none",
         f"9 samples were asked for and dataset '{mixed}' has 2; all 2 are used",
@@ -77,9 +81,9 @@ def test_a_bad_dataset_is_found_before_the_model_is_loaded(tokenizer):
 def test_the_fingerprint_is_the_sha256_of_lengths_and_ids():
     words = [2, 5, 6, 1, 7]
     expected = hashlib.sha256(b"".join(w.to_bytes(8, "little") for w in words)).hexdigest()
-    assert fingerprint([[5, 6], [7]]) == expected
+    assert fingerprint([5, 6], [7]) == expected
 
 
 def test_the_fingerprint_sees_boundaries_and_order():
-    prints = {fingerprint(s) for s in ([[1, 2], [3]], [[1], [2, 3]], [[3], [1, 2]], [[1, 2, 3]])}
+    prints = {fingerprint(*samples) for samples in ([[1, 2], [3]], [[1], [2, 3]], [[3], [1, 2]], [[1, 2, 3]])}
     assert len(prints) == 4

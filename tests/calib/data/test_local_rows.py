@@ -7,7 +7,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from calib.data.local_rows import looks_local, open_rows, unread_files
+from calib.data.local_rows import find_files, looks_local, open_rows
 from calib.errors import InputError
 
 
@@ -88,23 +88,23 @@ def test_a_directory_is_its_readable_files_by_name(tmp_path):
         (
             "a.parquet",
             "this is text",
-            "a.parquet: not a readable Parquet file (Parquet magic bytes",
+            "a.parquet: cannot be read (Parquet magic bytes",
         ),
         (
             "a.jsonl",
             '{"text": "a"}\n{"text": ' + "[" * 100_000,
-            "a.jsonl, line 2: nested too deeply; fix or remove the line",
+            "a.jsonl, line 2: nested too deeply; fix or remove it",
         ),
         (
             "a.jsonl",
             '{"text": "a"}\n{"n": ' + "1" * 5000 + "}",
-            "a.jsonl, line 2: not valid JSON (Exceeds the limit (4300",
+            "a.jsonl, line 2: cannot be read (Exceeds the limit (4300",
         ),
-        ("a.json", "[" * 100_000, "a.json: nested too deeply; fix or remove the line"),
+        ("a.json", "[" * 100_000, "a.json: nested too deeply; fix or remove it"),
         (
             "a.json",
             '[{"n": ' + "1" * 5000 + "}]",
-            "a.json: not valid JSON (Exceeds the limit (4300",
+            "a.json: cannot be read (Exceeds the limit (4300",
         ),
         ("a.csv", "text\na\n", "unsupported extension; supported: .jsonl, .json, .parquet, .txt"),
     ],
@@ -182,5 +182,6 @@ def test_what_a_directory_holds_and_is_not_read_is_named(tmp_path):
     for name in ("a.jsonl", "b.csv", "README.md", ".hidden"):
         write(tmp_path / name, '"a"\n')
     (tmp_path / "more").mkdir()
-    assert unread_files(str(tmp_path)) == ["README.md", "b.csv", "more"]
-    assert unread_files(str(tmp_path / "a.jsonl")) == []
+    path = tmp_path / "a.jsonl"
+    assert find_files(str(tmp_path)) == ([path], ["README.md", "b.csv", "more"])
+    assert find_files(str(path)) == ([path], [])

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from calib.data import load_data
-from calib.data.pieces import LEAST_REST, Pieces
-from calib.data.tokens import encode
+from calib.data.samples import SMALLEST_PIECE, Pieces, encode
 from calib.models.find import builtin_model
 from calib.recipe import DataRecipe
 
@@ -143,7 +142,7 @@ def test_a_book_is_read_from_the_beginning_to_the_end(tmp_path):
     data = loaded(tmp_path / "book.txt", tokenizer, samples=10_000, seq_len=256)
     assert time.perf_counter() - began < 60  # 2 s where nothing else runs
     places = range(0, len(whole), 256)
-    assert len(data.samples) == sum(len(whole) - at >= 256 // LEAST_REST for at in places)
+    assert len(data.samples) == sum(len(whole) - at >= 256 // SMALLEST_PIECE for at in places)
     assert data.num_tokens + data.unread == len(whole)
     expected = {tuple(whole[at : at + 256]) for at in places}
     assert {tuple(ids) for ids in data.samples} <= expected
@@ -257,7 +256,7 @@ def test_pieces_are_disjoint_and_a_larger_limit_only_adds(lengths, seq_len, limi
     kept = opening if len(opening) < seq_len else []
     assert all(piece.ids[: len(kept)] == kept for piece in every)
     read = sum(piece.tokens for piece in every)
-    assert 0 <= sum(map(len, documents)) - read <= len(documents) * max(0, seq_len // LEAST_REST - 1)
+    assert 0 <= sum(map(len, documents)) - read <= len(documents) * max(0, seq_len // SMALLEST_PIECE - 1)
 
 
 @given(st.integers(1, 3000), st.integers(1, 200))

@@ -2,8 +2,7 @@
 
 import pytest
 
-from calib.data import tokens
-from calib.data.tokens import MAX_REFUSALS, encode
+from calib.data.samples import MAX_REFUSALS, encode, tokenize_rows
 from calib.errors import InputError
 from calib.recipe import DataRecipe
 
@@ -16,9 +15,9 @@ def recipe_of(**settings):
     return DataRecipe(**({"dataset": "d", "samples": 2, "seq_len": 64} | settings))
 
 
-def tokenize_rows(rows, tokenizer, recipe):
+def tokenize(rows, tokenizer, recipe):
     located = ((f"a.jsonl, line {n}", row) for n, row in enumerate(rows, 1))
-    pieces, warnings, words = tokens.tokenize_rows(located, tokenizer, recipe)
+    pieces, warnings, words = tokenize_rows(located, tokenizer, recipe)
     return [piece.ids for piece in pieces], warnings, words
 
 
@@ -42,20 +41,20 @@ def test_a_template_without_bos_adds_none(byte_tokenizer):
 
 
 def test_samples_are_cut_at_seq_len(tokenizer):
-    samples, _, _ = tokenize_rows(["abcdef", "xy"], tokenizer, recipe_of(seq_len=4))
+    samples, _, _ = tokenize(["abcdef", "xy"], tokenizer, recipe_of(seq_len=4))
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>abc", "<s>xy"]
 
 
 def test_only_as_many_rows_are_read_as_are_needed(tokenizer):
     rows = iter(["a", " \n", "b", "c"])
-    samples, warnings, _ = tokenize_rows(rows, tokenizer, recipe_of())
+    samples, warnings, _ = tokenize(rows, tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
     assert warnings == ()
     assert list(rows) == ["c"]
 
 
 def test_too_few_documents_are_all_used_with_a_warning(tokenizer):
-    samples, warnings, _ = tokenize_rows(["a", "", "b"], tokenizer, recipe_of(samples=5))
+    samples, warnings, _ = tokenize(["a", "", "b"], tokenizer, recipe_of(samples=5))
     assert len(samples) == 2
     assert warnings == ("5 samples were asked for and dataset 'd' has 2; all 2 are used",)
 
@@ -63,12 +62,12 @@ def test_too_few_documents_are_all_used_with_a_warning(tokenizer):
 @pytest.mark.parametrize("rows", [[], ["", " \n"], [{"text": None}], [{"messages": []}]])
 def test_no_usable_document_is_an_error(tokenizer, rows):
     with pytest.raises(InputError, match=r"^dataset 'd' is empty: no row holds any text; use "):
-        tokenize_rows(rows, tokenizer, recipe_of())
+        tokenize(rows, tokenizer, recipe_of())
 
 
 def test_the_column_of_the_recipe_is_read(tokenizer):
     rows = [{"text": "t", "body": "b"}]
-    samples, _, _ = tokenize_rows(rows, tokenizer, recipe_of(column="body"))
+    samples, _, _ = tokenize(rows, tokenizer, recipe_of(column="body"))
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>b"]
 
 
@@ -84,7 +83,7 @@ def test_a_chat_without_a_template_says_what_to_do(byte_tokenizer):
 def test_chats_that_the_template_refuses_are_skipped_with_a_warning(tokenizer):
     no_content = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None}]
     rows = [{"messages": chat} for chat in (SYSTEM, CHAT, no_content, CHAT)]
-    samples, warnings, _ = tokenize_rows(rows, tokenizer, recipe_of())
+    samples, warnings, _ = tokenize(rows, tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s><|user|>hi<|assistant|>yo"] * 2
     assert warnings == (
         "2 chats were skipped because the tokenizer's chat template refused them (System role not supported)",
@@ -111,7 +110,7 @@ STRINGS = {
 def test_text_parts_are_joined_for_templates_that_take_strings(byte_tokenizer, template):
     tokenizer = byte_tokenizer(chat_template=template)
     chat = [{"role": "user", "content": text_parts("q", "more")}, *CHAT[1:]]
-    (ids,), warnings, _ = tokenize_rows([{"messages": chat}], tokenizer, recipe_of(samples=1))
+    (ids,), warnings, _ = tokenize([{"messages": chat}], tokenizer, recipe_of(samples=1))
     assert tokenizer.decode(ids) == "<|user|>q\nmore<|assistant|>yo"
     assert warnings == ()
 
@@ -136,7 +135,7 @@ def test_a_template_that_takes_parts_alone_gets_parts(byte_tokenizer):
 def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer, content, reason):
     chat = [{"role": "user", "content": content}]
     rows = [{"text": "a"}, {"messages": chat}, {"messages": chat}, {"text": "b"}]
-    samples, (warning,), _ = tokenize_rows(rows, tokenizer, recipe_of())
+    samples, (warning,), _ = tokenize(rows, tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
     assert warning.startswith("2 rows were skipped: they hold no text that can be read (such as ")
     assert "a.jsonl, line 2: " in warning
@@ -154,7 +153,7 @@ def test_chats_of_more_than_text_are_skipped_with_a_warning(tokenizer, content, 
     ],
 )
 def test_rows_without_text_among_good_ones_are_skipped_and_counted(tokenizer, row):
-    samples, (warning,), _ = tokenize_rows(["a", row, row, "b", row], tokenizer, recipe_of())
+    samples, (warning,), _ = tokenize(["a", row, row, "b", row], tokenizer, recipe_of())
     assert [tokenizer.decode(ids) for ids in samples] == ["<s>a", "<s>b"]
     assert warning.startswith("2 rows were skipped: ")
     assert "a.jsonl, line 2: " in warning
@@ -163,19 +162,19 @@ def test_rows_without_text_among_good_ones_are_skipped_and_counted(tokenizer, ro
 def test_rows_that_all_lack_text_are_an_error_that_says_why(tokenizer):
     rows = iter([{"a": 1}] * (MAX_REFUSALS + 5))
     with pytest.raises(InputError, match=r"^a\.jsonl, line 1: cannot tell which column holds the"):
-        tokenize_rows(rows, tokenizer, recipe_of())
+        tokenize(rows, tokenizer, recipe_of())
     assert len(list(rows)) == 5
 
 
 @pytest.mark.parametrize("row", ["\ud800", {"messages": [{"role": "user", "content": "x\udfff"}]}])
 def test_half_a_surrogate_pair_is_damage(tokenizer, row):
     with pytest.raises(InputError, match=r"^a\.jsonl, line 2: .*surrogate.*remove the row$"):
-        tokenize_rows(["a", row, "b"], tokenizer, recipe_of())
+        tokenize(["a", row, "b"], tokenizer, recipe_of())
 
 
 def test_a_template_that_refuses_everything_ends_the_search(tokenizer):
     rows = iter([{"messages": SYSTEM}] * (MAX_REFUSALS + 5))
     message = r"refused every chat of dataset 'd' \(System role not supported\); use another datas"
     with pytest.raises(InputError, match=message):
-        tokenize_rows(rows, tokenizer, recipe_of())
+        tokenize(rows, tokenizer, recipe_of())
     assert len(list(rows)) == 5

@@ -1,0 +1,285 @@
+"""Documents to samples: tokenised as the model sees them when it serves, and long ones cut."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
+
+from jinja2 import TemplateError
+
+from calib.data.documents import (
+    Document,
+    LocatedRow,
+    Message,
+    UnusableRow,
+    count_words,
+    find_document,
+    message_text,
+)
+from calib.errors import InputError, one_line
+from calib.recipe import DataRecipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MAX_REFUSALS = 100  # rows without text at the start, after which no row is expected to have some
+MAX_TURNS = 256  # places looked for in a long chat; each takes rendering it once
+SMALLEST_PIECE = 8  # the end of a document is not read if it is shorter than a sample divided by this
+
+_MARK = "fp8kv"
+
+
+class TemplateRefusal(Exception):
+    """A chat that the chat template cannot express, such as one with a system prompt."""
+
+
+class Piece(NamedTuple):
+    """Token ids of a sample, and their part of a document."""
+
+    document: int
+    tokens: int  # of the document, without a repeated opening
+    ids: list[int]
+
+
+class Tokenized(NamedTuple):
+    """Samples, warnings, and how many words became how many tokens before they were cut."""
+
+    pieces: list[Piece]
+    warnings: tuple[str, ...]
+    words: tuple[int, int]
+
+
+def tokenize_rows(
+    rows: Iterable[LocatedRow], tokenizer: PreTrainedTokenizerBase, recipe: DataRecipe
+) -> Tokenized:
+    """Tokenise rows until there are `recipe.samples` documents, or pieces of documents.
+
+    Documents give their beginnings. Where these are too few, long ones give more; see `Pieces`.
+    """
+    pieces = Pieces(recipe.samples, recipe.seq_len, _opening(tokenizer))
+    long_chats: list[tuple[int, list[Message], list[int]]] = []
+    words = word_tokens = 0
+    refusals: list[str] = []  # the template's reasons
+    unusable: list[str] = []  # places and reasons
+    for where, row in rows:
+        ids: list[int] = []
+        try:
+            document = find_document(row, recipe.column)
+            ids = encode(document, tokenizer) if count_words(document) else []
+        except TemplateRefusal as error:
+            refusals.append(str(error))
+        except UnusableRow as error:
+            unusable.append(f"{where}: {error}")
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from None
+        else:
+            words += count_words(document)
+            word_tokens += len(ids)
+        if ids:
+            number = pieces.add(ids)
+            if isinstance(document, str):
+                pieces.cut(number, ids)
+            elif len(ids) > recipe.seq_len:
+                long_chats.append((number, document, ids))
+        is_hopeless = not pieces.first and len(refusals) + len(unusable) == MAX_REFUSALS
+        if len(pieces.first) == recipe.samples or is_hopeless:
+            break
+    if not pieces.first:
+        raise InputError(_nothing_usable(recipe.dataset, words, refusals, unusable))
+    if len(pieces.first) < recipe.samples:
+        for number, messages, ids in long_chats:
+            pieces.cut(number, ids, _turns(messages, tokenizer))
+    samples = pieces.all()
+    return Tokenized(samples, _warnings(recipe, len(samples), refusals, unusable), (words, word_tokens))
+
+
+def encode(document: Document, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the token ids of a text with the tokenizer's special tokens, or of a templated chat.
+
+    Text needs the special tokens because the one at position 0 often carries the largest keys.
+    A chat template writes them itself, and a second BOS would be text no engine ever sends.
+
+    Raises:
+        InputError: a chat was given and the tokenizer has no template, or the text is damaged.
+        TemplateRefusal: the template rejects this chat.
+    """
+    text = document if isinstance(document, str) else _render(document, tokenizer)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"character {error.start} is half of a surrogate pair, which is not text; fix or remove the row"
+        ) from None
+    # not verbose: the advice about too long sequences does not apply, they are cut
+    ids = tokenizer(text, add_special_tokens=isinstance(document, str), verbose=False)["input_ids"]
+    return [int(i) for i in ids]
+
+
+def unknown_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids that stand for what `tokenizer` does not know, and for nothing else."""
+    model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
+    # transformers may not know the token that the model inside writes
+    ids = {tokenizer.unk_token_id, getattr(model, "unk_id", None)}
+    if model is not None and getattr(model, "unk_token", None):
+        ids.add(model.token_to_id(model.unk_token))
+    return frozenset(ids - {None, tokenizer.bos_token_id, tokenizer.eos_token_id})
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the special tokens that `tokenizer` puts in front of every text."""
+    ids, bare = (tokenizer("a", add_special_tokens=special)["input_ids"] for special in (True, False))
+    starts = (i for i in range(len(ids)) if ids[i : i + len(bare)] == bare)
+    return [int(i) for i in ids[: next(starts, 0)]]
+
+
+def _turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a chat at which turns begin, as far as the template tells.
+
+    A turn begins where the chat ends without it. Some templates write the turns before it
+    otherwise then, and it is not known.
+    """
+    if not tokenizer.is_fast:
+        return []
+    text = _render(messages, tokenizer)
+    step = -(-len(messages) // MAX_TURNS)
+    ends = []
+    for count in range(step, len(messages), step):
+        with suppress(TemplateRefusal):
+            before = _render(messages[:count], tokenizer)
+            ends += [len(before)] * text.startswith(before)
+    offsets = {"return_offsets_mapping": True, "add_special_tokens": False, "verbose": False}
+    starts = [start for start, _ in tokenizer(text, **offsets)["offset_mapping"]]
+    return sorted({bisect_left(starts, end) for end in ends if end})
+
+
+def _render(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+    """Write a chat with the tokenizer's template, content as strings where it takes these."""
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InputError(
+            "the dataset holds chats but the tokenizer has no chat template; use a dataset with "
+            "a text column (`--set data.column=NAME`) or a model whose tokenizer has a template"
+        )
+    try:
+        takes_strings = _MARK in _apply_template([{"role": "user", "content": _MARK}], tokenizer)
+    except TemplateRefusal:
+        takes_strings = True
+    written = []
+    for message in messages:
+        content = message.get("content")
+        if content and takes_strings:
+            message = message | {"content": message_text(message)}
+        elif isinstance(content, str) and content:
+            message = message | {"content": [{"type": "text", "text": content}]}
+        written.append(message)
+    return _apply_template(written, tokenizer)
+
+
+def _apply_template(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    # TypeError: templates add strings without checking that the content is one
+    except (TemplateError, TypeError) as error:
+        raise TemplateRefusal(one_line(error)) from error
+
+
+def _nothing_usable(dataset: str, words: int, refusals: list[str], unusable: list[str]) -> str:
+    if words:
+        return (
+            f"the {words:,} words of dataset '{dataset}' became no tokens; check that "
+            "tokenizer_config.json names the class that tokenizer.json is for"
+        )
+    if unusable:
+        return unusable[0]
+    if refusals:
+        return (
+            f"the tokenizer's chat template refused every chat of dataset '{dataset}' "
+            f"({refusals[0]}); use another dataset, or one with a text column"
+        )
+    return f"dataset '{dataset}' is empty: no row holds any text; use another dataset or column"
+
+
+def _warnings(recipe: DataRecipe, count: int, refusals: list[str], unusable: list[str]) -> tuple[str, ...]:
+    warnings = []
+    if unusable:
+        warnings.append(
+            f"{len(unusable)} rows were skipped: they hold no text that can be read (such as {unusable[0]})"
+        )
+    if refusals:
+        warnings.append(
+            f"{len(refusals)} chats were skipped because the tokenizer's chat template refused "
+            f"them ({refusals[0]})"
+        )
+    if count < recipe.samples:
+        warnings.append(
+            f"{recipe.samples} samples were asked for and dataset '{recipe.dataset}' has {count}; "
+            f"all {count} are used"
+        )
+    return tuple(warnings)
+
+
+class Pieces:
+    """Pieces of documents, up to a limit.
+
+    The first of every document come first, in the documents' order. Those of long documents follow,
+    spread evenly over each; a document gives as many as its length is of all. With a larger
+    `limit` the same pieces come first, so what one run has read another can leave out.
+    """
+
+    def __init__(self, limit: int, seq_len: int, opening: Sequence[int]) -> None:
+        self._limit, self._seq_len = limit, seq_len
+        self._opening = list(opening) if len(opening) < seq_len else []
+        self.first: list[Piece] = []
+        self._ranked: list[tuple[float, Piece]] = []  # the least come first
+
+    def add(self, ids: Sequence[int]) -> int:
+        """Add the beginning of a document alone, and return the document's number."""
+        beginning = list(ids[: self._seq_len])
+        self.first.append(Piece(len(self.first), len(beginning), beginning))
+        return self.first[-1].document
+
+    def cut(self, document: int, ids: Sequence[int], turns: Sequence[int] = ()) -> None:
+        """Cut all of a document; `turns` are tokens that begin one, and turns stay whole."""
+        shared = len(self._opening)
+        opening = self._opening if list(ids[:shared]) == self._opening else []
+        spans = list(self._spans(len(ids), len(opening), turns))
+        end = spans[0][1]
+        self.first[document] = Piece(document, end, list(ids[:end]))
+        limit = self._limit - len(self.first)
+        # one more than the limit, as one of them may come last
+        for rank, at in enumerate(islice(_spread(len(spans)), 1, limit + 2), 1):
+            start, end = spans[at]
+            piece = Piece(document, end - start, [*opening, *ids[start:end]])
+            # last comes what `add` puts into a chat's beginning: another run may have read it so
+            self._ranked.append((rank / len(spans) + (start < self._seq_len), piece))
+        if len(self._ranked) > 2 * limit:
+            self._ranked = sorted(self._ranked)[:limit]
+
+    def all(self) -> list[Piece]:
+        """Return all pieces, in their order."""
+        ranked = sorted(self._ranked)[: self._limit - len(self.first)]
+        return [*self.first, *(piece for _, piece in ranked)]
+
+    def _spans(self, length: int, opening: int, turns: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield where consecutive pieces begin and end; a rest too short for one is left out."""
+        start, end = 0, min(self._seq_len, length)
+        while start < length and (not start or length - start >= self._seq_len // SMALLEST_PIECE):
+            end = min(start + self._seq_len - (opening if start else 0), length)
+            turn = bisect_right(turns, end) - 1
+            if end < length and turn >= 0 and turns[turn] > start:
+                following = turns[turn + 1] if turn + 1 < len(turns) else length
+                if following - turns[turn] <= self._seq_len - opening:
+                    end = turns[turn]
+            yield start, end
+            start = end
+
+
+def _spread(count: int) -> Iterator[int]:
+    """Yield the numbers below `count` by their bits in reverse: halves, quarters, eighths, ..."""
+    bits = (count - 1).bit_length()
+    for number in range(1 << bits):
+        at = int(f"{number:0{bits}b}"[::-1], 2)
+        if at < count:
+            yield at
