@@ -1,7 +1,5 @@
 """`fp8kv inspect`."""
 
-from dataclasses import astuple
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -76,7 +74,7 @@ def _read(directory: Path) -> tuple["StoredScales", list["LayerPlaces"], list[st
 
 
 def _first_row(layer: "LayerPlaces") -> tuple[str, ...]:
-    figures = chain.from_iterable(astuple(x.first_tokens) for x in (layer.k, layer.v))
+    figures = [*layer.k.first_tokens().values(), *layer.v.first_tokens().values()]
     return str(layer.layer), *("-" if figure is None else f"{figure:.4g}" for figure in figures)
 
 

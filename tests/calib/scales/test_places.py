@@ -183,5 +183,5 @@ def test_statistics_that_name_no_module_with_places_have_none(facts, measured, t
 )
 def test_modules_without_facts_are_refused(module, measured, tmp_path):
     facts = {"modules": {"model.layers.0.self_attn": module}}
-    with pytest.raises(InputError, match="has no layer_idx, or not the tokens it counted"):
+    with pytest.raises(InputError, match="is damaged .model.layers.0.self_attn: "):
         read_places(damaged(measured, tmp_path, facts))
