@@ -42,7 +42,7 @@ def middle_of(read: int) -> int:
     return max(1, round(math.log2(read)) - 1)
 
 
-class CountedModule(BaseModel):
+class ModuleFacts(BaseModel):
     """An attention module, with the tokens it counted and read."""
 
     model_config = ConfigDict(strict=True)
@@ -51,7 +51,7 @@ class CountedModule(BaseModel):
     read: int | None = Field(None, lt=_MOST_TOKENS)
 
     @model_validator(mode="after")
-    def _check_tokens_were_read(self) -> "CountedModule":
+    def _check_tokens(self) -> "ModuleFacts":
         if self.read is not None and self.read < self.tokens:
             raise ValueError(f"{self.tokens} tokens counted and {self.read} read")
         return self
@@ -118,7 +118,7 @@ def read_places(directory: Path) -> list[LayerPlaces]:
         if k is None or v is None:
             return []
         try:
-            module = CountedModule.model_validate(facts)
+            module = ModuleFacts.model_validate(facts)
         except ValidationError as error:
             raise _damaged(path, f"{name[:80]}: {first_problem(error)}") from None
         layers.append(LayerPlaces(module.layer_idx, module.read or module.tokens, k, v))
@@ -126,11 +126,11 @@ def read_places(directory: Path) -> list[LayerPlaces]:
 
 
 def _read_tensor(
-    path: Path, entries: dict[str, Entry], name: str, parts: tuple[str, ...]
+    path: Path, entries: dict[str, Entry], name: str, letters: tuple[str, ...]
 ) -> TensorPlaces | None:
     fields = dict[str, Rows]()
     for field, columns in _COLUMNS.items():
-        entry = next((entries[n] for part in parts if (n := f"{name}.{part}.{field}") in entries), None)
+        entry = next(filter(None, (entries.get(f"{name}.{letter}.{field}") for letter in letters)), None)
         if entry is None:
             return None
         if len(entry.shape) != 2 or not entry.size or entry.shape[1] != (columns or entry.shape[1]):

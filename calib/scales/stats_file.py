@@ -23,15 +23,13 @@ from calib.files.atomic import save_tensors
 from calib.files.calibration import read_report, statistics_file
 from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.files.strict_json import json_text, parse_object, regular_size
-from calib.scales.places import BUCKETS
+from calib.scales.places import STATS_KEY, ModuleFacts
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats
 from calib.scales.text_record import TextRecord
 from calib.scales.text_summary import SKETCH_BITS, TextSummary
 
-_KEY = "fp8kv_stats"
 _VERSION = 2
-_MOST_TOKENS = 2 ** (BUCKETS - 1)
 _LATENT_NAMES = {"k": "latent", "v": "k_pe", "q": "q"}
 # fields that a tensor has together, or not at all
 _TOGETHER = (("total", "low", "high"), PER_TOKEN)
@@ -61,7 +59,7 @@ def save_stats(
             "sketch": f"{text.sketch:0{SKETCH_BITS // 4}x}",
             "records": text.records and [record.model_dump() for record in text.records],
         }
-    save_tensors(tensors, path, {_KEY: json_text(facts)})
+    save_tensors(tensors, path, {STATS_KEY: json_text(facts)})
 
 
 @check_arguments
@@ -102,7 +100,7 @@ def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
     except (OSError, SafetensorError) as error:
         raise InputError(f"cannot read statistics '{path}': {error}") from None
-    document = parse_object(metadata.get(_KEY, "{}").encode(), f"the metadata of '{path}'")
+    document = parse_object(metadata.get(STATS_KEY, "{}").encode(), f"the metadata of '{path}'")
     version = document.get("version")
     if type(version) is not int or version not in (1, _VERSION):
         raise InputError(
@@ -125,21 +123,6 @@ class StrictFacts(BaseModel):
     """Base of the parts of the metadata."""
 
     model_config = ConfigDict(strict=True)
-
-
-class ModuleFacts(StrictFacts):
-    """An attention module, with the tokens it counted and read."""
-
-    layer_idx: int = Field(ge=0)
-    # the buckets of `curve` have room for two such runs, one after the other
-    tokens: int = Field(ge=1, lt=_MOST_TOKENS)
-    read: int | None = Field(None, lt=_MOST_TOKENS)
-
-    @model_validator(mode="after")
-    def _check_tokens(self) -> "ModuleFacts":
-        if self.read is not None and self.read < self.tokens:
-            raise ValueError(f"{self.tokens} tokens counted and {self.read} read")
-        return self
 
 
 class SharedFacts(StrictFacts):
