@@ -1,9 +1,9 @@
-"""One calibration in many processes: ranks share out the batches and reduce their statistics.
+"""One calibration in many processes: ranks share out the batches and merge their statistics.
 
-`torchrun` or `accelerate launch` starts the processes and says in the environment which is which.
-Statistics merge by max, min and exact sums, so the number of processes changes no bit of them, at
-one batch size and number of threads. On a CPU the model's last bits can depend on both, and
-torchrun sets OMP_NUM_THREADS=1 where a single process takes every core.
+`torchrun` or `accelerate launch` starts the processes and says in the environment which is which. Statistics
+merge by max, min and exact sums, so the number of processes changes no bit of them, at one batch size and
+number of threads. On a CPU the model's last bits can depend on both, and torchrun sets OMP_NUM_THREADS=1
+where a single process takes every core.
 """
 
 import os
@@ -16,23 +16,16 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from calib.errors import Fp8kvError, InputError
+from calib.errors import Fp8kvError, InputError, one_line
 from calib.files.strict_json import json_text
 from calib.scales.stats import STATISTICS, KVStats
 from calib.scales.text_summary import TextSummary
 
 Item = TypeVar("Item")
-Group = dist.ProcessGroup | None
 
 # loading a large model and one rank's share of the data both lie between two collectives
 TIMEOUT = timedelta(hours=6)
-_REDUCTIONS: dict[Callable[..., Tensor], dist.ReduceOp.RedOpType] = {
-    torch.maximum: dist.ReduceOp.MAX,
-    torch.minimum: dist.ReduceOp.MIN,
-    torch.add: dist.ReduceOp.SUM,
-}
 
 
 @dataclass(frozen=True)
@@ -41,28 +34,27 @@ class World:
 
     rank: int = 0
     size: int = 1
-    group: Group = None  # None: that of all processes
+    group: dist.ProcessGroup | None = None  # None: that of all processes
 
     @property
     def is_first(self) -> bool:
-        """Whether this process prints and writes."""
+        """True in the process that prints and writes."""
         return self.rank == 0
 
     def share(self, batches: Sequence[Item]) -> Sequence[Item]:
-        """This rank's batches: every `size`-th, so that long and short ones are spread."""
+        """Return this rank's batches: every `size`-th, so that long and short ones are spread."""
         if len(batches) < self.size:
             raise InputError(
-                f"{self.size} processes cannot share {len(batches)} batches; start fewer "
-                "processes, or use a smaller --batch-size or more --samples"
+                f"{self.size} processes cannot share {len(batches)} batches; start fewer processes, or use a "
+                "smaller --batch-size or more --samples"
             )
         return batches[self.rank :: self.size]
 
-    def check_same(self, what: str, value: Any) -> None:
+    def check_same(self, label: str, value: Any) -> None:
         """Check that every rank has the same `value`, which JSON can hold; else all fail."""
-        mine = json_text(value, sort_keys=True, default=str)
-        different = [rank for rank, other in enumerate(self.gather(mine)) if other != mine]
-        if any(self.gather(bool(different))):
-            raise InputError(f"the processes have different {what}; start every one with the same command")
+        texts = self.gather(json_text(value, sort_keys=True, default=str))
+        if len({*texts}) > 1:
+            raise InputError(f"the processes have different {label}; start every one with the same command")
 
     def together(self, work: Callable[[], Item]) -> Item:
         """Do `work` on every rank; if it fails on one, every rank raises that error."""
@@ -74,27 +66,43 @@ class World:
             failure = str(error)
             if self.size == 1:
                 raise
-        failures = [each for each in self.gather(failure) if each is not None]
+        failures = [message for message in self.gather(failure) if message is not None]
         if failures:
             raise InputError(failures[0])
         return result[0]
 
     def reduce(self, stats: KVStats) -> KVStats:
-        """Statistics of all ranks together, on every rank."""
+        """Return the statistics of all ranks together, on every rank."""
         if self.size == 1:
             return stats
-        texts = self.gather(stats.text)
-        known = [text for text in texts if text is not None]
-        text = reduce(TextSummary.join, known) if len(known) == len(texts) else None
-        return replace(_reduced(stats, self.group), text=text)
+        tensors = stats.tensors()
+        for field, statistic in STATISTICS.items():
+            shapes = {place: tensor.shape for place, tensor in tensors.items() if place[2] == field}
+            if not shapes:
+                continue
+            # one message for all layers: hundreds of small ones would wait for each other
+            own = torch.cat([tensors[place].flatten() for place in shapes])
+            parts = [own]
+            if statistic.combine is torch.add:  # histograms of every rank would take much memory
+                dist.all_reduce(own, group=self.group)
+            else:
+                parts = [torch.empty_like(own) for _ in range(self.size)]
+                dist.all_gather(parts, own, self.group)
+            splits = [torch.split(part, [shape.numel() for shape in shapes.values()]) for part in parts]
+            for (place, shape), *values in zip(shapes.items(), *splits, strict=True):
+                tensors[place] = reduce(statistic.combine, [value.view(shape) for value in values])
+        counts = torch.tensor(self.gather(stats.counts())).sum(0).tolist()
+        texts = [text for text in self.gather(stats.text) if text is not None]
+        text = reduce(TextSummary.join, texts) if len(texts) == self.size else None
+        return replace(stats.replace_tensors(tensors, counts), text=text)
 
     def gather(self, value: Item) -> list[Item]:
-        """Each rank's `value`, in their order."""
+        """Return each rank's `value`, in their order."""
         if self.size == 1:
             return [value]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value, self.group)
-        return gathered
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, self.group)
+        return values
 
 
 @contextmanager
@@ -107,12 +115,11 @@ def joined_world() -> Iterator[World]:
     if torch.cuda.is_available():
         torch.cuda.set_device(_environment("LOCAL_RANK", 0))
     try:
-        # statistics are reduced on the CPU, a few megabytes at the end
+        # statistics are merged on the CPU, a few megabytes at the end
         dist.init_process_group("gloo", timeout=TIMEOUT)
     except (ValueError, RuntimeError) as error:
         raise InputError(
-            f"cannot join {size} processes: {' '.join(str(error).split())}; "
-            "start them with torchrun or accelerate launch"
+            f"cannot join {size} processes: {one_line(error)}; start them with torchrun or accelerate launch"
         ) from None
     try:
         yield World(dist.get_rank(), size)
@@ -122,7 +129,7 @@ def joined_world() -> Iterator[World]:
 
 @contextmanager
 def surrounding_world() -> Iterator[World]:
-    """The processes of a program that has initialised torch.distributed, or this one alone."""
+    """Yield the processes of a program that has initialised torch.distributed, or this one alone."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         yield World()
         return
@@ -135,7 +142,7 @@ def surrounding_world() -> Iterator[World]:
 
 
 def is_first_process() -> bool:
-    """Whether this is the first process of the run, or the only one; needs no world."""
+    """Return whether this is the first process of the run, or the only one; needs no world."""
     return _environment("RANK", 0) == 0
 
 
@@ -144,33 +151,3 @@ def _environment(name: str, default: int) -> int:
     if not text.isdecimal():
         raise InputError(f"the environment says {name}={text}; a launcher sets it to a number")
     return int(text)
-
-
-def _reduced(stats: KVStats, group: Group) -> KVStats:
-    tensors = stats.tensors()
-    for field, statistic in STATISTICS.items():
-        held = {place: x for place, x in tensors.items() if place[2] == field}
-        reduced = _all_combined([*held.values()], statistic.combine, group)
-        tensors.update(zip(held, reduced, strict=True))
-    (counts,) = _all_reduced([torch.tensor(stats.counts())], dist.ReduceOp.SUM, group)
-    return stats.replace_tensors(tensors, counts.tolist())
-
-
-def _all_combined(tensors: list[Tensor], combine: Callable[..., Tensor], group: Group) -> list[Tensor]:
-    """Combine each tensor with those of the other ranks, in one message for all."""
-    if combine in _REDUCTIONS or not tensors:
-        return _all_reduced(tensors, _REDUCTIONS.get(combine, dist.ReduceOp.MAX), group)
-    together = torch.cat(tensors)
-    gathered = [torch.empty_like(together) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, together, group)
-    return [*torch.split(reduce(combine, gathered), [len(tensor) for tensor in tensors])]
-
-
-def _all_reduced(tensors: list[Tensor], operation: dist.ReduceOp.RedOpType, group: Group) -> list[Tensor]:
-    """Reduce tensors of one dtype in one message: hundreds of small ones would wait for each."""
-    if not tensors:
-        return []
-    together = torch.cat([tensor.flatten() for tensor in tensors])
-    dist.all_reduce(together, operation, group)
-    parts = together.split([tensor.numel() for tensor in tensors])  # type: ignore[no-untyped-call]
-    return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]

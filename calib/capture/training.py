@@ -2,7 +2,7 @@
 
 import warnings
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from calib.capture.attention import AttentionMap, map_attention
 from calib.capture.capabilities import check_queries
 from calib.capture.loop import calibrate, eval_mode
 from calib.capture.processes import World, surrounding_world
-from calib.capture.trainer_batches import Given, as_batches
+from calib.capture.trainer_batches import TrainerBatch
 from calib.choices import FormatName, Strategy
 from calib.data import Batch
 from calib.errors import InputError
@@ -36,14 +36,14 @@ from calib.scales.text_summary import TextSummary
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf.swap import alone
 
-_INNER = ("module", "_orig_mod")  # of DDP, DeepSpeed and DataParallel; of torch.compile
-_SPREAD = ("ds_id", "placements")  # attributes of ZeRO-3's parameters, and of DTensor
+# attributes of ZeRO-3's parameters and of DTensor: weights that are spread over processes
+_SPREAD = ("ds_id", "placements")
 
 
 @check_arguments
 def scales_for(
     model: nn.Module,
-    batches: Iterable[Given],
+    batches: Iterable[TrainerBatch],
     *,
     strategy: Strategy | None = None,
     format: FormatName = "vllm",
@@ -52,159 +52,161 @@ def scales_for(
 ) -> dict[str, Tensor]:
     """Measure `model` on `batches` and return its scales, by the names that engines load them by.
 
-    These are the names in a checkpoint of `format`, such as `model.layers.0.self_attn.k_scale`,
-    which an engine's loader takes as it takes those of weights. vLLM 0.32.0 on a CPU, serving a
-    checkpoint of format vllm, takes such scales by `reload_weights`, with all weights; given alone
-    to a second `load_weights` they are dropped without a word (make interop-scales). Scales are
-    float32 on the CPU, [1] or, of strategy attn_head, [heads, 1, 1]; `x ≈ x_fp8 * scale`.
+    These are the names in a checkpoint of `format`, such as `model.layers.0.self_attn.k_scale`, which an
+    engine's loader takes as it takes those of weights. vLLM 0.32.0 on a CPU, serving a checkpoint of format
+    vllm, takes such scales by `reload_weights`, with all weights; given alone to a second `load_weights` they
+    are dropped without a word (make interop-scales). Scales are float32 on the CPU, [1] or, of strategy
+    attn_head, [heads, 1, 1]; `x ≈ x_fp8 * scale`.
 
-    A batch is a tensor [B, T] of token ids, a list of rows [T], or a dict with `input_ids` and,
-    where rows are padded, `attention_mask`. What else the model's forward takes and would change K
-    or V is refused (pictures, embeddings, positions of packed rows); other keys are not read.
+    A batch is a tensor [B, T] of token ids, a list of rows [T], or a mapping with `input_ids` and, where rows
+    are padded, `attention_mask`. Other arguments of the model's forward that would change K or V are refused
+    (pictures, embeddings, positions of packed rows); other keys are not read.
 
-    Of `recipe` these count: strategy, observer, targets, fp8_dtype, headroom, clip_chance,
-    scale_rounding, center_keys, data.skip_first, data.allow_few_tokens, export.reduce and
-    export.tp_size. `strategy` overrides the recipe's. Centred keys are refused: no engine has names
-    for their means. Few tokens, and rows that repeat each other, are a Python warning.
+    Of `recipe` these count: strategy, observer, targets, fp8_dtype, headroom, clip_chance, scale_rounding,
+    center_keys, data.skip_first, data.allow_few_tokens, export.reduce and export.tp_size. `strategy`
+    overrides the recipe's. Centred keys are refused: no engine has names for their means. Few tokens, and
+    rows that repeat each other, are a Python warning.
 
-    DDP, torch.compile and, by `get_base_model`, PEFT are looked through. The model runs in eval
-    mode and is left exactly as it was, and so are the random numbers, also after an error.
+    DDP, torch.compile and, by `get_base_model`, PEFT are looked through. The model runs in eval mode and is
+    left exactly as it was, and so are the random numbers, also after an error.
 
-    Where torch.distributed is initialised, every process must call this: each measures its own
-    batches, and all get the scales of all. With `gather=False` each is for itself.
+    Where torch.distributed is initialised, every process must call this: each measures its own batches, and
+    all get the scales of all. With `gather=False` each is for itself.
 
     Raises:
-        InputError: few tokens (fewer than 64, or than 16 different ones, unless
-            data.allow_few_tokens), no transformers model, or one that is quantised, spread out,
-            or in use by another thread.
+        InputError: few tokens (fewer than 64, or than 16 different ones, unless data.allow_few_tokens), no
+            transformers model, or one that is quantised, spread out, or in use by another thread.
         UnsupportedModelError: the model's attention cannot be observed.
         UnsupportedExportError: the format cannot hold such scales.
         CalibrationError: K, V or Q held NaN or Inf.
     """
     changes = {"strategy": strategy} if strategy else {}
-    recipe, inner = (recipe or Recipe()).model_copy(update=changes), _unwrapped(model)
-    _check(model, inner, recipe, format)
-    scales, doubts = _measured(inner, batches, recipe, format, gather=gather)
-    made = _exported(inner, scales, recipe, format)
-    for doubt in (*doubts, *made.doubts):
-        warnings.warn(doubt, stacklevel=3)
-    with torch.inference_mode(mode=False):
-        return {name: tensor.clone() for name, tensor in made.tensors.items()}
-
-
-def _measured(
-    model: PreTrainedModel, batches: Iterable[Given], recipe: Recipe, format: FormatName, *,
-    gather: bool,
-) -> tuple[KVScales, list[str]]:  # fmt: skip
-    """Return the scales of all processes that `gather`, and doubts about what they read."""
-    rows: list[Sequence[int]] = []
-
-    def measure() -> KVStats:
-        given = as_batches(batches, model, recipe.data.skip_first)
-        stats = calibrate(model, _noted(given, rows), recipe, attention=attention)
-        return replace(stats, text=TextSummary.of(rows, recipe.data.skip_first))
-
+    recipe, inner = (recipe or Recipe()).model_copy(update=changes), _unwrap(model)
+    _check_weights(model, inner)
+    _check_recipe(inner, recipe, format)
     try:
-        with surrounding_world() if gather else nullcontext(World()) as world, ExitStack() as held:
-            world.together(lambda: held.enter_context(_left_alone(model)))
-            attention = world.together(lambda: _mapped(model, recipe, format))
-            world.check_same("models or recipes", [[*attention.cached], recipe.model_dump()])
-            stats = world.reduce(world.together(measure))
-            assert stats.text is not None
-            if not recipe.data.allow_few_tokens:
-                stats.text.check()
-            return derive_scales(stats, recipe), stats.text.warnings()
+        with surrounding_world() if gather else nullcontext(World()) as world:
+            stats = _measure(inner, batches, recipe, format, world)
     except AttentionError as error:
         raise InputError(str(error)) from None
+    assert stats.text is not None
+    if not recipe.data.allow_few_tokens:
+        stats.text.check()
+    exported = _export(inner, derive_scales(stats, recipe), recipe, format)
+    for doubt in (*stats.text.warnings(), *exported.doubts):
+        warnings.warn(doubt, stacklevel=3)
+    with torch.inference_mode(mode=False):
+        return {name: tensor.clone() for name, tensor in exported.tensors.items()}
 
 
-def _noted(batches: Iterable[Batch], rows: list[Sequence[int]]) -> Iterator[Batch]:
-    """Yield `batches`, and add the tokens of each of their rows to `rows`."""
-    for batch in batches:
-        for ids, real in zip(batch.input_ids, batch.attention_mask.bool(), strict=True):
-            rows.append(array("q", ids[real].tolist()))
-        yield batch
-
-
-def _unwrapped(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside of wrappers."""
+def _unwrap(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model inside of wrappers."""
     inner: Any = model
     while not isinstance(inner, PreTrainedModel):
-        if hasattr(inner, "get_base_model"):  # PEFT's
+        if hasattr(inner, "get_base_model"):  # PEFT
             inner = inner.get_base_model()
             continue
-        inside = (getattr(inner, name, None) for name in _INNER)
-        inner = next((each for each in inside if isinstance(each, nn.Module)), None)
+        # DDP, DeepSpeed and DataParallel; torch.compile
+        parts = (getattr(inner, name, None) for name in ("module", "_orig_mod"))
+        inner = next((part for part in parts if isinstance(part, nn.Module)), None)
         if inner is None:
             raise InputError(
-                f"{type(model).__name__} is neither a transformers model nor a wrapper that is "
-                "known (DDP, torch.compile, PEFT); give the PreTrainedModel inside"
+                f"{type(model).__name__} is neither a transformers model nor a wrapper that is known (DDP, "
+                "torch.compile, PEFT); give the PreTrainedModel inside"
             )
     return inner
 
 
-def _check(model: nn.Module, inner: PreTrainedModel, recipe: Recipe, format: FormatName) -> None:
-    """Refuse what cannot be measured or expressed, before anything runs."""
-    name, config = type(inner).__name__, inner.config
-    check_cacheable(config, {"architectures": [name]})
+def _check_weights(model: nn.Module, inner: PreTrainedModel) -> None:
+    """Refuse weights that cannot be measured as they are in memory."""
+    name = type(inner).__name__
+    check_cacheable(inner.config, {"architectures": [name]})
     fsdp = any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules())
-    if fsdp or any(hasattr(weight, of) for weight in inner.parameters() for of in _SPREAD):
+    if fsdp or any(hasattr(weight, mark) for weight in inner.parameters() for mark in _SPREAD):
         raise InputError(
-            f"the weights of this {name} are spread over processes (FSDP, ZeRO-3, or tensor "
-            "parallel); give a model that holds them whole, or save one for fp8kv-calibrate"
+            f"the weights of this {name} are spread over processes (FSDP, ZeRO-3, or tensor parallel); "
+            "give a model that holds them whole, or save one for fp8kv-calibrate"
         )
     if any(weight.is_meta for weight in inner.parameters()):
         raise InputError(f"weights of this {name} are on device meta; load them first")
-    if find_quantization_config(config.to_dict()) is not None:
+    if find_quantization_config(inner.config.to_dict()) is not None:
         raise InputError(
             f"the weights of this {name} are quantised; give the model that they are of, or use "
             "fp8kv-calibrate on its checkpoint"
         )
+
+
+def _check_recipe(model: PreTrainedModel, recipe: Recipe, format: FormatName) -> None:
+    """Refuse scales that the format cannot hold, or that engines would not use."""
     check_recipe(format, recipe)
-    if recipe.targets == "qkv" and not caches_latents(config):
-        check_queries(name, "targets='qkv'")
-    if caches_latents(config):
+    if caches_latents(model.config):
         check_one_scale(strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys)
+    elif recipe.targets == "qkv":
+        check_queries(type(model).__name__, "targets='qkv'")
 
 
-def _mapped(model: PreTrainedModel, recipe: Recipe, format: FormatName) -> AttentionMap:
-    """The model's attention, where the format can hold its scales."""
+def _measure(
+    model: PreTrainedModel,
+    batches: Iterable[TrainerBatch],
+    recipe: Recipe,
+    format: FormatName,
+    world: World,
+) -> KVStats:
+    """Return the statistics of all processes, with a summary of what they read."""
+    rows: list[array[int]] = []
+
+    def note(batch: Batch, _: object) -> None:
+        for ids, real in zip(batch.input_ids, batch.attention_mask.bool(), strict=True):
+            rows.append(array("q", ids[real].tolist()))
+
+    def measure() -> KVStats:
+        stats = calibrate(model, batches, recipe, attention=attention, on_batch=note)
+        return replace(stats, text=TextSummary.of(rows, recipe.data.skip_first))
+
+    with ExitStack() as stack:
+        world.together(lambda: stack.enter_context(_restore(model)))
+        attention = world.together(lambda: _map_attention(model, recipe, format))
+        world.check_same("models or recipes", [[*attention.cached], recipe.model_dump()])
+        return world.reduce(world.together(measure))
+
+
+def _map_attention(model: PreTrainedModel, recipe: Recipe, format: FormatName) -> AttentionMap:
+    """Find the model's attention; refuse a format that cannot hold its scales."""
     with eval_mode(model), torch.inference_mode():
         attention = map_attention(model)
     units = attention.unit_scales(recipe.strategy, recipe.fp8_dtype)
-    if not _exported(model, units, recipe, format).tensors:
+    if not _export(model, units, recipe, format).tensors:
         raise InputError(f"format '{format}' is a file or statistics, not tensors; use format='vllm'")
     return attention
 
 
-def _exported(model: PreTrainedModel, scales: KVScales, recipe: Recipe, format: FormatName) -> Export:
-    """`scales` in the format, as for a checkpoint that the model would be saved as."""
+def _export(model: PreTrainedModel, scales: KVScales, recipe: Recipe, format: FormatName) -> Export:
+    """Make `scales` tensors of the format, as for a checkpoint that the model would be saved as."""
     # any name inside of a module shows how transformers calls that module on disk
     own = {f"{module}.kv.scale": torch.empty(0) for module in scales.expand_shared()}
     header = dict.fromkeys(revert_weight_conversion(model, own), Entry("F32", (0,), 0, 0))
     name = type(model).__name__
     config = {**model.config.to_dict(), "architectures": [name]}
     checkpoint = ModelDirectory(Path(model.name_or_path or name), config, {SINGLE_FILE: header})
-    options = recipe.export
-    return export(scales, checkpoint, format, reduce=options.reduce, tp_size=options.tp_size)
+    return export(scales, checkpoint, format, reduce=recipe.export.reduce, tp_size=recipe.export.tp_size)
 
 
 @contextmanager
-def _left_alone(model: PreTrainedModel) -> Iterator[None]:
+def _restore(model: PreTrainedModel) -> Iterator[None]:
     """Run plainly what was compiled; put back all that a forward pass or a batch changes."""
     # some RoPEs keep, or write into a buffer, frequencies for the length of the last text
     tables = [table for module in model.modules() for table in (vars(module), module._buffers)]
     before = [(table, dict(table)) for table in tables]
     values = [(buffer, buffer.clone()) for buffer in model.buffers() if not buffer.is_meta]
     gpus = sorted({weight.device.index for weight in model.parameters() if weight.is_cuda})
-    plainly = torch.compiler.set_stance("force_eager")
-    with alone(model.get_decoder()), torch.random.fork_rng(gpus), plainly:
+    plain = torch.compiler.set_stance("force_eager")
+    with alone(model.get_decoder()), torch.random.fork_rng(gpus), plain:
         try:
             yield
         finally:
-            for table, held in before:
+            for table, content in before:
                 table.clear()
-                table.update(held)
+                table.update(content)
             with torch.inference_mode():
                 for buffer, value in values:
                     if not torch.equal(buffer, value):

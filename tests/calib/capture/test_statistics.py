@@ -6,7 +6,7 @@ from families import FAMILIES, LATENT, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from calib.capture.loop import calibrate, singles
-from calib.capture.statistics import counted
+from calib.capture.statistics import count_tokens
 from calib.data import make_batches
 from calib.recipe import load_recipe
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
@@ -109,5 +109,7 @@ def test_the_samples_of_a_batch_keep_their_places():
         starts = [single.first_token for single in singles(batch)]
         lengths = batch.attention_mask.sum(1).tolist()
         assert starts == [batch.first_token + sum(lengths[:i]) for i in range(len(lengths))]
-        assert sum(counted(single).tokens for single in singles(batch)) == counted(batch).tokens
+        assert sum(len(count_tokens(single).buckets) for single in singles(batch)) == len(
+            count_tokens(batch).buckets
+        )
         assert {single.skip_first for single in singles(batch)} == {3}

@@ -7,6 +7,7 @@ import torch
 from families import tiny_model, tiny_vision_language_model
 
 from calib.capture.training import scales_for
+from calib.data import Batch
 from calib.errors import InputError
 from calib.recipe import Recipe
 
@@ -15,6 +16,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:only .* tokens:UserWarning")
 FEW = Recipe(data={"allow_few_tokens": True})
 ROWS = torch.randint(3, 128, (4, 24), generator=torch.Generator().manual_seed(1))
 LEFT = torch.cat([torch.zeros(1, 6, dtype=torch.int64), ROWS[:1, :18]], 1)
+SHAPES = (
+    r"token ids must be whole numbers \[B, T\], a list of rows, or a mapping of input_ids and attention_mask"
+)
 REAL = torch.tensor([[0] * 6 + [1] * 18])
 
 
@@ -23,7 +27,6 @@ REAL = torch.tensor([[0] * 6 + [1] * 18])
     [
         ROWS[0, :18],
         ROWS[:1, :18].int(),
-        ROWS[0, :18].tolist(),
         ROWS[:1, :18].tolist(),
         {"input_ids": ROWS[:1, :18], "labels": ROWS},
         UserDict(input_ids=ROWS[:1, :18].tolist(), attention_mask=None),
@@ -92,29 +95,37 @@ def test_rows_that_are_skipped_whole_are_left_out():
         scales_for(model, [ROWS[:, :3]], recipe=recipe)
 
 
+def test_a_batch_of_a_calibration_stays_as_it_is():
+    model, ids = tiny_model("llama"), ROWS[:1, :18]
+    batch = Batch(ids, torch.ones_like(ids), sample_ids=(0,), first_token=0)
+    assert scales_for(model, [batch], recipe=FEW) == scales_for(model, [ids], recipe=FEW)
+
+
 @pytest.mark.parametrize(
     ("batches", "words"),
     [
         ([], "no token was read that counts"),
-        ([[]], r"whole numbers .* got \[\]"),
-        ([[[], [1, 2]]], r"whole numbers .* got \[\[\], \[1, 2"),
-        ([[ROWS, ROWS > 0]], "is a list of tables; give a dict"),
-        ([(ROWS, ROWS)], "is a list of tables; give a dict"),
-        ([ROWS > 0], "got bool: is that a mask"),
+        ([[]], rf"{SHAPES}, got \[\]"),
+        ([[[], [1, 2]]], rf"{SHAPES}, got \[\[\], \[1, 2"),
+        ([[ROWS, ROWS > 0]], rf"{SHAPES}, got \[tensor"),
+        ([(ROWS, ROWS)], rf"{SHAPES}, got \(tensor"),
+        ([ROWS > 0], rf"{SHAPES}, got bool \[4, 24\]"),
+        ([ROWS[0].tolist()], rf"{SHAPES}, got \[\d+, "),
         ({"input_ids": ROWS}, "batches must be a list or loader"),
-        (None, "batches must be a list or loader .* got nothing"),
-        ([1, 2, 3], "got 1; batches are a list, also of one"),
-        ([ROWS.float()], "whole numbers .* got float32"),
-        ([{"labels": ROWS}], "whole numbers .* got nothing"),
-        (["text"], "whole numbers .* got 'text'"),
+        (None, "batches must be a list or loader .* got None"),
+        ([1, 2, 3], f"{SHAPES}, got 1"),
+        ([ROWS.float()], f"{SHAPES}, got float32"),
+        ([{"labels": ROWS}], f"{SHAPES}, got None"),
+        (["text"], f"{SHAPES}, got 'text'"),
         ([{"input_ids": ROWS, "attention_mask": 2 * ROWS}], "attention_mask must be"),
         ([{"input_ids": ROWS, "attention_mask": ROWS[:, 1:]}], "attention_mask must be"),
         ([{"input_ids": ROWS, "position_ids": ROWS}], "position_ids can change K and V"),
         ([{"input_ids": ROWS, "position_ids": ROWS[:1]}], "position_ids can change K and V"),
         ([{"input_ids": ROWS, "seq_idx": ROWS}], "seq_idx can change K and V"),
-        ([ROWS[None]], r"whole numbers .* got int64 \[1, 4, 24\]"),
+        ([ROWS[None]], rf"{SHAPES}, got int64 \[1, 4, 24\]"),
+        (ROWS[0], f"{SHAPES}, got int64"),
         ([{"input_ids": ROWS, "inputs_embeds": ROWS.float()}], "inputs_embeds can change K and V"),
-        ([ROWS, ROWS + 120], "batch 1: token id 2.. is none of"),
+        ([ROWS, ROWS + 120], "batch 1: token id 2.. is not one of"),
         ([-ROWS], "batch 0: token id -"),
         ([torch.ones(300).int()], "300 tokens is longer than the model's 256"),
     ],
