@@ -14,7 +14,6 @@ from calib.files.model_directory import ModelDirectory
 from calib.files.tensors import StoredTensor
 from calib.models.quantized.coded_weight import CodedWeight
 
-_TRANSPOSED = "scales"  # of GPTQ and AWQ: [groups, rows]
 _LARGEST_E8M0 = 254
 _WEIGHT_ONLY = {"auto-round", "awq", "gptq", "mxfp4"}
 # of a module's input, by whether a value is its code times the scale, or divided by it
@@ -42,15 +41,14 @@ def rescaled_parts(
     powers of two. `stored` are all tensors of the checkpoint. NotHeld where one scale is of values
     with different factors, its type cannot hold the product, or engines would round it.
     """
-    part = _TRANSPOSED if _TRANSPOSED in weight.parts else "scale"
     if "second_scale" in weight.parts:
         raise NotHeld(f"nobody has checked how engines fuse '{weight.name}', which has two scales")
-    scale = stored[weight.parts[part]].read()
+    scale = stored[weight.parts["scale"]].read()
     if scale.dim() < 2 and scale.numel() == 1 and len(factor) > 1:
         raise NotHeld(
             f"'{weight.name}' has one scale, and engines requantise Q, K and V to the largest of theirs"
         )
-    grid = scale.t() if part == _TRANSPOSED else scale
+    grid = scale.t() if weight.scheme.is_transposed else scale
     shape = grid.shape
     grid = grid.reshape(_two_sizes(grid))
     order = stored[weight.parts["g_idx"]].read() if "g_idx" in weight.parts else None
@@ -58,13 +56,13 @@ def rescaled_parts(
     of_rows, of_columns = torch.ones(1), factor[0]
     if len(factor) > 1:
         of_rows, of_columns = factor[:, 0], factor[0] / factor[0, 0]
-    high, wide = (size or whole for size, whole in zip(weight.block, weight.shape, strict=True))
+    high, wide = (size or whole for size, whole in zip(weight.scheme.block, weight.shape, strict=True))
     down = _of_blocks(of_rows, torch.arange(weight.shape[0]) // high, weight.name)
     groups = torch.arange(weight.shape[1]) // wide if order is None else order.long()
     across = _of_blocks(of_columns, groups, weight.name)
     product = _times(grid, down[:, None] * across, weight.name).reshape(shape)
-    product = product.t() if part == _TRANSPOSED else product
-    found = {weight.parts[part]: product.contiguous()}
+    product = product.t() if weight.scheme.is_transposed else product
+    found = {weight.parts["scale"]: product.contiguous()}
     return found | _of_input(weight.name.rpartition(".")[0], stored, factor)
 
 

@@ -96,22 +96,19 @@ def read_rows(source: Source, places: list[int]) -> Tensor:
     if isinstance(source, StoredTensor):
         return torch.cat([_stored_rows(source, at, at + 1) for at in places]).float()
     assert isinstance(source, DequantizedTensor)
-    step, rows = source.coded.multiple, source.shape[0]
-    spans = {start: min(start + step, rows) for start in (at - at % step for at in places)}
-    parts = {part: _part(source, part, spans) for part in source.stored}
-    pieces = {start: source.coded.rows(parts, start, stop) for start, stop in spans.items()}
-    return torch.stack([pieces[at - at % step][at % step] for at in places])
+    parts = {part: _part(source, part, places) for part in source.stored}
+    return torch.cat([source.coded.rows(parts, at, at + 1) for at in places])
 
 
-def _part(source: DequantizedTensor, part: str, spans: Mapping[int, int]) -> Tensor:
+def _part(source: DequantizedTensor, part: str, places: list[int]) -> Tensor:
     stored = source.stored[part]
     by_row = source.coded.parts[part].rpartition(".")[2] in _BY_ROW
     if not (by_row and stored.shape[:1] == source.shape[:1]):
         return stored.read()
     # rows that nobody asks for are never filled: pages that are not touched take no memory
     whole = torch.empty(stored.shape, dtype=stored.dtype)
-    for start, stop in spans.items():
-        whole[start:stop] = _stored_rows(stored, start, stop)
+    for at in places:
+        whole[at : at + 1] = _stored_rows(stored, at, at + 1)
     return whole
 
 

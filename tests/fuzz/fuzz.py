@@ -28,7 +28,7 @@ with atheris.instrument_imports(include=["calib"]):
     from calib.files.tensors import DTYPES
     from calib.models.quantized import WEIGHT_FORMATS
     from calib.models.quantized.coded_weight import ModuleTensors
-    from calib.models.quantized.weights import naming
+    from calib.models.quantized.settings import name_subject
     from calib.recipe import load_recipe
     from calib.verify.result import Place
     from calib.verify.rules import choose_rules
@@ -100,7 +100,7 @@ def layouts(data: bytes) -> None:
     entries = {part: entry for part, text in shapes.items() if (entry := _entry(text))}
     if read is None:
         return
-    with naming("a model"):
+    with name_subject("a model"):
         for weight in read(says).weights(ModuleTensors("m", entries)):
             if prod(weight.shape) <= 1 << 16:
                 parts = {part: name.partition(".")[2] for part, name in weight.parts.items()}

@@ -1,27 +1,27 @@
-"""One weight as a layout stores it: the tensors that make it up, and how to decode them."""
+"""A weight as stored codes: its tensors, checked by name, type and shape, and decoded row by row."""
 
-import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
-from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
-from calib.errors import InputError
 from calib.files.safetensors_header import Entry
+from calib.models.quantized.bits import scales_to_float
+from calib.models.quantized.settings import ADVICE, FormatError, name_subject
 
 FLOATS = ("F32", "F16", "BF16")
-CODES = ("F8_E4M3", "I8", "U8", "I32")
-ADVICE = "which nothing here can read; give the model it was made from"
+FP8, INT8, INT32, BYTE = "F8_E4M3", "I8", "I32", "U8"
+E8M0 = (BYTE, "F8_E8M0")
 # values decoded at a time: few, so that int32 codes and float32 values take little memory
 CHUNK = 1 << 20
 
+BlockShape = tuple[int | None, int | None]  # rows and columns; None: all
+Shape = tuple[int, ...]
 Tensors = Mapping[str, Tensor]
-
-
-class WeightFormatError(InputError):
-    """What a layout cannot read, in words that do not name the checkpoint."""
+Codes = tuple[Tensor, Tensor | None]  # [rows, columns], and zero points [rows, groups] if packed like codes
 
 
 @dataclass(frozen=True)
@@ -31,133 +31,190 @@ class ModuleTensors:
     name: str
     entries: Mapping[str, Entry]
 
-    def need(self, part: str, dtypes: Collection[str], *shapes: tuple[int, ...]) -> str:
-        """Name of the tensor `part`, which must have one of `dtypes` and of `shapes`, if given."""
-        entry = self.entries.get(part)
+    def require(self, part: str, dtypes: Collection[str], *shapes: Shape) -> str:
+        """Return the name of the tensor `part`, which must have one of `dtypes` and, if any, of `shapes`."""
+        entry, name = self.entries.get(part), f"{self.name}.{part}"
         if entry is None:
-            raise WeightFormatError(f"'{self.name}' has no '{part}'; download the model again")
+            raise FormatError(f"'{self.name}' has no '{part}'; download the model again")
         if entry.dtype not in dtypes:
-            raise WeightFormatError(
-                f"'{self.name}.{part}' is {entry.dtype}, where its config.json wants {' or '.join(dtypes)}"
-            )
+            allowed = " or ".join(dtypes)
+            raise FormatError(f"'{name}' is {entry.dtype}, where its config.json wants {allowed}")
         if shapes and entry.shape not in shapes:
-            raise WeightFormatError(
-                f"'{self.name}.{part}' is {list(entry.shape)}, where its config.json and its codes "
-                f"want {' or '.join(str(list(shape)) for shape in shapes)}"
-            )
-        return f"{self.name}.{part}"
+            allowed = " or ".join(str([*shape]) for shape in shapes)
+            raise FormatError(f"'{name}' is {[*entry.shape]}, where its config.json and codes want {allowed}")
+        return name
 
     def matrix(self, part: str, dtypes: Collection[str]) -> tuple[int, int]:
-        """Shape of the tensor `part`, which must have two dimensions."""
-        self.need(part, dtypes)
-        shape = self.entries[part].shape
+        """Return the shape of the tensor `part`, which must be a matrix."""
+        name, shape = self.require(part, dtypes), self.entries[part].shape
         if len(shape) != 2 or 0 in shape:
-            raise WeightFormatError(f"'{self.name}.{part}' is {list(shape)}, and no matrix, {ADVICE}")
+            raise FormatError(f"'{name}' is {[*shape]}, which is not a matrix, {ADVICE}")
         return shape[0], shape[1]
-
-    def groups(self, columns: int, size: int | None) -> int:
-        """How many groups of `size` a row of `columns` values has; None: the row is the group."""
-        if size and columns % size:
-            raise WeightFormatError(
-                f"'{self.name}' has {columns} columns, which groups of {size} do not divide"
-            )
-        return columns // (size or columns)
 
 
 @dataclass(frozen=True)
 class CodedWeight:
-    """One weight, and how to decode it from stored tensors."""
+    """A weight that is stored as codes."""
 
-    name: str  # of the weight, as an unquantised checkpoint has it
-    shape: tuple[int, ...]  # of the weight
-    parts: dict[str, str]  # what `rows` calls a tensor -> its name in the checkpoint
-    rows: Callable[[Tensors, int, int], Tensor]  # its rows [start, stop) in float32
-    multiple: int = 1  # `rows` starts at multiples of this
-    block: tuple[int | None, int | None] = (1, None)  # rows and columns that share a scale
+    name: str  # as an unquantised model has it
+    shape: Shape
+    parts: dict[str, str]  # role of a tensor (codes, scale, second_scale, zeros, g_idx, shape) -> its name
+    scheme: "WeightScheme"
 
     def decode(self, tensors: Tensors, weight: Tensor) -> Tensor:
-        """Fill `weight` from the tensors of `parts`; WeightFormatError where it is not finite.
+        """Fill `weight` from the tensors of `parts`; FormatError where it is not finite.
 
         A value is computed in float32 and rounded once.
         """
         for part, tensor in tensors.items():
             if "scale" in part and not tensor.float().isfinite().all():
-                raise WeightFormatError(f"'{self.parts[part]}' holds NaN or Inf; download it again")
-        step = max(self.multiple, CHUNK // prod(self.shape[1:]) // self.multiple * self.multiple)
-        for start in range(0, self.shape[0], step):
-            stop = min(start + step, self.shape[0])
-            piece = weight[start:stop].copy_(self._rows(tensors, start, stop))
+                raise FormatError(f"'{self.parts[part]}' holds NaN or Inf; download it again")
+        step = max(1, CHUNK // prod(self.shape[1:]))
+        for start in range(0, len(weight), step):
+            piece = weight[start : start + step]
+            piece.copy_(self.rows(tensors, start, start + len(piece)))
             if not piece.isfinite().all():
-                raise WeightFormatError(
+                raise FormatError(
                     f"'{self.name}' dequantises to NaN or Inf in {weight.dtype}; download the "
                     "model again, or use --dtype float32"
                 )
         return weight
 
-    def _rows(self, tensors: Tensors, start: int, stop: int) -> Tensor:
-        try:
-            return self.rows(tensors, start, stop)
-        except WeightFormatError as error:
-            raise WeightFormatError(f"'{self.name}': {error}") from None
+    def rows(self, tensors: Tensors, start: int, stop: int) -> Tensor:
+        """Decode the rows [start, stop) in float32."""
+        with name_subject(f"'{self.name}'"):
+            return self.scheme.decode(self.shape, tensors, slice(start, stop))
 
 
-class WeightScheme(Protocol):
-    """How one module's tensors make up its weight."""
+@dataclass(frozen=True)
+class WeightScheme:
+    """The tensors that make up a weight, whose values are `(code - zero point) * scale`.
+
+    Here each value has a code of its own; subclasses unpack codes of fewer bits.
+    """
+
+    block: BlockShape = (None, None)  # the values that share a scale
+    codes: str = "weight"
+    dtype: str = FP8  # of codes and zero points
+    scales: tuple[str, ...] = ("weight_scale",)  # names, of which a module has one
+    scale_dtypes: Collection[str] = FLOATS
+    second_scale: str | None = None  # of the whole weight
+    divides: bool = False  # the second scale divides the others, or else multiplies them
+    zeros: str = "weight_zero_point"
+    has_zeros: bool | None = False  # None: the files decide
+    g_idx: str | None = None  # the group of each column
+    has_order: bool = False  # False: the files decide
+    shape: str | None = None  # rows and columns
+    is_transposed: bool = False  # tensors are [in, out]
 
     def weight(self, module: ModuleTensors) -> CodedWeight:
-        """The weight of `module`; WeightFormatError where names, types or shapes are others."""
-        ...
+        """Return the weight of `module`; FormatError where names, types or shapes do not fit."""
+        matrix = module.matrix(self.codes, (self.dtype,))
+        rows, columns, zero_words = self._measure(module, *matrix)
+        high, wide = self.block
+        if high == 1 and wide and columns % wide:
+            raise FormatError(f"'{module.name}' has {columns} columns, which groups of {wide} do not divide")
+        down, across = self._grid((rows, columns))
+        shapes, zero_shape = _scale_shapes(down, across), (zero_words, across)
+        if self.is_transposed:
+            shapes, zero_shape = [(across, down)], (across, zero_words)
+        parts = {"codes": f"{module.name}.{self.codes}"}
+        if self.has_zeros or (self.has_zeros is None and self.zeros in module.entries):
+            zero_shapes = [zero_shape] if zero_words else shapes
+            parts["zeros"] = module.require(self.zeros, (self.dtype,), *zero_shapes)
+        scale = next((name for name in self.scales if name in module.entries), self.scales[-1])
+        parts["scale"] = module.require(scale, self.scale_dtypes, *shapes)
+        if self.second_scale:
+            parts["second_scale"] = module.require(self.second_scale, FLOATS, (), (1,), (1, 1))
+        if self.g_idx and (self.has_order or self.g_idx in module.entries):
+            parts["g_idx"] = module.require(self.g_idx, ("I32", "I64"), (columns,))
+        if self.shape:
+            parts["shape"] = module.require(self.shape, ("I64", "I32"), (2,))
+        return CodedWeight(f"{module.name}.weight", (rows, columns), parts, self)
+
+    def decode(self, shape: Shape, tensors: Tensors, rows: slice) -> Tensor:
+        """Decode `rows` of a weight of `shape` in float32."""
+        if "shape" in tensors and tensors["shape"].tolist() != [*shape]:
+            raise FormatError(f"a {self.shape} is not {[*shape]}, as its codes are")
+        codes, zeros = self._unpack(tensors, rows)
+        scales = self._per_block(shape, tensors["scale"], rows)
+        if "second_scale" in tensors:
+            second = tensors["second_scale"].float().reshape(())
+            scales = scales / second if self.divides else scales * second
+        if self.dtype in (FP8, BYTE) and (scales < 0).any():  # AutoRound's integers have negative scales
+            raise FormatError("a scale of its floats is negative")
+        if zeros is None and "zeros" in tensors:
+            zeros = self._per_block(shape, tensors["zeros"], rows)
+        groups = self._groups(shape[1], tensors.get("g_idx"))
+        if groups is not None:
+            scales = self._spread(scales, groups)
+            zeros = None if zeros is None else self._spread(zeros, groups)
+        codes = codes.reshape(len(codes), scales.shape[1], -1)
+        codes = codes if zeros is None else codes - zeros.unsqueeze(2)
+        return (codes * scales.unsqueeze(2)).flatten(1)
+
+    def _measure(self, module: ModuleTensors, high: int, wide: int) -> tuple[int, int, int]:
+        """Return rows and columns of a weight with codes [high, wide], and words of all rows' zero points."""
+        return high, wide, 0
+
+    def _unpack(self, tensors: Tensors, rows: slice) -> Codes:
+        return tensors["codes"][rows].float(), None
+
+    def _grid(self, shape: Shape) -> tuple[int, int]:
+        """Return the numbers of blocks down and across."""
+        (rows, columns), (high, wide) = shape, self.block
+        return -(-rows // (high or rows)), -(-columns // (wide or columns))
+
+    def _per_block(self, shape: Shape, values: Tensor, rows: slice) -> Tensor:
+        """Take the scales or zero points of `rows`: [rows, blocks across], or [1, ...] for all rows."""
+        down, across = self._grid(shape)
+        values = values.t() if self.is_transposed else values.reshape(down, across)
+        high = self.block[0] or shape[0]
+        values = scales_to_float(values[rows.start // high : -(-rows.stop // high)])
+        if high == 1 or down == 1:
+            return values
+        return values.repeat_interleave(high, 0)[rows.start % high :][: rows.stop - rows.start]
+
+    def _spread(self, values: Tensor, groups: Tensor) -> Tensor:
+        """Give each column the value of its group, in the order of memory, which is several times faster."""
+        return values.t()[groups].t() if self.is_transposed else values.index_select(1, groups)
+
+    def _groups(self, columns: int, g_idx: Tensor | None) -> Tensor | None:
+        """Return the group of each column; None: groups of one size follow each other."""
+        wide = self.block[1] or columns
+        in_turn = torch.arange(columns) // wide
+        groups = in_turn if g_idx is None else g_idx.long()
+        if columns % wide == 0 and torch.equal(groups, in_turn):
+            return None
+        if groups.min() < 0 or groups.max() > in_turn[-1]:
+            raise FormatError(f"its g_idx names a group beyond the {in_turn[-1] + 1} there are")
+        return groups
 
 
-class WeightFormat(Protocol):
-    """One form of quantised weights, as a quantization config describes it."""
+def _scale_shapes(down: int, across: int) -> list[Shape]:
+    """Return the shapes that scales of so many blocks may have; the last is ModelOpt's of tiles."""
+    vector: list[Shape] = [(down,)] if across == 1 else []
+    return [(down, across), *vector, *([()] if down * across == 1 else []), (down, 1, across, 1)]
 
-    @property
-    def label(self) -> str:
-        """Its name, for messages."""
-        ...
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """The quantised weights of a model, as its config describes them."""
+
+    label: str
+    scheme: WeightScheme | None  # of modules that no pattern names
+    patterns: tuple[tuple[str, WeightScheme], ...] = ()  # the first that fits a module's name
+    codes: tuple[str, ...] = ("weight",)  # names of tensors, of which a quantised module has one
 
     def weights(self, module: ModuleTensors) -> Iterable[CodedWeight]:
-        """The weights that `module` holds as codes: none, one, or the fused ones of experts.
+        """Yield the weights that `module` holds as codes, by names, types and shapes alone."""
+        entry = next((module.entries[name] for name in self.codes if name in module.entries), None)
+        if entry is not None and entry.dtype in (FP8, INT8, INT32, BYTE):
+            yield self._scheme(module.name).weight(module)
 
-        Looks at names, types and shapes alone; WeightFormatError where they do not fit the config.
-        """
-        ...
-
-
-def known(key: str, value: Any, allowed: Collection[Any]) -> Any:
-    """`value`, which a config gives as `key`; WeightFormatError unless it is one of `allowed`."""
-    # 4 and 4.0 and True are equal to Python
-    if not any(value == one and type(value) is type(one) for one in allowed):
-        raise WeightFormatError(f"{key} {value!r:.80} is none of {[*allowed]}, {ADVICE}")
-    return value
-
-
-def section(says: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The object under a config's `key`, empty where it is absent; WeightFormatError for another type."""
-    value = says.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise WeightFormatError(f"{key} {value!r:.80} is no JSON object")
-    return value or {}
-
-
-def group_size_of(says: Mapping[str, Any], default: int | None = None) -> int | None:
-    """The group size of a config; None: a group is a whole row."""
-    value = says.get("group_size", default)
-    if value in (None, -1):
-        return None
-    if type(value) is not int or value < 1:
-        raise WeightFormatError(f"group_size {value!r:.80} is no whole number of columns")
-    return value
-
-
-def two_sizes(key: str, value: Any) -> tuple[int, int]:
-    """Rows and columns of a tile, which a config gives as `key`: `[128, 128]` or `128x128`."""
-    sizes = value.split("x") if isinstance(value, str) else value
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(map(_is_size, sizes)):
-        raise WeightFormatError(f"{key} {value!r:.80} is no two sizes, {ADVICE}")
-    return int(sizes[0]), int(sizes[1])
-
-
-def _is_size(value: Any) -> bool:
-    return re.fullmatch(r"[1-9][0-9]{0,8}", str(value)) is not None
+    def _scheme(self, name: str) -> WeightScheme:
+        named = (scheme for pattern, scheme in self.patterns if fnmatchcase(name, pattern))
+        scheme = next(named, self.scheme)
+        if scheme is None:
+            raise FormatError(f"'{name}' holds codes, and its config does not name it")
+        return scheme

@@ -1,142 +1,199 @@
-"""compressed-tensors, which llm-compressor and AutoRound write: what each group of modules holds.
+"""compressed-tensors, which llm-compressor and AutoRound write: a scheme for each group of modules.
 
-Source: `compressors/` and `quantization/` of compressed-tensors 0.17 and 0.20, which agree in what
-is read here.
+Source: `compressors/` and `quantization/` of compressed-tensors 0.17 and 0.20. They differ in
+`pack-quantized` alone: 0.17 leaves unused the bits of a word that hold no whole code, 0.20 goes on in
+the next word; the shapes of a file tell which it is.
 """
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from calib.models.quantized.coded_weight import (
-    ADVICE,
-    CODES,
-    CodedWeight,
-    ModuleTensors,
-    WeightFormatError,
-    WeightScheme,
-    group_size_of,
-    known,
-    section,
-    two_sizes,
-)
-from calib.models.quantized.packed import Packed
-from calib.models.quantized.scaled import FP8, INT8, MXFP4, MXFP8, NVFP4, Block, Scaled
+from torch import Tensor
 
+from calib.models.quantized.bits import count_words, unpack_words
+from calib.models.quantized.coded_weight import (
+    FLOATS,
+    FP8,
+    INT8,
+    BlockShape,
+    Codes,
+    ModuleTensors,
+    Tensors,
+    WeightFormat,
+    WeightScheme,
+)
+from calib.models.quantized.fp4 import MXFP4, NVFP4
+from calib.models.quantized.fp8 import MXFP8
+from calib.models.quantized.settings import (
+    ADVICE,
+    FormatError,
+    check_choice,
+    read_group_size,
+    read_section,
+    read_tile,
+)
+
+_BITS = range(2, 9)
+_INTEGERS = [("int", bits) for bits in _BITS]
 # format -> type and bits of its codes
 _FORMATS = {
     "float-quantized": [("float", 8)],
-    "int-quantized": [("int", bits) for bits in range(2, 9)],
+    "int-quantized": _INTEGERS,
     "naive-quantized": [("float", 8), ("int", 8)],
-    "pack-quantized": [("int", bits) for bits in range(2, 9)],
+    "pack-quantized": _INTEGERS,
     "nvfp4-pack-quantized": [("float", 4)],
     "mxfp4-pack-quantized": [("float", 4)],
     "mxfp8-quantized": [("float", 8)],
 }
-_BITS = range(2, 9)
-# values of `actorder` with which each column names its group; others leave groups in their order
-_ORDERED = ("group", "dynamic")
-# formats of which there is one kind
-_FIXED = {
-    "nvfp4-pack-quantized": replace(NVFP4, code="weight_packed", second="weight_global_scale", divides=True),
-    "mxfp4-pack-quantized": replace(MXFP4, code="weight_packed"),
+# formats without further settings
+_FIXED: dict[str, WeightScheme] = {
+    "nvfp4-pack-quantized": replace(
+        NVFP4, codes="weight_packed", second_scale="weight_global_scale", divides=True
+    ),
+    "mxfp4-pack-quantized": replace(MXFP4, codes="weight_packed"),
     "mxfp8-quantized": MXFP8,
 }
+_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
 @dataclass(frozen=True)
-class CompressedTensors:
-    """Schemes by their targets, and the modules that are left alone."""
+class PackedScheme(WeightScheme):
+    """`weight_packed` [rows, words], `weight_zero_point` [words, groups], `weight_g_idx` [columns]."""
 
-    schemes: tuple[tuple[tuple[str, ...], WeightScheme], ...]
-    ignore: tuple[str, ...]
+    codes: str = "weight_packed"
+    dtype: str = "I32"
+    g_idx: str | None = "weight_g_idx"
+    shape: str | None = "weight_shape"
+    bits: int = 4
 
-    label = "compressed-tensors"
+    def _measure(self, module: ModuleTensors, high: int, wide: int) -> tuple[int, int, int]:
+        columns = self._columns(module, wide)
+        return high, columns, count_words(high, self.bits, is_spaced=self._is_spaced(columns, wide))
 
-    @classmethod
-    def read(cls, says: dict[str, Any]) -> "CompressedTensors":
-        """Read a `quantization_config` or a `compression_config`."""
-        sparse = section(says, "sparsity_config").get("format", "dense")
-        if says.get("transform_config") or sparse != "dense":
-            raise WeightFormatError(f"transform_config or sparsity_config is set, {ADVICE}")
-        if says.get("quantization_status", "compressed") != "compressed":
-            raise WeightFormatError(f"quantization_status is not 'compressed', {ADVICE}")
-        groups = section(says, "config_groups")
-        schemes = tuple(
-            (_strings(group, "targets"), _scheme(group, says.get("format")))
-            for group in (section(groups, name) for name in groups)
-            if group.get("weights") is not None
-        )
-        if not schemes:
-            raise WeightFormatError(f"no group of config_groups has weights, {ADVICE}")
-        return cls(schemes, _strings(says, "ignore"))
+    def _unpack(self, tensors: Tensors, rows: slice) -> Codes:
+        words, columns = tensors["codes"], int(tensors["shape"][1])
+        spaced = self._is_spaced(columns, words.shape[1])
+        codes = unpack_words(words[rows], self.bits, slice(0, columns), is_spaced=spaced)
+        if "zeros" not in tensors:
+            return codes - (1 << (self.bits - 1)), None
+        return codes, unpack_words(tensors["zeros"], self.bits, rows, dim=0, is_spaced=spaced)
 
-    def weights(self, module: ModuleTensors) -> Iterable[CodedWeight]:
-        """The weight of a module that holds codes; WeightFormatError if no group is about it."""
-        entry = module.entries.get("weight_packed", module.entries.get("weight"))
-        if entry is None or entry.dtype not in CODES:
-            return
-        if any(_is_named(module.name, pattern) for pattern in self.ignore):
-            raise WeightFormatError(f"'{module.name}' holds codes, and its config.json ignores it")
-        yield self._scheme(module.name).weight(module)
+    def _groups(self, columns: int, g_idx: Tensor | None) -> Tensor | None:
+        # -1 stands for an order that was never set
+        return super()._groups(columns, None if g_idx is None or (g_idx == -1).any() else g_idx)
+
+    def _is_spaced(self, columns: int, words: int) -> bool:
+        """Return whether words hold whole codes only, as those of 0.17."""
+        return words != count_words(columns, self.bits)
+
+    def _columns(self, module: ModuleTensors, words: int) -> int:
+        bits, (high, wide) = self.bits, self.block
+        if high == 1 and wide:
+            columns = module.matrix("weight_scale", FLOATS)[1] * wide
+        elif 32 % bits:
+            raise FormatError(f"codes of {bits} bits without a group_size, {ADVICE}")
+        else:
+            columns = words * 32 // bits
+        dense, spaced = (count_words(columns, bits, is_spaced=is_spaced) for is_spaced in (False, True))
+        if dense == spaced and 32 % bits and columns > 32 // bits:
+            raise FormatError(
+                f"'{module.name}.weight_packed' may hold {columns} codes of {bits} bits in two ways, {ADVICE}"
+            )
+        if words not in (dense, spaced):
+            raise FormatError(
+                f"'{module.name}.weight_packed' has {words} words in a row, which do not hold "
+                f"{columns} codes of {bits} bits"
+            )
+        return columns
+
+
+@dataclass(frozen=True)
+class GroupedFormat(WeightFormat):
+    """Schemes of groups of modules, which are named by targets: a name, a pattern or a class."""
+
+    codes: tuple[str, ...] = ("weight_packed", "weight")
+    groups: tuple[tuple[tuple[str, ...], WeightScheme], ...] = ()
+    ignore: tuple[str, ...] = ()
 
     def _scheme(self, name: str) -> WeightScheme:
-        # exact names come before patterns, and both before classes, as in the library
-        exact = {s for targets, s in self.schemes if name in targets}
-        by_pattern = {s for targets, s in self.schemes if any(_is_named(name, t) for t in targets)}
-        by_class = {s for targets, s in self.schemes if "Linear" in targets}
-        found = exact or by_pattern or by_class
-        if len(found) != 1:
-            groups = "several groups are" if found else "no group is"
-            raise WeightFormatError(f"'{name}' holds codes, and {groups} about it in config_groups")
-        return found.pop()
+        # names come before patterns, and both before classes, as in the library
+        if any(_is_target(name, pattern) for pattern in self.ignore):
+            raise FormatError(f"'{name}' holds codes, and its config.json ignores it")
+        exact = {scheme for targets, scheme in self.groups if name in targets}
+        by_pattern = {scheme for targets, scheme in self.groups if any(_is_target(name, t) for t in targets)}
+        by_class = {scheme for targets, scheme in self.groups if "Linear" in targets}
+        schemes = exact or by_pattern or by_class
+        if len(schemes) != 1:
+            groups = "several groups are" if schemes else "no group is"
+            raise FormatError(f"'{name}' holds codes, and {groups} about it in config_groups")
+        return schemes.pop()
 
 
-def _scheme(group: dict[str, Any], form: Any) -> WeightScheme:
-    """Read a group of `config_groups`; `form` is the format that the config has for all."""
-    form = known("format", group.get("format") or form, tuple(_FORMATS))
-    weights = section(group, "weights")
-    kind, bits = weights.get("type", "int"), known("num_bits", weights.get("num_bits", 8), _BITS)
+def read_compressed_tensors(config: dict[str, Any]) -> WeightFormat:
+    """Read a `quantization_config` or a `compression_config`."""
+    sparse = read_section(config, "sparsity_config").get("format", "dense")
+    if config.get("transform_config") or sparse != "dense":
+        raise FormatError(f"transform_config or sparsity_config is set, {ADVICE}")
+    if config.get("quantization_status", "compressed") != "compressed":
+        raise FormatError(f"quantization_status is not 'compressed', {ADVICE}")
+    sections = read_section(config, "config_groups")
+    groups = tuple(
+        (_read_names(group, "targets"), _read_scheme(group, config.get("format")))
+        for group in (read_section(sections, name) for name in sections)
+        if group.get("weights") is not None
+    )
+    if not groups:
+        raise FormatError(f"no group of config_groups has weights, {ADVICE}")
+    return GroupedFormat("compressed-tensors", None, groups=groups, ignore=_read_names(config, "ignore"))
+
+
+def _read_scheme(group: dict[str, Any], default_format: Any) -> WeightScheme:
+    """Read a group of `config_groups`."""
+    form = check_choice("format", group.get("format") or default_format, tuple(_FORMATS))
+    weights = read_section(group, "weights")
+    kind, bits = weights.get("type", "int"), check_choice("num_bits", weights.get("num_bits", 8), _BITS)
     if (kind, bits) not in _FORMATS[form]:
-        raise WeightFormatError(f"format {form} of num_bits {bits}, type {kind!r:.20}, {ADVICE}")
-    block = _block(weights)
-    has_zeros = not known("symmetric", weights.get("symmetric", True), (True, False))
+        raise FormatError(f"format {form} of num_bits {bits}, type {kind!r:.20}, {ADVICE}")
+    block = _read_block(weights)
+    has_zeros = not check_choice("symmetric", weights.get("symmetric", True), (True, False))
     if form in _FIXED:
         if block != _FIXED[form].block or has_zeros:
-            raise WeightFormatError(f"{form} in blocks of {block}, {ADVICE}")
+            raise FormatError(f"{form} in blocks of {block}, {ADVICE}")
         return _FIXED[form]
     if form == "pack-quantized":
         if has_zeros and block[0] != 1:
-            raise WeightFormatError(f"one zero point for several rows, {ADVICE}")
-        return Packed(bits, block, has_zeros, weights.get("actorder") in (True, *_ORDERED))
-    return Scaled(block, dtype=FP8 if kind == "float" else INT8, has_zero_points=has_zeros)
+            raise FormatError(f"one zero point for several rows, {ADVICE}")
+        # other values of `actorder` leave columns in their order
+        has_order = weights.get("actorder") in (True, "group", "dynamic")
+        return PackedScheme(block, has_zeros=has_zeros, has_order=has_order, bits=bits)
+    return WeightScheme(block, dtype=FP8 if kind == "float" else INT8, has_zeros=has_zeros)
 
 
-def _block(weights: dict[str, Any]) -> Block:
-    """Rows and columns that share a scale."""
-    size = group_size_of(weights)
-    usual = "group" if size else "channel" if weights.get("group_size") else "tensor"
-    strategies = ("tensor", "channel", "group", "block", "tensor_group")
-    strategy = known("strategy", weights.get("strategy") or usual, strategies)
+def _read_block(weights: dict[str, Any]) -> BlockShape:
+    """Return rows and columns that share a scale."""
+    size = read_group_size(weights)
+    default = "group" if size else "channel" if weights.get("group_size") else "tensor"
+    strategy = check_choice("strategy", weights.get("strategy") or default, _STRATEGIES)
     if (size is None) == (strategy in ("group", "tensor_group")):
-        raise WeightFormatError(f"strategy {strategy} with group_size {size}, {ADVICE}")
+        raise FormatError(f"strategy {strategy} with group_size {size}, {ADVICE}")
     if strategy == "block":
-        return two_sizes("block_structure", weights.get("block_structure"))
+        return read_tile("block_structure", weights.get("block_structure"))
     return (None if strategy == "tensor" else 1), size
 
 
-def _is_named(name: str, target: str) -> bool:
+def _is_target(name: str, target: str) -> bool:
+    """Return whether a target is the name of a module or a pattern that it fits."""
     if not target.startswith("re:"):
         return name == target
     try:
         return re.match(target.removeprefix("re:"), name) is not None
     except re.error as error:
-        raise WeightFormatError(f"'{target:.80}' is no regular expression: {error}") from None
+        raise FormatError(f"'{target:.80}' is not a regular expression: {error}") from None
 
 
-def _strings(says: dict[str, Any], key: str) -> tuple[str, ...]:
-    value = says.get(key) or []
-    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise WeightFormatError(f"{key} {value!r:.80} is no list of names, {ADVICE}")
-    return tuple(value)
+def _read_names(config: dict[str, Any], key: str) -> tuple[str, ...]:
+    names = config.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise FormatError(f"{key} {names!r:.80} is not a list of names, {ADVICE}")
+    return tuple(names)

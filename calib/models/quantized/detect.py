@@ -1,7 +1,6 @@
-"""Weights that are codes, not numbers: found by config, type and name, refused unless decoded.
+"""Quantised weights, found by config, type and name; refused unless we or transformers decode them.
 
-Those of `layouts` are decoded here, others by transformers, which loads codes as if they were
-weights where it does not know the `quant_method`.
+transformers loads codes as if they were weights where it does not know the `quant_method`.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from calib.files.names import MODELOPT_FILE, is_of_cache, is_of_senses
 from calib.files.safetensors_header import read_values
 from calib.files.strict_json import read_object
 from calib.models.quantized import WEIGHT_FORMATS
-from calib.models.quantized.coded_weight import ADVICE, WeightFormat
-from calib.models.quantized.weights import coded_weights, consumed_names, naming
+from calib.models.quantized.coded_weight import WeightFormat
+from calib.models.quantized.settings import ADVICE, name_subject
+from calib.models.quantized.weights import coded_weights, consumed_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# the places that transformers reads, too
-_READ = ("quantization_config", "text_config.quantization_config")
+# places that transformers reads, too
+_SHARED_PLACES = ("quantization_config", "text_config.quantization_config")
 # integers are weights' codes under these names only: masks and positions are integers as well
 _WEIGHT = re.compile(r"(?:weight|_proj)$")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
@@ -36,165 +36,141 @@ _SCALE_OR_CODE = re.compile(
 )
 
 
-def is_for_cache_only(quantization: dict[str, Any]) -> bool:
-    """Whether a quantization config is about the KV cache alone, or about nothing at all."""
-    nested = quantization.get("quantization")
-    says = {**quantization, **(nested if isinstance(nested, dict) else {})}
-    method = says.get("quant_method")
-    if method == "modelopt" and ["*"] in (says.get("ignore"), says.get("exclude_modules")):
+def is_for_cache_only(config: dict[str, Any]) -> bool:
+    """Return whether a quantization config is about the KV cache alone, or about nothing at all."""
+    nested = config.get("quantization")
+    config = {**config, **(nested if isinstance(nested, dict) else {})}
+    method, groups = config.get("quant_method"), config.get("config_groups") or {}
+    if method == "modelopt" and ["*"] in (config.get("ignore"), config.get("exclude_modules")):
         return True
-    groups = says.get("config_groups") or {}
-    of_weights = not isinstance(groups, dict) or not all(map(targets_attention, groups.values()))
-    more = any(says.get(key) for key in ("quant_algo", "quantized_layers", "transform_config"))
-    return method in ("modelopt", "compressed-tensors") and not (of_weights or more)
+    if any(config.get(key) for key in ("quant_algo", "quantized_layers", "transform_config")):
+        return False
+    is_attention = isinstance(groups, dict) and all(map(targets_attention, groups.values()))
+    return method in ("modelopt", "compressed-tensors") and is_attention
 
 
 def targets_attention(group: Any) -> bool:
-    """Whether a group of compressed-tensors, such as llm-compressor's, is about Q, K and V."""
+    """Return whether a group of compressed-tensors, such as llm-compressor's, is about Q, K and V."""
     targets = group.get("targets") if isinstance(group, dict) else None
-    if not isinstance(targets, list):
-        return False
-    return bool(targets) and all(str(target).endswith("Attention") for target in targets)
+    return isinstance(targets, list) and targets != [] and all(str(t).endswith("Attention") for t in targets)
 
 
-def find_weight_format(checkpoint: ModelDirectory) -> WeightFormat | None:
-    """How the weights are stored as codes; None: they are numbers, or transformers decodes them.
+def find_weight_format(directory: ModelDirectory) -> WeightFormat | None:
+    """Return how the weights are stored as codes; None: they are numbers, or transformers decodes them.
 
-    Refuses what neither reads, and files that do not hold what their config says.
+    InputError for formats that neither reads, and for files that do not fit their config.
     """
-    found, decoded = {}, False
-    for place, says in _configs(checkpoint):
-        if is_for_cache_only(says):
-            continue
-        if layout := _layout(checkpoint, place, says):
-            found[place] = layout
-        elif place in _READ and _is_known(says):
-            decoded = True
-        else:
-            raise InputError(f"{_quantised(checkpoint, place, says)}, {ADVICE}")
-    layouts = [*found.values()]
-    if any(other != layouts[0] for other in layouts) or (layouts and decoded):
+    formats = {place: _read_format(directory, place, config) for place, config in _configs(directory)}
+    if len({*formats.values()}) > 1:
         raise InputError(
-            f"the weights of '{checkpoint.path}' are quantised in one way by {next(iter(found))} "
+            f"the weights of '{directory.path}' are quantised in one way by {next(iter(formats))} "
             "and in another by a second config; take away whichever is not the model's"
         )
-    layout = next(iter(layouts), None)
-    coded = coded_weights(checkpoint, layout)
-    if not decoded:
-        _check_numbers(checkpoint, consumed_names(coded))
-    return layout
+    weight_format = next(iter(formats.values()), None)
+    plain = directory.entries.keys() - consumed_names(coded_weights(directory, weight_format))
+    for name in sorted(plain) if weight_format or not formats else []:
+        dtype = directory.entries[name].dtype
+        is_integer = dtype == "BOOL" or dtype.startswith(("I", "U"))
+        is_harmless = is_of_cache(name) or (is_integer and not _WEIGHT.search(name))
+        if dtype not in _FLOATS and not is_harmless:
+            raise InputError(
+                f"'{directory.path / directory.weight_map[name]}' holds '{name}' as {dtype}, "
+                f"and no config says how to decode it, {ADVICE}"
+            )
+    return weight_format
 
 
-def quantization_notes(checkpoint: ModelDirectory) -> list[str]:
-    """One line on how quantised weights were read; none where they are numbers."""
-    layout = find_weight_format(checkpoint)
-    if layout is None:
+def _configs(directory: ModelDirectory) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the configs that are about weights, each with its place."""
+    configs = dict(quantization_configs(directory.config))
+    if "compression_config" in configs:
+        configs["compression_config"] = {
+            "quant_method": "compressed-tensors",
+            **configs["compression_config"],
+        }
+    file = directory.path / MODELOPT_FILE
+    if file.exists():
+        configs[MODELOPT_FILE] = {"quant_method": "modelopt", **read_object(file)}
+    return ((place, config) for place, config in configs.items() if not is_for_cache_only(config))
+
+
+def _read_format(directory: ModelDirectory, place: str, config: dict[str, Any]) -> WeightFormat | None:
+    """Read a quantization config; None: transformers decodes such weights."""
+    method = config.get("quant_method")
+    tool = f"by '{method}'" if method else "without a quant_method"
+    subject = f"the weights of '{directory.path}' are quantised {tool} ({place})"
+    read = WEIGHT_FORMATS.get(method) if isinstance(method, str) else None
+    if read and (place != "compression_config" or method == "compressed-tensors"):
+        with name_subject(subject):
+            return read(config)
+    if place in _SHARED_PLACES:
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+        by_flag = config.get("load_in_8bit") or config.get("load_in_4bit")
+        if method in (None, "bitsandbytes") if by_flag else str(method) in AUTO_QUANTIZATION_CONFIG_MAPPING:
+            return None
+    raise InputError(f"{subject}, {ADVICE}")
+
+
+def quantization_notes(directory: ModelDirectory) -> list[str]:
+    """Return a line on how quantised weights were read; none where they are numbers."""
+    weight_format = find_weight_format(directory)
+    if weight_format is None:
         return []
-    return [
-        f"the weights are quantised ({layout.label}): they were dequantised, and activations were "
-        "not quantised"
-    ]
+    note = "they were dequantised, and activations were not quantised"
+    return [f"the weights are quantised ({weight_format.label}): {note}"]
 
 
 def unused_codes(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Those of `names` that a scale or a code of a matrix of `model` has, and `model` has not."""
-    held = model.state_dict()
-    matrices = [name for name, weight in held.items() if weight.dim() > 1]
-    beside = {*(name.removesuffix("weight") for name in matrices), *(f"{n}." for n in matrices)}
-    return [
-        name
-        for name in names
-        if name not in held and (match := _SCALE_OR_CODE.search(name)) and name[: match.start() + 1] in beside
-    ]
+    """Return those of `names` that a scale or a code of a matrix of `model` has, and `model` has not."""
+    state = model.state_dict()
+    matrices = [name for name, weight in state.items() if weight.dim() > 1]
+    owners = {*(name.removesuffix("weight") for name in matrices), *(f"{name}." for name in matrices)}
+    ends = {name: _SCALE_OR_CODE.search(name) for name in names if name not in state}
+    return [name for name, end in ends.items() if end and name[: end.start() + 1] in owners]
 
 
-def check_unused_tensors(checkpoint: ModelDirectory, names: Iterable[str], weights: Collection[str]) -> None:
-    """Refuse tensors that the loader left over although they change a weight that it loaded.
+def check_unused_tensors(directory: ModelDirectory, names: Iterable[str], weights: Collection[str]) -> None:
+    """Refuse tensors that the loader did not use although they change a weight that it loaded.
 
     Those are named like a scale or a code, or belong to a matrix, as a bias does, or are weights
-    in a layer that it loaded. `weights` are the names of all that it was given.
+    in a layer that it loaded. `weights` are the names of all that it could use.
     """
-    left = {name for name in names if not _is_zero_bias(checkpoint, name)}
-    loaded = {match[0] for name in {*weights} - left if (match := _IN_LAYER.match(name))}
-    for name in sorted(name for name in left if not is_of_cache(name)):
+    unused = {name for name in names if not _is_zero_bias(directory, name)}
+    loaded = {*weights} - unused
+    layers = {match[0] for match in map(_IN_LAYER.match, loaded) if match}
+    for name in sorted(name for name in unused if not is_of_cache(name)):
         if _SCALE_OR_CODE.search(name):
             raise InputError(
-                f"'{checkpoint.path}' holds quantised weights: the loader has no use for '{name}', {ADVICE}"
+                f"'{directory.path}' holds quantised weights: the loader has no use for '{name}', {ADVICE}"
             )
-        parts = name.split(".")
-        owners = {".".join([*parts[:n], "weight"]) for n in range(1, len(parts))} - {name}
-        layer = _IN_LAYER.match(name)
-        is_missed = name.endswith(".weight") and layer is not None and layer[0] in loaded
-        if owners & ({*weights} - left) or (is_missed and not is_of_senses(name)):
+        parts, layer = name.split("."), _IN_LAYER.match(name)
+        owners = {".".join([*parts[:count], "weight"]) for count in range(1, len(parts))} - {name}
+        is_weight_of_layer = name.endswith(".weight") and layer is not None and layer[0] in layers
+        if owners & loaded or (is_weight_of_layer and not is_of_senses(name)):
             raise InputError(
-                f"'{checkpoint.path}' holds '{name}', which its config.json does not use: K and V "
+                f"'{directory.path}' holds '{name}', which its config.json does not use: K and V "
                 "would not be the model's; mend the config, or merge adapters into the weights"
             )
 
 
-def _is_zero_bias(checkpoint: ModelDirectory, name: str) -> bool:
+def _is_zero_bias(directory: ModelDirectory, name: str) -> bool:
     # AutoGPTQ gave every layer a bias, whether the model has one or not
-    coded = f"{name.removesuffix('.bias')}.qweight" in checkpoint.entries
-    if not name.endswith(".bias") or not coded or name not in checkpoint.entries:
+    is_beside_codes = f"{name.removesuffix('.bias')}.qweight" in directory.entries
+    if not name.endswith(".bias") or not is_beside_codes or name not in directory.entries:
         return False
-    path, entry = checkpoint.path / checkpoint.weight_map[name], checkpoint.entries[name]
-    return not any(read_values(path, entry))
+    return not any(read_values(directory.path / directory.weight_map[name], directory.entries[name]))
 
 
-def drop_quantization_config(config: PreTrainedConfig, layout: WeightFormat | None) -> None:
-    """Drop quantization configs that quantise no weights, and those whose `layout` is read here."""
+def drop_quantization_config(config: PreTrainedConfig, weight_format: WeightFormat | None) -> None:
+    """Drop quantization configs that are about the cache only, and those whose weights are decoded here."""
     for part in (config, config.get_text_config(decoder=True)):
-        says = getattr(part, "quantization_config", None)
-        if layout or (isinstance(says, dict) and is_for_cache_only(says)):
+        quantization = getattr(part, "quantization_config", None)
+        if weight_format or (isinstance(quantization, dict) and is_for_cache_only(quantization)):
             part.__dict__.pop("quantization_config", None)
 
 
 def is_quantized(config: PreTrainedConfig) -> bool:
-    """Whether transformers will decode weights."""
+    """Return whether transformers will decode weights."""
     parts = (config, config.get_text_config(decoder=True))
     return any(getattr(part, "quantization_config", None) is not None for part in parts)
-
-
-def _configs(checkpoint: ModelDirectory) -> Iterator[tuple[str, dict[str, Any]]]:
-    for place, says in quantization_configs(checkpoint.config):
-        implied = {"quant_method": "compressed-tensors"} if place == "compression_config" else {}
-        yield place, {**implied, **says}
-    file = checkpoint.path / MODELOPT_FILE
-    if file.exists():
-        yield MODELOPT_FILE, {"quant_method": "modelopt", **read_object(file)}
-
-
-def _layout(checkpoint: ModelDirectory, place: str, says: dict[str, Any]) -> WeightFormat | None:
-    method = says.get("quant_method")
-    if not isinstance(method, str) or method not in WEIGHT_FORMATS:
-        return None
-    if place == "compression_config" and method != "compressed-tensors":
-        return None
-    with naming(_quantised(checkpoint, place, says)):
-        return WEIGHT_FORMATS[method](says)
-
-
-def _quantised(checkpoint: ModelDirectory, place: str, says: dict[str, Any]) -> str:
-    method = says.get("quant_method")
-    how = f"quantised by '{method}'" if method else "quantised, without a quant_method"
-    return f"the weights of '{checkpoint.path}' are {how} ({place})"
-
-
-def _is_known(says: dict[str, Any]) -> bool:
-    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
-
-    if says.get("load_in_8bit") or says.get("load_in_4bit"):
-        return says.get("quant_method") in (None, "bitsandbytes")
-    return str(says.get("quant_method")) in AUTO_QUANTIZATION_CONFIG_MAPPING
-
-
-def _check_numbers(checkpoint: ModelDirectory, spent: Collection[str]) -> None:
-    for name in sorted(checkpoint.entries.keys() - spent):
-        entry = checkpoint.entries[name]
-        integer = entry.dtype == "BOOL" or entry.dtype.startswith(("I", "U"))
-        harmless = is_of_cache(name) or (integer and not _WEIGHT.search(name))
-        if entry.dtype not in _FLOATS and not harmless:
-            raise InputError(
-                f"'{checkpoint.path / checkpoint.weight_map[name]}' holds '{name}' as "
-                f"{entry.dtype}, and no config says how to decode it, {ADVICE}"
-            )

@@ -4,46 +4,49 @@ Source: `convert_moe_packed_tensors` of transformers' `integrations/mxfp4.py`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from calib.models.quantized.coded_weight import ADVICE, CodedWeight, ModuleTensors, Tensors, WeightFormatError
-from calib.models.quantized.numbers import powers_of_two, unpack_fp4
-from calib.models.quantized.scaled import E8M0
+from calib.models.quantized.bits import scales_to_float, unpack_fp4
+from calib.models.quantized.coded_weight import (
+    E8M0,
+    CodedWeight,
+    ModuleTensors,
+    Shape,
+    Tensors,
+    WeightFormat,
+    WeightScheme,
+)
+from calib.models.quantized.settings import ADVICE, FormatError
 
 
-@dataclass(frozen=True)
-class GptOss:
-    """`X_blocks` [experts, out, groups, 16] and `X_scales` [experts, out, groups] of each `X`."""
+class ExpertsScheme(WeightScheme):
+    """Blocks [experts, out, groups, 16] and their scales [experts, out, groups]."""
 
-    label = "MXFP4"
+    def decode(self, shape: Shape, tensors: Tensors, rows: slice) -> Tensor:
+        """Decode `rows`, each of which is an expert [in, out]."""
+        values = unpack_fp4(tensors["codes"][rows])  # [experts, out, groups, 32]
+        scales = scales_to_float(tensors["scale"][rows])
+        return (values * scales.unsqueeze(-1)).flatten(-2).transpose(1, 2)
 
-    @classmethod
-    def read(cls, says: dict[str, Any]) -> "GptOss":
-        """Read a `quantization_config`, which has nothing to choose."""
-        return cls()
+
+class ExpertsFormat(WeightFormat):
+    """Modules of experts, which hold several weights each: `X_blocks` and `X_scales` of a weight X."""
 
     def weights(self, module: ModuleTensors) -> Iterable[CodedWeight]:
-        """The fused weights of a module of experts, each [experts, in, out]."""
-        for part in sorted(module.entries):
-            if not part.endswith("_blocks"):
-                continue
-            name, shape = part.removesuffix("_blocks"), module.entries[part].shape
-            module.need(part, ("U8",))
+        """Yield the fused weights of a module."""
+        for part in sorted(part for part in module.entries if part.endswith("_blocks")):
+            weight, codes = part.removesuffix("_blocks"), module.require(part, ("U8",))
+            shape = module.entries[part].shape
             if len(shape) != 4 or shape[3] != 16 or 0 in shape:
-                raise WeightFormatError(f"'{module.name}.{part}' is {list(shape)}, {ADVICE}")
-            parts = {
-                "codes": f"{module.name}.{part}",
-                "scale": module.need(f"{name}_scales", E8M0, shape[:3]),
-            }
+                raise FormatError(f"'{codes}' is {[*shape]}, {ADVICE}")
             experts, rows, groups = shape[:3]
-            full = (experts, groups * 32, rows)
-            yield CodedWeight(f"{module.name}.{name}", full, parts, _experts)
+            parts = {"codes": codes, "scale": module.require(f"{weight}_scales", E8M0, shape[:3])}
+            shape = (experts, groups * 32, rows)
+            yield CodedWeight(f"{module.name}.{weight}", shape, parts, ExpertsScheme())
 
 
-def _experts(tensors: Tensors, start: int, stop: int) -> Tensor:
-    values = unpack_fp4(tensors["codes"][start:stop])  # [experts, out, groups, 32]
-    scales = powers_of_two(tensors["scale"][start:stop])
-    return (values * scales.unsqueeze(-1)).flatten(-2).transpose(1, 2)
+def read_gpt_oss(config: dict[str, Any]) -> WeightFormat:
+    """Read a `quantization_config`, which has nothing to choose."""
+    return ExpertsFormat("MXFP4", None)

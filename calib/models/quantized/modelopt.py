@@ -1,4 +1,4 @@
-"""NVIDIA ModelOpt's checkpoints: FP8, NVFP4, MXFP4 and MXFP8, and several in one model.
+"""NVIDIA ModelOpt: FP8, NVFP4, MXFP4 and MXFP8, and several in one model.
 
 Source: `modelopt.torch.export` 0.47, which writes `hf_quant_config.json` and, in another form, a
 `quantization_config`.
@@ -7,13 +7,15 @@ Source: `modelopt.torch.export` 0.47, which writes `hf_quant_config.json` and, i
 from dataclasses import replace
 from typing import Any
 
-from calib.models.quantized.coded_weight import known, section
-from calib.models.quantized.scaled import MXFP4, MXFP8, NVFP4, ByName, Scaled
+from calib.models.quantized.coded_weight import WeightFormat, WeightScheme
+from calib.models.quantized.fp4 import MXFP4, NVFP4
+from calib.models.quantized.fp8 import MXFP8
+from calib.models.quantized.settings import check_choice, read_section
 
 _SCHEMES = {
-    "FP8": Scaled(),
-    "FP8_PER_CHANNEL_PER_TOKEN": Scaled((1, None)),
-    "fp8_pb_wo": Scaled((128, 128)),
+    "FP8": WeightScheme(),
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightScheme((1, None)),
+    "fp8_pb_wo": WeightScheme((128, 128)),
     "NVFP4": NVFP4,
     "W4A16_NVFP4": NVFP4,
     "W4A8_NVFP4_FP8": replace(NVFP4, block=(1, 32)),
@@ -22,17 +24,18 @@ _SCHEMES = {
 }
 
 
-def read_modelopt(says: dict[str, Any]) -> ByName:
-    """Read a `quantization_config`, or what `hf_quant_config.json` holds."""
-    says = {**says, **section(says, "quantization")}
-    if says.get("quant_algo") != "MIXED_PRECISION":
-        return ByName("ModelOpt", _scheme(says))
-    layers = section(says, "quantized_layers")
-    return ByName("ModelOpt", None, tuple((n, _scheme(section(layers, n))) for n in layers))
+def read_modelopt(config: dict[str, Any]) -> WeightFormat:
+    """Read a `quantization_config`, or the document of `hf_quant_config.json`."""
+    config = {**config, **read_section(config, "quantization")}
+    if config.get("quant_algo") != "MIXED_PRECISION":
+        return WeightFormat("ModelOpt", _read_scheme(config))
+    layers = read_section(config, "quantized_layers")
+    patterns = tuple((name, _read_scheme(read_section(layers, name))) for name in layers)
+    return WeightFormat("ModelOpt", None, patterns)
 
 
-def _scheme(says: dict[str, Any]) -> Scaled:
-    scheme = _SCHEMES[known("quant_algo", says.get("quant_algo"), _SCHEMES)]
+def _read_scheme(config: dict[str, Any]) -> WeightScheme:
+    scheme = _SCHEMES[check_choice("quant_algo", config.get("quant_algo"), _SCHEMES)]
     if scheme.block[0] == 1 and scheme.block[1]:
-        known("group_size", says.get("group_size"), (None, scheme.block[1]))
+        check_choice("group_size", config.get("group_size"), (None, scheme.block[1]))
     return scheme

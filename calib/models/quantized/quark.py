@@ -1,54 +1,54 @@
-"""AMD Quark's checkpoints: FP8 and INT8 with a scale per weight or row, INT4, and MXFP4.
+"""AMD Quark: FP8 and INT8 with a scale per weight or row, INT4, and MXFP4.
 
-Source: what Quark 0.13 exports for Hugging Face, and vLLM's `quark.py`, which reads it.
+Source: the output of Quark 0.13 for Hugging Face, and vLLM's `quark.py`, which reads it.
 """
 
 from typing import Any
 
-from calib.models.quantized.coded_weight import (
+from calib.models.quantized.awq import AwqScheme
+from calib.models.quantized.coded_weight import FP8, INT8, WeightFormat, WeightScheme
+from calib.models.quantized.fp4 import MXFP4
+from calib.models.quantized.settings import (
     ADVICE,
-    WeightFormatError,
-    WeightScheme,
-    group_size_of,
-    known,
-    section,
+    FormatError,
+    check_choice,
+    read_group_size,
+    read_section,
 )
-from calib.models.quantized.gptq import Awq
-from calib.models.quantized.scaled import FP8, INT8, MXFP4, ByName, Scaled
 
 _SCHEMES = {
-    f"{dtype} {qscheme}": Scaled(block, dtype=stored, has_zero_points=None)
-    for dtype, stored in (("fp8_e4m3", FP8), ("int8", INT8))
+    f"{name} {qscheme}": WeightScheme(block, dtype=dtype, has_zeros=None)
+    for name, dtype in (("fp8_e4m3", FP8), ("int8", INT8))
     for qscheme, block in (("per_tensor", (None, None)), ("per_channel", (1, None)))
 }
-_NAMES = ("weight", "weight_zero_point", "weight_scale")
+_GROUPED = ("fp4 per_group", "int4 per_group", "uint4 per_group")
 
 
-def read_quark(says: dict[str, Any]) -> ByName:
+def read_quark(config: dict[str, Any]) -> WeightFormat:
     """Read a `quantization_config`."""
-    export = section(says, "export")
-    known("weight_format", export.get("weight_format", "real_quantized"), ("real_quantized",))
+    export = read_section(config, "export")
+    check_choice("weight_format", export.get("weight_format", "real_quantized"), ("real_quantized",))
     # AWQ's order of integers
-    known("pack_method", export.get("pack_method", "reorder"), ("reorder",))
-    if says.get("layer_type_quant_config") or says.get("algo_config"):
+    check_choice("pack_method", export.get("pack_method", "reorder"), ("reorder",))
+    if config.get("layer_type_quant_config") or config.get("algo_config"):
         # rotations and smoothing among them change what a weight is multiplied with
-        raise WeightFormatError(f"layer_type_quant_config or algo_config is set, {ADVICE}")
-    layers = section(says, "layer_quant_config")
-    by_pattern = tuple((pattern, _scheme(section(layers, pattern))) for pattern in layers)
-    return ByName("Quark", _scheme(section(says, "global_quant_config")), by_pattern)
+        raise FormatError(f"layer_type_quant_config or algo_config is set, {ADVICE}")
+    layers = read_section(config, "layer_quant_config")
+    patterns = tuple((pattern, _read_scheme(read_section(layers, pattern))) for pattern in layers)
+    return WeightFormat("Quark", _read_scheme(read_section(config, "global_quant_config")), patterns)
 
 
-def _scheme(says: dict[str, Any]) -> WeightScheme:
-    weight = section(says, "weight")
-    name, group_size = f"{weight.get('dtype')} {weight.get('qscheme')}", group_size_of(weight)
-    known("is_dynamic", weight.get("is_dynamic", False), (False,))
+def _read_scheme(config: dict[str, Any]) -> WeightScheme:
+    weight = read_section(config, "weight")
+    name, group_size = f"{weight.get('dtype')} {weight.get('qscheme')}", read_group_size(weight)
+    check_choice("weight", name, (*_SCHEMES, *_GROUPED))
+    check_choice("is_dynamic", weight.get("is_dynamic", False), (False,))
     if name.endswith("per_channel"):
-        known("ch_axis", weight.get("ch_axis"), (0, None))
+        check_choice("ch_axis", weight.get("ch_axis"), (0, None))
     if name == "fp4 per_group":
-        known("group_size", group_size, (MXFP4.block[1],))
-        known("scale_format", weight.get("scale_format"), ("e8m0",))
+        check_choice("group_size", group_size, (MXFP4.block[1],))
+        check_choice("scale_format", weight.get("scale_format"), ("e8m0",))
         return MXFP4
-    if name in ("int4 per_group", "uint4 per_group"):
-        return Awq(group_size, _NAMES, signed=name.startswith("int4"))
-    packed = ("fp4 per_group", "int4 per_group", "uint4 per_group")
-    return _SCHEMES[known("weight", name, (*_SCHEMES, *packed))]
+    if name in _GROUPED:
+        return AwqScheme((1, group_size), is_signed=name.startswith("int4"))
+    return _SCHEMES[name]

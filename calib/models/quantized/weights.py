@@ -1,28 +1,21 @@
-"""Quantised weights, read as the numbers that they stand for, one at a time."""
+"""The weights of a model, quantised or not, read as numbers one at a time."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
 from calib.files.safetensors_header import Entry
 from calib.files.tensors import Source, StoredTensor, aligned, stored_tensors
-from calib.models.quantized.coded_weight import (
-    CHUNK,
-    CodedWeight,
-    ModuleTensors,
-    WeightFormat,
-    WeightFormatError,
-)
+from calib.models.quantized.coded_weight import CHUNK, CodedWeight, ModuleTensors, WeightFormat
+from calib.models.quantized.settings import FormatError, name_subject
 
 # int64 indices, float32 values, codes and zero points of a chunk
 _CHUNK_BYTES = CHUNK * 32
-_OF_ACTIVATIONS = (
+_SCALES_OF_INPUTS = (
     *("input_scale", "input_zero_point", "input_global_scale", "input_scale_inv"),
     *("activation_scale", "output_scale"),
 )
@@ -32,9 +25,9 @@ _OF_ACTIVATIONS = (
 class DequantizedTensor(Source):
     """A weight that is decoded when it is read."""
 
-    path: Path  # of the checkpoint
+    path: Path  # of the model
     coded: CodedWeight
-    stored: Mapping[str, StoredTensor]  # by the names that decoding gives them
+    stored: Mapping[str, StoredTensor]  # by role, as `coded.parts`
 
     @property
     def decoding_bytes(self) -> int:
@@ -46,76 +39,61 @@ class DequantizedTensor(Source):
         memory = torch.empty(self.room, dtype=torch.uint8) if memory is None else memory
         weight = aligned(memory, self.nbytes).view(self.dtype).view(self.shape)
         tensors = {part: tensor.read() for part, tensor in self.stored.items()}
-        with naming(_about(self.path)):
+        with name_subject(f"the weights of '{self.path}' are quantised"):
             return self.coded.decode(tensors, weight)
 
 
 def all_weights(
-    checkpoint: ModelDirectory, layout: WeightFormat | None, dtype: torch.dtype | None = None
+    directory: ModelDirectory, weight_format: WeightFormat | None, dtype: torch.dtype | None = None
 ) -> dict[str, Source]:
-    """What an unquantised checkpoint of the model would hold, by name.
+    """Return the weights of an unquantised version of the model, by name.
 
-    Codes of `layout` come in `dtype`, None being that of the first float stored as it is; all else
-    comes as it is. InputError, before any value is read, where the files are not what it says.
+    Codes of `weight_format` come in `dtype`, None being that of the first float stored as it is; all else
+    comes as it is. InputError, before any value is read, where the files do not fit their config.
     """
-    stored, coded = stored_tensors(checkpoint), coded_weights(checkpoint, layout)
-    spent = consumed_names(coded)
-    found: dict[str, Source] = {name: t for name, t in stored.items() if name not in spent}
-    floats = (tensor.dtype for tensor in found.values() if tensor.dtype.is_floating_point)
+    stored, coded = stored_tensors(directory), coded_weights(directory, weight_format)
+    consumed = consumed_names(coded)
+    weights: dict[str, Source] = {name: t for name, t in stored.items() if name not in consumed}
+    floats = (tensor.dtype for tensor in weights.values() if tensor.dtype.is_floating_point)
     dtype = dtype or next(floats, torch.bfloat16)
     for weight in coded:
         parts = {part: stored[name] for part, name in weight.parts.items()}
-        found[weight.name] = DequantizedTensor(dtype, weight.shape, checkpoint.path, weight, parts)
-    return found
+        weights[weight.name] = DequantizedTensor(dtype, weight.shape, directory.path, weight, parts)
+    return weights
 
 
-def coded_weights(checkpoint: ModelDirectory, layout: WeightFormat | None) -> list[CodedWeight]:
-    """The weights that are stored as codes; InputError where files and config do not agree.
+def weight_shapes(
+    directory: ModelDirectory, weight_format: WeightFormat | None
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of an unquantised version of the model, by name."""
+    coded = coded_weights(directory, weight_format)
+    consumed = consumed_names(coded)
+    plain = {name: entry.shape for name, entry in directory.entries.items() if name not in consumed}
+    return plain | {weight.name: weight.shape for weight in coded}
 
-    Nothing but headers is read.
-    """
-    if layout is None:
+
+def coded_weights(directory: ModelDirectory, weight_format: WeightFormat | None) -> list[CodedWeight]:
+    """Return the weights that are stored as codes, from headers; InputError where files and config differ."""
+    if weight_format is None:
         return []
     modules: dict[str, dict[str, Entry]] = {}
-    for name, entry in checkpoint.entries.items():
+    for name, entry in directory.entries.items():
         module, _, part = name.rpartition(".")
         modules.setdefault(module, {})[part] = entry
-    with naming(_about(checkpoint.path)):
-        found = [w for name, parts in modules.items() for w in layout.weights(ModuleTensors(name, parts))]
-        if not found:
-            raise WeightFormatError(f"its config says {layout.label}, and no file holds such codes")
-        spent = consumed_names(found)
-        for weight in found:
-            if weight.name in checkpoint.entries.keys() - spent:
-                raise WeightFormatError(f"'{weight.name}' is there as it is, and as codes beside it")
-    return found
+    with name_subject(f"the weights of '{directory.path}' are quantised"):
+        tensors = [ModuleTensors(name, parts) for name, parts in modules.items()]
+        weights = [weight for module in tensors for weight in weight_format.weights(module)]
+        if not weights:
+            raise FormatError(f"its config says {weight_format.label}, and no file holds such codes")
+        plain = directory.entries.keys() - consumed_names(weights)
+        for weight in weights:
+            if weight.name in plain:
+                raise FormatError(f"'{weight.name}' is there as numbers, and as codes beside it")
+    return weights
 
 
-def weight_shapes(checkpoint: ModelDirectory, layout: WeightFormat | None) -> dict[str, tuple[int, ...]]:
-    """The shape of every weight, by name; `layout` is that of those stored as codes."""
-    coded = coded_weights(checkpoint, layout)
-    spent = consumed_names(coded)
-    plain = {name: e.shape for name, e in checkpoint.entries.items() if name not in spent}
-    return {**plain, **{weight.name: weight.shape for weight in coded}}
-
-
-def consumed_names(coded: list[CodedWeight]) -> set[str]:
-    """Names of the stored tensors that weights are made of, and of scales of their inputs."""
-    modules = [weight.name.rpartition(".")[0] for weight in coded]
-    named = {f"{module}.{part}" for module in modules for part in _OF_ACTIVATIONS}
-    return named | {name for weight in coded for name in weight.parts.values()}
-
-
-@contextmanager
-def naming(what: str) -> Iterator[None]:
-    """Say in a WeightFormatError what cannot be read."""
-    try:
-        yield
-    except WeightFormatError as error:
-        # names come from files, and may be of any length and several lines
-        reason = " ".join(str(error).split())[:1000]
-        raise InputError(f"{what}: {reason}") from None
-
-
-def _about(path: Path) -> str:
-    return f"the weights of '{path}' are quantised"
+def consumed_names(weights: list[CodedWeight]) -> set[str]:
+    """Return the names of the stored tensors of `weights`, and of scales of their inputs."""
+    modules = [weight.name.rpartition(".")[0] for weight in weights]
+    inputs = {f"{module}.{part}" for module in modules for part in _SCALES_OF_INPUTS}
+    return inputs | {name for weight in weights for name in weight.parts.values()}

@@ -178,7 +178,7 @@ def test_groups_of_compressed_tensors(model, tmp_path):
     become(targets=["re:.*self_attn.*"])
     refuse(directory, tmp_path, "mlp.down_proj' holds codes, and no group is about it")
     become(targets=["re:*"])
-    refuse(directory, tmp_path, "no regular expression")
+    refuse(directory, tmp_path, "not a regular expression")
     for weights, said in [
         ({"num_bits": 9}, "num_bits 9"),
         ({"num_bits": 4.0}, "num_bits 4.0"),

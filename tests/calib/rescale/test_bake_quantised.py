@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from calib.errors import UnsupportedModelError
 from calib.files.model_directory import open_model_directory
 from calib.files.tensors import stored_tensors
-from calib.models.quantized.coded_weight import CodedWeight
+from calib.models.quantized.coded_weight import CodedWeight, WeightScheme
 from calib.recipe import load_recipe
 from calib.rescale.coded_factors import rescaled_parts
 from calib.rescale.proof import load_exact, observe
@@ -182,7 +182,8 @@ def test_the_scale_of_what_goes_into_the_output_projection(tmp_path):
     module = "model.layers.0.self_attn.o_proj"
     save_file(tensors | {f"{module}.input_scale": torch.tensor([0.25])}, file)
     stored = stored_tensors(open_model_directory(source))
-    weight = CodedWeight(f"{module}.weight", (128, 128), {"scale": f"{module}.weight_scale"}, lambda *_: None)
+    parts = {"scale": f"{module}.weight_scale"}
+    weight = CodedWeight(f"{module}.weight", (128, 128), parts, WeightScheme((1, None)))
     found = rescaled_parts(weight, stored, torch.full((1, 128), 0.125))
     assert found[f"{module}.input_scale"].item() == 2
     assert torch.equal(found[f"{module}.weight_scale"], tensors[f"{module}.weight_scale"] / 8)
