@@ -5,14 +5,12 @@ Format: https://github.com/huggingface/safetensors#format; 8 bytes of length, th
 
 import math
 import struct
-from array import array
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from calib.errors import InputError
-from calib.files.strict_json import parse_object, regular_size
+from calib.files.strict_json import parse_object, read_bytes, regular_size
 
 # safetensors itself refuses more
 MAX_HEADER_BYTES = 100_000_000
@@ -27,12 +25,13 @@ _BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-FLOATS = ("F64", "F32", "F16", "BF16")  # the most precise first
+_STRUCT_CODES = {"F64": "d", "F32": "f", "F16": "e", "BF16": "f"}
+FLOATS = tuple(_STRUCT_CODES)  # the most precise first
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor: its type, its shape, and where its bytes are, from the start of the file."""
+    """Type and shape of a tensor, and where its bytes are, from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,104 +40,77 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """How many values it has."""
+        """The number of values."""
         return math.prod(self.shape)
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a safetensors file, by name; an InputError where they do not fit the file."""
-    header, data, size = _read_object(path)
+    """Read the tensors of a safetensors file, by name; InputError where they do not fit the file."""
+    header, begin, end = _read_document(path)
     header.pop("__metadata__", None)
     try:
-        entries = {name: _entry(fields, data) for name, fields in header.items()}
-        _check_layout(entries.values(), data, size)
+        entries = {name: _parse_entry(fields, begin) for name, fields in header.items()}
+        for entry in sorted(entries.values(), key=lambda entry: (entry.begin, entry.end)):
+            if entry.begin != begin:
+                raise ValueError("its tensors overlap, or leave gaps")
+            begin = entry.end
+        if begin != end:
+            raise ValueError(f"its tensors end at {begin:,} of {end:,} bytes")
     except ValueError as error:
         raise InputError(f"the header of '{path}' is damaged: {error}; download it again") from None
     return entries
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """What the writer of a safetensors file has noted in its header."""
-    found = _read_object(path)[0].get("__metadata__")
-    found = found if isinstance(found, dict) else {}
-    return {name: text for name, text in found.items() if isinstance(text, str)}
-
-
-def _read_object(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header; where its data begins, and where the file ends."""
-    size = regular_size(path)
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-                raise InputError(
-                    f"'{path}' is not a whole safetensors file: {size:,} bytes, and a header of "
-                    f"{length:,}; download it again"
-                )
-            text = file.read(length)
-    except OSError as error:
-        raise InputError(f"cannot read '{path}': {error.strerror}") from None
-    return parse_object(text, f"the header of '{path}'"), 8 + length, size
+    """Read the notes that the writer of a safetensors file has put into its header."""
+    notes = _read_document(path)[0].get("__metadata__")
+    notes = notes if isinstance(notes, dict) else {}
+    return {name: text for name, text in notes.items() if isinstance(text, str)}
 
 
 def read_values(path: Path, entry: Entry) -> list[float]:
-    """All values of a tensor; an InputError if they are no floats, or too many to be scales."""
+    """Read all values of a tensor; InputError unless they are floats, and few enough to be scales."""
     if entry.size > MAX_VALUES:
         raise InputError(f"'{path}' holds a scale of {entry.size:,} values, too many for any model")
     if entry.dtype not in FLOATS:
         raise InputError(f"'{path}' holds a scale of type {entry.dtype}; it must be {', '.join(FLOATS)}")
-    try:
-        with path.open("rb") as file:
-            file.seek(entry.begin)
-            return _decode(file.read(entry.end - entry.begin), entry.dtype)
-    except OSError as error:
-        raise InputError(f"cannot read a scale of '{path}': {error.strerror}") from None
+    data = read_bytes(path, entry.begin, entry.end - entry.begin)
+    if entry.dtype == "BF16":  # the upper half of a float32
+        data = b"".join(b"\0\0" + data[i : i + 2] for i in range(0, len(data), 2))
+    return [value for (value,) in struct.iter_unpack(f"<{_STRUCT_CODES[entry.dtype]}", data)]
 
 
 def is_zero(path: Path, entry: Entry) -> bool:
-    """Whether all values of a tensor are 0, whatever its type."""
-    try:
-        with path.open("rb") as file:
-            file.seek(entry.begin)
-            return not any(file.read(entry.end - entry.begin))
-    except OSError as error:
-        raise InputError(f"cannot read '{path}': {error.strerror}") from None
+    """Return whether all values of a tensor are 0, whatever its type."""
+    return not any(read_bytes(path, entry.begin, entry.end - entry.begin))
 
 
-def _entry(fields: Any, data: int) -> Entry:
+def _read_document(path: Path) -> tuple[dict[str, Any], int, int]:
+    """Read the header; return it, where its data begins, and where the file ends."""
+    size = regular_size(path)
+    length = int.from_bytes(read_bytes(path, 0, 8), "little")
+    if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
+        raise InputError(
+            f"'{path}' is not a whole safetensors file: {size:,} bytes, and a header of "
+            f"{length:,}; download it again"
+        )
+    return parse_object(read_bytes(path, 8, length), f"the header of '{path}'"), 8 + length, size
+
+
+def _parse_entry(fields: Any, data: int) -> Entry:
+    """Check the fields of one tensor; `data` is where the file's data begins."""
     match fields:
-        case {"dtype": dtype, "shape": [*shape], "data_offsets": [begin, end]}:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
             pass
         case _:
             raise ValueError("a tensor has a dtype, a shape and two data_offsets")
-    numbers = [*shape, begin, end]
-    if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers):
+    if not all(type(number) is int and number >= 0 for number in (*shape, begin, end)):
         raise ValueError(f"shape {str(shape)[:80]} and offsets must be whole numbers")
     if len(shape) > 32:
         raise ValueError(f"a tensor of {len(shape)} dimensions")
-    entry = Entry(str(dtype), tuple(shape), data + begin, data + end)
-    if entry.dtype not in _BITS:
-        raise ValueError(f"unknown type '{entry.dtype[:40]}'")
-    if 8 * (end - begin) != entry.size * _BITS[entry.dtype]:
+    if dtype not in _BITS:
+        raise ValueError(f"unknown type '{dtype[:40]}'")
+    entry = Entry(dtype, tuple(shape), data + begin, data + end)
+    if 8 * (end - begin) != entry.size * _BITS[dtype]:
         raise ValueError(f"{end - begin} bytes are not {dtype} {shape}")
     return entry
-
-
-def _check_layout(entries: Iterable[Entry], data: int, size: int) -> None:
-    position = data
-    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
-        if entry.begin != position:
-            raise ValueError("its tensors overlap, or leave gaps")
-        position = entry.end
-    if position != size:
-        raise ValueError(f"its tensors end at {position:,} of {size:,} bytes")
-
-
-def _decode(data: bytes, dtype: str) -> list[float]:
-    if dtype == "BF16":
-        # the upper half of a float32
-        data = b"".join(b"\0\0" + data[i : i + 2] for i in range(0, len(data), 2))
-        dtype = "F32"
-    if dtype == "F16":
-        return [*struct.unpack(f"<{len(data) // 2}e", data)]
-    return [*map(float, array({"F32": "f", "F64": "d"}[dtype], data))]

@@ -1,12 +1,12 @@
-"""JSON from files that anyone may have written: bounded, and read in one way only."""
+"""JSON of files that anyone may have written: bounded, and read in one way only."""
 
 import json
 import math
-import stat
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
-from calib.errors import InputError
+from calib.errors import InputError, one_line
 
 # the index of a model of a trillion parameters takes 20 MB
 MAX_BYTES = 64 << 20
@@ -18,62 +18,65 @@ def read_object(path: Path) -> dict[str, Any]:
     size = regular_size(path)
     if size > MAX_BYTES:
         raise InputError(f"'{path}' has {size:,} bytes; no such file has more than {MAX_BYTES:,}")
-    try:
-        return parse_object(path.read_bytes(), f"'{path}'")
-    except OSError as error:
-        raise InputError(f"cannot read '{path}': {error.strerror}") from None
+    return parse_object(read_bytes(path), f"'{path}'")
 
 
 def regular_size(path: Path) -> int:
-    """Bytes of a file or of a link to one.
+    """Return the bytes of a file or of a link to one.
 
-    An InputError for a directory, pipe or device, and for what Git LFS leaves in a file's place.
+    Raises:
+        InputError: it is a directory, pipe or device, or a Git LFS pointer in a file's place.
     """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise InputError(f"'{path}' is not a file")
+    if read_bytes(path, 0, len(_LFS_POINTER)) == _LFS_POINTER:
+        raise InputError(
+            f"'{path}' is a Git LFS pointer, not the file itself; run `git lfs pull` in its repository"
+        )
+    return path.stat().st_size
+
+
+def read_bytes(path: Path, begin: int = 0, size: int = -1) -> bytes:
+    """Read `size` bytes of a file, or all; InputError where it cannot be read."""
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise InputError(f"'{path}' is not a file")
         with path.open("rb") as file:
-            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise InputError(
-                    f"'{path}' is a Git LFS pointer, not the file itself; run `git lfs pull` in "
-                    "its repository"
-                )
+            file.seek(begin)
+            return file.read(size)
     except OSError as error:
         raise InputError(f"cannot read '{path}': {error.strerror}") from None
-    return found.st_size
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
     """Parse a JSON object; `where` names it in errors.
 
-    An InputError if it is no UTF-8, JSON or object, or not the same to every parser: a key twice,
-    NaN, Infinity, numbers beyond a float, or nesting beyond reason.
+    Raises:
+        InputError: it is not UTF-8, JSON or an object, or not the same to every parser: a key twice,
+            NaN, Infinity, numbers beyond a float, or nesting beyond reason.
     """
     try:
         document = json.loads(
             text.decode(),
-            object_pairs_hook=_without_duplicates,
+            object_pairs_hook=_unique,
             parse_constant=_refuse_constant,
             parse_float=_finite,
         )
     except RecursionError:
         raise InputError(f"{where} is nested too deeply") from None
-    except (ValueError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())[:200]
+    except ValueError as error:
+        reason = one_line(error, 200)
         raise InputError(f"{where} is not JSON as every program reads it: {reason}") from None
     if not isinstance(document, dict):
         raise InputError(f"{where} must hold a JSON object, got {type(document).__name__}")
     return document
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key '{twice[:80]}' is there twice")
-    return found
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    document: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in document:
+            raise ValueError(f"the key '{key[:80]}' is there twice")
+        document[key] = value
+    return document
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -89,20 +92,20 @@ def _finite(text: str) -> float:
 
 def json_text(document: Any, **form: Any) -> str:
     """Return `document` as JSON, with null for numbers that are not finite; `form` as of `json.dumps`."""
-    return json.dumps(_with_nulls(document), allow_nan=False, **form)
+    return json.dumps(_nulls_for_infinite(document), allow_nan=False, **form)
 
 
-def exact_json_text(document: Any, what: str, **form: Any) -> str:
-    """Return `document` as JSON; InputError, which begins with `what`, where a number is not finite."""
+def exact_json_text(document: Any, name: str, **form: Any) -> str:
+    """Return `document`, called `name`, as JSON; InputError where a number is not finite."""
     try:
         return json.dumps(document, allow_nan=False, **form)
     except ValueError as error:
-        raise InputError(f"{what} cannot be written as JSON: {error}; calibrate again") from None
+        raise InputError(f"{name} cannot be written as JSON: {error}; calibrate again") from None
 
 
-def _with_nulls(value: Any) -> Any:
+def _nulls_for_infinite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {key: _with_nulls(item) for key, item in value.items()}
-    return [*map(_with_nulls, value)] if isinstance(value, list | tuple) else value
+        return {key: _nulls_for_infinite(item) for key, item in value.items()}
+    return [*map(_nulls_for_infinite, value)] if isinstance(value, list | tuple) else value

@@ -57,18 +57,18 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, memory: Tensor | None = None) -> Tensor:
-        """Return the tensor, in `memory` [room] uint8 where given."""
+        """Read the tensor, into `memory` [room] uint8 if there is one."""
 
 
 @dataclass(frozen=True)
 class StoredTensor(Source):
-    """One tensor of a safetensors file."""
+    """A tensor of a safetensors file, as it is there."""
 
     path: Path
     offset: int  # of its first byte in the file
 
     def read(self, memory: Tensor | None = None) -> Tensor:
-        """Return the tensor as it is in the file."""
+        """Read the tensor, into `memory` [room] uint8 if there is one."""
         memory = torch.empty(self.room, dtype=torch.uint8) if memory is None else memory
         # where it would lie in a mapped file: rounding in some CPU kernels depends on alignment
         place = self.offset if self.offset % self.dtype.itemsize == 0 else 0
@@ -84,8 +84,8 @@ def aligned(memory: Tensor, nbytes: int, place: int = 0) -> Tensor:
 
 
 def stored_tensors(checkpoint: ModelDirectory) -> dict[str, StoredTensor]:
-    """Every tensor of the files, by its name in the checkpoint."""
-    found = {}
+    """Return every tensor of the files, by its name in the checkpoint."""
+    tensors = {}
     for name, entry in checkpoint.entries.items():
         path = checkpoint.path / checkpoint.weight_map[name]
         if entry.dtype not in DTYPES:
@@ -93,8 +93,8 @@ def stored_tensors(checkpoint: ModelDirectory) -> dict[str, StoredTensor]:
                 f"'{path}' holds '{name}' as {entry.dtype}, which cannot be read layer by layer; "
                 "use --offload none"
             )
-        found[name] = StoredTensor(DTYPES[entry.dtype], entry.shape, path, entry.begin)
-    return found
+        tensors[name] = StoredTensor(DTYPES[entry.dtype], entry.shape, path, entry.begin)
+    return tensors
 
 
 def _read_into(memory: memoryview, path: Path, offset: int) -> None:
