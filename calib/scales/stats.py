@@ -62,6 +62,12 @@ class TensorStats:
     positions: Tensor | None = None  # [H, POSITION_BUCKETS] float32, by position in the sample
     tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
 
+    def places(self) -> TensorPlaces | None:
+        """Return where the largest values were; None if that is not known."""
+        if self.curve is None or self.positions is None:
+            return None
+        return TensorPlaces(self.curve.tolist(), self.positions.tolist())
+
 
 @dataclass(frozen=True)
 class LayerStats:
@@ -164,11 +170,8 @@ class KVStats:
         """Return where the largest K and V of each layer were; empty if that is not known."""
         places = []
         for layer in self.layers.values():
-            if layer.k.curve is not None and layer.v.curve is not None:
-                k, v = (
-                    TensorPlaces(x.curve.tolist(), x.positions.tolist())  # type: ignore[union-attr]
-                    for x in (layer.k, layer.v)
-                )
+            k, v = layer.k.places(), layer.v.places()
+            if k and v:
                 places.append(LayerPlaces(layer.layer_idx, layer.tokens_read, k, v))
         return places
 

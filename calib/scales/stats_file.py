@@ -107,7 +107,7 @@ def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
             f"'{path}' is not a {STATS_FILE} of a version that this fp8kv reads, 1 or {_VERSION}"
         )
     try:
-        facts = StatsFacts.model_validate(document)
+        facts = _StatsFacts.model_validate(document)
         layers = {name: _take_layer(tensors, name, module) for name, module in facts.modules.items()}
         if tensors:
             raise ValueError(f"no module has the tensor {min(tensors)[:80]}")
@@ -119,29 +119,21 @@ def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
     return KVStats(layers, shared, text), facts.progress.model_dump() if facts.progress else {}
 
 
-class StrictFacts(BaseModel):
-    """Base of the parts of the metadata."""
-
+class _StrictFacts(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class SharedFacts(StrictFacts):
-    """An attention module that shares the cache of `owner`."""
-
+class _SharedFacts(_StrictFacts):
     layer_idx: int = Field(ge=0)
     owner: str
 
 
-class ProgressFacts(StrictFacts):
-    """The state of a run that is not finished."""
-
+class _ProgressFacts(_StrictFacts):
     run: dict[str, Any]
     batches: int = Field(ge=0)
 
 
-class TextFacts(StrictFacts):
-    """A `TextSummary`, its sketch in hexadecimal."""
-
+class _TextFacts(_StrictFacts):
     samples: int = Field(ge=1)
     tokens: int = Field(ge=1)
     unrepeated_tokens: int = Field(ge=1)
@@ -153,28 +145,25 @@ class TextFacts(StrictFacts):
     records: list[TextRecord] | None = Field(None, min_length=1)
 
     @model_validator(mode="after")
-    def _check_parts(self) -> "TextFacts":
+    def _check_parts(self) -> "_TextFacts":
         parts = self.unrepeated_tokens, self.distinct_tokens, self.unknown_tokens or 0, self.samples
         if max(parts) > self.tokens or (self.words is None) != (self.word_tokens is None):
             raise ValueError("a part is more than the whole")
         return self
 
     def summary(self) -> TextSummary:
-        """Return the summary that was saved."""
         records = self.records and (*self.records,)
         return TextSummary(**self.model_dump() | {"sketch": int(self.sketch, 16), "records": records})
 
 
-class StatsFacts(StrictFacts):
-    """All metadata of a statistics file."""
-
+class _StatsFacts(_StrictFacts):
     modules: dict[str, ModuleFacts] = Field(min_length=1)
-    shared: dict[str, SharedFacts]
-    progress: ProgressFacts | None = None
-    text: TextFacts | None = None
+    shared: dict[str, _SharedFacts]
+    progress: _ProgressFacts | None = None
+    text: _TextFacts | None = None
 
     @model_validator(mode="after")
-    def _check_owners(self) -> "StatsFacts":
+    def _check_owners(self) -> "_StatsFacts":
         for module in self.shared.values():
             if module.owner not in self.modules:
                 raise ValueError(f"no module is called '{module.owner[:80]}', whose cache is shared")
