@@ -9,8 +9,9 @@ from typing import NamedTuple
 from calib.data import CalibrationData
 from calib.errors import InputError
 from calib.files.baked import baked_for
-from calib.scales.record_file import Records, load_baked_records, load_records
-from calib.scales.text_record import TextRecord
+from calib.files.names import BAKE_FILE
+from calib.scales.text_records import Records, load_records, read_records
+from calib.scales.text_summary import TextRecord
 
 Readers = Mapping[str, Records]  # what each has read, by its name in messages
 OWN = "this evaluation"
@@ -29,7 +30,7 @@ def find_readers(scales: Sequence[Path], model: Path) -> tuple[Readers, list[str
     """Read what the text of each of `scales` was, and of a baked `model`; warn where none says."""
     readers = {f"'{path}'": load_records(path) for path in scales}
     if baked_for(model):
-        readers[f"'{model}'"] = load_baked_records(model)
+        readers[f"'{model}'"] = read_records(model / BAKE_FILE)
     unknown = [name for name, records in readers.items() if None in records]
     return readers, [
         f"{name} has no record of the text behind its scales, so some of the held-out text may "

@@ -45,9 +45,9 @@ from calib.same_model.judging import judge
 from calib.same_model.record import Marks
 from calib.same_model.taking import take_marks
 from calib.scales.derive import derive_scales
-from calib.scales.record_file import records_json, records_of
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_calibration
+from calib.scales.text_records import records_json, records_of
 from calib.scales.text_summary import text_warnings
 
 

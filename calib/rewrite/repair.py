@@ -18,9 +18,9 @@ from calib.rewrite.convert import Rewritten, write_scales
 from calib.same_model.identity import check_same_model, identity
 from calib.same_model.saved import check_measured_on
 from calib.scales.observers import AbsMax
-from calib.scales.record_file import load_records, records_of
 from calib.scales.stats import KVStats, LayerStats
 from calib.scales.stats_file import load_stats
+from calib.scales.text_records import load_records, records_of
 from calib.verify.fit import Scale, contradictions
 from calib.verify.measured import Measured, measured_of
 from calib.verify.rules import choose_rules

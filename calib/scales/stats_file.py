@@ -26,8 +26,7 @@ from calib.files.strict_json import json_text, parse_object, regular_size
 from calib.scales.places import STATS_KEY, ModuleFacts
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats
-from calib.scales.text_record import TextRecord
-from calib.scales.text_summary import SKETCH_BITS, TextSummary
+from calib.scales.text_summary import SKETCH_BITS, TextRecord, TextSummary
 
 _VERSION = 2
 _LATENT_NAMES = {"k": "latent", "v": "k_pe", "q": "q"}

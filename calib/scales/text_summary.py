@@ -1,19 +1,23 @@
-"""Numbers of the text that a calibration has read, which tell whether it can stand for any other.
+"""Numbers and hashes of calibration text, which tell whether it can stand for any other text.
 
-They travel with the statistics, merge with those of other runs, and keep the text private: which
-tokens occurred is known as bits, each of which many token ids share; `calib.scales.text_record`
-says what is known of their order.
+They travel with the statistics and join those of other runs. They keep the text private: many token
+ids share each bit of the set of tokens, and a record holds salted hashes of short runs alone.
 """
 
+from base64 import b64decode, b64encode
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from hashlib import blake2b
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from math import log
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
 from calib.errors import InputError
-from calib.scales.text_record import TextRecord, join_records
 
 LEAST_TOKENS, LEAST_DISTINCT = 64, 16  # fewer are refused
 FEW_TOKENS = 1024  # from here on the growth of amax is looked at
@@ -21,13 +25,97 @@ FEW_DISTINCT = 32  # a thousand bytes of prose have more
 FEW_UNREPEATED = 0.5  # share of the tokens that repeat no other sample
 FEW_PER_WORD = 0.5  # tokens; tokenizers whose tokens span words need more than this
 MUCH_UNKNOWN = 0.1  # share of the tokens
-
 SKETCH_BITS = 2048
+
+RUN_LENGTH = 16  # tokens: texts that were written apart share few of these
+MAX_RUNS = 1 << 14  # in a record
+READ = 0.25  # share of a text's runs; or twice that in its beginning, if samples were cut there
+BEGINNING = 49  # runs: of 64 tokens, and of more where a record holds one run in several
+_FEW_RUNS = 4  # too few to go by their share
+_CHANCE = 128  # one in so many runs of any other text has a hash that a record holds
+# a beginning is a system prompt if one sample in so many has it, and at least so many
+_PROMPT_SHARE, _PROMPT_SAMPLES = 8, 3
+_ESCAPE = 255
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+
+Hashes = NDArray[np.uint64]
+
+
+class TextRecord(BaseModel):
+    """Hashes of runs of tokens, which tell how much of another text one calibration has read.
+
+    Runs begin anywhere: other lengths, another order or a copy of the file change nothing. Of a long
+    text only one run in `one_in` is recorded.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True)
+    salt: int = Field(ge=0, lt=1 << 64)
+    samples: int = Field(ge=1)
+    tokens: int = Field(ge=1)
+    one_in: int = Field(ge=1, lt=1 << 32)
+    below: int = Field(ge=1, le=_CHANCE * MAX_RUNS)  # upper limit of the hashes
+    # gaps between sorted hashes, a byte each, in base64; 255 adds to the next
+    runs: str = Field(max_length=4 * _CHANCE * MAX_RUNS // _ESCAPE)
+
+    @field_validator("runs")
+    @classmethod
+    def _check_runs(cls, runs: str) -> str:
+        b64decode(runs, validate=True)
+        return runs
+
+    @classmethod
+    def of(cls, samples: Sequence[Sequence[int]]) -> "TextRecord":
+        """Record `samples`, without beginnings that many of them share, as a system prompt is."""
+        texts, digest = sorted({*map(tuple, samples)}), blake2b(digest_size=8)
+        for text in texts:
+            digest.update(np.array([len(text), *text], np.int64).tobytes())
+        salt = int.from_bytes(digest.digest(), "big")
+        # a text that only begins the next one is in that one
+        whole = [text for text, after in pairwise([*texts, ()]) if after[: len(text)] != text]
+        runs = [_hash_runs(text, salt) for text in whole]
+        hashes, places = (
+            np.concatenate(runs),
+            np.concatenate([np.arange(len(x), dtype=np.uint64) for x in runs]),
+        )
+        _, inverse, counts = np.unique(_mix(hashes ^ places), return_inverse=True, return_counts=True)
+        is_prompt = counts[inverse] >= max(_PROMPT_SAMPLES, len(whole) // _PROMPT_SHARE)
+        hashes, one_in = np.unique(hashes[~is_prompt]), 1
+        while len(hashes) > MAX_RUNS:
+            one_in *= 2
+            hashes = hashes[hashes % np.uint64(one_in) == 0]
+        below = _CHANCE * max(1, len(hashes))
+        gaps = np.diff(np.unique(_shorten(hashes, below)), prepend=np.uint64(0))
+        escapes, rests = np.divmod(gaps, np.uint64(_ESCAPE))
+        ends = np.cumsum(escapes + np.uint64(1)).astype(np.int64)
+        data = np.full(int(ends[-1]) if len(ends) else 0, _ESCAPE, np.uint8)
+        data[ends - 1] = rests
+        packed = b64encode(data.tobytes()).decode()
+        tokens = sum(map(len, samples))
+        return cls(salt=salt, samples=len(samples), tokens=tokens, one_in=one_in, below=below, runs=packed)
+
+    def has_read(self, text: Sequence[int]) -> bool | None:
+        """Return whether a notable part of `text` was read; None if it is too short to tell."""
+        hashes = _hash_runs(text, self.salt)
+        places = np.flatnonzero(hashes % np.uint64(self.one_in) == 0)
+        if not len(places):
+            return None
+        is_read = np.isin(_shorten(hashes[places], self.below), self._hashes)
+        if is_read.sum() >= max(min(len(is_read), 2), READ * len(is_read)):
+            return True
+        if len(text) < RUN_LENGTH:
+            return None  # it may be the end of a longer one
+        beginning = is_read[places < BEGINNING * max(1, self.one_in // 4)]  # a dozen or more
+        return len(beginning) >= _FEW_RUNS and bool(beginning.mean() >= 2 * READ)
+
+    @cached_property
+    def _hashes(self) -> Hashes:
+        data = np.frombuffer(b64decode(self.runs), np.uint8)
+        return np.cumsum(data, dtype=np.uint64)[data < _ESCAPE]
 
 
 @dataclass(frozen=True)
 class TextSummary:
-    """What was read, in numbers; `tokens` are those that the statistics count."""
+    """Numbers of the tokens that the statistics count, and a record of the text."""
 
     samples: int
     tokens: int
@@ -56,48 +144,50 @@ class TextSummary:
         read = [sample for sample in samples if len(sample) > skip_first]
         counted = [sample[skip_first:] for sample in read]
         tokens, distinct = sum(map(len, counted)), set[int]().union(*counted)
-        missing = sum(each.count(i) for each in counted for i in unknown or ())
+        # sorted, a sample shares its longest beginning with a neighbour
+        shared = (_shared_beginning(*pair) for pair in pairwise(sorted(samples, key=tuple)))
+        sketch = 0
+        for token in distinct:
+            digest = blake2b(str(token).encode(), digest_size=4).digest()
+            sketch |= 1 << int.from_bytes(digest, "big") % SKETCH_BITS
         return cls(
             samples=len(counted),
             tokens=tokens,
-            unrepeated_tokens=tokens - _repeated(samples, skip_first),
+            unrepeated_tokens=tokens - sum(max(0, length - skip_first) for length in shared),
             distinct_tokens=len(distinct),
-            unknown_tokens=None if unknown is None else missing,
+            unknown_tokens=None if unknown is None else sum(x.count(i) for x in counted for i in unknown),
             words=words and words[0],
             word_tokens=words and words[1],
-            sketch=_sketch(distinct),
+            sketch=sketch,
             records=(TextRecord.of(read),) if read else (),
         )
 
-    def join(self, other: "TextSummary") -> "TextSummary":
+    def join(self, summary: "TextSummary") -> "TextSummary":
         """Add the numbers of another text; samples of the two are taken to differ."""
-        sketch = self.sketch | other.sketch
-        fewer, more = sorted((self, other), key=lambda text: text.distinct_tokens)
-        added = min(_estimate(sketch) - _estimate(more.sketch), fewer.distinct_tokens)
+        sketch = self.sketch | summary.sketch
+        smaller, larger = sorted((self, summary), key=lambda text: text.distinct_tokens)
+        added = min(_estimate(sketch) - _estimate(larger.sketch), smaller.distinct_tokens)
+        is_recorded = self.records is not None and summary.records is not None
         return TextSummary(
-            self.samples + other.samples,
-            self.tokens + other.tokens,
-            self.unrepeated_tokens + other.unrepeated_tokens,
-            more.distinct_tokens + max(0, added),
-            _sum(self.unknown_tokens, other.unknown_tokens),
-            _sum(self.words, other.words),
-            _sum(self.word_tokens, other.word_tokens),
+            self.samples + summary.samples,
+            self.tokens + summary.tokens,
+            self.unrepeated_tokens + summary.unrepeated_tokens,
+            larger.distinct_tokens + max(0, added),
+            _add(self.unknown_tokens, summary.unknown_tokens),
+            _add(self.words, summary.words),
+            _add(self.word_tokens, summary.word_tokens),
             sketch,
-            join_records(self.records, other.records),
+            (*(self.records or ()), *(summary.records or ())) if is_recorded else None,
         )
 
     def to_json(self) -> dict[str, Any]:
-        """All but the sketch and the records, for the report."""
+        """Return all but the sketch and the records, for the report."""
         return {k: value for k, value in asdict(self).items() if k not in ("sketch", "records")}
 
-    def warnings(self) -> list[str]:
-        """Say why scales of this text may not hold others, one line each."""
-        return [*_few(self.tokens), *self._doubts()]
-
     def check(self) -> None:
-        """Refuse what is next to nothing; no tokens at all are for others to refuse."""
-        enough = self.tokens >= LEAST_TOKENS and self.distinct_tokens >= LEAST_DISTINCT
-        if enough or not self.tokens:
+        """Refuse too few tokens, or too few different ones; text without tokens is refused elsewhere."""
+        is_enough = self.tokens >= LEAST_TOKENS and self.distinct_tokens >= LEAST_DISTINCT
+        if is_enough or not self.tokens:
             return
         causes = self._causes()
         raise InputError(
@@ -107,43 +197,40 @@ class TextSummary:
             "(data.allow_few_tokens of a recipe)"
         )
 
-    def _doubts(self) -> list[str]:
-        found = self._causes()
+    def warnings(self) -> list[str]:
+        """Return why scales of this text may not hold others, one line each."""
+        lines = text_warnings(None, self.tokens)
         if self.distinct_tokens < FEW_DISTINCT:
-            found.insert(
-                0,
+            lines.append(
                 f"only {self.distinct_tokens:,} different tokens occur among the {self.tokens:,} "
-                "that were read; use text with more of the vocabulary",
+                "that were read; use text with more of the vocabulary"
             )
-        return found
+        return lines + self._causes()
 
     def _causes(self) -> list[str]:
-        found = []
+        causes = []
         if self.words and (self.word_tokens or 0) < FEW_PER_WORD * self.words:
-            found.append(
+            causes.append(
                 f"{self.words:,} words became {self.word_tokens:,} tokens; check that "
                 "tokenizer_config.json names the class that tokenizer.json is for"
             )
         if self.unknown_tokens and self.unknown_tokens >= MUCH_UNKNOWN * self.tokens:
-            found.append(
+            causes.append(
                 f"{self.unknown_tokens / self.tokens:.0%} of the tokens are the unknown token; "
                 "check that the tokenizer is this model's, and knows the text's language"
             )
-        repeated = self.tokens - self.unrepeated_tokens
         if self.unrepeated_tokens < FEW_UNREPEATED * self.tokens:
-            found.append(
-                f"the {self.samples:,} samples are alike: {repeated:,} of {self.tokens:,} "
-                "tokens repeat the beginning of another sample and add nothing"
+            causes.append(
+                f"the {self.samples:,} samples are alike: {self.tokens - self.unrepeated_tokens:,} of "
+                f"{self.tokens:,} tokens repeat the beginning of another sample and add nothing"
             )
-        return found
+        return causes
 
 
 def text_warnings(text: TextSummary | None, tokens: int) -> list[str]:
-    """Return the warnings of `text`, or what the number of `tokens` alone tells of an old run."""
-    return _few(tokens) if text is None else text.warnings()
-
-
-def _few(tokens: int) -> list[str]:
+    """Return the warnings of `text`, or of the number of `tokens` alone for an old run."""
+    if text is not None:
+        return text.warnings()
     if tokens >= FEW_TOKENS:
         return []
     return [
@@ -152,25 +239,10 @@ def _few(tokens: int) -> list[str]:
     ]
 
 
-def _repeated(samples: Sequence[Sequence[int]], skip_first: int) -> int:
-    """Count tokens that another sample has too, at the same place behind the same tokens."""
-    # sorted, a sample shares its longest beginning with a neighbour
-    ordered = sorted(samples, key=tuple)
-    return sum(max(0, _shared(*pair) - skip_first) for pair in pairwise(ordered))
-
-
-def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Count the tokens with which both begin."""
-    same = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return sum(1 for _ in same)
-
-
-def _sketch(tokens: Collection[int]) -> int:
-    bits = 0
-    for token in tokens:
-        digest = blake2b(str(token).encode(), digest_size=4).digest()
-        bits |= 1 << int.from_bytes(digest, "big") % SKETCH_BITS
-    return bits
+def _shared_beginning(one: Sequence[int], two: Sequence[int]) -> int:
+    """Count the tokens with which both samples begin."""
+    shortest = min(len(one), len(two))
+    return next((i for i in range(shortest) if one[i] != two[i]), shortest)
 
 
 def _estimate(sketch: int) -> int:
@@ -179,5 +251,29 @@ def _estimate(sketch: int) -> int:
     return round(SKETCH_BITS * log(SKETCH_BITS / free))
 
 
-def _sum(one: int | None, other: int | None) -> int | None:
-    return None if one is None and other is None else (one or 0) + (other or 0)
+def _add(one: int | None, two: int | None) -> int | None:
+    return None if one is None and two is None else (one or 0) + (two or 0)
+
+
+def _hash_runs(tokens: Sequence[int], salt: int) -> Hashes:
+    """Hash each run of `RUN_LENGTH` tokens, or all of them where there are fewer."""
+    ids = _mix(np.array(tokens, np.int64).astype(np.uint64) ^ np.uint64(salt))
+    length = min(RUN_LENGTH, len(ids))
+    total = np.zeros(len(ids) - length + 1, np.uint64)
+    for offset in range(length):
+        total = total * _FACTOR + ids[offset : offset + len(total)]
+    return _mix(total)
+
+
+def _mix(x: Hashes) -> Hashes:
+    """Make every bit depend on all of the value's (the finaliser of SplitMix64)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor)
+    mixed: Hashes = x ^ (x >> np.uint64(31))
+    return mixed
+
+
+def _shorten(hashes: Hashes, below: int) -> Hashes:
+    """Take the upper bits, as the lower ones choose which runs are recorded."""
+    upper: Hashes = (hashes >> np.uint64(32)) % np.uint64(below)
+    return upper

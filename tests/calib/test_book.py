@@ -13,7 +13,7 @@ from calib.eval.variants import Setup
 from calib.models.find import find_model
 from calib.models.load import load_config, load_model, load_tokenizer
 from calib.recipe import load_recipe
-from calib.scales.record_file import load_records
+from calib.scales.text_records import load_records
 
 WORDS = 4000
 CPU = ("--device", "cpu")

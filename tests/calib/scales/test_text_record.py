@@ -6,7 +6,7 @@ import random
 import pytest
 from pydantic import ValidationError
 
-from calib.scales.text_record import MOST_RUNS, TextRecord
+from calib.scales.text_summary import MAX_RUNS, TextRecord
 
 
 def sample(seed, length=256, vocabulary=50_000):
@@ -48,7 +48,7 @@ def test_a_long_text_keeps_a_record_of_some_kilobytes():
     """A million tokens, as the default recipe reads."""
     texts = [sample(seed, 2048) for seed in range(512)]
     record = TextRecord.of(texts)
-    assert MOST_RUNS / 2 < len(record._values) <= MOST_RUNS
+    assert MAX_RUNS / 2 < len(record._hashes) <= MAX_RUNS
     assert len(record.runs) < 30_000
     told = [record.has_read(text[1000:1256]) for text in texts]
     assert False not in told
@@ -97,7 +97,7 @@ def test_prose_by_the_same_authors_is_new():
 def test_the_salt_changes_with_the_text():
     one, other = TextRecord.of([sample(0)]), TextRecord.of([sample(0), sample(1)])
     assert one.salt != other.salt
-    assert not {*one._values.tolist()} <= {*other._values.tolist()}
+    assert not {*one._hashes.tolist()} <= {*other._hashes.tolist()}
 
 
 def test_a_record_that_is_damaged_is_none():
