@@ -1,9 +1,9 @@
 """Which modules cache K and V, proved on the model itself, and how to watch them.
 
-A short forward pass with a real cache shows what each layer stores. A module counts as cached
-attention only if the K and V handed to its attention function are bitwise what the cache holds. Of
-multi-head latent attention (MLA), K is the latent and V is k_pe, the shared and rotated part of the
-keys; the model's own `expand_kv` makes of them what it attends to.
+A short forward pass with a real cache shows what each layer stores. A module counts as cached attention only
+if the K and V handed to its attention function are bitwise what the cache holds. Of multi-head latent
+attention (MLA), K is the latent and V is k_pe, the shared and rotated part of the keys; the model's own
+`expand_kv` makes of them what it attends to.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,13 +25,13 @@ from calib.models.devices import input_device
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
 from fp8kv_runtime.hf import EngineQuery, is_latent, swap_attention
 
-# query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm; or the latent
-# [B, 1, T, R] and k_pe [B, 1, T, P]
+# query [B, H, T, D], key and value [B, K, T, D]: post-RoPE, post-QK-norm; or a latent [B, 1, T, R] and a
+# k_pe [B, 1, T, P]
 QKV = tuple[Tensor, Tensor, Tensor]
 QKVSink = Callable[[str, Tensor, Tensor, Tensor], None]
 
 _PROBE_TOKENS = 8
-# what a model raises that misses an image, or a field of its config that says where images are
+# errors of a model that misses an image, or a field of its config that says where images are
 NOT_FOR_TEXT = (TypeError, ValueError, AttributeError)
 
 
@@ -50,12 +50,12 @@ class CachedAttention:
 
     @property
     def latent(self) -> bool:
-        """Whether it caches a latent of `head_dim` and a k_pe of `v_head_dim` values (MLA)."""
+        """True if it caches a latent of `head_dim` and a k_pe of `v_head_dim` values (MLA)."""
         return self.attention != "heads"
 
     @property
     def shape(self) -> Shape:
-        """What it caches of a token."""
+        """The shape of a token in its cache."""
         return Shape(self.num_kv_heads, self.head_dim, self.v_head_dim, self.attention)
 
 
@@ -73,11 +73,10 @@ class AttentionMap:
         _run(model.get_submodule(self.reader), token_ids, mask, use_cache=False)
 
     def unit_scales(self, strategy: Strategy = "tensor", fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
-        """Scale 1.0 for every module, which engines use where they have no other."""
+        """Return scale 1.0 for every module, which engines use where they have no other."""
         one = torch.ones(1)
         layers = {
-            name: LayerScales(module.layer_idx, one, one, latent=module.latent)
-            for name, module in self.cached.items()
+            name: LayerScales(m.layer_idx, one, one, latent=m.latent) for name, m in self.cached.items()
         }
         return KVScales(strategy, fp8_dtype, layers, self.shared)
 
@@ -101,64 +100,69 @@ def observe_qkv(model: PreTrainedModel, sink: QKVSink) -> AbstractContextManager
 
 @torch.inference_mode()
 def layer_shapes(model: PreTrainedModel) -> list[Shape]:
-    """The shape of every layer that holds a cache."""
+    """Return the shape of every layer that holds a cache."""
     return [module.shape for module in map_attention(model).cached.values()]
 
 
 def map_attention(model: PreTrainedModel) -> AttentionMap:
     """Find the modules whose K and V, or latent, the model caches; refuse encoders."""
+    name = type(model).__name__
     if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is an encoder-decoder; only decoder-only models are supported"
-        )
+        raise UnsupportedModelError(f"{name} is an encoder-decoder; only decoder-only models are supported")
     if not isinstance(model.get_decoder(), PreTrainedModel):  # ModernBERT's is its LM head
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not say which part of it is the decoder, so its "
-            "attention cannot be observed; such models are not supported"
+            f"{name} does not say which part of it is the decoder, so its attention cannot be observed; such "
+            "models are not supported"
         )
     with making_sense(f"this {model.config.model_type} cannot run as its config says"):
-        reader, note, seen, cache = _probe(model)
+        reader, note, calls, cache = _probe(model)
     if cache is None:
-        name, is_encoder = type(model).__name__, getattr(model.config, "is_decoder", None) is False
+        if getattr(model.config, "is_decoder", None) is False:
+            reason = "is an encoder: its config says is_decoder false, and it keeps no KV cache"
+            raise UnsupportedModelError(f"{name} {reason}")
         raise UnsupportedModelError(
-            f"{name} is an encoder: its config says is_decoder false, and it keeps no KV cache"
-            if is_encoder
-            else f"{name} hands out no KV cache in transformers, so what engines cache of it "
-            "cannot be observed; such models are not supported"
+            f"{name} hands out no KV cache in transformers, so what engines cache of it cannot be observed; "
+            "such models are not supported"
         )
-    modules = {name: _cached(model, name, qkv, cache) for name, qkv in seen.items()}
+    stored = _stored_tensors(cache)
+    modules = {name: _cached_attention(model, name, qkv, stored) for name, qkv in calls.items()}
     cached = {name: module for name, module in modules.items() if module is not None}
-    _check_every_layer_was_seen(model, cache, cached)
-    shared = {name: _shared(model, name, seen, cached) for name in modules if name not in cached}
+    missing = sorted({*stored} - {module.layer_idx for module in cached.values()})
+    if missing or not cached:
+        raise UnsupportedModelError(
+            f"{name}: layers {missing} cache K and V but call neither transformers' attention interface nor "
+            "scaled_dot_product_attention, so they cannot be observed"
+        )
+    shared = {name: _shared_attention(model, name, calls, cached) for name in modules if name not in cached}
     return AttentionMap(cached, shared, reader, note)
 
 
 def _probe(model: PreTrainedModel) -> tuple[str, str, dict[str, QKV], Any]:
-    """Which module reads text alone, a note, what attention sees and what the cache holds then.
+    """Return the module that reads text alone, a note, its calls of attention, and its cache.
 
-    That is the whole model without its LM head: what is around the decoder may move positions, as
-    PaliGemma's does. The decoder reads for a model that takes no text alone, or whose other weights
-    are not in memory; the note says why.
+    That is the whole model without its LM head: what is around the decoder may move positions, as PaliGemma's
+    does. The decoder reads for a model that takes no text alone, or whose other weights are not in memory;
+    the note says why.
     """
     names = {module: name for name, module in model.named_modules()}
     whole, decoder = model.base_model, model.get_decoder()
     try:
-        return names[whole], "", *_seen_and_cached(model, whole)
+        return names[whole], "", *_calls_and_cache(model, whole)
     except (*NOT_FOR_TEXT, RuntimeError) as error:
         lacks_weights = "meta" in str(error) and any(p.is_meta for p in whole.parameters())
         if whole is decoder or not (isinstance(error, NOT_FOR_TEXT) or lacks_weights):
             raise
         reason = shorten(str(error) or type(error).__name__, 120)
     note = f"the decoder alone was measured, as the whole model takes no text alone: {reason}"
-    return names[decoder], note, *_seen_and_cached(model, decoder)
+    return names[decoder], note, *_calls_and_cache(model, decoder)
 
 
-def _seen_and_cached(model: PreTrainedModel, reader: nn.Module) -> tuple[dict[str, QKV], Any]:
-    seen: dict[str, QKV] = {}
+def _calls_and_cache(model: PreTrainedModel, reader: nn.Module) -> tuple[dict[str, QKV], Any]:
+    calls: dict[str, QKV] = {}
     tokens = torch.arange(_PROBE_TOKENS, device=input_device(model))[None]
-    with observe_qkv(model, lambda name, *qkv: seen.__setitem__(name, qkv)):
+    with observe_qkv(model, lambda name, *qkv: calls.__setitem__(name, qkv)):
         out = _run(reader, tokens, torch.ones_like(tokens), use_cache=True)
-    return seen, out.get("past_key_values")
+    return calls, out.get("past_key_values")
 
 
 def _run(reader: nn.Module, token_ids: Tensor, mask: Tensor | None, *, use_cache: bool) -> Any:
@@ -167,100 +171,80 @@ def _run(reader: nn.Module, token_ids: Tensor, mask: Tensor | None, *, use_cache
     return reader(input_ids=token_ids, attention_mask=mask, use_cache=use_cache, **last)
 
 
-def _cached(model: PreTrainedModel, name: str, qkv: QKV, cache: Any) -> CachedAttention | None:
+def _stored_tensors(cache: Any) -> dict[int, tuple[Tensor, Tensor]]:
+    """Return K and V of the layers of a cache that hold any."""
+    pairs = ((i, getattr(x, "keys", None), getattr(x, "values", None)) for i, x in enumerate(cache.layers))
+    return {i: (k, v) for i, k, v in pairs if k is not None and v is not None and k.numel()}
+
+
+def _cached_attention(
+    model: PreTrainedModel, name: str, qkv: QKV, stored: dict[int, tuple[Tensor, Tensor]]
+) -> CachedAttention | None:
+    """Describe the module `name`, which was called with `qkv`; None if its layer stores nothing."""
     query, key, value = qkv
     module = model.get_submodule(name)
-    if module.layer_idx is None:
-        raise _shares_a_block(name)
-    layer_idx, attention = int(module.layer_idx), _kind(module)
-    stored = _stored(cache, layer_idx)
-    if stored is None:
+    index = module.layer_idx
+    if index is not None and index not in stored:
         return None
-    if not all(_is_tail(part, whole) for part, whole in zip(stored, (key, value), strict=True)):
-        if _fills_another(cache, layer_idx, key):
-            raise _shares_a_block(name)
+    is_own = index is not None and all(map(_ends_with, (key, value), stored[index]))
+    if index is None or (not is_own and _fills_another(stored, index, key)):
         raise UnsupportedModelError(
-            f"{name} caches {list(stored[0].shape)} but attends to {list(key.shape)}: it changes "
-            "K or V after they are cached, so what engines cache is not known"
+            f"{name} is of a block that several layers share, and does not know whose cache it fills, so "
+            "scales have no place: such models are not supported"
         )
+    if not is_own:
+        raise UnsupportedModelError(
+            f"{name} caches {list(stored[index][0].shape)} but attends to {list(key.shape)}: it changes K "
+            "or V after they are cached, so what engines cache is not known"
+        )
+    attention: Attention = "heads"
+    if is_latent(module):
+        # a layer without an indexer of its own may use that of the layer before it
+        attention = "sparse latents" if getattr(module, "indexer", False) is not False else "latents"
     if hasattr(module, "kv_b_proj") and not (is_latent(module) and value.numel()):
+        lacks = "k_pe" if is_latent(module) else "expand_kv to tell the latent that engines cache"
         raise UnsupportedModelError(
-            f"{name} is latent attention (MLA) of a kind that is not known: it has no "
-            + ("k_pe" if is_latent(module) else "expand_kv to tell the latent that engines cache")
+            f"{name} is latent attention (MLA) of a kind that is not known: it has no {lacks}"
         )
-    repeat = _kv_repeat(model, layer_idx, key, value)
+    repeat = _kv_repeat(model, index, key, value)
     heads, kv_heads = query.shape[1], key.shape[1] // repeat
-    dims = (key.shape[-1], value.shape[-1])
-    return CachedAttention(name, layer_idx, heads, kv_heads, repeat, *dims, attention)
-
-
-def _shares_a_block(name: str) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{name} is of a block that several layers share, and does not know whose cache it fills, "
-        "so scales have no place: such models are not supported"
+    return CachedAttention(
+        name, int(index), heads, kv_heads, repeat, key.shape[-1], value.shape[-1], attention
     )
 
 
-def _fills_another(cache: Any, layer_idx: int, key: Tensor) -> bool:
-    """Whether a layer of a number other than `layer_idx` holds these keys."""
-    held = (_stored(cache, i) for i in range(len(cache.layers)) if i != layer_idx)
-    return any(each is not None and _same(each[0], key) for each in held)
-
-
-def _kind(module: nn.Module) -> Attention:
-    if not is_latent(module):
-        return "heads"
-    # a layer without an indexer of its own may use that of the layer before it
-    return "sparse latents" if getattr(module, "indexer", False) is not False else "latents"
-
-
-def _shared(
-    model: PreTrainedModel, name: str, seen: dict[str, QKV], owners: Iterable[str]
-) -> SharedAttention:
-    _, key, value = seen[name]
-    for owner in owners:
-        if _same(seen[owner][1], key) and _same(seen[owner][2], value):
-            return SharedAttention(int(model.get_submodule(name).layer_idx), owner)
-    raise UnsupportedModelError(f"{name} attends to K and V that no layer of the cache holds")
-
-
-def _same(one: Tensor, other: Tensor) -> bool:
-    # layers may be on several GPUs
-    return one.shape == other.shape and torch.equal(one.to(other.device), other)
-
-
-def _is_tail(stored: Tensor, attended: Tensor) -> bool:
+def _ends_with(attended: Tensor, stored: Tensor) -> bool:
     # a sliding-window layer keeps only its last tokens
     # NaN weights are the calibration's business, not a reason to refuse the model
     return torch.equal(stored.nan_to_num(), attended[:, :, -stored.shape[2] :].nan_to_num())
 
 
-def _stored(cache: Any, layer_idx: int) -> tuple[Tensor, Tensor] | None:
-    if layer_idx >= len(cache.layers):
-        return None
-    layer = cache.layers[layer_idx]
-    keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    return None if keys is None or values is None or keys.numel() == 0 else (keys, values)
+def _fills_another(stored: dict[int, tuple[Tensor, Tensor]], layer_idx: int, key: Tensor) -> bool:
+    """Return whether a layer of a number other than `layer_idx` holds these keys."""
+    return any(_is_equal(keys, key) for i, (keys, _) in stored.items() if i != layer_idx)
+
+
+def _shared_attention(
+    model: PreTrainedModel, name: str, calls: dict[str, QKV], owners: Iterable[str]
+) -> SharedAttention:
+    """Find the owner of the K and V that the module `name` attends to."""
+    for owner in owners:
+        if all(map(_is_equal, calls[owner][1:], calls[name][1:])):
+            return SharedAttention(int(model.get_submodule(name).layer_idx), owner)
+    raise UnsupportedModelError(f"{name} attends to K and V that no layer of the cache holds")
+
+
+def _is_equal(one: Tensor, two: Tensor) -> bool:
+    # layers may be on several GPUs
+    return one.shape == two.shape and torch.equal(one.to(two.device), two)
 
 
 def _kv_repeat(model: PreTrainedModel, layer_idx: int, key: Tensor, value: Tensor) -> int:
-    numbers = (of_layers(model.config, key) for key in ("num_key_value_heads", "num_kv_heads"))
-    kv_heads = next((n[layer_idx % len(n)] for n in numbers if n[layer_idx % len(n)]), None)
-    heads = key.shape[1]
-    if not kv_heads or heads % kv_heads:
+    """Return how often K and V hold each KV head of the config; 1 unless all copies are equal."""
+    layers = (of_layers(model.config, key) for key in ("num_key_value_heads", "num_kv_heads"))
+    kv_heads = next((n[layer_idx % len(n)] for n in layers if n[layer_idx % len(n)]), None)
+    if not kv_heads or key.shape[1] % kv_heads:
         return 1
-    repeat = heads // int(kv_heads)
+    repeat = key.shape[1] // int(kv_heads)
     copies = [x.view(x.shape[0], -1, repeat, *x.shape[2:]) for x in (key, value)]
     return repeat if all(torch.equal(x, x[:, :, :1].expand_as(x)) for x in copies) else 1
-
-
-def _check_every_layer_was_seen(
-    model: PreTrainedModel, cache: Any, cached: dict[str, CachedAttention]
-) -> None:
-    stored = {i for i in range(len(cache.layers)) if _stored(cache, i) is not None}
-    missed = sorted(stored - {module.layer_idx for module in cached.values()})
-    if missed or not cached:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: layers {missed} cache K and V but call neither transformers' "
-            "attention interface nor scaled_dot_product_attention, so they cannot be observed"
-        )
