@@ -20,7 +20,6 @@ from calib.models.devices import check_token_ids, input_device
 from calib.models.find import find_model
 from calib.models.load import load_config, load_model, load_tokenizer, model_positions
 from calib.recipe import DataRecipe, load_recipe
-from calib.same_model.identity import check_same_model, identity
 from calib.scales.scales import KVScales
 from calib.serving.ask import Answers, Server
 from fp8kv_runtime.errors import AttentionError
@@ -63,8 +62,8 @@ def compare_served(
     """
     recipe = load_recipe(None, {"device": "cpu", **overrides})  # the server may hold the GPU
     server = Server(url)
-    opened, checkpoint = open_any_scales(directory), find_model(model_name)
-    check_same_model(directory, identity(directory), checkpoint.path, checkpoint.config)
+    checkpoint = find_model(model_name)
+    opened = open_any_scales(directory, checkpoint)
     config, tokenizer = load_config(checkpoint, recipe), load_tokenizer(checkpoint, recipe)
     served = server.choose_model(served_name)
     limits = (model_positions(config), served.max_model_len)  # one token is generated

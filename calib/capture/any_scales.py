@@ -12,23 +12,19 @@ import torch
 
 from calib.choices import FP8Name
 from calib.errors import InputError
-from calib.files.baked import baked_for
 from calib.files.cache_type import fp8_type
-from calib.files.calibration import read_report
-from calib.files.fingerprint import fingerprint
 from calib.files.model_directory import open_model_directory
 from calib.files.names import CALIBRATION_FILE, PACK_FILE
 from calib.files.stored_scales import StoredLayer, StoredScales, is_usable, read_scales
-from calib.same_model.identity import check_same_model, identity
-from calib.same_model.saved import check_measured_on
-from calib.scales.derive import check_fits, load_scales
-from calib.scales.scales import KVScales, LayerScales
+from calib.same_model.check import LayerFacts, ModelFacts, check_same_model, model_facts, scales_facts
+from calib.scales.derive import load_scales
+from calib.scales.scales import KVScales, LayerScales, SharedAttention
 from calib.scales.stats_file import load_stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from calib.capture.attention import AttentionMap, CachedAttention
+    from calib.capture.attention import CachedAttention
     from calib.files.model_directory import ModelDirectory
 
 # what a directory holds, still to be checked against a model
@@ -42,10 +38,9 @@ def open_any_scales(directory: Path, checkpoint: ModelDirectory | None = None) -
     that of `checkpoint`. Layers and heads are compared in the call.
     """
     if checkpoint and directory.is_dir():
-        check_same_model(directory, identity(directory), checkpoint.path, checkpoint.config)
+        check_same_model(scales_facts(directory), model_facts(checkpoint))
     measured = None
     if (directory / CALIBRATION_FILE).exists():
-        _check_baked(directory, checkpoint)
         measured = load_scales(directory)
         is_pack = (directory / PACK_FILE).exists()  # whose JSON has one scale for K and V
         files = open_model_directory(directory, weights=False, or_statistics=True)
@@ -67,21 +62,29 @@ def weight_warnings(directories: Iterable[Path], checkpoint: ModelDirectory) -> 
     for directory in directories:
         if (directory / CALIBRATION_FILE).exists():
             try:
-                check_measured_on(directory, load_stats(directory).layers, checkpoint)
+                check_same_model(
+                    scales_facts(directory), model_facts(checkpoint, load_stats(directory).layers)
+                )
             except InputError as error:
                 warnings.append(str(error))
     return warnings
 
 
-def _check_baked(directory: Path, checkpoint: ModelDirectory | None) -> None:
-    """Refuse scales of the model that a baked one was made from."""
-    if checkpoint is None or not baked_for(checkpoint.path):
-        return
-    if read_report(directory)["checkpoint"] != fingerprint(checkpoint):
-        raise InputError(
-            f"'{checkpoint.path}' is baked, and the scales in '{directory}' were not measured on "
-            "it; calibrate the baked model"
+def attention_facts(
+    name: str, cached: Mapping[str, CachedAttention], shared: Mapping[str, SharedAttention]
+) -> ModelFacts:
+    """Collect the shapes of K, V and Q that the model `name` computes."""
+    layers = {
+        module.layer_idx: LayerFacts(
+            module.name,
+            module.latent,
+            {"k": {module.num_kv_heads}, "v": {module.num_kv_heads}, "q": {module.num_heads}},
+            {"k": module.num_kv_heads * module.head_dim, "v": module.num_kv_heads * module.v_head_dim},
         )
+        for module in cached.values()
+    }
+    layers |= {each.layer_idx: LayerFacts(module, is_shared=True) for module, each in shared.items()}
+    return ModelFacts(name, layers=layers)
 
 
 def to_scales(found: StoredScales, layers: Mapping[str, StoredLayer], fp8_dtype: FP8Name) -> KVScales:
@@ -109,53 +112,44 @@ def to_scales(found: StoredScales, layers: Mapping[str, StoredLayer], fp8_dtype:
 def _of_calibration(directory: Path, scales: KVScales, model: PreTrainedModel) -> KVScales:
     from calib.capture.attention import map_attention
 
-    found = {layer.layer_idx for layer in scales.layers.values()}
-    _check_layers(directory, found, map_attention(model))
-    return check_fits(model, scales)
+    attention = map_attention(model)
+    facts = attention_facts(type(model).__name__, attention.cached, attention.shared)
+    check_same_model(ModelFacts(str(directory), layers=_derived_layers(scales)), facts)
+    return scales
+
+
+def _derived_layers(scales: KVScales) -> dict[int, LayerFacts]:
+    return {layer.layer_idx: LayerFacts(name, layer.latent) for name, layer in scales.layers.items()}
 
 
 def _of_files(found: StoredScales, measured: KVScales | None, model: PreTrainedModel) -> KVScales:
     """What is served, which somebody may have changed since it was `measured`."""
     from calib.capture.attention import map_attention
 
-    if measured:
-        check_fits(model, measured)
     attention, path = map_attention(model), found.directory.path
+    facts = attention_facts(type(model).__name__, attention.cached, attention.shared)
+    if measured:
+        check_same_model(ModelFacts(str(path), layers=_derived_layers(measured)), facts)
     by_layer = {layer.layer: layer for layer in found.layers}
-    _check_layers(path, {*by_layer}, attention)
+    check_same_model(
+        ModelFacts(str(path), layers={index: _stored_facts(layer) for index, layer in by_layer.items()}),
+        facts,
+    )
     layers = {name: by_layer[module.layer_idx] for name, module in attention.cached.items()}
     scales = to_scales(found, layers, found.fp8_dtype)
     made = {}
     for name, module in attention.cached.items():
-        _check_heads(path, scales.layers[name], module)
-        made[name] = replace(scales.layers[name], latent=module.latent)
+        layer = scales.layers[name]
+        if module.latent and not torch.equal(layer.k, layer.v):
+            raise InputError(
+                f"'{path}': layer {module.layer_idx} has {layer.k.item():g} for K and "
+                f"{layer.v.item():g} for V; this model caches latents, which have one scale"
+            )
+        made[name] = replace(layer, latent=module.latent)
     return KVScales(scales.strategy, scales.fp8_dtype, made, attention.shared)
 
 
-def _check_layers(directory: Path, found: set[int], attention: AttentionMap) -> None:
-    expected = {module.layer_idx for module in attention.cached.values()}
-    # engines want scales for these as well; their owners' serve
-    unknown = found - expected - {module.layer_idx for module in attention.shared.values()}
-    if unknown:
-        raise InputError(
-            f"'{directory}': the scales are of another model: they name layer {min(unknown)}, "
-            f"the model caches K and V in {len(expected)} layers"
-        )
-    if expected - found:
-        missing = ", ".join(map(str, sorted(expected - found)))
-        raise InputError(f"'{directory}' has no scales for layers {missing}; calibrate again")
-
-
-def _check_heads(directory: Path, layer: LayerScales, module: CachedAttention) -> None:
-    for letter, scale in layer.items():
-        heads = module.num_heads if letter == "q" else module.num_kv_heads
-        if len(scale) not in (1, heads):
-            raise InputError(
-                f"'{directory}': the {letter}_scale of layer {module.layer_idx} has {len(scale)} "
-                f"values; the model has {heads} such heads"
-            )
-    if module.latent and not torch.equal(layer.k, layer.v):
-        raise InputError(
-            f"'{directory}': layer {module.layer_idx} has {layer.k.item():g} for K and "
-            f"{layer.v.item():g} for V; this model caches latents, which have one scale"
-        )
+def _stored_facts(layer: StoredLayer) -> LayerFacts:
+    """Return what the scales of a layer say of its heads; one scale is for all heads."""
+    scales = {letter: getattr(layer, letter) or () for letter in "kvq"}
+    return LayerFacts(heads={letter: {len(values)} for letter, values in scales.items() if len(values) > 1})

@@ -49,15 +49,12 @@ def verify(
     if served is not None:
         _ask_server(context, served, directory, as_json)
         return
-    from calib.same_model.saved import check_saved_alike
     from calib.verify.result import Place
     from calib.verify.rules import choose_rules
     from calib.verify.verification import verify_directory
 
     place = Place(tensor_parallel_size, fnuz)
     found = verify_directory(directory, choose_rules(engine, version), against, place)
-    if against:
-        check_saved_alike(against, directory)
     print_json(found.to_json()) if as_json else _print_found(found, place)
     if not found.is_good:
         raise typer.Exit(1)

@@ -16,7 +16,7 @@ from calib.files.model_directory import ModelDirectory
 from calib.files.text import plain
 from calib.models.find import hub_origin
 from calib.recipe import Recipe
-from calib.same_model.identity import summary
+from calib.same_model.check import config_summary
 from calib.scales.summary import LayerSummary
 
 NO_WEIGHTS = "No weights are here: put the source's weight files beside these before serving."
@@ -40,7 +40,7 @@ def calibration_report(
         "model": model,
         "hub": hub_origin(checkpoint.path),
         **fingerprints(checkpoint),
-        "config": summary(checkpoint.config),
+        "config": config_summary(checkpoint.config),
         "recipe": recipe.model_dump(mode="json"),
         "dataset": dataset,
         "versions": versions(),

@@ -16,7 +16,7 @@ from calib.output.card import calibration_report, output_card
 from calib.output.checkpoint_directory import write_checkpoint, write_json
 from calib.output.in_place import back_up, complete
 from calib.recipe import Recipe
-from calib.same_model.taking import marks_or_none
+from calib.same_model.marks import marks_or_none
 from calib.scales.clipping import clipped_tokens
 from calib.scales.derive import derive_scales
 from calib.scales.notebook import layers_html

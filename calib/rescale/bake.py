@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from calib.capture.any_scales import attention_facts
 from calib.capture.attention import CachedAttention
 from calib.choices import FP8Name, Purpose
 from calib.errors import InputError
@@ -14,7 +15,7 @@ from calib.files.atomic import atomic_directory, claimed
 from calib.files.baked import baked_for
 from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import statistics_file
-from calib.files.fingerprint import fingerprint, weights_digest
+from calib.files.fingerprint import fingerprint, fingerprints, weights_digest
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import BAKE_FILE
 from calib.models.find import find_model
@@ -30,7 +31,7 @@ from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.rescale.bake_card import write_card
 from calib.rescale.choosing import (
-    check_modules,
+    check_finite,
     check_purpose,
     factors_for_fp8,
     factors_for_int8,
@@ -41,9 +42,7 @@ from calib.rescale.held import held_factors
 from calib.rescale.products import Factors
 from calib.rescale.proof import Observed
 from calib.rescale.rescaling import Rescaling, check_no_scales, rescale
-from calib.same_model.judging import judge
-from calib.same_model.record import Marks
-from calib.same_model.taking import take_marks
+from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts, statistics_layers
 from calib.scales.derive import derive_scales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_calibration
@@ -126,7 +125,10 @@ def bake(
     _check_bakeable(checkpoint, in_place=in_place)
     stats, report = load_calibration(scales)
     check_purpose(stats, purpose)
-    _check_measured(scales, report, stats, name, checkpoint)
+    source, model = scales_facts(scales, stats), replace(model_facts(checkpoint, stats.layers), name=name)
+    if source.marks is None:  # the fingerprint samples, and tells edited models less
+        model = replace(model, fingerprints=fingerprints(checkpoint))
+    check_same_model(source, model)
     recipe = load_recipe(None, {**overrides, "device": "cpu"})
     _check_dtype(recipe, checkpoint, any_factor)
     choose = partial(_choose, scales, stats, report, purpose, any_factor)
@@ -227,17 +229,6 @@ def _check_dtype(recipe: Recipe, checkpoint: ModelDirectory, any_factor: bool) -
         )
 
 
-def _check_measured(
-    given: Path, report: dict[str, Any], stats: KVStats, name: str, checkpoint: ModelDirectory
-) -> None:
-    """Refuse statistics of another model; of another checkpoint, unless K and V are the same."""
-    if report.get("marks") is not None:  # the fingerprint samples, and tells edited models less
-        marks = Marks.from_json(report["marks"], f"'{given}'")
-        judge(str(given), marks, name, take_marks(checkpoint, stats.layers))
-    elif report["checkpoint"] != fingerprint(checkpoint):
-        raise InputError(f"'{given}' was not measured on '{name}'; calibrate '{name}'")
-
-
 def _choose(
     given: Path,
     stats: KVStats,
@@ -247,7 +238,9 @@ def _choose(
     model: PreTrainedModel,
     modules: dict[str, CachedAttention],
 ) -> Factors:
-    check_modules(stats, modules, str(given))
+    shapes = attention_facts(type(model).__name__, modules, stats.shared)
+    check_same_model(ModelFacts(str(given), layers=statistics_layers(stats)), shapes)
+    check_finite(stats, str(given))
     if purpose == "int8":
         return factors_for_int8(stats, model, modules, any_factor=any_factor)
     # nothing that was measured saturates: observers and headroom that clip are for scales

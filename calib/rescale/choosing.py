@@ -14,7 +14,7 @@ from calib.rescale.pairs import pairs_of
 from calib.rescale.parameters import normalises_v, shares_k
 from calib.rescale.products import Factors, LayerFactors
 from calib.scales.scales import KVScales
-from calib.scales.stats import KVStats, LayerStats
+from calib.scales.stats import KVStats
 
 # a channel is enlarged by no more than this: its amax on other text may be larger
 _LARGEST = 2.0**10
@@ -85,20 +85,11 @@ def check_purpose(stats: KVStats, purpose: Purpose) -> None:
         )
 
 
-def check_modules(stats: KVStats, modules: Mapping[str, CachedAttention], given: str) -> None:
-    """Refuse statistics of other modules or head shapes than the model's, or with NaN or Inf."""
-    wanted = {
-        name: ((m.num_kv_heads, m.head_dim), (m.num_kv_heads, m.v_head_dim)) for name, m in modules.items()
-    }
-    if wanted != {name: _shapes(layer) for name, layer in stats.layers.items()}:
-        raise InputError(f"'{given}' is of another model: its attention modules are others")
+def check_finite(stats: KVStats, given: str) -> None:
+    """Refuse statistics with NaN or Inf."""
     for name, layer in stats.layers.items():
         if not (layer.k.amax.isfinite().all() and layer.v.amax.isfinite().all()):
             raise InputError(f"'{given}' saw NaN or Inf in {name}; calibrate again")
-
-
-def _shapes(layer: LayerStats) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return tuple(layer.k.amax.shape), tuple(layer.v.amax.shape)
 
 
 def _octave(scale: Tensor) -> Tensor:

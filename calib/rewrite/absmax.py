@@ -11,7 +11,7 @@ from calib.files.model_directory import ModelDirectory
 from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.files.stored_scales import StoredScales
 from calib.recipe import load_recipe
-from calib.same_model.saved import check_measured_on
+from calib.same_model.check import check_same_model, model_facts, scales_facts
 from calib.scales.derive import derive_scales
 from calib.scales.scales import KVScales
 from calib.scales.stats_file import load_stats
@@ -59,7 +59,7 @@ def for_nvfp4(found: StoredScales, checkpoint: ModelDirectory) -> Read | None:
             },
         )
         stats = load_stats(path)
-        check_measured_on(path, stats.layers, checkpoint)
+        check_same_model(scales_facts(path), model_facts(checkpoint, stats.layers))
         return derive_scales(stats, recipe), (
             "values were made from the absmax in the calibration's statistics",
         )

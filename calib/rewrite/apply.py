@@ -1,16 +1,15 @@
 """`fp8kv apply`: scales measured once, put beside another checkpoint of the same model."""
 
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from calib.choices import FormatName, Strategy
 from calib.errors import InputError
 from calib.files.atomic import claimed
-from calib.files.baked import baked_for
 from calib.files.calibration import statistics_file
-from calib.files.fingerprint import fingerprint
+from calib.files.fingerprint import fingerprints
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import CALIBRATION_FILE, is_of_cache
 from calib.files.pack import read_pack
@@ -21,10 +20,9 @@ from calib.output.finish import Destination, Result, default_output, finish, mak
 from calib.output.in_place import check_in_place, check_places
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
-from calib.same_model.identity import check_same_model, identity
-from calib.same_model.judging import Likeness, judge
-from calib.same_model.record import Marks
-from calib.same_model.taking import not_compared, take_marks
+from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts
+from calib.same_model.judge import Likeness, compare_marks
+from calib.same_model.marks import Marks, take_marks, unmarked_matrices
 from calib.scales.derive import derive_scales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_calibration
@@ -63,15 +61,21 @@ def apply(
     if not in_place:
         check_output(output, source, overwrite=overwrite, what="calibration")
         check_output(output, checkpoint.path, overwrite=overwrite)
-    _check_fits(name, source, stats, checkpoint, recipe)
+    measured = replace(scales_facts(source, stats), name=str(name))
+    check_same_model(measured, model_facts(checkpoint))
+    _check_loadable(stats, checkpoint, recipe)
     # of the first model, where there was a chain
     first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
-    marks = _marks(name, source, report.get("marks"), stats, base, first["checkpoint"])
+    marks = _marks(base, source, measured, stats)
     progress.stage("compare weights")
     own = take_marks(checkpoint, stats.layers)
-    likeness, left = judge(str(name), marks, model, own), not_compared(checkpoint, marks, own)
-    measured = first["model"] + (f" (pack {pack['name']})" if pack else "")
-    warnings = [*report["warnings"], *_notes(measured, checkpoint, likeness, left)]
+    check_same_model(
+        replace(measured, num_layers=marks.layers, settings=marks.settings, marks=lambda: marks),
+        ModelFacts(model, num_layers=own.layers, settings=own.settings, marks=lambda: own),
+    )
+    likeness, left = compare_marks(marks, own), unmarked_matrices(checkpoint, marks, own)
+    origin_name = first["model"] + (f" (pack {pack['name']})" if pack else "")
+    warnings = [*report["warnings"], *_notes(origin_name, checkpoint, likeness, left)]
     origin = {"marks": marks.to_json(), "measured_on": {**first, "compared": asdict(likeness)}}
     origin |= {"pack": pack} if pack else {}
     with claimed(output, overwrite=overwrite or in_place) as claim:
@@ -87,24 +91,8 @@ def _provenance(source: Path, name: str) -> dict[str, Any] | None:
     return {"name": name, "sha256": pack.sha256} if pack else None
 
 
-def _check_fits(
-    given: Path, source: Path, stats: KVStats, checkpoint: ModelDirectory, recipe: Recipe
-) -> None:
-    """Refuse, by config and names, another model and what no engine would load."""
-    if purpose := baked_for(checkpoint.path):
-        raise InputError(
-            f"'{checkpoint.path}' is baked for {purpose}, so scales of the model it was made from "
-            "do not fit it; it needs none for FP8, or calibrate it"
-        )
-    check_same_model(given, identity(source), checkpoint.path, checkpoint.config)
-    layers = {layer.layer_idx for layer in stats.layers.values()}
-    layers |= {shared.layer_idx for shared in stats.shared.values()}
-    count = checkpoint.num_layers
-    if count is not None and max(layers) >= count:
-        raise InputError(
-            f"'{given}' is of another model: it has a layer {max(layers)}, and "
-            f"'{checkpoint.path}' {count} layers"
-        )
+def _check_loadable(stats: KVStats, checkpoint: ModelDirectory, recipe: Recipe) -> None:
+    """Refuse, by names, scales that no engine would load."""
     for module in stats.layers:
         checkpoint.attention_prefix(module)
     make_exports(derive_scales(stats, recipe), checkpoint, recipe, by="apply")
@@ -123,20 +111,20 @@ def _check_linked(checkpoint: ModelDirectory) -> None:
             )
 
 
-def _marks(given: Path, source: Path, saved: Any, stats: KVStats, base: str | None, measured: str) -> Marks:
-    """Marks of the `measured` model: of `base`, or saved, or of the weights in `source`."""
+def _marks(base: str | None, source: Path, measured: ModelFacts, stats: KVStats) -> Marks:
+    """Return marks of the model that was measured: of `base`, or saved, or of the weights in `source`."""
     if base is not None:
         checkpoint = find_model(base)
-        if fingerprint(checkpoint) != measured:
-            raise InputError(f"'{base}' is not the model that '{given}' was measured on")
+        facts = ModelFacts(base, fingerprints=fingerprints(checkpoint))
+        check_same_model(measured, facts, "give the model that was measured")
         return take_marks(checkpoint, stats.layers)
-    if saved is not None:
-        return Marks.from_json(saved, f"'{source / CALIBRATION_FILE}'")
+    if measured.marks is not None:
+        return measured.marks()
     try:
         checkpoint = open_model_directory(source)
     except InputError:
         raise InputError(
-            f"'{given}' keeps neither marks nor weights of the model it was measured on; give that "
+            f"'{measured.name}' keeps neither marks nor weights of the model it was measured on; give that "
             "model with --base"
         ) from None
     return take_marks(checkpoint, stats.layers)

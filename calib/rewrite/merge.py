@@ -18,8 +18,7 @@ from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, Result, finish
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
-from calib.same_model.judging import judge
-from calib.same_model.record import Marks
+from calib.same_model.check import ModelFacts, check_same_model, scales_facts
 from calib.scales.derive import derive_scales
 from calib.scales.observers import make_observer
 from calib.scales.stats import KVStats
@@ -49,10 +48,8 @@ def merge(
     reports = [run.report for run in runs]
     name = model or reports[0]["model"]
     checkpoint = find_model(name)
-    if not _same_model(fingerprints(checkpoint), reports[0]):
-        raise InputError(
-            f"'{name}' is not the model that '{directories[0]}' was calibrated on; give it with --model"
-        )
+    source = ModelFacts(name, fingerprints=fingerprints(checkpoint))
+    check_same_model(scales_facts(directories[0]), source, "give the model of these runs with --model")
     for path in directories:
         check_output(output, path, overwrite=overwrite, what="calibration")
     check_output(output, checkpoint.path, overwrite=overwrite)
@@ -104,15 +101,7 @@ def _other_threads(runs: Sequence[_Run]) -> list[str]:
 
 def _check_same(first: _Run, other: _Run) -> None:
     both, mine, theirs = f"'{first.path}' and '{other.path}'", first.report, other.report
-    if not _same_model(mine, theirs):
-        raise InputError(
-            f"{both} are of different models or revisions ({mine['model']}, {theirs['model']}); "
-            "merge only runs of one"
-        )
-    # values that the fingerprint did not sample
-    if mine.get("marks") and theirs.get("marks"):
-        marks = (Marks.from_json(run.report["marks"], f"'{run.path}'") for run in (first, other))
-        judge(str(first.path), next(marks), str(other.path), next(marks))
+    check_same_model(scales_facts(first.path), scales_facts(other.path), "merge only runs of one model")
     wanted = _capture(other.recipe)
     for name, value in _capture(first.recipe).items():
         if value != wanted[name]:
@@ -139,12 +128,6 @@ def _check_counts(directories: Sequence[Path], parts: Sequence[KVStats]) -> None
                     f"in '{path}' {name} counted {tokens:,} of {stats.tokens:,} tokens, another "
                     f"share than in '{directories[0]}'; calibrate again"
                 )
-
-
-def _same_model(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether two reports are of one checkpoint; older ones say less of it."""
-    known = {"checkpoint", "weights"} & one.keys() & other.keys()
-    return all(one[key] == other[key] for key in known)
 
 
 def _parts(dataset: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from calib.capture.any_scales import to_scales
 from calib.choices import FormatName, FP8Name
-from calib.errors import InputError, UnsupportedExportError
+from calib.errors import UnsupportedExportError
 from calib.export import FORMATS
 from calib.files.calibration import statistics_file
 from calib.files.config import head_counts, layer_config
@@ -15,8 +15,7 @@ from calib.files.text import show_layers
 from calib.output.checkpoint_directory import check_output
 from calib.progress import SILENT, Progress
 from calib.rewrite.convert import Rewritten, write_scales
-from calib.same_model.identity import check_same_model, identity
-from calib.same_model.saved import check_measured_on
+from calib.same_model.check import LayerFacts, ModelFacts, check_same_model, model_facts, scales_facts
 from calib.scales.observers import AbsMax
 from calib.scales.stats import KVStats, LayerStats
 from calib.scales.stats_file import load_stats
@@ -68,14 +67,21 @@ def repair(
         )
     checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
-    source = statistics_file(statistics).parent
-    check_same_model(statistics, identity(source), directory, checkpoint.config)
+    statistics_file(statistics)
+    measured_facts = scales_facts(statistics)
+    check_same_model(measured_facts, model_facts(checkpoint))
     scales, stats = read_scales(directory), load_stats(statistics)
-    check_measured_on(statistics, stats.layers, checkpoint)
+    check_same_model(measured_facts, model_facts(checkpoint, stats.layers))
     by_layer = {layer.layer_idx: layer for layer in stats.layers.values()}
     by_layer |= {each.layer_idx: stats.layers[each.owner] for each in stats.shared.values()}
     layers = scales.layers_by_module()
-    _check_shapes(by_layer, layers, statistics, scales, checkpoint)
+    measured_layers = {index: _measured_facts(layer) for index, layer in by_layer.items()}
+    stored_layers = _stored_layers(by_layer, layers, scales, checkpoint)
+    check_same_model(
+        replace(measured_facts, layers=measured_layers),
+        ModelFacts(str(directory), layers=stored_layers),
+        "give statistics of this model",
+    )
     measured = measured_of(stats, statistics, [*layers.values()])
     replaced = _replace(scales, layers, measured, by_layer)
     made = to_scales(replace(scales, layers=[*layers.values()]), layers, scales.fp8_dtype)
@@ -168,37 +174,31 @@ def _left_out(scales: StoredScales, layers: dict[str, StoredLayer]) -> list[str]
     return [f"query scales of no use are left out in {show_layers(gone)}"] if gone else []
 
 
-def _check_shapes(
+def _measured_facts(layer: LayerStats) -> LayerFacts:
+    return LayerFacts(heads={"k": {len(layer.k.amax)}}, channels={"k": layer.k.amax.numel()})
+
+
+def _stored_layers(
     measured: dict[int, LayerStats],
     layers: dict[str, StoredLayer],
-    shown: Path,
     scales: StoredScales,
     source: ModelDirectory,
-) -> None:
-    """Refuse statistics whose layers, heads or channels are not those of the checkpoint."""
-    sizes = {len(x) for layer in layers.values() for x in (layer.k, layer.v) if x} - {1}
-    heads = {index: len(layer.k.amax) for index, layer in measured.items()}
-    # scales for other heads are wrong where the config names those of the statistics
-    config = scales.directory.text_config
-    fits = all(count in head_counts(layer_config(config, i), "k") for i, count in heads.items())
-    other = bool(sizes) and not sizes & {*heads.values()} and not fits
-    if measured.keys() != {layer.layer for layer in layers.values()} or other:
-        raise InputError(
-            f"'{shown}' is of another model: it has {len(measured)} layers of "
-            f"{_listed({*heads.values()})} KV heads, '{source.path}' has {len(layers)} layers with "
-            f"{_listed(sizes or {1})} scales each"
-        )
+) -> dict[int, LayerFacts]:
+    """Collect the heads that scales or the config allow, and the channels of the weights for K.
+
+    Scales for other heads are wrong where the config names those that were measured.
+    """
+    counts = {len(values) for layer in layers.values() for values in (layer.k, layer.v) if values} - {1}
+    are_doubtful = bool(counts) and counts.isdisjoint(len(layer.k.amax) for layer in measured.values())
+    facts = {}
     for module, layer in layers.items():
-        values, weight = measured[layer.layer].k.amax, source.entries.get(f"{module}.k_proj.weight")
-        if weight and weight.dtype in _UNPACKED and weight.shape[0] != values.numel():
-            raise InputError(
-                f"'{shown}' is of another model: K of layer {layer.layer} has {values.numel()} "
-                f"channels, and {weight.shape[0]} in '{source.path}'"
-            )
-
-
-def _listed(numbers: set[int]) -> str:
-    return " or ".join(map(str, sorted(numbers)))
+        heads, weight = {}, source.entries.get(f"{module}.k_proj.weight")
+        if are_doubtful:
+            config = layer_config(scales.directory.text_config, layer.layer)
+            heads = {"k": counts | head_counts(config, "k")}
+        channels = {"k": weight.shape[0]} if weight and weight.dtype in _UNPACKED else {}
+        facts[layer.layer] = LayerFacts(heads=heads, channels=channels)
+    return facts
 
 
 def _shown(values: Values | None) -> str:

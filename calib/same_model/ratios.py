@@ -1,6 +1,5 @@
 """The scales of two directories beside each other."""
 
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ from calib.errors import InputError
 from calib.files.cache_type import nvfp4_convention
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_scales
 from calib.files.text import show_layers
-from calib.same_model.identity import differences, identity
+from calib.same_model.check import config_difference, known_config
 
 Pairs = list[tuple[StoredLayer, StoredLayer]]
 
@@ -33,8 +32,8 @@ def compare_notes(a: Path, b: Path) -> list[str]:
     for name, only in (("A", layers[0] - layers[1]), ("B", layers[1] - layers[0])):
         if only:
             notes.append(f"only {name} has scales of {show_layers(sorted(only))}")
-    for one, other in islice(differences(identity(a), identity(b)), 1):
-        notes.append(f"A and B are of other models: {one} and {other}")
+    if difference := config_difference(known_config(a), known_config(b)):
+        notes.append(f"A and B are of other models: {difference[0]} and {difference[1]}")
     if kinds[0] != kinds[1]:
         notes.append(f"A holds {kinds[0]}, B {kinds[1]}: equal absmax gives other numbers")
     return notes

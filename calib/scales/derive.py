@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from calib.arguments import check_arguments, to_path
-from calib.errors import InputError
 from calib.files.names import CALIBRATION_FILE
 from calib.recipe import Recipe, load_recipe
 from calib.scales.observers import make_observer
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 @check_arguments
@@ -37,22 +32,3 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
 def load_scales(directory: str | os.PathLike[str]) -> KVScales:
     """Derive the scales of a finished calibration from its statistics and its saved recipe."""
     return derive_scales(load_stats(directory), load_recipe(to_path(directory) / CALIBRATION_FILE))
-
-
-def check_fits(model: PreTrainedModel, scales: KVScales) -> KVScales:
-    """Return `scales`; an InputError if they name a module that the model does not have."""
-    from fp8kv_runtime.hf import is_latent
-
-    modules = dict(model.named_modules())
-    for name, layer in scales.layers.items():
-        if getattr(modules.get(name), "layer_idx", None) != layer.layer_idx:
-            raise InputError(
-                f"the scales are of another model: they name layer {layer.layer_idx} '{name}', "
-                f"which {type(model).__name__} does not have"
-            )
-        if is_latent(modules[name]) != layer.latent:
-            raise InputError(
-                f"the scales are of another model: in '{name}' they are of "
-                f"{'latents' if layer.latent else 'K and V'}, which it does not cache"
-            )
-    return scales

@@ -8,11 +8,10 @@ from typing import Any
 from calib.errors import NoScalesError
 from calib.files.baked import baked_for, baked_fp8_type, baked_from, bakes_latents
 from calib.files.cache_type import FP8_MAX, FP8_SMALLEST, LARGER, Convention, nvfp4_convention
-from calib.files.calibration import read_report, statistics_file
+from calib.files.calibration import statistics_file
 from calib.files.model_directory import open_model_directory
-from calib.files.names import CALIBRATION_FILE
 from calib.files.stored_scales import StoredLayer, StoredScales, read_scales
-from calib.same_model.identity import check_same_model, identity
+from calib.same_model.check import check_same_model, directory_facts, scales_facts
 from calib.verify.classes import architecture
 from calib.verify.fit import Fit, Limits, compare, judge
 from calib.verify.measured import measured_convention, read_measured
@@ -112,10 +111,10 @@ def verify_directory(
 
 def _check_source(path: Path, against: Path, problems: list[str], *, baked: bool) -> None:
     """Refuse statistics of another model; those of the model that was baked are a problem."""
-    source = statistics_file(against).parent
-    check_same_model(against, identity(source), path, identity(path))
-    report = read_report(source) if (source / CALIBRATION_FILE).exists() else {}
-    if baked and report.get("checkpoint") == baked_from(path):
+    statistics_file(against)
+    scales = scales_facts(against)
+    check_same_model(scales, directory_facts(path))
+    if baked and (scales.fingerprints or {}).get("checkpoint") == baked_from(path):
         problems.append(
             f"'{against}' was measured on the model that was baked, whose K and V are others: "
             "calibrate the baked one"

@@ -120,12 +120,12 @@ def test_a_scale_of_k_alone_goes_before_one_of_both(model, tmp_path):
     ("endings", "options", "message"),
     [
         (["k_scale"], {}, "the v_scale of layer 0 is missing"),
-        (["k_scale", "v_scale"], {"layers": 1}, "has no scales for layers 1, 2; calibrate"),
-        (["k_scale", "v_scale"], {"layers": 4}, "of another model: they name layer 3"),
+        (["k_scale", "v_scale"], {"layers": 1}, "it lacks layers 1, 2, and"),
+        (["k_scale", "v_scale"], {"layers": 4}, "of another model: it has a layer 3"),
         (["kv_scale"], {"value": torch.tensor(float("nan"))}, "k_scale of layer 0 is [nan]"),
         (["kv_scale"], {"value": torch.tensor(0.0)}, "is [0.0]; a scale is finite and positive"),
         (["kv_scale"], {"value": torch.tensor(-1.0)}, "is [-1.0]; a scale is finite"),
-        (["kv_scale"], {"value": torch.ones(3)}, "has 3 values; the model has 2 such heads"),
+        (["kv_scale"], {"value": torch.ones(3)}, "K of layer 0 has 3 heads, and 2 in"),
         (["weight"], {}, "holds no KV-cache scales"),
     ],
 )

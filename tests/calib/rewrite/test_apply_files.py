@@ -20,7 +20,7 @@ from command_line import fp8kv, one_line_error
 from quantized_models import edit_json
 
 from calib.models.find import find_model
-from calib.same_model.record import Marks
+from calib.same_model.marks import Marks
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats, save_stats
 
@@ -62,7 +62,7 @@ def test_an_output_without_marks(model, measured, tmp_path):
     changed = copy(model, tmp_path / "changed", rescale_values, {"rope_theta": 7.0})
     wrong = ("--base", changed)
     for given in (old, measured):
-        refused(given, other, tmp_path / "out", "is not the model that", flags=wrong)
+        refused(given, other, tmp_path / "out", "is of another model or revision than", flags=wrong)
     out = applied(old, other, tmp_path / "from-the-base", "--base", model)
     assert scales(out) == scales(measured)
     refused(old, changed, tmp_path / "out", "do not fit", flags=("--base", model))

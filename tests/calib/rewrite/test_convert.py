@@ -227,7 +227,7 @@ def test_statistics_of_other_heads_repair_nothing(attn_head, tmp_path):
     one_line_error(done, f"'{statistics}' is of another model: its config says num_key_value_heads")
     bare = shutil.copyfile(statistics / "fp8kv_stats.safetensors", tmp_path / "bare.safetensors")
     done = fp8kv("repair", attn_head, "--stats", bare, "-o", tmp_path / "out")
-    one_line_error(done, "is of another model: it has 3 layers of 4 KV heads")
+    one_line_error(done, "is of another model: K of layer 0 has 4 heads, and 2 in")
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,9 @@ def test_a_model_with_one_other_tensor_is_another(model, texts, halves, tmp_path
     save_file(tensors, file, {"format": "pt"})
     tuned = calibrated(tmp_path / "tuned", texts / "b.jsonl", tmp_path / "out")
     done = fp8kv("merge", halves[0], tuned, "-o", tmp_path / "merged")
-    one_line_error(done, "are of different models or revisions")
+    one_line_error(done, "is of another model or revision than")
     done = fp8kv("merge", *halves, "-o", tmp_path / "merged", "--model", tmp_path / "tuned")
-    one_line_error(done, "is not the model that")
+    one_line_error(done, "is of another model or revision than")
 
 
 def test_no_run_is_replaced_by_what_is_made_of_it(halves):
@@ -124,7 +124,7 @@ def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path
         trained.get_input_embeddings().weight += 0.5
     other = save_model(trained, tmp_path / "other")
     revision = calibrated(other, texts / "b.jsonl", tmp_path / "revision")
-    one_line_error(fp8kv("merge", a, revision, *out), "different models or revisions")
+    one_line_error(fp8kv("merge", a, revision, *out), "is of another model or revision than")
     changed = shutil.copytree(b, tmp_path / "changed")
     report = json.loads((changed / "fp8kv_calibration.json").read_text())
     marks = report["marks"]["tensors"]
@@ -135,7 +135,7 @@ def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path
     options = ("--set", "means=false")
     plain = calibrated(model, texts / "b.jsonl", tmp_path / "plain", *options)
     one_line_error(fp8kv("merge", a, plain, *out), "captured with different means (True, False)")
-    one_line_error(fp8kv("merge", a, b, *out, "--model", other), "is not the model that")
+    one_line_error(fp8kv("merge", a, b, *out, "--model", other), "is of another model or revision than")
     broken = b / "fp8kv_stats.safetensors"
     whole = broken.read_bytes()
     broken.write_bytes(whole[:-50])

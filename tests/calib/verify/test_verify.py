@@ -206,7 +206,9 @@ def test_versions_as_engines_write_them(engine, version, known, tmp_path):
 def test_statistics_of_another_model_prove_nothing(tmp_path):
     statistics = measured(tmp_path / "measured")
     said = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"]}
-    (tmp_path / "measured" / "fp8kv_calibration.json").write_text(json.dumps({"config": said}))
+    report = {"fp8kv_calibration": 1, "model": "m", "checkpoint": "c", "warnings": [], "layers": []}
+    report |= {"config": said, "dataset": {"source": "s", "samples": 1, "tokens": 1}}
+    (tmp_path / "measured" / "fp8kv_calibration.json").write_text(json.dumps(report))
     done = fp8kv("verify", model(tmp_path / "model"), "--against", statistics)
     one_line_error(done, "is of another model: its config says model_type gemma")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from calib.same_model.probing import sampled, sampled_heads
+from calib.same_model.marks import sample_head_rows, sample_rows
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,11 @@ def test_keys_and_values_in_fused_weights(heads, kv_heads, head_dim, grouped):
         return "q" if head < heads else "k" if head < heads + kv_heads else "v"
 
     rows = (heads + 2 * kv_heads) * head_dim
-    found = [letter(row) for row in sampled_heads(rows, heads, head_dim)]
+    found = [letter(row) for row in sample_head_rows(rows, heads, head_dim)]
     assert min(found.count("k"), found.count("v")) >= 4
     assert len(found) <= 24
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_every_head_of_eight(head_dim):
-    assert {row // head_dim for row in sampled(8 * head_dim, 8)} == {*range(8)}
+    assert {row // head_dim for row in sample_rows(8 * head_dim, 8)} == {*range(8)}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from calib.errors import InputError
-from calib.same_model.identity import check_same_model, identity, summary
+from calib.same_model.check import ModelFacts, check_same_model, config_summary, known_config
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64}
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64}
@@ -13,7 +13,7 @@ LLAVA = {"model_type": "llava", "text_config": {"model_type": "llama", "hidden_s
 
 
 def check(one, other, path):
-    check_same_model(path / "one", one, path / "other", other)
+    check_same_model(ModelFacts(str(path / "one"), one), ModelFacts(str(path / "other"), other))
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def check(one, other, path):
 def test_what_may_be_one_model_passes(one, other, tmp_path):
     check(one, other, tmp_path)
     check(other, one, tmp_path)
-    check(summary(one), other, tmp_path)
+    check(config_summary(one), other, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -54,16 +54,16 @@ def test_what_may_be_one_model_passes(one, other, tmp_path):
     ],
 )
 def test_what_is_known_to_differ_is_refused(one, other, message, tmp_path):
-    for said in (one, summary(one)):
+    for said in (one, config_summary(one)):
         with pytest.raises(InputError, match=f"one' is of another model: its config says {message}"):
             check(said, other, tmp_path)
 
 
 def test_every_directory_says_what_it_can(tmp_path):
-    assert identity(tmp_path) == {}
+    assert known_config(tmp_path) == {}
     (tmp_path / "kv_cache_scales.json").write_text(json.dumps({"model_type": "llama"}))
-    assert identity(tmp_path) == {"model_type": "llama"}
+    assert known_config(tmp_path) == {"model_type": "llama"}
     (tmp_path / "fp8kv_calibration.json").write_text(json.dumps({"config": QWEN}))
-    assert identity(tmp_path) == QWEN
+    assert known_config(tmp_path) == QWEN
     (tmp_path / "config.json").write_text(json.dumps(LLAVA))
-    assert identity(tmp_path) == LLAVA
+    assert known_config(tmp_path) == LLAVA

@@ -6,10 +6,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from calib.errors import InputError
 from calib.files.model_directory import open_model_directory
-from calib.same_model.judging import judge
-from calib.same_model.taking import take_marks
+from calib.same_model.judge import OtherWeightsError, compare_marks
+from calib.same_model.marks import take_marks
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "quantized"
 MODULES = [f"model.layers.{i}.self_attn" for i in range(2)]
@@ -43,7 +42,7 @@ def written(package, case):
     ],
 )
 def test_llm_compressor(case, moved, error, tmp_path):
-    found = judge("OUTPUT", began_with(tmp_path, **SHAPE), "MODEL", written("llmcompressor", case))
+    found = compare_marks(began_with(tmp_path, **SHAPE), written("llmcompressor", case))
     assert found.layers_with_moved_factors == moved
     assert 0.005 < found.largest_error < error
     assert found.largest_factor < 0.05
@@ -51,5 +50,5 @@ def test_llm_compressor(case, moved, error, tmp_path):
 
 def test_an_awq_that_rescaled_values(tmp_path):
     base, found = began_with(tmp_path, **WIDE), written("gptqmodel", "awq-w4")
-    with pytest.raises(InputError, match=r"do not fit.*v_proj.*AWQ"):
-        judge("OUTPUT", base, "MODEL", found)
+    with pytest.raises(OtherWeightsError, match=r"v_proj.*AWQ"):
+        compare_marks(base, found)

@@ -1,0 +1,281 @@
+"""One answer to "are these scales of this model?": all facts that both sides know must agree.
+
+Imported without torch, which only marks of weights need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from calib.errors import InputError
+from calib.files.baked import baked_for
+from calib.files.calibration import read_report
+from calib.files.fingerprint import fingerprint
+from calib.files.model_directory import ModelDirectory
+from calib.files.names import CALIBRATION_FILE, CONFIG_FILE, JSON_FILE, PACK_FILE
+from calib.files.strict_json import read_object
+
+if TYPE_CHECKING:
+    from calib.same_model.marks import Marks
+    from calib.scales.stats import KVStats
+
+Config = Mapping[str, Any]  # a config.json, or the part of it that is known
+
+# of the language model, where configs of one type differ between models
+_SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "n_embd", "n_head")
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """A layer that caches K and V; what is not known of it is None or left out."""
+
+    module: str | None = None
+    latent: bool | None = None
+    heads: Mapping[str, Set[int]] = field(default_factory=dict)  # of "k", "v", "q": possible numbers
+    channels: Mapping[str, int] = field(default_factory=dict)  # of "k", "v": values in all heads
+    is_shared: bool = False  # it reads another layer's cache, and scales may leave it out
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """A model, as its files or scales that were measured on it describe it; None: not known."""
+
+    name: str  # in messages
+    config: Config = field(default_factory=dict)
+    settings: Mapping[str, Any] | None = None  # of the config, which decide how K and V are made
+    fingerprints: Mapping[str, str] | None = None
+    baked_for: str | None = None  # fp8 or int8
+    baked_as: Set[str] = frozenset()  # fingerprints of the baked model
+    num_layers: int | None = None  # of any kind
+    layers: Mapping[int, LayerFacts] | None = None
+    marks: Callable[[], Marks] | None = None  # reading weights takes a while
+
+
+def check_same_model(scales: ModelFacts, model: ModelFacts, advice: str = "calibrate that model") -> None:
+    """Refuse scales of another model; facts that one side does not know are not compared."""
+    for fact in FACTS:
+        if difference := fact.compare(scales, model):
+            sentence = fact.refusal.format(scales=scales.name, model=model.name, difference=difference)
+            raise InputError(f"{sentence}; {advice}")
+
+
+def scales_facts(path: Path, stats: KVStats | None = None) -> ModelFacts:
+    """Read what the directory of scales or statistics at `path` says of their model."""
+    directory = path if path.is_dir() else path.parent
+    report = read_report(directory) if (directory / CALIBRATION_FILE).exists() else {}
+    model = report.get("measured_on") or report
+    saved = report.get("marks")
+    marks = saved if isinstance(saved, dict) else {}
+    return ModelFacts(
+        str(path),
+        known_config(directory),
+        settings=marks.get("settings"),
+        fingerprints={key: model[key] for key in ("checkpoint", "weights") if key in model},
+        num_layers=marks.get("layers"),
+        layers=None if stats is None else statistics_layers(stats),
+        marks=None if saved is None else partial(_decode_marks, saved, directory),
+    )
+
+
+def model_facts(checkpoint: ModelDirectory, modules: Iterable[str] | None = None) -> ModelFacts:
+    """Collect what `checkpoint` says; with its attention `modules` also the marks of its weights."""
+    from calib.same_model import marks
+
+    path, purpose = checkpoint.path, baked_for(checkpoint.path)
+    baked_as = set[str]()
+    if purpose:  # scales beside it may be of the directory that they were copied from
+        baked_as = {fingerprint(checkpoint)}
+        if (path / CALIBRATION_FILE).exists():
+            baked_as.add(read_report(path)["checkpoint"])
+    facts = ModelFacts(
+        str(path),
+        checkpoint.config,
+        baked_for=purpose,
+        baked_as=baked_as,
+        num_layers=checkpoint.num_layers,
+    )
+    if modules is None:
+        return facts
+    settings = marks.settings_of(path, checkpoint.config)
+    return replace(facts, settings=settings, marks=cache(partial(marks.take_marks, checkpoint, modules)))
+
+
+def directory_facts(path: Path) -> ModelFacts:
+    """Read what a directory that may lack weights says of its model, by files alone."""
+    from calib.same_model.marks import settings_of
+
+    config, marks = known_config(path), scales_facts(path).marks
+    has_config = (path / CONFIG_FILE).exists()
+    return ModelFacts(str(path), config, settings_of(path, dict(config)) if has_config else None, marks=marks)
+
+
+def statistics_layers(stats: KVStats) -> dict[int, LayerFacts]:
+    """Collect the shapes of K, V and Q that were measured, by layer."""
+    layers = {
+        layer.layer_idx: LayerFacts(
+            name,
+            layer.latent,
+            {letter: {len(getattr(layer, letter).amax)} for letter in "kvq"},
+            {"k": layer.k.amax.numel(), "v": layer.v.amax.numel()},
+        )
+        for name, layer in stats.layers.items()
+    }
+    shared = {each.layer_idx: LayerFacts(name, is_shared=True) for name, each in stats.shared.items()}
+    return layers | shared
+
+
+def known_config(directory: Path) -> Config:
+    """Return the config.json of a directory, or the part of it that its scales' own files repeat."""
+    is_pack = (directory / PACK_FILE).exists()  # whose manifest names no config.json
+    if (directory / CONFIG_FILE).is_file() and not is_pack:
+        return read_object(directory / CONFIG_FILE)
+    if (directory / CALIBRATION_FILE).is_file():
+        config = read_object(directory / CALIBRATION_FILE).get("config")
+        return config if isinstance(config, dict) else {}
+    if (directory / JSON_FILE).is_file():
+        return {"model_type": read_object(directory / JSON_FILE).get("model_type")}
+    return {}
+
+
+def config_summary(config: Config) -> dict[str, Any]:
+    """Return the part of a config that tells models apart, for a calibration to keep."""
+    summary = {key: config[key] for key in ("architectures", "model_type", *_SIZES) if key in config}
+    text = config.get("text_config")
+    return summary | ({"text_config": config_summary(text)} if isinstance(text, dict) else {})
+
+
+def config_difference(one: Config, other: Config) -> tuple[str, str] | None:
+    """Return the first value of each config by which they are of different models."""
+    types, other_types = _model_types(one), _model_types(other)
+    both_nested = len(types) == len(other_types) == 2
+    # an image model's language model is served alone, too
+    is_same = types[-1:] == other_types[-1:] if both_nested else {*types} & {*other_types}
+    if types and other_types and not is_same:
+        return f"model_type {types[-1]}", other_types[-1]
+    names, other_names = one.get("architectures"), other.get("architectures")
+    if not (types and other_types) and names and other_names and names != other_names:
+        return f"architectures {str(names)[:80]}", str(other_names)[:80]
+    text, other_text = _language_config(one), _language_config(other)
+    for key in _SIZES:
+        size, other_size = text.get(key), other_text.get(key)
+        if type(size) is type(other_size) is int and size != other_size:
+            return f"{key} {size}", str(other_size)
+    return None
+
+
+def _language_config(config: Config) -> Config:
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def _model_types(config: Config) -> list[str]:
+    """Return the model's type and, where it has more parts, its language model's."""
+    configs = [config] if config is _language_config(config) else [config, _language_config(config)]
+    types = (each.get("model_type") for each in configs)
+    return [name[:80] for name in types if isinstance(name, str)]
+
+
+def _decode_marks(document: Any, directory: Path) -> Marks:
+    from calib.same_model.marks import Marks
+
+    return Marks.from_json(document, f"'{directory / CALIBRATION_FILE}'")
+
+
+def _compare_baking(scales: ModelFacts, model: ModelFacts) -> str | None:
+    measured = (scales.fingerprints or {}).get("checkpoint")
+    return model.baked_for if measured and measured not in model.baked_as else None
+
+
+def _compare_configs(scales: ModelFacts, model: ModelFacts) -> str | None:
+    values = config_difference(scales.config, model.config)
+    return values and f"its config says {values[0]}, that of '{model.name}' {values[1]}"
+
+
+def _compare_settings(scales: ModelFacts, model: ModelFacts) -> str | None:
+    one, other = scales.settings, model.settings
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return None
+    for key in sorted(one.keys() & other.keys()):
+        if one[key] != other[key]:
+            return f"its config says {key} {one[key]!s:.200}, that of '{model.name}' {other[key]!s:.200}"
+    return None
+
+
+def _compare_layers(scales: ModelFacts, model: ModelFacts) -> str | None:
+    count, other_count = scales.num_layers, model.num_layers
+    if type(count) is type(other_count) is int and count != other_count:
+        return f"it has {count} layers, and '{model.name}' {other_count} layers"
+    if not scales.layers:
+        return None
+    last = max(scales.layers)
+    if model.layers is None:
+        is_beyond = model.num_layers is not None and last >= model.num_layers
+        return f"it has a layer {last}, and '{model.name}' {model.num_layers} layers" if is_beyond else None
+    cached = [index for index, layer in model.layers.items() if not layer.is_shared]
+    where = f"'{model.name}' caches K and V in {len(cached)} layers"
+    if unknown := sorted(scales.layers.keys() - model.layers.keys()):
+        return f"it has a layer {unknown[0]}, and {where}"
+    if missing := sorted({*cached} - scales.layers.keys()):
+        return f"it lacks layers {', '.join(map(str, missing))}, and {where}"
+    both = ((index, layer, model.layers[index]) for index, layer in sorted(scales.layers.items()))
+    differences = (_compare_layer(index, layer, other, model.name) for index, layer, other in both)
+    return next(filter(None, differences), None)
+
+
+def _compare_layer(index: int, layer: LayerFacts, other: LayerFacts, model: str) -> str | None:
+    if layer.module and other.module and layer.module != other.module:
+        return f"its layer {index} is '{layer.module}', that of '{model}' '{other.module}'"
+    if None not in (layer.latent, other.latent) and layer.latent != other.latent:
+        kind = "latents" if layer.latent else "K and V"
+        return f"its layer {index} has {kind}, which '{model}' does not cache"
+    for letter in sorted(layer.heads.keys() & other.heads.keys()):
+        counts = [" or ".join(map(str, sorted(each.heads[letter]))) for each in (layer, other)]
+        if layer.heads[letter].isdisjoint(other.heads[letter]):
+            return f"{letter.upper()} of layer {index} has {counts[0]} heads, and {counts[1]} in '{model}'"
+    for letter in sorted(layer.channels.keys() & other.channels.keys()):
+        count, other_count = layer.channels[letter], other.channels[letter]
+        if count != other_count:
+            return f"{letter.upper()} of layer {index} has {count} channels, and {other_count} in '{model}'"
+    return None
+
+
+def _compare_fingerprints(scales: ModelFacts, model: ModelFacts) -> str | None:
+    one, other = scales.fingerprints or {}, model.fingerprints or {}  # older calibrations keep fewer
+    return next((key for key in one.keys() & other.keys() if one[key] != other[key]), None)
+
+
+def _compare_weights(scales: ModelFacts, model: ModelFacts) -> str | None:
+    if scales.marks is None or model.marks is None:
+        return None
+    from calib.same_model.judge import OtherWeightsError, compare_marks
+
+    try:
+        compare_marks(scales.marks(), model.marks())
+    except OtherWeightsError as error:
+        return str(error)
+    return None
+
+
+class Fact(NamedTuple):
+    """Something that scales and a model must agree on, where both sides know it."""
+
+    compare: Callable[[ModelFacts, ModelFacts], str | None]  # what differs, in words
+    refusal: str
+
+
+_OTHER_MODEL = "'{scales}' is of another model: {difference}"
+_OTHER_REVISION = "'{scales}' is of another model or revision than '{model}'"
+_UNBAKED = "'{model}' is baked for {difference}, and the scales in '{scales}' were not measured on it"
+_OTHER_WEIGHTS = "the scales of '{scales}' do not fit '{model}': {difference}"
+FACTS = (
+    Fact(_compare_baking, _UNBAKED),
+    Fact(_compare_configs, _OTHER_MODEL),
+    Fact(_compare_layers, _OTHER_MODEL),
+    Fact(_compare_fingerprints, _OTHER_REVISION),
+    Fact(_compare_settings, _OTHER_MODEL),
+    Fact(_compare_weights, _OTHER_WEIGHTS),
+)

@@ -1,0 +1,199 @@
+"""Marks of two checkpoints compared: their K and V are the same, or it is said why not.
+
+What quantisation changes in a weight is noise: it leaves a row's size as it was. A tool that moves
+factors between weights changes the size of rows, and with them the range of K or V.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from calib.same_model.marks import (
+    PROBES,
+    Mark,
+    Marks,
+    fixed_inputs,
+    is_cached,
+    is_embedding,
+    is_output,
+    norm_before,
+)
+
+_VECTOR_NOISE = 0.01  # of vectors and embeddings: rounding to bfloat16 differs by 0.4 %
+# relative error of a weight in so many bits at most, and a margin. A value of normally distributed
+# weights has 2.6 % (FP8), 1 % (INT8), 11 % (4 bits in groups of 128), 25 % (3 bits)
+_NOISE = {16: 0.005, 8: 0.06, 6: 0.2, 5: 0.25, 4: 0.35, 3: 0.5}
+_NOISE_AFTER_MOVING = {**_NOISE, 8: 0.15}  # where factors were moved into it before it was quantised
+# by which the size of any row may differ, and of the median one, beside its own noise: less than
+# what would matter in a scale
+_ROW, _MEDIAN = 0.03, 0.02
+# beside those for K and V; AWQ moves factors from the rows of `up_proj` into `down_proj`
+_SIZED = re.compile(r".*\b(?:q_proj|gate_proj|w1)\.weight")
+_ROW_DEVIATIONS, _MEDIAN_DEVIATIONS = 4, 2  # standard deviations of what probes see of that noise
+# An input that makes more than this part of what rows give is compared apart: a trained norm may
+# enlarge one channel a hundred times, and the rounding of one weight then looks like a factor.
+# Below it the noise of a row is that of at least eight weights, which `_ROW_DEVIATIONS` allow for.
+_LARGE = 1 / 8
+_MOST_LARGE = 8  # of them, of 64 probes
+_RECORDED = 2**-8  # two marks are each rounded to bfloat16, relative to the whole of a row
+_FLOAT_STEP = 2**-4  # half a step of E4M3, which a row takes over where one value is nearly all of it
+
+
+class OtherWeightsError(ValueError):
+    """K and V of two checkpoints are not the same; the message says by which weight."""
+
+
+@dataclass(frozen=True)
+class Likeness:
+    """The distance between two checkpoints of one model."""
+
+    layers_with_moved_factors: int  # from norms into weights
+    largest_error: float  # of a weight for K and V, relative
+    largest_factor: float  # that the size of a row of these differs by, less 1
+
+
+def compare_marks(base: Marks, other: Marks) -> Likeness:
+    """Compare marks of the model that was measured with those of another checkpoint.
+
+    OtherWeightsError unless K and V are the same.
+    """
+    _check_shapes(base.tensors, other.tensors)
+    pairs = {
+        name: (base.tensors[name], other.tensors[name]) for name in base.tensors if name in other.tensors
+    }
+    moved = _moved_norms(base.tensors, pairs)
+    matrices = [n for n, mark in base.tensors.items() if len(mark.shape) == 2 and not is_embedding(n)]
+    errors, factors = [0.0], [0.0]
+    # all must be the same, and those behind norms that differ make up for them
+    for name in sorted(matrices, key=is_cached, reverse=True):
+        is_behind = norm_before(name, base.tensors) in moved
+        because = "norms differ, and " if is_behind else ""
+        if name in pairs:
+            error, factor = _compare_matrix(name, *pairs[name], because)
+            errors += [error] * is_cached(name)
+            factors += [factor] * is_cached(name)
+        elif is_behind:
+            raise OtherWeightsError(f"{because}'{name}', which reads one, cannot be compared")
+    layers = {".".join(norm.split(".")[:2]) for norm in moved}
+    return Likeness(len(layers), max(errors), max(factors))
+
+
+def _check_shapes(base: Mapping[str, Mark], other: Mapping[str, Mark]) -> None:
+    """Refuse tensors that only one side has, or that have another shape there."""
+    for mine, theirs, side in ((base, other, "model that was measured"), (other, base, "second")):
+        for name, mark in mine.items():
+            is_needed = len(mark.shape) == 1 or is_cached(name) or is_embedding(name)
+            # a bias of zeros is none
+            if name not in theirs and is_needed and mark.values.any():
+                raise OtherWeightsError(f"'{name}' is only in the {side}")
+    for name in base.keys() & other.keys():
+        one, two = base[name], other[name]
+        skipped = 1 if is_embedding(name) else 0  # it may have grown by tokens
+        if one.shape[skipped:] != two.shape[skipped:] or one.values.shape != two.values.shape:
+            raise OtherWeightsError(f"'{name}' is {[*one.shape]} there and {[*two.shape]} here")
+
+
+def _moved_norms(base: Mapping[str, Mark], pairs: Mapping[str, tuple[Mark, Mark]]) -> set[str]:
+    """Return norms whose factors differ; refuse other vectors and embeddings that do."""
+    norms = {norm_before(name, base) for name, mark in base.items() if len(mark.shape) == 2}
+    moved = set()
+    for name, (one, two) in pairs.items():
+        if len(one.shape) > 1 and not is_embedding(name):
+            continue
+        allowed = _VECTOR_NOISE if one.bits == two.bits == 16 else _noise(one, two, _NOISE_AFTER_MOVING)
+        if _distance(one.values, two.values) > allowed:
+            norm = name.rpartition(".")[0]
+            if norm not in norms:
+                raise OtherWeightsError(f"'{name}' differs, which quantisation leaves alone")
+            moved.add(norm)
+    return moved
+
+
+def _compare_matrix(name: str, mark: Mark, other: Mark, because: str) -> tuple[float, float]:
+    """Return the error and the largest factor of a weight; refuse another one."""
+    large = _large_inputs(mark)
+    apart, other_apart = _along(mark.values, large), _along(other.values, large)
+    rest = mark.values - apart
+    factors, errors = _row_factors(rest, other.values - other_apart)
+    size = rest.norm(dim=1, keepdim=True).clamp(min=1e-19)
+    beyond = errors
+    if large.shape[1]:  # what rounding of marks leaves of the rest is not an error
+        whole = mark.values.norm(dim=1) / size[:, 0]
+        beyond = (errors - _RECORDED * whole * factors.abs().clamp(min=1)).clamp(min=0)
+    error = float(beyond.square().mean().sqrt())
+    if mark.bits == other.bits == 16 or is_cached(name):  # of others two weights are too few
+        before, after = apart / size, other_apart / size
+        # as it was, or larger like the rest of its row, which is known less well
+        ways = (torch.ones_like(factors), factors)
+        error = max(error, min(_distance(before * way[:, None], after) for way in ways))
+    if error > _noise(mark, other, _NOISE_AFTER_MOVING if because else _NOISE):
+        raise OtherWeightsError(f"{because}'{name}' is {error:.0%} from what it was, more than rounding")
+    if is_cached(name) or is_output(name) or _SIZED.fullmatch(name):
+        _check_row_sizes(name, factors, errors, _step(mark) + _step(other), because)
+    return error, float((factors - 1).abs().max())
+
+
+def _check_row_sizes(name: str, factors: Tensor, errors: Tensor, step: float, because: str) -> None:
+    """Refuse a matrix whose rows have become larger or smaller by more than their noise."""
+    change, noise = (factors - 1).abs(), errors / PROBES**0.5
+    beyond = change - (_ROW + step + _ROW_DEVIATIONS * noise)
+    # codes that fit best are smaller than what they stand for, by the square of their error
+    usual = _MEDIAN + _MEDIAN_DEVIATIONS * noise.median() + errors.median().square()
+    if (beyond > 0).any() or change.median() > usual:
+        problem = f"{because}a row of '{name}' is {float(factors[beyond.argmax()]):.2f} times what it was"
+        if name.endswith("v_proj.weight"):
+            problem += ", as where AWQ moves factors between V and the output projection"
+        raise OtherWeightsError(problem)
+
+
+def _noise(mark: Mark, other: Mark, table: Mapping[int, float]) -> float:
+    """Return the largest error between two versions of one weight that quantisation explains."""
+    total = 0.0
+    for bits in (mark.bits, other.bits):
+        if bits < min(table):
+            raise OtherWeightsError(f"weights of {bits} bits are too far from any others to be compared")
+        total += table[min((size for size in table if size >= bits), default=16)]
+    return total
+
+
+def _step(mark: Mark) -> float:
+    """Return half a step of a weight's codes, relative to the largest value that these hold."""
+    return 0.0 if mark.bits == 16 else max(_FLOAT_STEP, 1 / (2**mark.bits - 1))
+
+
+def _large_inputs(mark: Mark) -> Tensor:
+    """Return signs [PROBES, few] of the inputs of a matrix that make most of what its rows give."""
+    inputs, rest = fixed_inputs(mark.shape[1]), mark.values
+    large = torch.zeros(PROBES, 0)
+    while large.shape[1] < _MOST_LARGE:
+        size = rest.norm(dim=1, keepdim=True)
+        share = (rest / size.clamp(min=1e-19) @ inputs.t()).square().mean(0) / PROBES
+        if share.max() <= _LARGE:
+            break
+        large = torch.cat([large, inputs[share.argmax()][:, None]], 1)
+        rest = mark.values - _along(mark.values, large)
+    return large
+
+
+def _along(values: Tensor, directions: Tensor) -> Tensor:
+    """Project values [rows, PROBES] onto `directions` [PROBES, few]."""
+    inverse: Tensor = torch.linalg.pinv(directions)
+    return values @ directions @ inverse
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    """Return the distance relative to the larger of the two, 0 where both are zero."""
+    largest = max(float(one.norm()), float(other.norm()))
+    return float((one - other).norm()) / largest if largest else 0.0
+
+
+def _row_factors(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many times each row of `one` is in `other`, and the rest, relative: [rows] both."""
+    square = one.square().sum(1)
+    is_zero = square == 0
+    factors = torch.where(is_zero, torch.ones(()), (one * other).sum(1) / square.clamp(min=1e-38))
+    rest = (other - factors[:, None] * one).norm(dim=1)
+    return factors, torch.where(is_zero, torch.zeros(()), rest / square.sqrt().clamp(min=1e-19))

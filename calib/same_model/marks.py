@@ -1,0 +1,381 @@
+"""Marks of a model's weights: few figures that tell whether another checkpoint has the same K and V.
+
+A calibration keeps them. Sampled rows of norms, embedding, weights for K and V and the outputs of
+attention are multiplied with fixed inputs.
+"""
+
+import hashlib
+import json
+import re
+from base64 import b64decode, b64encode
+from binascii import Error as Base64Error
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import islice
+from math import prod
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import Tensor
+
+from calib.errors import Fp8kvError, InputError, first_problem, one_line
+from calib.files.model_directory import ModelDirectory
+from calib.files.names import is_of_cache, is_of_senses
+from calib.files.tensors import Source, StoredTensor
+from calib.models.config import read_config
+from calib.models.quantized.detect import find_weight_format
+from calib.models.quantized.weights import DequantizedTensor, all_weights
+
+PROBES = 64  # fixed inputs that every sampled row is multiplied with
+_ROWS, _REST_ROWS = 8, 2  # sampled of weights for K and V and of attention's outputs; of the rest
+_REST = 4  # other weights of a layer that read a norm, to see whether factors were moved there from it
+_TOKENS = 256  # whose embeddings are marked: a vocabulary may grow
+
+_FUSED = {"qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv"}
+_OUTPUTS = {"o_proj", "dense", "out_proj"}  # of attention, whose V reads no norm
+_LATENT = "kv_a_proj_with_mqa"  # rows of the latent, then of k_pe
+_CACHED = {"k_proj", "v_proj", _LATENT, *_FUSED}
+_MLP = {"mlp", "feed_forward", "block_sparse_moe", "ffn", "moe", "experts"}
+_BEFORE_ATTENTION = ("input_layernorm", "ln_1", "attention_norm", "ln_attn", "norm_1", "norm1")
+_BEFORE_MLP = (
+    *("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2", "ffn_norm", "ln_mlp"),
+    *("norm_2", "norm2"),
+)
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_EMBEDDING = re.compile(r"(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight")
+_LAYER = re.compile(r"(?P<layer>[^.]+\.(?P<index>\d{1,6}))\.(?P<rest>.+)")
+
+# settings that change neither K nor V, or that tensors show
+_WITHOUT_EFFECT = re.compile(
+    r"_.*|architectures|torch_dtype|dtype|transformers_version|auto_map|id2label|label2id"
+    r"|quantization_config|vocab_size|\w*_token_ids?|\w*drop(?:out)?|\w*bias|use_cache|return_dict"
+    r"|output_\w+|router_\w+|initializer_\w+|pretraining_tp|max_position_embeddings|tie_\w+"
+)
+
+# tensors whose first dimension is the weight's wherever it is as long
+_BY_ROW = ("weight", "weight_packed", "weight_scale")
+_DECODING_STEP = 32  # codes of most layouts can be decoded from multiples of this
+
+Weights = Mapping[str, Source]  # by their names below the language model
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What a tensor gives for the fixed inputs: a few rows of a matrix, or a whole vector."""
+
+    shape: tuple[int, ...]  # of the tensor
+    bits: int  # of a stored value, 16 for floats of any size
+    values: Tensor  # [sampled rows, PROBES] float32, finite
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Marks of a language model's tensors, by their names below it: `layers.0.mlp.up_proj...`."""
+
+    layers: int
+    tensors: Mapping[str, Mark]
+    settings: Mapping[str, Any]  # of the config, which decide how K and V are made
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that a calibration keeps; values are bfloat16 in base 64."""
+        tensors = {}
+        for name, mark in self.tensors.items():
+            codes = mark.values.bfloat16().view(torch.int16).numpy().astype("<i2")
+            values = b64encode(codes.tobytes()).decode()
+            tensors[name] = {"shape": [*mark.shape], "bits": mark.bits, "values": values}
+        return {"version": 3, "layers": self.layers, "settings": {**self.settings}, "tensors": tensors}
+
+    @classmethod
+    def from_json(cls, document: Any, where: str) -> "Marks":
+        """Read `document`; `where` names it in an InputError."""
+        try:
+            saved = _SavedMarks.model_validate(document)
+            tensors = {
+                name: Mark(tuple(mark.shape), mark.bits, _decode(mark.values))
+                for name, mark in saved.tensors.items()
+            }
+            if not any(map(is_cached, tensors)):
+                raise ValueError("no weight is of K or V")
+        except (ValidationError, Base64Error, ValueError) as error:
+            problem = first_problem(error) if isinstance(error, ValidationError) else one_line(error)
+            raise InputError(f"the marks in {where} are damaged ({problem[:200]})") from None
+        return cls(saved.layers, tensors, saved.settings)
+
+
+class _SavedMark(BaseModel):
+    model_config = ConfigDict(strict=True)
+    shape: list[int] = Field(min_length=1, max_length=2)
+    bits: int = Field(ge=1, le=16)
+    values: str
+
+
+class _SavedMarks(BaseModel):
+    model_config = ConfigDict(strict=True)
+    version: Literal[3]
+    layers: int = Field(ge=1)
+    settings: dict[str, Any]
+    tensors: dict[str, _SavedMark]
+
+
+def _decode(text: str) -> Tensor:
+    codes = np.frombuffer(b64decode(text, validate=True), "<i2").astype(np.int16)
+    values = torch.from_numpy(codes).view(torch.bfloat16).float().view(-1, PROBES)
+    if not (values.numel() and values.isfinite().all()):
+        raise ValueError("a mark is empty, or not finite")
+    return values
+
+
+def marks_or_none(checkpoint: ModelDirectory, modules: Iterable[str]) -> dict[str, Any] | None:
+    """Return marks for a calibration to keep; None if the model's K and V cannot be compared."""
+    try:
+        return take_marks(checkpoint, modules).to_json()
+    except Fp8kvError:
+        return None
+
+
+def take_marks(checkpoint: ModelDirectory, modules: Iterable[str]) -> Marks:
+    """Take the marks of `checkpoint`, whose attention `modules` transformers calls so.
+
+    Reads vectors, and a few rows of matrices. InputError where a module has no weight for K and V
+    that can be read.
+    """
+    prefixes = [checkpoint.attention_prefix(module) for module in modules]
+    above = re.fullmatch(r"(?P<above>(?:.+?\.)?)[^.]+\.\d{1,6}\..+", prefixes[0])
+    if above is None:
+        raise InputError(f"'{prefixes[0]}' is in no layer with a number")
+    weights = _language_weights(checkpoint, above["above"])
+    settings = settings_of(checkpoint.path, checkpoint.config)
+    marks, layers = dict[str, Mark](), dict[str, list[str]]()
+    for name, source in weights.items():
+        match = _LAYER.fullmatch(name)
+        if match and len(source.shape) == 2:
+            layers.setdefault(match["layer"], []).append(name)
+        if len(source.shape) == 1:
+            vector = source.read().float()
+            marks[name] = _mark(source, (vector @ fixed_inputs(len(vector))).view(1, -1))
+        elif is_embedding(name):
+            marks[name] = _mark_rows(source, sample_rows(min(source.shape[0], _TOKENS), _ROWS))
+    for layer, matrices in layers.items():
+        marks |= _mark_layer(layer, matrices, weights, settings)
+    for prefix in prefixes:
+        inner = f"{prefix.removeprefix(above['above'])}."
+        if not any(name.startswith(inner) and is_cached(name) for name in marks):
+            raise InputError(f"'{checkpoint.path}' has no weight for K and V of '{prefix}' to read")
+    count = len({match["layer"] for name in weights if (match := _LAYER.fullmatch(name))})
+    return Marks(checkpoint.num_layers or count, marks, settings)
+
+
+def _language_weights(checkpoint: ModelDirectory, above: str) -> Weights:
+    """Return the weights of the language model that can be read as numbers, by names below `above`."""
+    weights, count = {}, checkpoint.num_layers
+    for full_name, source in all_weights(checkpoint, find_weight_format(checkpoint), torch.float32).items():
+        name = full_name.removeprefix(above)
+        match = _LAYER.fullmatch(name)
+        # further layers draft tokens, and tools drop them
+        is_draft = match is not None and count is not None and int(match["index"]) >= count
+        is_foreign = is_of_senses(full_name) or is_of_cache(full_name) or name.endswith("inv_freq")
+        # bytes are codes, which transformers decodes
+        is_readable = source.dtype.is_floating_point and source.dtype.itemsize > 1
+        if full_name.startswith(above) and is_readable and not (is_draft or is_foreign):
+            weights[name] = source
+    return weights
+
+
+def _mark_layer(
+    layer: str, matrices: list[str], weights: Weights, settings: Mapping[str, Any]
+) -> dict[str, Mark]:
+    """Mark the matrices of a layer that read the hidden state, and attention's output."""
+    norm = norm_before(f"{layer}.k_proj", weights)
+    cached = [name for name in matrices if is_cached(name)]
+    sizes = {weights[f"{norm}.weight"].shape[0]} if norm else {weights[name].shape[1] for name in cached}
+    marks = {}
+    for name in (*cached, *islice(_further_readers(matrices, weights, sizes), _REST)):
+        source = weights[name]
+        if source.shape[1] not in sizes:
+            raise InputError(f"'{name}' does not read the layer's norm")
+        rows = _rows_to_sample(name, source.shape, settings)
+        marks[name] = _mark_rows(
+            source, rows, _norm_output(norm_before(name, weights), weights, source.shape[1])
+        )
+    for name in matrices if cached else ():
+        if is_output(name) and _has_rows(weights[name]):
+            marks[name] = _mark_rows(weights[name], sample_rows(weights[name].shape[0], _ROWS))
+    return marks
+
+
+def _further_readers(matrices: list[str], weights: Weights, sizes: set[int]) -> Iterator[str]:
+    for name in sorted(matrices):
+        is_excluded = is_cached(name) or name.split(".")[-2] in {*_OUTPUTS, "down_proj"}
+        if weights[name].shape[1] in sizes and _has_rows(weights[name]) and not is_excluded:
+            yield name
+
+
+def _rows_to_sample(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> list[int]:
+    """Choose rows of every head of K and V, or a few of a weight that makes neither."""
+    module, rows = name.split(".")[-2], shape[0]
+    if module in _FUSED:
+        heads = next((settings[key] for key in _HEADS if type(settings.get(key)) is int), 0)
+        head_dim = settings.get("head_dim") or (shape[1] // heads if heads else 0)
+        if head_dim and heads and rows % head_dim == 0 and rows // head_dim >= heads + 2:
+            return sample_head_rows(rows, heads, head_dim)
+    if module in _FUSED or module == _LATENT:
+        return sample_rows(rows, 3 * _ROWS)
+    heads = settings.get("num_key_value_heads")
+    heads = heads if type(heads) is int and 0 < heads <= rows else 1
+    return sample_rows(rows, max(_ROWS, heads) if is_cached(name) else _REST_ROWS)
+
+
+def sample_rows(rows: int, count: int) -> list[int]:
+    """Choose at most `count` rows, in every part of a matrix and on changing channels.
+
+    Those of a large matrix are near rows from which codes can be decoded.
+    """
+    step = _DECODING_STEP if rows >= 1024 else 1
+    part = max(rows // count, 1)
+    return sorted({min(i * rows // count // step * step + i % part, rows - 1) for i in range(count)})
+
+
+def sample_head_rows(rows: int, heads: int, head_dim: int) -> list[int]:
+    """Choose rows of Q, K and V in one matrix, at least 4 of K's and 4 of V's among them.
+
+    Heads of K and V come after those of Q, of all or of the group that shares them.
+    """
+    kv = (rows // head_dim - heads) // 2
+    group, some = rows // head_dim // kv, sample_rows(kv, 4)
+    blocks = {b for j in some for b in ((j + 1) * group - 2, (j + 1) * group - 1)}
+    blocks |= {b for j in some for b in (heads + j, heads + kv + j)}
+    within = sample_rows(head_dim, -(-4 // len(some)))
+    return sorted(block * head_dim + at for block in blocks for at in within)
+
+
+@lru_cache(maxsize=8)
+def fixed_inputs(size: int) -> Tensor:
+    """Return [size, PROBES] float32: signs at random, the same for ever."""
+    data = hashlib.shake_256(b"fp8kv marks").digest(size * PROBES // 8)
+    bits = np.unpackbits(np.frombuffer(data, np.uint8)).reshape(size, PROBES)
+    return torch.from_numpy(bits).float() * 2 - 1
+
+
+def _norm_output(norm: str | None, weights: Weights, columns: int) -> Tensor:
+    """Return what `norm` gives, taken to be the fixed inputs times its weight plus its bias.
+
+    A factor that a tool moves from the norm into the matrix behind it so changes nothing.
+    """
+    output = fixed_inputs(columns)
+    for part in ("weight", "bias"):
+        source = weights.get(f"{norm}.{part}")
+        if source is None:
+            continue
+        if source.shape != (columns,):
+            raise InputError(f"a norm of another size than the {columns} columns of a weight behind it")
+        vector = source.read().float()[:, None]
+        output = output * vector if part == "weight" else output + vector
+    return output
+
+
+def _mark_rows(source: Source, rows: list[int], inputs: Tensor | None = None) -> Mark:
+    """Mark a matrix [rows, n] by what its `rows` give for `inputs` [n, PROBES], or the fixed ones."""
+    inputs = fixed_inputs(source.shape[1]) if inputs is None else inputs
+    return _mark(source, _read_rows(source, rows) @ inputs)
+
+
+def _mark(source: Source, values: Tensor) -> Mark:
+    if not values.isfinite().all():
+        raise InputError("a weight holds NaN or Inf; download the model again")
+    bits = 16
+    if isinstance(source, DequantizedTensor):
+        largest = max(stored.nbytes for stored in source.stored.values())
+        bits = max(1, min(16, 8 * largest // prod(source.shape)))
+    return Mark(source.shape, bits, values)
+
+
+def _has_rows(source: Source) -> bool:
+    """Return whether rows can be read without the whole weight."""
+    if not isinstance(source, DequantizedTensor):
+        return True
+    return any(name.endswith((".weight", ".weight_packed")) for name in source.coded.parts.values())
+
+
+def _read_rows(source: Source, rows: list[int]) -> Tensor:
+    """Read `rows` of a weight in float32; these alone where the layout allows it."""
+    if isinstance(source, StoredTensor):
+        return torch.cat([_stored_rows(source, row, row + 1) for row in rows]).float()
+    assert isinstance(source, DequantizedTensor)
+    parts = {}
+    for part, stored in source.stored.items():
+        is_by_row = source.coded.parts[part].rpartition(".")[2] in _BY_ROW
+        if not is_by_row or stored.shape[:1] != source.shape[:1]:
+            parts[part] = stored.read()
+            continue
+        # the other rows are never filled: pages that are not touched take no memory
+        parts[part] = torch.empty(stored.shape, dtype=stored.dtype)
+        for row in rows:
+            parts[part][row : row + 1] = _stored_rows(stored, row, row + 1)
+    return torch.cat([source.coded.rows(parts, row, row + 1) for row in rows])
+
+
+def _stored_rows(source: StoredTensor, start: int, stop: int) -> Tensor:
+    offset = source.offset + start * (source.nbytes // source.shape[0])
+    return replace(source, shape=(stop - start, *source.shape[1:]), offset=offset).read()
+
+
+def unmarked_matrices(checkpoint: ModelDirectory, one: Marks, other: Marks) -> list[str]:
+    """Return names of matrices in layers of `checkpoint` that are not marked on both sides."""
+    marked = {name.rpartition(".")[0] for name in one.tensors.keys() & other.tensors.keys()}
+    inside = set()
+    for name, entry in checkpoint.entries.items():
+        match = _LAYER.search(name)
+        is_foreign = is_of_senses(name) or is_of_cache(name)
+        if match and len(entry.shape) > 1 and int(match["index"]) < other.layers and not is_foreign:
+            inside.add(f"{match['layer']}.{match['rest'].rpartition('.')[0]}")
+    return sorted({module.rpartition(".")[2] for module in inside - marked})
+
+
+def is_cached(name: str) -> bool:
+    """Return whether K or V comes from the weight `name`."""
+    return name.endswith(".weight") and name.split(".")[-2] in _CACHED
+
+
+def is_output(name: str) -> bool:
+    """Return whether the weight `name` is attention's output, which K and V of later layers see."""
+    parts = name.split(".")
+    return parts[-1] == "weight" and parts[-2] in _OUTPUTS and _MLP.isdisjoint(parts)
+
+
+def is_embedding(name: str) -> bool:
+    """Return whether the weight `name` is the embedding of tokens."""
+    return _EMBEDDING.fullmatch(name) is not None
+
+
+def norm_before(name: str, names: Collection[str]) -> str | None:
+    """Return the norm among `names` that the matrix `name` reads, without `.weight`; None: not known.
+
+    A layer without a norm before attention has none before its MLP either.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None or is_output(name):
+        return None
+    layer, before_mlp = match["layer"], list[str]()
+    if not _MLP.isdisjoint(match["rest"].split(".")):
+        before_mlp = [f"{layer}.{norm}" for norm in _BEFORE_MLP if f"{layer}.{norm}.weight" in names]
+    first = [f"{layer}.{norm}" for norm in _BEFORE_ATTENTION if f"{layer}.{norm}.weight" in names]
+    return next(iter(before_mlp or first), None) if first else None
+
+
+def settings_of(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of the language model in `document`, a config.json, that change K and V."""
+    try:
+        config = read_config(directory, document, trust_remote_code=False)
+        text = config.get_text_config(decoder=True)
+        # transformers names what files of its older versions call otherwise
+        settings = json.loads(text.to_json_string(use_diff=False))
+    except (Fp8kvError, TypeError, ValueError):
+        nested = document.get("text_config")
+        settings = dict(nested if isinstance(nested, dict) else document)
+    if isinstance(settings.get("rope_parameters"), dict):
+        settings["rope_parameters"].pop("type", None)  # the older name of rope_type
+    return {key: value for key, value in settings.items() if not _WITHOUT_EFFECT.fullmatch(key)}
