@@ -24,7 +24,7 @@ from calib.progress import WRITTEN
 
 _ANOTHER = "choose another output"
 _SOON = 0.1  # seconds in which a run that ends may still remove its lock
-_EXCHANGE = 2  # RENAME_EXCHANGE
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # relative to the working directory; swap both names
 # file systems without locks; there the last rename finds what another run wrote
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP}
@@ -149,8 +149,7 @@ def _exchange(first: Path, second: Path) -> bool:
     changed in place under a name that nobody looks for.
     """
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    here = -100  # AT_FDCWD: relative to the working directory
-    return bool(rename and rename(here, bytes(first), here, bytes(second), _EXCHANGE) == 0)
+    return bool(rename and rename(_AT_FDCWD, bytes(first), _AT_FDCWD, bytes(second), _RENAME_EXCHANGE) == 0)
 
 
 def _remove_abandoned(out: Path) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import filterfalse
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class ModelDirectory:
 
     @property
     def caches_latents(self) -> bool:
-        """Whether its layers cache a latent instead of K and V per head (MLA), by its config."""
+        """Layers cache a latent instead of K and V per head (MLA), by the config."""
         return bool(self.text_config.get("kv_lora_rank"))
 
     @property
@@ -110,9 +110,8 @@ class ModelDirectory:
     @property
     def quantization(self) -> dict[str, Any] | None:
         """The quantization config, from where engines look for it, in their order."""
-        places = [holder.get("quantization_config") for holder in (self.config, self.text_config)]
-        places += [self.config.get("compression_config"), self.modelopt]
-        return next((config for config in places if isinstance(config, dict)), None)
+        configs = (config for _, config in quantization_configs(self.config))
+        return next((config for config in configs if isinstance(config, dict)), self.modelopt)
 
     @property
     def algorithms(self) -> dict[str, Any]:
@@ -270,14 +269,12 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
     """Return the quantization configs of a config.json, each with the key that it is under."""
-    nested = config.get("text_config")
-    text = nested if isinstance(nested, dict) else {}
-    places = {
-        "quantization_config": config.get("quantization_config"),
-        "text_config.quantization_config": text.get("quantization_config"),
-        "compression_config": config.get("compression_config"),
-    }
-    return [(place, value) for place, value in places.items() if value is not None]
+    places = [("quantization_config", config.get("quantization_config"))]
+    if text_config(config) is not config:
+        nested = config["text_config"].get("quantization_config")
+        places.append(("text_config.quantization_config", nested))
+    places.append(("compression_config", config.get("compression_config")))
+    return [(place, value) for place, value in places if value is not None]
 
 
 def check_layers(path: Path, config: dict[str, Any], names: Iterable[str]) -> None:
@@ -289,19 +286,14 @@ def check_layers(path: Path, config: dict[str, Any], names: Iterable[str]) -> No
     key = next((key for key in LAYER_KEYS if type(text.get(key)) is int), None)
     if key is None or text[key] < 1:
         return
-    sizes, layers, guessing = Counter[str](), set[tuple[str, int]](), set[tuple[str, int]]()
-    for name in names:
-        match = _IN_STACK.match(name)
-        if match and not is_of_cache(name):
-            place = match["stack"], int(match["layer"])
-            sizes[match["stack"]] += 1
-            (guessing if _GUESSES.match(match["rest"]) else layers).add(place)
-    numbers = dict.fromkeys(filterfalse(is_of_senses, sizes), 0)
-    for stack, layer in layers - guessing:
-        if stack in numbers:
-            numbers[stack] = max(numbers[stack], layer + 1)
-    stacks = (stack for stack, _ in sizes.most_common() if stack in numbers)
-    largest = next(filter(_DECODER.fullmatch, stacks), None)
+    weights = [match for name in names if not is_of_cache(name) and (match := _IN_STACK.match(name))]
+    weights = [weight for weight in weights if not is_of_senses(weight["stack"])]
+    guessing = {weight.group("stack", "layer") for weight in weights if _GUESSES.match(weight["rest"])}
+    numbers = Counter[str]()
+    for stack, layer in {weight.group("stack", "layer") for weight in weights} - guessing:
+        numbers[stack] = max(numbers[stack], int(layer) + 1)
+    sizes = Counter(weight["stack"] for weight in weights)
+    largest = next((stack for stack, _ in sizes.most_common() if _DECODER.fullmatch(stack)), None)
     if largest is not None and text[key] not in numbers.values():
         raise InputError(
             f"config.json of '{path}' says {key} {text[key]}, but the weights have "
@@ -317,21 +309,18 @@ def _weight_files(path: Path, index: dict[str, str] | None) -> list[str]:
     missing = [shard for shard in shards if not (path / shard).exists()]
     if missing:
         advice = "download it again"
-        if (path / CALIBRATION_FILE).exists():
-            advice = (
-                "put the source's weight files beside these, as --weights none has left them out, "
-                "or give the source"
-            )
+        if (path / CALIBRATION_FILE).exists():  # --weights none
+            advice = "put the source's weight files, which were left out, beside these, or give the source"
         raise InputError(f"'{path / INDEX_FILE}' names '{missing[0]}', which is missing; {advice}")
     has_single = (path / SINGLE_FILE).exists()
     if not (shards or has_single):
-        pickles = sorted(f.name for f in path.iterdir() if f.suffix in _PICKLES)
-        raise InputError(
-            f"'{path}' holds pickled weights ({pickles[0]}), which can run code when opened; "
-            "convert them to safetensors first"
-            if pickles
-            else f"'{path}' holds no {SINGLE_FILE} and no {INDEX_FILE}"
-        )
+        problem = f"'{path}' holds no {SINGLE_FILE} and no {INDEX_FILE}"
+        if pickles := sorted(file.name for file in path.iterdir() if file.suffix in _PICKLES):
+            problem = (
+                f"'{path}' holds pickled weights ({pickles[0]}), which can run code when opened; "
+                "convert them to safetensors first"
+            )
+        raise InputError(problem)
     if has_single and shards and {*shards} - {SCALES_SHARD} != {SINGLE_FILE}:
         # transformers reads the one, engines the others
         raise InputError(
@@ -390,7 +379,6 @@ def _state(file: Path) -> FileState:
 def _likeness(module: str, prefix: str) -> tuple[int, int]:
     """Return how many last parts of two names are the same, and how many parts are in both."""
     parts, prefix_parts = module.split("."), prefix.split(".")
-    tail = 0
-    while tail < min(len(parts), len(prefix_parts)) and parts[-1 - tail] == prefix_parts[-1 - tail]:
-        tail += 1
-    return tail, len({*parts} & {*prefix_parts})
+    pairs = zip(reversed(parts), reversed(prefix_parts), strict=False)
+    tail = [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
+    return len(tail), len({*parts} & {*prefix_parts})

@@ -61,7 +61,7 @@ class ScalesJson(BaseModel):
         return {int(rank): {int(i): x for i, x in layers.items()} for rank, layers in factors}
 
     @cached_property
-    def of_all_ranks(self) -> dict[int, float]:
+    def layer_scales(self) -> dict[int, float]:
         """The scale of each layer for all ranks, which hold different heads: the largest."""
         largest: dict[int, float] = {}
         for layers in self.ranks.values():

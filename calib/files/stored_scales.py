@@ -154,7 +154,7 @@ class StoredScales:
             if own and all(is_usable(tensor.values) for tensor in own):
                 largest = max(own, key=lambda tensor: max(tensor.values))
                 places.insert(0, ((max(largest.values),), _describe(largest)))
-            json = self.directory.json.of_all_ranks if self.directory.json else {}
+            json = self.directory.json.layer_scales if self.directory.json else {}
             if (scale := json.get(layer.layer)) is not None:
                 places.append(((scale,), f"{scale:.6g} in {JSON_FILE}"))
         differing = (place for values, place in places if not _is_equal(places[0][0], values))
@@ -186,7 +186,7 @@ def read_scales(path: Path, *, strict: bool = True) -> StoredScales:
     directory = open_model_directory(path, weights=False)
     layers = _group_by_layer(directory, directory.tensors)
     if not layers and directory.json:
-        json = directory.json.of_all_ranks
+        json = directory.json.layer_scales
         layers = {index: StoredLayer(index, (scale,), (scale,)) for index, scale in json.items()}
     if not layers and (purpose := baked_for(path)):
         raise NoScalesError(f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}")
