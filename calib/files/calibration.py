@@ -64,7 +64,7 @@ def statistics_file(path: Path) -> Path:
     """Return the statistics file `path`, or the one in the directory `path`; check all files of a pack."""
     file = path / STATS_FILE if path.is_dir() else path
     if not path.exists():
-        raise InputError(f"cannot read statistics: there is no '{path}'")
+        raise InputError(f"cannot read statistics: '{path}' does not exist")
     if path.is_dir() and not file.exists():
         problem = f"cannot read statistics: '{path}' has no {STATS_FILE}; give a calibration's output"
         raise InputError(_or_formats(path, problem))

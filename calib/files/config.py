@@ -34,7 +34,7 @@ def head_count(config: Config, letter: str) -> int | None:
         return 1  # Falcon before its second decoder
     mpt = config.get("attn_config")
     grouped = mpt.get("kv_n_heads") if isinstance(mpt, dict) else None
-    count = _first_count(config, _KV_HEADS) or _as_count(grouped)
+    count = _first_count(config, _KV_HEADS) or _positive(grouped)
     return count or (query_heads if _has_kv_head_per_query_head(config) else None)
 
 
@@ -47,7 +47,7 @@ def head_counts(config: Config, letter: str) -> set[int]:
     for value in (config.get(key) for key in keys):
         counts += value if isinstance(value, list) else []
     counts += [head_count(settings, letter) for settings in _settings_by_layer(config).values()]
-    return {count for count in map(_as_count, counts) if count}
+    return {count for count in map(_positive, counts) if count}
 
 
 def layer_config(config: Config, layer: int) -> dict[str, Any]:
@@ -103,8 +103,8 @@ def _settings_by_layer(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def _first_count(config: Config, keys: Iterable[str]) -> int | None:
-    return next((count for key in keys if (count := _as_count(config.get(key)))), None)
+    return next((count for key in keys if (count := _positive(config.get(key)))), None)
 
 
-def _as_count(value: object) -> int | None:
+def _positive(value: object) -> int | None:
     return value if type(value) is int and value > 0 else None

@@ -80,7 +80,7 @@ class TensorPlaces:
         return max((x[0] / max(x[1:]) for x in heads if any(x[1:])), default=1.0)
 
     def first_tokens(self) -> dict[str, float | None]:
-        """Return the largest at the first positions and at all others; None where there was no token.
+        """Return the largest at the first positions and at all others; None without a token there.
 
         `scale_without_first` is what E4M3 would need without the first token of each sample, with no
         headroom and unrounded.
@@ -93,7 +93,7 @@ class TensorPlaces:
 
 @dataclass(frozen=True)
 class LayerPlaces:
-    """One layer of a run."""
+    """The places of one layer of a run."""
 
     layer: int
     read: int  # tokens of the run

@@ -173,7 +173,7 @@ def test_applied_scales_are_not_merged(model, measured, tmp_path):
 def test_what_is_no_calibration(model, tmp_path):
     refused(model, model, tmp_path / "out", "has no fp8kv_stats.safetensors")
     gone = tmp_path / "gone"
-    refused(gone, model, tmp_path / "out", f"cannot read statistics: there is no '{gone}'")
+    refused(gone, model, tmp_path / "out", f"cannot read statistics: '{gone}' does not exist")
 
 
 def test_marks_are_the_same_whatever_files_and_as_json(model, measured):

@@ -170,7 +170,7 @@ def test_statistics_that_are_no_numbers_prove_nothing(value, tmp_path):
         (("--engine", "sglang", "--version", "0.1"), "there are rules for sglang 0.5"),
         (("--engine", "lmdeploy", "--version", "0.1"), "there are rules for lmdeploy 0.10"),
         (("--engine", "tensorrt-llm", "--version", "0.1"), "there are rules for tensorrt-llm"),
-        (("--against", "/nowhere"), "there is no '/nowhere'"),
+        (("--against", "/nowhere"), "'/nowhere' does not exist"),
     ],
 )  # fmt: skip
 def test_bad_flags_are_one_line(flags, message, tmp_path):
