@@ -83,13 +83,12 @@ class StoredScales:
         """Scales that have two values, one line for K, V, Q, and what K and V share."""
         problems = []
         for letters in ("k", "v", "q", "kv"):
-            pairs = {x.layer: pair for x in self.layers if (pair := self._contradiction(x, letters))}
+            pairs = [(x.layer, pair) for x in self.layers if (pair := self._contradiction(x, letters))]
             if pairs:
-                first, count = next(iter(pairs)), len(pairs) - 1
-                problems.append(
-                    f"two values for the {' and '.join(letters.upper())} scale of layer {first}"
-                    f"{f' (and of {count} more)' * bool(count)}: {' and '.join(pairs[first])}"
-                )
+                (layer, places), *further = pairs
+                scale = f"{' and '.join(letters.upper())} scale of layer {layer}"
+                count = f" (and of {len(further)} more)" if further else ""
+                problems.append(f"two values for the {scale}{count}: {' and '.join(places)}")
         return problems
 
     @property
@@ -163,12 +162,9 @@ class StoredScales:
     def _scales_from_before_baking(self) -> list[str]:
         """Report scales of the model as it was before it was baked for FP8, which puts K's near 1."""
         logarithms = [math.log(max(x.k)) for x in self.layers if x.k and is_usable(x.k)]
-        if (
-            not logarithms
-            or caches_latents(self.directory.text_config)
-            or baked_for(self.directory.path) != "fp8"
-            or abs(mean := math.fsum(logarithms) / len(logarithms)) <= math.log(_BAKED)
-        ):
+        mean = math.fsum(logarithms) / max(1, len(logarithms))
+        is_near_1 = abs(mean) <= math.log(_BAKED)
+        if is_near_1 or caches_latents(self.directory.text_config) or baked_for(self.directory.path) != "fp8":
             return []
         return [
             f"its weights are baked for fp8, which puts K scales near 1, and these are {math.exp(mean):.3g} "
