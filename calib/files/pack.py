@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from calib.errors import InputError, first_problem
 from calib.files.names import CALIBRATION_FILE, JSON_FILE, PACK_FILE, STATS_FILE
-from calib.files.strict_json import json_text, parse_object, regular_size
+from calib.files.strict_json import json_text, parse_object, read_bytes, regular_size
 
 _VERSION = 1
 PACKED = "packed"  # key of a calibration's report in a pack
@@ -64,7 +64,7 @@ def read_pack(directory: Path) -> Pack | None:
         elif (size := regular_size(path)) != file.size:
             problem = f"{size:,} bytes instead of {file.size:,}"
         else:
-            problem = "its checksum differs" if _sha256(_bytes(path)) != file.sha256 else None
+            problem = "its checksum differs" if _sha256(read_bytes(path)) != file.sha256 else None
         if problem:
             raise _damaged(path, problem)
     return pack
@@ -74,7 +74,7 @@ def read_manifest(path: Path) -> Pack:
     """Read a manifest alone; raise an InputError where it is damaged, or of a newer version."""
     if (size := regular_size(path)) > MAX_MANIFEST_BYTES:
         raise InputError(f"'{path}' has {size:,} bytes; no pack has {MAX_MANIFEST_BYTES:,}")
-    text = _bytes(path)
+    text = read_bytes(path)
     document = parse_object(text, f"'{path}'")
     version = document.get("fp8kv_pack")
     if type(version) is int and version > _VERSION:
@@ -107,13 +107,6 @@ def _manifest_text(document: dict[str, Any]) -> bytes:
 
 def _sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-def _bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise InputError(f"cannot read '{path}': {error.strerror}") from None
 
 
 def _damaged(path: Path, problem: str) -> InputError:

@@ -176,7 +176,7 @@ def test_what_is_not_packed(model, measured, pack, tmp_path):
 
     no(pack, "is a pack already")
     no(model, "has no fp8kv_stats.safetensors")
-    no(tmp_path / "gone", "there is no")
+    no(tmp_path / "gone", "does not exist")
     no(applied(measured, model, tmp_path / "applied"), "were applied, and not measured there")
     old = shutil.copytree(measured, tmp_path / "old")
     edit_json(old / "fp8kv_calibration.json", marks=None)
