@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from calib.files.cache_type import FP8_MAX
 from calib.scales.scales import KVScales, LayerScales
 from calib.scales.stats import KVStats, LayerStats
 from calib.scales.summary import name_layers
 from calib.scales.tail import MIN_TOKENS, ROUNDING, TAIL, Tail
-from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 
 class ClippedTokens(NamedTuple):
@@ -49,7 +49,7 @@ def clipped_tokens(stats: KVStats, scales: KVScales, tensors: str = "kv") -> Cli
     """
     if scales.strategy == "channel" or scales.has_center:
         return None
-    limit = fp8_max(FP8_DTYPES[scales.fp8_dtype])
+    limit = FP8_MAX[scales.fp8_dtype]
     chances = {}
     for name, layer in stats.layers.items():
         if layer.k.tail is None or layer.v.tail is None or layer.tokens < MIN_TOKENS:
@@ -80,7 +80,7 @@ def covered_share(stats: KVStats, scales: KVScales, ahead: int, margin: float) -
 
     `ahead` times as many tokens as were read are expected to reach it.
     """
-    limit = fp8_max(FP8_DTYPES[scales.fp8_dtype])
+    limit = FP8_MAX[scales.fp8_dtype]
     covered = 0
     for name, layer in stats.layers.items():
         covered += all(

@@ -13,6 +13,7 @@ from torch import Tensor
 from calib.arguments import check_arguments, check_values
 from calib.choices import FP8Name, ScaleRounding, Strategy, Targets
 from calib.errors import InputError
+from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import Amax
 from calib.scales.notebook import layers_html
 from calib.scales.observers import NUM_BINS, Observer, ScaleRule
@@ -20,7 +21,6 @@ from calib.scales.places import BUCKETS, POSITION_BUCKETS, LayerPlaces, TensorPl
 from calib.scales.scales import KVScales, LayerScales, SharedAttention, check_one_scale
 from calib.scales.tail import TAIL, Tail, headroom_for, largest
 from calib.scales.text_summary import TextSummary
-from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 
 class Statistic(NamedTuple):
@@ -260,7 +260,7 @@ class KVStats:
         """
         if self.latent:
             check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
-        common = ScaleRule(strategy, observer, headroom, fp8_max(FP8_DTYPES[fp8_dtype]), rounding)
+        common = ScaleRule(strategy, observer, headroom, FP8_MAX[fp8_dtype], rounding)
         layers = {}
         for name, layer in self.layers.items():
             rule = common

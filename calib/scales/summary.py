@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from calib.choices import Strategy
+from calib.files.cache_type import FP8_MAX
 from calib.recipe import Recipe
 from calib.scales.places import LayerPlaces, first_of, middle_of
 from calib.scales.scales import LATENT_NOTE, KVScales
 from calib.scales.stats import KVStats
 from calib.scales.text_summary import FEW_TOKENS, text_warnings
-from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 OUTLIER_HEAD = 20  # times the median of the other heads
 GREW = 0.05  # share of growth in about the last half of the tokens
@@ -59,7 +59,7 @@ class LayerSummary:
 
 def summarize(stats: KVStats, scales: KVScales) -> list[LayerSummary]:
     """Return one row per layer, in layer order."""
-    limit = fp8_max(FP8_DTYPES[scales.fp8_dtype])
+    limit = FP8_MAX[scales.fp8_dtype]
 
     def range_used(amax: Tensor, scale: Tensor) -> float:
         per_head = scale.amax(-1) if scale.dim() == 2 else scale
