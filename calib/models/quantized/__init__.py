@@ -1,7 +1,6 @@
 """Formats of quantised weights, a file each; `WEIGHT_FORMATS` names them as configs do."""
 
 from collections.abc import Callable
-from typing import Any
 
 from calib.models.quantized.auto_round import read_auto_round
 from calib.models.quantized.awq import read_awq
@@ -12,9 +11,10 @@ from calib.models.quantized.gpt_oss import read_gpt_oss
 from calib.models.quantized.gptq import read_gptq
 from calib.models.quantized.modelopt import read_modelopt
 from calib.models.quantized.quark import read_quark
+from calib.models.quantized.settings import Settings
 
 # quant_method -> the reader of such a config
-WEIGHT_FORMATS: dict[str, Callable[[dict[str, Any]], WeightFormat]] = {
+WEIGHT_FORMATS: dict[str, Callable[[Settings], WeightFormat]] = {
     "auto-round": read_auto_round,
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,

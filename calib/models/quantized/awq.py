@@ -5,13 +5,12 @@ weights are part of the model, and stay where they are.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from calib.models.quantized.bits import unpack_words
 from calib.models.quantized.coded_weight import Codes, ModuleTensors, Tensors, WeightFormat, WeightScheme
-from calib.models.quantized.settings import FormatError, check_choice, read_group_size
+from calib.models.quantized.settings import FormatError, Settings
 
 # first bits of the eight output channels of a word
 _SHIFTS = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32) * 4
@@ -37,11 +36,11 @@ class AwqScheme(WeightScheme):
         return codes, zeros
 
 
-def read_awq(config: dict[str, Any]) -> WeightFormat:
+def read_awq(config: Settings) -> WeightFormat:
     """Read a `quantization_config`."""
-    check_choice("bits", config.get("bits"), (4,))
+    config.choice("bits", (4,))
     for key in ("version", "checkpoint_format"):  # AutoAWQ's, GPTQModel's
-        check_choice(key, str(config.get(key, "gemm")).lower(), ("gemm",))
-    block = (1, read_group_size(config, 128))
+        config.choice(key, ("gemm", "GEMM"), "gemm")
+    block = (1, config.group_size(128))
     scheme = AwqScheme(block, codes="qweight", zeros="qzeros", scales=("scales",))
     return WeightFormat("AWQ", scheme, codes=("qweight",))

@@ -12,30 +12,12 @@ from typing import Any
 from torch import Tensor
 
 from calib.models.quantized.bits import count_words, unpack_words
-from calib.models.quantized.coded_weight import (
-    FLOATS,
-    FP8,
-    INT8,
-    BlockShape,
-    Codes,
-    ModuleTensors,
-    Tensors,
-    WeightFormat,
-    WeightScheme,
-)
+from calib.models.quantized.coded_weight import Codes, ModuleTensors, Tensors, WeightFormat, WeightScheme
 from calib.models.quantized.fp4 import MXFP4, NVFP4
 from calib.models.quantized.fp8 import MXFP8
-from calib.models.quantized.settings import (
-    ADVICE,
-    FormatError,
-    check_choice,
-    read_group_size,
-    read_section,
-    read_tile,
-)
+from calib.models.quantized.settings import ADVICE, FormatError, Settings
 
-_BITS = range(2, 9)
-_INTEGERS = [("int", bits) for bits in _BITS]
+_INTEGERS = [("int", bits) for bits in range(2, 9)]
 # format -> type and bits of its codes
 _FORMATS = {
     "float-quantized": [("float", 8)],
@@ -54,7 +36,6 @@ _FIXED: dict[str, WeightScheme] = {
     "mxfp4-pack-quantized": replace(MXFP4, codes="weight_packed"),
     "mxfp8-quantized": MXFP8,
 }
-_STRATEGIES = ("tensor", "channel", "group", "block", "tensor_group")
 
 
 @dataclass(frozen=True)
@@ -68,44 +49,31 @@ class PackedScheme(WeightScheme):
     bits: int = 4
 
     def _measure(self, module: ModuleTensors, high: int, wide: int) -> tuple[int, int, int]:
-        columns = self._columns(module, wide)
-        return high, columns, count_words(high, self.bits, is_spaced=self._is_spaced(columns, wide))
+        bits, name = self.bits, f"{module.name}.weight_packed"
+        columns = wide * 32 // bits
+        if self.block[0] == 1 and self.block[1]:
+            columns = module.matrix("weight_scale", self.scale_dtypes)[1] * self.block[1]
+        elif 32 % bits:
+            raise FormatError(f"codes of {bits} bits without a group_size, {ADVICE}")
+        dense, spaced = (count_words(columns, bits, is_spaced=is_spaced) for is_spaced in (False, True))
+        if dense == spaced and 32 % bits and columns > 32 // bits:
+            raise FormatError(f"'{name}' may hold {columns} codes of {bits} bits in two ways, {ADVICE}")
+        if wide not in (dense, spaced):
+            codes = f"which do not hold {columns} codes of {bits} bits"
+            raise FormatError(f"'{name}' has {wide} words in a row, {codes}")
+        return high, columns, count_words(high, bits, is_spaced=wide != dense)
 
     def _unpack(self, tensors: Tensors, rows: slice) -> Codes:
         words, columns = tensors["codes"], int(tensors["shape"][1])
-        spaced = self._is_spaced(columns, words.shape[1])
-        codes = unpack_words(words[rows], self.bits, slice(0, columns), is_spaced=spaced)
+        is_spaced = words.shape[1] != count_words(columns, self.bits)
+        codes = unpack_words(words[rows], self.bits, slice(0, columns), is_spaced=is_spaced)
         if "zeros" not in tensors:
             return codes - (1 << (self.bits - 1)), None
-        return codes, unpack_words(tensors["zeros"], self.bits, rows, dim=0, is_spaced=spaced)
+        return codes, unpack_words(tensors["zeros"], self.bits, rows, dim=0, is_spaced=is_spaced)
 
     def _groups(self, columns: int, g_idx: Tensor | None) -> Tensor | None:
         # -1 stands for an order that was never set
         return super()._groups(columns, None if g_idx is None or (g_idx == -1).any() else g_idx)
-
-    def _is_spaced(self, columns: int, words: int) -> bool:
-        """Return whether words hold whole codes only, as those of 0.17."""
-        return words != count_words(columns, self.bits)
-
-    def _columns(self, module: ModuleTensors, words: int) -> int:
-        bits, (high, wide) = self.bits, self.block
-        if high == 1 and wide:
-            columns = module.matrix("weight_scale", FLOATS)[1] * wide
-        elif 32 % bits:
-            raise FormatError(f"codes of {bits} bits without a group_size, {ADVICE}")
-        else:
-            columns = words * 32 // bits
-        dense, spaced = (count_words(columns, bits, is_spaced=is_spaced) for is_spaced in (False, True))
-        if dense == spaced and 32 % bits and columns > 32 // bits:
-            raise FormatError(
-                f"'{module.name}.weight_packed' may hold {columns} codes of {bits} bits in two ways, {ADVICE}"
-            )
-        if words not in (dense, spaced):
-            raise FormatError(
-                f"'{module.name}.weight_packed' has {words} words in a row, which do not hold "
-                f"{columns} codes of {bits} bits"
-            )
-        return columns
 
 
 @dataclass(frozen=True)
@@ -130,17 +98,14 @@ class GroupedFormat(WeightFormat):
         return schemes.pop()
 
 
-def read_compressed_tensors(config: dict[str, Any]) -> WeightFormat:
+def read_compressed_tensors(config: Settings) -> WeightFormat:
     """Read a `quantization_config` or a `compression_config`."""
-    sparse = read_section(config, "sparsity_config").get("format", "dense")
-    if config.get("transform_config") or sparse != "dense":
+    if config.get("transform_config") or config.section("sparsity_config").get("format", "dense") != "dense":
         raise FormatError(f"transform_config or sparsity_config is set, {ADVICE}")
-    if config.get("quantization_status", "compressed") != "compressed":
-        raise FormatError(f"quantization_status is not 'compressed', {ADVICE}")
-    sections = read_section(config, "config_groups")
+    config.choice("quantization_status", ("compressed",), "compressed")
     groups = tuple(
         (_read_names(group, "targets"), _read_scheme(group, config.get("format")))
-        for group in (read_section(sections, name) for name in sections)
+        for group in config.sections("config_groups").values()
         if group.get("weights") is not None
     )
     if not groups:
@@ -148,15 +113,14 @@ def read_compressed_tensors(config: dict[str, Any]) -> WeightFormat:
     return GroupedFormat("compressed-tensors", None, groups=groups, ignore=_read_names(config, "ignore"))
 
 
-def _read_scheme(group: dict[str, Any], default_format: Any) -> WeightScheme:
+def _read_scheme(group: Settings, default_format: Any) -> WeightScheme:
     """Read a group of `config_groups`."""
-    form = check_choice("format", group.get("format") or default_format, tuple(_FORMATS))
-    weights = read_section(group, "weights")
-    kind, bits = weights.get("type", "int"), check_choice("num_bits", weights.get("num_bits", 8), _BITS)
+    form, weights = group.choice("format", tuple(_FORMATS), default_format), group.section("weights")
+    kind, bits = weights.get("type", "int"), weights.choice("num_bits", range(2, 9), 8)
     if (kind, bits) not in _FORMATS[form]:
         raise FormatError(f"format {form} of num_bits {bits}, type {kind!r:.20}, {ADVICE}")
     block = _read_block(weights)
-    has_zeros = not check_choice("symmetric", weights.get("symmetric", True), (True, False))
+    has_zeros = not weights.choice("symmetric", (True, False), True)
     if form in _FIXED:
         if block != _FIXED[form].block or has_zeros:
             raise FormatError(f"{form} in blocks of {block}, {ADVICE}")
@@ -167,18 +131,18 @@ def _read_scheme(group: dict[str, Any], default_format: Any) -> WeightScheme:
         # other values of `actorder` leave columns in their order
         has_order = weights.get("actorder") in (True, "group", "dynamic")
         return PackedScheme(block, has_zeros=has_zeros, has_order=has_order, bits=bits)
-    return WeightScheme(block, dtype=FP8 if kind == "float" else INT8, has_zeros=has_zeros)
+    return WeightScheme(block, dtype="F8_E4M3" if kind == "float" else "I8", has_zeros=has_zeros)
 
 
-def _read_block(weights: dict[str, Any]) -> BlockShape:
-    """Return rows and columns that share a scale."""
-    size = read_group_size(weights)
+def _read_block(weights: Settings) -> tuple[int | None, int | None]:
+    """Return rows and columns that share a scale; None: all."""
+    size = weights.group_size()
     default = "group" if size else "channel" if weights.get("group_size") else "tensor"
-    strategy = check_choice("strategy", weights.get("strategy") or default, _STRATEGIES)
+    strategy = weights.choice("strategy", ("tensor", "channel", "group", "block", "tensor_group"), default)
     if (size is None) == (strategy in ("group", "tensor_group")):
         raise FormatError(f"strategy {strategy} with group_size {size}, {ADVICE}")
     if strategy == "block":
-        return read_tile("block_structure", weights.get("block_structure"))
+        return weights.tile("block_structure")
     return (None if strategy == "tensor" else 1), size
 
 
@@ -192,7 +156,7 @@ def _is_target(name: str, target: str) -> bool:
         raise FormatError(f"'{target:.80}' is not a regular expression: {error}") from None
 
 
-def _read_names(config: dict[str, Any], key: str) -> tuple[str, ...]:
+def _read_names(config: Settings, key: str) -> tuple[str, ...]:
     names = config.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise FormatError(f"{key} {names!r:.80} is not a list of names, {ADVICE}")

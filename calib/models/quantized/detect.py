@@ -16,7 +16,7 @@ from calib.files.safetensors_header import read_values
 from calib.files.strict_json import read_object
 from calib.models.quantized import WEIGHT_FORMATS
 from calib.models.quantized.coded_weight import WeightFormat
-from calib.models.quantized.settings import ADVICE, name_subject
+from calib.models.quantized.settings import ADVICE, Settings, name_subject
 from calib.models.quantized.weights import coded_weights, consumed_names
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def _read_format(directory: ModelDirectory, place: str, config: dict[str, Any]) 
     read = WEIGHT_FORMATS.get(method) if isinstance(method, str) else None
     if read and (place != "compression_config" or method == "compressed-tensors"):
         with name_subject(subject):
-            return read(config)
+            return read(Settings(config))
     if place in _SHARED_PLACES:
         from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 

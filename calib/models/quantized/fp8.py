@@ -4,22 +4,19 @@ Source: `fp8_cast_bf16.py` of DeepSeek-V3 (a weight is its codes times `weight_s
 vLLM's `fp8.py` for the older form with a `weight_scale`.
 """
 
-from typing import Any
-
 from calib.models.quantized.coded_weight import E8M0, FLOATS, WeightFormat, WeightScheme
-from calib.models.quantized.settings import check_choice, read_tile
+from calib.models.quantized.settings import Settings
 
 MXFP8 = WeightScheme((1, 32), scale_dtypes=E8M0)
 _SCALE_DTYPES = (*FLOATS, "F8_E8M0")
 
 
-def read_fp8(config: dict[str, Any]) -> WeightFormat:
+def read_fp8(config: Settings) -> WeightFormat:
     """Read a `quantization_config`."""
-    check_choice("fmt", config.get("fmt", "e4m3"), ("e4m3", "float8_e4m3fn"))
-    size = config.get("weight_block_size")
-    if size is None:
+    config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
+    if config.get("weight_block_size") is None:
         scheme = WeightScheme(scales=("weight_scale", "weight_scale_inv"), scale_dtypes=_SCALE_DTYPES)
     else:
-        tile = read_tile("weight_block_size", size)
+        tile = config.tile("weight_block_size")
         scheme = WeightScheme(tile, scales=("weight_scale_inv",), scale_dtypes=_SCALE_DTYPES)
     return WeightFormat("FP8", scheme)

@@ -4,7 +4,6 @@ Source: `convert_moe_packed_tensors` of transformers' `integrations/mxfp4.py`.
 """
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from calib.models.quantized.coded_weight import (
     WeightFormat,
     WeightScheme,
 )
-from calib.models.quantized.settings import ADVICE, FormatError
+from calib.models.quantized.settings import ADVICE, FormatError, Settings
 
 
 class ExpertsScheme(WeightScheme):
@@ -47,6 +46,6 @@ class ExpertsFormat(WeightFormat):
             yield CodedWeight(f"{module.name}.{weight}", shape, parts, ExpertsScheme())
 
 
-def read_gpt_oss(config: dict[str, Any]) -> WeightFormat:
+def read_gpt_oss(config: Settings) -> WeightFormat:
     """Read a `quantization_config`, which has nothing to choose."""
     return ExpertsFormat("MXFP4", None)

@@ -4,11 +4,10 @@ Source: `QuantLinear.pack` of AutoGPTQ 0.7 and GPTQModel 5 (`gptq` and `gptq_v2`
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 from calib.models.quantized.bits import count_words, unpack_words
 from calib.models.quantized.coded_weight import Codes, ModuleTensors, Tensors, WeightFormat, WeightScheme
-from calib.models.quantized.settings import ADVICE, FormatError, check_choice, read_group_size, read_section
+from calib.models.quantized.settings import ADVICE, FormatError, Settings
 
 
 @dataclass(frozen=True)
@@ -52,17 +51,16 @@ class GptqScheme(WeightScheme):
         return codes.t(), zeros.t()
 
 
-def read_gptq(config: dict[str, Any]) -> WeightFormat:
+def read_gptq(config: Settings) -> WeightFormat:
     """Read a `quantization_config`."""
-    form = config.get("checkpoint_format", config.get("format", "gptq"))
-    check_choice("checkpoint_format", form, ("gptq", "gptq_v2"))
-    check_choice("pack_dtype", config.get("pack_dtype", "int32"), ("int32",))
-    if any(not pattern.startswith("-:") for pattern in read_section(config, "dynamic")):
+    form = config.choice("checkpoint_format", ("gptq", "gptq_v2"), config.get("format") or "gptq")
+    config.choice("pack_dtype", ("int32",), "int32")
+    if any(not pattern.startswith("-:") for pattern in config.section("dynamic")):
         raise FormatError(f"'dynamic' gives modules bits of their own, {ADVICE}")
     scheme = GptqScheme(
-        (1, read_group_size(config, 128)),
+        (1, config.group_size(128)),
         has_order=config.get("desc_act") is True,
-        bits=check_choice("bits", config.get("bits"), (2, 3, 4, 8)),
+        bits=config.choice("bits", (2, 3, 4, 8)),
         offset=1 if form == "gptq" else 0,  # the first version stores zero points less one
         is_symmetric=config.get("sym") is True,
     )

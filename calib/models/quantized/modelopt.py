@@ -5,12 +5,11 @@ Source: `modelopt.torch.export` 0.47, which writes `hf_quant_config.json` and, i
 """
 
 from dataclasses import replace
-from typing import Any
 
 from calib.models.quantized.coded_weight import WeightFormat, WeightScheme
 from calib.models.quantized.fp4 import MXFP4, NVFP4
 from calib.models.quantized.fp8 import MXFP8
-from calib.models.quantized.settings import check_choice, read_section
+from calib.models.quantized.settings import Settings
 
 _SCHEMES = {
     "FP8": WeightScheme(),
@@ -24,18 +23,17 @@ _SCHEMES = {
 }
 
 
-def read_modelopt(config: dict[str, Any]) -> WeightFormat:
+def read_modelopt(config: Settings) -> WeightFormat:
     """Read a `quantization_config`, or the document of `hf_quant_config.json`."""
-    config = {**config, **read_section(config, "quantization")}
+    config = Settings({**config, **config.section("quantization")})
     if config.get("quant_algo") != "MIXED_PRECISION":
         return WeightFormat("ModelOpt", _read_scheme(config))
-    layers = read_section(config, "quantized_layers")
-    patterns = tuple((name, _read_scheme(read_section(layers, name))) for name in layers)
-    return WeightFormat("ModelOpt", None, patterns)
+    layers = config.sections("quantized_layers")
+    return WeightFormat("ModelOpt", None, tuple((name, _read_scheme(layers[name])) for name in layers))
 
 
-def _read_scheme(config: dict[str, Any]) -> WeightScheme:
-    scheme = _SCHEMES[check_choice("quant_algo", config.get("quant_algo"), _SCHEMES)]
+def _read_scheme(config: Settings) -> WeightScheme:
+    scheme = _SCHEMES[config.choice("quant_algo", _SCHEMES)]
     if scheme.block[0] == 1 and scheme.block[1]:
-        check_choice("group_size", config.get("group_size"), (None, scheme.block[1]))
+        config.choice("group_size", (scheme.block[1],), scheme.block[1])
     return scheme

@@ -3,52 +3,44 @@
 Source: the output of Quark 0.13 for Hugging Face, and vLLM's `quark.py`, which reads it.
 """
 
-from typing import Any
-
 from calib.models.quantized.awq import AwqScheme
-from calib.models.quantized.coded_weight import FP8, INT8, WeightFormat, WeightScheme
+from calib.models.quantized.coded_weight import WeightFormat, WeightScheme
 from calib.models.quantized.fp4 import MXFP4
-from calib.models.quantized.settings import (
-    ADVICE,
-    FormatError,
-    check_choice,
-    read_group_size,
-    read_section,
-)
+from calib.models.quantized.settings import ADVICE, FormatError, Settings
 
 _SCHEMES = {
     f"{name} {qscheme}": WeightScheme(block, dtype=dtype, has_zeros=None)
-    for name, dtype in (("fp8_e4m3", FP8), ("int8", INT8))
+    for name, dtype in (("fp8_e4m3", "F8_E4M3"), ("int8", "I8"))
     for qscheme, block in (("per_tensor", (None, None)), ("per_channel", (1, None)))
 }
 _GROUPED = ("fp4 per_group", "int4 per_group", "uint4 per_group")
 
 
-def read_quark(config: dict[str, Any]) -> WeightFormat:
+def read_quark(config: Settings) -> WeightFormat:
     """Read a `quantization_config`."""
-    export = read_section(config, "export")
-    check_choice("weight_format", export.get("weight_format", "real_quantized"), ("real_quantized",))
-    # AWQ's order of integers
-    check_choice("pack_method", export.get("pack_method", "reorder"), ("reorder",))
+    export = config.section("export")
+    export.choice("weight_format", ("real_quantized",), "real_quantized")
+    export.choice("pack_method", ("reorder",), "reorder")  # AWQ's order of integers
     if config.get("layer_type_quant_config") or config.get("algo_config"):
         # rotations and smoothing among them change what a weight is multiplied with
         raise FormatError(f"layer_type_quant_config or algo_config is set, {ADVICE}")
-    layers = read_section(config, "layer_quant_config")
-    patterns = tuple((pattern, _read_scheme(read_section(layers, pattern))) for pattern in layers)
-    return WeightFormat("Quark", _read_scheme(read_section(config, "global_quant_config")), patterns)
+    layers = config.sections("layer_quant_config")
+    patterns = tuple((pattern, _read_scheme(layers[pattern])) for pattern in layers)
+    return WeightFormat("Quark", _read_scheme(config.section("global_quant_config")), patterns)
 
 
-def _read_scheme(config: dict[str, Any]) -> WeightScheme:
-    weight = read_section(config, "weight")
-    name, group_size = f"{weight.get('dtype')} {weight.get('qscheme')}", read_group_size(weight)
-    check_choice("weight", name, (*_SCHEMES, *_GROUPED))
-    check_choice("is_dynamic", weight.get("is_dynamic", False), (False,))
-    if name.endswith("per_channel"):
-        check_choice("ch_axis", weight.get("ch_axis"), (0, None))
-    if name == "fp4 per_group":
-        check_choice("group_size", group_size, (MXFP4.block[1],))
-        check_choice("scale_format", weight.get("scale_format"), ("e8m0",))
+def _read_scheme(config: Settings) -> WeightScheme:
+    weight = config.section("weight")
+    group_size = weight.group_size()
+    kind = f"{weight.get('dtype')} {weight.get('qscheme')}"
+    Settings(weight=kind).choice("weight", (*_SCHEMES, *_GROUPED))
+    weight.choice("is_dynamic", (False,), False)
+    if kind.endswith("per_channel"):
+        weight.choice("ch_axis", (0,), 0)
+    if kind == "fp4 per_group":
+        weight.choice("group_size", (32,))
+        weight.choice("scale_format", ("e8m0",))
         return MXFP4
-    if name in _GROUPED:
-        return AwqScheme((1, group_size), is_signed=name.startswith("int4"))
-    return _SCHEMES[name]
+    if kind in _GROUPED:
+        return AwqScheme((1, group_size), is_signed=kind.startswith("int4"))
+    return _SCHEMES[kind]
