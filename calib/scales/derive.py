@@ -1,6 +1,4 @@
-"""Scales derived from statistics as a recipe asks, and whether they fit a model."""
-
-from __future__ import annotations
+"""Scales derived from statistics as a recipe asks."""
 
 import os
 
