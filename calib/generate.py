@@ -13,7 +13,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextSt
 from calib.caches.applied import beside_queries, rounded_attention
 from calib.caches.rounding import rounding
 from calib.caches.types import CacheType, Shape, cache_type
-from calib.capture.any_scales import Opened, open_any_scales, weight_warnings
+from calib.capture.any_scales import ScalesForModel, open_any_scales, weight_warnings
 from calib.capture.attention import layer_shapes, map_attention
 from calib.capture.capabilities import check_fp8_cache
 from calib.errors import InputError
@@ -183,7 +183,7 @@ def _cache_type(options: GenerationOptions, scales: str | None) -> CacheType | N
 
 def _applied(
     model: PreTrainedModel,
-    opened: Opened | None,
+    opened: ScalesForModel | None,
     options: GenerationOptions,
     dtype: torch.dtype | None,
 ) -> AbstractContextManager[Any]:
@@ -197,7 +197,7 @@ def unit_scales(model: PreTrainedModel) -> KVScales:
     return map_attention(model).unit_scales()
 
 
-def _open_scales(checkpoint: ModelDirectory, scales: str | None) -> Opened:
+def _open_scales(checkpoint: ModelDirectory, scales: str | None) -> ScalesForModel:
     if scales == UNIT_SCALES:
         return unit_scales
     if scales is not None:

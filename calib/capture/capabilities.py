@@ -6,45 +6,55 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from calib.capture.attention import AttentionMap, map_attention
-from calib.errors import InputError, UnsupportedModelError
+from calib.errors import InputError, UnsupportedModelError, one_line
 from calib.models.devices import input_device
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention
 
 NO_FP8_CACHE = "eval and generate cannot run this model on an FP8 cache"
-_TOKENS = 8
-# what code of a model raises that does not know our layers of a cache, or misses an image
+# errors of a model's code that does not know our layers of a cache, or misses an image
 _MISFITS = (TypeError, ValueError, AttributeError, LookupError, RuntimeError, AssertionError)
 
 # Classes for which engines hand to attention the query that is measured. Run: the class of vLLM 0.32 read the
 # same tokens on the CPU with the same weights, and the largest queries of each head agreed
 # (tests/interop/check_queries.py). Read: the source of the class was.
 _RUN = (
-    *("Afmoe", "Apertus", "Arcee", "Cohere", "Cohere2", "Cohere2Moe", "Cwm", "Ernie4_5"),
-    *("Ernie4_5_Moe", "Exaone4", "ExaoneMoe", "Falcon", "FlexOlmo", "GPTBigCode", "GPTNeoX"),
-    *("Gemma", "Gemma2", "Gemma3", "Glm", "Glm4", "Glm4Moe", "GptOss", "Granite"),
-    *("GraniteMoe", "GraniteMoeShared", "HunYuanDenseV1", "HyperCLOVAX", "Jais2", "Laguna"),
-    *("Llama", "Llama4", "Ministral3", "Mistral", "Mixtral", "Nemotron", "OPT", "Olmo"),
-    *("Olmo2", "Olmo3", "Olmoe", "Persimmon", "Phi", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3"),
-    *("Qwen3Moe", "SeedOss", "SmolLM3", "StableLm", "Starcoder2", "VaultGemma"),
+    "Afmoe Apertus Arcee Cohere Cohere2 Cohere2Moe Cwm Ernie4_5 Ernie4_5_Moe Exaone4 ExaoneMoe Falcon "
+    "FlexOlmo GPTBigCode GPTNeoX Gemma Gemma2 Gemma3 Glm Glm4 Glm4Moe GptOss Granite GraniteMoe "
+    "GraniteMoeShared HunYuanDenseV1 HyperCLOVAX Jais2 Laguna Llama Llama4 Ministral3 Mistral Mixtral "
+    "Nemotron OPT Olmo Olmo2 Olmo3 Olmoe Persimmon Phi Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe SeedOss SmolLM3 "
+    "StableLm Starcoder2 VaultGemma"
 )
-_RUN_SEEING = (
-    *("Aria", "Blip2", "Exaone4_5_", "Gemma3", "Idefics3", "InternVL", "Llama4", "Llava"),
-    *("LlavaNext", "LlavaNextVideo", "LlavaOnevision", "Mistral3", "Qwen3VL", "SmolVLM"),
+_RUN_WITH_IMAGES = (
+    "Aria Blip2 Exaone4_5_ Gemma3 Idefics3 InternVL Llama4 Llava LlavaNext LlavaNextVideo LlavaOnevision "
+    "Mistral3 Qwen3VL SmolVLM"
 )
-_READ = (
-    *("Dbrx", "FalconH1", "Gemma3n", "Gemma4", "Jamba", "Lfm2", "Lfm2Moe", "MiniMaxM2"),
-    *("NemotronH", "Qwen3Next"),
-)
-RUN = frozenset(
-    {"GPT2LMHeadModel"}
-    | {f"{name}ForCausalLM" for name in _RUN}
-    | {f"{name}ForConditionalGeneration" for name in _RUN_SEEING}
-)
-READ = frozenset(f"{name}ForCausalLM" for name in _READ) | {
-    "Gemma3nForConditionalGeneration",
-    "Gemma4ForConditionalGeneration",
-}
+_READ = "Dbrx FalconH1 Gemma3n Gemma4 Jamba Lfm2 Lfm2Moe MiniMaxM2 NemotronH Qwen3Next"
+
+
+def _classes(text_only: str, with_images: str) -> frozenset[str]:
+    names = {f"{name}ForCausalLM" for name in text_only.split()}
+    return frozenset(names | {f"{name}ForConditionalGeneration" for name in with_images.split()})
+
+
+RUN = _classes(_RUN, _RUN_WITH_IMAGES) | {"GPT2LMHeadModel"}
+READ = _classes(_READ, "Gemma3n Gemma4")
+
+
+def engine_class(config: PreTrainedConfig, default: str) -> str:
+    """Name the class that engines run a model with: the first in its config, or `default`."""
+    names: object = config.architectures
+    first = names[0] if isinstance(names, list) and names else names
+    return first if isinstance(first, str) else default
+
+
+def check_queries(architecture: str, flag: str) -> None:
+    """Refuse `flag`, which is about queries, for a class whose queries in engines are not known."""
+    if architecture not in RUN | READ:
+        raise InputError(
+            f"{flag}: which query engines hand to attention is not known for {architecture}; "
+            + ("use --targets kv" if "targets" in flag else "leave --attention out")
+        )
 
 
 def check_fp8_cache(model: PreTrainedModel) -> None:
@@ -55,8 +65,8 @@ def check_fp8_cache(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def reason_against_fp8(model: PreTrainedModel, attention: AttentionMap) -> str | None:
-    """Say why `model` cannot read tokens, and then one more, on an FP8 cache; None: it can."""
-    ids = torch.arange(_TOKENS, device=input_device(model))[None]
+    """Say why `model` cannot read eight tokens, and then one more, on an FP8 cache; None if it can."""
+    ids = torch.arange(8, device=input_device(model))[None]
     try:
         with fp8_attention(model, attention.unit_scales(), backend="torch"):
             cache: Any = model(input_ids=ids, use_cache=True).past_key_values
@@ -66,13 +76,13 @@ def reason_against_fp8(model: PreTrainedModel, attention: AttentionMap) -> str |
     except AttentionError as error:
         reason = str(error)
     except _MISFITS as error:
-        reason = _why(model, ids, error)
+        reason = _explain(model, ids, error)
     else:
         return None
     return f"{NO_FP8_CACHE}: {reason}; its scales are not affected"
 
 
-def _why(model: PreTrainedModel, ids: torch.Tensor, error: Exception) -> str:
+def _explain(model: PreTrainedModel, ids: torch.Tensor, error: Exception) -> str:
     """Name what is special about `model`, or else the error that ended it."""
     name = type(model).__name__
     try:
@@ -81,21 +91,4 @@ def _why(model: PreTrainedModel, ids: torch.Tensor, error: Exception) -> str:
         return f"{name} takes no text alone"
     if type(cache) is not DynamicCache:
         return f"{name} has a cache class of its own, {type(cache).__name__}"
-    text = " ".join(str(error).split())[:200]
-    return f"the code of {name} fails there ({type(error).__name__}: {text})"
-
-
-def engine_class(config: PreTrainedConfig, otherwise: str) -> str:
-    """Name the class that engines run a model with: the config's first, or `otherwise`."""
-    named: object = config.architectures
-    first = named[0] if isinstance(named, list) and named else named
-    return first if isinstance(first, str) else otherwise
-
-
-def check_queries(architecture: str, flag: str) -> None:
-    """Refuse `flag`, which is about queries, for a class of which nothing is shown."""
-    if architecture not in RUN | READ:
-        raise InputError(
-            f"{flag}: which query engines hand to attention is not known for {architecture}; "
-            + ("use --targets kv" if "targets" in flag else "leave --attention out")
-        )
+    return f"the code of {name} fails there ({type(error).__name__}: {one_line(error, 200)})"

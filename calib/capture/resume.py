@@ -50,22 +50,22 @@ class SavedProgress:
     """Statistics of one process so far, on disk; `inputs` are its `compared_inputs`."""
 
     def __init__(self, path: Path, inputs: dict[str, Any], every_seconds: float) -> None:
-        self._path, self._inputs, self._every = path, inputs, every_seconds
+        self.path, self._inputs, self._every = path, inputs, every_seconds
         self._saved_at = time.monotonic()
 
     def load(self) -> tuple[KVStats | None, int]:
         """Return an earlier run's statistics and how many batches they cover, or None and 0."""
-        if not self._path.exists():
+        if not self.path.exists():
             return None, 0
-        stats, progress = load_progress(self._path)
+        stats, progress = load_progress(self.path)
         earlier = progress.get("run", {})
         for name, value in self._inputs.items():
             if earlier.get(name) == value:
                 continue
             numbers = f" ({earlier.get(name, 'not recorded')}, now {value}; see OMP_NUM_THREADS)"
             raise InputError(
-                f"'{self._path}' is of a run with another {name}{numbers if isinstance(value, int) else ''},"
-                " so --resume cannot go on; give the same command, or leave --resume away to start again"
+                f"'{self.path}' is of a run with another {name}{numbers if isinstance(value, int) else ''}, "
+                "so --resume cannot go on; give the same command, or leave --resume away to start again"
             )
         return stats, int(progress["batches"])
 
@@ -73,20 +73,16 @@ class SavedProgress:
         """Save `stats` of the first `batches`, if the last time is long enough ago."""
         if time.monotonic() - self._saved_at < self._every:
             return
-        scratch = self._path.with_name(f"{self._path.name}.{os.getpid()}.partial")
+        scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
             save_stats(stats(), scratch, progress={"run": self._inputs, "batches": batches})
-            scratch.replace(self._path)
+            scratch.replace(self.path)
         except (OSError, SafetensorError) as error:
-            raise InputError(f"cannot save progress to '{self._path}': {error}") from None
+            raise InputError(f"cannot save progress to '{self.path}': {error}") from None
         finally:
             scratch.unlink(missing_ok=True)
         self._saved_at = time.monotonic()
-
-    def remove(self) -> None:
-        """Remove the file: the output is there, or the user starts again."""
-        remove_progress(self._path)
 
 
 def progress_file(output: Path, rank: int) -> Path:
@@ -119,7 +115,7 @@ class Share:
         advance: Callable[[int], None] = lambda tokens: None,
     ) -> None:
         if not resume:
-            saved.remove()
+            remove_progress(saved.path)
         self.stats, self.batches_read = saved.load()
         if self.batches_read > len(batches):
             raise InputError(

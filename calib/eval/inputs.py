@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from calib.caches.types import Shape
-from calib.capture.any_scales import Opened, open_any_scales
+from calib.capture.any_scales import ScalesForModel, open_any_scales
 from calib.capture.loop import calibrate
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.errors import InputError
@@ -83,7 +83,7 @@ def given_names(directories: Sequence[Path]) -> list[str]:
     ]
 
 
-def open_given(directories: Sequence[Path], checkpoint: ModelDirectory) -> dict[str, Opened]:
+def open_given(directories: Sequence[Path], checkpoint: ModelDirectory) -> dict[str, ScalesForModel]:
     """Read the scales in each directory, by the names of `given_names`."""
     twice = next((path for path in directories if directories.count(path) > 1), None)
     if twice is not None:

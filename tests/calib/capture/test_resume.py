@@ -6,7 +6,7 @@ from families import LATENT, tiny_model
 
 from calib.capture.attention import map_attention
 from calib.capture.loop import calibrate
-from calib.capture.resume import SavedProgress, Share, progress_file
+from calib.capture.resume import SavedProgress, Share, progress_file, remove_progress
 from calib.data import make_batches
 from calib.errors import InputError
 from calib.recipe import load_recipe
@@ -64,7 +64,7 @@ def test_what_was_saved_goes_on(family, tmp_path):
     assert same(found.merge(measured(BATCHES[4:], family)), measured(BATCHES, family))
     assert found.latent == (family in LATENT)
     assert [file.name for file in tmp_path.iterdir()] == [".out.rank0.progress"]
-    saved.remove()
+    remove_progress(path)
     assert [*tmp_path.iterdir()] == []
 
 
