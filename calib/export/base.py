@@ -8,7 +8,8 @@ from torch import Tensor
 
 from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedExportError
-from calib.files.model_directory import ModelDirectory, quantization_configs
+from calib.files.config import quantization_configs
+from calib.files.model_directory import ModelDirectory
 from calib.scales.scales import KVScales, LayerScales
 from calib.verify.classes import NAMES, OTHER, architecture
 from calib.verify.rules import Rules, all_rules

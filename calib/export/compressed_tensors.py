@@ -15,7 +15,8 @@ from torch import Tensor
 from calib.errors import UnsupportedExportError
 from calib.export import scales_json
 from calib.export.base import Export, by_prefix, loaded_name
-from calib.files.model_directory import ModelDirectory, quantization_configs
+from calib.files.config import quantization_configs
+from calib.files.model_directory import ModelDirectory
 from calib.scales.scales import KVScales
 from calib.verify.classes import NAMES
 from calib.verify.quark import excluded_by

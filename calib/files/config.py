@@ -1,10 +1,12 @@
-"""Head counts and the kind of cache of a model, from the text part of its config.json alone."""
+"""Facts of a config.json: its language model, quantization, number of heads, and kind of cache."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 Config = Mapping[str, Any]
 
+# what configs call the number of layers
+LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _QUERY_HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 # the same for some layers of a model, as in Gemma 4 and MiMo-V2-Flash
@@ -17,6 +19,22 @@ ONE_PER_QUERY_HEAD = (
     *("biogpt", "bloom", "codegen", "gpt2", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj"),
     *("hrm_text", "llama", "mpt", "opt", "persimmon", "xglm"),
 )
+
+
+def text_config(config: Config) -> Config:
+    """Return the language model's part of a config: all of it, unless the model is multimodal."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Return the quantization configs of a config.json, each with the key that it is under."""
+    places = [("quantization_config", config.get("quantization_config"))]
+    if text_config(config) is not config:
+        nested = config["text_config"].get("quantization_config")
+        places.append(("text_config.quantization_config", nested))
+    places.append(("compression_config", config.get("compression_config")))
+    return [(place, value) for place, value in places if value is not None]
 
 
 def caches_latents(config: Config) -> bool:

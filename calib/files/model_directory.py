@@ -11,6 +11,7 @@ from typing import Any
 
 from calib.errors import InputError, UnsupportedExportError
 from calib.files.calibration import missing_model_error
+from calib.files.config import LAYER_KEYS, Config, quantization_configs, text_config
 from calib.files.names import (
     CALIBRATION_FILE,
     CONFIG_FILE,
@@ -33,8 +34,6 @@ from calib.files.safetensors_header import Entry, is_zero, read_header
 from calib.files.scale_files import ScalesJson, ScaleTensor, read_scale_tensors, read_scales_json
 from calib.files.strict_json import read_object
 
-# what configs call the number of layers
-LAYER_KEYS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")
 _MAX_FILES = 100_000
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
 # layers, index and the attention module itself: names of one module end alike
@@ -85,7 +84,7 @@ class ModelDirectory:
         return {n: entry for shard in self.indexed_shards for n, entry in self.headers[shard].items()}
 
     @property
-    def text_config(self) -> dict[str, Any]:
+    def text_config(self) -> Config:
         """The language model's part of the config: all of it, unless the model is multimodal."""
         return text_config(self.config)
 
@@ -259,22 +258,6 @@ def read_index(path: Path) -> dict[str, str] | None:
         if Path(file).name != file or file in {"", ".", ".."}:
             raise InputError(f"'{path / INDEX_FILE}' names '{file[:80]}', a file outside the directory")
     return {name: str(file) for name, file in weight_map.items()}
-
-
-def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the language model's part of a config: all of it, unless the model is multimodal."""
-    nested = config.get("text_config")
-    return nested if isinstance(nested, dict) else config
-
-
-def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Return the quantization configs of a config.json, each with the key that it is under."""
-    places = [("quantization_config", config.get("quantization_config"))]
-    if text_config(config) is not config:
-        nested = config["text_config"].get("quantization_config")
-        places.append(("text_config.quantization_config", nested))
-    places.append(("compression_config", config.get("compression_config")))
-    return [(place, value) for place, value in places if value is not None]
 
 
 def check_layers(path: Path, config: dict[str, Any], names: Iterable[str]) -> None:

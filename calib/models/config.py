@@ -18,7 +18,8 @@ from transformers import (
 
 from calib.errors import Fp8kvError, InputError, UnsupportedModelError
 from calib.files.cache_folder import cache_refusal
-from calib.files.model_directory import LAYER_KEYS, ModelDirectory
+from calib.files.config import LAYER_KEYS
+from calib.files.model_directory import ModelDirectory
 
 # far beyond every model there is, and near enough to build one in no time
 _MOST_LAYERS = 1_000

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from calib.errors import InputError
 from calib.files.baked import baked_for
 from calib.files.calibration import read_report
+from calib.files.config import text_config
 from calib.files.fingerprint import fingerprint
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CALIBRATION_FILE, CONFIG_FILE, JSON_FILE, PACK_FILE
@@ -159,7 +160,7 @@ def config_difference(one: Config, other: Config) -> tuple[str, str] | None:
     names, other_names = one.get("architectures"), other.get("architectures")
     if not (types and other_types) and names and other_names and names != other_names:
         return f"architectures {str(names)[:80]}", str(other_names)[:80]
-    text, other_text = _language_config(one), _language_config(other)
+    text, other_text = text_config(one), text_config(other)
     for key in _SIZES:
         size, other_size = text.get(key), other_text.get(key)
         if type(size) is type(other_size) is int and size != other_size:
@@ -167,14 +168,9 @@ def config_difference(one: Config, other: Config) -> tuple[str, str] | None:
     return None
 
 
-def _language_config(config: Config) -> Config:
-    text = config.get("text_config")
-    return text if isinstance(text, dict) else config
-
-
 def _model_types(config: Config) -> list[str]:
     """Return the model's type and, where it has more parts, its language model's."""
-    configs = [config] if config is _language_config(config) else [config, _language_config(config)]
+    configs = [config] if config is text_config(config) else [config, text_config(config)]
     types = (each.get("model_type") for each in configs)
     return [name[:80] for name in types if isinstance(name, str)]
 

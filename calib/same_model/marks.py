@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from calib.errors import Fp8kvError, InputError, first_problem, one_line
+from calib.files.config import text_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import is_of_cache, is_of_senses
 from calib.files.tensors import Source, StoredTensor
@@ -374,8 +375,7 @@ def settings_of(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
         # transformers names what files of its older versions call otherwise
         settings = json.loads(text.to_json_string(use_diff=False))
     except (Fp8kvError, TypeError, ValueError):
-        nested = document.get("text_config")
-        settings = dict(nested if isinstance(nested, dict) else document)
+        settings = dict(text_config(document))
     if isinstance(settings.get("rope_parameters"), dict):
         settings["rope_parameters"].pop("type", None)  # the older name of rope_type
     return {key: value for key, value in settings.items() if not _WITHOUT_EFFECT.fullmatch(key)}

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from calib.files.model_directory import LAYER_KEYS, ModelDirectory
+from calib.files.config import LAYER_KEYS
+from calib.files.model_directory import ModelDirectory
 from calib.verify.result import NotKnown, Refused
 from calib.verify.rules import Rules
 

@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from calib.errors import InputError
-from calib.files.model_directory import ModelDirectory, quantization_configs
+from calib.files.config import quantization_configs
+from calib.files.model_directory import ModelDirectory
 from calib.files.names import MODELOPT_FILE, is_of_cache, is_of_senses
 from calib.files.safetensors_header import read_values
 from calib.files.strict_json import read_object
