@@ -92,7 +92,7 @@ def recipe(data: bytes) -> None:
     load_recipe(str(path))
 
 
-def layouts(data: bytes) -> None:
+def quantized_weights(data: bytes) -> None:
     """A quantization_config, and the types and shapes of a module's tensors, filled with bytes."""
     config, _, rest = data.partition(b"\n\n")
     says, shapes = parse_object(config, "it"), parse_object(rest, "them")
@@ -199,7 +199,7 @@ SEEDS = {
     "names": [b"model.layers.0.self_attn.k_scale", b"h.1.attn.v_proj.output_scale"],
     "scales_json": [FACTORS],
     "directory": [CONFIG + b"\n\n" + SCALES[:-1] + b"," + WEIGHT + b"}" + bytes(8)],
-    "layouts": [f"{json_text(says)}\n\n{json_text(parts)}".encode() for says, parts in CODED],
+    "quantized_weights": [f"{json_text(says)}\n\n{json_text(parts)}".encode() for says, parts in CODED],
     "recipe": [b"strategy: attn_head\ndata: {samples: 4, seq_len: 8}\nobserver: {name: mse}\n"],
 }
 # target -> inputs
@@ -210,7 +210,7 @@ RUNS = {
     names: 850_000,
     scales_json: 500_000,
     directory: 100_000,
-    layouts: 1_000_000,
+    quantized_weights: 1_000_000,
     recipe: 50_000,
 }
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 @dataclass(frozen=True)
 class Form:
-    """One layout: its quantization_config, and what makes tensors and values of a weight."""
+    """One weight format: its quantization_config, and what makes tensors and values of a weight."""
 
     says: dict[str, Any]
     make: Any

@@ -1,10 +1,7 @@
-"""Codes of a few bits, taken out of the words and bytes of a file."""
+"""Codes of a few bits in int32 words, and scales that are powers of two."""
 
 import torch
 from torch import Tensor
-
-# the magnitudes of FP4 E2M1; codes from 8 on are negative
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def unpack_words(
@@ -42,13 +39,6 @@ def unpack_words(
 def count_words(count: int, bits: int, *, is_spaced: bool = False) -> int:
     """Return the number of int32 words that hold `count` codes."""
     return -(-count // (32 // bits)) if is_spaced else -(-count * bits // 32)
-
-
-def unpack_fp4(packed: Tensor) -> Tensor:
-    """Unpack FP4 E2M1, the first of two in the lower half of a byte: uint8 [..., n] to float32 [..., 2n]."""
-    table = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
-    return table[codes.int()]
 
 
 def scales_to_float(scales: Tensor) -> Tensor:

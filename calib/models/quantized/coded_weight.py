@@ -13,8 +13,8 @@ from calib.models.quantized.bits import scales_to_float
 from calib.models.quantized.settings import ADVICE, FormatError, name_subject
 
 FLOATS = ("F32", "F16", "BF16")
-FP8, INT8, INT32, BYTE = "F8_E4M3", "I8", "I32", "U8"
-E8M0 = (BYTE, "F8_E8M0")
+E8M0 = ("U8", "F8_E8M0")
+_CODES = ("F8_E4M3", "I8", "U8", "I32")
 # values decoded at a time: few, so that int32 codes and float32 values take little memory
 CHUNK = 1 << 20
 
@@ -74,10 +74,8 @@ class CodedWeight:
             piece = weight[start : start + step]
             piece.copy_(self.rows(tensors, start, start + len(piece)))
             if not piece.isfinite().all():
-                raise FormatError(
-                    f"'{self.name}' dequantises to NaN or Inf in {weight.dtype}; download the "
-                    "model again, or use --dtype float32"
-                )
+                advice = "download the model again, or use --dtype float32"
+                raise FormatError(f"'{self.name}' dequantises to NaN or Inf in {weight.dtype}; {advice}")
         return weight
 
     def rows(self, tensors: Tensors, start: int, stop: int) -> Tensor:
@@ -95,11 +93,11 @@ class WeightScheme:
 
     block: BlockShape = (None, None)  # the values that share a scale
     codes: str = "weight"
-    dtype: str = FP8  # of codes and zero points
+    dtype: str = "F8_E4M3"  # of codes and zero points
     scales: tuple[str, ...] = ("weight_scale",)  # names, of which a module has one
     scale_dtypes: Collection[str] = FLOATS
     second_scale: str | None = None  # of the whole weight
-    divides: bool = False  # the second scale divides the others, or else multiplies them
+    divides: bool = False  # the second scale divides the scales of blocks, or else multiplies them
     zeros: str = "weight_zero_point"
     has_zeros: bool | None = False  # None: the files decide
     g_idx: str | None = None  # the group of each column
@@ -109,8 +107,7 @@ class WeightScheme:
 
     def weight(self, module: ModuleTensors) -> CodedWeight:
         """Return the weight of `module`; FormatError where names, types or shapes do not fit."""
-        matrix = module.matrix(self.codes, (self.dtype,))
-        rows, columns, zero_words = self._measure(module, *matrix)
+        rows, columns, zero_words = self._measure(module, *module.matrix(self.codes, (self.dtype,)))
         high, wide = self.block
         if high == 1 and wide and columns % wide:
             raise FormatError(f"'{module.name}' has {columns} columns, which groups of {wide} do not divide")
@@ -141,7 +138,9 @@ class WeightScheme:
         if "second_scale" in tensors:
             second = tensors["second_scale"].float().reshape(())
             scales = scales / second if self.divides else scales * second
-        if self.dtype in (FP8, BYTE) and (scales < 0).any():  # AutoRound's integers have negative scales
+        if (
+            self.dtype in ("F8_E4M3", "U8") and (scales < 0).any()
+        ):  # AutoRound's integers have negative scales
             raise FormatError("a scale of its floats is negative")
         if zeros is None and "zeros" in tensors:
             zeros = self._per_block(shape, tensors["zeros"], rows)
@@ -209,7 +208,7 @@ class WeightFormat:
     def weights(self, module: ModuleTensors) -> Iterable[CodedWeight]:
         """Yield the weights that `module` holds as codes, by names, types and shapes alone."""
         entry = next((module.entries[name] for name in self.codes if name in module.entries), None)
-        if entry is not None and entry.dtype in (FP8, INT8, INT32, BYTE):
+        if entry is not None and entry.dtype in _CODES:
             yield self._scheme(module.name).weight(module)
 
     def _scheme(self, name: str) -> WeightScheme:

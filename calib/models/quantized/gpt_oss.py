@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from calib.models.quantized.bits import scales_to_float, unpack_fp4
+from calib.models.quantized.bits import scales_to_float
 from calib.models.quantized.coded_weight import (
     E8M0,
     CodedWeight,
@@ -17,6 +17,7 @@ from calib.models.quantized.coded_weight import (
     WeightFormat,
     WeightScheme,
 )
+from calib.models.quantized.fp4 import unpack_fp4
 from calib.models.quantized.settings import ADVICE, FormatError, Settings
 
 

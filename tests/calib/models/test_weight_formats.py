@@ -37,7 +37,7 @@ def load(directory, recipe=RECIPE):
 
 @pytest.fixture(params=FORMS)
 def quantised(request, tiny_directory, tmp_path):
-    """A model in one layout; what its weights stand for is beside it, in `plain`."""
+    """A model in one weight format; what its weights stand for is beside it, in `plain`."""
     return FORMS[request.param].quantise(tiny_directory, tmp_path / "plain")
 
 

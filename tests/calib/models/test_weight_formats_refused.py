@@ -236,7 +236,7 @@ def test_two_configs_that_do_not_agree(model, tmp_path):
     refuse(directory, tmp_path, "in one way by quantization_config and in another")
 
 
-def test_codes_of_a_second_layout(model, tmp_path):
+def test_codes_of_a_second_format(model, tmp_path):
     directory = model("gptq-4")
 
     def change(parts):
