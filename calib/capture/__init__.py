@@ -1,1 +1,1 @@
-"""What K, V and Q held: attention watched while batches run, added up, resumed, shared out."""
+"""Capture of K, V and Q while a model runs: observed, added up, resumed, shared between processes."""

@@ -8,6 +8,7 @@ import glob
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,14 @@ def compared_inputs(
     }
 
 
+@dataclass
 class SavedProgress:
     """Statistics of one process so far, on disk; `inputs` are its `compared_inputs`."""
 
-    def __init__(self, path: Path, inputs: dict[str, Any], every_seconds: float) -> None:
-        self.path, self._inputs, self._every = path, inputs, every_seconds
-        self._saved_at = time.monotonic()
+    path: Path
+    inputs: dict[str, Any]
+    every_seconds: float
+    _saved_at: float = field(default_factory=time.monotonic)
 
     def load(self) -> tuple[KVStats | None, int]:
         """Return an earlier run's statistics and how many batches they cover, or None and 0."""
@@ -59,7 +62,7 @@ class SavedProgress:
             return None, 0
         stats, progress = load_progress(self.path)
         earlier = progress.get("run", {})
-        for name, value in self._inputs.items():
+        for name, value in self.inputs.items():
             if earlier.get(name) == value:
                 continue
             numbers = f" ({earlier.get(name, 'not recorded')}, now {value}; see OMP_NUM_THREADS)"
@@ -71,12 +74,12 @@ class SavedProgress:
 
     def save_sometimes(self, stats: Callable[[], KVStats], batches: int) -> None:
         """Save `stats` of the first `batches`, if the last time is long enough ago."""
-        if time.monotonic() - self._saved_at < self._every:
+        if time.monotonic() - self._saved_at < self.every_seconds:
             return
         scratch = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            save_stats(stats(), scratch, progress={"run": self._inputs, "batches": batches})
+            save_stats(stats(), scratch, progress={"run": self.inputs, "batches": batches})
             scratch.replace(self.path)
         except (OSError, SafetensorError) as error:
             raise InputError(f"cannot save progress to '{self.path}': {error}") from None
@@ -97,6 +100,7 @@ def remove_progress(path: Path) -> None:
         scratch.unlink(missing_ok=True)
 
 
+@dataclass
 class Share:
     """The `batches` of one process, of which the first `batches_read` are in `stats`.
 
@@ -104,42 +108,39 @@ class Share:
     `advance` is called with the tokens of each batch.
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        batches: Sequence[Batch],
-        recipe: Recipe,
-        attention: AttentionMap,
-        saved: SavedProgress,
-        resume: bool,
-        advance: Callable[[int], None] = lambda tokens: None,
-    ) -> None:
-        if not resume:
-            remove_progress(saved.path)
-        self.stats, self.batches_read = saved.load()
-        if self.batches_read > len(batches):
+    model: PreTrainedModel
+    batches: Sequence[Batch]
+    recipe: Recipe
+    attention: AttentionMap
+    saved: SavedProgress
+    resume: bool
+    advance: Callable[[int], None] = lambda tokens: None
+
+    def __post_init__(self) -> None:
+        if not self.resume:
+            remove_progress(self.saved.path)
+        self.stats, self.batches_read = self.saved.load()
+        if self.batches_read > len(self.batches):
             raise InputError(
-                f"the saved progress covers {self.batches_read} batches of {len(batches)}; it is damaged, "
-                "so leave --resume away to start again"
+                f"the saved progress covers {self.batches_read} batches of {len(self.batches)}; "
+                "it is damaged, so leave --resume away to start again"
             )
-        self._model, self._batches, self._recipe = model, batches, recipe
-        self._attention, self._saved, self._advance = attention, saved, advance
-        for batch in batches[: self.batches_read]:
-            advance(batch.num_tokens)
+        for batch in self.batches[: self.batches_read]:
+            self.advance(batch.num_tokens)
 
     def read(self, end: int | None = None) -> KVStats | None:
         """Read on to the first `end` batches, or all; None where these are none, and none were read."""
-        before, unread = self.stats, self._batches[self.batches_read : end]
+        before, unread = self.stats, self.batches[self.batches_read : end]
 
         def merge(new: KVStats) -> KVStats:
             return new if before is None else before.merge(new)
 
         def save(batch: Batch, so_far: Callable[[], KVStats]) -> None:
             self.batches_read += 1
-            self._advance(batch.num_tokens)
-            self._saved.save_sometimes(lambda: merge(so_far()), self.batches_read)
+            self.advance(batch.num_tokens)
+            self.saved.save_sometimes(lambda: merge(so_far()), self.batches_read)
 
-        if unread or not self._batches:
-            new = calibrate(self._model, unread, self._recipe, attention=self._attention, on_batch=save)
+        if unread or not self.batches:
+            new = calibrate(self.model, unread, self.recipe, attention=self.attention, on_batch=save)
             self.stats = merge(new)
         return self.stats

@@ -11,7 +11,7 @@ from calib.data import Batch
 from calib.scales.observers import magnitude_histogram
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
 from calib.scales.stats import STATISTICS, LayerStats, TensorStats, bucket_indices
-from calib.scales.tail import largest as largest_of
+from calib.scales.tail import largest
 
 _GRID = 2.0**20
 
@@ -53,7 +53,7 @@ def per_token_statistics(magnitudes: Tensor, tokens: CountedTokens) -> dict[str,
     return {
         "curve": largest_by_bucket(tokens.buckets, BUCKETS),
         "positions": largest_by_bucket(tokens.positions, POSITION_BUCKETS),
-        "tail": largest_of(heads, heads[:, :0]),
+        "tail": largest(heads, heads[:, :0]),
     }
 
 

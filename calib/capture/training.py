@@ -80,8 +80,8 @@ def scales_for(
         UnsupportedExportError: the format cannot hold such scales.
         CalibrationError: K, V or Q held NaN or Inf.
     """
-    changes = {"strategy": strategy} if strategy else {}
-    recipe, inner = (recipe or Recipe()).model_copy(update=changes), _unwrap(model)
+    inner, changes = _unwrap(model), {"strategy": strategy} if strategy else {}
+    recipe = (recipe or Recipe()).model_copy(update=changes)
     _check_weights(model, inner)
     _check_recipe(inner, recipe, format)
     try:
