@@ -18,8 +18,9 @@ from torch import Tensor
 from calib.capture.attention import observe_qkv
 from calib.data import load_data, make_batches
 from calib.eval.exceedance import poisson_interval
+from calib.models.config import load_config
 from calib.models.find import find_model
-from calib.models.load import load_config, load_model, load_tokenizer
+from calib.models.load import load_model, load_tokenizer
 from calib.recipe import DataRecipe, Recipe
 from calib.scales.tail import headroom_for
 
@@ -86,9 +87,9 @@ def read(dataset: str, tokens: int) -> Text:
     data = DataRecipe(dataset=dataset, samples=tokens // SEQ_LEN, seq_len=SEQ_LEN)
     recipe = Recipe(device="cpu", dtype="float32", data=data)
     checkpoint = find_model(MODEL)
-    config = load_config(checkpoint, recipe)
-    model = load_model(checkpoint, config, recipe)
-    samples = load_data(data, load_tokenizer(checkpoint, recipe), lambda: model).samples
+    config = load_config(checkpoint)
+    model = load_model(checkpoint, config, recipe.dtype, recipe.device)
+    samples = load_data(data, load_tokenizer(checkpoint), lambda: model).samples
     found: dict[int, Tensor] = {}
     for batch in make_batches(samples, 8, pad_id=0):
         layers: list[Tensor] = []

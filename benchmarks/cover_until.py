@@ -16,8 +16,9 @@ from calib.eval.reader import read
 from calib.eval.statistics import estimate
 from calib.eval.variants import Setup, Variant
 from calib.job import run
+from calib.models.config import load_config
 from calib.models.find import find_model
-from calib.models.load import load_config, load_model, load_tokenizer
+from calib.models.load import load_model, load_tokenizer
 from calib.recipe import Recipe, load_recipe
 from calib.scales.derive import derive_scales, load_scales
 from calib.scales.stats_file import load_stats
@@ -111,8 +112,9 @@ def divergences(scratch: Path) -> dict[str, Any]:
 
 def _opened(recipe: Recipe) -> tuple[Setup, list[list[int]]]:
     checkpoint = find_model(MODEL)
-    config = load_config(checkpoint, recipe)
-    loaded, tokenizer = load_model(checkpoint, config, recipe), load_tokenizer(checkpoint, recipe)
+    config = load_config(checkpoint)
+    loaded = load_model(checkpoint, config, recipe.dtype, recipe.device)
+    tokenizer = load_tokenizer(checkpoint)
     return Setup(loaded, tokenizer), load_data(recipe.data, tokenizer, lambda: loaded).samples
 
 

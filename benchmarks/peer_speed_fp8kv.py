@@ -15,7 +15,8 @@ from calib.data import make_batches, resolve_batch_size
 from calib.export import export
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.strict_json import read_object
-from calib.models.load import load_config, load_model
+from calib.models.config import load_config
+from calib.models.load import load_model
 from calib.output.checkpoint_directory import write_checkpoint
 from calib.scales.derive import derive_scales
 from calib.scales.scales import KVScales
@@ -29,7 +30,7 @@ def main() -> None:
     recipe = make_recipe(len(samples), args.seq_len)
     checkpoint = open_model_directory(args.model)
     clock = [time.perf_counter()]
-    model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
+    model = load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
     clock.append(time.perf_counter())
     batch_size = resolve_batch_size(recipe.data, "cpu")
     attention = map_attention(model)

@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 from calib.choices import ObserverName
 from calib.data import Batch, CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.files.model_directory import ModelDirectory
+from calib.models.config import load_config
 from calib.models.find import find_model
-from calib.models.load import load_config, load_model, load_tokenizer
+from calib.models.load import load_model, load_tokenizer
 from calib.recipe import DataRecipe, ObserverRecipe, Recipe
 
 MODEL = "builtin:smollm2"
@@ -42,7 +43,7 @@ def make_recipe(samples: int, seq_len: int, observer: ObserverName = "absmax") -
 
 def load_documents(checkpoint: ModelDirectory, recipe: Recipe) -> CalibrationData:
     """Read and tokenise the documents, in the order in which our job reads them."""
-    tokenizer = load_tokenizer(checkpoint, recipe)
+    tokenizer = load_tokenizer(checkpoint)
     return load_data(recipe.data, tokenizer, lambda: _model(checkpoint, recipe))
 
 
@@ -58,4 +59,4 @@ def load_workload(samples: int, seq_len: int, threads: int) -> Workload:
 
 
 def _model(checkpoint: ModelDirectory, recipe: Recipe) -> PreTrainedModel:
-    return load_model(checkpoint, load_config(checkpoint, recipe), recipe)
+    return load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)

@@ -18,9 +18,9 @@ from calib.capture.attention import layer_shapes, map_attention
 from calib.capture.capabilities import check_fp8_cache
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
-from calib.models.devices import check_token_ids, input_device
+from calib.models.config import check_positions, load_config
 from calib.models.find import find_model
-from calib.models.load import check_positions, load_config, load_model, load_tokenizer, served_dtype
+from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer, served_dtype
 from calib.models.quantized.detect import quantization_notes
 from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe
@@ -130,12 +130,12 @@ def generate_text(
     checkpoint = find_model(model_name)
     kind = _cache_type(options, scales)
     opened = None if kind else _open_scales(checkpoint, scales)
-    config = load_config(checkpoint, recipe)
-    tokenizer = load_tokenizer(checkpoint, recipe)
+    config = load_config(checkpoint, recipe.trust_remote_code)
+    tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     inputs = _tokenize(tokenizer, prompt, chat=options.chat)
     tokens = inputs["input_ids"].shape[1] + options.max_new_tokens
     check_positions(config, tokens, "prompt + --max-new-tokens")
-    model = load_model(checkpoint, config, recipe)
+    model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
     inputs = inputs.to(input_device(model))
     directories = [Path(scales).expanduser()] if scales and scales != UNIT_SCALES else []

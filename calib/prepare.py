@@ -16,10 +16,9 @@ from calib.files.model_directory import ModelDirectory
 from calib.layerwise.loop import LayerwiseModel, open_layers
 from calib.layerwise.memory import resolve_offload
 from calib.layerwise.weights import load_skeleton
-from calib.models.config import making_sense
-from calib.models.devices import check_token_ids, input_device
+from calib.models.config import caches_latents, explain_nonsense, fit_seq_len, load_config
 from calib.models.find import find_model
-from calib.models.load import caches_latents, fit_seq_len, load_config, load_model, load_tokenizer
+from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.models.quantized.detect import quantization_notes
 from calib.output.checkpoint_directory import check_output
 from calib.output.finish import Destination, make_exports
@@ -60,10 +59,10 @@ def prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int = 1) -> P
 
     With batch size 'auto' each of `processes` gets a batch, if there are samples enough.
     """
-    config = load_config(checkpoint, recipe)
+    config = load_config(checkpoint, recipe.trust_remote_code)
     _check_scales(config, recipe)
-    given = "seq_len" in recipe.data.model_fields_set
-    seq_len, notes = fit_seq_len(config, recipe.data.seq_len, given=given)
+    is_default = "seq_len" not in recipe.data.model_fields_set
+    seq_len, notes = fit_seq_len(config, recipe.data.seq_len, is_default=is_default)
     recipe = _with_data(recipe, seq_len=seq_len) if notes else recipe
     notes += _model_notes(checkpoint, config)
     recipe = resolve_offload(checkpoint, config, recipe)
@@ -71,14 +70,15 @@ def prepare(checkpoint: ModelDirectory, recipe: Recipe, processes: int = 1) -> P
 
     @cache
     def model() -> PreTrainedModel:
-        return (load_skeleton if by_layer else load_model)(checkpoint, config, recipe)
+        load = load_skeleton if by_layer else load_model
+        return load(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
 
-    tokenizer = load_tokenizer(checkpoint, recipe)
+    tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     data = load_data(recipe.data, tokenizer, model)
     data = replace(data, warnings=(*notes, *data.warnings))
     _check_text(recipe, data)
     check_token_ids(chain.from_iterable(data.samples), tokenizer, model())
-    with making_sense(f"this {config.model_type} cannot run as its config says"):
+    with explain_nonsense(f"this {config.model_type} cannot run as its config says"):
         layers = open_layers(model(), checkpoint, recipe) if by_layer else None
     attention = layers.parts.attention if layers else map_attention(model())
     if attention.note:

@@ -12,13 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from calib.capture.any_scales import open_any_scales
+from calib.choices import DType
 from calib.data.loading import open_source
 from calib.data.samples import tokenize_rows
 from calib.errors import InputError
 from calib.generate import unit_scales
-from calib.models.devices import check_token_ids, input_device
+from calib.models.config import load_config, model_positions
 from calib.models.find import find_model
-from calib.models.load import load_config, load_model, load_tokenizer, model_positions
+from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.recipe import DataRecipe, load_recipe
 from calib.scales.scales import KVScales
 from calib.serving.ask import Answers, Server
@@ -64,7 +65,10 @@ def compare_served(
     server = Server(url)
     checkpoint = find_model(model_name)
     opened = open_any_scales(directory, checkpoint)
-    config, tokenizer = load_config(checkpoint, recipe), load_tokenizer(checkpoint, recipe)
+    config, tokenizer = (
+        load_config(checkpoint, recipe.trust_remote_code),
+        load_tokenizer(checkpoint, recipe.trust_remote_code),
+    )
     served = server.choose_model(served_name)
     limits = (model_positions(config), served.max_model_len)  # one token is generated
     length = max(2, min([_TOKENS, *(limit - 1 for limit in limits if limit)]))
@@ -72,13 +76,13 @@ def compare_served(
     texts = [piece.ids for piece in tokenize_rows(open_source(data).rows, tokenizer, data).pieces]
     answers = server.ask(served.id, texts)
     start = time.monotonic()
-    model = load_model(checkpoint, config, recipe)
+    model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(chain(*texts), tokenizer, model)
     scales, dtype = opened(model), model.dtype
     scaled, ones = (_run(model, each, answers) for each in (scales, unit_scales(model)))
     del model  # there may be memory for one
-    other = "bfloat16" if dtype == torch.float32 else "float32"
-    rounded = load_model(checkpoint, config, recipe.model_copy(update={"dtype": other}))
+    other: DType = "bfloat16" if dtype == torch.float32 else "float32"
+    rounded = load_model(checkpoint, config, other, recipe.device, recipe.trust_remote_code)
     rounding = _run(rounded, scales, answers)
     return compare(answers, scaled, ones, rounding, time.monotonic() - start)
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from calib.caches.types import Attention, Shape
 from calib.choices import FP8Name, Strategy
 from calib.errors import UnsupportedModelError
-from calib.models.config import making_sense, of_layers
-from calib.models.devices import input_device
+from calib.models.config import explain_nonsense, layer_settings
+from calib.models.load import input_device
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
 from fp8kv_runtime.hf import EngineQuery, is_latent, swap_attention
 
@@ -114,7 +114,7 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
             f"{name} does not say which part of it is the decoder, so its attention cannot be observed; such "
             "models are not supported"
         )
-    with making_sense(f"this {model.config.model_type} cannot run as its config says"):
+    with explain_nonsense(f"this {model.config.model_type} cannot run as its config says"):
         reader, note, calls, cache = _probe(model)
     if cache is None:
         if getattr(model.config, "is_decoder", None) is False:
@@ -241,7 +241,7 @@ def _is_equal(one: Tensor, two: Tensor) -> bool:
 
 def _kv_repeat(model: PreTrainedModel, layer_idx: int, key: Tensor, value: Tensor) -> int:
     """Return how often K and V hold each KV head of the config; 1 unless all copies are equal."""
-    layers = (of_layers(model.config, key) for key in ("num_key_value_heads", "num_kv_heads"))
+    layers = (layer_settings(model.config, key) for key in ("num_key_value_heads", "num_kv_heads"))
     kv_heads = next((n[layer_idx % len(n)] for n in layers if n[layer_idx % len(n)]), None)
     if not kv_heads or key.shape[1] % kv_heads:
         return 1

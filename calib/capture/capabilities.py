@@ -7,7 +7,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from calib.capture.attention import AttentionMap, map_attention
 from calib.errors import InputError, UnsupportedModelError, one_line
-from calib.models.devices import input_device
+from calib.models.load import input_device
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention
 

@@ -16,7 +16,7 @@ from calib.capture.statistics import RunningLayer, count_tokens
 from calib.capture.trainer_batches import TrainerBatch, read_batches
 from calib.data import Batch
 from calib.errors import CalibrationError, InputError
-from calib.models.devices import input_device
+from calib.models.load import input_device
 from calib.recipe import Recipe
 from calib.scales.observers import make_observer
 from calib.scales.stats import PER_TOKEN, KVStats

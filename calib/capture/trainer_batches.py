@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from calib.data import Batch, make_batches
 from calib.errors import InputError, one_line
-from calib.models.load import model_positions
+from calib.models.config import model_positions
 
 # token ids [B, T], a list of rows, or a mapping of such `input_ids` and, for padded rows, an `attention_mask`
 TrainerBatch = Tensor | Sequence[Sequence[int]] | Mapping[str, Any]

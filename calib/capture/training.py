@@ -27,7 +27,7 @@ from calib.export.compressed_tensors import find_quantization_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import SINGLE_FILE
 from calib.files.safetensors_header import Entry
-from calib.models.load import caches_latents, check_cacheable
+from calib.models.config import caches_latents, check_cacheable
 from calib.recipe import Recipe
 from calib.scales.derive import derive_scales
 from calib.scales.scales import KVScales, check_one_scale

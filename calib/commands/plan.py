@@ -37,7 +37,7 @@ def plan(
 ) -> None:
     """Say what calibrating a model takes: memory, reading, FLOPs, estimated time. Runs nothing."""
     from calib.data import resolve_batch_size
-    from calib.models.load import fit_seq_len
+    from calib.models.config import fit_seq_len
     from calib.plan.shape import model_shape
     from calib.plan.ways import Machines, Plan, Workload, find_gpu, ways
     from calib.recipe import DataRecipe
@@ -45,7 +45,7 @@ def plan(
     machines = Machines(find_gpu(gpu), gpus, nodes, parse_size(disk), efficiency)
     shape = model_shape(model, trust_remote_code=trust_remote_code)
     asked = seq_len or DataRecipe().seq_len
-    tokens, notes = fit_seq_len(shape.config, asked, given=seq_len is not None)
+    tokens, notes = fit_seq_len(shape.config, asked, is_default=seq_len is None)
     data = DataRecipe(samples=samples, batch_size=batch_size or "auto")
     data = data.model_copy(update={"seq_len": tokens})
     work = Workload(samples, tokens, resolve_batch_size(data, "cuda"))

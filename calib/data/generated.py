@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calib.data.batches import resolve_batch_size
 from calib.errors import InputError
-from calib.models.devices import check_token_ids, input_device
+from calib.models.load import check_token_ids, input_device
 from calib.recipe import DataRecipe
 
 if TYPE_CHECKING:

@@ -22,8 +22,8 @@ from calib.eval.material import Material, make_material
 from calib.eval.schema import SCHEMA, Conditions, Data, Suite
 from calib.eval.variants import BUILT_IN, Setup
 from calib.files.model_directory import ModelDirectory
-from calib.models.devices import check_token_ids
-from calib.models.load import fit_seq_len, load_model, load_tokenizer
+from calib.models.config import fit_seq_len
+from calib.models.load import check_token_ids, load_model, load_tokenizer
 from calib.output.card import versions
 from calib.progress import Progress
 from calib.recipe import DataRecipe, EvaluationRecipe, ObserverRecipe, Recipe
@@ -46,7 +46,7 @@ def fitting_suite(
     """
     suite = given or SUITES[recipe.suite]
     asked = recipe.seq_len if given is None else given.seq_len
-    seq_len, notes = fit_seq_len(config, asked or suite.seq_len, given=asked is not None)
+    seq_len, notes = fit_seq_len(config, asked or suite.seq_len, is_default=asked is None)
     documents = suite.documents if given else recipe.samples or suite.documents
     return replace(suite, documents=documents, seq_len=seq_len), notes
 
@@ -100,7 +100,8 @@ def load_setup(
 ) -> Setup:
     """Load the model and its tokenizer."""
     progress.stage("load")
-    tokenizer, model = load_tokenizer(checkpoint, recipe), load_model(checkpoint, config, recipe)
+    tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
+    model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     asked = recipe.evaluation
     return Setup(model, tokenizer, asked.backend, progress, asked.attention)
 

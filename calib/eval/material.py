@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from calib.eval.schema import Continuation, Suite
 from calib.eval.variants import Setup
-from calib.models.load import model_positions
+from calib.models.config import model_positions
 
 _FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 _ASK = "\nWhat is the pass key? The pass key is"

@@ -17,8 +17,8 @@ from calib.eval.reader import read
 from calib.eval.schema import Suite
 from calib.eval.statistics import Divergence
 from calib.eval.variants import Setup, Variant
-from calib.models.devices import check_token_ids
-from calib.models.load import model_positions
+from calib.models.config import model_positions
+from calib.models.load import check_token_ids
 from calib.recipe import DataRecipe, Recipe
 
 ALL = "all"

@@ -48,8 +48,8 @@ from calib.eval.variants import ONE_ATTENTION, Setup, Variant, build_variants, o
 from calib.files.atomic import claimed
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import Condition, parse_condition
+from calib.models.config import load_config
 from calib.models.find import find_model
-from calib.models.load import load_config
 from calib.models.quantized.detect import quantization_notes
 from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe
@@ -110,7 +110,7 @@ def evaluate(
     """
     wanted = recipe.evaluation
     checkpoint = find_model(model_name)
-    config = load_config(checkpoint, recipe)
+    config = load_config(checkpoint, recipe.trust_remote_code)
     suite, notes = inputs.fitting_suite(config, wanted, suite)
     suite = suite if wish is None else inputs.whole_text_only(suite)
     notes += quantization_notes(checkpoint)

@@ -16,7 +16,7 @@ from transformers import set_seed
 from calib.errors import InputError
 from calib.eval.task_files import SEED, Tasks, lm_eval_quiet
 from calib.eval.variants import UNCHANGED, Setup, Variant
-from calib.models.devices import check_token_ids
+from calib.models.load import check_token_ids
 
 _BATCH_SIZE = 8
 # enough for two digits; only metrics without a formula for their standard error are resampled

@@ -64,7 +64,7 @@ class LayerwiseModel:
 
 def open_layers(model: PreTrainedModel, checkpoint: ModelDirectory, recipe: Recipe) -> LayerwiseModel:
     """Prove that `model`, made by `load_skeleton`, can run layer by layer, and find its weights."""
-    device, limit = execution_device(recipe), memory_limit(recipe.max_memory)
+    device, limit = execution_device(recipe.device), memory_limit(recipe.max_memory)
     in_use, layer = resident_bytes(), random_bytes(model.get_decoder())
     if in_use + layer > limit:
         raise InputError(
@@ -74,7 +74,7 @@ def open_layers(model: PreTrainedModel, checkpoint: ModelDirectory, recipe: Reci
         )
     parts = probe_layers(model, device)
     mapping = get_model_conversion_mapping(model)
-    sources = weight_sources(checkpoint, model.config, recipe)
+    sources = weight_sources(checkpoint, model.config, recipe.dtype)
     stages = plan_stages(model, parts.layers, parts.unused, sources, mapping)
     return LayerwiseModel(model, device, parts, stages, WeightLoader(model, mapping, device))
 

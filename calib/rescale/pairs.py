@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from calib.capture.attention import CachedAttention, observe_qkv
 from calib.errors import UnsupportedModelError
-from calib.models.devices import input_device
+from calib.models.load import input_device
 from calib.rescale.parameters import rescaled_parameters
 from calib.rescale.products import LayerFactors
 from calib.rescale.proof import PROBE_TOKENS, multiplied, probe_tokens

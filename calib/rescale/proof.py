@@ -19,8 +19,8 @@ from calib.capture.attention import CachedAttention, observe_qkv
 from calib.divergence import divergence
 from calib.errors import UnsupportedModelError
 from calib.files.model_directory import ModelDirectory
-from calib.models.devices import input_device
-from calib.models.load import load_config, load_model
+from calib.models.config import load_config
+from calib.models.load import input_device, load_model
 from calib.recipe import Recipe
 from calib.rescale.one_plus import Norms
 from calib.rescale.products import Factors, Rescaled
@@ -43,7 +43,8 @@ class Observed:
 def load_exact(checkpoint: ModelDirectory, recipe: Recipe) -> PreTrainedModel:
     """Load a model in float32, where a power of two changes exponents and nothing else."""
     recipe = recipe.model_copy(update={"dtype": "float32"})
-    model = load_model(checkpoint, load_config(checkpoint, recipe), recipe)
+    config = load_config(checkpoint, recipe.trust_remote_code)
+    model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     for parameter in model.parameters():
         # matrix kernels may add in another order where memory is aligned otherwise, as in a file
         parameter.data = parameter.data.clone()

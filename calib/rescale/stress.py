@@ -20,8 +20,8 @@ from calib.export.compressed_tensors import find_quantization_config
 from calib.files.atomic import atomic_directory
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import STRESS_FILE
+from calib.models.config import caches_latents, load_config
 from calib.models.find import find_model
-from calib.models.load import caches_latents, load_config
 from calib.models.quantized.detect import find_weight_format
 from calib.output.checkpoint_directory import check_output, write_json
 from calib.progress import SILENT, Progress
@@ -144,7 +144,7 @@ def stress(
     check_output(output, checkpoint.path, overwrite=overwrite)
     _check_plain(checkpoint)
     check_no_scales(checkpoint)
-    latent = caches_latents(load_config(checkpoint, recipe))
+    latent = caches_latents(load_config(checkpoint, recipe.trust_remote_code))
     factors = Factors.chosen(k_factor, v_factor, latent=latent)
     with atomic_directory(output, overwrite=overwrite) as scratch:
         architecture = (checkpoint.config.get("architectures") or ["this model"])[0]

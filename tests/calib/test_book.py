@@ -10,8 +10,9 @@ from calib.data import load_data
 from calib.eval import inputs
 from calib.eval.held_out import find_readers
 from calib.eval.variants import Setup
+from calib.models.config import load_config
 from calib.models.find import find_model
-from calib.models.load import load_config, load_model, load_tokenizer
+from calib.models.load import load_model, load_tokenizer
 from calib.recipe import load_recipe
 from calib.scales.text_records import load_records
 
@@ -88,10 +89,10 @@ def test_the_rest_of_a_book_is_held_out(calibrated, model, book):
     small = {"evaluation.samples": 6, "evaluation.seq_len": 32, "device": "cpu"}
     recipe = load_recipe(None, {"data.dataset": str(book), **small})
     checkpoint = find_model(str(model))
-    config = load_config(checkpoint, recipe)
+    config = load_config(checkpoint)
     suite, _ = inputs.fitting_suite(config, recipe.evaluation, None)
     recipe = inputs.evaluation_recipe(recipe, suite)
-    setup = Setup(load_model(checkpoint, config, recipe), load_tokenizer(checkpoint, recipe))
+    setup = Setup(load_model(checkpoint, config, recipe.dtype, recipe.device), load_tokenizer(checkpoint))
     readers, _ = find_readers([scales], checkpoint.path)
     data, _, material, warnings = inputs.load_material(setup, recipe, suite, readers)
     read = load_recipe(str(scales / "fp8kv_calibration.json")).data

@@ -13,8 +13,9 @@ from transformers import DynamicCache
 
 from calib.capture.attention import map_attention
 from calib.data import load_data
+from calib.models.config import load_config
 from calib.models.find import find_model
-from calib.models.load import load_config, load_model, load_tokenizer
+from calib.models.load import load_model, load_tokenizer
 from calib.recipe import load_recipe
 from calib.rescale.pairs import rotated_pairs
 from calib.scales.derive import load_scales
@@ -44,8 +45,8 @@ def job(request, tmp_path_factory):
 
 def loaded(directory, recipe):
     checkpoint = find_model(str(directory))
-    config = load_config(checkpoint, recipe)
-    return load_model(checkpoint, config, recipe), load_tokenizer(checkpoint, recipe)
+    config = load_config(checkpoint)
+    return load_model(checkpoint, config, recipe.dtype, recipe.device), load_tokenizer(checkpoint)
 
 
 def test_scales_are_those_of_a_plain_forwards_own_cache(job):

@@ -64,7 +64,7 @@ def test_the_scales_are_the_commands_bit_for_bit(
     assert done.exit_code == 0, done.stderr
     of_data = {"data.dataset": "random", "data.samples": 4, "data.seq_len": 32}
     recipe = load_recipe(None, {**flags, **of_data})
-    tokenizer = load_tokenizer(open_model_directory(tiny_directory), recipe)
+    tokenizer = load_tokenizer(open_model_directory(tiny_directory))
     samples = load_data(recipe.data, tokenizer, lambda: tiny_llama).samples
     # as many in a pass as the command takes: matrix kernels may round by their number
     batches = make_batches(samples, 4096 // 32, pad_id=0)

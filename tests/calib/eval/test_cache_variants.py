@@ -122,7 +122,7 @@ def test_a_cache_is_the_rounding_of_k_and_v(name, evaluation, directory):
 
 def evaluate_documents(directory):
     data = RECIPE.data.model_copy(update={"samples": 7, "seq_len": 32})
-    tokenizer = load_tokenizer(find_model(str(directory)), RECIPE)
+    tokenizer = load_tokenizer(find_model(str(directory)))
     model = tiny_model("llama")
     return [torch.tensor(s) for s in load_data(data, tokenizer, lambda: model).samples[4:]]
 

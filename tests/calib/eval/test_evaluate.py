@@ -43,7 +43,7 @@ def report(evaluation):
 
 def held_out(directory):
     data = RECIPE.data.model_copy(update={"samples": 7, "seq_len": 24})
-    tokenizer = load_tokenizer(find_model(str(directory)), RECIPE)
+    tokenizer = load_tokenizer(find_model(str(directory)))
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     return model, load_data(data, tokenizer, lambda: model).samples[3:]
 

@@ -85,7 +85,7 @@ def test_a_cache_is_the_rounding_of_latent_and_k_pe(name, evaluation, directory)
         return original(module, query, *rounded(0, latent, k_pe), *args, **kwargs)
 
     data = RECIPE.data.model_copy(update={"samples": 7, "seq_len": 32})
-    tokenizer = load_tokenizer(find_model(str(directory)), RECIPE)
+    tokenizer = load_tokenizer(find_model(str(directory)))
     texts = load_data(data, tokenizer, lambda: model).samples[4:]
     for ids, found in zip(texts, evaluation.measured[name].documents, strict=True):
         tokens = torch.tensor(ids)[None]

@@ -24,8 +24,9 @@ from calib.eval.schema import Report, Suite
 from calib.eval.statistics import difference
 from calib.eval.summarize import summarize
 from calib.eval.variants import Setup
+from calib.models.config import load_config
 from calib.models.find import find_model
-from calib.models.load import load_config, load_model, load_tokenizer
+from calib.models.load import load_model, load_tokenizer
 from calib.recipe import DataRecipe, load_recipe
 
 SUITE = Suite(4, 4, 24, 0, 0, (), (), 2)
@@ -75,9 +76,9 @@ def report(evaluation):
 @pytest.fixture(scope="module")
 def setup(directory, recipe):
     checkpoint = find_model(str(directory))
-    config = load_config(checkpoint, recipe)
-    model = load_model(checkpoint, config, recipe)
-    return Setup(model, load_tokenizer(checkpoint, recipe), "torch")
+    config = load_config(checkpoint)
+    model = load_model(checkpoint, config, recipe.dtype, recipe.device)
+    return Setup(model, load_tokenizer(checkpoint), "torch")
 
 
 def test_every_built_in_text_is_read_beside_the_named(report, texts):

@@ -61,7 +61,7 @@ def test_a_ratio_is_resampled_by_document():
 def reference_values(directory, recipe):
     """K and V [K, N] by layer, of the documents that per-layer figures are taken from."""
     data = recipe.data.model_copy(update={"samples": 6, "seq_len": 40})
-    tokenizer = load_tokenizer(find_model(str(directory)), recipe)
+    tokenizer = load_tokenizer(find_model(str(directory)))
     model = AutoModelForCausalLM.from_pretrained(directory).eval()
     seen = {}
 

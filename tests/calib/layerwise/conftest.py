@@ -18,8 +18,9 @@ from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.layerwise.loop import calibrate_layerwise, open_layers
 from calib.layerwise.weights import load_skeleton
+from calib.models.config import load_config
 from calib.models.find import find_model
-from calib.models.load import load_config, load_model
+from calib.models.load import load_model
 from calib.recipe import load_recipe
 
 GENERATOR = torch.Generator().manual_seed(1)
@@ -60,11 +61,12 @@ class Saved:
 
     def in_memory(self, recipe, batches):
         checkpoint = find_model(str(self.path))
-        return calibrate(load_model(checkpoint, load_config(checkpoint, recipe), recipe), batches, recipe)
+        model = load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
+        return calibrate(model, batches, recipe)
 
     def open(self, recipe):
         checkpoint = find_model(str(self.path))
-        skeleton = load_skeleton(checkpoint, load_config(checkpoint, recipe), recipe)
+        skeleton = load_skeleton(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
         return open_layers(skeleton, checkpoint, recipe)
 
     def by_layer(self, recipe, batches, limit=PLENTY, **options):

@@ -11,8 +11,8 @@ from calib.files.text import parse_size, show_size
 from calib.layerwise import memory
 from calib.layerwise.loop import scratch_directory
 from calib.layerwise.memory import available_bytes, resident_bytes
+from calib.models.config import load_config
 from calib.models.find import find_model
-from calib.models.load import load_config
 from calib.recipe import load_recipe
 
 GIB = 1 << 30
@@ -28,7 +28,7 @@ def resolve(tiny_directory, monkeypatch):
         monkeypatch.setattr(memory, "_weight_bytes", lambda *_: weights)
         recipe = load_recipe(None, {"device": "cpu", **changes})
         checkpoint = find_model(str(tiny_directory))
-        config = config or load_config(checkpoint, recipe)
+        config = config or load_config(checkpoint)
         return memory.resolve_offload(checkpoint, config, recipe).offload
 
     return resolve
@@ -62,7 +62,7 @@ def test_text_that_the_model_writes_needs_it_in_memory(resolve):
 
 
 def test_quantised_weights_stay_in_memory_unless_told_otherwise(resolve, tiny_directory):
-    config = load_config(find_model(str(tiny_directory)), load_recipe(None))
+    config = load_config(find_model(str(tiny_directory)))
     config.quantization_config = {"quant_method": "fp8"}
     assert resolve(50 * GIB, config) == "none"
 
@@ -88,7 +88,7 @@ def test_converting_weights_needs_both(tiny_directory):
 
     def needed(dtype):
         recipe = load_recipe(None, {"dtype": dtype})
-        return memory._weight_bytes(checkpoint, load_config(checkpoint, recipe), recipe)
+        return memory._weight_bytes(checkpoint, load_config(checkpoint), recipe)
 
     assert needed("auto") == needed("float32") == stored
     assert needed("bfloat16") == stored + stored // 2

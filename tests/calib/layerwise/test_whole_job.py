@@ -29,7 +29,7 @@ def test_a_real_model_gives_the_same_bits(smollm2_directory, tmp_path, saved_at,
     saved = saved_at(smollm2_directory)
     changes = {"data.dataset": "builtin:python-docs", "data.samples": 2, "data.seq_len": 24}
     recipe = saved.recipe(**{"observer.name": "mse", "means": True, "targets": "qkv", **changes})
-    tokenizer = load_tokenizer(find_model(str(smollm2_directory)), recipe)
+    tokenizer = load_tokenizer(find_model(str(smollm2_directory)))
     samples = load_data(recipe.data, tokenizer, pytest.fail).samples
     batches = saved.batches([samples[0], samples[1][:23]])
     assert [batch.has_padding for batch in batches] == [True]
@@ -85,7 +85,7 @@ import sys
 from pathlib import Path
 from calib.data import make_batches
 from calib.models.find import find_model
-from calib.models.load import load_config
+from calib.models.config import load_config
 from calib.layerwise.loop import calibrate_layerwise
 from calib.layerwise.memory import resident_bytes
 from calib.layerwise.loop import open_layers
@@ -94,7 +94,7 @@ from calib.recipe import load_recipe
 
 recipe = load_recipe(None, {"device": "cpu"})
 checkpoint = find_model(sys.argv[1])
-model = load_skeleton(checkpoint, load_config(checkpoint, recipe), recipe)
+model = load_skeleton(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
 source = open_layers(model, checkpoint, recipe)
 before = resident_bytes()
 allowed, samples, tokens, size = map(int, sys.argv[2:])

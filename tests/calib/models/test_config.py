@@ -9,9 +9,8 @@ from families import save_model, tiny_model
 
 from calib.errors import InputError
 from calib.files.model_directory import check_layers
-from calib.models.config import build_on_meta
+from calib.models.config import build_on_meta, load_config
 from calib.models.find import find_model
-from calib.models.load import load_config
 from calib.plan.shape import model_shape
 from calib.recipe import load_recipe
 
@@ -53,7 +52,7 @@ def edit(model, **changes):
 
 def refused(model, message, *, planned=True):
     """By whatever loads the model, and by `plan`."""
-    calls = [lambda: load_config(find_model(str(model)), RECIPE)]
+    calls = [lambda: load_config(find_model(str(model)))]
     calls += [lambda: model_shape(str(model))] if planned else []
     for call in calls:
         with pytest.raises(InputError, match=message) as error:
@@ -138,7 +137,7 @@ def test_a_size_that_the_weights_do_not_have(changes, wanted, model):
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe", "gpt_neox", "gpt_oss"])
 def test_a_model_as_transformers_saves_it_has_the_shapes_of_its_config(family, tmp_path):
     directory = save_model(tiny_model(family), tmp_path / family)
-    config = load_config(find_model(str(directory)), RECIPE)
+    config = load_config(find_model(str(directory)))
     assert {p.device.type for p in build_on_meta(config, trust_remote_code=False).parameters()} == {"meta"}
 
 

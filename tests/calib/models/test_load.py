@@ -15,14 +15,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from calib.capture.attention import map_attention
 from calib.errors import InputError, UnsupportedModelError
 from calib.models import find
+from calib.models.config import check_cacheable, check_positions, load_config
 from calib.models.find import find_model
-from calib.models.load import (
-    check_cacheable,
-    check_positions,
-    load_config,
-    load_model,
-    load_tokenizer,
-)
+from calib.models.load import load_model, load_tokenizer
 from calib.recipe import load_recipe
 
 
@@ -35,7 +30,7 @@ RECIPE = recipe_with()
 
 def load(directory, recipe=RECIPE):
     checkpoint = find_model(str(directory))
-    return load_model(checkpoint, load_config(checkpoint, recipe), recipe)
+    return load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
 
 
 def edit_config(directory, **changes):
@@ -142,7 +137,7 @@ def test_no_tokenizer(tiny_directory):
     (tiny_directory / "tokenizer.json").unlink()
     (tiny_directory / "tokenizer_config.json").unlink()
     with pytest.raises(InputError, match="cannot load the tokenizer"):
-        load_tokenizer(find_model(str(tiny_directory)), RECIPE)
+        load_tokenizer(find_model(str(tiny_directory)))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +153,7 @@ def test_no_tokenizer(tiny_directory):
 def test_a_tokenizer_file_that_holds_none(text, message, tiny_directory):
     (tiny_directory / "tokenizer.json").write_text(text)
     with pytest.raises(InputError, match=message):
-        load_tokenizer(find_model(str(tiny_directory)), RECIPE)
+        load_tokenizer(find_model(str(tiny_directory)))
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from calib.errors import InputError
 from calib.layerwise.weights import load_skeleton
+from calib.models.config import load_config
 from calib.models.find import find_model
-from calib.models.load import load_config, load_model
+from calib.models.load import load_model
 from calib.recipe import load_recipe
 from calib.scales.stats_file import load_stats
 
@@ -31,7 +32,7 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 
 def load(directory, loader=load_model):
     checkpoint = find_model(str(directory))
-    return loader(checkpoint, load_config(checkpoint, RECIPE), RECIPE)
+    return loader(checkpoint, load_config(checkpoint), RECIPE.dtype, RECIPE.device)
 
 
 def refuse(directory, message):
@@ -119,7 +120,7 @@ def test_scales_that_the_loader_leaves_over(tiny_directory, suffix):
     edit_tensors(tiny_directory, lambda m, w: {f"{m}.weight": w, f"{m}.{suffix}": torch.ones(3)})
     refuse(tiny_directory, rf"layers.0.mlp.down_proj.{suffix}'.*give the model it was made from")
     with pytest.raises(InputError, match=rf"down_proj.{suffix}'"):  # names alone tell
-        load_config(find_model(str(tiny_directory)), RECIPE)
+        load_config(find_model(str(tiny_directory)))
 
 
 def test_codes_that_the_loader_leaves_over_are_named_before_missing_weights(tiny_directory):
@@ -130,7 +131,7 @@ def test_codes_that_the_loader_leaves_over_are_named_before_missing_weights(tiny
     edit_tensors(tiny_directory, gptq)
     refuse(tiny_directory, r"down_proj.g_idx'")
     with pytest.raises(InputError, match=r"down_proj.g_idx'"):
-        load_config(find_model(str(tiny_directory)), RECIPE)
+        load_config(find_model(str(tiny_directory)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])

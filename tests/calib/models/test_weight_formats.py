@@ -19,8 +19,9 @@ from calib.errors import InputError
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.files.tensors import StoredTensor
+from calib.models.config import load_config
 from calib.models.find import find_model
-from calib.models.load import load_config, load_model, weight_sources
+from calib.models.load import load_model, weight_sources
 from calib.recipe import load_recipe
 from calib.scales.stats_file import load_stats
 
@@ -32,7 +33,7 @@ RECIPE = load_recipe(None, {"device": "cpu", "dtype": "float32"})
 
 def load(directory, recipe=RECIPE):
     checkpoint = find_model(str(directory))
-    return load_model(checkpoint, load_config(checkpoint, recipe), recipe)
+    return load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
 
 
 @pytest.fixture(params=FORMS)
@@ -79,7 +80,7 @@ def test_the_largest_k_v_and_q_are_those_of_the_tools_weights(case):
 def test_weights_are_rounded_once(quantised, tmp_path, dtype):
     recipe = load_recipe(None, {"device": "cpu", "dtype": str(dtype).removeprefix("torch.")})
     checkpoint = find_model(str(quantised))
-    sources = weight_sources(checkpoint, load_config(checkpoint, recipe), recipe)
+    sources = weight_sources(checkpoint, load_config(checkpoint), recipe.dtype)
     for name, values in load_file(tmp_path / "plain/model.safetensors").items():
         if name.endswith("_proj.weight"):
             assert torch.equal(sources[name].read(), values.to(dtype)), name
