@@ -11,7 +11,7 @@ from calib.capture.capabilities import check_queries, engine_class, reason_again
 from calib.data import CalibrationData, load_data, shared_batch_size
 from calib.errors import InputError
 from calib.export import check_latent, check_recipe
-from calib.files.baked import baked_for
+from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory
 from calib.layerwise.loop import LayerwiseModel, open_layers
 from calib.layerwise.memory import resolve_offload

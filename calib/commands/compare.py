@@ -46,15 +46,16 @@ def _is_report(path: Path) -> bool:
 
 
 def _compare_scales(a: Path, b: Path, *, as_json: bool) -> None:
-    from calib.same_model.ratios import compare_notes, compare_scales, ratios_json
+    from calib.same_model.ratios import compare_scales
 
-    pairs, notes = compare_scales(a, b), compare_notes(a, b)
+    comparison = compare_scales(a, b)
     if as_json:
-        print_json(ratios_json(pairs, notes))
+        print_json(comparison.to_json())
     else:
+        pairs = comparison.pairs
         rows = [(str(a.layer), *_scale_cells(a.k, b.k), *_scale_cells(a.v, b.v)) for a, b in pairs]
         print_table(f"A: {a}, B: {b}", _SCALE_HEADINGS, rows)
-        print_lines([f"note: {note}" for note in notes])
+        print_lines([f"note: {note}" for note in comparison.notes])
 
 
 def _scale_cells(a: "Values | None", b: "Values | None") -> tuple[str, str, str]:

@@ -17,7 +17,7 @@ from calib.eval.variants import (
     broadcast_scale,
     fp8_rounding,
 )
-from calib.files.baked import baked_for
+from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory
 from calib.models.load import served_dtype
 from calib.rescale.in_memory import baked_factors

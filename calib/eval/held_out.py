@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from calib.data import CalibrationData
 from calib.errors import InputError
-from calib.files.baked import baked_for
+from calib.files.fingerprint import baked_for
 from calib.files.names import BAKE_FILE
 from calib.scales.text_records import Records, load_records, read_records
 from calib.scales.text_summary import TextRecord

@@ -1,13 +1,17 @@
-"""Digests that tell models, revisions and weights apart without reading all of their files."""
+"""Digests that tell models, revisions and weights apart without reading all of their files.
+
+By them a bake is known again, after which scale 1.0 is right.
+"""
 
 import hashlib
 import re
 from pathlib import Path
+from typing import Any
 
 from calib.files.model_directory import ModelDirectory, read_index
-from calib.files.names import SINGLE_FILE, is_of_cache
+from calib.files.names import BAKE_FILE, SINGLE_FILE, is_of_cache
 from calib.files.safetensors_header import Entry, read_header
-from calib.files.strict_json import json_text
+from calib.files.strict_json import json_text, read_object
 
 _SAMPLED_BLOCKS = 16
 _BLOCK_BYTES = 4096
@@ -65,3 +69,16 @@ def weights_digest(path: Path, *, beyond_attention: bool = False) -> str:
                 opened.seek(place)
                 digest.update(opened.read(min(_SAMPLE_BYTES, entry.end - place)))
     return digest.hexdigest()
+
+
+def read_bake(path: Path) -> dict[str, Any]:
+    """Read the report of a bake in a directory; it is empty unless the weights are those that were baked."""
+    report = read_object(path / BAKE_FILE) if (path / BAKE_FILE).exists() else {}
+    is_own = report.get("for") is not None and report.get("weights") == weights_digest(path)
+    return report if is_own else {}
+
+
+def baked_for(path: Path) -> str | None:
+    """Return the cache that a directory's weights were baked for, fp8 or int8; None if they were not."""
+    report = read_bake(path)
+    return str(report["for"]) if report else None

@@ -9,9 +9,9 @@ from typing import Any
 
 from calib.choices import FP8Name, Strategy
 from calib.errors import InputError, NoScalesError
-from calib.files.baked import baked_for
 from calib.files.cache_type import fp8_type
 from calib.files.config import Config, caches_latents, head_counts, layer_config
+from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import INDEX_FILE, JSON_FILE, MODELOPT_FILE, is_of_senses, layer_of
 from calib.files.safetensors_header import FLOATS

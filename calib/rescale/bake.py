@@ -12,10 +12,9 @@ from calib.capture.attention import CachedAttention
 from calib.choices import FP8Name, Purpose
 from calib.errors import InputError
 from calib.files.atomic import atomic_directory, claimed
-from calib.files.baked import baked_for
 from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import statistics_file
-from calib.files.fingerprint import fingerprint, fingerprints, weights_digest
+from calib.files.fingerprint import baked_for, fingerprint, fingerprints, weights_digest
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import BAKE_FILE
 from calib.models.find import find_model

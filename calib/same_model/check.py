@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calib.errors import InputError
-from calib.files.baked import baked_for
 from calib.files.calibration import read_report
-from calib.files.config import text_config
-from calib.files.fingerprint import fingerprint
+from calib.files.config import Config, text_config
+from calib.files.fingerprint import baked_for, fingerprint
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CALIBRATION_FILE, CONFIG_FILE, JSON_FILE, PACK_FILE
 from calib.files.strict_json import read_object
@@ -23,8 +22,6 @@ from calib.files.strict_json import read_object
 if TYPE_CHECKING:
     from calib.same_model.marks import Marks
     from calib.scales.stats import KVStats
-
-Config = Mapping[str, Any]  # a config.json, or the part of it that is known
 
 # of the language model, where configs of one type differ between models
 _SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "n_embd", "n_head")

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from calib.errors import Fp8kvError, InputError, first_problem, one_line
-from calib.files.config import text_config
+from calib.files.config import head_count, text_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import is_of_cache, is_of_senses
 from calib.files.tensors import Source, StoredTensor
@@ -46,7 +46,6 @@ _BEFORE_MLP = (
     *("pre_feedforward_layernorm", "post_attention_layernorm", "ln_2", "ffn_norm", "ln_mlp"),
     *("norm_2", "norm2"),
 )
-_HEADS = ("num_attention_heads", "n_head", "n_heads")
 _EMBEDDING = re.compile(r"(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings)\.weight")
 _LAYER = re.compile(r"(?P<layer>[^.]+\.(?P<index>\d{1,6}))\.(?P<rest>.+)")
 
@@ -219,15 +218,15 @@ def _rows_to_sample(name: str, shape: tuple[int, ...], settings: Mapping[str, An
     """Choose rows of every head of K and V, or a few of a weight that makes neither."""
     module, rows = name.split(".")[-2], shape[0]
     if module in _FUSED:
-        heads = next((settings[key] for key in _HEADS if type(settings.get(key)) is int), 0)
+        heads = head_count(settings, "q") or 0
         head_dim = settings.get("head_dim") or (shape[1] // heads if heads else 0)
         if head_dim and heads and rows % head_dim == 0 and rows // head_dim >= heads + 2:
             return sample_head_rows(rows, heads, head_dim)
     if module in _FUSED or module == _LATENT:
         return sample_rows(rows, 3 * _ROWS)
-    heads = settings.get("num_key_value_heads")
-    heads = heads if type(heads) is int and 0 < heads <= rows else 1
-    return sample_rows(rows, max(_ROWS, heads) if is_cached(name) else _REST_ROWS)
+    kv_heads = settings.get("num_key_value_heads")
+    kv_heads = kv_heads if type(kv_heads) is int and 0 < kv_heads <= rows else 1
+    return sample_rows(rows, max(_ROWS, kv_heads) if is_cached(name) else _REST_ROWS)
 
 
 def sample_rows(rows: int, count: int) -> list[int]:

@@ -1,5 +1,6 @@
 """The scales of two directories beside each other."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,52 +10,50 @@ from calib.files.stored_scales import StoredLayer, StoredScales, Values, read_sc
 from calib.files.text import show_layers
 from calib.same_model.check import config_difference, known_config
 
-Pairs = list[tuple[StoredLayer, StoredLayer]]
+
+@dataclass(frozen=True)
+class ScaleComparison:
+    """The layers of two directories A and B, and what keeps the ratios from saying what they seem to."""
+
+    pairs: list[tuple[StoredLayer, StoredLayer]]  # a layer that one of them lacks is empty there
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `fp8kv compare --json` prints."""
+        ratios = ({x: ratio(getattr(a, x), getattr(b, x)) for x in "kvq"} for a, b in self.pairs)
+        layers = [{"layer": a.layer, **pair} for (a, _), pair in zip(self.pairs, ratios, strict=True)]
+        return {"layers": layers, "notes": self.notes}
 
 
-def compare_scales(a: Path, b: Path) -> Pairs:
-    """The scales of `a` and `b` layer by layer; a layer that one of them lacks is empty there."""
-    first, second = ({layer.layer: layer for layer in read_scales(path).layers} for path in (a, b))
-    if not first.keys() & second.keys():
+def compare_scales(a: Path, b: Path) -> ScaleComparison:
+    """Compare the scales of `a` and `b`; raise an InputError where they have no layer in common."""
+    scales = {"A": read_scales(a), "B": read_scales(b)}
+    in_a, in_b = ({layer.layer: layer for layer in stored.layers} for stored in scales.values())
+    if not in_a.keys() & in_b.keys():
         raise InputError(f"'{a}' and '{b}' have scales of no common layer")
-    indices = sorted(first.keys() | second.keys())
-    return [(first.get(i, StoredLayer(i)), second.get(i, StoredLayer(i))) for i in indices]
-
-
-def compare_notes(a: Path, b: Path) -> list[str]:
-    """What keeps the ratios of two directories from saying what they seem to, one line each."""
-    found = [read_scales(path) for path in (a, b)]
-    kinds = [_kind(each) for each in found]
-    notes = [
-        f"{name}: {problem}" for name, each in zip("AB", found, strict=True) for problem in each.problems
-    ]
-    layers = [{layer.layer for layer in each.layers} for each in found]
-    for name, only in (("A", layers[0] - layers[1]), ("B", layers[1] - layers[0])):
-        if only:
-            notes.append(f"only {name} has scales of {show_layers(sorted(only))}")
+    notes = [f"{name}: {problem}" for name, stored in scales.items() for problem in stored.problems]
+    for name, layers in (("A", in_a.keys() - in_b.keys()), ("B", in_b.keys() - in_a.keys())):
+        if layers:
+            notes.append(f"only {name} has scales of {show_layers(sorted(layers))}")
     if difference := config_difference(known_config(a), known_config(b)):
         notes.append(f"A and B are of other models: {difference[0]} and {difference[1]}")
-    if kinds[0] != kinds[1]:
-        notes.append(f"A holds {kinds[0]}, B {kinds[1]}: equal absmax gives other numbers")
-    return notes
-
-
-def _kind(found: StoredScales) -> str:
-    nvfp4 = nvfp4_convention(found.directory)
-    return f"values of an NVFP4 cache, {nvfp4}" if nvfp4 else f"scales of {found.fp8_dtype}"
+    kind_a, kind_b = map(_describe, scales.values())
+    if kind_a != kind_b:
+        notes.append(f"A holds {kind_a}, B {kind_b}: equal absmax gives other numbers")
+    indices = sorted(in_a.keys() | in_b.keys())
+    pairs = [(in_a.get(i, StoredLayer(i)), in_b.get(i, StoredLayer(i))) for i in indices]
+    return ScaleComparison(pairs, notes)
 
 
 def ratio(a: Values | None, b: Values | None) -> tuple[float, float] | None:
-    """The least and the largest of B / A over the heads; one scale stands for all heads."""
+    """Return the least and the largest of B / A over the heads; one scale stands for all heads."""
     if not a or not b or (len(a) != len(b) and 1 not in (len(a), len(b))):
         return None
-    count = max(len(a), len(b))
-    pairs = zip(a * (count // len(a)), b * (count // len(b)), strict=True)
-    found = [second / first if first else float("inf") for first, second in pairs]
-    return min(found), max(found)
+    pairs = zip(a * (len(b) if len(a) == 1 else 1), b * (len(a) if len(b) == 1 else 1), strict=True)
+    ratios = [second / first if first else float("inf") for first, second in pairs]
+    return min(ratios), max(ratios)
 
 
-def ratios_json(pairs: Pairs, notes: list[str]) -> dict[str, Any]:
-    """The object that `fp8kv compare --json` prints."""
-    layers = [{"layer": a.layer, **{x: ratio(getattr(a, x), getattr(b, x)) for x in "kvq"}} for a, b in pairs]
-    return {"layers": layers, "notes": notes}
+def _describe(scales: StoredScales) -> str:
+    nvfp4 = nvfp4_convention(scales.directory)
+    return f"values of an NVFP4 cache, {nvfp4}" if nvfp4 else f"scales of {scales.fp8_dtype}"

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from calib.errors import NoScalesError
-from calib.files.baked import baked_for, baked_fp8_type, baked_from, bakes_latents
 from calib.files.cache_type import FP8_MAX, FP8_SMALLEST, LARGER, Convention, nvfp4_convention
 from calib.files.calibration import statistics_file
+from calib.files.fingerprint import read_bake
 from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import StoredLayer, StoredScales, read_scales
 from calib.same_model.check import check_same_model, directory_facts, scales_facts
@@ -74,23 +74,23 @@ def verify_directory(
     path: Path, rules: Sequence[Rules], against: Path | None = None, place: Place = ONE_GPU
 ) -> Verification:
     """Simulate loading `path` by each of `rules`; compare its scales with statistics `against`."""
-    baked = False
+    bake = dict[str, Any]()
     try:
         found = read_scales(path, strict=False)
     except NoScalesError:
-        baked = baked_for(path) == "fp8"
-        if not baked:
+        bake = read_bake(path)
+        if bake.get("for") != "fp8":
             raise
         found = StoredScales(open_model_directory(path, weights=False), [])
-    problems, nvfp4 = [*found.problems], nvfp4_convention(found.directory)
+    baked, problems, nvfp4 = bool(bake), [*found.problems], nvfp4_convention(found.directory)
     fits, warnings = list[Fit](), list[str]()
-    if baked and place.fnuz and baked_fp8_type(path) != "e4m3fnuz":
+    if baked and place.fnuz and bake.get("fp8_dtype") != "e4m3fnuz":
         problems.append(
             "K and V were baked for an FP8 type that ends at 448, so 1.0 clips them on one that "
             "ends at 240; bake with scales of --fp8-dtype e4m3fnuz"
         )
     if against:
-        _check_source(path, against, problems, baked=baked)
+        _check_source(path, against, problems, bake)
         measured, layers = read_measured(against, found.layers), found.layers
         if nvfp4:
             nvfp4, wrong = measured_convention(nvfp4, layers, measured.amax)
@@ -104,17 +104,17 @@ def verify_directory(
         problems += [each.text for each in findings if each.is_problem]
         warnings = [each.text for each in findings if not each.is_problem]
         warnings += measured.warnings
-    at_one = baked and bakes_latents(path)
+    at_one = bake.get("latent") is True
     simulations = [simulate(found.directory, e, place, nvfp4, at_one=at_one) for e in rules]
     return Verification(found, simulations, fits, problems, warnings, baked, nvfp4)
 
 
-def _check_source(path: Path, against: Path, problems: list[str], *, baked: bool) -> None:
+def _check_source(path: Path, against: Path, problems: list[str], bake: dict[str, Any]) -> None:
     """Refuse statistics of another model; those of the model that was baked are a problem."""
     statistics_file(against)
     scales = scales_facts(against)
     check_same_model(scales, directory_facts(path))
-    if baked and (scales.fingerprints or {}).get("checkpoint") == baked_from(path):
+    if bake and (scales.fingerprints or {}).get("checkpoint") == bake.get("source"):
         problems.append(
             f"'{against}' was measured on the model that was baked, whose K and V are others: "
             "calibrate the baked one"
