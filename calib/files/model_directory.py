@@ -292,8 +292,9 @@ def _weight_files(path: Path, index: dict[str, str] | None) -> list[str]:
     missing = [shard for shard in shards if not (path / shard).exists()]
     if missing:
         advice = "download it again"
-        if (path / CALIBRATION_FILE).exists():  # --weights none
-            advice = "put the source's weight files, which were left out, beside these, or give the source"
+        if (path / CALIBRATION_FILE).exists():
+            files = "the source's weight files beside these, as --weights none has left them out"
+            advice = f"put {files}, or give the source"
         raise InputError(f"'{path / INDEX_FILE}' names '{missing[0]}', which is missing; {advice}")
     has_single = (path / SINGLE_FILE).exists()
     if not (shards or has_single):
