@@ -128,7 +128,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 
 @contextmanager
 def _errors_explained(where: str) -> Iterator[None]:
-    """Raise an InputError instead of what a library says of the file or row `where`."""
+    """Turn what goes wrong in the file or row `where` into an InputError."""
     try:
         yield
     except InputError:

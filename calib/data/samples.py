@@ -136,10 +136,9 @@ def _opening(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _turns(messages: list[Message], tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of a chat at which turns begin, as far as the template tells.
+    """Return the tokens of a chat at which turns begin: where the chat ends without them.
 
-    A turn begins where the chat ends without it. Some templates write the turns before it
-    otherwise then, and it is not known.
+    Turns are left out if the template writes the ones before differently when they are the last.
     """
     if not tokenizer.is_fast:
         return []
@@ -223,16 +222,16 @@ def _warnings(recipe: DataRecipe, count: int, refusals: list[str], unusable: lis
 class Pieces:
     """Pieces of documents, up to a limit.
 
-    The first of every document come first, in the documents' order. Those of long documents follow,
-    spread evenly over each; a document gives as many as its length is of all. With a larger
-    `limit` the same pieces come first, so what one run has read another can leave out.
+    The beginnings of all documents come first, in the documents' order. Further pieces of long
+    documents follow, spread evenly over each, in proportion to its length. With a larger `limit`
+    the same pieces come first, so a run can leave out what a smaller one has read.
     """
 
     def __init__(self, limit: int, seq_len: int, opening: Sequence[int]) -> None:
         self._limit, self._seq_len = limit, seq_len
         self._opening = list(opening) if len(opening) < seq_len else []
         self.first: list[Piece] = []
-        self._ranked: list[tuple[float, Piece]] = []  # the least come first
+        self._ranked: list[tuple[float, Piece]] = []  # by rank
 
     def add(self, ids: Sequence[int]) -> int:
         """Add the beginning of a document alone, and return the document's number."""
@@ -241,18 +240,18 @@ class Pieces:
         return self.first[-1].document
 
     def cut(self, document: int, ids: Sequence[int], turns: Sequence[int] = ()) -> None:
-        """Cut all of a document; `turns` are tokens that begin one, and turns stay whole."""
+        """Cut a whole document; `turns` are the tokens at which turns of a chat begin, to keep whole."""
         shared = len(self._opening)
         opening = self._opening if list(ids[:shared]) == self._opening else []
         spans = list(self._spans(len(ids), len(opening), turns))
         end = spans[0][1]
         self.first[document] = Piece(document, end, list(ids[:end]))
         limit = self._limit - len(self.first)
-        # one more than the limit, as one of them may come last
+        # one more than the limit, as one of them may rank last
         for rank, at in enumerate(islice(_spread(len(spans)), 1, limit + 2), 1):
             start, end = spans[at]
             piece = Piece(document, end - start, [*opening, *ids[start:end]])
-            # last comes what `add` puts into a chat's beginning: another run may have read it so
+            # what `add` took as a beginning comes last: a run with fewer samples has read it
             self._ranked.append((rank / len(spans) + (start < self._seq_len), piece))
         if len(self._ranked) > 2 * limit:
             self._ranked = sorted(self._ranked)[:limit]

@@ -54,8 +54,7 @@ class TextRecord(BaseModel):
     tokens: int = Field(ge=1)
     one_in: int = Field(ge=1, lt=1 << 32)
     below: int = Field(ge=1, le=_CHANCE * MAX_RUNS)  # upper limit of the hashes
-    # gaps between sorted hashes, a byte each, in base64; 255 adds to the next
-    runs: str = Field(max_length=4 * _CHANCE * MAX_RUNS // _ESCAPE)
+    runs: str = Field(max_length=4 * _CHANCE * MAX_RUNS // _ESCAPE)  # see `_pack`
 
     @field_validator("runs")
     @classmethod
@@ -73,10 +72,8 @@ class TextRecord(BaseModel):
         # a text that only begins the next one is in that one
         whole = [text for text, after in pairwise([*texts, ()]) if after[: len(text)] != text]
         runs = [_hash_runs(text, salt) for text in whole]
-        hashes, places = (
-            np.concatenate(runs),
-            np.concatenate([np.arange(len(x), dtype=np.uint64) for x in runs]),
-        )
+        hashes = np.concatenate(runs)
+        places = np.concatenate([np.arange(len(x), dtype=np.uint64) for x in runs])
         _, inverse, counts = np.unique(_mix(hashes ^ places), return_inverse=True, return_counts=True)
         is_prompt = counts[inverse] >= max(_PROMPT_SAMPLES, len(whole) // _PROMPT_SHARE)
         hashes, one_in = np.unique(hashes[~is_prompt]), 1
@@ -84,13 +81,7 @@ class TextRecord(BaseModel):
             one_in *= 2
             hashes = hashes[hashes % np.uint64(one_in) == 0]
         below = _CHANCE * max(1, len(hashes))
-        gaps = np.diff(np.unique(_shorten(hashes, below)), prepend=np.uint64(0))
-        escapes, rests = np.divmod(gaps, np.uint64(_ESCAPE))
-        ends = np.cumsum(escapes + np.uint64(1)).astype(np.int64)
-        data = np.full(int(ends[-1]) if len(ends) else 0, _ESCAPE, np.uint8)
-        data[ends - 1] = rests
-        packed = b64encode(data.tobytes()).decode()
-        tokens = sum(map(len, samples))
+        packed, tokens = _pack(np.unique(_shorten(hashes, below))), sum(map(len, samples))
         return cls(salt=salt, samples=len(samples), tokens=tokens, one_in=one_in, below=below, runs=packed)
 
     def has_read(self, text: Sequence[int]) -> bool | None:
@@ -122,7 +113,7 @@ class TextSummary:
     unrepeated_tokens: int  # without beginnings that an earlier sample has
     distinct_tokens: int  # of the vocabulary; of several runs an estimate
     unknown_tokens: int | None  # None: the tokenizer has no token for what it does not know
-    words: int | None  # of all documents, before they were cut; None: there was no text
+    words: int | None  # of all documents, before they were cut; None without text
     word_tokens: int | None  # that those documents became
     sketch: int  # a bit for every `SKETCH_BITS`th token id or so
     records: tuple[TextRecord, ...] | None = None  # of each run; None: not known, as of old files
@@ -277,3 +268,12 @@ def _shorten(hashes: Hashes, below: int) -> Hashes:
     """Take the upper bits, as the lower ones choose which runs are recorded."""
     upper: Hashes = (hashes >> np.uint64(32)) % np.uint64(below)
     return upper
+
+
+def _pack(hashes: Hashes) -> str:
+    """Write the gaps between sorted `hashes` in base64, a byte each; 255 adds to the next."""
+    escapes, rests = np.divmod(np.diff(hashes, prepend=np.uint64(0)), np.uint64(_ESCAPE))
+    ends = np.cumsum(escapes + np.uint64(1)).astype(np.int64)
+    data = np.full(int(ends[-1]) if len(ends) else 0, _ESCAPE, np.uint8)
+    data[ends - 1] = rests
+    return b64encode(data.tobytes()).decode()
