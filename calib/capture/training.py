@@ -68,10 +68,9 @@ def scales_for(
     rows that repeat each other, are a Python warning.
 
     DDP, torch.compile and, by `get_base_model`, PEFT are looked through. The model runs in eval mode and is
-    left exactly as it was, and so are the random numbers, also after an error.
-
-    Where torch.distributed is initialised, every process must call this: each measures its own batches, and
-    all get the scales of all. With `gather=False` each is for itself.
+    left exactly as it was, and so are the random numbers, also after an error. Where torch.distributed is
+    initialised, every process must call this: each measures its own batches, and all get the scales of all.
+    With `gather=False` each is for itself.
 
     Raises:
         InputError: few tokens (fewer than 64, or than 16 different ones, unless data.allow_few_tokens), no
@@ -84,16 +83,9 @@ def scales_for(
     recipe = (recipe or Recipe()).model_copy(update=changes)
     _check_weights(model, inner)
     _check_recipe(inner, recipe, format)
-    try:
-        with surrounding_world() if gather else nullcontext(World()) as world:
-            stats = _measure(inner, batches, recipe, format, world)
-    except AttentionError as error:
-        raise InputError(str(error)) from None
-    assert stats.text is not None
-    if not recipe.data.allow_few_tokens:
-        stats.text.check()
+    stats, doubts = _measure(inner, batches, recipe, format, gather)
     exported = _export(inner, derive_scales(stats, recipe), recipe, format)
-    for doubt in (*stats.text.warnings(), *exported.doubts):
+    for doubt in (*doubts, *exported.doubts):
         warnings.warn(doubt, stacklevel=3)
     with torch.inference_mode(mode=False):
         return {name: tensor.clone() for name, tensor in exported.tensors.items()}
@@ -146,13 +138,9 @@ def _check_recipe(model: PreTrainedModel, recipe: Recipe, format: FormatName) ->
 
 
 def _measure(
-    model: PreTrainedModel,
-    batches: Iterable[TrainerBatch],
-    recipe: Recipe,
-    format: FormatName,
-    world: World,
-) -> KVStats:
-    """Return the statistics of all processes, with a summary of what they read."""
+    model: PreTrainedModel, batches: Iterable[TrainerBatch], recipe: Recipe, format: FormatName, gather: bool
+) -> tuple[KVStats, list[str]]:
+    """Return the statistics of all processes that `gather`, and warnings about the text that they read."""
     rows: list[array[int]] = []
 
     def note(batch: Batch, _: object) -> None:
@@ -163,11 +151,18 @@ def _measure(
         stats = calibrate(model, batches, recipe, attention=attention, on_batch=note)
         return replace(stats, text=TextSummary.of(rows, recipe.data.skip_first))
 
-    with ExitStack() as stack:
-        world.together(lambda: stack.enter_context(_restore(model)))
-        attention = world.together(lambda: _map_attention(model, recipe, format))
-        world.check_same("models or recipes", [[*attention.cached], recipe.model_dump()])
-        return world.reduce(world.together(measure))
+    try:
+        with surrounding_world() if gather else nullcontext(World()) as world, ExitStack() as stack:
+            world.together(lambda: stack.enter_context(_restore(model)))
+            attention = world.together(lambda: _map_attention(model, recipe, format))
+            world.check_same("models or recipes", [[*attention.cached], recipe.model_dump()])
+            stats = world.reduce(world.together(measure))
+    except AttentionError as error:
+        raise InputError(str(error)) from None
+    assert stats.text is not None
+    if not recipe.data.allow_few_tokens:
+        stats.text.check()
+    return stats, stats.text.warnings()
 
 
 def _map_attention(model: PreTrainedModel, recipe: Recipe, format: FormatName) -> AttentionMap:
