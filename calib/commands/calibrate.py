@@ -169,7 +169,7 @@ def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_p
     from calib.scales.plot import check_can_draw
 
     check_can_draw("--evaluate")
-    path = Path(model) if in_place else output or default_output(model, recipe)
+    path = Path(model) if in_place else output or default_output(model, recipe.strategy)
     formats = recipe.export.formats
     check_evaluation(recipe, [path / formats[0] if len(formats) > 1 else path])
 

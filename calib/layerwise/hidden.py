@@ -71,7 +71,7 @@ class HiddenStates:
     def _write(self, key: Key, output: Output) -> None:
         try:
             with self._path(key).open("wb") as file:
-                torch.save(map_tensors(output, _without_gaps), file)
+                torch.save(map_tensors(output, _drop_gaps), file)
         except (OSError, RuntimeError) as error:
             cause = error.__context__ or error  # torch raises its own error over that of the file
             raise InputError(
@@ -81,7 +81,7 @@ class HiddenStates:
             ) from None
 
 
-def _without_gaps(tensor: Tensor) -> Tensor:
+def _drop_gaps(tensor: Tensor) -> Tensor:
     # torch saves all memory of a view
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from calib.choices import FormatName
+from calib.choices import FormatName, Strategy
 from calib.export import FORMATS, Command, Export, export
 from calib.files.atomic import Claim, OnCopied, atomic_directory
 from calib.files.model_directory import ModelDirectory
@@ -15,7 +15,7 @@ from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.output.card import calibration_report, output_card
 from calib.output.checkpoint_directory import write_checkpoint, write_json
 from calib.output.in_place import back_up, complete
-from calib.recipe import Recipe
+from calib.recipe import ExportRecipe, Recipe
 from calib.same_model.marks import marks_or_none
 from calib.scales.clipping import clipped_tokens
 from calib.scales.derive import derive_scales
@@ -92,17 +92,16 @@ class Result:
         }
 
 
-def default_output(model_name: str, recipe: Recipe) -> Path:
+def default_output(model_name: str, strategy: Strategy) -> Path:
     """`./<model>-fp8kv-<strategy>`."""
     base = Path(model_name.rstrip("/").removeprefix("builtin:")).name
-    return Path(f"{base}-fp8kv-{recipe.strategy}")
+    return Path(f"{base}-fp8kv-{strategy}")
 
 
 def make_exports(
-    scales: KVScales, source: ModelDirectory, recipe: Recipe, by: Command = "calibrate"
+    scales: KVScales, source: ModelDirectory, options: ExportRecipe, by: Command = "calibrate"
 ) -> dict[FormatName, Export]:
     """Each of the recipe's formats, with all that it adds; refuses what one cannot hold."""
-    options = recipe.export
     return {
         name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size, by=by)
         for name in options.formats
@@ -129,7 +128,7 @@ def finish(
     `origin` is the report's facts about the model that was measured, where it is not `model_name`.
     """
     scales = derive_scales(stats, recipe)
-    exports = make_exports(scales, checkpoint, recipe)
+    exports = make_exports(scales, checkpoint, recipe.export)
     of_formats = (note for made in exports.values() for note in made.notes)
     doubts = tuple(doubt for made in exports.values() for doubt in made.doubts)
     of_scales = warnings_for(stats, scales, recipe)

@@ -9,7 +9,7 @@ from pathlib import Path
 from calib.errors import InputError
 from calib.export import FORMATS
 from calib.files.names import JSON_FILE, SINGLE_FILE
-from calib.recipe import Recipe
+from calib.recipe import ExportRecipe
 
 
 def check_places(output: Path | None, *, in_place: bool, overwrite: bool) -> None:
@@ -18,13 +18,13 @@ def check_places(output: Path | None, *, in_place: bool, overwrite: bool) -> Non
         raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
 
 
-def check_in_place(model_name: str, recipe: Recipe) -> Path:
+def check_in_place(model_name: str, options: ExportRecipe) -> Path:
     """Return the directory of `model_name`; an InputError if scales cannot be added to it."""
-    path, formats, refusal = local_directory(model_name), recipe.export.formats, ""
+    path, formats, refusal = local_directory(model_name), options.formats, ""
     if len(formats) > 1 or not FORMATS[formats[0]].with_weights:
         refusal = f"writes one format that is a checkpoint, not {', '.join(formats)}; use -o"
-    elif recipe.export.weights != "link":
-        refusal = f"leaves the weights where they are; '{recipe.export.weights}' needs -o"
+    elif options.weights != "link":
+        refusal = f"leaves the weights where they are; '{options.weights}' needs -o"
     if refusal:
         raise InputError(f"--in-place {refusal}")
     return path

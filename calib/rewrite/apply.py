@@ -55,7 +55,8 @@ def apply(
     changes: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
     changes |= {"strategy": strategy, "export.reduce": "none"} if strategy else {}
     recipe = load_recipe(str(source / CALIBRATION_FILE), changes)
-    output = check_in_place(model, recipe) if in_place else output or default_output(model, recipe)
+    default = output or default_output(model, recipe.strategy)
+    output = check_in_place(model, recipe.export) if in_place else default
     progress.stage("load")
     checkpoint = find_model(model)
     if not in_place:
@@ -95,7 +96,7 @@ def _check_loadable(stats: KVStats, checkpoint: ModelDirectory, recipe: Recipe) 
     """Refuse, by names, scales that no engine would load."""
     for module in stats.layers:
         checkpoint.attention_prefix(module)
-    make_exports(derive_scales(stats, recipe), checkpoint, recipe, by="apply")
+    make_exports(derive_scales(stats, recipe), checkpoint, recipe.export, by="apply")
     _check_linked(checkpoint)
 
 

@@ -136,7 +136,7 @@ def test_an_output_calibrated_again_replaces_its_scales(tiny_directory, tmp_path
 def test_what_must_fail_fails_before_the_weights_are_read(
     changes, error, message, tiny_directory, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("calib.prepare.load_model", lambda *_: pytest.fail("the weights were read"))
+    monkeypatch.setattr("calib.job.load_model", lambda *_: pytest.fail("the weights were read"))
     with pytest.raises(error, match=message):
         run(str(tiny_directory), recipe(**changes), tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -166,7 +166,7 @@ def test_progress_counts_every_token(tiny_directory, tmp_path):
     ],
 )
 def test_default_output(model, directory):
-    assert str(default_output(model, recipe())) == directory
+    assert str(default_output(model, recipe().strategy)) == directory
 
 
 def test_the_default_length_is_cut_to_the_models_positions(tiny_directory, tmp_path):

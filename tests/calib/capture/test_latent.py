@@ -251,7 +251,7 @@ def test_formats_that_spoil_or_drop_scales_are_refused_early(
     family, name, phrase, saved, tmp_path, monkeypatch
 ):
     if family == "deepseek_v3":
-        monkeypatch.setattr("calib.prepare.load_model", None)  # nothing is loaded
+        monkeypatch.setattr("calib.job.load_model", None)  # nothing is loaded
     done = calibrate_command(saved[family], "--format", name, "-o", tmp_path / "out")
     one_line_error(done, phrase, "bake", status=2)
     assert not (tmp_path / "out").exists()

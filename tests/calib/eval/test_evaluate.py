@@ -220,7 +220,7 @@ def test_a_recipe_carries_its_evaluation_and_its_gates(directory, tmp_path):
 def test_what_the_evaluation_must_refuse_is_refused_before_the_calibration(
     evaluation, phrases, directory, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("calib.job.check_before_loading", lambda *_, **__: pytest.fail("it began"))
+    monkeypatch.setattr("calib.job.find_model", lambda *_: pytest.fail("it began"))
     recipe = tmp_path / "gated.yaml"
     recipe.write_text(f"evaluation: {{{evaluation}}}\n")
     done = calibrate(directory, "--recipe", recipe, "-o", tmp_path / "mine", "--evaluate")
