@@ -13,7 +13,7 @@ from calib.errors import InputError
 from calib.files.config import quantization_configs
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import MODELOPT_FILE, is_of_cache, is_of_senses
-from calib.files.safetensors_header import read_values
+from calib.files.safetensors_header import FLOATS, read_values
 from calib.files.strict_json import read_object
 from calib.models.quantized import WEIGHT_FORMATS
 from calib.models.quantized.coded_weight import WeightFormat
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _SHARED_PLACES = ("quantization_config", "text_config.quantization_config")
 # integers are weights' codes under these names only: masks and positions are integers as well
 _WEIGHT = re.compile(r"(?:weight|_proj)$")
-_FLOATS = {"F64", "F32", "F16", "BF16"}
 _IN_LAYER = re.compile(r"(?:[^.\d][^.]*\.)*\d{1,6}\.")
 # the end of a name: of ModelOpt, compressed-tensors, GPTQ, AWQ, bitsandbytes, HQQ, AQLM, MXFP4 ...
 _SCALE_OR_CODE = re.compile(
@@ -68,12 +67,14 @@ def find_weight_format(directory: ModelDirectory) -> WeightFormat | None:
             "and in another by a second config; take away whichever is not the model's"
         )
     weight_format = next(iter(formats.values()), None)
+    if formats and weight_format is None:
+        return None
     plain = directory.entries.keys() - consumed_names(coded_weights(directory, weight_format))
-    for name in sorted(plain) if weight_format or not formats else []:
+    for name in sorted(plain):
         dtype = directory.entries[name].dtype
         is_integer = dtype == "BOOL" or dtype.startswith(("I", "U"))
         is_harmless = is_of_cache(name) or (is_integer and not _WEIGHT.search(name))
-        if dtype not in _FLOATS and not is_harmless:
+        if dtype not in FLOATS and not is_harmless:
             raise InputError(
                 f"'{directory.path / directory.weight_map[name]}' holds '{name}' as {dtype}, "
                 f"and no config says how to decode it, {ADVICE}"
@@ -84,11 +85,8 @@ def find_weight_format(directory: ModelDirectory) -> WeightFormat | None:
 def _configs(directory: ModelDirectory) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the configs that are about weights, each with its place."""
     configs = dict(quantization_configs(directory.config))
-    if "compression_config" in configs:
-        configs["compression_config"] = {
-            "quant_method": "compressed-tensors",
-            **configs["compression_config"],
-        }
+    if (compression := configs.get("compression_config")) is not None:
+        configs["compression_config"] = {"quant_method": "compressed-tensors", **compression}
     file = directory.path / MODELOPT_FILE
     if file.exists():
         configs[MODELOPT_FILE] = {"quant_method": "modelopt", **read_object(file)}
@@ -107,8 +105,8 @@ def _read_format(directory: ModelDirectory, place: str, config: dict[str, Any]) 
     if place in _SHARED_PLACES:
         from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-        by_flag = config.get("load_in_8bit") or config.get("load_in_4bit")
-        if method in (None, "bitsandbytes") if by_flag else str(method) in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        has_flag = config.get("load_in_8bit") or config.get("load_in_4bit")
+        if method in ((None, "bitsandbytes") if has_flag else tuple(AUTO_QUANTIZATION_CONFIG_MAPPING)):
             return None
     raise InputError(f"{subject}, {ADVICE}")
 

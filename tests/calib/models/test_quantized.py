@@ -201,6 +201,16 @@ def test_configs_that_quantise_the_cache_alone(tiny_directory, says, place):
         load(tiny_directory, loader)
 
 
+@pytest.mark.parametrize("place", ["compression_config", "hf_quant_config.json"])
+def test_an_empty_config_says_nothing_of_weights(tiny_directory, place):
+    if place == "compression_config":
+        edit_json(tiny_directory / "config.json", compression_config={})
+    else:
+        (tiny_directory / place).write_text("{}")
+    for loader in (load_model, load_skeleton):
+        load(tiny_directory, loader)
+
+
 def test_a_transform_of_the_weights_is_not_forgotten(tiny_directory):
     says = {**KV_ONLY["llm-compressor"], "transform_config": {"config_groups": {"R1": {}}}}
     edit_json(tiny_directory / "config.json", quantization_config=says)
