@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -13,11 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from calib.caches.applied import beside_queries, rounded_attention
 from calib.caches.rounding import CacheRounding, round_fp8
 from calib.choices import REFERENCE, VARIANTS, AttentionMode
+from calib.errors import InputError
 from calib.eval.simulated import simulated
 from calib.progress import SILENT, Progress
 from calib.scales.observers import AbsMax, Mse
 from calib.scales.scales import KVScales, LayerScales
-from calib.scales.stats import KVStats, drop_first_tokens
+from calib.scales.stats import KVStats, TensorStats
 from fp8kv_runtime.fp8 import FP8_DTYPES
 from fp8kv_runtime.hf import Backend, fp8_attention, swap_attention
 from fp8kv_runtime.hf.swap import Replacement
@@ -139,6 +140,22 @@ def build_variants(stats: KVStats, random_stats: KVStats) -> list[Variant]:
         *(_of_latents(tensor) if stats.latent else _of_heads(stats)),
         Variant("random", "one scale per layer, from random token ids", "fp8", random),
     ]
+
+
+def drop_first_tokens(stats: KVStats) -> KVStats:
+    """Keep only the amax of K and V of each head without the first token of every sample, [H, 1].
+
+    Engines see that token once per sequence. A head that has nothing else keeps its amax.
+    """
+
+    def drop(tensor: TensorStats) -> TensorStats:
+        if tensor.positions is None:
+            raise InputError("these statistics do not say where amax was seen; calibrate again")
+        amax = tensor.positions[:, 1:].amax(1, keepdim=True)
+        return TensorStats(torch.where(amax > 0, amax, tensor.amax.amax(1, keepdim=True)))
+
+    layers = {name: replace(layer, k=drop(layer.k), v=drop(layer.v)) for name, layer in stats.layers.items()}
+    return KVStats(layers, stats.shared, stats.text)
 
 
 def _of_latents(tensor: KVScales) -> list[Variant]:

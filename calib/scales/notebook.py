@@ -22,30 +22,18 @@ def layers_html(
     text may come from a stranger's file, and is escaped. Layers after the first 100 are counted.
     """
     headings = [*dict.fromkeys(heading for _, heading in values)]
-    rows = [
-        [str(index), module, *(_show_range(values.get((module, heading))) for heading in headings)]
-        for module, index in layers.items()
-    ]
-    hidden = [f"{len(rows) - _MOST_ROWS} more layers are not shown"] if len(rows) > _MOST_ROWS else []
-    return "\n".join(
-        [
-            "<div><table>",
-            _element("caption", caption),
-            _row("th", ["layer", "module", *headings]),
-            *(_row("td", row) for row in rows[:_MOST_ROWS]),
-            "</table>",
-            *(_element("p", line) for line in [*hidden, *lines]),
-            "</div>",
-        ]
-    )
+    rows = [_elements("th", ["layer", "module", *headings])]
+    for module, index in [*layers.items()][:_MOST_ROWS]:
+        ranges = (_show_range(values.get((module, heading))) for heading in headings)
+        rows.append(_elements("td", [str(index), module, *ranges]))
+    if len(layers) > _MOST_ROWS:
+        lines = [f"{len(layers) - _MOST_ROWS} more layers are not shown", *lines]
+    table = _elements("caption", [caption]) + "".join(f"\n<tr>{row}</tr>" for row in rows)
+    return f"<div><table>{table}\n</table>{_elements('p', lines)}</div>"
 
 
-def _row(tag: str, cells: Iterable[str]) -> str:
-    return f"<tr>{''.join(_element(tag, cell) for cell in cells)}</tr>"
-
-
-def _element(tag: str, text: str) -> str:
-    return f"<{tag}>{escape(plain(text))}</{tag}>"
+def _elements(tag: str, texts: Iterable[str]) -> str:
+    return "".join(f"<{tag}>{escape(plain(text))}</{tag}>" for text in texts)
 
 
 def _show_range(values: Tensor | None) -> str:

@@ -19,11 +19,10 @@ from calib.files.stored_scales import is_usable
 from calib.recipe import ObserverRecipe
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize, scale_from_amax
 
-MANTISSA_BITS = 7
-NUM_BINS = 48 << MANTISSA_BITS
-
+_MANTISSA_BITS = 7
 # smaller than 2**-24 underflows in FP8 at every scale worth considering; 127 is the exponent bias
-_FIRST_CODE = (127 - 24) << MANTISSA_BITS
+_FIRST_CODE = (127 - 24) << _MANTISSA_BITS
+NUM_BINS = 48 << _MANTISSA_BITS
 
 
 def magnitude_histogram(x: Tensor) -> Tensor:
@@ -63,22 +62,22 @@ class AbsMax:
         return group_amax(amax, strategy)
 
 
+@dataclass(frozen=True)
 class Percentile:
     """The magnitude below which `percentile` % of the values lie; larger ones saturate."""
 
+    percentile: float
     needs_histogram = True
-
-    def __init__(self, percentile: float) -> None:
-        self._share = percentile / 100
 
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
         """Read the percentile off the histogram, never above the true amax."""
         cumulative = _group_histogram(histogram, strategy).cumsum(-1).double()
-        rank = (cumulative[:, -1:] * self._share).ceil().clamp(min=1)
+        rank = (cumulative[:, -1:] * (self.percentile / 100)).ceil().clamp(min=1)
         bins = torch.searchsorted(cumulative, rank).squeeze(-1)
         return torch.minimum(bin_values()[bins], group_amax(amax, strategy))
 
 
+@dataclass(frozen=True)
 class Mse:
     """The clipping threshold with the least squared error at the FP8 grid's real rounding.
 
@@ -86,26 +85,22 @@ class Mse:
     candidates below the true amax finds every phase of the grid, a second allows real clipping.
     """
 
+    fp8_dtype: torch.dtype
     needs_histogram = True
     candidates = torch.exp2(-torch.arange(64) / 32)  # from amax down to amax / 4, 2 % apart
 
-    def __init__(self, fp8_dtype: torch.dtype) -> None:
-        self._fp8_dtype = fp8_dtype
-
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
         """Search the candidates of each group."""
-        largest = group_amax(amax, strategy)
-        groups = zip(_group_histogram(histogram, strategy), largest, strict=True)
-        return torch.stack([self._search(counts, top) for counts, top in groups])
-
-    def _search(self, counts: Tensor, largest: Tensor) -> Tensor:
-        populated = counts.nonzero().squeeze(-1)
-        values, weights = bin_values()[populated], counts[populated].double()
-        thresholds = largest * self.candidates
-        scales = scale_from_amax(thresholds, self._fp8_dtype)[:, None]
-        restored = dequantize(quantize(values, scales, self._fp8_dtype), scales)
-        errors = ((restored - values).double().square() * weights).sum(-1)
-        return thresholds[errors.argmin()]
+        groups = zip(_group_histogram(histogram, strategy), group_amax(amax, strategy), strict=True)
+        best = []
+        for counts, largest in groups:
+            values, weights = bin_values()[counts > 0], counts[counts > 0].double()
+            thresholds = largest * self.candidates
+            scales = scale_from_amax(thresholds, self.fp8_dtype)[:, None]
+            restored = dequantize(quantize(values, scales, self.fp8_dtype), scales)
+            errors = ((restored - values).double().square() * weights).sum(-1)
+            best.append(thresholds[errors.argmin()])
+        return torch.stack(best)
 
 
 # from a percentile and an FP8 type, of which each observer needs one at most
@@ -155,21 +150,16 @@ class ScaleRule:
             raise CalibrationError(f"{where}: NaN or Inf was seen, so no scale can be derived")
         if not (amax > 0).any():
             raise CalibrationError(
-                f"{where}: only zeros were seen, so no scale can be derived; "
-                "check the weights, or calibrate on other data"
+                f"{where}: only zeros were seen, so no scale can be derived; check the weights, or "
+                "calibrate on other data"
             )
         # before an observer divides by it
-        self._finish(self._cover_zeros(group_amax(amax, self.strategy)), where)
-        chosen = self._cover_zeros(self.observer.amax(amax, histogram, self.strategy))
+        self._finish(_cover_zeros(group_amax(amax, self.strategy)), where)
+        chosen = _cover_zeros(self.observer.amax(amax, histogram, self.strategy))
         if centered is not None:  # a constant is 0 when centered
             remaining = self.observer.amax(centered, None, self.strategy)
             chosen = torch.where(remaining > 0, remaining, chosen)
         return self._finish(chosen, where)
-
-    def _cover_zeros(self, amax: Tensor) -> Tensor:
-        # a head or channel that is always zero may hold anything tomorrow: it takes the largest
-        # scale of its layer, and the summary warns about it
-        return amax if self.strategy == "tensor" else torch.where(amax > 0, amax, amax.amax())
 
     def _finish(self, amax: Tensor, where: str) -> Tensor:
         scale = amax.float() * self.headroom / self.limit
@@ -183,3 +173,9 @@ class ScaleRule:
                 "which no engine loads; check the weights"
             )
         return scale
+
+
+def _cover_zeros(amax: Tensor) -> Tensor:
+    # a head or channel that is always zero may hold anything tomorrow: it takes the largest scale of
+    # its layer, and the summary warns about it
+    return torch.where(amax > 0, amax, amax.amax())

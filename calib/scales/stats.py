@@ -62,12 +62,6 @@ class TensorStats:
     positions: Tensor | None = None  # [H, POSITION_BUCKETS] float32, by position in the sample
     tail: Tensor | None = None  # [H, TAIL] float32, descending: those of the largest tokens
 
-    def places(self) -> TensorPlaces | None:
-        """Return where the largest values were; None if that is not known."""
-        if self.curve is None or self.positions is None:
-            return None
-        return TensorPlaces(self.curve.tolist(), self.positions.tolist())
-
 
 @dataclass(frozen=True)
 class LayerStats:
@@ -170,9 +164,13 @@ class KVStats:
         """Return where the largest K and V of each layer were; empty if that is not known."""
         places = []
         for layer in self.layers.values():
-            k, v = layer.k.places(), layer.v.places()
-            if k and v:
-                places.append(LayerPlaces(layer.layer_idx, layer.tokens_read, k, v))
+            parts = [
+                TensorPlaces(part.curve.tolist(), part.positions.tolist())
+                for part in (layer.k, layer.v)
+                if part.curve is not None and part.positions is not None
+            ]
+            if len(parts) == 2:
+                places.append(LayerPlaces(layer.layer_idx, layer.tokens_read, *parts))
         return places
 
     def tensors(self) -> dict[Place, Tensor]:
@@ -260,12 +258,10 @@ class KVStats:
         """
         if self.latent:
             check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
-        common = ScaleRule(strategy, observer, headroom, FP8_MAX[fp8_dtype], rounding)
         layers = {}
         for name, layer in self.layers.items():
-            rule = common
-            if clip_chance is not None:
-                rule = replace(common, headroom=headroom_for(layer.tails(strategy), clip_chance))
+            room = headroom if clip_chance is None else headroom_for(layer.tails(strategy), clip_chance)
+            rule = ScaleRule(strategy, observer, room, FP8_MAX[fp8_dtype], rounding)
             center, centered = layer.centered_keys() if center_keys else (None, None)
             scales = [
                 rule.scale(part.amax, part.histogram, f"{name} {label}", centered if label == "K" else None)
@@ -294,19 +290,3 @@ def shift_curve(curve: Tensor, offset: int, count: int) -> Tensor:
         column = bucket_of(offset + last)
         shifted[:, column] = torch.maximum(shifted[:, column], curve[:, bucket])
     return shifted
-
-
-def drop_first_tokens(stats: KVStats) -> KVStats:
-    """Keep only the amax of K and V of each head without the first token of every sample, [H, 1].
-
-    Engines see that token once per sequence. A head that has nothing else keeps its amax.
-    """
-
-    def drop(tensor: TensorStats) -> TensorStats:
-        if tensor.positions is None:
-            raise InputError("these statistics do not say where amax was seen; calibrate again")
-        amax = tensor.positions[:, 1:].amax(1, keepdim=True)
-        return TensorStats(torch.where(amax > 0, amax, tensor.amax.amax(1, keepdim=True)))
-
-    layers = {name: replace(layer, k=drop(layer.k), v=drop(layer.v)) for name, layer in stats.layers.items()}
-    return KVStats(layers, stats.shared, stats.text)

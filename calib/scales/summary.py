@@ -1,6 +1,6 @@
 """Summary of a calibration: one row per layer, and warnings in plain words."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -8,6 +8,7 @@ from torch import Tensor
 from calib.choices import Strategy
 from calib.files.cache_type import FP8_MAX
 from calib.recipe import Recipe
+from calib.scales.observers import group_amax
 from calib.scales.places import LayerPlaces, first_of, middle_of
 from calib.scales.scales import LATENT_NOTE, KVScales
 from calib.scales.stats import KVStats
@@ -19,28 +20,6 @@ TOKENS_TO_GROW = FEW_TOKENS  # fewer say nothing of growth
 OUTLIER_FIRST_TOKEN = 2  # times the amax of all other tokens: a bit of the FP8 range
 
 _MANY = 6  # layers named in a warning before it only counts them
-_ZEROS = "{}: a head or channel held only zeros in {}; it takes the layer's largest scale"
-# strategies, a condition on the amax [H, D] and scale of a layer's K or V, and the warning
-_CHECKS: list[tuple[tuple[Strategy, ...], Callable[[Tensor, Tensor], object], str]] = [
-    (
-        ("tensor", "attn_head", "channel"),
-        lambda amax, scale: scale.max() > 1,
-        "{} scale > 1 in {}: unscaled FP8 would clip there, so never serve without these scales",
-    ),
-    (
-        ("tensor",),
-        lambda amax, scale: _head_ratio(amax) >= OUTLIER_HEAD,
-        f"{{}}: one head is {OUTLIER_HEAD}x the others in {{}}; "
-        "use --strategy attn_head where the engine reads it",
-    ),
-    (
-        ("tensor",),
-        lambda amax, scale: (amax.amax(1) == 0).any(),
-        "{}: a head held only zeros in {}; the layer's one scale is for it too",
-    ),
-    (("attn_head",), lambda amax, scale: (amax.amax(1) == 0).any(), _ZEROS),
-    (("channel",), lambda amax, scale: (amax == 0).any(), _ZEROS),
-]
 
 
 @dataclass(frozen=True)
@@ -90,15 +69,7 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
             f"headroom {recipe.headroom:g}: scales hold {recipe.headroom:.0%} of the largest "
             "values that were seen, and clip what is beyond"
         )
-    for strategies, check, text in _CHECKS:
-        for letter in "kv" if scales.strategy in strategies else "":
-            indices = [
-                layer.layer_idx
-                for name, layer in stats.layers.items()
-                if check(getattr(layer, letter).amax, getattr(scales.layers[name], letter))
-            ]
-            if indices:
-                warnings.append(text.format(letter.upper(), name_layers(indices)))
+    warnings += _scale_warnings(stats, scales)
     # places tell of whole K and whole heads, and growth matters to scales that leave no room
     if not (scales.has_center or scales.strategy == "channel"):
         leaves_room = recipe.headroom == "auto" or recipe.data.until is not None
@@ -113,16 +84,46 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
     return warnings
 
 
+def _scale_warnings(stats: KVStats, scales: KVScales) -> list[str]:
+    """Warn of K and V, once for all layers that have the same oddity."""
+    layers: dict[tuple[str, str], list[int]] = {}
+    for letter in "kv":
+        for name, layer in stats.layers.items():
+            amax, scale = getattr(layer, letter).amax, getattr(scales.layers[name], letter)
+            for text in _oddities(amax, scale, scales.strategy):
+                layers.setdefault((text, letter.upper()), []).append(layer.layer_idx)
+    return [text.format(letter, name_layers(indices)) for (text, letter), indices in layers.items()]
+
+
+def _oddities(amax: Tensor, scale: Tensor, strategy: Strategy) -> Iterator[str]:
+    """Yield warnings of one K or V, with places for the letter and the layers."""
+    if scale.max() > 1:
+        yield "{} scale > 1 in {}: unscaled FP8 would clip there, so never serve without these scales"
+    if strategy == "tensor" and _head_ratio(amax) >= OUTLIER_HEAD:
+        text = f"{{}}: one head is {OUTLIER_HEAD}x the others in {{}}"
+        yield f"{text}; use --strategy attn_head where the engine reads it"
+    if strategy == "tensor" and (amax.amax(1) == 0).any():
+        yield "{}: a head held only zeros in {}; the layer's one scale is for it too"
+    elif (group_amax(amax, strategy) == 0).any():
+        yield "{}: a head or channel held only zeros in {}; it takes the layer's largest scale"
+
+
+def _head_ratio(amax: Tensor) -> float:
+    heads = amax.amax(-1).sort().values
+    heads = heads[heads > 0]  # a dead head says nothing of what is usual
+    return float(heads[-1] / heads[:-1].median()) if len(heads) > 1 else 1.0
+
+
 def _place_warnings(places: list[LayerPlaces], strategy: Strategy, *, growth: bool) -> list[str]:
     """Warn where amax still grew near the end, and where first tokens alone set it."""
     warnings, per_head = [], strategy != "tensor"
     for letter in "kv":
-        grew, first = {}, {}
-        for layer in places:
-            tensor = getattr(layer, letter)
-            if growth and layer.read >= TOKENS_TO_GROW:
-                grew[layer.layer] = tensor.grew(middle_of(layer.read), per_head=per_head)
-            first[layer.layer] = tensor.first_alone(per_head=per_head)
+        parts = [(layer, getattr(layer, letter)) for layer in places]
+        grew = {
+            layer.layer: part.grew(middle_of(layer.read), per_head=per_head)
+            for layer, part in parts
+            if growth and layer.read >= TOKENS_TO_GROW
+        }
         if indices := [layer for layer, share in grew.items() if share > GREW]:
             read = places[0].read
             warnings.append(
@@ -130,6 +131,7 @@ def _place_warnings(places: list[LayerPlaces], strategy: Strategy, *, growth: bo
                 f"{read - first_of(middle_of(read)):,} of {read:,} tokens in {name_layers(indices)}; "
                 "calibrate on more text"
             )
+        first = {layer.layer: part.first_alone(per_head=per_head) for layer, part in parts}
         if indices := [layer for layer, ratio in first.items() if ratio >= OUTLIER_FIRST_TOKEN]:
             warnings.append(
                 f"{letter.upper()}: the first token of a sample is up to {max(first.values()):.0f}x all "
@@ -137,12 +139,6 @@ def _place_warnings(places: list[LayerPlaces], strategy: Strategy, *, growth: bo
                 "amax without it"
             )
     return warnings
-
-
-def _head_ratio(amax: Tensor) -> float:
-    heads = amax.amax(-1).sort().values
-    heads = heads[heads > 0]  # a dead head says nothing of what is usual
-    return float(heads[-1] / heads[:-1].median()) if len(heads) > 1 else 1.0
 
 
 def name_layers(indices: Sequence[int]) -> str:

@@ -11,10 +11,10 @@ from calib.data import make_batches
 from calib.errors import InputError
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
-from calib.eval.variants import BUILT_IN, REFERENCE, build_variants
+from calib.eval.variants import BUILT_IN, REFERENCE, build_variants, drop_first_tokens
 from calib.recipe import load_recipe
 from calib.scales.observers import AbsMax
-from calib.scales.stats import KVStats, TensorStats, drop_first_tokens
+from calib.scales.stats import KVStats, TensorStats
 from fp8kv_runtime.hf import swap_attention
 
 SAMPLES = [list(range(1 + i, 40 + i)) for i in range(3)]
