@@ -24,7 +24,7 @@ from calib.export import check_latent, check_recipe
 from calib.files.atomic import Claim, claimed
 from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory
-from calib.layerwise.loop import LayerwiseModel, Step, calibrate_layerwise, open_layers, scratch_directory
+from calib.layerwise.loop import LayerwiseModel, calibrate_layerwise, open_layers, scratch_directory
 from calib.layerwise.memory import memory_limit, resolve_offload
 from calib.layerwise.weights import load_skeleton
 from calib.models.config import caches_latents, explain_nonsense, fit_seq_len, load_config
@@ -198,15 +198,13 @@ class _Job:
             stats = self._open_share(prepared, batches).read()
             assert stats is not None
             return stats
-
-        def report(step: Step) -> None:
-            self.progress.detail(step.label)
-            self.progress.advance(step.batch.num_tokens / step.num_layers)
-
-        limit = memory_limit(prepared.recipe.max_memory)
-        directory = scratch_directory(self.destination.path)
         return calibrate_layerwise(
-            prepared.layers, batches, prepared.recipe, limit=limit, directory=directory, on_step=report
+            prepared.layers,
+            batches,
+            prepared.recipe,
+            limit=memory_limit(prepared.recipe.max_memory),
+            directory=scratch_directory(self.destination.path),
+            progress=self.progress,
         )
 
     def _open_share(self, prepared: Prepared, batches: Sequence[Batch]) -> Share:

@@ -1,8 +1,8 @@
 """The measurement of `calib.capture.loop`, one layer at a time: the same statistics, bit for bit."""
 
 import os
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,28 +27,11 @@ from calib.layerwise.memory import (
 )
 from calib.layerwise.probe import DecoderParts, probe_layers, random_bytes
 from calib.layerwise.replay import Output, Replay
-from calib.layerwise.weights import LayerWeights, Stages, WeightLoader, execution_device, plan_stages
+from calib.layerwise.weights import Stages, WeightLoader, execution_device, load_in_turn, plan_stages
 from calib.models.load import weight_sources
-from calib.progress import library_bars_hidden
+from calib.progress import SILENT, Progress, library_bars_hidden
 from calib.recipe import Recipe
 from calib.scales.stats import KVStats
-
-
-@dataclass(frozen=True)
-class Step:
-    """A batch that a layer has computed; both are counted from 0."""
-
-    layer: int
-    num_layers: int
-    batch_index: int
-    num_batches: int
-    batch: Batch
-
-    @property
-    def label(self) -> str:
-        """Position in the pass."""
-        layer, batch = self.layer + 1, self.batch_index + 1
-        return f"layer {layer} of {self.num_layers}, batch {batch} of {self.num_batches}"
 
 
 @dataclass(frozen=True)
@@ -90,29 +73,28 @@ def scratch_directory(output: Path) -> Path:
 @torch.inference_mode()
 def calibrate_layerwise(
     source: LayerwiseModel,
-    batches: Iterable[Batch],
+    batches: Sequence[Batch],
     recipe: Recipe,
     *,
     limit: int,
     directory: Path,
-    on_step: Callable[[Step], None] = lambda step: None,
+    progress: Progress = SILENT,
 ) -> KVStats:
     """Run `batches` through one layer after the other; return the statistics of `calibrate`.
 
     Each weight is read once. The process may take `limit` bytes of resident memory; hidden states
-    that do not fit lie under `directory`. `on_step` is called after each batch of each layer.
+    that do not fit lie under `directory`. `progress` advances by the tokens of each batch, in all.
     """
-    batches = list(batches)
     attention = source.parts.attention
     running = loop.running_layers(attention, recipe)
     if batches:
         always = resident_bytes() + statistics_bytes(attention, recipe)
         plan = plan_memory(source.model, source.stages, batches, always, limit)
         with library_bars_hidden():
-            if failure := _run_layers(source, plan, directory, batches, running, on_step):
+            if failure := _run_layers(source, plan, directory, batches, running, progress):
                 batch = batches[failure[0]]
                 samples, again = loop.singles(batch), loop.running_layers(attention, recipe)
-                first = _run_layers(source, plan, directory, samples, again, on_step)
+                first = _run_layers(source, plan, directory, samples, again, progress)
                 raise loop.blame(first[1], samples[first[0]]) if first else loop.blame(None, batch)
     return loop.results(running, attention)
 
@@ -121,33 +103,31 @@ def _run_layers(
     source: LayerwiseModel,
     plan: MemoryPlan,
     directory: Path,
-    batches: list[Batch],
+    batches: Sequence[Batch],
     running: dict[str, RunningLayer],
-    on_step: Callable[[Step], None],
+    progress: Progress,
 ) -> tuple[int, str] | None:
     """Add `batches` to the `running` statistics, up to the first that holds NaN or Inf.
 
     Return the index of that batch and the first place where it is not finite, or None.
     """
-    failure = None
+    failure, names, last = None, source.parts.names, [*running][-1]
     with ExitStack() as stack:
         replay = stack.enter_context(Replay(source.model, source.parts.attention, source.parts.layers))
         hidden = stack.enter_context(HiddenStates(directory, plan.hidden_bytes))
         stack.enter_context(source.loader.loaded(source.stages.resident))
         layer_pass = _LayerPass(source, plan, replay, hidden, batches)
-        weights = LayerWeights(source.loader, source.stages.layers, reads_ahead=plan.reads_ahead)
-        stack.callback(weights.close)
-        for index, name in enumerate(source.parts.names):
-            own = {module: layer for module, layer in running.items() if module.startswith(f"{name}.")}
-            last = [*running][-1]
-            with weights.loaded(index):
-                for i, batch in enumerate(batches):
-                    layer_pass.compute(index, i, batch, own, last)
-                    if place := loop.first_non_finite(own):
-                        # an earlier batch may yet turn out not to be finite in a later layer
-                        failure, batches = (i, place), batches[:i]
-                        break
-                    on_step(Step(index, len(source.stages.layers), i, len(batches), batch))
+        layers = load_in_turn(source.loader, source.stages.layers, reads_ahead=plan.reads_ahead)
+        for index in stack.enter_context(closing(layers)):
+            own = {name: layer for name, layer in running.items() if name.startswith(f"{names[index]}.")}
+            for i, batch in enumerate(batches):
+                layer_pass.compute(index, i, batch, own, last)
+                if place := loop.first_non_finite(own):
+                    # an earlier batch may yet turn out not to be finite in a later layer
+                    failure, batches = (i, place), batches[:i]
+                    break
+                progress.detail(f"layer {index + 1} of {len(names)}, batch {i + 1} of {len(batches)}")
+                progress.advance(batch.num_tokens / len(names))
             if not batches:
                 break
     return failure
@@ -162,7 +142,7 @@ class _LayerPass:
         plan: MemoryPlan,
         replay: Replay,
         hidden: HiddenStates,
-        batches: list[Batch],
+        batches: Sequence[Batch],
     ) -> None:
         self._source, self._plan, self._replay, self._hidden = source, plan, replay, hidden
         self._shapes: list[Output] = []  # of the results of the embeddings

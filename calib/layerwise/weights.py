@@ -1,7 +1,7 @@
 """Weights that stay in the checkpoint: which belong to which layer, read for it, dropped after it."""
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +39,7 @@ def load_skeleton(
 ) -> PreTrainedModel:
     """Build the model that `load_model` would load, with every stored weight on the meta device.
 
-    transformers itself loads it, from promises instead of weights, so names, dtypes, fused experts
+    transformers itself loads it, from meta tensors instead of weights, so names, dtypes, fused experts
     and tied embeddings are those of a model in memory. Buffers that are computed are as real as ever.
     """
     if is_quantized(config):
@@ -48,9 +48,9 @@ def load_skeleton(
             "and not layer by layer; use --offload none, or calibrate the model it was made from"
         )
     sources = weight_sources(checkpoint, config, dtype)
-    promises = {name: _Promise(source) for name, source in sources.items()}
+    weights = {name: _MetaWeight(source) for name, source in sources.items()}
     device_map = {"": execution_device(device)}
-    return load_from(promises, checkpoint, config, dtype, device_map, trust_remote_code)
+    return load_from(weights, checkpoint, config, dtype, device_map, trust_remote_code)
 
 
 def execution_device(device: Device) -> torch.device:
@@ -58,24 +58,17 @@ def execution_device(device: Device) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if uses_gpu(device) else torch.device("cpu")
 
 
-class _Promise:
-    """A stand-in for a stored tensor that transformers loads; it becomes a meta tensor.
+class _MetaWeight(LazyWeight):
+    """A stored weight that becomes a meta tensor where transformers moves it.
 
     A meta tensor itself cannot be moved to the CPU, where the computed buffers shall be.
     """
 
-    def __init__(self, source: Source) -> None:
-        self.dtype = source.dtype
-        self._shape = source.shape
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.is_floating_point
-
-    def __getitem__(self, index: object) -> "_Promise":
+    def __getitem__(self, index: object) -> Any:
         return self
 
     def to(self, device: object, dtype: torch.dtype | None) -> Tensor:
-        return torch.empty(self._shape, dtype=dtype or self.dtype, device="meta")
+        return torch.empty(self.source.shape, dtype=dtype or self.dtype, device="meta")
 
 
 @dataclass(frozen=True)
@@ -232,37 +225,28 @@ class WeightLoader:
             self.unload(stage)
 
 
-class LayerWeights:
-    """Weights of one layer at a time; with `reads_ahead` the next is read meanwhile."""
+def load_in_turn(
+    loader: WeightLoader, stages: list[Stage], *, reads_ahead: bool
+) -> Generator[int, None, None]:
+    """Yield the index of each stage while its weights are in the model, and no others.
 
-    def __init__(self, loader: WeightLoader, stages: list[Stage], *, reads_ahead: bool) -> None:
-        self._loader = loader
-        self._stages = stages
-        self._reads_ahead = reads_ahead
-        # memory is reused: the system takes longer to give new pages than to read into old ones
-        size = max(stage.slab_bytes for stage in stages)
-        self._slabs = [torch.empty(size, dtype=torch.uint8) for _ in range(1 + reads_ahead)]
-        self._reading: dict[int, Future[None]] = {}
-        self._reader = ThreadPoolExecutor(1, thread_name_prefix="fp8kv-weights")
-
-    def close(self) -> None:
-        """Stop reading, and leave no weights behind."""
-        self._reader.shutdown(cancel_futures=True)
-        for index in self._reading:
-            self._loader.unload(self._stages[index])
-
-    @contextmanager
-    def loaded(self, index: int) -> Iterator[None]:
-        """Keep layer `index` in the model inside the block, and begin to read the next one."""
-        self._read(index)
-        self._reading[index].result()
-        if self._reads_ahead and index + 1 < len(self._stages):
-            self._read(index + 1)
-        yield
-        self._loader.unload(self._stages[index])
-        del self._reading[index]
-
-    def _read(self, index: int) -> None:
-        if index not in self._reading:
-            slab = self._slabs[index % len(self._slabs)]
-            self._reading[index] = self._reader.submit(self._loader.load, self._stages[index], slab)
+    With `reads_ahead` the next stage is read meanwhile. Close the iterator to stop early.
+    """
+    # memory is reused: the system takes longer to give new pages than to read into old ones
+    size = max(stage.slab_bytes for stage in stages)
+    slabs = [torch.empty(size, dtype=torch.uint8) for _ in range(1 + reads_ahead)]
+    reading: dict[int, Future[None]] = {}
+    with ThreadPoolExecutor(1, thread_name_prefix="fp8kv-weights") as reader:
+        try:
+            for index, stage in enumerate(stages):
+                for i in range(index, min(index + 1 + reads_ahead, len(stages))):
+                    if i not in reading:
+                        reading[i] = reader.submit(loader.load, stages[i], slabs[i % len(slabs)])
+                reading[index].result()
+                yield index
+                loader.unload(stage)
+                del reading[index]
+        finally:
+            reader.shutdown(cancel_futures=True)
+            for index in reading:
+                loader.unload(stages[index])

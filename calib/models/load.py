@@ -124,7 +124,7 @@ class LazyWeight:
     """A weight that is read when transformers takes its elements."""
 
     def __init__(self, source: Source) -> None:
-        self._source = source
+        self.source = source
         self.dtype = source.dtype
         self.memory: Tensor | None = None
 
@@ -133,7 +133,7 @@ class LazyWeight:
         return self.dtype.is_floating_point
 
     def __getitem__(self, index: object) -> Tensor:
-        return self._source.read(self.memory)
+        return self.source.read(self.memory)
 
 
 def load_tokenizer(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

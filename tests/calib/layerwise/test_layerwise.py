@@ -15,6 +15,7 @@ from calib.errors import CalibrationError, InputError
 from calib.files import tensors as file_tensors
 from calib.layerwise import loop, weights
 from calib.layerwise.memory import MemoryPlan
+from calib.progress import Progress
 
 EVERYTHING = {"observer.name": "mse", "means": True, "targets": "qkv"}
 PLENTY = 1 << 40
@@ -100,17 +101,19 @@ def test_the_next_layer_is_read_while_one_computes(llama, monkeypatch):
     monkeypatch.setattr(weights.WeightLoader, "load", announcing)
     waited = []
 
-    def wait_for_next(step):
-        if step.layer < 2 and step.batch_index == 0:
-            waited.append(begun[step.layer + 1].wait(timeout=60))
+    def wait_for_next(label):
+        if label.startswith(("layer 1 of 3, batch 1 ", "layer 2 of 3, batch 1 ")):
+            waited.append(begun[int(label.split()[1])].wait(timeout=60))
 
-    llama.by_layer(llama.recipe(), llama.batches(), on_step=wait_for_next)
+    llama.by_layer(llama.recipe(), llama.batches(), progress=Progress(on_detail=wait_for_next))
     assert waited == [True] * len(waited) != []
 
 
 def test_progress_names_layer_and_batch(llama):
-    labels = []
-    llama.by_layer(llama.recipe(), llama.batches(), on_step=lambda step: labels.append(step.label))
+    labels, tokens = [], []
+    progress = Progress(on_detail=labels.append, on_advance=tokens.append)
+    llama.by_layer(llama.recipe(), llama.batches(), progress=progress)
+    assert sum(tokens) == pytest.approx(88)
     assert labels[0] == "layer 1 of 3, batch 1 of 4"
     assert labels[-1] == "layer 3 of 3, batch 4 of 4"
     assert len(labels) == len(set(labels)) == 12
@@ -180,13 +183,13 @@ def test_an_interrupted_pass_leaves_no_files(interruption, llama, monkeypatch):
     monkeypatch.setattr(loop, "plan_memory", lambda *_, **__: TINY)
     files = []
 
-    def interrupt(step):
+    def interrupt(label):
         files.extend(llama.scratch.rglob("hidden-*"))
-        if step.layer == 1:
+        if label.startswith("layer 2 "):
             raise interruption
 
     with pytest.raises(interruption):
-        llama.by_layer(llama.recipe(), llama.batches(), on_step=interrupt)
+        llama.by_layer(llama.recipe(), llama.batches(), progress=Progress(on_detail=interrupt))
     assert files
     assert list(llama.scratch.iterdir()) == []
 
