@@ -46,7 +46,7 @@ def read_report(directory: Path) -> dict[str, Any]:
     pack, file = read_pack(directory), directory / CALIBRATION_FILE
     if not file.exists():
         problem = f"'{directory}' has no {CALIBRATION_FILE}: it is not a calibration"
-        raise InputError(_or_formats(directory, problem))
+        raise InputError(_several_formats(directory) or problem)
     report = read_object(file)
     if report.get("fp8kv_calibration") != 1:
         raise InputError(f"'{file}' is not of this version of fp8kv; calibrate again")
@@ -67,7 +67,7 @@ def statistics_file(path: Path) -> Path:
         raise InputError(f"cannot read statistics: '{path}' does not exist")
     if path.is_dir() and not file.exists():
         problem = f"cannot read statistics: '{path}' has no {STATS_FILE}; give a calibration's output"
-        raise InputError(_or_formats(path, problem))
+        raise InputError(_several_formats(path) or problem)
     read_pack(file.parent)
     return file
 
@@ -87,11 +87,11 @@ def missing_model_error(path: Path, problem: str) -> NoModelError:
             f"'{path}' holds {JSON_FILE} and no model: put it into a copy of the model's directory, "
             "and give that"
         )
-    return NoModelError(_or_formats(path, problem))
+    return NoModelError(_several_formats(path) or problem)
 
 
-def _or_formats(path: Path, problem: str) -> str:
-    """Return `problem`, unless `path` holds a calibration in several formats, each in a directory."""
+def _several_formats(path: Path) -> str | None:
+    """Return the problem that `path` holds a calibration in several formats, each in a directory."""
     formats = [path / name for name in FORMATS if (path / name / CALIBRATION_FILE).is_file()]
     names = ", ".join(f"'{directory}'" for directory in formats)
-    return f"'{path}' holds a calibration in several formats: give {names}" if formats else problem
+    return f"'{path}' holds a calibration in several formats: give {names}" if formats else None

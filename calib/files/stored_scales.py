@@ -262,8 +262,8 @@ def _value_problems(layers: list[StoredLayer]) -> list[str]:
 
 
 def _count_problems(layers: list[StoredLayer], config: Config) -> list[str]:
-    problems = []
-    for letter, heads_name, counterpart in (("k", "KV", "q"), ("v", "KV", "q"), ("q", "query", "k")):
+    problems, heads_names = [], {"k": "KV", "v": "KV", "q": "query"}
+    for letter, heads_name in heads_names.items():
         wrong: dict[tuple[int, int], list[int]] = defaultdict(list)
         for layer in layers:
             counts = head_counts(layer_config(config, layer.layer), letter)
@@ -274,8 +274,9 @@ def _count_problems(layers: list[StoredLayer], config: Config) -> list[str]:
             model = f"has {heads} {heads_name} head{'s' * (heads != 1)} there"
             if letter != "q" and caches_latents(config):
                 model = "caches latents (MLA), which have one scale"
+            counterpart = "k" if letter == "q" else "q"
             is_of_counterpart = count in head_counts(config, counterpart)
-            hint = f" (one per {'query' if counterpart == 'q' else 'KV'} head)" * is_of_counterpart
+            hint = f" (one per {heads_names[counterpart]} head)" if is_of_counterpart else ""
             problems.append(
                 f"{letter.upper()} has {count} scales in {show_layers(indices)}{hint}, but the model "
                 f"{model}: engines stop, or give heads the scales of others"
