@@ -1,7 +1,7 @@
 """Folders that libraries keep their caches in, and the environment variables that move them."""
 
-import errno
 import os
+from errno import EACCES, EDQUOT, EEXIST, ENOSPC, ENOTDIR, EPERM, EROFS
 from pathlib import Path
 
 # variable -> the one that moves the folder around its default, if any, and that default
@@ -14,10 +14,7 @@ _DEFAULTS = {
     "XDG_CACHE_HOME": ("", "~/.cache"),
 }
 # errors of a folder that may not be written, is not a folder, or is full
-_REFUSALS = (
-    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST),
-    *(errno.ENOSPC, errno.EDQUOT),
-)
+_REFUSALS = (EACCES, EPERM, EROFS, ENOTDIR, EEXIST, ENOSPC, EDQUOT)
 
 
 def cache_folder(variable: str) -> Path:
