@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.capture.attention import AttentionMap
+from calib.choices import Device, DType
 from calib.data import Batch
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
@@ -38,8 +39,8 @@ def resolve_offload(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe
     """
     offload = recipe.offload
     if offload != "layerwise":
-        needed = _weight_bytes(checkpoint, config, recipe)
-        fits = _fits_memory(needed, recipe) and _fits_gpus(needed, recipe)
+        needed = _weight_bytes(checkpoint, config, recipe.dtype)
+        fits = _fits(needed, recipe.device, recipe.max_memory)
         if offload == "none" and recipe.max_memory and not fits:
             raise InputError(
                 f"the weights take {show_size(needed)}, too much for --max-memory "
@@ -62,25 +63,24 @@ def memory_limit(max_memory: str | None) -> int:
     return resident_bytes() + int(_SHARE * available_bytes())
 
 
-def _weight_bytes(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe) -> int:
+def _weight_bytes(checkpoint: ModelDirectory, config: PreTrainedConfig, dtype: DType) -> int:
     if find_weight_format(checkpoint):
-        return sum(source.nbytes for source in weight_sources(checkpoint, config, recipe.dtype).values())
+        return sum(source.nbytes for source in weight_sources(checkpoint, config, dtype).values())
     stored = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)
-    loaded, saved = requested_dtype(recipe.dtype), config.dtype
+    loaded, saved = requested_dtype(dtype), config.dtype
     if not isinstance(loaded, torch.dtype) or not isinstance(saved, torch.dtype) or loaded == saved:
         return stored
     # converting needs both, the file being mapped into memory meanwhile
     return stored + stored * loaded.itemsize // saved.itemsize
 
 
-def _fits_memory(needed: int, recipe: Recipe) -> bool:
+def _fits(needed: int, device: Device, max_memory: str | None) -> bool:
+    on_gpu = uses_gpu(device)
     # on their way to a GPU weights pass through mapped files, whose pages can be given back
-    passes_through = uses_gpu(recipe.device) and not recipe.max_memory
-    return passes_through or resident_bytes() + needed <= _SHARE * memory_limit(recipe.max_memory)
-
-
-def _fits_gpus(needed: int, recipe: Recipe) -> bool:
-    if not uses_gpu(recipe.device):
+    passes_through = on_gpu and not max_memory
+    if not passes_through and resident_bytes() + needed > _SHARE * memory_limit(max_memory):
+        return False
+    if not on_gpu:
         return True
     # one of several processes has a GPU of its own; one alone has them all
     alone = not torch.distributed.is_initialized()

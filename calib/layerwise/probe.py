@@ -180,8 +180,8 @@ def _replace_meta(module: nn.Module, make: Callable[[str, Tensor], Tensor]) -> I
     try:
         for name, tensor in meta.items():
             values = make(name, tensor)
-            is_parameter = isinstance(tensor, nn.Parameter)
-            values = nn.Parameter(values, requires_grad=False) if is_parameter else values
+            if isinstance(tensor, nn.Parameter):
+                values = nn.Parameter(values, requires_grad=False)
             replace_tensor(module, name, values)
         yield
     finally:

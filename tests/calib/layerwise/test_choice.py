@@ -87,8 +87,7 @@ def test_converting_weights_needs_both(tiny_directory):
     stored = (tiny_directory / "model.safetensors").stat().st_size
 
     def needed(dtype):
-        recipe = load_recipe(None, {"dtype": dtype})
-        return memory._weight_bytes(checkpoint, load_config(checkpoint), recipe)
+        return memory._weight_bytes(checkpoint, load_config(checkpoint), dtype)
 
     assert needed("auto") == needed("float32") == stored
     assert needed("bfloat16") == stored + stored // 2
