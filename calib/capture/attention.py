@@ -183,11 +183,11 @@ def _cached_attention(
     """Describe the module `name`, which was called with `qkv`; None if its layer stores nothing."""
     query, key, value = qkv
     module = model.get_submodule(name)
-    index = module.layer_idx
-    if index is not None and index not in stored:
+    index = module.layer_idx  # None or -1 in a block that several layers share
+    if index not in stored and index is not None and index >= 0:
         return None
-    is_own = index is not None and all(map(_ends_with, (key, value), stored[index]))
-    if index is None or (not is_own and _fills_another(stored, index, key)):
+    is_own = index in stored and all(map(_ends_with, (key, value), stored[index]))
+    if not is_own and (index not in stored or _fills_another(stored, index, key)):
         raise UnsupportedModelError(
             f"{name} is of a block that several layers share, and does not know whose cache it fills, so "
             "scales have no place: such models are not supported"
