@@ -73,12 +73,19 @@ def attention_facts(
     name: str, cached: Mapping[str, CachedAttention], shared: Mapping[str, SharedAttention]
 ) -> ModelFacts:
     """Collect the shapes of K, V and Q that the model `name` computes."""
-    layers = {layer.layer_idx: LayerFacts(module, is_shared=True) for module, layer in shared.items()}
-    for module in cached.values():
-        heads = {"k": {module.num_kv_heads}, "v": {module.num_kv_heads}, "q": {module.num_heads}}
-        channels = {"k": module.num_kv_heads * module.head_dim, "v": module.num_kv_heads * module.v_head_dim}
-        layers[module.layer_idx] = LayerFacts(module.name, module.latent, heads, channels)
-    return ModelFacts(name, layers=layers)
+    layers: dict[int, LayerFacts] = {
+        module.layer_idx: {
+            "the name": {module.name},
+            "a cache of": {"latents" if module.latent else "K and V"},
+            "K heads": {module.num_kv_heads},
+            "V heads": {module.num_kv_heads},
+            "Q heads": {module.num_heads},
+            "K channels": {module.num_kv_heads * module.head_dim},
+            "V channels": {module.num_kv_heads * module.v_head_dim},
+        }
+        for module in cached.values()
+    }
+    return ModelFacts(name, layers=layers, shared_layers={layer.layer_idx for layer in shared.values()})
 
 
 def to_scales(stored: StoredScales, layers: Mapping[str, StoredLayer], fp8_dtype: FP8Name) -> KVScales:
@@ -114,7 +121,10 @@ def _fit_calibration(directory: Path, scales: KVScales, model: PreTrainedModel) 
 
 
 def _calibration_facts(directory: Path, scales: KVScales) -> ModelFacts:
-    layers = {layer.layer_idx: LayerFacts(name, layer.latent) for name, layer in scales.layers.items()}
+    layers = {
+        layer.layer_idx: {"the name": {name}, "a cache of": {"latents" if layer.latent else "K and V"}}
+        for name, layer in scales.layers.items()
+    }
     return ModelFacts(str(directory), layers=layers)
 
 
@@ -146,4 +156,4 @@ def _fit_stored(stored: StoredScales, calibration: KVScales | None, model: PreTr
 def _head_facts(layer: StoredLayer) -> LayerFacts:
     """Return what the scales of a layer say of its heads; one scale is for all heads."""
     scales = {letter: getattr(layer, letter) or () for letter in "kvq"}
-    return LayerFacts(heads={letter: {len(values)} for letter, values in scales.items() if len(values) > 1})
+    return {f"{letter.upper()} heads": {len(values)} for letter, values in scales.items() if len(values) > 1}

@@ -77,7 +77,7 @@ def apply(
     likeness, left = compare_marks(marks, own), unmarked_matrices(checkpoint, marks, own)
     origin_name = first["model"] + (f" (pack {pack['name']})" if pack else "")
     warnings = [*report["warnings"], *_notes(origin_name, checkpoint, likeness, left)]
-    origin = {"marks": marks.to_json(), "measured_on": {**first, "compared": asdict(likeness)}}
+    origin = {"marks": marks.model_dump(), "measured_on": {**first, "compared": asdict(likeness)}}
     origin |= {"pack": pack} if pack else {}
     with claimed(output, overwrite=overwrite or in_place) as claim:
         progress.stage("write")

@@ -75,7 +75,10 @@ def repair(
     by_layer = {layer.layer_idx: layer for layer in stats.layers.values()}
     by_layer |= {each.layer_idx: stats.layers[each.owner] for each in stats.shared.values()}
     layers = scales.layers_by_module()
-    measured_layers = {index: _measured_facts(layer) for index, layer in by_layer.items()}
+    measured_layers = {
+        index: {"K heads": {len(layer.k.amax)}, "K channels": {layer.k.amax.numel()}}
+        for index, layer in by_layer.items()
+    }
     stored_layers = _stored_layers(by_layer, layers, scales, checkpoint)
     check_same_model(
         replace(measured_facts, layers=measured_layers),
@@ -174,10 +177,6 @@ def _left_out(scales: StoredScales, layers: dict[str, StoredLayer]) -> list[str]
     return [f"query scales of no use are left out in {show_layers(gone)}"] if gone else []
 
 
-def _measured_facts(layer: LayerStats) -> LayerFacts:
-    return LayerFacts(heads={"k": {len(layer.k.amax)}}, channels={"k": layer.k.amax.numel()})
-
-
 def _stored_layers(
     measured: dict[int, LayerStats],
     layers: dict[str, StoredLayer],
@@ -190,14 +189,15 @@ def _stored_layers(
     """
     counts = {len(values) for layer in layers.values() for values in (layer.k, layer.v) if values} - {1}
     are_doubtful = bool(counts) and counts.isdisjoint(len(layer.k.amax) for layer in measured.values())
-    facts = {}
+    facts = dict[int, LayerFacts]()
     for module, layer in layers.items():
-        heads, weight = {}, source.entries.get(f"{module}.k_proj.weight")
+        shapes, weight = dict[str, set[int]](), source.entries.get(f"{module}.k_proj.weight")
         if are_doubtful:
             config = layer_config(scales.directory.text_config, layer.layer)
-            heads = {"k": counts | head_counts(config, "k")}
-        channels = {"k": weight.shape[0]} if weight and weight.dtype in _UNPACKED else {}
-        facts[layer.layer] = LayerFacts(heads=heads, channels=channels)
+            shapes["K heads"] = counts | head_counts(config, "k")
+        if weight and weight.dtype in _UNPACKED:
+            shapes["K channels"] = {weight.shape[0]}
+        facts[layer.layer] = shapes
     return facts
 
 

@@ -23,19 +23,11 @@ if TYPE_CHECKING:
     from calib.same_model.marks import Marks
     from calib.scales.stats import KVStats
 
-# of the language model, where configs of one type differ between models
+# sizes of the language model, in which configs of one type differ between models
 _SIZES = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "n_embd", "n_head")
 
-
-@dataclass(frozen=True)
-class LayerFacts:
-    """A layer that caches K and V; what is not known of it is None or left out."""
-
-    module: str | None = None
-    latent: bool | None = None
-    heads: Mapping[str, Set[int]] = field(default_factory=dict)  # of "k", "v", "q": possible numbers
-    channels: Mapping[str, int] = field(default_factory=dict)  # of "k", "v": values in all heads
-    is_shared: bool = False  # it reads another layer's cache, and scales may leave it out
+# what is known of a layer, in words for messages -> the values that fit: "K heads" -> {2}
+LayerFacts = Mapping[str, Set[object]]
 
 
 @dataclass(frozen=True)
@@ -43,13 +35,14 @@ class ModelFacts:
     """A model, as its files or scales that were measured on it describe it; None: not known."""
 
     name: str  # in messages
-    config: Config = field(default_factory=dict)
-    settings: Mapping[str, Any] | None = None  # of the config, which decide how K and V are made
+    config: Config = field(default_factory=dict)  # config.json, or a part of it
+    settings: Any = None  # of the config, which decide how K and V are made
     fingerprints: Mapping[str, str] | None = None
     baked_for: str | None = None  # fp8 or int8
     baked_as: Set[str] = frozenset()  # fingerprints of the baked model
     num_layers: int | None = None  # of any kind
-    layers: Mapping[int, LayerFacts] | None = None
+    layers: Mapping[int, LayerFacts] | None = None  # that cache K and V
+    shared_layers: Set[int] = frozenset()  # that read another layer's cache, and may have scales
     marks: Callable[[], Marks] | None = None  # reading weights takes a while
 
 
@@ -65,41 +58,40 @@ def scales_facts(path: Path, stats: KVStats | None = None) -> ModelFacts:
     """Read what the directory of scales or statistics at `path` says of their model."""
     directory = path if path.is_dir() else path.parent
     report = read_report(directory) if (directory / CALIBRATION_FILE).exists() else {}
-    model = report.get("measured_on") or report
-    saved = report.get("marks")
-    marks = saved if isinstance(saved, dict) else {}
+    model, saved = report.get("measured_on") or report, report.get("marks")
+    document = saved if isinstance(saved, dict) else {}
+
+    def read_marks() -> Marks:
+        from calib.same_model.marks import Marks
+
+        return Marks.from_json(saved, f"'{directory / CALIBRATION_FILE}'")
+
     return ModelFacts(
         str(path),
         known_config(directory),
-        settings=marks.get("settings"),
-        fingerprints={key: model[key] for key in ("checkpoint", "weights") if key in model},
-        num_layers=marks.get("layers"),
+        document.get("settings"),
+        {key: model[key] for key in ("checkpoint", "weights") if key in model},
+        num_layers=document.get("layers"),
         layers=None if stats is None else statistics_layers(stats),
-        marks=None if saved is None else partial(_decode_marks, saved, directory),
+        marks=None if saved is None else read_marks,
     )
 
 
 def model_facts(checkpoint: ModelDirectory, modules: Iterable[str] | None = None) -> ModelFacts:
     """Collect what `checkpoint` says; with its attention `modules` also the marks of its weights."""
-    from calib.same_model import marks
-
-    path, purpose = checkpoint.path, baked_for(checkpoint.path)
-    baked_as = set[str]()
-    if purpose:  # scales beside it may be of the directory that they were copied from
-        baked_as = {fingerprint(checkpoint)}
-        if (path / CALIBRATION_FILE).exists():
-            baked_as.add(read_report(path)["checkpoint"])
-    facts = ModelFacts(
-        str(path),
-        checkpoint.config,
-        baked_for=purpose,
-        baked_as=baked_as,
-        num_layers=checkpoint.num_layers,
-    )
+    path, count = checkpoint.path, checkpoint.num_layers
+    facts = ModelFacts(str(path), checkpoint.config, baked_for=baked_for(path), num_layers=count)
+    if facts.baked_for:
+        names = {fingerprint(checkpoint)}
+        if (path / CALIBRATION_FILE).exists():  # scales may be of the directory that it was copied from
+            names.add(read_report(path)["checkpoint"])
+        facts = replace(facts, baked_as=names)
     if modules is None:
         return facts
-    settings = marks.settings_of(path, checkpoint.config)
-    return replace(facts, settings=settings, marks=cache(partial(marks.take_marks, checkpoint, modules)))
+    from calib.same_model.marks import settings_of, take_marks
+
+    settings = settings_of(path, checkpoint.config)
+    return replace(facts, settings=settings, marks=cache(partial(take_marks, checkpoint, modules)))
 
 
 def directory_facts(path: Path) -> ModelFacts:
@@ -107,23 +99,21 @@ def directory_facts(path: Path) -> ModelFacts:
     from calib.same_model.marks import settings_of
 
     config, marks = known_config(path), scales_facts(path).marks
-    has_config = (path / CONFIG_FILE).exists()
-    return ModelFacts(str(path), config, settings_of(path, dict(config)) if has_config else None, marks=marks)
+    settings = settings_of(path, dict(config)) if (path / CONFIG_FILE).exists() else None
+    return ModelFacts(str(path), config, settings, marks=marks)
 
 
 def statistics_layers(stats: KVStats) -> dict[int, LayerFacts]:
     """Collect the shapes of K, V and Q that were measured, by layer."""
-    layers = {
-        layer.layer_idx: LayerFacts(
-            name,
-            layer.latent,
-            {letter: {len(getattr(layer, letter).amax)} for letter in "kvq"},
-            {"k": layer.k.amax.numel(), "v": layer.v.amax.numel()},
-        )
+    return {
+        layer.layer_idx: {
+            "the name": {name},
+            "a cache of": {"latents" if layer.latent else "K and V"},
+            **{f"{letter.upper()} heads": {len(getattr(layer, letter).amax)} for letter in "kvq"},
+            **{f"{letter.upper()} channels": {getattr(layer, letter).amax.numel()} for letter in "kv"},
+        }
         for name, layer in stats.layers.items()
     }
-    shared = {each.layer_idx: LayerFacts(name, is_shared=True) for name, each in stats.shared.items()}
-    return layers | shared
 
 
 def known_config(directory: Path) -> Config:
@@ -172,12 +162,6 @@ def _model_types(config: Config) -> list[str]:
     return [name[:80] for name in types if isinstance(name, str)]
 
 
-def _decode_marks(document: Any, directory: Path) -> Marks:
-    from calib.same_model.marks import Marks
-
-    return Marks.from_json(document, f"'{directory / CALIBRATION_FILE}'")
-
-
 def _compare_baking(scales: ModelFacts, model: ModelFacts) -> str | None:
     measured = (scales.fingerprints or {}).get("checkpoint")
     return model.baked_for if measured and measured not in model.baked_as else None
@@ -204,36 +188,24 @@ def _compare_layers(scales: ModelFacts, model: ModelFacts) -> str | None:
         return f"it has {count} layers, and '{model.name}' {other_count} layers"
     if not scales.layers:
         return None
-    last = max(scales.layers)
     if model.layers is None:
-        is_beyond = model.num_layers is not None and last >= model.num_layers
-        return f"it has a layer {last}, and '{model.name}' {model.num_layers} layers" if is_beyond else None
-    cached = [index for index, layer in model.layers.items() if not layer.is_shared]
-    where = f"'{model.name}' caches K and V in {len(cached)} layers"
-    if unknown := sorted(scales.layers.keys() - model.layers.keys()):
+        last = max(scales.layers)
+        is_beyond = other_count is not None and last >= other_count
+        return f"it has a layer {last}, and '{model.name}' {other_count} layers" if is_beyond else None
+    where = f"'{model.name}' caches K and V in {len(model.layers)} layers"
+    if unknown := sorted(scales.layers.keys() - model.layers.keys() - model.shared_layers):
         return f"it has a layer {unknown[0]}, and {where}"
-    if missing := sorted({*cached} - scales.layers.keys()):
+    if missing := sorted(model.layers.keys() - scales.layers.keys()):
         return f"it lacks layers {', '.join(map(str, missing))}, and {where}"
-    both = ((index, layer, model.layers[index]) for index, layer in sorted(scales.layers.items()))
-    differences = (_compare_layer(index, layer, other, model.name) for index, layer, other in both)
-    return next(filter(None, differences), None)
-
-
-def _compare_layer(index: int, layer: LayerFacts, other: LayerFacts, model: str) -> str | None:
-    if layer.module and other.module and layer.module != other.module:
-        return f"its layer {index} is '{layer.module}', that of '{model}' '{other.module}'"
-    if None not in (layer.latent, other.latent) and layer.latent != other.latent:
-        kind = "latents" if layer.latent else "K and V"
-        return f"its layer {index} has {kind}, which '{model}' does not cache"
-    for letter in sorted(layer.heads.keys() & other.heads.keys()):
-        counts = [" or ".join(map(str, sorted(each.heads[letter]))) for each in (layer, other)]
-        if layer.heads[letter].isdisjoint(other.heads[letter]):
-            return f"{letter.upper()} of layer {index} has {counts[0]} heads, and {counts[1]} in '{model}'"
-    for letter in sorted(layer.channels.keys() & other.channels.keys()):
-        count, other_count = layer.channels[letter], other.channels[letter]
-        if count != other_count:
-            return f"{letter.upper()} of layer {index} has {count} channels, and {other_count} in '{model}'"
+    for index, layer in sorted(model.layers.items()):
+        for fact, values in scales.layers[index].items():
+            if values.isdisjoint(layer.get(fact, values)):
+                return f"layer {index} has {fact} {_show(values)}, and {_show(layer[fact])} in '{model.name}'"
     return None
+
+
+def _show(values: Set[object]) -> str:
+    return " or ".join(sorted(map(str, values)))
 
 
 def _compare_fingerprints(scales: ModelFacts, model: ModelFacts) -> str | None:

@@ -55,14 +55,14 @@ class Likeness:
     largest_factor: float  # that the size of a row of these differs by, less 1
 
 
-def compare_marks(base: Marks, other: Marks) -> Likeness:
+def compare_marks(base: Marks, target: Marks) -> Likeness:
     """Compare marks of the model that was measured with those of another checkpoint.
 
     OtherWeightsError unless K and V are the same.
     """
-    _check_shapes(base.tensors, other.tensors)
+    _check_shapes(base.tensors, target.tensors)
     pairs = {
-        name: (base.tensors[name], other.tensors[name]) for name in base.tensors if name in other.tensors
+        name: (base.tensors[name], target.tensors[name]) for name in base.tensors if name in target.tensors
     }
     moved = _moved_norms(base.tensors, pairs)
     matrices = [n for n, mark in base.tensors.items() if len(mark.shape) == 2 and not is_embedding(n)]
@@ -81,16 +81,16 @@ def compare_marks(base: Marks, other: Marks) -> Likeness:
     return Likeness(len(layers), max(errors), max(factors))
 
 
-def _check_shapes(base: Mapping[str, Mark], other: Mapping[str, Mark]) -> None:
+def _check_shapes(base: Mapping[str, Mark], target: Mapping[str, Mark]) -> None:
     """Refuse tensors that only one side has, or that have another shape there."""
-    for mine, theirs, side in ((base, other, "model that was measured"), (other, base, "second")):
+    for mine, theirs, side in ((base, target, "model that was measured"), (target, base, "second")):
         for name, mark in mine.items():
             is_needed = len(mark.shape) == 1 or is_cached(name) or is_embedding(name)
             # a bias of zeros is none
             if name not in theirs and is_needed and mark.values.any():
                 raise OtherWeightsError(f"'{name}' is only in the {side}")
-    for name in base.keys() & other.keys():
-        one, two = base[name], other[name]
+    for name in base.keys() & target.keys():
+        one, two = base[name], target[name]
         skipped = 1 if is_embedding(name) else 0  # it may have grown by tokens
         if one.shape[skipped:] != two.shape[skipped:] or one.values.shape != two.values.shape:
             raise OtherWeightsError(f"'{name}' is {[*one.shape]} there and {[*two.shape]} here")
@@ -112,27 +112,27 @@ def _moved_norms(base: Mapping[str, Mark], pairs: Mapping[str, tuple[Mark, Mark]
     return moved
 
 
-def _compare_matrix(name: str, mark: Mark, other: Mark, because: str) -> tuple[float, float]:
+def _compare_matrix(name: str, mark: Mark, target: Mark, because: str) -> tuple[float, float]:
     """Return the error and the largest factor of a weight; refuse another one."""
     large = _large_inputs(mark)
-    apart, other_apart = _along(mark.values, large), _along(other.values, large)
-    rest = mark.values - apart
-    factors, errors = _row_factors(rest, other.values - other_apart)
-    size = rest.norm(dim=1, keepdim=True).clamp(min=1e-19)
+    apart, target_apart = _along(mark.values, large), _along(target.values, large)
+    remainder = mark.values - apart
+    factors, errors = _row_factors(remainder, target.values - target_apart)
+    size = remainder.norm(dim=1, keepdim=True).clamp(min=1e-19)
     beyond = errors
     if large.shape[1]:  # what rounding of marks leaves of the rest is not an error
         whole = mark.values.norm(dim=1) / size[:, 0]
         beyond = (errors - _RECORDED * whole * factors.abs().clamp(min=1)).clamp(min=0)
     error = float(beyond.square().mean().sqrt())
-    if mark.bits == other.bits == 16 or is_cached(name):  # of others two weights are too few
-        before, after = apart / size, other_apart / size
+    if mark.bits == target.bits == 16 or is_cached(name):  # of others two weights are too few
+        before, after = apart / size, target_apart / size
         # as it was, or larger like the rest of its row, which is known less well
         ways = (torch.ones_like(factors), factors)
         error = max(error, min(_distance(before * way[:, None], after) for way in ways))
-    if error > _noise(mark, other, _NOISE_AFTER_MOVING if because else _NOISE):
+    if error > _noise(mark, target, _NOISE_AFTER_MOVING if because else _NOISE):
         raise OtherWeightsError(f"{because}'{name}' is {error:.0%} from what it was, more than rounding")
     if is_cached(name) or is_output(name) or _SIZED.fullmatch(name):
-        _check_row_sizes(name, factors, errors, _step(mark) + _step(other), because)
+        _check_row_sizes(name, factors, errors, _step(mark) + _step(target), because)
     return error, float((factors - 1).abs().max())
 
 
@@ -149,10 +149,10 @@ def _check_row_sizes(name: str, factors: Tensor, errors: Tensor, step: float, be
         raise OtherWeightsError(problem)
 
 
-def _noise(mark: Mark, other: Mark, table: Mapping[int, float]) -> float:
+def _noise(mark: Mark, target: Mark, table: Mapping[int, float]) -> float:
     """Return the largest error between two versions of one weight that quantisation explains."""
     total = 0.0
-    for bits in (mark.bits, other.bits):
+    for bits in (mark.bits, target.bits):
         if bits < min(table):
             raise OtherWeightsError(f"weights of {bits} bits are too far from any others to be compared")
         total += table[min((size for size in table if size >= bits), default=16)]
@@ -166,15 +166,15 @@ def _step(mark: Mark) -> float:
 
 def _large_inputs(mark: Mark) -> Tensor:
     """Return signs [PROBES, few] of the inputs of a matrix that make most of what its rows give."""
-    inputs, rest = fixed_inputs(mark.shape[1]), mark.values
+    inputs, remainder = fixed_inputs(mark.shape[1]), mark.values
     large = torch.zeros(PROBES, 0)
     while large.shape[1] < _MOST_LARGE:
-        size = rest.norm(dim=1, keepdim=True)
-        share = (rest / size.clamp(min=1e-19) @ inputs.t()).square().mean(0) / PROBES
+        size = remainder.norm(dim=1, keepdim=True)
+        share = (remainder / size.clamp(min=1e-19) @ inputs.t()).square().mean(0) / PROBES
         if share.max() <= _LARGE:
             break
         large = torch.cat([large, inputs[share.argmax()][:, None]], 1)
-        rest = mark.values - _along(mark.values, large)
+        remainder = mark.values - _along(mark.values, large)
     return large
 
 
@@ -184,16 +184,16 @@ def _along(values: Tensor, directions: Tensor) -> Tensor:
     return values @ directions @ inverse
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def _distance(one: Tensor, target: Tensor) -> float:
     """Return the distance relative to the larger of the two, 0 where both are zero."""
-    largest = max(float(one.norm()), float(other.norm()))
-    return float((one - other).norm()) / largest if largest else 0.0
+    largest = max(float(one.norm()), float(target.norm()))
+    return float((one - target).norm()) / largest if largest else 0.0
 
 
-def _row_factors(one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many times each row of `one` is in `other`, and the rest, relative: [rows] both."""
+def _row_factors(one: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many times each row of `one` is in `target`, and the remainder, relative: [rows] both."""
     square = one.square().sum(1)
     is_zero = square == 0
-    factors = torch.where(is_zero, torch.ones(()), (one * other).sum(1) / square.clamp(min=1e-38))
-    rest = (other - factors[:, None] * one).norm(dim=1)
-    return factors, torch.where(is_zero, torch.zeros(()), rest / square.sqrt().clamp(min=1e-19))
+    factors = torch.where(is_zero, torch.ones(()), (one * target).sum(1) / square.clamp(min=1e-38))
+    remainder = (target - factors[:, None] * one).norm(dim=1)
+    return factors, torch.where(is_zero, torch.zeros(()), remainder / square.sqrt().clamp(min=1e-19))

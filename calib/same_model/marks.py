@@ -8,21 +8,19 @@ import hashlib
 import json
 import re
 from base64 import b64decode, b64encode
-from binascii import Error as Base64Error
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import lru_cache
-from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError
 from torch import Tensor
 
-from calib.errors import Fp8kvError, InputError, first_problem, one_line
+from calib.errors import Fp8kvError, InputError, first_problem
 from calib.files.config import head_count, text_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import is_of_cache, is_of_senses
@@ -32,8 +30,8 @@ from calib.models.quantized.detect import find_weight_format
 from calib.models.quantized.weights import DequantizedTensor, all_weights
 
 PROBES = 64  # fixed inputs that every sampled row is multiplied with
-_ROWS, _REST_ROWS = 8, 2  # sampled of weights for K and V and of attention's outputs; of the rest
-_REST = 4  # other weights of a layer that read a norm, to see whether factors were moved there from it
+_ROWS, _FEW_ROWS = 8, 2  # sampled of weights for K and V and of attention's outputs; of further ones
+_FURTHER = 4  # weights of a layer that read a norm, to see whether factors were moved there from it
 _TOKENS = 256  # whose embeddings are marked: a vocabulary may grow
 
 _FUSED = {"qkv_proj", "query_key_value", "c_attn", "Wqkv", "qkv"}
@@ -63,76 +61,54 @@ _DECODING_STEP = 32  # codes of most layouts can be decoded from multiples of th
 Weights = Mapping[str, Source]  # by their names below the language model
 
 
-@dataclass(frozen=True)
-class Mark:
-    """What a tensor gives for the fixed inputs: a few rows of a matrix, or a whole vector."""
-
-    shape: tuple[int, ...]  # of the tensor
-    bits: int  # of a stored value, 16 for floats of any size
-    values: Tensor  # [sampled rows, PROBES] float32, finite
+def _encode(values: Tensor) -> str:
+    return b64encode(values.bfloat16().view(torch.int16).numpy().astype("<i2").tobytes()).decode()
 
 
-@dataclass(frozen=True)
-class Marks:
-    """Marks of a language model's tensors, by their names below it: `layers.0.mlp.up_proj...`."""
-
-    layers: int
-    tensors: Mapping[str, Mark]
-    settings: Mapping[str, Any]  # of the config, which decide how K and V are made
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the object that a calibration keeps; values are bfloat16 in base 64."""
-        tensors = {}
-        for name, mark in self.tensors.items():
-            codes = mark.values.bfloat16().view(torch.int16).numpy().astype("<i2")
-            values = b64encode(codes.tobytes()).decode()
-            tensors[name] = {"shape": [*mark.shape], "bits": mark.bits, "values": values}
-        return {"version": 3, "layers": self.layers, "settings": {**self.settings}, "tensors": tensors}
-
-    @classmethod
-    def from_json(cls, document: Any, where: str) -> "Marks":
-        """Read `document`; `where` names it in an InputError."""
-        try:
-            saved = _SavedMarks.model_validate(document)
-            tensors = {
-                name: Mark(tuple(mark.shape), mark.bits, _decode(mark.values))
-                for name, mark in saved.tensors.items()
-            }
-            if not any(map(is_cached, tensors)):
-                raise ValueError("no weight is of K or V")
-        except (ValidationError, Base64Error, ValueError) as error:
-            problem = first_problem(error) if isinstance(error, ValidationError) else one_line(error)
-            raise InputError(f"the marks in {where} are damaged ({problem[:200]})") from None
-        return cls(saved.layers, tensors, saved.settings)
-
-
-class _SavedMark(BaseModel):
-    model_config = ConfigDict(strict=True)
-    shape: list[int] = Field(min_length=1, max_length=2)
-    bits: int = Field(ge=1, le=16)
-    values: str
-
-
-class _SavedMarks(BaseModel):
-    model_config = ConfigDict(strict=True)
-    version: Literal[3]
-    layers: int = Field(ge=1)
-    settings: dict[str, Any]
-    tensors: dict[str, _SavedMark]
-
-
-def _decode(text: str) -> Tensor:
-    codes = np.frombuffer(b64decode(text, validate=True), "<i2").astype(np.int16)
-    values = torch.from_numpy(codes).view(torch.bfloat16).float().view(-1, PROBES)
+def _decode(values: Tensor | str) -> Tensor:
+    if isinstance(values, str):
+        codes = np.frombuffer(b64decode(values, validate=True), "<i2").astype(np.int16)
+        values = torch.from_numpy(codes).view(torch.bfloat16).float().view(-1, PROBES)
     if not (values.numel() and values.isfinite().all()):
         raise ValueError("a mark is empty, or not finite")
     return values
 
 
+class Mark(BaseModel):
+    """Products of a tensor with the fixed inputs: of a few rows of a matrix, or of a whole vector."""
+
+    model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+    shape: list[int] = Field(min_length=1, max_length=2)  # of the tensor
+    bits: int = Field(ge=1, le=16)  # of a stored value, 16 for floats of any size
+    # [sampled rows, PROBES] float32; a calibration keeps bfloat16 in base 64
+    values: Annotated[Tensor, BeforeValidator(_decode), PlainSerializer(_encode)]
+
+
+class Marks(BaseModel):
+    """Marks of a language model's tensors, by their names below it: `layers.0.mlp.up_proj...`."""
+
+    model_config = ConfigDict(strict=True)
+    version: Literal[3]
+    layers: int = Field(ge=1)
+    settings: dict[str, Any]  # of the config, which decide how K and V are made
+    tensors: dict[str, Mark]
+
+    @classmethod
+    def from_json(cls, document: Any, where: str) -> "Marks":
+        """Check the object that a calibration keeps; `where` names it in an InputError."""
+        try:
+            marks = cls.model_validate(document)
+        except ValidationError as error:
+            raise InputError(f"the marks in {where} are damaged ({first_problem(error)[:200]})") from None
+        if not any(map(is_cached, marks.tensors)):
+            raise InputError(f"the marks in {where} are damaged (no weight is of K or V)")
+        return marks
+
+
 def marks_or_none(checkpoint: ModelDirectory, modules: Iterable[str]) -> dict[str, Any] | None:
     """Return marks for a calibration to keep; None if the model's K and V cannot be compared."""
     try:
-        return take_marks(checkpoint, modules).to_json()
+        return take_marks(checkpoint, modules).model_dump()
     except Fp8kvError:
         return None
 
@@ -166,7 +142,7 @@ def take_marks(checkpoint: ModelDirectory, modules: Iterable[str]) -> Marks:
         if not any(name.startswith(inner) and is_cached(name) for name in marks):
             raise InputError(f"'{checkpoint.path}' has no weight for K and V of '{prefix}' to read")
     count = len({match["layer"] for name in weights if (match := _LAYER.fullmatch(name))})
-    return Marks(checkpoint.num_layers or count, marks, settings)
+    return Marks(version=3, layers=checkpoint.num_layers or count, settings=settings, tensors=marks)
 
 
 def _language_weights(checkpoint: ModelDirectory, above: str) -> Weights:
@@ -192,8 +168,13 @@ def _mark_layer(
     norm = norm_before(f"{layer}.k_proj", weights)
     cached = [name for name in matrices if is_cached(name)]
     sizes = {weights[f"{norm}.weight"].shape[0]} if norm else {weights[name].shape[1] for name in cached}
+    further = []
+    for name in sorted(matrices):
+        is_excluded = is_cached(name) or name.split(".")[-2] in {*_OUTPUTS, "down_proj"}
+        if weights[name].shape[1] in sizes and _has_rows(weights[name]) and not is_excluded:
+            further.append(name)
     marks = {}
-    for name in (*cached, *islice(_further_readers(matrices, weights, sizes), _REST)):
+    for name in (*cached, *further[:_FURTHER]):
         source = weights[name]
         if source.shape[1] not in sizes:
             raise InputError(f"'{name}' does not read the layer's norm")
@@ -205,13 +186,6 @@ def _mark_layer(
         if is_output(name) and _has_rows(weights[name]):
             marks[name] = _mark_rows(weights[name], sample_rows(weights[name].shape[0], _ROWS))
     return marks
-
-
-def _further_readers(matrices: list[str], weights: Weights, sizes: set[int]) -> Iterator[str]:
-    for name in sorted(matrices):
-        is_excluded = is_cached(name) or name.split(".")[-2] in {*_OUTPUTS, "down_proj"}
-        if weights[name].shape[1] in sizes and _has_rows(weights[name]) and not is_excluded:
-            yield name
 
 
 def _rows_to_sample(name: str, shape: tuple[int, ...], settings: Mapping[str, Any]) -> list[int]:
@@ -226,7 +200,7 @@ def _rows_to_sample(name: str, shape: tuple[int, ...], settings: Mapping[str, An
         return sample_rows(rows, 3 * _ROWS)
     kv_heads = settings.get("num_key_value_heads")
     kv_heads = kv_heads if type(kv_heads) is int and 0 < kv_heads <= rows else 1
-    return sample_rows(rows, max(_ROWS, kv_heads) if is_cached(name) else _REST_ROWS)
+    return sample_rows(rows, max(_ROWS, kv_heads) if is_cached(name) else _FEW_ROWS)
 
 
 def sample_rows(rows: int, count: int) -> list[int]:
@@ -290,7 +264,7 @@ def _mark(source: Source, values: Tensor) -> Mark:
     if isinstance(source, DequantizedTensor):
         largest = max(stored.nbytes for stored in source.stored.values())
         bits = max(1, min(16, 8 * largest // prod(source.shape)))
-    return Mark(source.shape, bits, values)
+    return Mark(shape=[*source.shape], bits=bits, values=values)
 
 
 def _has_rows(source: Source) -> bool:
@@ -323,14 +297,14 @@ def _stored_rows(source: StoredTensor, start: int, stop: int) -> Tensor:
     return replace(source, shape=(stop - start, *source.shape[1:]), offset=offset).read()
 
 
-def unmarked_matrices(checkpoint: ModelDirectory, one: Marks, other: Marks) -> list[str]:
+def unmarked_matrices(checkpoint: ModelDirectory, base: Marks, target: Marks) -> list[str]:
     """Return names of matrices in layers of `checkpoint` that are not marked on both sides."""
-    marked = {name.rpartition(".")[0] for name in one.tensors.keys() & other.tensors.keys()}
+    marked = {name.rpartition(".")[0] for name in base.tensors.keys() & target.tensors.keys()}
     inside = set()
     for name, entry in checkpoint.entries.items():
         match = _LAYER.search(name)
         is_foreign = is_of_senses(name) or is_of_cache(name)
-        if match and len(entry.shape) > 1 and int(match["index"]) < other.layers and not is_foreign:
+        if match and len(entry.shape) > 1 and int(match["index"]) < target.layers and not is_foreign:
             inside.add(f"{match['layer']}.{match['rest'].rpartition('.')[0]}")
     return sorted({module.rpartition(".")[2] for module in inside - marked})
 

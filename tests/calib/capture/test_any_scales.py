@@ -125,7 +125,7 @@ def test_a_scale_of_k_alone_goes_before_one_of_both(model, tmp_path):
         (["kv_scale"], {"value": torch.tensor(float("nan"))}, "k_scale of layer 0 is [nan]"),
         (["kv_scale"], {"value": torch.tensor(0.0)}, "is [0.0]; a scale is finite and positive"),
         (["kv_scale"], {"value": torch.tensor(-1.0)}, "is [-1.0]; a scale is finite"),
-        (["kv_scale"], {"value": torch.ones(3)}, "K of layer 0 has 3 heads, and 2 in"),
+        (["kv_scale"], {"value": torch.ones(3)}, "layer 0 has K heads 3, and 2 in"),
         (["weight"], {}, "holds no KV-cache scales"),
     ],
 )

@@ -227,7 +227,7 @@ def test_statistics_of_other_heads_repair_nothing(attn_head, tmp_path):
     one_line_error(done, f"'{statistics}' is of another model: its config says num_key_value_heads")
     bare = shutil.copyfile(statistics / "fp8kv_stats.safetensors", tmp_path / "bare.safetensors")
     done = fp8kv("repair", attn_head, "--stats", bare, "-o", tmp_path / "out")
-    one_line_error(done, "is of another model: K of layer 0 has 4 heads, and 2 in")
+    one_line_error(done, "is of another model: layer 0 has K heads 4, and 2 in")
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ def test_statistics_alone_must_have_the_channels_of_the_weights(tensor, tmp_path
     bare = shutil.copyfile(statistics, tmp_path / "bare.safetensors")
     broken = damage(tensor, tmp_path / "broken", {"model.layers.0.self_attn.v_scale": None})
     done = fp8kv("repair", broken, "--stats", bare, "-o", tmp_path / "out")
-    one_line_error(done, "is of another model: K of layer 0 has 16 channels, and 32 in")
+    one_line_error(done, "is of another model: layer 0 has K channels 16, and 32 in")
 
 
 def test_compare_shows_ratios(tensor, attn_head, tmp_path):
