@@ -68,9 +68,11 @@ def _encode(values: Tensor) -> str:
 def _decode(values: Tensor | str) -> Tensor:
     if isinstance(values, str):
         codes = np.frombuffer(b64decode(values, validate=True), "<i2").astype(np.int16)
+        if not codes.size or codes.size % PROBES:
+            raise ValueError("a mark is empty, or cut off")
         values = torch.from_numpy(codes).view(torch.bfloat16).float().view(-1, PROBES)
-    if not (values.numel() and values.isfinite().all()):
-        raise ValueError("a mark is empty, or not finite")
+    if not values.isfinite().all():
+        raise ValueError("a mark is not finite")
     return values
 
 
