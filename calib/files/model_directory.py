@@ -293,8 +293,7 @@ def _weight_files(path: Path, index: dict[str, str] | None) -> list[str]:
     if missing:
         advice = "download it again"
         if (path / CALIBRATION_FILE).exists():
-            files = "the source's weight files beside these, as --weights none has left them out"
-            advice = f"put {files}, or give the source"
+            advice = "give the source, or put its weight files here, which --weights none has left out"
         raise InputError(f"'{path / INDEX_FILE}' names '{missing[0]}', which is missing; {advice}")
     has_single = (path / SINGLE_FILE).exists()
     if not (shards or has_single):
