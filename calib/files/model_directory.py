@@ -293,7 +293,10 @@ def _weight_files(path: Path, index: dict[str, str] | None) -> list[str]:
     if missing:
         advice = "download it again"
         if (path / CALIBRATION_FILE).exists():
-            advice = "give the source, or put its weight files here, which --weights none has left out"
+            advice = (
+                "put the source's weight files beside these, as --weights none has left them out, "
+                "or give the source"
+            )
         raise InputError(f"'{path / INDEX_FILE}' names '{missing[0]}', which is missing; {advice}")
     has_single = (path / SINGLE_FILE).exists()
     if not (shards or has_single):
