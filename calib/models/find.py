@@ -103,10 +103,7 @@ def _dequantise(package: str, claim: Claim) -> None:
 
     with atomic_directory(claim.path, claim=claim) as scratch, library_bars_hidden():
         model = AutoModelForCausalLM.from_pretrained(
-            package,
-            gguf_file=_GGUF,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.bfloat16,
+            package, gguf_file=_GGUF, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
         )
         model.config._name_or_path = ""
         model.save_pretrained(scratch)

@@ -136,22 +136,21 @@ def config_summary(config: Config) -> dict[str, Any]:
     return summary | ({"text_config": config_summary(text)} if isinstance(text, dict) else {})
 
 
-def config_difference(one: Config, other: Config) -> tuple[str, str] | None:
+def config_difference(one: Config, two: Config) -> tuple[str, str] | None:
     """Return the first value of each config by which they are of different models."""
-    types, other_types = _model_types(one), _model_types(other)
-    both_nested = len(types) == len(other_types) == 2
+    types, second_types = _model_types(one), _model_types(two)
+    are_nested = len(types) == len(second_types) == 2
     # an image model's language model is served alone, too
-    is_same = types[-1:] == other_types[-1:] if both_nested else {*types} & {*other_types}
-    if types and other_types and not is_same:
-        return f"model_type {types[-1]}", other_types[-1]
-    names, other_names = one.get("architectures"), other.get("architectures")
-    if not (types and other_types) and names and other_names and names != other_names:
-        return f"architectures {str(names)[:80]}", str(other_names)[:80]
-    text, other_text = text_config(one), text_config(other)
+    is_same = types[-1:] == second_types[-1:] if are_nested else {*types} & {*second_types}
+    if types and second_types and not is_same:
+        return f"model_type {types[-1]}", second_types[-1]
+    names, second_names = one.get("architectures"), two.get("architectures")
+    if not (types and second_types) and names and second_names and names != second_names:
+        return f"architectures {str(names)[:80]}", str(second_names)[:80]
     for key in _SIZES:
-        size, other_size = text.get(key), other_text.get(key)
-        if type(size) is type(other_size) is int and size != other_size:
-            return f"{key} {size}", str(other_size)
+        size, second_size = text_config(one).get(key), text_config(two).get(key)
+        if type(size) is type(second_size) is int and size != second_size:
+            return f"{key} {size}", str(second_size)
     return None
 
 
@@ -173,25 +172,25 @@ def _compare_configs(scales: ModelFacts, model: ModelFacts) -> str | None:
 
 
 def _compare_settings(scales: ModelFacts, model: ModelFacts) -> str | None:
-    one, other = scales.settings, model.settings
-    if not (isinstance(one, dict) and isinstance(other, dict)):
+    one, two = scales.settings, model.settings
+    if not (isinstance(one, dict) and isinstance(two, dict)):
         return None
-    for key in sorted(one.keys() & other.keys()):
-        if one[key] != other[key]:
-            return f"its config says {key} {one[key]!s:.200}, that of '{model.name}' {other[key]!s:.200}"
+    for key in sorted(one.keys() & two.keys()):
+        if one[key] != two[key]:
+            return f"its config says {key} {one[key]!s:.200}, that of '{model.name}' {two[key]!s:.200}"
     return None
 
 
 def _compare_layers(scales: ModelFacts, model: ModelFacts) -> str | None:
-    count, other_count = scales.num_layers, model.num_layers
-    if type(count) is type(other_count) is int and count != other_count:
-        return f"it has {count} layers, and '{model.name}' {other_count} layers"
+    count, model_count = scales.num_layers, model.num_layers
+    if type(count) is type(model_count) is int and count != model_count:
+        return f"it has {count} layers, and '{model.name}' {model_count} layers"
     if not scales.layers:
         return None
     if model.layers is None:
         last = max(scales.layers)
-        is_beyond = other_count is not None and last >= other_count
-        return f"it has a layer {last}, and '{model.name}' {other_count} layers" if is_beyond else None
+        is_beyond = model_count is not None and last >= model_count
+        return f"it has a layer {last}, and '{model.name}' {model_count} layers" if is_beyond else None
     where = f"'{model.name}' caches K and V in {len(model.layers)} layers"
     if unknown := sorted(scales.layers.keys() - model.layers.keys() - model.shared_layers):
         return f"it has a layer {unknown[0]}, and {where}"
@@ -209,8 +208,8 @@ def _show(values: Set[object]) -> str:
 
 
 def _compare_fingerprints(scales: ModelFacts, model: ModelFacts) -> str | None:
-    one, other = scales.fingerprints or {}, model.fingerprints or {}  # older calibrations keep fewer
-    return next((key for key in one.keys() & other.keys() if one[key] != other[key]), None)
+    one, two = scales.fingerprints or {}, model.fingerprints or {}  # older calibrations keep fewer
+    return next((key for key in one.keys() & two.keys() if one[key] != two[key]), None)
 
 
 def _compare_weights(scales: ModelFacts, model: ModelFacts) -> str | None:
@@ -233,14 +232,14 @@ class Fact(NamedTuple):
 
 
 _OTHER_MODEL = "'{scales}' is of another model: {difference}"
-_OTHER_REVISION = "'{scales}' is of another model or revision than '{model}'"
-_UNBAKED = "'{model}' is baked for {difference}, and the scales in '{scales}' were not measured on it"
-_OTHER_WEIGHTS = "the scales of '{scales}' do not fit '{model}': {difference}"
 FACTS = (
-    Fact(_compare_baking, _UNBAKED),
+    Fact(
+        _compare_baking,
+        "'{model}' is baked for {difference}, and the scales in '{scales}' were not measured on it",
+    ),
     Fact(_compare_configs, _OTHER_MODEL),
     Fact(_compare_layers, _OTHER_MODEL),
-    Fact(_compare_fingerprints, _OTHER_REVISION),
+    Fact(_compare_fingerprints, "'{scales}' is of another model or revision than '{model}'"),
     Fact(_compare_settings, _OTHER_MODEL),
-    Fact(_compare_weights, _OTHER_WEIGHTS),
+    Fact(_compare_weights, "the scales of '{scales}' do not fit '{model}': {difference}"),
 )
