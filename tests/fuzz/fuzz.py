@@ -28,7 +28,7 @@ with atheris.instrument_imports(include=["calib"]):
     from calib.files.tensors import DTYPES
     from calib.models.quantized import WEIGHT_FORMATS
     from calib.models.quantized.coded_weight import ModuleTensors
-    from calib.models.quantized.settings import Settings, name_subject
+    from calib.models.quantized.settings import QuantizationConfig, name_subject
     from calib.recipe import load_recipe
     from calib.verify.result import Place
     from calib.verify.rules import choose_rules
@@ -101,7 +101,7 @@ def quantized_weights(data: bytes) -> None:
     if read is None:
         return
     with name_subject("a model"):
-        for weight in read(Settings(says)).weights(ModuleTensors("m", entries)):
+        for weight in read(QuantizationConfig(says)).weights(ModuleTensors("m", entries)):
             if prod(weight.shape) <= 1 << 16:
                 parts = {part: name.partition(".")[2] for part, name in weight.parts.items()}
                 tensors = {part: _filled(entries[name], data) for part, name in parts.items()}

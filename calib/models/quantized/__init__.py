@@ -11,10 +11,10 @@ from calib.models.quantized.gpt_oss import read_gpt_oss
 from calib.models.quantized.gptq import read_gptq
 from calib.models.quantized.modelopt import read_modelopt
 from calib.models.quantized.quark import read_quark
-from calib.models.quantized.settings import Settings
+from calib.models.quantized.settings import QuantizationConfig
 
 # quant_method -> the reader of such a config
-WEIGHT_FORMATS: dict[str, Callable[[Settings], WeightFormat]] = {
+WEIGHT_FORMATS: dict[str, Callable[[QuantizationConfig], WeightFormat]] = {
     "auto-round": read_auto_round,
     "awq": read_awq,
     "compressed-tensors": read_compressed_tensors,

@@ -6,7 +6,7 @@ Source: `export_to_autoround` of AutoRound 0.16.
 from calib.models.quantized.awq import read_awq
 from calib.models.quantized.coded_weight import WeightFormat
 from calib.models.quantized.gptq import read_gptq
-from calib.models.quantized.settings import ADVICE, FormatError, Settings
+from calib.models.quantized.settings import ADVICE, FormatError, QuantizationConfig
 
 # packing_format -> a reader, and the setting that it needs
 _FORMATS = {
@@ -16,11 +16,11 @@ _FORMATS = {
 }
 
 
-def read_auto_round(config: Settings) -> WeightFormat:
+def read_auto_round(config: QuantizationConfig) -> WeightFormat:
     """Read a `quantization_config`."""
     read, setting = _FORMATS[config.choice("packing_format", tuple(_FORMATS))]
     config.choice("data_type", ("int",), "int")
     # a module of 16 bits is left alone
     if any(module.get("bits") != 16 for module in config.sections("extra_config").values()):
         raise FormatError(f"'extra_config' gives modules bits of their own, {ADVICE}")
-    return read(Settings({**config, **setting}))
+    return read(QuantizationConfig({**config, **setting}))

@@ -15,7 +15,7 @@ from calib.models.quantized.bits import count_words, unpack_words
 from calib.models.quantized.coded_weight import Codes, ModuleTensors, Tensors, WeightFormat, WeightScheme
 from calib.models.quantized.fp4 import MXFP4, NVFP4
 from calib.models.quantized.fp8 import MXFP8
-from calib.models.quantized.settings import ADVICE, FormatError, Settings
+from calib.models.quantized.settings import ADVICE, FormatError, QuantizationConfig
 
 _INTEGERS = [("int", bits) for bits in range(2, 9)]
 # format -> type and bits of its codes
@@ -98,7 +98,7 @@ class GroupedFormat(WeightFormat):
         return schemes.pop()
 
 
-def read_compressed_tensors(config: Settings) -> WeightFormat:
+def read_compressed_tensors(config: QuantizationConfig) -> WeightFormat:
     """Read a `quantization_config` or a `compression_config`."""
     if config.get("transform_config") or config.section("sparsity_config").get("format", "dense") != "dense":
         raise FormatError(f"transform_config or sparsity_config is set, {ADVICE}")
@@ -113,7 +113,7 @@ def read_compressed_tensors(config: Settings) -> WeightFormat:
     return GroupedFormat("compressed-tensors", None, groups=groups, ignore=_read_names(config, "ignore"))
 
 
-def _read_scheme(group: Settings, default_format: Any) -> WeightScheme:
+def _read_scheme(group: QuantizationConfig, default_format: Any) -> WeightScheme:
     """Read a group of `config_groups`."""
     form, weights = group.choice("format", tuple(_FORMATS), default_format), group.section("weights")
     kind, bits = weights.get("type", "int"), weights.choice("num_bits", range(2, 9), 8)
@@ -134,7 +134,7 @@ def _read_scheme(group: Settings, default_format: Any) -> WeightScheme:
     return WeightScheme(block, dtype="F8_E4M3" if kind == "float" else "I8", has_zeros=has_zeros)
 
 
-def _read_block(weights: Settings) -> tuple[int | None, int | None]:
+def _read_block(weights: QuantizationConfig) -> tuple[int | None, int | None]:
     """Return rows and columns that share a scale; None: all."""
     size = weights.group_size()
     default = "group" if size else "channel" if weights.get("group_size") else "tensor"
@@ -156,7 +156,7 @@ def _is_target(name: str, target: str) -> bool:
         raise FormatError(f"'{target:.80}' is not a regular expression: {error}") from None
 
 
-def _read_names(config: Settings, key: str) -> tuple[str, ...]:
+def _read_names(config: QuantizationConfig, key: str) -> tuple[str, ...]:
     names = config.get(key) or []
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise FormatError(f"{key} {names!r:.80} is not a list of names, {ADVICE}")

@@ -17,7 +17,7 @@ from calib.files.safetensors_header import FLOATS, read_values
 from calib.files.strict_json import read_object
 from calib.models.quantized import WEIGHT_FORMATS
 from calib.models.quantized.coded_weight import WeightFormat
-from calib.models.quantized.settings import ADVICE, Settings, name_subject
+from calib.models.quantized.settings import ADVICE, QuantizationConfig, name_subject
 from calib.models.quantized.weights import coded_weights, consumed_names
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _read_format(directory: ModelDirectory, place: str, config: dict[str, Any]) 
     read = WEIGHT_FORMATS.get(method) if isinstance(method, str) else None
     if read and (place != "compression_config" or method == "compressed-tensors"):
         with name_subject(subject):
-            return read(Settings(config))
+            return read(QuantizationConfig(config))
     if place in _SHARED_PLACES:
         from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 

@@ -5,13 +5,13 @@ vLLM's `fp8.py` for the older form with a `weight_scale`.
 """
 
 from calib.models.quantized.coded_weight import E8M0, FLOATS, WeightFormat, WeightScheme
-from calib.models.quantized.settings import Settings
+from calib.models.quantized.settings import QuantizationConfig
 
 MXFP8 = WeightScheme((1, 32), scale_dtypes=E8M0)
 _SCALE_DTYPES = (*FLOATS, "F8_E8M0")
 
 
-def read_fp8(config: Settings) -> WeightFormat:
+def read_fp8(config: QuantizationConfig) -> WeightFormat:
     """Read a `quantization_config`."""
     config.choice("fmt", ("e4m3", "float8_e4m3fn"), "e4m3")
     if config.get("weight_block_size") is None:

@@ -18,7 +18,7 @@ from calib.models.quantized.coded_weight import (
     WeightScheme,
 )
 from calib.models.quantized.fp4 import unpack_fp4
-from calib.models.quantized.settings import ADVICE, FormatError, Settings
+from calib.models.quantized.settings import ADVICE, FormatError, QuantizationConfig
 
 
 class ExpertsScheme(WeightScheme):
@@ -47,6 +47,6 @@ class ExpertsFormat(WeightFormat):
             yield CodedWeight(f"{module.name}.{weight}", shape, parts, ExpertsScheme())
 
 
-def read_gpt_oss(config: Settings) -> WeightFormat:
+def read_gpt_oss(config: QuantizationConfig) -> WeightFormat:
     """Read a `quantization_config`, which has nothing to choose."""
     return ExpertsFormat("MXFP4", None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from calib.models.quantized.bits import count_words, unpack_words
 from calib.models.quantized.coded_weight import Codes, ModuleTensors, Tensors, WeightFormat, WeightScheme
-from calib.models.quantized.settings import ADVICE, FormatError, Settings
+from calib.models.quantized.settings import ADVICE, FormatError, QuantizationConfig
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class GptqScheme(WeightScheme):
         return codes.t(), zeros.t()
 
 
-def read_gptq(config: Settings) -> WeightFormat:
+def read_gptq(config: QuantizationConfig) -> WeightFormat:
     """Read a `quantization_config`."""
     form = config.choice("checkpoint_format", ("gptq", "gptq_v2"), config.get("format") or "gptq")
     config.choice("pack_dtype", ("int32",), "int32")

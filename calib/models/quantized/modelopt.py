@@ -9,7 +9,7 @@ from dataclasses import replace
 from calib.models.quantized.coded_weight import WeightFormat, WeightScheme
 from calib.models.quantized.fp4 import MXFP4, NVFP4
 from calib.models.quantized.fp8 import MXFP8
-from calib.models.quantized.settings import Settings
+from calib.models.quantized.settings import QuantizationConfig
 
 _SCHEMES = {
     "FP8": WeightScheme(),
@@ -23,16 +23,16 @@ _SCHEMES = {
 }
 
 
-def read_modelopt(config: Settings) -> WeightFormat:
+def read_modelopt(config: QuantizationConfig) -> WeightFormat:
     """Read a `quantization_config`, or the document of `hf_quant_config.json`."""
-    config = Settings({**config, **config.section("quantization")})
+    config = QuantizationConfig({**config, **config.section("quantization")})
     if config.get("quant_algo") != "MIXED_PRECISION":
         return WeightFormat("ModelOpt", _read_scheme(config))
     layers = config.sections("quantized_layers")
     return WeightFormat("ModelOpt", None, tuple((name, _read_scheme(layers[name])) for name in layers))
 
 
-def _read_scheme(config: Settings) -> WeightScheme:
+def _read_scheme(config: QuantizationConfig) -> WeightScheme:
     scheme = _SCHEMES[config.choice("quant_algo", _SCHEMES)]
     if scheme.block[0] == 1 and scheme.block[1]:
         config.choice("group_size", (scheme.block[1],), scheme.block[1])

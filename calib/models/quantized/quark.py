@@ -6,7 +6,7 @@ Source: the output of Quark 0.13 for Hugging Face, and vLLM's `quark.py`, which 
 from calib.models.quantized.awq import AwqScheme
 from calib.models.quantized.coded_weight import WeightFormat, WeightScheme
 from calib.models.quantized.fp4 import MXFP4
-from calib.models.quantized.settings import ADVICE, FormatError, Settings
+from calib.models.quantized.settings import ADVICE, FormatError, QuantizationConfig
 
 _SCHEMES = {
     f"{name} {qscheme}": WeightScheme(block, dtype=dtype, has_zeros=None)
@@ -16,7 +16,7 @@ _SCHEMES = {
 _GROUPED = ("fp4 per_group", "int4 per_group", "uint4 per_group")
 
 
-def read_quark(config: Settings) -> WeightFormat:
+def read_quark(config: QuantizationConfig) -> WeightFormat:
     """Read a `quantization_config`."""
     export = config.section("export")
     export.choice("weight_format", ("real_quantized",), "real_quantized")
@@ -29,11 +29,11 @@ def read_quark(config: Settings) -> WeightFormat:
     return WeightFormat("Quark", _read_scheme(config.section("global_quant_config")), patterns)
 
 
-def _read_scheme(config: Settings) -> WeightScheme:
+def _read_scheme(config: QuantizationConfig) -> WeightScheme:
     weight = config.section("weight")
     group_size = weight.group_size()
     kind = f"{weight.get('dtype')} {weight.get('qscheme')}"
-    Settings(weight=kind).choice("weight", (*_SCHEMES, *_GROUPED))
+    QuantizationConfig(weight=kind).choice("weight", (*_SCHEMES, *_GROUPED))
     weight.choice("is_dynamic", (False,), False)
     if kind.endswith("per_channel"):
         weight.choice("ch_axis", (0,), 0)

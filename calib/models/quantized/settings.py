@@ -23,7 +23,7 @@ def name_subject(subject: str) -> Iterator[None]:
         raise FormatError(f"{subject}: {one_line(error, 1000)}") from None
 
 
-class Settings(dict[str, Any]):
+class QuantizationConfig(dict[str, Any]):
     """A quantization config or a section of it; null is the same as an absent setting."""
 
     def choice(self, key: str, choices: Collection[Any], default: Any = None) -> Any:
@@ -34,14 +34,14 @@ class Settings(dict[str, Any]):
             raise FormatError(f"{key} {value!r:.80} is none of {[*choices]}, {ADVICE}")
         return value
 
-    def section(self, key: str) -> "Settings":
+    def section(self, key: str) -> "QuantizationConfig":
         """Return a JSON object inside the config, empty where it is absent."""
         value = self.get(key)
         if value is not None and not isinstance(value, dict):
             raise FormatError(f"{key} {value!r:.80} is not a JSON object")
-        return Settings(value or {})
+        return QuantizationConfig(value or {})
 
-    def sections(self, key: str) -> dict[str, "Settings"]:
+    def sections(self, key: str) -> dict[str, "QuantizationConfig"]:
         """Return the JSON objects inside a section, by name."""
         section = self.section(key)
         return {name: section.section(name) for name in section}

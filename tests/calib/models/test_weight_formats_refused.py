@@ -19,7 +19,7 @@ from calib.errors import InputError
 from calib.files.safetensors_header import Entry
 from calib.models.quantized import WEIGHT_FORMATS
 from calib.models.quantized.coded_weight import ModuleTensors
-from calib.models.quantized.settings import Settings
+from calib.models.quantized.settings import QuantizationConfig
 from calib.recipe import load_recipe
 
 RECIPE = load_recipe(None, {"device": "cpu"})
@@ -204,7 +204,7 @@ def test_codes_that_two_versions_pack_otherwise_in_as_many_words():
         "weight_scale": Entry("F32", (8, 1), 0, 32),
     }
     with pytest.raises(InputError, match="20 codes of 3 bits in two ways"):
-        [*WEIGHT_FORMATS["compressed-tensors"](Settings(says)).weights(ModuleTensors("m", entries))]
+        [*WEIGHT_FORMATS["compressed-tensors"](QuantizationConfig(says)).weights(ModuleTensors("m", entries))]
 
 
 def test_a_shape_that_codes_do_not_have(model, tmp_path):
@@ -280,7 +280,7 @@ def test_nonsense_in_a_config_is_read_or_refused(form, data):
         place = data.draw(st.sampled_from(inner)) if inner else place
     place[data.draw(st.sampled_from([*place, "sym"]))] = data.draw(JSON)
     with suppress(InputError):
-        WEIGHT_FORMATS[form.says.get("quant_method", "modelopt")](Settings(says))
+        WEIGHT_FORMATS[form.says.get("quant_method", "modelopt")](QuantizationConfig(says))
 
 
 def test_a_zero_point_that_tools_read_differently(tiny_directory, tmp_path):
