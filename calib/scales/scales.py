@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from calib.arguments import check_values
@@ -54,7 +55,7 @@ class LayerScales:
 class SharedAttention:
     """An attention module without a cache of its own, which reads that of the module `owner`."""
 
-    layer_idx: int
+    layer_idx: Annotated[int, Field(ge=0)]
     owner: str
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from calib.files.strict_json import json_text, parse_object, regular_size
 from calib.scales.places import STATS_KEY, ModuleFacts
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats
-from calib.scales.text_summary import SKETCH_BITS, TextRecord, TextSummary
+from calib.scales.text_summary import TextSummary
 
 _VERSION = 2
 _LATENT_NAMES = {"k": "latent", "v": "k_pe", "q": "q"}
@@ -53,11 +53,8 @@ def save_stats(
     shared = {name: asdict(module) for name, module in stats.shared.items()}
     # one key, because safetensors writes several in an order that changes from run to run
     facts = {"version": _VERSION, "modules": modules, "shared": shared, "progress": progress}
-    if text := stats.text:
-        facts["text"] = text.to_json() | {
-            "sketch": f"{text.sketch:0{SKETCH_BITS // 4}x}",
-            "records": text.records and [record.model_dump() for record in text.records],
-        }
+    if stats.text:
+        facts["text"] = TypeAdapter(TextSummary).dump_python(stats.text)
     save_tensors(tensors, path, {STATS_KEY: json_text(facts)})
 
 
@@ -68,26 +65,33 @@ def load_stats(path: str | os.PathLike[str]) -> KVStats:
     InputError where they are damaged, hold NaN or Inf, or are not those that the report beside
     them sums up.
     """
-    file = statistics_file(to_path(path))
-    stats, _ = load_progress(file)
-    for (name, letter, field), tensor in stats.tensors().items():
-        if field == "amax" and not tensor.isfinite().all():
-            raise InputError(f"'{file}': {name} {letter.upper()}: NaN or Inf was seen; calibrate again")
-    if (file.parent / CALIBRATION_FILE).exists():
-        rows = read_report(file.parent)["layers"]
-        reported = {row["module"]: (row["k_amax"], row["v_amax"]) for row in rows}
-        amax = {name: (float(x.k.amax.max()), float(x.v.amax.max())) for name, x in stats.layers.items()}
-        if reported != amax:
-            raise InputError(
-                f"the statistics in '{file.parent}' are not those that its {CALIBRATION_FILE} sums "
-                "up; calibrate again"
-            )
-    return stats
+    return _load(statistics_file(to_path(path)))[0]
 
 
 def load_calibration(path: Path) -> tuple[KVStats, dict[str, Any]]:
     """Read the statistics and the report of a finished calibration, or of its statistics file."""
-    return load_stats(path), read_report(statistics_file(path).parent)
+    file = statistics_file(path)
+    stats, report = _load(file)
+    return stats, report or read_report(file.parent)
+
+
+def _load(file: Path) -> tuple[KVStats, dict[str, Any] | None]:
+    """Read and check statistics, with the report beside them if there is one."""
+    stats, _ = load_progress(file)
+    for (name, letter, field), tensor in stats.tensors().items():
+        if field == "amax" and not tensor.isfinite().all():
+            raise InputError(f"'{file}': {name} {letter.upper()}: NaN or Inf was seen; calibrate again")
+    if not (file.parent / CALIBRATION_FILE).exists():
+        return stats, None
+    report = read_report(file.parent)
+    reported = {row["module"]: (row["k_amax"], row["v_amax"]) for row in report["layers"]}
+    amax = {name: (float(x.k.amax.max()), float(x.v.amax.max())) for name, x in stats.layers.items()}
+    if reported != amax:
+        raise InputError(
+            f"the statistics in '{file.parent}' are not those that its {CALIBRATION_FILE} sums up; "
+            "calibrate again"
+        )
+    return stats, report
 
 
 def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
@@ -99,73 +103,44 @@ def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no iterator)
     except (OSError, SafetensorError) as error:
         raise InputError(f"cannot read statistics '{path}': {error}") from None
-    document = parse_object(metadata.get(STATS_KEY, "{}").encode(), f"the metadata of '{path}'")
-    version = document.get("version")
+    text = metadata.get(STATS_KEY, "{}")
+    version = parse_object(text.encode(), f"the metadata of '{path}'").get("version")
     if type(version) is not int or version not in (1, _VERSION):
         raise InputError(
             f"'{path}' is not a {STATS_FILE} of a version that this fp8kv reads, 1 or {_VERSION}"
         )
     try:
-        facts = _StatsFacts.model_validate(document)
+        facts = _StatsFacts.model_validate_json(text, strict=True)
         layers = {name: _take_layer(tensors, name, module) for name, module in facts.modules.items()}
         if tensors:
             raise ValueError(f"no module has the tensor {min(tensors)[:80]}")
     except ValueError as error:
         problem = first_problem(error) if isinstance(error, ValidationError) else one_line(error)
         raise InputError(f"'{path}' is damaged ({problem}); calibrate again") from None
-    shared = {name: SharedAttention(m.layer_idx, m.owner) for name, m in facts.shared.items()}
-    text = facts.text.summary() if facts.text else None
-    return KVStats(layers, shared, text), facts.progress.model_dump() if facts.progress else {}
+    progress = facts.progress.model_dump() if facts.progress else {}
+    return KVStats(layers, facts.shared, facts.text), progress
 
 
-class _StrictFacts(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _SharedFacts(_StrictFacts):
-    layer_idx: int = Field(ge=0)
-    owner: str
-
-
-class _ProgressFacts(_StrictFacts):
+class _Progress(BaseModel):
     run: dict[str, Any]
     batches: int = Field(ge=0)
 
 
-class _TextFacts(_StrictFacts):
-    samples: int = Field(ge=1)
-    tokens: int = Field(ge=1)
-    unrepeated_tokens: int = Field(ge=1)
-    distinct_tokens: int = Field(ge=1)
-    unknown_tokens: int | None = Field(ge=0)
-    words: int | None = Field(ge=0)
-    word_tokens: int | None = Field(ge=0)
-    sketch: str = Field(pattern=rf"^[0-9a-f]{{{SKETCH_BITS // 4}}}$")
-    records: list[TextRecord] | None = Field(None, min_length=1)
-
-    @model_validator(mode="after")
-    def _check_parts(self) -> "_TextFacts":
-        parts = self.unrepeated_tokens, self.distinct_tokens, self.unknown_tokens or 0, self.samples
-        if max(parts) > self.tokens or (self.words is None) != (self.word_tokens is None):
-            raise ValueError("a part is more than the whole")
-        return self
-
-    def summary(self) -> TextSummary:
-        records = self.records and (*self.records,)
-        return TextSummary(**self.model_dump() | {"sketch": int(self.sketch, 16), "records": records})
-
-
-class _StatsFacts(_StrictFacts):
+class _StatsFacts(BaseModel):
     modules: dict[str, ModuleFacts] = Field(min_length=1)
-    shared: dict[str, _SharedFacts]
-    progress: _ProgressFacts | None = None
-    text: _TextFacts | None = None
+    shared: dict[str, SharedAttention]
+    progress: _Progress | None = None
+    text: TextSummary | None = None
 
     @model_validator(mode="after")
-    def _check_owners(self) -> "_StatsFacts":
+    def _check_facts(self) -> "_StatsFacts":
         for module in self.shared.values():
             if module.owner not in self.modules:
                 raise ValueError(f"no module is called '{module.owner[:80]}', whose cache is shared")
+        if text := self.text:
+            parts = text.samples, text.unrepeated_tokens, text.distinct_tokens, text.unknown_tokens or 0
+            if max(parts) > text.tokens or (text.words is None) != (text.word_tokens is None):
+                raise ValueError("text: a part is more than the whole")
         return self
 
 

@@ -4,18 +4,19 @@ They travel with the statistics and join those of other runs. They keep the text
 ids share each bit of the set of tokens, and a record holds salted hashes of short runs alone.
 """
 
+import re
 from base64 import b64decode, b64encode
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from hashlib import blake2b
 from itertools import pairwise
 from math import log
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, field_validator
 
 from calib.errors import InputError
 
@@ -26,6 +27,7 @@ FEW_UNREPEATED = 0.5  # share of the tokens that repeat no other sample
 FEW_PER_WORD = 0.5  # tokens; tokenizers whose tokens span words need more than this
 MUCH_UNKNOWN = 0.1  # share of the tokens
 SKETCH_BITS = 2048
+_SKETCH_DIGITS = SKETCH_BITS // 4
 
 RUN_LENGTH = 16  # tokens: texts that were written apart share few of these
 MAX_RUNS = 1 << 14  # in a record
@@ -36,6 +38,8 @@ _CHANCE = 128  # one in so many runs of any other text has a hash that a record 
 # a beginning is a system prompt if one sample in so many has it, and at least so many
 _PROMPT_SHARE, _PROMPT_SAMPLES = 8, 3
 _ESCAPE = 255
+# fields of `TextSummary` that add up
+_SUMS = ("samples", "tokens", "unrepeated_tokens", "unknown_tokens", "words", "word_tokens")
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
 
 Hashes = NDArray[np.uint64]
@@ -104,19 +108,34 @@ class TextRecord(BaseModel):
         return np.cumsum(data, dtype=np.uint64)[data < _ESCAPE]
 
 
+def _parse_sketch(text: object) -> int:
+    if not isinstance(text, str) or not re.fullmatch(f"[0-9a-f]{{{_SKETCH_DIGITS}}}", text):
+        raise ValueError(f"needs {_SKETCH_DIGITS} hexadecimal digits")
+    return int(text, 16)
+
+
+# as a file of statistics holds them
+_AtLeast1 = Annotated[int, Field(ge=1)]
+_Count = Annotated[int, Field(ge=0)]
+_Sketch = Annotated[
+    int, BeforeValidator(_parse_sketch), PlainSerializer(lambda sketch: f"{sketch:0{_SKETCH_DIGITS}x}")
+]
+
+
 @dataclass(frozen=True)
 class TextSummary:
     """Numbers of the tokens that the statistics count, and a record of the text."""
 
-    samples: int
-    tokens: int
-    unrepeated_tokens: int  # without beginnings that an earlier sample has
-    distinct_tokens: int  # of the vocabulary; of several runs an estimate
-    unknown_tokens: int | None  # None: the tokenizer has no token for what it does not know
-    words: int | None  # of all documents, before they were cut; None without text
-    word_tokens: int | None  # that those documents became
-    sketch: int  # a bit for every `SKETCH_BITS`th token id or so
-    records: tuple[TextRecord, ...] | None = None  # of each run; None: not known, as of old files
+    samples: _AtLeast1
+    tokens: _AtLeast1
+    unrepeated_tokens: _AtLeast1  # without beginnings that an earlier sample has
+    distinct_tokens: _AtLeast1  # of the vocabulary; of several runs an estimate
+    unknown_tokens: _Count | None  # None: the tokenizer has no token for what it does not know
+    words: _Count | None  # of all documents, before they were cut; None without text
+    word_tokens: _Count | None  # that those documents became
+    sketch: _Sketch  # a bit for every `SKETCH_BITS`th token id or so
+    # of each run; None: not known, as of old files
+    records: Annotated[tuple[TextRecord, ...], Field(min_length=1)] | None = None
 
     @classmethod
     def of(
@@ -159,16 +178,13 @@ class TextSummary:
         smaller, larger = sorted((self, summary), key=lambda text: text.distinct_tokens)
         added = min(_estimate(sketch) - _estimate(larger.sketch), smaller.distinct_tokens)
         is_recorded = self.records is not None and summary.records is not None
-        return TextSummary(
-            self.samples + summary.samples,
-            self.tokens + summary.tokens,
-            self.unrepeated_tokens + summary.unrepeated_tokens,
-            larger.distinct_tokens + max(0, added),
-            _add(self.unknown_tokens, summary.unknown_tokens),
-            _add(self.words, summary.words),
-            _add(self.word_tokens, summary.word_tokens),
-            sketch,
-            (*(self.records or ()), *(summary.records or ())) if is_recorded else None,
+        sums: dict[str, Any] = {name: _add(getattr(self, name), getattr(summary, name)) for name in _SUMS}
+        return replace(
+            self,
+            **sums,
+            distinct_tokens=larger.distinct_tokens + max(0, added),
+            sketch=sketch,
+            records=(*(self.records or ()), *(summary.records or ())) if is_recorded else None,
         )
 
     def to_json(self) -> dict[str, Any]:
