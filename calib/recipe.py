@@ -30,9 +30,7 @@ def _check_size(text: str) -> str:
 
 
 # a dataset's name, or where it is
-Source = Annotated[
-    str, BeforeValidator(lambda value: str(value) if isinstance(value, os.PathLike) else value)
-]
+Source = Annotated[str, BeforeValidator(lambda path: str(path) if isinstance(path, os.PathLike) else path)]
 AnySettings = TypeVar("AnySettings", bound="Settings")
 
 
@@ -175,7 +173,10 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> "Recipe":
-        observer, is_absmax = f"observer '{self.observer.name}'", self.observer.name == "absmax"
+        is_absmax = self.observer.name == "absmax"
+        observer = "" if is_absmax else f"observer '{self.observer.name}'"
+        channels = "strategy 'channel'" if self.strategy == "channel" else "center_keys" * self.center_keys
+        tails = "headroom 'auto'" if self.headroom == "auto" else "data.until" if self.data.until else ""
         nvfp4 = next((name for name in self.export.formats if name.endswith("-nvfp4")), None)
         if nvfp4 and not (is_absmax and self.fp8_dtype == "e4m3fn"):
             raise ValueError(
@@ -189,20 +190,15 @@ class Recipe(Settings):
                 "center_keys needs its largest key at the end of the scale, which scale_rounding 'pow2' "
                 "moves: leave one of them away"
             )
-        is_per_channel = self.strategy == "channel"
-        needs_tails = (
-            "headroom 'auto'" if self.headroom == "auto" else "data.until" if self.data.until else ""
-        )
-        has_no_tails = "strategy 'channel'" if is_per_channel else "center_keys" if self.center_keys else ""
-        has_no_tails = has_no_tails or ("" if is_absmax else observer)
-        if needs_tails and has_no_tails:
+        if tails and (channels or observer):
             raise ValueError(
-                f"{needs_tails} is told by the largest values of each head, which say nothing of "
-                f"{has_no_tails}: use strategy tensor or attn_head and observer absmax, without center_keys"
+                f"{tails} is told by the largest values of each head, which say nothing of "
+                f"{channels or observer}: use strategy tensor or attn_head and observer absmax, without "
+                "center_keys"
             )
-        if not is_absmax and (is_per_channel or self.center_keys):
+        if channels and observer:
             raise ValueError(
-                f"{has_no_tails} keeps no histogram per channel, so {observer} cannot serve it; "
+                f"{channels} keeps no histogram per channel, so {observer} cannot serve it; "
                 "use observer absmax"
             )
         return self

@@ -63,11 +63,12 @@ def explain(source: str | None, error: ValidationError, model: type[BaseModel]) 
     dotted = ".".join(map(str, first["loc"]))
     where = f"recipe '{source}'" if source else "recipe"
     if first["type"] == "extra_forbidden":
-        parent, leaf = first["loc"][:-1], str(first["loc"][-1])
-        legal = _keys(model, parent)
-        return (
-            f"{where}: unknown key '{dotted}'{did_you_mean(leaf, legal)}; legal keys here: {', '.join(legal)}"
-        )
+        *parents, leaf = map(str, first["loc"])
+        for part in parents:
+            model = model.model_fields[part].annotation  # type: ignore[assignment]
+        legal = [*model.model_fields]
+        suggestion = did_you_mean(leaf, legal)
+        return f"{where}: unknown key '{dotted}'{suggestion}; legal keys here: {', '.join(legal)}"
     message = first["msg"].removeprefix("Value error, ")
     if dotted.endswith(_NUMBERS):  # one member of a union; the next problem is of another
         message += f", or {problems[1]['msg'].removeprefix('Input should be ')}"
@@ -85,9 +86,3 @@ def _show(value: object) -> str:
         return short.repr(value)
     except ValueError:  # Python refuses to write integers of thousands of digits
         return "a number of too many digits"
-
-
-def _keys(model: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    for part in path:
-        model = model.model_fields[str(part)].annotation  # type: ignore[assignment]
-    return list(model.model_fields)

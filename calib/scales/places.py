@@ -22,7 +22,6 @@ BUCKETS = 48  # of the tokens of a run, in the order of reading
 POSITION_BUCKETS = 24  # of positions in a sample; bucket 0 is the first token of each
 STATS_KEY = "fp8kv_stats"  # of the metadata in a file of statistics
 _MOST_TOKENS = 2 ** (BUCKETS - 1)  # two such runs, one after the other, fit into the buckets
-_COLUMNS = {"curve": BUCKETS, "positions": POSITION_BUCKETS, "amax": None}
 
 Rows = list[list[float]]  # of each head, by bucket
 
@@ -114,7 +113,8 @@ def read_places(directory: Path) -> list[LayerPlaces]:
     modules = parse_object(text.encode(), f"the metadata of '{path}'").get("modules")
     layers = []
     for name, facts in modules.items() if isinstance(modules, dict) else ():
-        k, v = (_read_tensor(path, entries, name, letters) for letters in (("k", "latent"), ("v", "k_pe")))
+        letters = ("latent", "k_pe") if f"{name}.latent.amax" in entries else ("k", "v")
+        k, v = (_read_tensor(path, entries, f"{name}.{letter}") for letter in letters)
         if k is None or v is None:
             return []
         try:
@@ -125,19 +125,17 @@ def read_places(directory: Path) -> list[LayerPlaces]:
     return layers
 
 
-def _read_tensor(
-    path: Path, entries: dict[str, Entry], name: str, letters: tuple[str, ...]
-) -> TensorPlaces | None:
+def _read_tensor(path: Path, entries: dict[str, Entry], name: str) -> TensorPlaces | None:
     fields = dict[str, Rows]()
-    for field, columns in _COLUMNS.items():
-        entry = next(filter(None, (entries.get(f"{name}.{letter}.{field}") for letter in letters)), None)
+    for field, columns in (("curve", BUCKETS), ("positions", POSITION_BUCKETS), ("amax", None)):
+        entry = entries.get(f"{name}.{field}")
         if entry is None:
             return None
         if len(entry.shape) != 2 or not entry.size or entry.shape[1] != (columns or entry.shape[1]):
-            raise _damaged(path, f"{field} of {name[:80]} is {[*entry.shape]}")
+            raise _damaged(path, f"{name[:80]}.{field} is {[*entry.shape]}")
         values, step = read_values(path, entry), entry.shape[1]
         if not all(math.isfinite(x) and x >= 0 for x in values):
-            raise _damaged(path, f"{field} of {name[:80]} is not finite, or below zero")
+            raise _damaged(path, f"{name[:80]}.{field} is not finite, or below zero")
         fields[field] = [values[i : i + step] for i in range(0, len(values), step)]
     if len({tuple(map(max, rows)) for rows in fields.values()}) > 1:
         raise _damaged(path, f"curve, positions and amax of {name[:80]} have not the same largest")
