@@ -28,7 +28,7 @@ with atheris.instrument_imports(include=["calib"]):
     from calib.files.tensors import DTYPES
     from calib.models.quantized import WEIGHT_FORMATS
     from calib.models.quantized.coded_weight import ModuleTensors
-    from calib.models.quantized.settings import QuantizationConfig, name_subject
+    from calib.models.quantized.config import QuantizationConfig, name_subject
     from calib.recipe import load_recipe
     from calib.verify.result import Place
     from calib.verify.rules import choose_rules

@@ -5,8 +5,8 @@ Source: `export_to_autoround` of AutoRound 0.16.
 
 from calib.models.quantized.awq import read_awq
 from calib.models.quantized.coded_weight import WeightFormat
+from calib.models.quantized.config import ADVICE, FormatError, QuantizationConfig
 from calib.models.quantized.gptq import read_gptq
-from calib.models.quantized.settings import ADVICE, FormatError, QuantizationConfig
 
 # packing_format -> a reader, and the setting that it needs
 _FORMATS = {

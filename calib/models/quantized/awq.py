@@ -10,7 +10,7 @@ import torch
 
 from calib.models.quantized.bits import unpack_words
 from calib.models.quantized.coded_weight import Codes, ModuleTensors, Tensors, WeightFormat, WeightScheme
-from calib.models.quantized.settings import FormatError, QuantizationConfig
+from calib.models.quantized.config import FormatError, QuantizationConfig
 
 # first bits of the eight output channels of a word
 _SHIFTS = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7], dtype=torch.int32) * 4

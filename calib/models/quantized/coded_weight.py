@@ -10,7 +10,7 @@ from torch import Tensor
 
 from calib.files.safetensors_header import Entry
 from calib.models.quantized.bits import scales_to_float
-from calib.models.quantized.settings import ADVICE, FormatError, name_subject
+from calib.models.quantized.config import ADVICE, FormatError, name_subject
 
 FLOATS = ("F32", "F16", "BF16")
 E8M0 = ("U8", "F8_E8M0")

@@ -17,7 +17,7 @@ from calib.files.safetensors_header import FLOATS, read_values
 from calib.files.strict_json import read_object
 from calib.models.quantized import WEIGHT_FORMATS
 from calib.models.quantized.coded_weight import WeightFormat
-from calib.models.quantized.settings import ADVICE, QuantizationConfig, name_subject
+from calib.models.quantized.config import ADVICE, QuantizationConfig, name_subject
 from calib.models.quantized.weights import coded_weights, consumed_names
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ vLLM's `fp8.py` for the older form with a `weight_scale`.
 """
 
 from calib.models.quantized.coded_weight import E8M0, FLOATS, WeightFormat, WeightScheme
-from calib.models.quantized.settings import QuantizationConfig
+from calib.models.quantized.config import QuantizationConfig
 
 MXFP8 = WeightScheme((1, 32), scale_dtypes=E8M0)
 _SCALE_DTYPES = (*FLOATS, "F8_E8M0")

@@ -17,8 +17,8 @@ from calib.models.quantized.coded_weight import (
     WeightFormat,
     WeightScheme,
 )
+from calib.models.quantized.config import ADVICE, FormatError, QuantizationConfig
 from calib.models.quantized.fp4 import unpack_fp4
-from calib.models.quantized.settings import ADVICE, FormatError, QuantizationConfig
 
 
 class ExpertsScheme(WeightScheme):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from calib.models.quantized.bits import count_words, unpack_words
 from calib.models.quantized.coded_weight import Codes, ModuleTensors, Tensors, WeightFormat, WeightScheme
-from calib.models.quantized.settings import ADVICE, FormatError, QuantizationConfig
+from calib.models.quantized.config import ADVICE, FormatError, QuantizationConfig
 
 
 @dataclass(frozen=True)

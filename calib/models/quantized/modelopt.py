@@ -7,9 +7,9 @@ Source: `modelopt.torch.export` 0.47, which writes `hf_quant_config.json` and, i
 from dataclasses import replace
 
 from calib.models.quantized.coded_weight import WeightFormat, WeightScheme
+from calib.models.quantized.config import QuantizationConfig
 from calib.models.quantized.fp4 import MXFP4, NVFP4
 from calib.models.quantized.fp8 import MXFP8
-from calib.models.quantized.settings import QuantizationConfig
 
 _SCHEMES = {
     "FP8": WeightScheme(),

@@ -5,8 +5,8 @@ Source: the output of Quark 0.13 for Hugging Face, and vLLM's `quark.py`, which 
 
 from calib.models.quantized.awq import AwqScheme
 from calib.models.quantized.coded_weight import WeightFormat, WeightScheme
+from calib.models.quantized.config import ADVICE, FormatError, QuantizationConfig
 from calib.models.quantized.fp4 import MXFP4
-from calib.models.quantized.settings import ADVICE, FormatError, QuantizationConfig
 
 _SCHEMES = {
     f"{name} {qscheme}": WeightScheme(block, dtype=dtype, has_zeros=None)

@@ -11,7 +11,7 @@ from calib.files.model_directory import ModelDirectory
 from calib.files.safetensors_header import Entry
 from calib.files.tensors import Source, StoredTensor, aligned, stored_tensors
 from calib.models.quantized.coded_weight import CHUNK, CodedWeight, ModuleTensors, WeightFormat
-from calib.models.quantized.settings import FormatError, name_subject
+from calib.models.quantized.config import FormatError, name_subject
 
 # int64 indices, float32 values, codes and zero points of a chunk
 _CHUNK_BYTES = CHUNK * 32

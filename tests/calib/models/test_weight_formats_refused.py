@@ -19,7 +19,7 @@ from calib.errors import InputError
 from calib.files.safetensors_header import Entry
 from calib.models.quantized import WEIGHT_FORMATS
 from calib.models.quantized.coded_weight import ModuleTensors
-from calib.models.quantized.settings import QuantizationConfig
+from calib.models.quantized.config import QuantizationConfig
 from calib.recipe import load_recipe
 
 RECIPE = load_recipe(None, {"device": "cpu"})
