@@ -10,8 +10,8 @@ from calib.data import CalibrationData
 from calib.errors import InputError
 from calib.files.fingerprint import baked_for
 from calib.files.names import BAKE_FILE
-from calib.scales.text_records import Records, load_records, read_records
-from calib.scales.text_summary import TextRecord
+from calib.scales.stats_file import load_records
+from calib.scales.text_records import Records, TextRecord, read_records
 
 Readers = Mapping[str, Records]  # what each has read, by its name in messages
 OWN = "this evaluation"

@@ -45,7 +45,7 @@ from calib.same_model.check import ModelFacts, check_same_model, model_facts, sc
 from calib.scales.derive import derive_scales
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_calibration
-from calib.scales.text_records import records_json, records_of
+from calib.scales.text_records import records_json
 from calib.scales.text_summary import text_warnings
 
 
@@ -181,7 +181,7 @@ def _describe(
         "weights": weights_digest(out),
         "dataset": report["dataset"],
         "factors": done.factors_json(),
-        **records_json(records_of(stats)),
+        **records_json(stats.records),
     }
     write_json(out / BAKE_FILE, baked.to_json() | facts)
     write_card(checkpoint, out, baked.to_json(), report["dataset"])

@@ -18,7 +18,8 @@ from calib.progress import SILENT, Progress
 from calib.rewrite.absmax import Read, for_nvfp4, from_nvfp4
 from calib.rewrite.plain import config_without_scales, remove_documents, write_plain
 from calib.scales.scales import KVScales
-from calib.scales.text_records import Records, load_records, save_records
+from calib.scales.stats_file import load_records
+from calib.scales.text_records import Records, save_records
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from calib.rewrite.convert import Rewritten, write_scales
 from calib.same_model.check import LayerFacts, ModelFacts, check_same_model, model_facts, scales_facts
 from calib.scales.observers import AbsMax
 from calib.scales.stats import KVStats, LayerStats
-from calib.scales.stats_file import load_stats
-from calib.scales.text_records import load_records, records_of
+from calib.scales.stats_file import load_records, load_stats
 from calib.verify.fit import Scale, contradictions
 from calib.verify.measured import Measured, measured_of
 from calib.verify.rules import choose_rules
@@ -91,7 +90,7 @@ def repair(
     where = (output, overwrite, progress)
     count = sum(x is not None for each in layers.values() for x in (each.k, each.v, each.q))
     own = load_records(directory) if len(replaced) < count else ()
-    read = (*own, *records_of(stats))
+    read = (*own, *stats.records)
     notes = write_scales(made, checkpoint, to, read, *where, reduce=None, tp_size=1)
     told = verify_directory(output, choose_rules(None, None), statistics)
     notes += (*_left_out(scales, layers), *told.warnings)

@@ -20,6 +20,7 @@ from calib.scales.observers import NUM_BINS, Observer, ScaleRule
 from calib.scales.places import BUCKETS, POSITION_BUCKETS, LayerPlaces, TensorPlaces, bucket_of, first_of
 from calib.scales.scales import KVScales, LayerScales, SharedAttention, check_one_scale
 from calib.scales.tail import TAIL, Tail, headroom_for, largest
+from calib.scales.text_records import Records
 from calib.scales.text_summary import TextSummary
 
 
@@ -137,6 +138,11 @@ class KVStats:
     def latent(self) -> bool:
         """True if a layer caches a latent instead of K and V per head (MLA)."""
         return any(layer.latent for layer in self.layers.values())
+
+    @property
+    def records(self) -> Records:
+        """Records of the text that these statistics are of, as far as there are any."""
+        return (self.text and self.text.records) or (None,)
 
     def _repr_html_(self) -> str:
         indices = {name: layer.layer_idx for name, layer in self.layers.items()}

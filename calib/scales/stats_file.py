@@ -21,11 +21,12 @@ from calib.arguments import check_arguments, to_path
 from calib.errors import InputError, first_problem, one_line
 from calib.files.atomic import save_tensors
 from calib.files.calibration import read_report, statistics_file
-from calib.files.names import CALIBRATION_FILE, STATS_FILE
+from calib.files.names import CALIBRATION_FILE, STATS_FILE, TEXT_FILE
 from calib.files.strict_json import json_text, parse_object, regular_size
 from calib.scales.places import STATS_KEY, ModuleFacts
 from calib.scales.scales import SharedAttention
 from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats
+from calib.scales.text_records import Records, read_records
 from calib.scales.text_summary import TextSummary
 
 _VERSION = 2
@@ -92,6 +93,13 @@ def _load(file: Path) -> tuple[KVStats, dict[str, Any] | None]:
             "calibrate again"
         )
     return stats, report
+
+
+def load_records(directory: Path) -> Records:
+    """Read the records of the text behind the scales in `directory`, as far as it has any."""
+    if (directory / STATS_FILE).exists():
+        return load_stats(directory).records
+    return read_records(directory / TEXT_FILE) if (directory / TEXT_FILE).exists() else (None,)
 
 
 def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:

@@ -14,7 +14,7 @@ from calib.models.config import load_config
 from calib.models.find import find_model
 from calib.models.load import load_model, load_tokenizer
 from calib.recipe import load_recipe
-from calib.scales.text_records import load_records
+from calib.scales.stats_file import load_records
 
 WORDS = 4000
 CPU = ("--device", "cpu")
