@@ -16,7 +16,6 @@ from plain_words import class_homes, offences
 NOT_YET_PLAIN = {
     *("caches", "commands", "eval", "export", "fp8kv_runtime", "generate", "output", "packs"),
     *("plan", "rescale", "rewrite", "served", "serving", "verify"),
-    *("capture", "data", "files", "models", "same_model", "scales"),
 }
 
 

@@ -82,12 +82,12 @@ def _token_ids(item: TrainerBatch, model: PreTrainedModel, label: str) -> list[l
 def _rows(table: Any) -> list[Tensor] | None:
     """Return the rows [T] of whole numbers or booleans in `table`; None if it holds something else."""
     try:
-        # a tensor [T] is one row
-        rows = [table] if getattr(table, "ndim", 2) == 1 else table
-        tensors = [torch.as_tensor(row, device="cpu") for row in rows]
+        rows = [torch.as_tensor(row, device="cpu") for row in table]
     except (TypeError, ValueError, RuntimeError):
         return None
-    return tensors if tensors and all(x.ndim == 1 and not x.is_floating_point() for x in tensors) else None
+    if rows and all(row.ndim == 0 for row in rows):  # numbers [T] are one row
+        rows = [torch.stack(rows)]
+    return rows if rows and all(x.ndim == 1 and not x.is_floating_point() for x in rows) else None
 
 
 def _check_fields(fields: Mapping[str, Any], real: list[Tensor], model: PreTrainedModel, label: str) -> None:
