@@ -103,7 +103,7 @@ def load_data(
     return CalibrationData(pieces, source.name, warnings, unknown_ids(tokenizer) or None, words)
 
 
-class Source(NamedTuple):
+class RowSource(NamedTuple):
     """A dataset's name, and its rows in the order of their use."""
 
     name: str
@@ -111,20 +111,20 @@ class Source(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
-def open_source(recipe: DataRecipe) -> Source:
+def open_source(recipe: DataRecipe) -> RowSource:
     """Open the dataset of `recipe`: built-in, local, or on the Hub. Rows are read as they are used."""
     dataset = recipe.dataset
     if dataset.startswith(BUILTIN_PREFIX):
         rows = _shuffled(builtin_rows(dataset, recipe.seq_len), recipe.seed)
-        return Source(dataset, rows, _unused(recipe, "config", "split", "column"))
+        return RowSource(dataset, rows, _unused(recipe, "config", "split", "column"))
     if looks_local(dataset):
         rows = _shuffled(open_rows(dataset), recipe.seed)
-        return Source(dataset, rows, _unused(recipe, "config", "split") + _unread_files(dataset))
+        return RowSource(dataset, rows, _unused(recipe, "config", "split") + _unread_files(dataset))
     split = find_split(recipe)
     config = f" ({recipe.config})" if recipe.config else ""
     streamed = enumerate(stream_rows(recipe, split), 1)
     rows = ((f"row {number} as shuffled", row) for number, row in streamed)
-    return Source(f"{dataset}{config} [{split}]", rows)
+    return RowSource(f"{dataset}{config} [{split}]", rows)
 
 
 def check_dataset(dataset: str) -> None:

@@ -107,8 +107,8 @@ def check_cacheable(config: PreTrainedConfig, document: dict[str, Any]) -> None:
             "KV cache that engines hold in FP8"
         )
     if not names:
-        known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-        add = f'add "architectures": ["{known}"], or ' if isinstance(known, str) else ""
+        default_name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+        add = f'add "architectures": ["{default_name}"], or ' if isinstance(default_name, str) else ""
         raise InputError(
             f"config.json of this {config.model_type} names no architecture, by which engines "
             f"choose a class; {add}download it again"

@@ -13,8 +13,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from fp8kv_runtime import ops
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.fp8 import FP8_DTYPES, dequantize, quantize
-from fp8kv_runtime.hf.batch import Batch
-from fp8kv_runtime.hf.given import LayerScales, Scales, of_latent
+from fp8kv_runtime.hf.batch import CacheRows
+from fp8kv_runtime.hf.given import ModuleScales, Scales, of_latent
 from fp8kv_runtime.hf.layers import Fp8CacheLayer, layer_of, paged_cache, put_stand_in
 from fp8kv_runtime.hf.queries import EngineQuery
 from fp8kv_runtime.hf.swap import swap_attention, swap_forward
@@ -64,7 +64,7 @@ class _Session:
         block_size: int,
     ) -> None:  # fmt: skip
         _check(model, scales, backend, block_size)
-        layers: list[LayerScales] = list(scales.layers.values())
+        layers: list[ModuleScales] = list(scales.layers.values())
         if not layers:
             raise AttentionError("no layer has scales, so there is nothing to hold in FP8")
         self._scales = {layer.layer_idx: layer for layer in layers}
@@ -203,14 +203,14 @@ class _Session:
             self._options[key] = options.to(device)
         return self._options[key]
 
-    def _convert(self, cache: Cache) -> Batch:
+    def _convert(self, cache: Cache) -> CacheRows:
         """Put FP8 layers where the cache has empty 16-bit ones; return the rows they share."""
         for layer in cache.layers:
             if isinstance(layer, Fp8CacheLayer):
                 return layer.batch
         while cache.layer_class_to_replicate is not None and len(cache.layers) <= max(self._scales):
             cache.layers.append(cache.layer_class_to_replicate())
-        batch = Batch(block_size=self._block_size, dtype=self._dtype, use_triton=self._use_triton)
+        batch = CacheRows(block_size=self._block_size, dtype=self._dtype, use_triton=self._use_triton)
         lead = min(self._scales)
         for layer_idx, scales in self._scales.items():
             leads, restore = layer_idx == lead, not self.swaps

@@ -13,7 +13,7 @@ from fp8kv_runtime.errors import AttentionError
 _START_BLOCKS = 16  # per row; the pool doubles when they are used up
 
 
-class Batch:
+class CacheRows:
     """The rows of one transformers cache: sequences of a `PagedKVCache`, shared by all its layers.
 
     The first FP8 layer is the lead: it is updated first in every forward pass, and what concerns

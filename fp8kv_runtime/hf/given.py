@@ -18,7 +18,7 @@ class Scales(Protocol):
     def fp8_dtype(self) -> str: ...  # noqa: D102
 
 
-class LayerScales(Protocol):
+class ModuleScales(Protocol):
     """Scales of one attention module, as `calib` derives them."""
 
     @property
@@ -33,7 +33,7 @@ class LayerScales(Protocol):
     def k_center(self) -> Tensor | None: ...  # noqa: D102
 
 
-def of_latent(scales: LayerScales) -> bool:
+def of_latent(scales: ModuleScales) -> bool:
     """Whether they are of a latent and k_pe (MLA); scales that do not say so are of K and V."""
     return bool(getattr(scales, "latent", False))
 

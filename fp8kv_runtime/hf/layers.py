@@ -21,8 +21,8 @@ from transformers.cache_utils import (
 from fp8kv_runtime import ops, reference
 from fp8kv_runtime.cache import PagedKVCache
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.hf.batch import Batch
-from fp8kv_runtime.hf.given import LayerScales, for_heads, of_latent
+from fp8kv_runtime.hf.batch import CacheRows
+from fp8kv_runtime.hf.given import ModuleScales, for_heads, of_latent
 from fp8kv_runtime.storage import KVBlocks
 
 
@@ -37,7 +37,7 @@ class Fp8CacheLayer(CacheLayerMixin):  # type: ignore[misc]
     is_croppable = True
     is_initialized: bool
 
-    def __init__(self, batch: Batch, scales: LayerScales, *, leads: bool, restore: bool) -> None:
+    def __init__(self, batch: CacheRows, scales: ModuleScales, *, leads: bool, restore: bool) -> None:
         super().__init__()
         self.batch = batch
         self.scales = scales
@@ -253,7 +253,7 @@ STAND_INS: dict[type, type[Fp8CacheLayer]] = {
 
 
 def put_stand_in(
-    cache: Cache, layer_idx: int, batch: Batch, scales: LayerScales, *, leads: bool, restore: bool
+    cache: Cache, layer_idx: int, batch: CacheRows, scales: ModuleScales, *, leads: bool, restore: bool
 ) -> None:
     """Put an FP8 layer in the place of an empty layer of a transformers cache.
 
