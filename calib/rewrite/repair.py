@@ -68,7 +68,6 @@ def repair(
     check_output(output, directory, overwrite=overwrite)
     statistics_file(statistics)
     measured_facts = scales_facts(statistics)
-    check_same_model(measured_facts, model_facts(checkpoint))
     scales, stats = read_scales(directory), load_stats(statistics)
     check_same_model(measured_facts, model_facts(checkpoint, stats.layers))
     by_layer = {layer.layer_idx: layer for layer in stats.layers.values()}

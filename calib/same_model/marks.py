@@ -143,8 +143,7 @@ def take_marks(checkpoint: ModelDirectory, modules: Iterable[str]) -> Marks:
         inner = f"{prefix.removeprefix(above['above'])}."
         if not any(name.startswith(inner) and is_cached(name) for name in marks):
             raise InputError(f"'{checkpoint.path}' has no weight for K and V of '{prefix}' to read")
-    count = len({match["layer"] for name in weights if (match := _LAYER.fullmatch(name))})
-    return Marks(version=3, layers=checkpoint.num_layers or count, settings=settings, tensors=marks)
+    return Marks(version=3, layers=checkpoint.num_layers or len(layers), settings=settings, tensors=marks)
 
 
 def _language_weights(checkpoint: ModelDirectory, above: str) -> Weights:
