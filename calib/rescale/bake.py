@@ -124,10 +124,7 @@ def bake(
     _check_bakeable(checkpoint, in_place=in_place)
     stats, report = load_calibration(scales)
     check_purpose(stats, purpose)
-    source, model = scales_facts(scales, stats), replace(model_facts(checkpoint, stats.layers), name=name)
-    if source.marks is None:  # the fingerprint samples, and tells edited models less
-        model = replace(model, fingerprints=fingerprints(checkpoint))
-    check_same_model(source, model)
+    _check_measured(scales, stats, name, checkpoint)
     recipe = load_recipe(None, {**overrides, "device": "cpu"})
     _check_dtype(recipe, checkpoint, any_factor)
     choose = partial(_choose, scales, stats, report, purpose, any_factor)
@@ -226,6 +223,14 @@ def _check_dtype(recipe: Recipe, checkpoint: ModelDirectory, any_factor: bool) -
             f"the weights of '{checkpoint.path}' are quantised: their scales take powers of two in "
             "their own type; leave --any-factor and --dtype away"
         )
+
+
+def _check_measured(scales: Path, stats: KVStats, name: str, checkpoint: ModelDirectory) -> None:
+    """Refuse statistics of another model; of another checkpoint, unless K and V are the same."""
+    source, model = scales_facts(scales, stats), replace(model_facts(checkpoint, stats.layers), name=name)
+    if source.marks is None:  # the fingerprint samples, and tells edited models less
+        model = replace(model, fingerprints=fingerprints(checkpoint))
+    check_same_model(source, model)
 
 
 def _choose(
