@@ -228,7 +228,7 @@ def test_statistics_that_call_latents_k_and_v_fit_no_model_with_latents(saved, t
     wrong = renamed(tmp_path / "right", tmp_path / "wrong")
     assert not load_stats(wrong).latent
     done = fp8kv("generate", saved["deepseek_v3"], "w4 w5", "--scales", wrong)
-    one_line_error(done, "they are of K and V, which it does not cache", status=2)
+    one_line_error(done, "layer 0 has a cache of K and V, and latents in", status=2)
 
 
 def test_absmax_of_latents_is_that_which_their_scale_is_for(saved, tmp_path):
