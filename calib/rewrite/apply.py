@@ -69,11 +69,7 @@ def apply(
     first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
     marks = _marks(base, source, measured, stats)
     progress.stage("compare weights")
-    own = take_marks(checkpoint, stats.layers)
-    check_same_model(
-        replace(measured, num_layers=marks.layers, settings=marks.settings, marks=lambda: marks),
-        ModelFacts(model, num_layers=own.layers, settings=own.settings, marks=lambda: own),
-    )
+    own = _check_weights(measured, marks, model, checkpoint, stats)
     likeness, left = compare_marks(marks, own), unmarked_matrices(checkpoint, marks, own)
     origin_name = first["model"] + (f" (pack {pack['name']})" if pack else "")
     warnings = [*report["warnings"], *_notes(origin_name, checkpoint, likeness, left)]
@@ -129,6 +125,18 @@ def _marks(base: str | None, source: Path, measured: ModelFacts, stats: KVStats)
             "model with --base"
         ) from None
     return take_marks(checkpoint, stats.layers)
+
+
+def _check_weights(
+    measured: ModelFacts, marks: Marks, model: str, checkpoint: ModelDirectory, stats: KVStats
+) -> Marks:
+    """Return the marks of `checkpoint`; refuse it unless its K and V are the same as by `marks`."""
+    own = take_marks(checkpoint, stats.layers)
+    check_same_model(
+        replace(measured, num_layers=marks.layers, settings=marks.settings, marks=lambda: marks),
+        ModelFacts(model, num_layers=own.layers, settings=own.settings, marks=lambda: own),
+    )
+    return own
 
 
 def _notes(measured: str, checkpoint: ModelDirectory, likeness: Likeness, left: list[str]) -> Iterable[str]:
