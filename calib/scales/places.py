@@ -10,7 +10,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from calib.errors import InputError, first_problem
 from calib.files.cache_type import FP8_MAX
@@ -45,7 +45,7 @@ class ModuleFacts(BaseModel):
     """An attention module, with the tokens it counted and read."""
 
     model_config = ConfigDict(strict=True)
-    layer_idx: int = Field(ge=0)
+    layer_idx: NonNegativeInt
     tokens: int = Field(ge=1, lt=_MOST_TOKENS)
     read: int | None = Field(None, lt=_MOST_TOKENS)
 

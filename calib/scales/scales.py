@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import NonNegativeInt
 from torch import Tensor
 
 from calib.arguments import check_values
@@ -55,7 +55,7 @@ class LayerScales:
 class SharedAttention:
     """An attention module without a cache of its own, which reads that of the module `owner`."""
 
-    layer_idx: Annotated[int, Field(ge=0)]
+    layer_idx: NonNegativeInt
     owner: str
 
 

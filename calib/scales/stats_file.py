@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, Field, NonNegativeInt, TypeAdapter, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -131,7 +131,7 @@ def load_progress(path: Path) -> tuple[KVStats, dict[str, Any]]:
 
 class _Progress(BaseModel):
     run: dict[str, Any]
-    batches: int = Field(ge=0)
+    batches: NonNegativeInt
 
 
 class _StatsFacts(BaseModel):

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
 from calib.errors import InputError, first_problem
 from calib.files.names import TEXT_FILE
@@ -43,8 +43,8 @@ class TextRecord(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True)
     salt: int = Field(ge=0, lt=1 << 64)
-    samples: int = Field(ge=1)
-    tokens: int = Field(ge=1)
+    samples: PositiveInt
+    tokens: PositiveInt
     one_in: int = Field(ge=1, lt=1 << 32)
     below: int = Field(ge=1, le=_CHANCE * MAX_RUNS)  # upper limit of the hashes
     runs: str = Field(max_length=4 * _CHANCE * MAX_RUNS // _ESCAPE)  # see `_pack`

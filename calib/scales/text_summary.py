@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import log
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import BeforeValidator, Field, NonNegativeInt, PlainSerializer, PositiveInt
 
 from calib.errors import InputError
 from calib.scales.text_records import TextRecord
@@ -35,9 +35,6 @@ def _parse_sketch(text: object) -> int:
     return int(text, 16)
 
 
-# as a file of statistics holds them
-_AtLeast1 = Annotated[int, Field(ge=1)]
-_Count = Annotated[int, Field(ge=0)]
 _Sketch = Annotated[
     int, BeforeValidator(_parse_sketch), PlainSerializer(lambda sketch: f"{sketch:0{_SKETCH_DIGITS}x}")
 ]
@@ -47,13 +44,13 @@ _Sketch = Annotated[
 class TextSummary:
     """Numbers of the tokens that the statistics count, and a record of the text."""
 
-    samples: _AtLeast1
-    tokens: _AtLeast1
-    unrepeated_tokens: _AtLeast1  # without beginnings that an earlier sample has
-    distinct_tokens: _AtLeast1  # of the vocabulary; of several runs an estimate
-    unknown_tokens: _Count | None  # None: the tokenizer has no token for what it does not know
-    words: _Count | None  # of all documents, before they were cut; None without text
-    word_tokens: _Count | None  # that those documents became
+    samples: PositiveInt
+    tokens: PositiveInt
+    unrepeated_tokens: PositiveInt  # without beginnings that an earlier sample has
+    distinct_tokens: PositiveInt  # of the vocabulary; of several runs an estimate
+    unknown_tokens: NonNegativeInt | None  # None: the tokenizer has no token for what it does not know
+    words: NonNegativeInt | None  # of all documents, before they were cut; None without text
+    word_tokens: NonNegativeInt | None  # that those documents became
     sketch: _Sketch  # a bit for every `SKETCH_BITS`th token id or so
     # of each run; None: not known, as of old files
     records: Annotated[tuple[TextRecord, ...], Field(min_length=1)] | None = None
