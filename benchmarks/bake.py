@@ -25,7 +25,7 @@ from calib.eval.variants import fp8_rounding
 from calib.generate import unit_scales
 from calib.models.find import builtin_model
 from calib.recipe import load_recipe
-from calib.scales.derive import load_scales
+from calib.scales.stats_file import load_scales
 from fp8kv_runtime.hf import swap_attention
 
 MODEL, DATASET = "builtin:smollm2", "builtin:python-docs"

@@ -25,7 +25,7 @@ from calib.capture import statistics as running
 from calib.capture.attention import map_attention
 from calib.capture.loop import calibrate
 from calib.data import Batch
-from calib.scales.derive import derive_scales
+from calib.scales.stats import derive_scales
 
 BARE = "bare forward"
 SPEED_TARGETS = {"absmax": 0.97, "mse": 0.90}  # least share of the bare forward's tokens/s

@@ -20,8 +20,8 @@ from calib.models.config import load_config
 from calib.models.find import find_model
 from calib.models.load import load_model, load_tokenizer
 from calib.recipe import Recipe, load_recipe
-from calib.scales.derive import derive_scales, load_scales
-from calib.scales.stats_file import load_stats
+from calib.scales.stats import derive_scales
+from calib.scales.stats_file import load_scales, load_stats
 
 MODEL = "builtin:smollm2"
 SAMPLES, HELD_OUT = 139, 24

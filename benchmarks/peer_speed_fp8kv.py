@@ -18,8 +18,8 @@ from calib.files.strict_json import read_object
 from calib.models.config import load_config
 from calib.models.load import load_model
 from calib.output.checkpoint_directory import write_checkpoint
-from calib.scales.derive import derive_scales
 from calib.scales.scales import KVScales
+from calib.scales.stats import derive_scales
 
 
 def main() -> None:

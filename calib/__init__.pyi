@@ -9,11 +9,11 @@ from calib.errors import UnsupportedModelError as UnsupportedModelError
 from calib.job import run as run
 from calib.recipe import Recipe as Recipe
 from calib.recipe import load_recipe as load_recipe
-from calib.scales.derive import derive_scales as derive_scales
-from calib.scales.derive import load_scales as load_scales
 from calib.scales.scales import KVScales as KVScales
 from calib.scales.scales import LayerScales as LayerScales
 from calib.scales.stats import KVStats as KVStats
+from calib.scales.stats import derive_scales as derive_scales
+from calib.scales.stats_file import load_scales as load_scales
 from calib.scales.stats_file import load_stats as load_stats
 from calib.scales.stats_file import save_stats as save_stats
 

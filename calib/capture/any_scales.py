@@ -17,9 +17,8 @@ from calib.files.model_directory import open_model_directory
 from calib.files.names import CALIBRATION_FILE, PACK_FILE
 from calib.files.stored_scales import StoredLayer, StoredScales, is_usable, read_scales
 from calib.same_model.check import LayerFacts, ModelFacts, check_same_model, model_facts, scales_facts
-from calib.scales.derive import load_scales
 from calib.scales.scales import KVScales, LayerScales, SharedAttention
-from calib.scales.stats_file import load_stats
+from calib.scales.stats_file import load_scales, load_stats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -29,9 +29,8 @@ from calib.files.names import SINGLE_FILE
 from calib.files.safetensors_header import Entry
 from calib.models.config import caches_latents, check_cacheable
 from calib.recipe import Recipe
-from calib.scales.derive import derive_scales
 from calib.scales.scales import KVScales, check_one_scale
-from calib.scales.stats import KVStats
+from calib.scales.stats import KVStats, derive_scales
 from calib.scales.text_summary import TextSummary
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf.swap import alone

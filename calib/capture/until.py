@@ -9,8 +9,7 @@ from calib.capture.resume import Share
 from calib.data import Batch
 from calib.recipe import Recipe
 from calib.scales.clipping import covered_share
-from calib.scales.derive import derive_scales
-from calib.scales.stats import KVStats
+from calib.scales.stats import KVStats, derive_scales
 
 AHEAD = 4  # times as many tokens as were read
 LAYERS = 0.95  # so many of them have to hold

@@ -18,10 +18,9 @@ from calib.output.in_place import back_up, complete
 from calib.recipe import ExportRecipe, Recipe
 from calib.same_model.marks import marks_or_none
 from calib.scales.clipping import clipped_tokens
-from calib.scales.derive import derive_scales
 from calib.scales.notebook import layers_html
 from calib.scales.scales import KVScales
-from calib.scales.stats import KVStats
+from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import save_stats
 from calib.scales.summary import LayerSummary, summarize, warnings_for
 

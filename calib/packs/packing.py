@@ -18,8 +18,8 @@ from calib.packs.hidden_paths import places_of, without_places
 from calib.packs.pack_card import license_of, pack_card
 from calib.recipe import load_recipe
 from calib.same_model.marks import Marks
-from calib.scales.derive import derive_scales
 from calib.scales.scales import KVScales
+from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_calibration, save_stats
 from calib.scales.summary import summarize
 

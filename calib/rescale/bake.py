@@ -42,8 +42,7 @@ from calib.rescale.products import Factors
 from calib.rescale.proof import Observed
 from calib.rescale.rescaling import Rescaling, check_no_scales, rescale
 from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts, statistics_layers
-from calib.scales.derive import derive_scales
-from calib.scales.stats import KVStats
+from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import load_calibration
 from calib.scales.text_records import records_json
 from calib.scales.text_summary import text_warnings

@@ -12,8 +12,8 @@ from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.files.stored_scales import StoredScales
 from calib.recipe import load_recipe
 from calib.same_model.check import check_same_model, model_facts, scales_facts
-from calib.scales.derive import derive_scales
 from calib.scales.scales import KVScales
+from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_stats
 
 Read = tuple[KVScales, tuple[str, ...]]  # scales for E4M3, absmax / 448; notes on them

@@ -23,8 +23,7 @@ from calib.recipe import Recipe, load_recipe
 from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts
 from calib.same_model.judge import Likeness, compare_marks
 from calib.same_model.marks import Marks, take_marks, unmarked_matrices
-from calib.scales.derive import derive_scales
-from calib.scales.stats import KVStats
+from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import load_calibration
 
 

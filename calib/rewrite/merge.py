@@ -19,9 +19,8 @@ from calib.output.finish import Destination, Result, finish
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.same_model.check import ModelFacts, check_same_model, scales_facts
-from calib.scales.derive import derive_scales
 from calib.scales.observers import make_observer
-from calib.scales.stats import KVStats
+from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import load_stats
 from calib.scales.summary import warnings_for
 

@@ -1,4 +1,4 @@
-"""Statistics of a calibration at the finest granularity, from which scales are derived.
+"""Statistics of a calibration at the finest granularity, and the scales derived from them.
 
 Every entry merges by max or by sum, so batches and processes combine in any order.
 """
@@ -15,8 +15,9 @@ from calib.choices import FP8Name, ScaleRounding, Strategy, Targets
 from calib.errors import InputError
 from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import Amax
+from calib.recipe import Recipe
 from calib.scales.notebook import layers_html
-from calib.scales.observers import NUM_BINS, Observer, ScaleRule
+from calib.scales.observers import NUM_BINS, Observer, ScaleRule, make_observer
 from calib.scales.places import BUCKETS, POSITION_BUCKETS, LayerPlaces, TensorPlaces, bucket_of, first_of
 from calib.scales.scales import KVScales, LayerScales, SharedAttention, check_one_scale
 from calib.scales.tail import TAIL, Tail, headroom_for, largest
@@ -276,6 +277,21 @@ class KVStats:
             q = rule.scale(layer.q.amax, layer.q.histogram, f"{name} Q") if targets == "qkv" else None
             layers[name] = LayerScales(layer.layer_idx, scales[0], scales[-1], q, center, layer.latent)
         return KVScales(strategy, fp8_dtype, layers, self.shared)
+
+
+@check_arguments
+def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
+    """Derive the scales that `recipe` asks for; raises as `KVStats.scales` does."""
+    return stats.scales(
+        strategy=recipe.strategy,
+        observer=make_observer(recipe.observer, recipe.fp8_dtype),
+        fp8_dtype=recipe.fp8_dtype,
+        headroom=1.0 if recipe.headroom == "auto" else recipe.headroom,
+        clip_chance=recipe.clip_chance if recipe.headroom == "auto" else None,
+        rounding=recipe.scale_rounding,
+        targets=recipe.targets,
+        center_keys=recipe.center_keys,
+    )
 
 
 def bucket_indices(tokens: Tensor) -> Tensor:

@@ -23,9 +23,10 @@ from calib.files.atomic import save_tensors
 from calib.files.calibration import read_report, statistics_file
 from calib.files.names import CALIBRATION_FILE, STATS_FILE, TEXT_FILE
 from calib.files.strict_json import json_text, parse_object, regular_size
+from calib.recipe import load_recipe
 from calib.scales.places import STATS_KEY, ModuleFacts
-from calib.scales.scales import SharedAttention
-from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats
+from calib.scales.scales import KVScales, SharedAttention
+from calib.scales.stats import PER_TOKEN, STATISTICS, KVStats, LayerStats, TensorStats, derive_scales
 from calib.scales.text_records import Records, read_records
 from calib.scales.text_summary import TextSummary
 
@@ -67,6 +68,12 @@ def load_stats(path: str | os.PathLike[str]) -> KVStats:
     them sums up.
     """
     return _load(statistics_file(to_path(path)))[0]
+
+
+@check_arguments
+def load_scales(directory: str | os.PathLike[str]) -> KVScales:
+    """Derive the scales of a finished calibration from its statistics and its saved recipe."""
+    return derive_scales(load_stats(directory), load_recipe(to_path(directory) / CALIBRATION_FILE))
 
 
 def load_calibration(path: Path) -> tuple[KVStats, dict[str, Any]]:

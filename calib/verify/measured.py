@@ -71,7 +71,7 @@ def measured_convention(
 
 def _thresholds(stats: KVStats, recipe: Recipe) -> Amax:
     """Return the largest values that the scales of `recipe` hold."""
-    from calib.scales.derive import derive_scales
+    from calib.scales.stats import derive_scales
 
     largest = FP8_MAX[recipe.fp8_dtype]
     scales = derive_scales(stats, recipe).layers

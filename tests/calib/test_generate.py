@@ -9,7 +9,7 @@ from generation import PROMPT, as_json, continuation, generate
 from transformers import AutoTokenizer
 
 from calib.generate import Generated, Generation
-from calib.scales.derive import load_scales
+from calib.scales.stats_file import load_scales
 
 BYTES_PER_TOKEN = 3 * 2 * 2 * 16  # layers, K and V, KV heads, head_dim
 

@@ -19,8 +19,7 @@ from calib.files.names import STATS_FILE
 from calib.job import default_output, run
 from calib.progress import Progress
 from calib.recipe import load_recipe, recipe_names
-from calib.scales.derive import load_scales
-from calib.scales.stats_file import load_stats
+from calib.scales.stats_file import load_scales, load_stats
 
 SMALL = {"data.dataset": "random", "data.samples": 6, "data.seq_len": 32, "device": "cpu"}
 

@@ -18,8 +18,7 @@ from calib.models.find import find_model
 from calib.models.load import load_model, load_tokenizer
 from calib.recipe import load_recipe
 from calib.rescale.pairs import rotated_pairs
-from calib.scales.derive import load_scales
-from calib.scales.stats_file import load_stats
+from calib.scales.stats_file import load_scales, load_stats
 
 MODELS = [*UNEVEN, "gemma4"]
 HEADS = {  # KV heads, K's channels, V's

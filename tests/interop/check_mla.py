@@ -36,7 +36,7 @@ from engine_cases import (
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from calib.files.model_directory import open_model_directory
-from calib.scales.derive import load_scales
+from calib.scales.stats_file import load_scales
 from calib.verify.rules import choose_rules
 from calib.verify.simulate import simulate
 

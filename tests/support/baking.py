@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from calib.capture.attention import observe_qkv
 from calib.rescale import parameters
-from calib.scales.derive import load_scales
+from calib.scales.stats_file import load_scales
 
 OTHERS = {
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from calib.capture.any_scales import open_any_scales
 from calib.errors import InputError
 from calib.files.cache_type import FP8_MAX
-from calib.scales.derive import load_scales
+from calib.scales.stats_file import load_scales
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 

@@ -22,7 +22,7 @@ from calib.data import make_batches
 from calib.errors import InputError
 from calib.job import run
 from calib.recipe import load_recipe
-from calib.scales.derive import derive_scales
+from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_stats, save_stats
 
 ROOT = Path(__file__).parents[3]

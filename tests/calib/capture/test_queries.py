@@ -19,7 +19,7 @@ from calib.eval.modes import check_model
 from calib.eval.simulated import simulated
 from calib.eval.variants import fp8_rounding
 from calib.recipe import Recipe, load_recipe
-from calib.scales.derive import derive_scales
+from calib.scales.stats import derive_scales
 from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
 from fp8kv_runtime.fp8 import dequantize, quantize
 from fp8kv_runtime.hf import fp8_attention, swap_attention

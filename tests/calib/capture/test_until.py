@@ -16,7 +16,7 @@ from calib.capture.until import AHEAD, FIRST_SAMPLES, FIRST_TOKENS, looks, read_
 from calib.data import make_batches
 from calib.recipe import Recipe
 from calib.scales.clipping import covered_share
-from calib.scales.derive import derive_scales
+from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_stats
 
 SAMPLES, SEQ_LEN, BATCH = 200, 100, 4

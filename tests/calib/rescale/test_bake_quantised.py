@@ -17,7 +17,7 @@ from calib.models.quantized.coded_weight import CodedWeight, WeightScheme
 from calib.recipe import load_recipe
 from calib.rescale.coded_factors import rescaled_parts
 from calib.rescale.proof import load_exact, observe
-from calib.scales.derive import load_scales
+from calib.scales.stats_file import load_scales
 
 # finest factors of K and V: of each head, or of the layer
 HELD = {

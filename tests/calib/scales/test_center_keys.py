@@ -12,8 +12,8 @@ from calib.errors import InputError
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.recipe import load_recipe
-from calib.scales.derive import derive_scales, load_scales
-from calib.scales.stats_file import load_stats
+from calib.scales.stats import derive_scales
+from calib.scales.stats_file import load_scales, load_stats
 from calib.scales.summary import summarize
 
 SUITE = Suite(3, 4, 24, 2, 5, (), (), 2)

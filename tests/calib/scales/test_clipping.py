@@ -14,8 +14,8 @@ from calib.data import make_batches
 from calib.errors import InputError
 from calib.recipe import Recipe
 from calib.scales.clipping import ClippedTokens, clip_chance, clipped_tokens, covered_share
-from calib.scales.derive import derive_scales, load_scales
-from calib.scales.stats_file import load_stats, save_stats
+from calib.scales.stats import derive_scales
+from calib.scales.stats_file import load_scales, load_stats, save_stats
 from calib.scales.tail import TAIL, Tail, headroom_for
 
 E4M3 = 448.0
