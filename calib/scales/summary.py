@@ -85,18 +85,18 @@ def warnings_for(stats: KVStats, scales: KVScales, recipe: Recipe) -> list[str]:
 
 
 def _scale_warnings(stats: KVStats, scales: KVScales) -> list[str]:
-    """Warn of K and V, once for all layers that have the same oddity."""
+    """Return the warnings of amax and scales, each once for all layers that it is true of."""
     layers: dict[tuple[str, str], list[int]] = {}
     for letter in "kv":
         for name, layer in stats.layers.items():
             amax, scale = getattr(layer, letter).amax, getattr(scales.layers[name], letter)
-            for text in _oddities(amax, scale, scales.strategy):
+            for text in _warning_templates(amax, scale, scales.strategy):
                 layers.setdefault((text, letter.upper()), []).append(layer.layer_idx)
     return [text.format(letter, name_layers(indices)) for (text, letter), indices in layers.items()]
 
 
-def _oddities(amax: Tensor, scale: Tensor, strategy: Strategy) -> Iterator[str]:
-    """Yield warnings of one K or V, with places for the letter and the layers."""
+def _warning_templates(amax: Tensor, scale: Tensor, strategy: Strategy) -> Iterator[str]:
+    """Yield the warnings of one layer's K or V, to be filled with the letter and the layers."""
     if scale.max() > 1:
         yield "{} scale > 1 in {}: unscaled FP8 would clip there, so never serve without these scales"
     if strategy == "tensor" and _head_ratio(amax) >= OUTLIER_HEAD:

@@ -1,7 +1,7 @@
-"""Records of calibration text, by which other text is known as read before, and the files that hold them.
+"""Records of calibration text, which tell whether another text was read; and the files that hold them.
 
-They keep the text private: a record holds salted hashes of short runs of tokens alone. Records are in
-`fp8kv_text.json`, in statistics and in the report of a baked model.
+They keep the text private: a record holds nothing but salted hashes of short runs of tokens. Records
+are in `fp8kv_text.json`, in statistics and in the report of a baked model.
 """
 
 from base64 import b64decode, b64encode

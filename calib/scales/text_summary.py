@@ -35,6 +35,7 @@ def _parse_sketch(text: object) -> int:
     return int(text, 16)
 
 
+# the file of statistics holds hexadecimal digits
 _Sketch = Annotated[
     int, BeforeValidator(_parse_sketch), PlainSerializer(lambda sketch: f"{sketch:0{_SKETCH_DIGITS}x}")
 ]
