@@ -51,10 +51,10 @@ def fp8_type(directory: ModelDirectory) -> FP8Name:
     types = dict[str, FP8Name]()
     for place, word in words.items():
         if word in _FP8_WORDS:
-            types[f"{place} {word}"] = _FP8_WORDS[word]
+            types[f"{place[:80]} {word}"] = _FP8_WORDS[word]
         elif word not in _ANY_FP8_WORDS:
             raise InputError(
-                f"'{directory.path}': {place} is '{word[:40]}'; scales are read for {', '.join(_FP8_WORDS)}"
+                f"'{directory.path}': {place[:80]} is '{word[:40]}'; scales are read for {', '.join(_FP8_WORDS)}"
             )
     if len({*types.values()}) > 1:
         raise InputError(

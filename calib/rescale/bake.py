@@ -226,7 +226,8 @@ def _check_dtype(recipe: Recipe, checkpoint: ModelDirectory, any_factor: bool) -
 
 def _check_measured(scales: Path, stats: KVStats, name: str, checkpoint: ModelDirectory) -> None:
     """Refuse statistics of another model; of another checkpoint, unless K and V are the same."""
-    source, model = scales_facts(scales, stats), replace(model_facts(checkpoint, stats.layers), name=name)
+    # without layers, of which LongCat's config counts half: `_choose` compares those of the loaded model
+    source, model = scales_facts(scales), replace(model_facts(checkpoint, stats.layers), name=name)
     if source.marks is None:  # the fingerprint samples, and tells edited models less
         model = replace(model, fingerprints=fingerprints(checkpoint))
     check_same_model(source, model)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from calib.errors import InputError
 from calib.files.calibration import read_report
 from calib.files.config import Config, text_config
-from calib.files.fingerprint import baked_for, fingerprint
+from calib.files.fingerprint import fingerprint, read_bake
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CALIBRATION_FILE, CONFIG_FILE, JSON_FILE, PACK_FILE
 from calib.files.strict_json import read_object
@@ -79,13 +79,15 @@ def scales_facts(path: Path, stats: KVStats | None = None) -> ModelFacts:
 
 def model_facts(checkpoint: ModelDirectory, modules: Iterable[str] | None = None) -> ModelFacts:
     """Collect what `checkpoint` says; with its attention `modules` also the marks of its weights."""
-    path, count = checkpoint.path, checkpoint.num_layers
-    facts = ModelFacts(str(path), checkpoint.config, baked_for=baked_for(path), num_layers=count)
-    if facts.baked_for:
+    path, bake = checkpoint.path, read_bake(checkpoint.path)
+    facts = ModelFacts(str(path), checkpoint.config, num_layers=checkpoint.num_layers)
+    if bake:
         names = {fingerprint(checkpoint)}
         if (path / CALIBRATION_FILE).exists():  # scales may be of the directory that it was copied from
             names.add(read_report(path)["checkpoint"])
-        facts = replace(facts, baked_as=names)
+        # not of the model before it was baked, whose calibration may lie there too
+        names -= {str(bake.get("source"))}
+        facts = replace(facts, baked_for=str(bake["for"]), baked_as=names)
     if modules is None:
         return facts
     from calib.same_model.marks import settings_of, take_marks

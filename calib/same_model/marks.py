@@ -65,8 +65,10 @@ def _encode(values: Tensor) -> str:
     return b64encode(values.bfloat16().view(torch.int16).numpy().astype("<i2").tobytes()).decode()
 
 
-def _decode(values: Tensor | str) -> Tensor:
-    if isinstance(values, str):
+def _decode(values: Any) -> Tensor:
+    if not isinstance(values, Tensor):
+        if not isinstance(values, str):
+            raise ValueError("a mark is not text")
         codes = np.frombuffer(b64decode(values, validate=True), "<i2").astype(np.int16)
         if not codes.size or codes.size % PROBES:
             raise ValueError("a mark is empty, or cut off")

@@ -142,7 +142,7 @@ def _mixed_method(directory: ModelDirectory, method: Method, rules: Rules) -> Me
         if method.mixed == "scheme" and layers:
             return IGNORED_CACHE
         raise NotKnown(f"not known with {_MIXED}: engines read more of it in hf_quant_config.json")
-    if method.mixed == "scheme" and rules.class_caches_latents(directory.config or {}):
+    if method.mixed == "scheme" and rules.class_caches_latents(directory.config):
         return IGNORED_LATENTS
     scheme = config.get("kv_cache_scheme")
     if isinstance(scheme, dict) and not names_fp8_cache(directory):

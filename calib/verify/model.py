@@ -30,7 +30,7 @@ def check_model(directory: ModelDirectory, rules: Rules) -> None:
 
 def _no_model(directory: ModelDirectory) -> str | None:
     """Which field of the config no engine starts with."""
-    model_type = (directory.config or {}).get("model_type")
+    model_type = directory.config.get("model_type")
     if not (isinstance(model_type, str) and model_type):
         return "config.json has no model_type"
     config = directory.text_config

@@ -46,7 +46,7 @@ def simulate(
     try:
         _load(directory, place, found)
         if at_one:
-            found.flag = flags_at_one(rules, directory.config or {})
+            found.flag = flags_at_one(rules, directory.config)
         if found.is_good:
             found.problem = _of_latents(directory, found)
         if found.is_good and (nvfp4 := nvfp4 or nvfp4_convention(directory)):
@@ -67,7 +67,7 @@ def _load(directory: ModelDirectory, place: Place, found: Simulation) -> None:
     if place.ranks > 1:
         _check_split(directory, place)
     if rules.reads == "json":
-        _known(rules.fates(directory.config or {}, ""))
+        _known(rules.fates(directory.config, ""))
         simulate_json(directory, place, found)
         return
     if rules.reads == "index" and (missing := directory.missing):
@@ -94,7 +94,7 @@ def _of_latents(directory: ModelDirectory, found: Simulation) -> str | None:
     """What is wrong with loaded scales of latents (MLA); 1.0 does no harm."""
     rules = found.rules
     needless = all(value == 1.0 for outcome in found.outcomes for value in outcome.values)
-    if needless or not (rules.latent_spoils and rules.class_caches_latents(directory.config or {})):
+    if needless or not (rules.latent_spoils and rules.class_caches_latents(directory.config)):
         return None
     return f"{rules.latent}; fp8kv strip removes them, fp8kv bake makes 1.0 right"
 
@@ -114,7 +114,7 @@ def _of_other_convention(nvfp4: Convention, rules: Rules) -> str | None:
 
 
 def _check_split(directory: ModelDirectory, place: Place) -> None:
-    layers = range(directory.num_layers if type(directory.num_layers) is int else 1)
+    layers = range(1 if directory.num_layers is None else directory.num_layers)
     for heads, kv_heads in {heads_of(directory, layer) for layer in layers}:
         if not can_be_split(heads, kv_heads, place.ranks):
             raise Refused(
@@ -132,12 +132,12 @@ def _fates(directory: ModelDirectory, rules: Rules, method: Method | None) -> Fa
     if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head":
         kind += " attn_head"
     modules = sorted(directory.modules, key=_by_layer)
-    return _known(rules.fates(directory.config or {}, kind, modules))
+    return _known(rules.fates(directory.config, kind, modules))
 
 
 def _of_other_backend(directory: ModelDirectory, rules: Rules, fates: Fates) -> Fates | None:
     """The fates in the engine's backend for transformers' code, where it alone loads latents'."""
-    config = directory.config or {}
+    config = directory.config
     others = rules.fates(config, method_name(directory) + OTHER)
     if not rules.class_caches_latents(config) or isinstance(others, str | None):
         return None

@@ -72,7 +72,7 @@ def pair(module: str, tensors: Tensors, shared: ScaleTensor | None) -> list[Outc
 def simulate_json(directory: ModelDirectory, place: Place, found: Simulation) -> None:
     """Load `kv_cache_scales.json` as vLLM 0.4: after one mistake every scale is 1.0."""
     found.flag = found.rules.flag
-    config, json = directory.config or {}, directory.json
+    config, json = directory.config, directory.json
     layers = directory.num_layers or 0
     count = layers if layers < 100_000 else 0
     count = count or len(next(iter(json.ranks.values()), {}) if json else {})

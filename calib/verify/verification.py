@@ -35,7 +35,7 @@ class Verification:
     @property
     def architecture(self) -> str | None:
         """The model class that config.json names."""
-        return architecture(self.scales.directory.config or {})
+        return architecture(self.scales.directory.config)
 
     @property
     def is_good(self) -> bool:

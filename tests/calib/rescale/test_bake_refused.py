@@ -112,6 +112,13 @@ def test_a_baked_model_stays_one_with_scales_and_without(tmp_path):
         prompt = ("text",) if command == "generate" else ("--dataset", "random")
         done = fp8kv(command, baked, *prompt, "--scales", scales, "--device", "cpu")
         one_line_error(done, "is baked for fp8, and the scales in", "were not measured on it")
+    own = fp8kv("generate", again, "text", "--scales", again, "--device", "cpu")
+    assert own.exit_code == 0, own.stderr
+    for file in ("fp8kv_calibration.json", "fp8kv_stats.safetensors"):
+        shutil.copy(scales / file, baked)
+    for directory in (scales, baked):
+        done = fp8kv("generate", baked, "text", "--scales", directory, "--device", "cpu")
+        one_line_error(done, "is baked for fp8, and the scales in", "were not measured on it")
 
 
 @pytest.mark.parametrize("command", ["bake", "stress"])

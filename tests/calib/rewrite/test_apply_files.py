@@ -142,6 +142,8 @@ def test_advice_names_flags_that_apply_has(flags, to, advice, model, tmp_path):
         {"tensors": {"a": {"shape": [2], "bits": 16, "values": "?"}}},
         {"tensors": {"a": {"shape": [2], "bits": 16, "values": ""}}},
         {"tensors": {"a": {"shape": [2], "bits": 16, "values": "gH8=" * 64}}},
+        {"tensors": {"a": {"shape": [2], "bits": 16, "values": 5}}},
+        {"tensors": {"a": {"shape": [2], "bits": 16, "values": None}}},
         {"tensors": {"a": {"shape": [2], "bits": 17, "values": "AAA="}}},
         {"tensors": {"a": {"shape": [2], "bits": 16, "values": "AAA="}}},
     ],
