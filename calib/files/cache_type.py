@@ -53,9 +53,8 @@ def fp8_type(directory: ModelDirectory) -> FP8Name:
         if word in _FP8_WORDS:
             types[f"{place[:80]} {word}"] = _FP8_WORDS[word]
         elif word not in _ANY_FP8_WORDS:
-            raise InputError(
-                f"'{directory.path}': {place[:80]} is '{word[:40]}'; scales are read for {', '.join(_FP8_WORDS)}"
-            )
+            problem = f"'{directory.path}': {place[:80]} is '{word[:40]}'"
+            raise InputError(f"{problem}; scales are read for {', '.join(_FP8_WORDS)}")
     if len({*types.values()}) > 1:
         raise InputError(
             f"'{directory.path}': its files contradict each other on the FP8 type of the scales "
