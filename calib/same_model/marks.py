@@ -65,14 +65,14 @@ def _encode(values: Tensor) -> str:
     return b64encode(values.bfloat16().view(torch.int16).numpy().astype("<i2").tobytes()).decode()
 
 
-def _decode(values: Any) -> Tensor:
-    if not isinstance(values, Tensor):
-        if not isinstance(values, str):
-            raise ValueError("a mark is not text")
+def _decode(values: object) -> Tensor:
+    if isinstance(values, str):
         codes = np.frombuffer(b64decode(values, validate=True), "<i2").astype(np.int16)
         if not codes.size or codes.size % PROBES:
             raise ValueError("a mark is empty, or cut off")
         values = torch.from_numpy(codes).view(torch.bfloat16).float().view(-1, PROBES)
+    if not isinstance(values, Tensor):
+        raise ValueError("a mark is not text")
     if not values.isfinite().all():
         raise ValueError("a mark is not finite")
     return values
