@@ -164,6 +164,8 @@ def _model_types(config: Config) -> list[str]:
 
 
 def _compare_baking(scales: ModelFacts, model: ModelFacts) -> str | None:
+    if scales.marks and model.marks:  # weights tell more: a copy in another format has another fingerprint
+        return None
     measured = (scales.fingerprints or {}).get("checkpoint")
     return model.baked_for if measured and measured not in model.baked_as else None
 

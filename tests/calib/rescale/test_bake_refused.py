@@ -114,6 +114,11 @@ def test_a_baked_model_stays_one_with_scales_and_without(tmp_path):
         one_line_error(done, "is baked for fp8, and the scales in", "were not measured on it")
     own = fp8kv("generate", again, "text", "--scales", again, "--device", "cpu")
     assert own.exit_code == 0, own.stderr
+    copy = tmp_path / "copy"
+    assert fp8kv("convert", again, "--to", "sglang", "-o", copy).exit_code == 0
+    mended = fp8kv("repair", copy, "--stats", again, "-o", tmp_path / "mended")
+    assert mended.exit_code == 0, mended.stderr
+    one_line_error(fp8kv("repair", copy, "--stats", scales, "-o", tmp_path / "no"), "do not fit")
     for file in ("fp8kv_calibration.json", "fp8kv_stats.safetensors"):
         shutil.copy(scales / file, baked)
     for directory in (scales, baked):
