@@ -90,7 +90,7 @@ def test_every_built_in_text_is_read_beside_the_named(report, texts):
     assert tokens[texts[1]] == tokens["random"] == 4 * 24
     assert tokens["builtin:long"] == 2 * 4 * 24
     (left_out,) = (line for line in report.warnings if line.startswith("--also"))
-    assert left_out.startswith("--also all: 'builtin:chat' is left out: chat ")
+    assert left_out.startswith("--also all: 'builtin:chat' is left out: row ")
     assert "holds chats but the tokenizer has no chat template" in left_out
     # scales that engines load; `channel` they do not
     assert all([*each.variants] == ["none", "tensor", "attn_head"] for each in report.other_texts)
@@ -309,7 +309,7 @@ def test_one_file_by_two_paths_is_one_dataset(tmp_path, monkeypatch):
 def test_what_was_named_and_cannot_be_had_is_refused(directory, texts, tmp_path):
     small = ("--dataset", texts[0], "--device", "cpu", "--seq-len", 24, "--samples", 2)
     done = fp8kv("eval", directory, *small, "--also", "builtin:chat")
-    one_line_error(done, "--also 'builtin:chat': chat ", "holds chats but the tokenizer has no")
+    one_line_error(done, "--also 'builtin:chat': row ", "holds chats but the tokenizer has no")
     one = write_words(tmp_path / "one.jsonl", ["w9"], rows=1, length=24)
     done = fp8kv("eval", directory, *small, "--also", one)
     one_line_error(done, "one.jsonl' has 1 samples, and 2 are needed: use a larger dataset")
