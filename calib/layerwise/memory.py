@@ -1,5 +1,7 @@
 """Memory that a process may take, whether a model fits, and how a pass over layers divides it."""
 
+import ctypes
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,5 +189,5 @@ def available_bytes() -> int:
 
 def return_free_memory() -> None:
     """Return freed memory to the system, which glibc would keep, in pieces too small for reuse."""
-    if hasattr(psutil, "heap_trim"):  # not with other C libraries, which need it less
-        psutil.heap_trim()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
