@@ -49,8 +49,8 @@ def find_files(dataset: str) -> tuple[list[Path], list[str]]:
     readable = [file for file in files if file.is_file() and file.suffix.lower() in READERS]
     if not readable:
         raise InputError(f"directory '{dataset}' has no {suffixes} file directly in it")
-    hidden = (file for file in files if file.name.startswith("."))
-    return readable, [file.name for file in files if file not in {*readable, *hidden}]
+    read = {*readable}
+    return readable, [f.name for f in files if f not in read and not f.name.startswith(".")]
 
 
 def _open(path: Path) -> Any:

@@ -79,6 +79,9 @@ def test_any_other_name_is_a_dataset_on_the_hub(monkeypatch, config, name):
 
 def test_files_of_a_directory_that_are_not_read_are_a_warning(ten_lines, tmp_path):
     assert open_source(DataRecipe(dataset=str(tmp_path))).warnings == ()
+    for name in (".DS_Store", ".gitattributes"):
+        (tmp_path / name).touch()
+    assert open_source(DataRecipe(dataset=str(tmp_path))).warnings == ()
     for name in ("b.csv", *"cdefghij"):
         (tmp_path / name).touch()
     (warning,) = open_source(DataRecipe(dataset=str(tmp_path))).warnings
