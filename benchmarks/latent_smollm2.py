@@ -23,8 +23,8 @@ from calib.errors import InputError
 from calib.files.atomic import atomic_directory, save_tensors
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import SINGLE_FILE
+from calib.formats.checkpoint_directory import copy_small_files
 from calib.models.find import find_model
-from calib.output.checkpoint_directory import copy_small_files
 
 MODEL = "builtin:smollm2"
 LENGTHS = (64, 512, 2000)

@@ -12,12 +12,12 @@ from workload import make_recipe
 from calib.capture.attention import map_attention
 from calib.capture.loop import calibrate
 from calib.data import make_batches, resolve_batch_size
-from calib.export import export
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.strict_json import read_object
+from calib.formats import export
+from calib.formats.checkpoint_directory import write_checkpoint
 from calib.models.config import load_config
 from calib.models.load import load_model
-from calib.output.checkpoint_directory import write_checkpoint
 from calib.scales.scales import KVScales
 from calib.scales.stats import derive_scales
 

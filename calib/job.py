@@ -20,10 +20,14 @@ from calib.capture.resume import SavedProgress, Share, compared_inputs, progress
 from calib.capture.until import read_until
 from calib.data import Batch, CalibrationData, load_data, make_batches, shared_batch_size
 from calib.errors import InputError
-from calib.export import check_latent, check_recipe
 from calib.files.atomic import Claim, claimed
 from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory
+from calib.formats import check_latent, check_recipe
+from calib.formats.card import dataset_facts
+from calib.formats.checkpoint_directory import check_output
+from calib.formats.finish import Destination, Result, default_output, finish, make_exports
+from calib.formats.in_place import check_in_place, check_places
 from calib.layerwise.loop import LayerwiseModel, calibrate_layerwise, open_layers, scratch_directory
 from calib.layerwise.memory import memory_limit, resolve_offload
 from calib.layerwise.weights import load_skeleton
@@ -31,10 +35,6 @@ from calib.models.config import caches_latents, explain_nonsense, fit_seq_len, l
 from calib.models.find import find_model
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.models.quantized.detect import quantization_notes
-from calib.output.card import dataset_facts
-from calib.output.checkpoint_directory import check_output
-from calib.output.finish import Destination, Result, default_output, finish, make_exports
-from calib.output.in_place import check_in_place, check_places
 from calib.progress import SILENT, Progress
 from calib.recipe import DataRecipe, Recipe
 from calib.scales.scales import check_one_scale

@@ -37,9 +37,8 @@ KINDS = {
             "calib/models/test_quantized.py",
             "calib/serving/test_served.py",
             "calib/rescale/",
-            "calib/rewrite/",
-            "calib/output/test_two",
-            "calib/packs/",
+            "calib/formats/test_two",
+            "calib/transfer/",
         ),
         *("calib/capture/test_distributed.py", "calib/capture/test_resume.py", "test_streams.py"),
         *(
@@ -68,7 +67,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--update-golden",
         action="store_true",
-        help="rewrite tests/calib/export/golden; read the diff",
+        help="rewrite tests/calib/formats/golden; read the diff",
     )
 
 

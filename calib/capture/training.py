@@ -22,11 +22,11 @@ from calib.capture.trainer_batches import TrainerBatch
 from calib.choices import FormatName, Strategy
 from calib.data import Batch
 from calib.errors import InputError
-from calib.export import Export, check_recipe, export
-from calib.export.compressed_tensors import find_quantization_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import SINGLE_FILE
 from calib.files.safetensors_header import Entry
+from calib.formats import Export, check_recipe, export
+from calib.formats.compressed_tensors import find_quantization_config
 from calib.models.config import caches_latents, check_cacheable
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales, check_one_scale

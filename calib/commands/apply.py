@@ -41,9 +41,9 @@ def apply(
     from are the same, as far as sampled. What is not compared (down_proj, most experts) is named.
     """
     from calib.commands.progress_bar import progress_bar
-    from calib.output.in_place import check_places
-    from calib.packs.hub import find_calibration
-    from calib.rewrite.apply import apply as apply_scales
+    from calib.formats.in_place import check_places
+    from calib.transfer.apply import apply as apply_scales
+    from calib.transfer.hub import find_calibration
 
     check_places(output, in_place=in_place, overwrite=overwrite)
     with progress_bar(progress, as_json=as_json) as reported:

@@ -29,7 +29,7 @@ from calib.commands.flags import (
 from calib.commands.running import command, print_json, print_lines, print_table, warn
 
 if TYPE_CHECKING:
-    from calib.output.finish import Result
+    from calib.formats.finish import Result
     from calib.recipe import Recipe
     from calib.scales.summary import LayerSummary
 
@@ -185,7 +185,7 @@ def print_result(result: "Result", *, as_json: bool = False) -> None:
 
 def _title(result: "Result") -> str:
     """Name what the table shows: the first format's scales, or values of an NVFP4 cache."""
-    from calib.export import FORMATS
+    from calib.formats import FORMATS
 
     first, *others = result.directories
     if FORMATS[first].nvfp4:
@@ -211,8 +211,8 @@ def table_rows(layers: "list[LayerSummary]") -> list[tuple[str, ...]]:
 
 def closing_lines(result: "Result") -> list[str]:
     """Warnings, speed, where the output is, how to serve it."""
-    from calib.export import FORMATS
-    from calib.output.card import NO_WEIGHTS, engine_of, serve_command, strategy_held
+    from calib.formats import FORMATS
+    from calib.formats.card import NO_WEIGHTS, engine_of, serve_command, strategy_held
 
     strategy = strategy_held(result.recipe.strategy, result.recipe.export.reduce)
     lines = [f"warning: {warning}" for warning in result.warnings]
@@ -235,7 +235,7 @@ def closing_lines(result: "Result") -> list[str]:
 def _next_step(result: "Result") -> str:
     """Return the line that says what to try with the first directory of an output."""
     from calib.capture.capabilities import NO_FP8_CACHE
-    from calib.export import FORMATS
+    from calib.formats import FORMATS
 
     runs = not any(warning.startswith(NO_FP8_CACHE) for warning in result.warnings)
     name, directory = next(iter(result.directories.items()))

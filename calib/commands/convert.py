@@ -10,7 +10,7 @@ from calib.commands.flags import Debug, Flag, Output, Overwrite, ProgressFlag
 from calib.commands.running import command, print_lines
 
 if TYPE_CHECKING:
-    from calib.rewrite.convert import Rewritten
+    from calib.transfer.convert import Rewritten
 
 Source = Annotated[Path, typer.Argument(help="A checkpoint, with scales of any tool.")]
 
@@ -29,7 +29,7 @@ def convert(
 ) -> None:
     """Write scales in another engine's format, bit for bit; json: the larger of K's and V's."""
     from calib.commands.progress_bar import progress_bar
-    from calib.rewrite.convert import convert as convert_scales
+    from calib.transfer.convert import convert as convert_scales
 
     with progress_bar(progress) as reported:
         done = convert_scales(
@@ -56,7 +56,7 @@ def strip(
 ) -> None:
     """Write a checkpoint without its KV-cache scales and without the config that announces them."""
     from calib.commands.progress_bar import progress_bar
-    from calib.rewrite.convert import strip as strip_scales
+    from calib.transfer.convert import strip as strip_scales
 
     with progress_bar(progress) as reported:
         strip_scales(directory, output, overwrite=overwrite, progress=reported)
@@ -79,7 +79,7 @@ def repair(
     written, where fp8kv verify --against would still tell a problem of it.
     """
     from calib.commands.progress_bar import progress_bar
-    from calib.rewrite.repair import repair as repair_scales
+    from calib.transfer.repair import repair as repair_scales
 
     with progress_bar(progress) as reported:
         done = repair_scales(directory, stats, to, output, overwrite=overwrite, progress=reported)
@@ -91,7 +91,7 @@ def repair(
 
 
 def _warning_lines(done: "Rewritten", to: choices.FormatName) -> list[str]:
-    from calib.export import FORMATS
+    from calib.formats import FORMATS
 
     note = FORMATS[to].note.replace("--format", "--to")
     return [f"warning: {each}" for each in done.warnings] + [f"note ({to}): {note}"] * bool(note)

@@ -26,7 +26,7 @@ def merge(
 ) -> None:
     """Merge the statistics of separate calibrations, as if one run had read all their data."""
     from calib.commands.progress_bar import progress_bar
-    from calib.rewrite.merge import merge as merge_runs
+    from calib.transfer.merge import merge as merge_runs
 
     with progress_bar(progress, as_json=as_json) as reported:
         result = merge_runs(directories, output, model=model, overwrite=overwrite, progress=reported)

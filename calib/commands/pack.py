@@ -11,7 +11,7 @@ from calib.commands.running import command, print_json, print_lines, warn
 from calib.errors import InputError
 
 if TYPE_CHECKING:
-    from calib.packs.packing import Packed
+    from calib.transfer.packing import Packed
 
 
 @command
@@ -36,8 +36,8 @@ def pack(
 
     `fp8kv apply` puts its scales beside their copy, from the directory or from the Hub.
     """
-    from calib.packs.hub import check_name, push
-    from calib.packs.packing import pack as write_pack
+    from calib.transfer.hub import check_name, push
+    from calib.transfer.packing import pack as write_pack
 
     if private and push_to_hub is None:
         raise InputError("--private is for --push-to-hub; leave it out")

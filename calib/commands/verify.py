@@ -10,10 +10,10 @@ from calib.commands.running import command, print_json, print_lines, print_table
 from calib.errors import InputError
 
 if TYPE_CHECKING:
-    from calib.served import Comparison
-    from calib.verify.fit import Fit
-    from calib.verify.result import Place, Simulation
-    from calib.verify.verification import Verification
+    from calib.engines.fit import Fit
+    from calib.engines.result import Place, Simulation
+    from calib.engines.verification import Verification
+    from calib.serving.served import Comparison
 
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales", "FP8 cache")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
@@ -49,9 +49,9 @@ def verify(
     if served is not None:
         _ask_server(context, served, directory, as_json)
         return
-    from calib.verify.result import Place
-    from calib.verify.rules import choose_rules
-    from calib.verify.verification import verify_directory
+    from calib.engines.result import Place
+    from calib.engines.rules import choose_rules
+    from calib.engines.verification import verify_directory
 
     place = Place(tensor_parallel_size, fnuz)
     found = verify_directory(directory, choose_rules(engine, version), against, place)
@@ -82,7 +82,7 @@ def _check_flags(context: typer.Context) -> None:
 
 def _ask_server(context: typer.Context, url: str, directory: Path, as_json: bool) -> None:
     from calib.commands.overrides import overrides
-    from calib.served import compare_served
+    from calib.serving.served import compare_served
 
     name, given = context.params["served_name"], overrides(context.params)
     model = context.params["model"] or str(directory)

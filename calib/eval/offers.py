@@ -9,8 +9,8 @@ from calib.caches.types import ALL_CACHES, ENGINES, GPUS, Serving, Shape, cache_
 from calib.choices import REFERENCE, FormatName, Strategy
 from calib.errors import InputError, UnsupportedExportError
 from calib.eval.variants import Variant
-from calib.export import FORMATS, export
 from calib.files.model_directory import ModelDirectory
+from calib.formats import FORMATS, export
 from calib.rescale.rescaling import check_no_scales
 from calib.scales.scales import KVScales
 

@@ -17,15 +17,15 @@ from calib.files.calibration import statistics_file
 from calib.files.fingerprint import baked_for, fingerprint, fingerprints, weights_digest
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import BAKE_FILE
-from calib.models.find import find_model
-from calib.models.quantized.detect import find_weight_format
-from calib.output.checkpoint_directory import (
+from calib.formats.checkpoint_directory import (
     ADAPTER_FILE,
     check_output,
     other_weights,
     write_json,
 )
-from calib.output.in_place import back_up, check_places, complete, local_directory
+from calib.formats.in_place import back_up, check_places, complete, local_directory
+from calib.models.find import find_model
+from calib.models.quantized.detect import find_weight_format
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.rescale.bake_card import write_card

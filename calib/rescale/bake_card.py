@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from calib.engines.at_one import known_flags
+from calib.engines.rules import all_rules
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import plain
-from calib.output.checkpoint_directory import prepend_card
-from calib.verify.at_one import known_flags
-from calib.verify.rules import all_rules
+from calib.formats.checkpoint_directory import prepend_card
 
 
 def write_card(checkpoint: ModelDirectory, out: Path, baked: dict[str, Any], dataset: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from calib.errors import UnsupportedModelError
-from calib.export.compressed_tensors import find_quantization_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.tensors import StoredTensor
+from calib.formats.compressed_tensors import find_quantization_config
 from calib.models.quantized.coded_weight import CodedWeight
 
 _LARGEST_E8M0 = 254

@@ -16,14 +16,14 @@ import torch
 
 from calib.capture.attention import CachedAttention
 from calib.errors import InputError
-from calib.export.compressed_tensors import find_quantization_config
 from calib.files.atomic import atomic_directory
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import STRESS_FILE
+from calib.formats.checkpoint_directory import check_output, write_json
+from calib.formats.compressed_tensors import find_quantization_config
 from calib.models.config import caches_latents, load_config
 from calib.models.find import find_model
 from calib.models.quantized.detect import find_weight_format
-from calib.output.checkpoint_directory import check_output, write_json
 from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe
 from calib.rescale.products import LayerFactors

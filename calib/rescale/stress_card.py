@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
+from calib.engines.at_one import known_flags
+from calib.engines.rules import Rules, all_rules
 from calib.errors import UnsupportedExportError
-from calib.export.base import latents_name
-from calib.export.modelopt import MODELOPT_NAME
 from calib.files.model_directory import ModelDirectory
+from calib.formats.base import latents_name
+from calib.formats.modelopt import MODELOPT_NAME
 from calib.rescale.bake_card import outputs
 from calib.rescale.proof import PROBE_TOKENS
-from calib.verify.at_one import known_flags
-from calib.verify.rules import Rules, all_rules
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 _FP8 = torch.finfo(FP8_DTYPES["e4m3fn"])

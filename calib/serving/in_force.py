@@ -4,9 +4,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from calib.engines.result import Place
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable
 from calib.files.text import show_layers
-from calib.verify.result import Place
 
 # every copy that an engine holds of one scale, by its name there: which one a kernel reads is for
 # the kernel to say. The first has a value per head; others may hold the largest. One that is empty

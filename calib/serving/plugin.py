@@ -107,8 +107,8 @@ def _check_vllm(runner: Any) -> "Report":
     from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
+    from calib.engines.result import Place
     from calib.serving.in_force import compare
-    from calib.verify.result import Place
 
     config, model = runner.vllm_config, runner.model_config
     parallel = config.parallel_config
@@ -127,8 +127,8 @@ def _check_sglang(runner: Any) -> "Report | None":
     from sglang.srt.layers.quantization.kv_cache import is_fp8_fnuz  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
 
+    from calib.engines.result import Place
     from calib.serving.in_force import compare
-    from calib.verify.result import Place
 
     parallel, model = get_parallel(), runner.model_config
     cache = str(runner.kv_cache_dtype).removeprefix("torch.")

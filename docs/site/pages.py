@@ -73,8 +73,8 @@ def models() -> str:
     from families import FAMILIES, HYBRIDS, LATENT
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    from calib.verify.classes import load_classes
-    from calib.verify.document import class_rows
+    from calib.engines.classes import load_classes
+    from calib.engines.document import class_rows
 
     engines = [load_classes(name) for name in ("vllm", "sglang")]
     vllm, sglang = (f"{each.engine} {each.version}" for each in engines)

@@ -18,6 +18,9 @@ import atheris
 import torch
 
 with atheris.instrument_imports(include=["calib"]):
+    from calib.engines.result import Place
+    from calib.engines.rules import choose_rules
+    from calib.engines.simulate import simulate
     from calib.errors import Fp8kvError
     from calib.files.model_directory import open_model_directory
     from calib.files.names import parse_scale_name
@@ -30,9 +33,6 @@ with atheris.instrument_imports(include=["calib"]):
     from calib.models.quantized.coded_weight import ModuleTensors
     from calib.models.quantized.config import QuantizationConfig, name_subject
     from calib.recipe import load_recipe
-    from calib.verify.result import Place
-    from calib.verify.rules import choose_rules
-    from calib.verify.simulate import simulate
 
 SCRATCH = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
 ENGINES = choose_rules(None, None)

@@ -35,10 +35,10 @@ from engine_cases import (
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from calib.engines.rules import choose_rules
+from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
 from calib.scales.stats_file import load_scales
-from calib.verify.rules import choose_rules
-from calib.verify.simulate import simulate
 
 ARCHITECTURE = "DeepseekV2ForCausalLM"
 OWN_NAMES = ("{module}.{x}_proj.{x}_scale", MLA_NAMINGS[1])  # those that vLLM once knew

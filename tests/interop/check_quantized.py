@@ -16,9 +16,9 @@ from check_vllm import look, other_problems, text_of, wrong_scales
 from engine import ONE_GPU, load, start
 from outputs import read_output, report
 
+from calib.engines.rules import choose_rules
+from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
-from calib.verify.rules import choose_rules
-from calib.verify.simulate import simulate
 
 TEXT = """The Eiffel Tower is a wrought-iron lattice tower on the Champ de Mars in Paris, France. It
 is named after the engineer Gustave Eiffel, whose company designed and built the tower from 1887 to

@@ -27,9 +27,9 @@ from sglang.srt.model_loader.weight_utils import (
 )
 from torch import nn
 
+from calib.engines.rules import Rules, choose_rules
+from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
-from calib.verify.rules import Rules, choose_rules
-from calib.verify.simulate import simulate
 
 
 class Skeleton(nn.Module):

@@ -17,10 +17,10 @@ from pathlib import Path
 from engine import ONE_GPU, Place, load
 from scale_cases import CASES, PLACES, write_case
 
+from calib.engines.rules import choose_rules
+from calib.engines.simulate import Simulation, simulate
 from calib.files.cache_type import is_for_nvfp4
 from calib.files.model_directory import open_model_directory
-from calib.verify.rules import choose_rules
-from calib.verify.simulate import Simulation, simulate
 
 Held = dict[str, list[float]]  # "attention module, letter" -> scales, of one rank or of all
 RANK = "--rank"

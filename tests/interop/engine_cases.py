@@ -49,7 +49,7 @@ _PRODUCER = {"name": "fp8kv"}
 
 
 def _compressed(strategy: str) -> dict[str, Any]:
-    """As calib/export/compressed_tensors.py writes it."""
+    """As calib/formats/compressed_tensors.py writes it."""
     return {
         "quant_method": "compressed-tensors",
         "format": "dense",
@@ -60,7 +60,7 @@ def _compressed(strategy: str) -> dict[str, Any]:
     }
 
 
-MODELOPT = Quantization(  # as calib/export/modelopt.py writes it
+MODELOPT = Quantization(  # as calib/formats/modelopt.py writes it
     {
         "quant_method": "modelopt",
         "kv_cache_scheme": _SCHEME,

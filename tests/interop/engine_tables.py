@@ -1,4 +1,4 @@
-"""The tables in calib/verify/architectures/: written from what an engine's classes did, compared.
+"""The tables in calib/engines/architectures/: written from what an engine's classes did, compared.
 
 An engine's script calls `main`; its options:
   [ARCHITECTURE ...]   these alone; prints what they do and writes nothing
@@ -18,10 +18,10 @@ from engine_cases import QUANTIZATIONS, Engine, Fixture, alike, build, collect, 
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from calib.engines.classes import Classes, load_classes
 from calib.files.names import pattern_of
-from calib.verify.classes import Classes, load_classes
 
-TABLES = Path(__file__).parents[2] / "calib/verify/architectures"
+TABLES = Path(__file__).parents[2] / "calib/engines/architectures"
 
 Results = dict[str, dict[str, str]]  # quantization -> naming -> fate
 Flat = dict[tuple[str, ...], str]

@@ -12,10 +12,10 @@ import torch
 from scale_cases import CASES, HEAD_DIM, LAYERS, write_case
 
 from calib.files.names import STATS_FILE
-from calib.rewrite.convert import convert
-from calib.rewrite.repair import repair
 from calib.scales.stats import KVStats, LayerStats, TensorStats
 from calib.scales.stats_file import save_stats
+from calib.transfer.convert import convert
+from calib.transfer.repair import repair
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 NAMES = [

@@ -6,10 +6,10 @@ import torch
 from safetensors.torch import save_file
 from scale_directories import COMPRESSED, CONFIG
 
+from calib.engines.rules import choose_rules
+from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
-from calib.verify.rules import choose_rules
-from calib.verify.simulate import simulate
 
 MODULES = [f"model.layers.{i}.self_attn" for i in range(2)]
 WEIGHTS = [f"{module}.k_proj.weight" for module in MODULES]

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from calib.caches.types import ALL_CACHES, CACHES, ENGINES, GPUS, Shape, cache_type
+from calib.engines.classes import load_classes
 from calib.errors import InputError
-from calib.verify.classes import load_classes
 
 # of one head of 64 values of K and V; NVFP4 as 32 bytes and 4 scales
 BYTES = {

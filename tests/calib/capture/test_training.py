@@ -18,9 +18,9 @@ from calib.capture.attention import map_attention
 from calib.capture.training import scales_for
 from calib.data import load_data, make_batches
 from calib.errors import CalibrationError, Fp8kvError, InputError
-from calib.export import export
 from calib.files.model_directory import open_model_directory
 from calib.files.names import SCALES_SHARD
+from calib.formats import export
 from calib.models.load import load_tokenizer
 from calib.recipe import Recipe, load_recipe
 from calib.strict_yaml import StrictModel

@@ -9,12 +9,12 @@ from command_line import fp8kv
 from measured_amax import save_amax
 from scale_directories import lines_of
 
+from calib.engines.measured import measured_convention
 from calib.files.cache_type import nvfp4_convention
 from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
 from calib.files.stored_scales import read_scales
 from calib.scales.stats_file import load_stats
-from calib.verify.measured import measured_convention
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 CASES = sorted(path.parent for path in GOLDEN.glob("*/*/expected.json"))

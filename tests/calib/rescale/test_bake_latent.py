@@ -12,13 +12,13 @@ from families import LATENT, save_model, tiny_model
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
+from calib.engines.rules import all_rules
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import open_model_directory
 from calib.rescale import latent, parameters
 from calib.rescale.in_memory import baked_factors
 from calib.rescale.stress import Factors
 from calib.scales.stats_file import load_stats
-from calib.verify.rules import all_rules
 
 DOCS = Path(__file__).parents[3] / "docs" / "bake.md"
 FLAGS = ("--strategy", "tensor", "--format", "fp8kv")

@@ -80,7 +80,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_answers_are_one_line(name, fake, directory, monkeypatch):
-    monkeypatch.setattr("calib.served.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("calib.serving.served.load_model", lambda *_: pytest.fail("loaded"))
     change, *phrases = WRONG[name]
     fake.change = change
     one_line_error(verify(fake, directory), *phrases)

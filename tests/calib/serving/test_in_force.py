@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from calib.engines.result import Place
 from calib.files.stored_scales import read_scales
 from calib.serving.in_force import LayerInForce, compare
-from calib.verify.result import Place
 
 ONE = Place()
 

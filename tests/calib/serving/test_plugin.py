@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from calib.engines.result import Place
 from calib.files.stored_scales import read_scales
 from calib.serving import plugin
 from calib.serving.in_force import Report, compare
-from calib.verify.result import Place
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 

@@ -1,1 +1,0 @@
-"""What a calibration leaves behind: a checkpoint directory with scales, statistics and a card."""

@@ -1,0 +1,200 @@
+"""The tables of what engines' classes do: what became of scales, and how tables are compared.
+
+`make interop` runs the classes themselves.
+"""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from engine_fixtures import make_scales
+
+from calib.engines.classes import load_classes
+from calib.engines.rules import all_rules
+from calib.formats.compressed_tensors import compressed_tensors
+from calib.formats.modelopt import modelopt
+
+sys.path.append(str(Path(__file__).parents[2] / "interop"))
+from engine_cases import (
+    NAMINGS,
+    QUANTIZATIONS,
+    Fixture,
+    alike,
+    collect,
+    fixtures,
+    scale_tensors,
+    wanted,
+)
+from engine_fates import NOT_FP8, fate, reason
+from engine_tables import differences, flat, groups, modules, named, recorded, together
+
+LLAMA = Fixture("Llama", {}, tuple(f"model.layers.{i}.self_attn" for i in (0, 1, 10)))
+OWN = wanted(LLAMA, NAMINGS[0])
+ONES = ((1.0,), (1.0,))
+
+
+def crossed(pair):
+    return pair[1], pair[0]
+
+
+@pytest.mark.parametrize(
+    ("held", "expected"),
+    [
+        (OWN, "loaded"),
+        ([OWN[1], OWN[0], OWN[2]], "partly: 1 of 3 loaded, 2 of 3 with another layer's scales"),
+        ([crossed(pair) for pair in OWN], "partly: all with K and V crossed"),
+        ([(k, (1.0,)) for k, _ in OWN], "partly: all with K alone"),
+        ([((1.0,), v) for _, v in OWN], "partly: all with V alone"),
+        ([((0.5,), (0.5,)), *OWN[1:]], "partly: 2 of 3 loaded, 1 of 3 with a wrong value"),
+        ([ONES] * 3, "dropped"),
+        ([ONES] * 16, "dropped"),
+        ([ONES, *OWN[1:]], "partly: 1 of 3 at 1.0, 2 of 3 loaded"),
+        ([ONES, None, None], "dropped"),
+        ([None] * 3, "no place"),
+        ([None, *OWN[1:]], "partly: 2 of 3 loaded, 1 of 3 without a place"),
+        ([NOT_FP8] * 3, "dropped: the cache keeps 16 bits"),
+        (OWN[:2], "partly: 2 attention layers for 3 pairs of scales"),
+    ],
+)
+def test_the_fate_of_scales(held, expected):
+    # in the order of layers, not of names: 10 comes after 2
+    assert fate(OWN, {f"layers.{2 * i}.attn": pair for i, pair in enumerate(held)}) == expected
+
+
+def test_every_scale_is_its_own():
+    per_head = wanted(fixtures(["Gemma3ForCausalLM"])[0], NAMINGS[0], heads=4)
+    values = [value for pair in per_head for scale in pair for value in scale]
+    assert len({*values}) == len(values) == 32
+
+
+def test_both_names_hold_the_same():
+    tensors = dict(scale_tensors(LLAMA, "both"))
+    assert len(tensors) == 12
+    for name, tensor in tensors.items():
+        assert tensor == tensors[name.replace(".attn", "")]
+
+
+def test_reasons_say_nothing_of_this_machine():
+    error = ValueError("There is no 'layers.0.self_attn.k_scale' in LlamaModel. Look in /tmp/a/b")
+    assert reason("crash", error) == "crash: ValueError: There is no 'k_scale'"
+    assert reason("crash", KeyError("/tmp/a/b")) == "crash: KeyError: '...'"
+
+
+def test_the_configs_are_those_that_we_write(checkpoint):
+    for name, build, strategy in (
+        ("compressed-tensors", compressed_tensors, "tensor"),
+        ("compressed-tensors attn_head", compressed_tensors, "attn_head"),
+        ("modelopt", modelopt, "tensor"),
+    ):
+        export = build(make_scales(strategy), checkpoint, 1, rules=all_rules()["vllm"])
+        assert export.config["quantization_config"] == QUANTIZATIONS[name].config
+        assert export.documents.get("hf_quant_config.json") == QUANTIZATIONS[name].document
+
+
+class Engine:
+    """One that loads each scale as `put` says."""
+
+    quantizations = ("compressed-tensors", "none")
+
+    def __init__(self, put):
+        self.put = put
+
+    def build(self, directory):
+        if "quantization_config" not in json.loads((directory / "config.json").read_text()):
+            raise RuntimeError("no config")
+        return {}
+
+    def hold(self, model, tensors):
+        values = {name.removesuffix("_scale"): (float(tensor),) for name, tensor in tensors}
+        return self.put({m: (values[f"{m}.k"], values[f"{m}.v"]) for m in LLAMA.modules})
+
+
+def test_a_crossing_loader_is_noticed():
+    def crossing(held):
+        first, second, third = LLAMA.modules
+        return {**held, first: held[second], second: held[first], third: crossed(held[third])}
+
+    results = collect(Engine(crossing), LLAMA)
+    assert results["compressed-tensors"]["{module}.{x}_scale"] == (
+        "partly: 1 of 3 with K and V crossed, 2 of 3 with another layer's scales"
+    )
+    assert collect(Engine(dict), LLAMA)["compressed-tensors"]["{module}.{x}_scale"] == "loaded"
+
+
+def test_what_cannot_be_built_or_read_is_said():
+    results = collect(Engine(dict), LLAMA)
+    assert {*results["none"].values()} == {"refused: RuntimeError: no config"}
+    assert results["compressed-tensors"]["{module}.kv_scale"].startswith("crash: KeyError: ")
+    Engine.quantizations, before = ("none",), Engine.quantizations
+    try:
+        assert collect(Engine(dict), LLAMA) == "RuntimeError: no config"
+    finally:
+        Engine.quantizations = before
+
+
+def test_equal_architectures_are_one_group_and_differences_a_line():
+    first, second = {"none": {"a": "loaded"}}, {"none": {"a": "dropped"}}
+    found = {"A": first, "B": second, "C": dict(first)}
+    assert [group["architectures"] for group in groups(found)] == [["A", "C"], ["B"]]
+    known = SimpleNamespace(results=found, not_built={"D": "why"})
+    assert differences(flat(recorded(known)), flat({**found, "D": "why"})) == []
+    assert differences(flat(found), flat({"A": second, "B": second})) == [
+        "A | none | a: recorded loaded, now dropped",
+        "C | none | a: recorded loaded, now nothing",
+    ]
+
+
+def test_a_class_with_two_configs_does_what_it_does_with_both():
+    one, other = {"fp8": {"a": "loaded", "b": "loaded"}}, {"fp8": {"a": "loaded", "b": "dropped"}}
+    assert together(one, one) == one
+    both = {"fp8": {"a": "loaded", "b": "partly: loaded, or by the config dropped"}}
+    assert together(one, other) == both
+    assert together("why", one) == together(one, "why") == "why"
+
+
+def test_a_spelling_is_kept_if_the_class_does_the_same_with_it():
+    class Renames(Engine):
+        def hold(self, model, tensors):
+            plain = [(name.replace("model.language_model.", "model."), x) for name, x in tensors]
+            return super().hold(model, plain)
+
+    sees = Fixture("LlamaForConditionalGeneration", {}, LLAMA.modules)
+    engine = Renames(dict)
+    kept = [other.modules[0] for other in alike(engine, sees, collect(engine, sees))]
+    assert kept == ["model.language_model.layers.0.self_attn"]
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "expected"),
+    [
+        ("GPT2LMHeadModel", "transformer.h.0.attn", ["h.0.attn"]),
+        ("OPTForCausalLM", "model.decoder.layers.0.self_attn", ["decoder.layers.0.self_attn"]),
+        ("LlamaForCausalLM", "model.layers.0.self_attn", []),
+        (
+            "LlavaForConditionalGeneration",
+            "language_model.model.layers.0.self_attn",
+            [
+                "model.layers.0.self_attn",
+                "model.language_model.layers.0.self_attn",
+                "language_model.layers.0.self_attn",
+            ],
+        ),
+    ],
+)
+def test_spellings_of_published_checkpoints(name, module, expected):
+    assert [other.modules[0] for other in Fixture(name, {}, (module,)).spellings()] == expected
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_tables_are_about_the_small_configs(engine):
+    classes = load_classes(engine)
+    table = recorded(classes)
+    known = [fixture for fixture in fixtures([]) if fixture.architecture in classes.results]
+    others = [other for fixture in known for other in fixture.spellings()]
+    ran = {*named(classes.modules, table)}
+    assert {*named(modules(known), table)} <= ran <= {*named(modules(known + others), table)}
+    assert {*table} == {fixture.architecture for fixture in fixtures([])}
+    fates = {case.partition(":")[0] for case in flat(table).values()}
+    assert fates <= {"loaded", "dropped", "no place", "crash", "refused", "partly", "no"}

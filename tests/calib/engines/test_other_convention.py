@@ -1,0 +1,104 @@
+"""Values of an NVFP4 cache that an engine loads, in its own convention and in the other one."""
+
+import json
+
+import pytest
+from command_line import fp8kv
+from measured_amax import save_amax
+from scale_directories import NVFP4, lines_of, model
+
+from calib.engines.rules import choose_rules
+from calib.engines.simulate import simulate
+from calib.files.model_directory import open_model_directory
+
+PROJ = "{module}.{x}_proj.{x}_scale"
+
+
+def written(directory, divisor, **changes):
+    producer = {"name": "fp8kv", "nvfp4_kv_divisor": divisor}
+    return model(directory, names=PROJ, config=NVFP4 | {"producer": producer} | changes)
+
+
+def simulated(directory, engine):
+    return simulate(open_model_directory(directory, weights=False), choose_rules(engine, None)[0])
+
+
+@pytest.mark.parametrize(
+    ("engine", "divisor", "problem"),
+    [
+        ("vllm", 448, None),
+        ("vllm", 2688, "6 times too small"),
+        ("sglang", 2688, None),
+        ("sglang", 448, "6 times too large"),
+        ("vllm", 7, "not known"),
+        ("sglang", 7, "not known"),
+    ],
+)
+def test_an_engine_wants_one_of_them(engine, divisor, problem, tmp_path):
+    found = simulated(written(tmp_path, divisor), engine)
+    assert {outcome.status for outcome in found.outcomes if outcome.letter != "q"} == {"loaded"}
+    assert found.flag == "--kv-cache-dtype nvfp4"
+    assert found.is_good == (problem is None)
+    assert (problem or "None") in str(found.problem)
+
+
+@pytest.mark.parametrize(("engine", "divisor"), [("vllm", 2688), ("sglang", 448)])
+def test_the_way_out_is_ours(engine, divisor, tmp_path):
+    found = simulated(written(tmp_path / "made", divisor), engine)
+    to = found.problem.rsplit(" ", 1)[1]
+    assert fp8kv("convert", tmp_path / "made", "--to", to, "-o", tmp_path / "out").exit_code == 0
+    assert simulated(tmp_path / "out", engine).is_good
+
+
+@pytest.mark.parametrize("engine", ["aphrodite", "tgi", "tensorrt-llm"])
+def test_of_engines_that_were_not_run_with_them_nothing_is_known(engine, tmp_path):
+    found = simulated(written(tmp_path, 448), engine)
+    assert {outcome.status for outcome in found.outcomes} == {"unknown"}
+    assert not found.is_good
+
+
+def test_sglang_needs_the_key_beside_fp8(tmp_path):
+    found = simulated(written(tmp_path, 2688, kv_cache_quant_algo=None), "sglang")
+    assert not found.is_good
+    assert "no kv_cache_quant_algo" in found.ignored[0][1]
+    assert simulated(tmp_path, "vllm").flag == "--kv-cache-dtype nvfp4"
+
+
+def test_sglang_has_a_place_beside_nvfp4_weights(tmp_path):
+    changes = {"kv_cache_quant_algo": None, "quant_algo": "NVFP4"}
+    assert simulated(written(tmp_path, 2688, **changes), "sglang").is_good
+
+
+def test_other_methods_were_not_run(tmp_path):
+    found = simulated(written(tmp_path, 448, quant_method="fp8"), "vllm")
+    assert "never run under fp8" in found.outcomes[0].reason
+
+
+def statistics(directory, divisor):
+    """The absmax that the values of `model` are of."""
+    amax = {
+        (i, x): [value * divisor]
+        for x, values in {"k": (0.5, 0.25), "v": (0.125, 0.0625)}.items()
+        for i, value in enumerate(values)
+    }
+    return save_amax(amax, directory)
+
+
+@pytest.mark.parametrize("told", [448, 2688, 7])
+@pytest.mark.parametrize("true", [448, 2688])
+def test_statistics_overrule_what_the_files_tell(told, true, tmp_path):
+    directory = written(tmp_path / "made", told)
+    given = ("--against", statistics(tmp_path / "stats", true), "--engine", "vllm", "--json")
+    done = fp8kv("verify", directory, *given)
+    found = json.loads(done.stdout)
+    assert found["nvfp4"]["divisor"] == true
+    used = [share for fit in found["against"] for share in fit["used"].values()]
+    assert used == pytest.approx([1.0] * 4)
+    assert (done.exit_code == 0) == (true == 448 and told in (448, 7))
+    assert bool(found["problems"]) == (told not in (true, 7))
+
+
+def test_the_table_is_of_an_nvfp4_cache(tmp_path):
+    said = lines_of(fp8kv("verify", written(tmp_path, 448)))
+    assert "NVFP4 cache" in said
+    assert "values of an NVFP4 cache: absmax / 448 (fp8kv wrote it so)" in said

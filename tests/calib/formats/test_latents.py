@@ -1,0 +1,183 @@
+"""Scales of latents (MLA): written where an engine computes with them, else refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from command_line import calibrate, fp8kv, one_line_error
+from engine_fixtures import make_scales
+from families import LATENT, save_model, tiny_model
+
+from calib.choices import FORMATS as NAMES
+from calib.errors import UnsupportedExportError
+from calib.formats import FORMATS, export
+
+REFUSED = [name for name in NAMES if name not in ("modelopt", "fp8kv")]
+WEIGHTS = [f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(2)]
+FLAG = "--model-impl transformers"
+BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"
+
+
+@pytest.fixture
+def of_latents(make_checkpoint):
+    def make(architecture="DeepseekV3ForCausalLM", **config):
+        config = {"architectures": [architecture], "kv_lora_rank": 16} | config
+        return make_checkpoint(config, WEIGHTS)
+
+    return make
+
+
+def scales():
+    """One scale per layer, of the latent and k_pe together."""
+    made = make_scales()
+    layers = {n: replace(one, v=one.k, latent=True) for n, one in made.layers.items()}
+    return replace(made, layers=layers)
+
+
+# ---- formats ----
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_format_that_no_engine_reads_is_refused_with_the_way_out(name, of_latents):
+    with pytest.raises(UnsupportedExportError, match=f"--format {name}: .* Use {BAKE}") as refused:
+        export(scales(), of_latents(), name)
+    assert "\n" not in str(refused.value)
+
+
+def test_the_others_are_not_refused_by_their_name():
+    assert [name for name in NAMES if not FORMATS[name].latent] == ["modelopt", "fp8kv"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("vllm", "own classes load no scales of latents .* or --format modelopt with vLLM's"),
+        ("vllm-nvfp4", r"or vLLM's --kv-cache-dtype fp8_ds_mla, .* \(DeepSeek-V3.2, GLM-5\)"),
+        ("sglang", "SGLang stores latents .* without their scales, .* its answers are wrong"),
+        ("sglang-nvfp4", "its answers are wrong"),
+        ("aphrodite", "whether Aphrodite computes with scales of latents is not known"),
+        ("tgi", "whether TGI computes with scales of latents is not known"),
+        ("json", "no engine is known to read scales of latents .* from kv_cache_scales.json"),
+        ("trtllm", "TensorRT-LLM's PyTorch backend computes .* with 1.0"),
+    ],
+)
+def test_the_reason_is_the_engines(name, reason, of_latents):
+    with pytest.raises(UnsupportedExportError, match=reason):
+        export(scales(), of_latents(), name)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_scales_that_do_not_say_so_are_known_by_the_models_config(name, of_latents):
+    with pytest.raises(UnsupportedExportError, match="MLA|latents"):
+        export(make_scales(), of_latents(), name)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_and_scales_that_say_so_by_themselves(name, checkpoint):
+    with pytest.raises(UnsupportedExportError, match="MLA|latents"):
+        export(scales(), checkpoint, name)
+
+
+# ---- modelopt ----
+
+
+@pytest.mark.parametrize("architecture", ["DeepseekV2ForCausalLM", "Glm4MoeLiteForCausalLM"])
+def test_modelopt_holds_them_for_vllms_other_backend(architecture, of_latents):
+    made = export(scales(), of_latents(architecture), "modelopt")
+    assert {name: tensor.tolist() for name, tensor in made.tensors.items()} == {
+        f"model.layers.{i}.self_attn.{x}_proj.{x}_scale": [0.25 + i] for i in range(2) for x in "kv"
+    }
+    assert (made.flags, made.doubts) == (FLAG, ())
+    assert made.notes[0].startswith(f"serve with {FLAG}: vLLM's own class computes with 1.0")
+
+
+def test_a_class_that_vllm_lacks_needs_no_flag(of_latents):
+    made = export(scales(), of_latents("YoutuForCausalLM"), "modelopt")
+    assert made.flags == ""
+    assert made.notes == ("these scales are of latents (MLA), for vLLM alone",)
+
+
+def test_they_have_the_name_that_arrives(make_checkpoint):
+    # as LongCat's, of which there are two in a layer: with both it is refused
+    modules = [f"model.layers.{i}.self_attn.0" for i in range(2)]
+    config = {"architectures": ["LongcatFlashForCausalLM"], "kv_lora_rank": 16}
+    source = make_checkpoint(config, [f"{module}.kv_b_proj.weight" for module in modules])
+    made = export(make_scales(modules=modules), source, "modelopt")
+    assert {*made.tensors} == {f"{module}.{x}_scale" for module in modules for x in "kv"}
+    assert made.flags == FLAG
+    both = make_scales(modules=[*modules, "model.layers.0.self_attn.1"])
+    with pytest.raises(UnsupportedExportError, match="several attention modules"):
+        export(both, source, "modelopt")
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    # K and V in vLLM; not built; not known
+    ["MiniCPM3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "OwnForCausalLM"],
+)
+def test_modelopt_is_refused_where_they_were_not_seen_to_arrive(architecture, of_latents):
+    message = f"loads scales of latents .* of {architecture} is not known, or .* Use {BAKE}"
+    with pytest.raises(UnsupportedExportError, match=message):
+        export(scales(), of_latents(architecture), "modelopt")
+
+
+def test_modelopt_is_refused_where_attention_is_sparse(of_latents):
+    source = of_latents("AXK2ForCausalLM", index_topk=8)
+    message = f"loads and uses scales of latents .* as its attention is sparse. Use {BAKE}"
+    with pytest.raises(UnsupportedExportError, match=message):
+        export(scales(), source, "modelopt")
+    assert export(scales(), of_latents("AXK2ForCausalLM"), "modelopt").tensors
+
+
+def test_beside_quantised_weights_the_way_out_is_to_bake(of_latents):
+    source = of_latents(quantization_config={"quant_method": "fp8"})
+    with pytest.raises(UnsupportedExportError, match=f"would replace; use {BAKE}"):
+        export(scales(), source, "modelopt")
+
+
+# ---- jobs ----
+
+
+@pytest.fixture(scope="module")
+def deepseek(tmp_path_factory):
+    """A tiny model with latent attention."""
+    model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
+    return save_model(model, tmp_path_factory.mktemp("latents") / "model")
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang", "tgi"])
+def test_a_refusal_comes_before_anything_is_measured(name, deepseek, tmp_path, monkeypatch):
+    monkeypatch.setattr("calib.capture.resume.calibrate", lambda *_, **__: pytest.fail("it measured"))
+    done = calibrate(deepseek, "-o", tmp_path / "out", "--format", name)
+    one_line_error(done, f"--format {name}:", BAKE)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_is_served_as_its_card_says_and_as_verify_says(deepseek, tmp_path):
+    out = tmp_path / "out"
+    done = calibrate(deepseek, "-o", out, "--format", "modelopt")
+    assert done.exit_code == 0, done.stderr
+    command = f"vllm serve {out} --kv-cache-dtype fp8 {FLAG}"
+    assert command in " ".join(done.stdout.split())
+    assert command in (out / "README.md").read_text()
+    checked = fp8kv("verify", out, "--engine", "vllm", "--json")
+    assert checked.exit_code == 0, checked.stdout
+    (engine,) = json.loads(checked.stdout)["engines"]
+    assert engine["flag"] == FLAG
+    report = json.loads((out / "fp8kv_calibration.json").read_text())
+    # vLLM passes them through bfloat16
+    expected = [torch.tensor(layer["k_scale"]).bfloat16().item() for layer in report["layers"]]
+    loaded = [o["values"][0] for o in engine["layers"] if o["letter"] == "k"]
+    assert loaded == expected
+    assert fp8kv("verify", out, "--engine", "sglang").exit_code == 1
+
+
+def test_convert_writes_them_for_no_other_engine(deepseek, tmp_path):
+    out, again = tmp_path / "out", tmp_path / "again"
+    assert calibrate(deepseek, "-o", out, "--format", "modelopt", "--quiet").exit_code == 0
+    for to in ("vllm", "sglang"):
+        one_line_error(fp8kv("convert", out, "--to", to, "-o", again), f"--to {to}:", "fp8kv bake")
+    assert fp8kv("convert", out, "--to", "modelopt", "-o", again).exit_code == 0
+    assert f"vllm serve {again} --kv-cache-dtype fp8 {FLAG}\n" in (again / "README.md").read_text()
+    assert fp8kv("verify", again, "--engine", "vllm").exit_code == 0

@@ -1,0 +1,226 @@
+"""Merged runs give the very scales of one run over all their data, or a clear refusal."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from command_line import calibrate, fp8kv, one_line_error
+from families import save_model, tiny_model
+from quantized_models import edit_json
+from safetensors.torch import load_file, save_file
+
+from calib.files.names import STATS_FILE
+from calib.scales.stats import PER_TOKEN, shift_curve
+from calib.scales.stats_file import load_stats, save_stats
+
+COLLECTED = ("--observer", "mse", "--targets", "qkv", "--set", "means=true", "--device", "cpu")
+LENGTHS = ("--seq-len", 24, "--batch-size", 1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Two halves of a dataset, and the whole."""
+    directory = tmp_path_factory.mktemp("data")
+    lines = [" ".join(f"w{3 + (7 * i + j * j) % 97}" for j in range(24)) for i in range(10)]
+    for name, part in (("a", lines[:4]), ("b", lines[4:]), ("all", lines)):
+        rows = "".join(json.dumps({"text": line}) + "\n" for line in part)
+        (directory / f"{name}.jsonl").write_text(rows)
+    return directory
+
+
+def calibrated(model, dataset, out, *options):
+    done = fp8kv("calibrate", model, "--dataset", dataset, "-o", out, *LENGTHS, *COLLECTED, *options)
+    assert done.exit_code == 0, done.stderr
+    return out
+
+
+@pytest.fixture(scope="module")
+def halves(model, texts, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs")
+    return [calibrated(model, texts / f"{name}.jsonl", out / name) for name in "ab"]
+
+
+def assert_joined(merged, halves):
+    """The second run's tokens come after the first's, and the last amax is that of both."""
+    first, second, joined = map(load_stats, (*halves, merged))
+    layers = zip(*(stats.layers.values() for stats in (first, second, joined)), strict=True)
+    for a, b, both in layers:
+        assert torch.equal(both.k.curve, torch.maximum(a.k.curve, shift_curve(b.k.curve, 96, 144)))
+        assert torch.equal(both.k.curve.amax(1), both.k.amax.amax(1))
+
+
+def test_two_runs_are_one(model, texts, halves, tmp_path):
+    calibrated(model, texts / "all.jsonl", tmp_path / "whole")
+    done = fp8kv("merge", *halves, "-o", tmp_path / "merged")
+    assert done.exit_code == 0, done.stderr
+    assert "statistics of 240 tokens" in done.stdout
+    for file in ("fp8kv_stats.safetensors", "model-fp8kv-scales.safetensors"):
+        expected, found = (load_file(tmp_path / name / file) for name in ("whole", "merged"))
+        assert expected.keys() == found.keys()
+        others = [name for name in expected if not name.endswith(".curve")]
+        assert all(torch.equal(found[name], expected[name]) for name in others)
+    assert_joined(tmp_path / "merged", halves)
+    report = json.loads((tmp_path / "merged/fp8kv_calibration.json").read_text())
+    assert (report["dataset"]["samples"], report["dataset"]["tokens"]) == (10, 240)
+    # a merged output merges again
+    third = calibrated(model, texts / "a.jsonl", tmp_path / "third", "--seed", 3)
+    again = fp8kv("merge", tmp_path / "merged", third, "-o", tmp_path / "again", "--json")
+    assert json.loads(again.stdout)["tokens"] == 240 + 96
+
+
+def test_warnings_are_those_of_all_that_was_read(model, texts, tmp_path, monkeypatch):
+    monkeypatch.setattr("calib.scales.summary.TOKENS_TO_GROW", 16)
+    monkeypatch.setattr("calib.scales.summary.GREW", 0.0)
+    order = ("--seed", 2)  # the largest values come late
+    runs = [calibrated(model, texts / f"{name}.jsonl", tmp_path / name, *order) for name in "ab"]
+    file = runs[0] / "fp8kv_calibration.json"
+    said = json.loads(file.read_text())["warnings"]
+    assert any("still grew" in line for line in said)
+    edit_json(file, warnings=[*said, "what is said of the data"])
+    done = fp8kv("merge", *runs, "-o", tmp_path / "merged", "--json")
+    warnings = json.loads(done.stdout)["warnings"]
+    assert "what is said of the data" in warnings
+    grew = [line for line in warnings if "still grew" in line]
+    assert grew
+    assert all("of 240 tokens" in line for line in grew)
+
+
+def test_a_model_with_one_other_tensor_is_another(model, texts, halves, tmp_path):
+    shutil.copytree(model, tmp_path / "tuned")
+    file = tmp_path / "tuned/model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.mlp.down_proj.weight"] *= 30
+    save_file(tensors, file, {"format": "pt"})
+    tuned = calibrated(tmp_path / "tuned", texts / "b.jsonl", tmp_path / "out")
+    done = fp8kv("merge", halves[0], tuned, "-o", tmp_path / "merged")
+    one_line_error(done, "is of another model or revision than")
+    done = fp8kv("merge", *halves, "-o", tmp_path / "merged", "--model", tmp_path / "tuned")
+    one_line_error(done, "is of another model or revision than")
+
+
+def test_no_run_is_replaced_by_what_is_made_of_it(halves):
+    for run in halves:
+        before = (run / STATS_FILE).read_bytes()
+        done = fp8kv("merge", *halves, "-o", run, "--overwrite")
+        one_line_error(done, f"would mix with the calibration in '{run}'")
+        assert (run / STATS_FILE).read_bytes() == before
+
+
+def test_what_does_not_belong_together_is_refused(model, texts, halves, tmp_path):
+    a, b = halves
+    out = ("-o", tmp_path / "merged")
+    one_line_error(fp8kv("merge", a, *out), "two or more calibrations")
+    one_line_error(fp8kv("merge", a, a, *out), "have read the same data")
+    one_line_error(fp8kv("merge", a, tmp_path, *out), "fp8kv_calibration.json")
+    trained = tiny_model("llama")
+    with torch.no_grad():
+        trained.model.norm.weight += 0.5
+        trained.get_input_embeddings().weight += 0.5
+    other = save_model(trained, tmp_path / "other")
+    revision = calibrated(other, texts / "b.jsonl", tmp_path / "revision")
+    one_line_error(fp8kv("merge", a, revision, *out), "is of another model or revision than")
+    changed = shutil.copytree(b, tmp_path / "changed")
+    report = json.loads((changed / "fp8kv_calibration.json").read_text())
+    marks = report["marks"]["tensors"]
+    keys = "layers.{}.self_attn.k_proj.weight"
+    marks[keys.format(0)] = marks[keys.format(1)]
+    edit_json(changed / "fp8kv_calibration.json", marks=report["marks"])
+    one_line_error(fp8kv("merge", a, changed, *out), f"do not fit '{changed}'", keys.format(0))
+    options = ("--set", "means=false")
+    plain = calibrated(model, texts / "b.jsonl", tmp_path / "plain", *options)
+    one_line_error(fp8kv("merge", a, plain, *out), "captured with different means (True, False)")
+    one_line_error(fp8kv("merge", a, b, *out, "--model", other), "is of another model or revision than")
+    broken = b / "fp8kv_stats.safetensors"
+    whole = broken.read_bytes()
+    broken.write_bytes(whole[:-50])
+    one_line_error(fp8kv("merge", a, b, *out), "cannot read statistics")
+    broken.write_bytes(whole)
+    assert not (tmp_path / "merged").exists()
+    options = ("--set", "data.skip_first=1")
+    skipped = calibrated(model, texts / "b.jsonl", tmp_path / "skipped", *options)
+    message = "captured with different data.skip_first (0, 1)"
+    one_line_error(fp8kv("merge", a, skipped, *out), message)
+
+
+def test_runs_without_a_curve_merge_and_have_none(halves, tmp_path):
+    a, b = (shutil.copytree(half, tmp_path / half.name) for half in halves)
+    stats = load_stats(b)
+    tensors = {at: x for at, x in stats.tensors().items() if at[2] not in PER_TOKEN}
+    (b / STATS_FILE).unlink()
+    save_stats(stats.replace_tensors(tensors, stats.counts()), b / STATS_FILE)
+    for order in ((a, b), (b, a)):
+        done = fp8kv("merge", *order, "-o", tmp_path / "merged", "--overwrite")
+        assert done.exit_code == 0, done.stderr
+        merged = load_stats(tmp_path / "merged")
+        assert merged.tensors().keys() == tensors.keys()
+        assert merged.tokens == 240
+
+
+def test_modules_that_counted_other_tokens_do_not_add_up(halves, tmp_path):
+    """As of a run in which a layer was skipped at times: its scale would rest on less text."""
+    stats = load_stats(halves[1])
+    counts = [(50, 60), *stats.counts()[1:]]
+    odd = shutil.copytree(halves[1], tmp_path / "odd")
+    (odd / STATS_FILE).unlink()
+    save_stats(stats.replace_tensors(stats.tensors(), counts), odd / STATS_FILE)
+    for order in ((halves[0], odd), (odd, halves[0])):
+        done = fp8kv("merge", *order, "-o", tmp_path / "merged")
+        one_line_error(done, "model.layers.0.self_attn counted", "another share than in")
+    # the same share in both adds up, and is said
+    twin = shutil.copytree(odd, tmp_path / "twin")
+    file = twin / "fp8kv_calibration.json"
+    dataset = json.loads(file.read_text())["dataset"]
+    edit_json(file, dataset=dataset | {"fingerprint": "0" * 64})
+    done = fp8kv("merge", odd, twin, "-o", tmp_path / "merged")
+    assert done.exit_code == 0, done.stderr
+    assert "only 100 of 288 tokens were counted in layer 0: the scales there" in done.stdout
+
+
+def with_threads(directory, count, out):
+    """A copy of a calibration that says it was measured with `count` threads."""
+    shutil.copytree(directory, out)
+    file = out / "fp8kv_calibration.json"
+    report = json.loads(file.read_text())
+    report.pop("threads", None)
+    file.write_text(json.dumps(report if count is None else {**report, "threads": count}))
+    return out
+
+
+def test_another_number_of_threads_is_named(halves, tmp_path):
+    one = with_threads(halves[0], 1, tmp_path / "one")
+    for count, warned, kept in ((1, False, 1), (2, True, None), (None, False, None)):
+        other = with_threads(halves[1], count, tmp_path / f"other-{count}")
+        done = fp8kv("merge", one, other, "-o", tmp_path / f"merged-{count}", "--json")
+        assert done.exit_code == 0, done.stderr
+        warnings = [line for line in json.loads(done.stdout)["warnings"] if "threads" in line]
+        assert len(warnings) == warned
+        report = json.loads((tmp_path / f"merged-{count}/fp8kv_calibration.json").read_text())
+        assert report["threads"] == kept
+        if warned:
+            assert f"'{one}' was measured with 1 threads and '{other}' with 2" in warnings[0]
+
+
+def test_data_that_a_merge_has_read_already_is_not_counted_twice(tiny_directory, tmp_path):
+    for seed in "12":
+        calibrate(tiny_directory, "-o", tmp_path / seed, "--seed", seed)
+    assert fp8kv("merge", tmp_path / "1", tmp_path / "2", "-o", tmp_path / "12").exit_code == 0
+    done = fp8kv("merge", tmp_path / "12", tmp_path / "2", "-o", tmp_path / "122")
+    one_line_error(done, "have read the same data")
+
+
+@pytest.mark.parametrize("place", ["file/out", "dangling"])
+def test_where_nothing_can_be_written_is_known_before_statistics_are_read(
+    place, halves, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("calib.transfer.merge.load_stats", lambda _: pytest.fail("statistics were read"))
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "dangling").symlink_to("gone")
+    done = fp8kv("merge", *halves, "-o", tmp_path / place)
+    one_line_error(done, f"cannot write '{tmp_path / place}'", "choose another output")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file"]
