@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from calib.engines.fit import Fit
     from calib.engines.result import Place, Simulation
     from calib.engines.verification import Verification
-    from calib.serving.served import Comparison
+    from calib.serving.compare_server import Comparison
 
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales", "FP8 cache")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
@@ -82,7 +82,7 @@ def _check_flags(context: typer.Context) -> None:
 
 def _ask_server(context: typer.Context, url: str, directory: Path, as_json: bool) -> None:
     from calib.commands.overrides import overrides
-    from calib.serving.served import compare_served
+    from calib.serving.compare_server import compare_served
 
     name, given = context.params["served_name"], overrides(context.params)
     model = context.params["model"] or str(directory)

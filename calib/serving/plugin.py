@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calib.files.stored_scales import StoredScales
-    from calib.serving.in_force import LayerInForce, Report
+    from calib.serving.scales_in_force import LayerInForce, Report
 
 # where vLLM's runners are, which hold a worker's model
 _RUNNERS = {
@@ -108,7 +108,7 @@ def _check_vllm(runner: Any) -> "Report":
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
     from calib.engines.result import Place
-    from calib.serving.in_force import compare
+    from calib.serving.scales_in_force import compare
 
     config, model = runner.vllm_config, runner.model_config
     parallel = config.parallel_config
@@ -128,7 +128,7 @@ def _check_sglang(runner: Any) -> "Report | None":
     from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
 
     from calib.engines.result import Place
-    from calib.serving.in_force import compare
+    from calib.serving.scales_in_force import compare
 
     parallel, model = get_parallel(), runner.model_config
     cache = str(runner.kv_cache_dtype).removeprefix("torch.")
@@ -141,7 +141,7 @@ def _check_sglang(runner: Any) -> "Report | None":
 def vllm_layers(model: Any) -> "Iterator[LayerInForce]":
     """The decoder's attention layers of a model of vLLM's."""
     from calib.files.names import layer_of
-    from calib.serving.in_force import LayerInForce
+    from calib.serving.scales_in_force import LayerInForce
 
     for module in model.modules():
         index = layer_of(getattr(module, "layer_name", ""))
@@ -155,7 +155,7 @@ def vllm_layers(model: Any) -> "Iterator[LayerInForce]":
 
 def sglang_layers(model: Any, is_fp8: bool, cache: str = "16 bits") -> "Iterator[LayerInForce]":
     """The attention layers of a model of SGLang's; one without a place for scales is at 1.0."""
-    from calib.serving.in_force import LayerInForce
+    from calib.serving.scales_in_force import LayerInForce
 
     for module in sglang_attention(model).values():
         k, v = (_copies(module, f"{x}_scale", f"{x}_scale_float") for x in "kv")

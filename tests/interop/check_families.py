@@ -16,8 +16,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from calib.engines.classes import NAMES, load_classes
 from calib.engines.result import Place
 from calib.files.stored_scales import read_scales
-from calib.serving.in_force import compare
 from calib.serving.plugin import sglang_layers, vllm_layers
+from calib.serving.scales_in_force import compare
 
 FORMATS = {"vllm": ("vllm", "modelopt"), "sglang": ("sglang",)}
 KINDS = {"vllm": "compressed-tensors", "sglang": "compressed-tensors", "modelopt": "modelopt"}

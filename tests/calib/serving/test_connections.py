@@ -9,7 +9,7 @@ from command_line import fp8kv, one_line_error
 from fake_server import SECRET, running
 
 from calib.errors import InputError
-from calib.serving.ask import Server
+from calib.serving.server import Server
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from torch import nn
 from calib.engines.result import Place
 from calib.files.stored_scales import read_scales
 from calib.serving import plugin
-from calib.serving.in_force import Report, compare
+from calib.serving.scales_in_force import Report, compare
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 

@@ -9,9 +9,9 @@ from command_line import calibrate, fp8kv, one_line_error
 from fake_server import facts, serving, verify
 from families import save_model, tiny_model
 
-import calib.serving.served
-from calib.serving.ask import Answers
-from calib.serving.served import compare, decide
+import calib.serving.compare_server
+from calib.serving.compare_server import compare, decide
+from calib.serving.server import Answers
 
 
 @pytest.mark.parametrize("prompt_logprobs", ["given", "ignored", "refused"])
@@ -94,8 +94,8 @@ def test_scales_of_another_model_are_refused_before_a_server_is_asked(fake, dire
 
 
 def test_asking_and_our_own_runs_have_their_times(fake, directory, monkeypatch):
-    load = calib.serving.served.load_model
-    monkeypatch.setattr("calib.serving.served.load_model", lambda *a: time.sleep(0.4) or load(*a))
+    load = calib.serving.compare_server.load_model
+    monkeypatch.setattr("calib.serving.compare_server.load_model", lambda *a: time.sleep(0.4) or load(*a))
     fake.wait = lambda number: time.sleep(0.1)
     start = time.monotonic()
     found = facts(verify(fake, directory, "--json"))

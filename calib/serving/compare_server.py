@@ -22,7 +22,7 @@ from calib.models.find import find_model
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.recipe import DataRecipe, load_recipe
 from calib.scales.scales import KVScales
-from calib.serving.ask import Answers, Server
+from calib.serving.server import Answers, Server
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention
 

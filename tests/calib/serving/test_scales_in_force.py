@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from calib.engines.result import Place
 from calib.files.stored_scales import read_scales
-from calib.serving.in_force import LayerInForce, compare
+from calib.serving.scales_in_force import LayerInForce, compare
 
 ONE = Place()
 
