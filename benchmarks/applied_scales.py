@@ -20,7 +20,7 @@ from workload import DATASET, MODEL, load_documents, make_recipe
 
 from calib.files.stored_scales import read_scales
 from calib.files.strict_json import read_object
-from calib.models.find import find_model
+from calib.models.sources import find_model
 from calib.scales.stats_file import load_stats
 
 HERE = Path(__file__).parent

@@ -23,7 +23,7 @@ from calib.eval.inputs import SUITES
 from calib.eval.statistics import Values, compare, estimate, ratio
 from calib.eval.variants import fp8_rounding
 from calib.generate import unit_scales
-from calib.models.find import builtin_model
+from calib.models.sources import builtin_model
 from calib.recipe import load_recipe
 from calib.scales.stats_file import load_scales
 from fp8kv_runtime.hf import swap_attention

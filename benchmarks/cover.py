@@ -19,8 +19,8 @@ from calib.capture.attention import observe_qkv
 from calib.data import load_data, make_batches
 from calib.eval.exceedance import poisson_interval
 from calib.models.config import load_config
-from calib.models.find import find_model
 from calib.models.load import load_model, load_tokenizer
+from calib.models.sources import find_model
 from calib.recipe import DataRecipe, Recipe
 from calib.scales.tail import headroom_for
 

@@ -17,8 +17,8 @@ from calib.eval.statistics import estimate
 from calib.eval.variants import Setup, Variant
 from calib.job import run
 from calib.models.config import load_config
-from calib.models.find import find_model
 from calib.models.load import load_model, load_tokenizer
+from calib.models.sources import find_model
 from calib.recipe import Recipe, load_recipe
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_scales, load_stats

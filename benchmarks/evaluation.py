@@ -28,7 +28,7 @@ from calib.eval.inputs import (
     evaluation_recipe,
 )
 from calib.eval.variants import Setup, Variant, build_variants
-from calib.models.find import builtin_model
+from calib.models.sources import builtin_model
 from calib.recipe import load_recipe
 from calib.scales.scales import LayerScales
 from calib.scales.stats import KVStats

@@ -16,7 +16,7 @@ from calib.eval.inputs import SUITES, whole_text_only
 from calib.eval.run import evaluate
 from calib.eval.statistics import ratio
 from calib.eval.summarize import Evaluation, summarize
-from calib.models.find import find_model
+from calib.models.sources import find_model
 from calib.recipe import load_recipe
 
 VARIANTS = ["none", "tensor", "mse", "e5m2", "k only", "v only"]

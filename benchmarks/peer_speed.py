@@ -17,7 +17,7 @@ from rich.table import Table
 from workload import DATASET, DTYPE, MODEL, load_documents, make_recipe
 
 from calib.files.strict_json import read_object
-from calib.models.find import find_model
+from calib.models.sources import find_model
 
 HERE = Path(__file__).parent
 OURS = "fp8kv"

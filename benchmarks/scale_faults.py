@@ -14,7 +14,7 @@ from typing import Any
 from scale_child import digest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from calib.models.find import builtin_model
+from calib.models.sources import builtin_model
 
 # (signal, phase it arrives in) -> how often
 FAULTS = {

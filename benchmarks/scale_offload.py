@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from calib.files.text import parse_size
-from calib.models.find import builtin_model
+from calib.models.sources import builtin_model
 
 TOKENIZER = "builtin:smollm2"
 MAX_MEMORY = "2GiB"

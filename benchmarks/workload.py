@@ -9,8 +9,8 @@ from calib.choices import ObserverName
 from calib.data import Batch, CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.files.model_directory import ModelDirectory
 from calib.models.config import load_config
-from calib.models.find import find_model
 from calib.models.load import load_model, load_tokenizer
+from calib.models.sources import find_model
 from calib.recipe import DataRecipe, ObserverRecipe, Recipe
 
 MODEL = "builtin:smollm2"

@@ -45,7 +45,9 @@ def did_you_mean(word: str, legal: Iterable[str]) -> str:
 
 def one_line(error: object, limit: int = 300) -> str:
     """Return the message of `error`, or any text, in one line of at most `limit` characters."""
-    return " ".join(str(error).split())[:limit]
+    text = " ".join(str(error).split())[:limit]
+    # Python's own sentence names a function of sys
+    return "a number has too many digits" if "set_int_max_str_digits" in text else text
 
 
 def first_problem(error: "ValidationError") -> str:

@@ -13,15 +13,15 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextSt
 from calib.caches.applied import beside_queries, rounded_attention
 from calib.caches.rounding import rounding
 from calib.caches.types import CacheType, Shape, cache_type
-from calib.capture.any_scales import ScalesForModel, open_any_scales, weight_warnings
 from calib.capture.attention import layer_shapes, map_attention
 from calib.capture.capabilities import check_fp8_cache
+from calib.capture.directory_scales import ScalesForModel, open_scales, weight_warnings
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
 from calib.models.config import check_positions, load_config
-from calib.models.find import find_model
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer, served_dtype
 from calib.models.quantized.detect import quantization_notes
+from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe
 from calib.scales.scales import KVScales
@@ -201,9 +201,9 @@ def _open_scales(checkpoint: ModelDirectory, scales: str | None) -> ScalesForMod
     if scales == UNIT_SCALES:
         return unit_scales
     if scales is not None:
-        return open_any_scales(Path(scales).expanduser(), checkpoint)
+        return open_scales(Path(scales).expanduser(), checkpoint)
     try:
-        return open_any_scales(checkpoint.path)
+        return open_scales(checkpoint.path)
     except InputError as error:
         raise InputError(f"{error} with --scales DIR, or --scales {UNIT_SCALES}") from None
 

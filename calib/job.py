@@ -32,9 +32,9 @@ from calib.layerwise.loop import LayerwiseModel, calibrate_layerwise, open_layer
 from calib.layerwise.memory import memory_limit, resolve_offload
 from calib.layerwise.weights import load_skeleton
 from calib.models.config import caches_latents, explain_nonsense, fit_seq_len, load_config
-from calib.models.find import find_model
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
 from calib.models.quantized.detect import quantization_notes
+from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import DataRecipe, Recipe
 from calib.scales.scales import check_one_scale

@@ -79,7 +79,7 @@ def tiny_llama():
 @pytest.fixture(scope="session")
 def smollm2_directory():
     """The real model, from the package that `make` installs."""
-    from calib.models.find import builtin_model
+    from calib.models.sources import builtin_model
 
     return builtin_model("builtin:smollm2")
 

@@ -13,7 +13,7 @@ from calib.commands.running import run
 from calib.data import hub_rows
 from calib.errors import InputError
 from calib.files.cache_folder import cache_refusal
-from calib.models.find import download_config
+from calib.models.sources import download_config
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.kernels.table import read_table, tuned_path, write_table
 

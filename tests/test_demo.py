@@ -59,7 +59,7 @@ def test_every_amax_is_that_of_plain_transformers_forwards(demo, model, smollm2_
     tokenizer = AutoTokenizer.from_pretrained(smollm2_directory)
     data = load_data(demo.recipe.data, tokenizer, lambda: model)
     batches = make_batches(data.samples, int(demo.recipe.data.batch_size), pad_id=0)
-    assert not any(batch.has_padding for batch in batches)
+    assert all(batch.attention_mask.all() for batch in batches)
     k, v = ([torch.zeros(3, 64)] * 30 for _ in "kv")
     queries = QueryAmax(30)
     for batch in batches:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DeepseekV3ForCausa
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
 from calib.errors import InputError
-from calib.models.find import find_model
+from calib.models.sources import find_model
 
 # three KV heads as in SmolLM2; an eps that shows, where the second norm divides again
 SHAPE = {

@@ -36,7 +36,9 @@ def read_batches(
     """
     is_iterable = isinstance(batches, Iterable) or hasattr(batches, "__getitem__")
     if isinstance(batches, (Mapping, str)) or not is_iterable:
-        raise InputError(f"batches must be a list or loader of batches, got {_describe(batches)}")
+        raise InputError(
+            f"batches must be a list or loader of batches, also for a single one, got {_describe(batches)}"
+        )
     first_token = first_sample = 0
     for number, item in enumerate(batches):
         if isinstance(item, Batch):
@@ -56,9 +58,10 @@ def _token_ids(item: TrainerBatch, model: PreTrainedModel, label: str) -> list[l
     fields = item if isinstance(item, Mapping) else {"input_ids": item}
     ids, mask = _rows(fields.get("input_ids")), fields.get("attention_mask")
     if ids is None or any(row.dtype == torch.bool for row in ids):
+        advice = "; give a mask under attention_mask" if ids else ""
         raise InputError(
-            f"{label}: token ids must be whole numbers [B, T], a list of rows, or a mapping of input_ids and "
-            f"attention_mask, got {_describe(fields.get('input_ids'))}"
+            f"{label}: token ids must be whole numbers [B, T], a list of rows [T], or a mapping of "
+            f"input_ids and attention_mask, got {_describe(fields.get('input_ids'))}{advice}"
         )
     real = [torch.ones_like(row) for row in ids] if mask is None else _rows(mask) or []
     if [*map(len, real)] != [*map(len, ids)] or any((row != row.bool()).any() for row in real):
@@ -114,4 +117,6 @@ def _check_fields(fields: Mapping[str, Any], real: list[Tensor], model: PreTrain
 def _describe(value: Any) -> str:
     if hasattr(value, "shape"):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, (list, tuple)) and any(hasattr(item, "shape") for item in value):
+        return f"a {type(value).__name__} of {', '.join(map(_describe, value[:3]))}"
     return one_line(repr(value), 60)

@@ -11,10 +11,10 @@ from calib.recipe import Recipe
 from calib.scales.clipping import covered_share
 from calib.scales.stats import KVStats, derive_scales
 
-AHEAD = 4  # times as many tokens as were read
-LAYERS = 0.95  # so many of them have to hold
+LOOKAHEAD = 4  # the scales must hold so many times the tokens that were read
+LAYER_SHARE = 0.95  # and must do so in this share of the layers
 FIRST_TOKENS, FIRST_SAMPLES = 8192, 16  # a few documents say little about others
-_GROWTH = 1.25  # of the tokens between two looks
+_GROWTH = 1.25  # of the tokens from one decision to the next
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ class Stop:
         read = max(layer.tokens_read for layer in stats.layers.values())
         text = (
             f"--until {share:g}: {read:,} of {available:,} tokens were read; "
-            f"the next {AHEAD * stats.tokens:,} are expected to go at most {100 * share:g}% beyond the "
+            f"the next {LOOKAHEAD * stats.tokens:,} are expected to go at most {100 * share:g}% beyond the "
             f"scales in {int(100 * self.layers)}% of layers"
         )
-        if self.layers >= LAYERS:
+        if self.layers >= LAYER_SHARE:
             return text
-        return f"{text}, not in {LAYERS:.0%} as was asked: use more text, or --headroom auto"
+        return f"{text}, not in {LAYER_SHARE:.0%} as was asked: use more text, or --headroom auto"
 
 
-def looks(batches: Sequence[Batch]) -> list[int]:
-    """Return the numbers of batches after which to look; they depend on the batches alone."""
+def decision_points(batches: Sequence[Batch]) -> list[int]:
+    """Return the numbers of batches after which to decide; they depend on the batches alone."""
     numbers, tokens, samples, due = [], 0, 0, FIRST_TOKENS
     for number, batch in enumerate(batches, 1):
         tokens += batch.num_tokens - batch.skip_first * len(batch.sample_ids)  # those that are counted
@@ -50,20 +50,20 @@ def looks(batches: Sequence[Batch]) -> list[int]:
 
 
 def read_until(share: Share, batches: Sequence[Batch], world: World, recipe: Recipe) -> tuple[KVStats, Stop]:
-    """Read this process's `share` of `batches` with the others, and look together.
+    """Read `batches` together with the other processes until the scales hold; `share` is this process's part.
 
-    The statistics are those of all processes, of the first batches up to the stop: the same whatever their
-    number. A process that has read further already, before it was resumed, knows that all decided to go on.
+    Return the statistics of all processes, which do not depend on their number. A resumed process that has
+    read further passes the decisions of before: all were to go on.
     """
-    counts = looks(batches)
+    counts = decision_points(batches)
     ends = [len(range(world.rank, count, world.size)) for count in counts]
     skip = max(world.gather(sum(end < share.batches_read for end in ends)))
-    for look, (count, end) in enumerate(zip(counts, ends, strict=True)):
+    for decision, (count, end) in enumerate(zip(counts, ends, strict=True)):
         own = world.together(lambda end=end: share.read(end))  # type: ignore[misc]
-        if look < skip:
+        if decision < skip:
             continue
         stats = reduce(KVStats.merge, [part for part in world.gather(own) if part is not None])
-        layers = covered_share(stats, derive_scales(stats, recipe), AHEAD, recipe.data.until or 0)
-        if layers >= LAYERS or count == len(batches):
+        layers = covered_share(stats, derive_scales(stats, recipe), LOOKAHEAD, recipe.data.until or 0)
+        if layers >= LAYER_SHARE or count == len(batches):
             return stats, Stop(count, layers)
-    raise AssertionError("the last look is at the end")
+    raise AssertionError("the last decision is at the end")

@@ -35,11 +35,6 @@ class Batch:
         """Number of real tokens, without padding."""
         return int(self.attention_mask.sum())
 
-    @property
-    def has_padding(self) -> bool:
-        """Return whether a row is shorter than the longest one."""
-        return self.num_tokens < self.attention_mask.numel()
-
 
 def make_batches(
     samples: Sequence[Sequence[int]], batch_size: int, pad_id: int, *, seed: int = 42, skip_first: int = 0

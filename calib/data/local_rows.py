@@ -10,7 +10,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
 from torch.utils.data import ConcatDataset
 
 from calib.data.documents import LocatedRow
@@ -100,6 +99,8 @@ def _located(where: str, value: Any) -> LocatedRow:
 
 class _Parquet:
     def __init__(self, path: Path) -> None:
+        from pyarrow import parquet  # type: ignore[import-untyped]
+
         file = parquet.ParquetFile(path)
         groups = range(file.num_row_groups)
         self._path = path
@@ -139,6 +140,8 @@ def _errors_explained(where: str) -> Iterator[None]:
         raise InputError(f"{where}: not UTF-8 text (byte {error.start}); convert it first") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not valid JSON ({error.msg}); fix or remove it") from None
-    except (ArrowException, OSError, ValueError) as error:
+    except Exception as error:
+        if not isinstance(error, (OSError, ValueError)) and not type(error).__module__.startswith("pyarrow"):
+            raise
         reason = getattr(error, "strerror", None) or one_line(error)
         raise InputError(f"{where}: cannot be read ({reason}); fix or remove it") from None

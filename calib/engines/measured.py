@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from calib.files.cache_type import FP8_MAX, LARGER, SMALLER, Convention
+from calib.files.cache_type import BLOCK_DIVISOR, FP8_DIVISOR, FP8_MAX, Convention
 from calib.files.calibration import Amax, statistics_file
 from calib.files.names import CALIBRATION_FILE
 from calib.files.stored_scales import StoredLayer
@@ -62,7 +62,7 @@ def measured_convention(
     ]
     divisor = None
     if ratios:
-        divisor = SMALLER if median(ratios) ** 2 > LARGER * SMALLER else LARGER
+        divisor = BLOCK_DIVISOR if median(ratios) ** 2 > FP8_DIVISOR * BLOCK_DIVISOR else FP8_DIVISOR
     if divisor in (None, told.divisor):
         return told, []
     measured = Convention(divisor, "as the statistics show")

@@ -17,7 +17,7 @@ def check_model(directory: ModelDirectory, rules: Rules) -> None:
     if wrong := _no_model(directory):
         raise Refused(wrong) if rules.ran else NotKnown(f"not known: {wrong}")
     count = directory.num_layers
-    layers = {layer for layer in directory.layers if not directory.guesses(layer)}
+    layers = {layer for layer in directory.layers if not directory.predicts_extra_tokens(layer)}
     if not layers or count is None:
         return
     said = f"config.json says {count} layers"

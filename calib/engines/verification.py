@@ -12,7 +12,7 @@ from calib.engines.result import Place, Simulation
 from calib.engines.rules import Rules
 from calib.engines.simulate import ONE_GPU, simulate
 from calib.errors import NoScalesError
-from calib.files.cache_type import FP8_MAX, FP8_SMALLEST, LARGER, Convention, nvfp4_convention
+from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention
 from calib.files.calibration import statistics_file
 from calib.files.fingerprint import read_bake
 from calib.files.model_directory import open_model_directory
@@ -125,7 +125,7 @@ def _limits(found: StoredScales, place: Place, nvfp4: Convention | None, *, bake
     """What a value divided by its scale can be in the cache that the scales are for."""
     if nvfp4:
         # a block's scale, its absmax / (6 * value), is an E4M3 number
-        return Limits(float(nvfp4.divisor or LARGER), 6 * FP8_SMALLEST["e4m3fn"])
+        return Limits(float(nvfp4.divisor or FP8_DIVISOR), 6 * FP8_SMALLEST["e4m3fn"])
     name = found.fp8_dtype
     if baked:
         name = "e4m3fnuz" if place.fnuz else "e4m3fn"

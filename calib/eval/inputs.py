@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from calib.caches.types import Shape
-from calib.capture.any_scales import ScalesForModel, open_any_scales
+from calib.capture.directory_scales import ScalesForModel, open_scales
 from calib.capture.loop import calibrate
 from calib.data import CalibrationData, load_data, make_batches, resolve_batch_size
 from calib.errors import InputError
@@ -88,7 +88,7 @@ def open_given(directories: Sequence[Path], checkpoint: ModelDirectory) -> dict[
     twice = next((path for path in directories if directories.count(path) > 1), None)
     if twice is not None:
         raise InputError(f"--scales '{twice}' is given twice; give every directory once")
-    opened = [open_any_scales(directory, checkpoint) for directory in directories]
+    opened = [open_scales(directory, checkpoint) for directory in directories]
     return dict(zip(given_names(directories), opened, strict=True))
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from calib.caches.types import Shape
-from calib.capture.any_scales import weight_warnings
 from calib.capture.attention import layer_shapes
 from calib.capture.capabilities import check_fp8_cache
+from calib.capture.directory_scales import weight_warnings
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
 from calib.eval import inputs
@@ -49,8 +49,8 @@ from calib.files.atomic import claimed
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import Condition, parse_condition
 from calib.models.config import load_config
-from calib.models.find import find_model
 from calib.models.quantized.detect import quantization_notes
+from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.scales import LATENT_NOTE

@@ -22,8 +22,8 @@ _ANY_FP8_WORDS = ("float of 8 bits", "FP8")
 _NVFP4_WORDS = ("NVFP4", "float of 4 bits")
 
 Divisor = Literal[448, 2688]  # the value for an NVFP4 cache is absmax / this
-LARGER: Divisor = 448  # values fit E4M3 before they are multiplied; equal to FP8 scales
-SMALLER: Divisor = 2688  # 448 * 6: block scales use all of E4M3
+FP8_DIVISOR: Divisor = 448  # the value is an FP8 scale: codes times block scales use part of E4M3
+BLOCK_DIVISOR: Divisor = 2688  # 448 * 6: block scales use all of E4M3
 PRODUCER_KEY = "nvfp4_kv_divisor"  # in what our exports say of their producer
 # ModelOpt #790; before, its exporter wrote absmax / 2688
 _MODELOPT_CHANGED = Version("0.42")
@@ -45,8 +45,8 @@ def fp8_type(directory: ModelDirectory) -> FP8Name:
     words = _type_words(directory)
     if is_for_nvfp4(directory):
         raise InputError(
-            f"'{directory.path}' holds values for an NVFP4 cache, no FP8 scales; write them as FP8 "
-            "scales with fp8kv convert, or calibrate again"
+            f"the scales in '{directory.path}' are for an NVFP4 cache, not for FP8; "
+            "make FP8 scales of them with fp8kv convert, or calibrate again"
         )
     types = dict[str, FP8Name]()
     for place, word in words.items():
@@ -75,23 +75,23 @@ def nvfp4_convention(directory: ModelDirectory) -> Convention | None:
     if not all(word in _NVFP4_WORDS for word in _type_words(directory).values()):
         return Convention(None, "not known: its files name FP8 as well")
     if any(tensor.parsed.dialect == "auto-round" for tensor in directory.tensors):
-        return Convention(SMALLER, "k_global_scale is AutoRound's name")
+        return Convention(BLOCK_DIVISOR, "k_global_scale is AutoRound's name")
     producer = (directory.quantization or {}).get("producer")
     producer = producer if isinstance(producer, dict) else {}
     name, divisor = producer.get("name"), producer.get(PRODUCER_KEY)
-    if name == "fp8kv" and divisor in (LARGER, SMALLER):
+    if name == "fp8kv" and divisor in (FP8_DIVISOR, BLOCK_DIVISOR):
         return Convention(divisor, "fp8kv wrote it so")
-    if name == "modelopt" and (version := release(producer.get("version"))):
+    if name == "modelopt" and (version := parse_release(producer.get("version"))):
         reason = f"ModelOpt {version} writes it so"
         if version < _MODELOPT_CHANGED:
-            return Convention(SMALLER, reason)
+            return Convention(BLOCK_DIVISOR, reason)
         megatron = "from Megatron, absmax / 2688: compare with verify --against STATS"
-        return Convention(LARGER, f"{reason} from Hugging Face models; {megatron}")
+        return Convention(FP8_DIVISOR, f"{reason} from Hugging Face models; {megatron}")
     return Convention(None, "not known: no file says who wrote them; verify --against STATS tells")
 
 
-def release(version: object) -> Version | None:
-    """Return the release that a producer's version is of or comes before; None if it names none."""
+def parse_release(version: object) -> Version | None:
+    """Return the numbers of a producer's version, 0.42.0 of `0.42.0rc1`; None if it has none."""
     match = re.match(r"\d+\.\d+(?:\.\d+)?", str(version))
     try:
         return Version(match[0]) if match else None

@@ -39,8 +39,7 @@ def quantization_configs(config: dict[str, Any]) -> list[tuple[str, Any]]:
 
 def caches_latents(config: Config) -> bool:
     """Return whether a text config is of a model that caches latents (MLA): one scale per layer."""
-    # vLLM's class of MiniCPM3 caches K and V of heads
-    return bool(config.get("kv_lora_rank")) and config.get("model_type") != "minicpm3"
+    return bool(config.get("kv_lora_rank"))
 
 
 def head_count(config: Config, letter: str) -> int | None:
@@ -58,7 +57,8 @@ def head_count(config: Config, letter: str) -> int | None:
 
 def head_counts(config: Config, letter: str) -> set[int]:
     """Return all numbers of heads of K and V, or of Q, that layers of a text config have."""
-    if letter != "q" and caches_latents(config):
+    # of MiniCPM3 vLLM's own class caches K and V of heads, where all else caches latents
+    if letter != "q" and caches_latents(config) and config.get("model_type") != "minicpm3":
         return {1}
     keys, some = (_QUERY_HEADS, _SOME_QUERY_HEADS) if letter == "q" else (_KV_HEADS, _SOME_KV_HEADS)
     counts = [head_count(config, letter), *(config.get(key) for key in some)]

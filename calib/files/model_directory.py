@@ -11,7 +11,7 @@ from typing import Any
 
 from calib.errors import InputError, UnsupportedExportError
 from calib.files.calibration import missing_model_error
-from calib.files.config import LAYER_KEYS, Config, quantization_configs, text_config
+from calib.files.config import LAYER_KEYS, Config, caches_latents, quantization_configs, text_config
 from calib.files.names import (
     CALIBRATION_FILE,
     CONFIG_FILE,
@@ -24,10 +24,10 @@ from calib.files.names import (
     attention_modules,
     is_misnamed,
     is_of_cache,
-    is_of_senses,
+    is_of_tower,
     is_offset,
     layer_of,
-    layers_beside,
+    layers_in_same_stacks,
 )
 from calib.files.pack import read_pack
 from calib.files.safetensors_header import Entry, is_zero, read_header
@@ -36,12 +36,12 @@ from calib.files.strict_json import read_object
 
 _MAX_FILES = 100_000
 _PICKLES = {".bin", ".pt", ".pth", ".ckpt"}
-# layers, index and the attention module itself: names of one module end alike
-_TAIL = 3
+# `layers`, the index and the attention module itself, with which the names of one module end
+_MODULE_PARTS = 3
 _IN_STACK = re.compile(r"(?P<stack>(?:[^.\d][^.]*\.)*)(?P<layer>\d{1,6})\.(?P<rest>.+)")
 _DECODER = re.compile(r"(?:.+\.)?(?:layers?|h|blocks)\.")  # what stacks of decoders are called
-# layers after the model's own guess further tokens, and have these beside what all have
-_GUESSES = re.compile(r"(?:eh_proj|enorm|hnorm|shared_head)\b")
+# layers after the model's own that predict extra tokens (MTP) have these beside what all have
+_EXTRA_TOKENS = re.compile(r"(?:eh_proj|enorm|hnorm|shared_head)\b")
 
 FileState = tuple[int, int, int]  # inode, bytes, nanoseconds of the last change
 
@@ -91,7 +91,7 @@ class ModelDirectory:
     @property
     def caches_latents(self) -> bool:
         """Layers cache a latent instead of K and V per head (MLA), by the config."""
-        return bool(self.text_config.get("kv_lora_rank"))
+        return caches_latents(self.text_config)
 
     @property
     def num_layers(self) -> int | None:
@@ -99,12 +99,12 @@ class ModelDirectory:
         numbers = (self.text_config.get(key) for key in LAYER_KEYS)
         return next((number for number in numbers if type(number) is int), None)
 
-    def guesses(self, layer: int | None) -> bool:
-        """Return whether a layer guesses further tokens: such layers come after the model's own."""
-        count, further = self.num_layers, self.text_config.get("num_nextn_predict_layers")
-        if count is None or layer is None or type(further) is not int:
+    def predicts_extra_tokens(self, layer: int | None) -> bool:
+        """Return whether a layer is for multi-token prediction (MTP), after the model's own layers."""
+        count, extra = self.num_layers, self.text_config.get("num_nextn_predict_layers")
+        if count is None or layer is None or type(extra) is not int:
             return False
-        return count <= layer < count + further
+        return count <= layer < count + extra
 
     @property
     def quantization(self) -> dict[str, Any] | None:
@@ -161,12 +161,12 @@ class ModelDirectory:
     def modules(self) -> set[str]:
         """Attention modules with a cache, by the names of their weights."""
         modules = attention_modules(self._names)
-        return {module for module in modules if not self.guesses(layer_of(module))}
+        return {module for module in modules if not self.predicts_extra_tokens(layer_of(module))}
 
     @cached_property
     def layers(self) -> set[int]:
         """Layers with weights, of the stacks that the attention modules are in."""
-        return layers_beside(self.modules, self._names)
+        return layers_in_same_stacks(self.modules, self._names)
 
     @property
     def misnamed(self) -> list[str]:
@@ -186,11 +186,11 @@ class ModelDirectory:
         """
         if module in self._prefixes:
             return module
-        scores = {p: _likeness(module, p) for p in self._prefixes if not is_of_senses(p)}
+        scores = {p: _likeness(module, p) for p in self._prefixes if not is_of_tower(p)}
         best = max(scores.values(), default=(0, 0))
         names = [prefix for prefix, likeness in scores.items() if likeness == best]
-        if best[0] < _TAIL or len(names) > 1:
-            why = f"{names[0]} and {names[1]} both may" if best[0] >= _TAIL else "no names end so"
+        if best[0] < _MODULE_PARTS or len(names) > 1:
+            why = f"{names[0]} and {names[1]} both may" if best[0] >= _MODULE_PARTS else "no names end so"
             raise UnsupportedExportError(
                 f"cannot tell which tensors of '{self.path}' belong to {module}: {why}"
             )
@@ -199,7 +199,8 @@ class ModelDirectory:
     @cached_property
     def _prefixes(self) -> list[str]:
         # k_proj.weight and the like: the attention module is two levels above the tensor
-        return sorted({name.rsplit(".", 2)[0] for name in self.weight_map if name.count(".") >= _TAIL})
+        names = (name for name in self.weight_map if name.count(".") >= _MODULE_PARTS)
+        return sorted({name.rsplit(".", 2)[0] for name in names})
 
     def sizes_and_times(self) -> dict[str, list[int]]:
         """Return bytes and nanoseconds of the last change of each weight file, by name."""
@@ -270,10 +271,10 @@ def check_layers(path: Path, config: dict[str, Any], names: Iterable[str]) -> No
     if key is None or text[key] < 1:
         return
     weights = [match for name in names if not is_of_cache(name) and (match := _IN_STACK.match(name))]
-    weights = [weight for weight in weights if not is_of_senses(weight["stack"])]
-    guessing = {weight.group("stack", "layer") for weight in weights if _GUESSES.match(weight["rest"])}
+    weights = [weight for weight in weights if not is_of_tower(weight["stack"])]
+    predicting = {weight.group("stack", "layer") for weight in weights if _EXTRA_TOKENS.match(weight["rest"])}
     numbers = Counter[str]()
-    for stack, layer in {weight.group("stack", "layer") for weight in weights} - guessing:
+    for stack, layer in {weight.group("stack", "layer") for weight in weights} - predicting:
         numbers[stack] = max(numbers[stack], int(layer) + 1)
     sizes = Counter(weight["stack"] for weight in weights)
     largest = next((stack for stack, _ in sizes.most_common() if _DECODER.fullmatch(stack)), None)

@@ -84,7 +84,7 @@ def is_offset(name: str) -> bool:
     return name.endswith(_OFFSETS) and layer_of(name) is not None
 
 
-def is_of_senses(name: str) -> bool:
+def is_of_tower(name: str) -> bool:
     """Return whether a tensor or module belongs to a tower for images or sound."""
     return _TOWER.search(name) is not None
 
@@ -101,17 +101,20 @@ def pattern_of(module: str) -> str:
 
 
 def attention_modules(names: Collection[str]) -> set[str]:
-    """Return the modules that have weights of K, and those called alike that have weights of Q alone."""
+    """Return attention modules: those with weights of K, and those that have weights of Q alone.
+
+    The second kind attends to the K and V of another layer; its name has the pattern of the first.
+    """
     own, queries = (
         {match["module"] for name in names if (match := pattern.fullmatch(name))}
         for pattern in (_ATTENTION, _QUERY)
     )
     patterns = {pattern_of(module) for module in own}
     own |= {module for module in queries if pattern_of(module) in patterns}
-    return {module for module in own if not is_of_senses(module)}
+    return {module for module in own if not is_of_tower(module)}
 
 
-def layers_beside(modules: Iterable[str], names: Iterable[str]) -> set[int]:
+def layers_in_same_stacks(modules: Iterable[str], names: Iterable[str]) -> set[int]:
     """Return the layers with weights, of the stacks of layers that `modules` are in."""
     stacks = {match[1] for module in modules if (match := _IN_STACK.match(module))}
     matches = (match for name in names if not is_of_cache(name) and (match := _IN_STACK.match(name)))

@@ -13,7 +13,7 @@ from calib.files.cache_type import fp8_type
 from calib.files.config import Config, caches_latents, head_counts, layer_config
 from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory, open_model_directory
-from calib.files.names import INDEX_FILE, JSON_FILE, MODELOPT_FILE, is_of_senses, layer_of
+from calib.files.names import INDEX_FILE, JSON_FILE, MODELOPT_FILE, is_of_tower, layer_of
 from calib.files.safetensors_header import FLOATS
 from calib.files.scale_files import ScaleTensor
 from calib.files.text import show_layers
@@ -224,7 +224,7 @@ def quantization(directory: ModelDirectory) -> str:
 
 
 def _group_by_layer(directory: ModelDirectory, tensors: Sequence[ScaleTensor]) -> dict[int, StoredLayer]:
-    """Return the layers of `tensors`; where several are for one scale, the best of them is taken."""
+    """Return the layers of `tensors`; of several for one scale the last by `preference` counts."""
     index = directory.index or {}
 
     def preference(tensor: ScaleTensor) -> tuple[Any, ...]:
@@ -233,8 +233,8 @@ def _group_by_layer(directory: ModelDirectory, tensors: Sequence[ScaleTensor]) -
         return -len(tensor.parsed.letters), is_where_index_says, precision, tensor.values, tensor.name
 
     layers: dict[int, StoredLayer] = {}
-    # a tower's layers have the same numbers
-    for tensor in sorted((t for t in tensors if not is_of_senses(t.name)), key=preference):
+    # towers for images have layers of the same numbers
+    for tensor in sorted((t for t in tensors if not is_of_tower(t.name)), key=preference):
         layer = layers.setdefault(tensor.parsed.layer, StoredLayer(tensor.parsed.layer))
         layer.tensors.append(tensor)
         for letter in tensor.parsed.letters:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.engines.rules import Rules, all_rules
 from calib.errors import UnsupportedExportError
-from calib.files.cache_type import LARGER
+from calib.files.cache_type import FP8_DIVISOR
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE, layer_of
 from calib.formats.base import BAKE, Build, Export, Format
@@ -166,7 +166,7 @@ def _of(name: FormatName, build: Build, rules: Rules, **fields: Any) -> Format:
     fields.setdefault("engine", rules.engine)
     values = rules.nvfp4 if fields.get("nvfp4") else None
     if values:
-        fields["over_written"] = values.divisor / LARGER
+        fields["over_written"] = values.divisor / FP8_DIVISOR
     fields.setdefault("serve", f"{rules.serve} {values.flag if values else rules.flag}")
     note = rules.formats.get(name, "").format(note=rules.note, since=rules.since)
     fields.setdefault("latent", _latent(rules))

@@ -14,7 +14,7 @@ from calib.files.fingerprint import fingerprints
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import plain
 from calib.formats import FORMATS
-from calib.models.find import hub_origin
+from calib.models.sources import hub_origin
 from calib.recipe import Recipe
 from calib.same_model.check import config_summary
 from calib.scales.summary import LayerSummary

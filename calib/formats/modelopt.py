@@ -13,7 +13,7 @@ from torch import Tensor
 
 from calib.engines.rules import Rules
 from calib.errors import UnsupportedExportError
-from calib.files.cache_type import LARGER, PRODUCER_KEY
+from calib.files.cache_type import FP8_DIVISOR, PRODUCER_KEY
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import MODELOPT_FILE
 from calib.formats.base import BAKE, Export, by_prefix, latents_name, loaded_name
@@ -86,9 +86,9 @@ def nvfp4(scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, rules: 
 
     `scales` are those of FP8: absmax / 448.
     """
-    divisor = rules.nvfp4.divisor if rules.nvfp4 else LARGER
+    divisor = rules.nvfp4.divisor if rules.nvfp4 else FP8_DIVISOR
     made = _export(scales, checkpoint, tp_size, quant_algo="FP8", ignore="*", rules=rules, cache="NVFP4")
-    tensors = {name: scale / (divisor / LARGER) for name, scale in made.tensors.items()}
+    tensors = {name: scale / (divisor / FP8_DIVISOR) for name, scale in made.tensors.items()}
     config = made.config or {}
     said = {"kv_cache_scheme": "NVFP4", "kv_cache_quant_algo": "NVFP4"}
     producer = {"producer": _PRODUCER | {PRODUCER_KEY: divisor}}

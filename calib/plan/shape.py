@@ -22,7 +22,7 @@ from calib.models.config import (
     layer_configs,
     read_config,
 )
-from calib.models.find import builtin_model, download_config
+from calib.models.sources import builtin_model, download_config
 from fp8kv_runtime.hf import is_latent
 
 

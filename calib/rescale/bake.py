@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from calib.capture.any_scales import attention_facts
 from calib.capture.attention import CachedAttention
+from calib.capture.directory_scales import attention_facts
 from calib.choices import FP8Name, Purpose
 from calib.errors import InputError
 from calib.files.atomic import atomic_directory, claimed
@@ -24,8 +24,8 @@ from calib.formats.checkpoint_directory import (
     write_json,
 )
 from calib.formats.in_place import back_up, check_places, complete, local_directory
-from calib.models.find import find_model
 from calib.models.quantized.detect import find_weight_format
+from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.rescale.bake_card import write_card

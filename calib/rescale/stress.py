@@ -22,8 +22,8 @@ from calib.files.names import STRESS_FILE
 from calib.formats.checkpoint_directory import check_output, write_json
 from calib.formats.compressed_tensors import find_quantization_config
 from calib.models.config import caches_latents, load_config
-from calib.models.find import find_model
 from calib.models.quantized.detect import find_weight_format
+from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe
 from calib.rescale.products import LayerFactors

@@ -85,7 +85,7 @@ def model_facts(checkpoint: ModelDirectory, modules: Iterable[str] | None = None
         names = {fingerprint(checkpoint)}
         if (path / CALIBRATION_FILE).exists():  # scales may be of the directory that it was copied from
             names.add(read_report(path)["checkpoint"])
-        # not of the model before it was baked, whose calibration may lie there too
+        # the calibration there may be of the model before it was baked, whose scales do not fit
         names -= {str(bake.get("source"))}
         facts = replace(facts, baked_for=str(bake["for"]), baked_as=names)
     if modules is None:

@@ -27,8 +27,8 @@ _VECTOR_NOISE = 0.01  # of vectors and embeddings: rounding to bfloat16 differs 
 # weights has 2.6 % (FP8), 1 % (INT8), 11 % (4 bits in groups of 128), 25 % (3 bits)
 _NOISE = {16: 0.005, 8: 0.06, 6: 0.2, 5: 0.25, 4: 0.35, 3: 0.5}
 _NOISE_AFTER_MOVING = {**_NOISE, 8: 0.15}  # where factors were moved into it before it was quantised
-# by which the size of any row may differ, and of the median one, beside its own noise: less than
-# what would matter in a scale
+# the size of a row, and of the median row, may differ by this share and its noise: too little to
+# matter in a scale
 _ROW, _MEDIAN = 0.03, 0.02
 # beside those for K and V; AWQ moves factors from the rows of `up_proj` into `down_proj`
 _SIZED = re.compile(r".*\b(?:q_proj|gate_proj|w1)\.weight")

@@ -23,7 +23,7 @@ from torch import Tensor
 from calib.errors import Fp8kvError, InputError, first_problem
 from calib.files.config import head_count, text_config
 from calib.files.model_directory import ModelDirectory
-from calib.files.names import is_of_cache, is_of_senses
+from calib.files.names import is_of_cache, is_of_tower
 from calib.files.tensors import Source, StoredTensor
 from calib.models.config import read_config
 from calib.models.quantized.detect import find_weight_format
@@ -56,7 +56,7 @@ _WITHOUT_EFFECT = re.compile(
 
 # tensors whose first dimension is the weight's wherever it is as long
 _BY_ROW = ("weight", "weight_packed", "weight_scale")
-_DECODING_STEP = 32  # codes of most layouts can be decoded from multiples of this
+_ROW_STEP = 32  # of sampled rows; another would change all marks, and so their version
 
 Weights = Mapping[str, Source]  # by their names below the language model
 
@@ -156,7 +156,7 @@ def _language_weights(checkpoint: ModelDirectory, above: str) -> Weights:
         match = _LAYER.fullmatch(name)
         # further layers draft tokens, and tools drop them
         is_draft = match is not None and count is not None and int(match["index"]) >= count
-        is_foreign = is_of_senses(full_name) or is_of_cache(full_name) or name.endswith("inv_freq")
+        is_foreign = is_of_tower(full_name) or is_of_cache(full_name) or name.endswith("inv_freq")
         # bytes are codes, which transformers decodes
         is_readable = source.dtype.is_floating_point and source.dtype.itemsize > 1
         if full_name.startswith(above) and is_readable and not (is_draft or is_foreign):
@@ -209,9 +209,9 @@ def _rows_to_sample(name: str, shape: tuple[int, ...], settings: Mapping[str, An
 def sample_rows(rows: int, count: int) -> list[int]:
     """Choose at most `count` rows, in every part of a matrix and on changing channels.
 
-    Those of a large matrix are near rows from which codes can be decoded.
+    Those of a large matrix are near multiples of `_ROW_STEP`.
     """
-    step = _DECODING_STEP if rows >= 1024 else 1
+    step = _ROW_STEP if rows >= 1024 else 1
     part = max(rows // count, 1)
     return sorted({min(i * rows // count // step * step + i % part, rows - 1) for i in range(count)})
 
@@ -306,7 +306,7 @@ def unmarked_matrices(checkpoint: ModelDirectory, base: Marks, target: Marks) ->
     inside = set()
     for name, entry in checkpoint.entries.items():
         match = _LAYER.search(name)
-        is_foreign = is_of_senses(name) or is_of_cache(name)
+        is_foreign = is_of_tower(name) or is_of_cache(name)
         if match and len(entry.shape) > 1 and int(match["index"]) < target.layers and not is_foreign:
             inside.add(f"{match['layer']}.{match['rest'].rpartition('.')[0]}")
     return sorted({module.rpartition(".")[2] for module in inside - marked})

@@ -153,7 +153,7 @@ class ScaleRule:
                 f"{where}: only zeros were seen, so no scale can be derived; check the weights, or "
                 "calibrate on other data"
             )
-        # before an observer divides by it
+        # refuse an amax that is beyond float32 as a scale before an observer divides by it
         self._finish(_cover_zeros(group_amax(amax, self.strategy)), where)
         chosen = _cover_zeros(self.observer.amax(amax, histogram, self.strategy))
         if centered is not None:  # a constant is 0 when centered

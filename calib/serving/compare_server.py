@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from calib.capture.any_scales import open_any_scales
+from calib.capture.directory_scales import open_scales
 from calib.choices import DType
 from calib.data.loading import open_source
 from calib.data.samples import tokenize_rows
 from calib.errors import InputError
 from calib.generate import unit_scales
 from calib.models.config import load_config, model_positions
-from calib.models.find import find_model
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer
+from calib.models.sources import find_model
 from calib.recipe import DataRecipe, load_recipe
 from calib.scales.scales import KVScales
 from calib.serving.server import Answers, Server
@@ -64,7 +64,7 @@ def compare_served(
     recipe = load_recipe(None, {"device": "cpu", **overrides})  # the server may hold the GPU
     server = Server(url)
     checkpoint = find_model(model_name)
-    opened = open_any_scales(directory, checkpoint)
+    opened = open_scales(directory, checkpoint)
     config, tokenizer = (
         load_config(checkpoint, recipe.trust_remote_code),
         load_tokenizer(checkpoint, recipe.trust_remote_code),

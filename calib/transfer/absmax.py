@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from packaging.version import Version
 
-from calib.capture.any_scales import to_scales
+from calib.capture.directory_scales import to_scales
 from calib.errors import InputError
-from calib.files.cache_type import LARGER, nvfp4_convention, release
+from calib.files.cache_type import FP8_DIVISOR, nvfp4_convention, parse_release
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.files.stored_scales import StoredScales
@@ -35,7 +35,7 @@ def from_nvfp4(found: StoredScales) -> Read | None:
             f"absmax / 2688 is {followed.because}; calibrate the model again"
         )
     scales = to_scales(found, found.layers_by_module(), "e4m3fn")
-    factor = followed.divisor / LARGER
+    factor = followed.divisor / FP8_DIVISOR
     layers = {
         name: replace(layer, k=layer.k * factor, v=layer.v * factor) for name, layer in scales.layers.items()
     }
@@ -75,5 +75,5 @@ def _is_of_an_unclamped_modelopt(found: StoredScales) -> bool:
     producer = (found.directory.quantization or {}).get("producer")
     if not isinstance(producer, dict) or producer.get("name") != "modelopt":
         return False
-    version = release(producer.get("version"))
+    version = parse_release(producer.get("version"))
     return version is not None and version >= _MODELOPT_UNCLAMPED

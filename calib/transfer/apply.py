@@ -16,8 +16,8 @@ from calib.files.pack import read_pack
 from calib.formats.checkpoint_directory import check_output
 from calib.formats.finish import Destination, Result, default_output, finish, make_exports
 from calib.formats.in_place import check_in_place, check_places
-from calib.models.find import find_model
 from calib.models.quantized.detect import quantization_notes
+from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from calib import __version__
-from calib.capture.any_scales import to_scales
+from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, Reduce
 from calib.errors import UnsupportedExportError
 from calib.files.atomic import atomic_directory

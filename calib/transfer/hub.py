@@ -9,7 +9,7 @@ from huggingface_hub import errors as hub
 from calib.errors import InputError
 from calib.files.names import PACK_FILE
 from calib.files.pack import FILES, MAX_MANIFEST_BYTES, read_manifest
-from calib.models.find import ask_hub
+from calib.models.sources import ask_hub
 from calib.progress import SILENT, Progress
 from calib.transfer.packing import HUB_ID
 

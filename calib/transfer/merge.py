@@ -15,7 +15,7 @@ from calib.files.fingerprint import fingerprints
 from calib.files.names import CALIBRATION_FILE
 from calib.formats.checkpoint_directory import check_output
 from calib.formats.finish import Destination, Result, finish
-from calib.models.find import find_model
+from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.same_model.check import ModelFacts, check_same_model, scales_facts

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calib.capture.any_scales import to_scales
+from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, FP8Name
 from calib.engines.fit import Scale, contradictions
 from calib.engines.measured import Measured, measured_of

@@ -11,8 +11,8 @@ from calib.eval import inputs
 from calib.eval.held_out import find_readers
 from calib.eval.variants import Setup
 from calib.models.config import load_config
-from calib.models.find import find_model
 from calib.models.load import load_model, load_tokenizer
+from calib.models.sources import find_model
 from calib.recipe import load_recipe
 from calib.scales.stats_file import load_records
 

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 from calib.capture.attention import map_attention
 from calib.data import load_data
 from calib.models.config import load_config
-from calib.models.find import find_model
 from calib.models.load import load_model, load_tokenizer
+from calib.models.sources import find_model
 from calib.recipe import load_recipe
 from calib.rescale.pairs import rotated_pairs
 from calib.scales.stats_file import load_scales, load_stats

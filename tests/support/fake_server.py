@@ -10,7 +10,7 @@ import torch
 from command_line import fp8kv
 from transformers import AutoModelForCausalLM
 
-from calib.capture.any_scales import open_any_scales
+from calib.capture.directory_scales import open_scales
 from calib.generate import unit_scales
 from fp8kv_runtime.hf import fp8_attention
 
@@ -102,7 +102,7 @@ def running(fake):
 def serving(made, name, scales):
     model = AutoModelForCausalLM.from_pretrained(made / name).eval()
     opened = {
-        "scales": open_any_scales(made / f"{name}-fp8kv"),
+        "scales": open_scales(made / f"{name}-fp8kv"),
         "1.0": unit_scales,
         "16 bits": lambda model: None,
     }

@@ -101,7 +101,7 @@ class WeightScheme:
     zeros: str = "weight_zero_point"
     has_zeros: bool | None = False  # None: the files decide
     g_idx: str | None = None  # the group of each column
-    has_order: bool = False  # False: the files decide
+    requires_g_idx: bool = False  # False: the files decide
     shape: str | None = None  # rows and columns
     is_transposed: bool = False  # tensors are [in, out]
 
@@ -123,7 +123,7 @@ class WeightScheme:
         parts["scale"] = module.require(scale, self.scale_dtypes, *shapes)
         if self.second_scale:
             parts["second_scale"] = module.require(self.second_scale, FLOATS, (), (1,), (1, 1))
-        if self.g_idx and (self.has_order or self.g_idx in module.entries):
+        if self.g_idx and (self.requires_g_idx or self.g_idx in module.entries):
             parts["g_idx"] = module.require(self.g_idx, ("I32", "I64"), (columns,))
         if self.shape:
             parts["shape"] = module.require(self.shape, ("I64", "I32"), (2,))
@@ -138,9 +138,8 @@ class WeightScheme:
         if "second_scale" in tensors:
             second = tensors["second_scale"].float().reshape(())
             scales = scales / second if self.divides else scales * second
-        if (
-            self.dtype in ("F8_E4M3", "U8") and (scales < 0).any()
-        ):  # AutoRound's integers have negative scales
+        # integers of AutoRound have negative scales
+        if self.dtype in ("F8_E4M3", "U8") and (scales < 0).any():
             raise FormatError("a scale of its floats is negative")
         if zeros is None and "zeros" in tensors:
             zeros = self._per_block(shape, tensors["zeros"], rows)

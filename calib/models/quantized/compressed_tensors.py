@@ -129,8 +129,8 @@ def _read_scheme(group: QuantizationConfig, default_format: Any) -> WeightScheme
         if has_zeros and block[0] != 1:
             raise FormatError(f"one zero point for several rows, {ADVICE}")
         # other values of `actorder` leave columns in their order
-        has_order = weights.get("actorder") in (True, "group", "dynamic")
-        return PackedScheme(block, has_zeros=has_zeros, has_order=has_order, bits=bits)
+        requires_g_idx = weights.get("actorder") in (True, "group", "dynamic")
+        return PackedScheme(block, has_zeros=has_zeros, requires_g_idx=requires_g_idx, bits=bits)
     return WeightScheme(block, dtype="F8_E4M3" if kind == "float" else "I8", has_zeros=has_zeros)
 
 

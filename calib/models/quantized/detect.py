@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from calib.errors import InputError
 from calib.files.config import quantization_configs
 from calib.files.model_directory import ModelDirectory
-from calib.files.names import MODELOPT_FILE, is_of_cache, is_of_senses
+from calib.files.names import MODELOPT_FILE, is_of_cache, is_of_tower
 from calib.files.safetensors_header import FLOATS, read_values
 from calib.files.strict_json import read_object
 from calib.models.quantized import WEIGHT_FORMATS
@@ -121,7 +121,7 @@ def quantization_notes(directory: ModelDirectory) -> list[str]:
 
 
 def unused_codes(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that a scale or a code of a matrix of `model` has, and `model` has not."""
+    """Return those of `names` that are of scales or codes: beside a matrix of `model`, and not in it."""
     state = model.state_dict()
     matrices = [name for name, weight in state.items() if weight.dim() > 1]
     owners = {*(name.removesuffix("weight") for name in matrices), *(f"{name}." for name in matrices)}
@@ -146,7 +146,7 @@ def check_unused_tensors(directory: ModelDirectory, names: Iterable[str], weight
         parts, layer = name.split("."), _IN_LAYER.match(name)
         owners = {".".join([*parts[:count], "weight"]) for count in range(1, len(parts))} - {name}
         is_weight_of_layer = name.endswith(".weight") and layer is not None and layer[0] in layers
-        if owners & loaded or (is_weight_of_layer and not is_of_senses(name)):
+        if owners & loaded or (is_weight_of_layer and not is_of_tower(name)):
             raise InputError(
                 f"'{directory.path}' holds '{name}', which its config.json does not use: K and V "
                 "would not be the model's; mend the config, or merge adapters into the weights"

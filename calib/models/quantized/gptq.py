@@ -59,7 +59,7 @@ def read_gptq(config: QuantizationConfig) -> WeightFormat:
         raise FormatError(f"'dynamic' gives modules bits of their own, {ADVICE}")
     scheme = GptqScheme(
         (1, config.group_size(128)),
-        has_order=config.get("desc_act") is True,
+        requires_g_idx=config.get("desc_act") is True,
         bits=config.choice("bits", (2, 3, 4, 8)),
         offset=1 if form == "gptq" else 0,  # the first version stores zero points less one
         is_symmetric=config.get("sym") is True,

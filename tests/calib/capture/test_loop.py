@@ -64,7 +64,7 @@ def test_padding_is_excluded():
         model.model.embed_tokens.weight[0] = 1e4  # token 0 is padding
         model.model.norm.weight.fill_(1)
     padded = make_batches([SAMPLES[0], SAMPLES[2]], 2, pad_id=0)
-    assert [batch.has_padding for batch in padded] == [True]
+    assert [bool(batch.attention_mask.all()) for batch in padded] == [False]
     alone = make_batches([SAMPLES[0], SAMPLES[2]], 1, pad_id=0)
     together, apart = (calibrate(model, b, RECIPE) for b in (padded, alone))
     for one, other in zip(together.layers.values(), apart.layers.values(), strict=True):

@@ -17,7 +17,8 @@ FEW = Recipe(data={"allow_few_tokens": True})
 ROWS = torch.randint(3, 128, (4, 24), generator=torch.Generator().manual_seed(1))
 LEFT = torch.cat([torch.zeros(1, 6, dtype=torch.int64), ROWS[:1, :18]], 1)
 SHAPES = (
-    r"token ids must be whole numbers \[B, T\], a list of rows, or a mapping of input_ids and attention_mask"
+    r"token ids must be whole numbers \[B, T\], a list of rows \[T\], or a mapping of input_ids and "
+    "attention_mask"
 )
 REAL = torch.tensor([[0] * 6 + [1] * 18])
 
@@ -108,10 +109,10 @@ def test_a_batch_of_a_calibration_stays_as_it_is():
         ([], "no token was read that counts"),
         ([[]], rf"{SHAPES}, got \[\]"),
         ([[[], [1, 2]]], rf"{SHAPES}, got \[\[\], \[1, 2"),
-        ([[ROWS, ROWS > 0]], rf"{SHAPES}, got \[tensor"),
-        ([(ROWS, ROWS)], rf"{SHAPES}, got \(tensor"),
-        ([ROWS > 0], rf"{SHAPES}, got bool \[4, 24\]"),
-        ({"input_ids": ROWS}, "batches must be a list or loader"),
+        ([[ROWS, ROWS > 0]], rf"{SHAPES}, got a list of int64 \[4, 24\], bool \[4, 24\]"),
+        ([(ROWS, ROWS)], rf"{SHAPES}, got a tuple of int64 \[4, 24\], int64"),
+        ([ROWS > 0], rf"{SHAPES}, got bool \[4, 24\]; give a mask under attention_mask"),
+        ({"input_ids": ROWS}, "batches must be a list or loader of batches, also for a single one"),
         (None, "batches must be a list or loader .* got None"),
         ([1, 2, 3], f"{SHAPES}, got 1"),
         ([ROWS.float()], f"{SHAPES}, got float32"),

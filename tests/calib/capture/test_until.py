@@ -12,7 +12,7 @@ from calib.capture.attention import map_attention
 from calib.capture.loop import calibrate
 from calib.capture.processes import World
 from calib.capture.resume import SavedProgress, Share
-from calib.capture.until import AHEAD, FIRST_SAMPLES, FIRST_TOKENS, looks, read_until
+from calib.capture.until import FIRST_SAMPLES, FIRST_TOKENS, LOOKAHEAD, decision_points, read_until
 from calib.data import make_batches
 from calib.recipe import Recipe
 from calib.scales.clipping import covered_share
@@ -20,7 +20,7 @@ from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_stats
 
 SAMPLES, SEQ_LEN, BATCH = 200, 100, 4
-SHARE = 0.12  # which what is expected of these tokens falls below after some looks, not all
+SHARE = 0.12  # which what is expected of these tokens falls below after some decisions, not all
 DATA = (
     *("--dataset", "random", "--samples", SAMPLES, "--seq-len", SEQ_LEN, "--batch-size", BATCH),
     *("--device", "cpu", "--seed", 0, "--until"),
@@ -48,20 +48,20 @@ def random_batches(samples=SAMPLES, seq_len=SEQ_LEN, batch=BATCH):
 
 def test_the_first_look_is_after_tokens_and_samples_enough_and_the_last_at_the_end():
     batches = random_batches()
-    found = looks(batches)
+    found = decision_points(batches)
     assert found[0] == -(-FIRST_TOKENS // (BATCH * SEQ_LEN))
     assert found[-1] == len(batches)
     assert found == sorted({*found})
     few_and_long = random_batches(samples=40, seq_len=2048, batch=1)
-    assert looks(few_and_long)[0] == FIRST_SAMPLES
-    assert looks(random_batches(samples=3)) == [1]
+    assert decision_points(few_and_long)[0] == FIRST_SAMPLES
+    assert decision_points(random_batches(samples=3)) == [1]
 
 
 def test_tokens_that_are_not_counted_bring_no_look_nearer():
     ids = torch.randint(64, (SAMPLES, SEQ_LEN)).tolist()
     plain, skipping = (make_batches(ids, BATCH, pad_id=0, skip_first=n) for n in (0, 50))
-    assert looks(plain)[0] < looks(skipping)[0]
-    counted = sum(50 * len(batch.sample_ids) for batch in skipping[: looks(skipping)[0]])
+    assert decision_points(plain)[0] < decision_points(skipping)[0]
+    counted = sum(50 * len(batch.sample_ids) for batch in skipping[: decision_points(skipping)[0]])
     assert FIRST_TOKENS <= counted < FIRST_TOKENS + 50 * BATCH
 
 
@@ -72,7 +72,7 @@ def test_it_stops_where_what_is_expected_is_held_and_not_before(stopped, model):
     read, available = stats.tokens, SAMPLES * SEQ_LEN
     assert FIRST_TOKENS * 1.25 < read < available
     assert f"{read:,} of {available:,} tokens were read" in " ".join(printed.split())
-    assert covered_share(stats, derive_scales(stats, recipe), AHEAD, SHARE) >= 0.95
+    assert covered_share(stats, derive_scales(stats, recipe), LOOKAHEAD, SHARE) >= 0.95
     assert (report["dataset"]["tokens"], report["dataset"]["samples"]) == (read, read // SEQ_LEN)
     assert recipe.data.until == SHARE
 
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_stops_where_it_would_have(tmp_path):
         return read_until(share, batches, World(), recipe)
 
     whole, stop = read(SavedProgress(tmp_path / "a", {}, every_seconds=3600), False)
-    first, *_ = looks(batches)
+    first, *_ = decision_points(batches)
     assert first < stop.batches < len(batches)
     for done in (1, first, first + 1):  # before, at and after the first look
         saved = SavedProgress(tmp_path / "b", {}, every_seconds=0)

@@ -24,13 +24,13 @@ def test_rows_are_padded_on_the_right_and_masked():
     assert torch.equal(batch.input_ids, expected)
     assert torch.equal(batch.attention_mask, (expected != PAD).long())
     assert batch.input_ids.dtype == batch.attention_mask.dtype == torch.int64
-    assert (batch.num_tokens, batch.has_padding) == (59, True)
+    assert (batch.num_tokens, bool(batch.attention_mask.all())) == (59, False)
 
 
 def test_equal_lengths_fill_batches_in_sample_order_without_padding():
     batches = make_batches(samples_of(4, 4, 4, 4, 4), batch_size=2, pad_id=PAD)
     assert sorted(batch.sample_ids for batch in batches) == [(0, 1), (2, 3), (4,)]
-    assert not any(batch.has_padding for batch in batches)
+    assert all(batch.attention_mask.all() for batch in batches)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_largest_batch_is_first_and_the_seed_orders_the_others():
 
 def test_the_first_token_of_a_batch_is_counted_by_the_real_ones_before_it():
     batches = make_batches(samples_of(40, 39, 20, 10, 9, 1), 2, PAD)
-    assert any(batch.has_padding for batch in batches)
+    assert not all(batch.attention_mask.all() for batch in batches)
     read = 0
     for batch in batches:
         assert batch.first_token == read

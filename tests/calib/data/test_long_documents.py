@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from calib.data import load_data
 from calib.data.samples import SMALLEST_PIECE, Pieces, encode
-from calib.models.find import builtin_model
+from calib.models.sources import builtin_model
 from calib.recipe import DataRecipe
 
 TEXT = " ".join(f"{i:03}" for i in range(250))[:997]

@@ -16,8 +16,8 @@ from calib.eval import inputs
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.eval.summarize import summarize
-from calib.models.find import find_model
 from calib.models.load import load_tokenizer
+from calib.models.sources import find_model
 from calib.recipe import load_recipe
 from fp8kv_runtime.hf import swap_attention
 

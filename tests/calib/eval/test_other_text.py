@@ -25,8 +25,8 @@ from calib.eval.statistics import difference
 from calib.eval.summarize import summarize
 from calib.eval.variants import Setup
 from calib.models.config import load_config
-from calib.models.find import find_model
 from calib.models.load import load_model, load_tokenizer
+from calib.models.sources import find_model
 from calib.recipe import DataRecipe, load_recipe
 
 SUITE = Suite(4, 4, 24, 0, 0, (), (), 2)

@@ -21,7 +21,7 @@ from calib.eval.schema import Row, Suite
 from calib.eval.statistics import Divergence, estimate
 from calib.eval.summarize import summarize
 from calib.eval.variants import Variant
-from calib.models.find import find_model
+from calib.models.sources import find_model
 from calib.recipe import load_recipe
 
 OFFER = Offer("vllm", "1", ("h100",), (), ("x",))

@@ -22,8 +22,8 @@ from calib.eval.reader import Measured
 from calib.eval.schema import Figure, Report, Row
 from calib.eval.statistics import Divergence, kl_by_position, ratio
 from calib.eval.variants import Setup, Variant
-from calib.models.find import find_model
 from calib.models.load import load_tokenizer
+from calib.models.sources import find_model
 
 
 def test_kl_by_position_adds_up_to_kl(small_evaluation, small_report):

@@ -93,7 +93,7 @@ def test_they_are_no_fp8_scales_for_our_runtime(tmp_path):
     of(tmp_path, by("modelopt", "0.47.0"))
     done = fp8kv("generate", tmp_path, "text")
     assert done.exit_code == 2
-    assert "holds values for an NVFP4 cache, no FP8 scales" in lines_of(done) + done.stderr
+    assert "are for an NVFP4 cache, not for FP8" in lines_of(done) + done.stderr
 
 
 def test_inspects_json_has_it(tmp_path):

@@ -19,8 +19,8 @@ from calib.data import make_batches
 from calib.layerwise.loop import calibrate_layerwise, open_layers
 from calib.layerwise.weights import load_skeleton
 from calib.models.config import load_config
-from calib.models.find import find_model
 from calib.models.load import load_model
+from calib.models.sources import find_model
 from calib.recipe import load_recipe
 
 GENERATOR = torch.Generator().manual_seed(1)

@@ -12,7 +12,7 @@ from calib.layerwise import memory
 from calib.layerwise.loop import scratch_directory
 from calib.layerwise.memory import available_bytes, resident_bytes
 from calib.models.config import load_config
-from calib.models.find import find_model
+from calib.models.sources import find_model
 from calib.recipe import load_recipe
 
 GIB = 1 << 30

@@ -12,7 +12,7 @@ from calib.errors import InputError
 from calib.files.model_directory import open_model_directory
 from calib.files.tensors import stored_tensors
 from calib.layerwise.hidden import HiddenStates, nbytes, to_meta
-from calib.models.find import find_model
+from calib.models.sources import find_model
 
 CPU = torch.device("cpu")
 TENSORS = {

@@ -15,8 +15,8 @@ from calib.commands.app import app
 from calib.data import load_data
 from calib.files.names import STATS_FILE
 from calib.layerwise.memory import resident_bytes
-from calib.models.find import find_model
 from calib.models.load import load_tokenizer
+from calib.models.sources import find_model
 
 SMALL = ["--dataset", "random", "--samples", "4", "--seq-len", "32", "--device", "cpu"]
 
@@ -32,7 +32,7 @@ def test_a_real_model_gives_the_same_bits(smollm2_directory, tmp_path, saved_at,
     tokenizer = load_tokenizer(find_model(str(smollm2_directory)))
     samples = load_data(recipe.data, tokenizer, pytest.fail).samples
     batches = saved.batches([samples[0], samples[1][:23]])
-    assert [batch.has_padding for batch in batches] == [True]
+    assert [bool(batch.attention_mask.all()) for batch in batches] == [False]
     assert_same(saved.by_layer(recipe, batches), saved.in_memory(recipe, batches))
 
 
@@ -84,7 +84,7 @@ MEASURE = """
 import sys
 from pathlib import Path
 from calib.data import make_batches
-from calib.models.find import find_model
+from calib.models.sources import find_model
 from calib.models.config import load_config
 from calib.layerwise.loop import calibrate_layerwise
 from calib.layerwise.memory import resident_bytes

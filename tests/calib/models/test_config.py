@@ -10,7 +10,7 @@ from families import save_model, tiny_model
 from calib.errors import InputError
 from calib.files.model_directory import check_layers
 from calib.models.config import build_on_meta, load_config
-from calib.models.find import find_model
+from calib.models.sources import find_model
 from calib.plan.shape import model_shape
 from calib.recipe import load_recipe
 

@@ -16,8 +16,8 @@ from calib.capture.attention import map_attention
 from calib.errors import InputError, UnsupportedModelError
 from calib.models import find
 from calib.models.config import check_cacheable, check_positions, load_config
-from calib.models.find import find_model
 from calib.models.load import load_model, load_tokenizer
+from calib.models.sources import find_model
 from calib.recipe import load_recipe
 
 

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from calib.errors import InputError
 from calib.layerwise.weights import load_skeleton
 from calib.models.config import load_config
-from calib.models.find import find_model
 from calib.models.load import load_model
+from calib.models.sources import find_model
 from calib.recipe import load_recipe
 from calib.scales.stats_file import load_stats
 

@@ -20,8 +20,8 @@ from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.files.tensors import StoredTensor
 from calib.models.config import load_config
-from calib.models.find import find_model
 from calib.models.load import load_model, weight_sources
+from calib.models.sources import find_model
 from calib.recipe import load_recipe
 from calib.scales.stats_file import load_stats
 

@@ -12,7 +12,7 @@ from families import FAMILIES, SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.errors import UnsupportedModelError
-from calib.models.find import find_model
+from calib.models.sources import find_model
 from calib.rescale import choosing, pairs, parameters
 from calib.rescale.in_memory import baked_factors
 from calib.rescale.pairs import rotated_pairs

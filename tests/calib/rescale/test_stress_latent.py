@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from calib.capture.attention import observe_qkv
 from calib.generate import unit_scales
-from calib.models.find import find_model
+from calib.models.sources import find_model
 from calib.scales.stats_file import load_scales
 from fp8kv_runtime.hf import fp8_attention
 

@@ -19,7 +19,7 @@ from coded_forms import FORMS
 from command_line import fp8kv, one_line_error
 from quantized_models import edit_json
 
-from calib.models.find import find_model
+from calib.models.sources import find_model
 from calib.same_model.marks import Marks
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_stats, save_stats

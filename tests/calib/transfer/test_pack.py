@@ -99,15 +99,15 @@ def test_all_readers_of_calibrations_read_packs(model, measured, pack, tmp_path)
 
 
 def test_scales_of_a_pack_are_k_and_v_each_not_the_json(model, pack):
-    from calib.capture.any_scales import open_any_scales
+    from calib.capture.directory_scales import open_scales
     from calib.models.config import load_config
-    from calib.models.find import find_model
     from calib.models.load import load_model
+    from calib.models.sources import find_model
     from calib.recipe import load_recipe
 
     checkpoint, recipe = find_model(str(model)), load_recipe(None, {"device": "cpu"})
     loaded = load_model(checkpoint, load_config(checkpoint), recipe.dtype, recipe.device)
-    found = open_any_scales(pack, checkpoint)(loaded).layers.values()
+    found = open_scales(pack, checkpoint)(loaded).layers.values()
     said = report_of(pack)["layers"]
     assert [float(layer.v) for layer in found] == [layer["v_scale"] for layer in said]
     assert any(layer["v_scale"] != layer["k_scale"] for layer in said)

@@ -9,15 +9,15 @@ from families import SHARED_KV, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from calib.capture.any_scales import open_any_scales
+from calib.capture.directory_scales import open_scales
 from calib.errors import InputError
 from calib.files.cache_type import FP8_MAX
 from calib.scales.stats_file import load_scales
 from fp8kv_runtime.fp8 import FP8_DTYPES, fp8_max
 
 
-def load_any_scales(directory, model):
-    return open_any_scales(directory)(model)
+def load_directory_scales(directory, model):
+    return open_scales(directory)(model)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_our_own_exports_are_read_like_anyones(layout, strategy, directory, mode
     expected = load_scales(out)
     for file in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
         (out / file).unlink()
-    found = load_any_scales(out, model)
+    found = load_directory_scales(out, model)
     assert found.strategy == strategy
     assert list(found.layers) == list(expected.layers)
     for name, layer in expected.layers.items():
@@ -61,7 +61,7 @@ def test_json_has_one_scale_for_both(model, tmp_path):
     ranks = {"0": {"0": 0.5, "1": 0.25, "2": 1}, "1": {"0": 0.125, "1": 0.75, "2": 1}}
     text = {"model_type": "llama", "kv_cache": {"dtype": "float8_e4m3fn", "scaling_factor": ranks}}
     (tmp_path / "kv_cache_scales.json").write_text(json.dumps(text))
-    layers = [*load_any_scales(tmp_path, model).layers.values()]
+    layers = [*load_directory_scales(tmp_path, model).layers.values()]
     assert [(layer.k.item(), layer.v.item()) for layer in layers] == [
         (0.5, 0.5),
         (0.75, 0.75),
@@ -92,7 +92,7 @@ def write(directory, endings, *, layers=3, value=None):
 )
 @pytest.mark.parametrize("value", [torch.tensor(0.5), torch.tensor([0.5], dtype=torch.bfloat16)])
 def test_names_of_other_tools(endings, value, model, tmp_path):
-    scales = load_any_scales(write(tmp_path, endings, value=value), model)
+    scales = load_directory_scales(write(tmp_path, endings, value=value), model)
     assert [layer.k.tolist() for layer in scales.layers.values()] == [[0.5]] * 3
     assert [layer.v.tolist() for layer in scales.layers.values()] == [[0.5]] * 3
 
@@ -107,13 +107,13 @@ def test_a_scale_of_k_alone_goes_before_one_of_both(model, tmp_path):
         both = {f"{name}.{x}_scale": torch.tensor(value) for x, value in SHARED.items()}
         tensors |= both
     save_file(tensors, tmp_path / "model.safetensors")
-    layer = next(iter(load_any_scales(tmp_path, model).layers.values()))
+    layer = next(iter(load_directory_scales(tmp_path, model).layers.values()))
     assert (layer.k.item(), layer.v.item()) == (2.0, 4.0)
     # one of K alone says that V has none, or that K has two
     alone = {name: scale for name, scale in tensors.items() if ".v_scale" not in name}
     save_file(alone, tmp_path / "model.safetensors")
     with pytest.raises(InputError, match="two values for the K and V scale of layer 0"):
-        open_any_scales(tmp_path)
+        open_scales(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_a_scale_of_k_alone_goes_before_one_of_both(model, tmp_path):
 def test_what_does_not_fit_gets_one_line(endings, options, message, model, tmp_path):
     write(tmp_path, endings, **options)
     with pytest.raises(InputError) as caught:
-        load_any_scales(tmp_path, model)
+        load_directory_scales(tmp_path, model)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -141,7 +141,7 @@ def test_what_does_not_fit_gets_one_line(endings, options, message, model, tmp_p
 def test_a_json_file_that_is_none(text, model, tmp_path):
     (tmp_path / "kv_cache_scales.json").write_text(text)
     with pytest.raises(InputError, match="kv_cache_scales.json") as caught:
-        load_any_scales(tmp_path, model)
+        load_directory_scales(tmp_path, model)
     assert "\n" not in str(caught.value)
 
 
@@ -188,7 +188,7 @@ FNUZ = {"kv_cache_torch_dtype": "float8_e4m3fnuz"}
 )
 def test_the_fp8_type_is_read_from_where_it_is_said(config, dtype, expected, model, tmp_path):
     write(tmp_path, ["k_scale", "v_scale"])
-    assert load_any_scales(say(tmp_path, config, dtype), model).fp8_dtype == expected
+    assert load_directory_scales(say(tmp_path, config, dtype), model).fp8_dtype == expected
 
 
 @pytest.mark.parametrize(
@@ -212,7 +212,7 @@ def test_the_fp8_type_is_read_from_where_it_is_said(config, dtype, expected, mod
 def test_an_fp8_type_that_is_not_known_is_refused(config, dtype, message, model, tmp_path):
     write(tmp_path, ["k_scale", "v_scale"])
     with pytest.raises(InputError) as caught:
-        load_any_scales(say(tmp_path, config, dtype), model)
+        load_directory_scales(say(tmp_path, config, dtype), model)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
@@ -224,7 +224,7 @@ def test_fnuz_scales_of_a_tgi_checkpoint_are_the_calibrations(directory, model, 
     expected = load_scales(out)
     for file in ("fp8kv_stats.safetensors", "fp8kv_calibration.json"):
         (out / file).unlink()
-    found = load_any_scales(out, model)
+    found = load_directory_scales(out, model)
     assert found.fp8_dtype == expected.fp8_dtype == "e4m3fnuz"
     for name, layer in expected.layers.items():
         assert torch.equal(found.layers[name].k, layer.k)
@@ -246,7 +246,7 @@ def test_layers_that_share_a_cache_take_their_owners_scales(kept, tmp_path):
     alone.mkdir()
     named = {name: t for name, t in scales.items() if int(name.split(".")[2]) in kept}
     save_file(named, alone / "model.safetensors")
-    found = load_any_scales(alone, model)
+    found = load_directory_scales(alone, model)
     assert list(found.layers) == list(expected.layers)
     assert found.shared == expected.shared
     assert len(found.shared) == 1
@@ -258,7 +258,7 @@ def test_layers_that_share_a_cache_take_their_owners_scales(kept, tmp_path):
 def test_a_scale_beyond_float32_is_none(value, model, tmp_path):
     write(tmp_path, ["kv_scale"], value=torch.tensor(value, dtype=torch.float64))
     with pytest.raises(InputError, match="a scale is finite and positive"):
-        load_any_scales(tmp_path, model)
+        load_directory_scales(tmp_path, model)
 
 
 def test_what_is_served_is_taken_and_not_what_was_measured(directory, model, tmp_path):
@@ -267,8 +267,8 @@ def test_what_is_served_is_taken_and_not_what_was_measured(directory, model, tmp
     path = out / "model-fp8kv-scales.safetensors"
     served = {name: torch.full_like(scale, 100.0) for name, scale in load_file(path).items()}
     save_file(served, path, {"format": "pt"})
-    layers = load_any_scales(out, model).layers.values()
+    layers = load_directory_scales(out, model).layers.values()
     assert {layer.k.item() for layer in layers} == {layer.v.item() for layer in layers} == {100.0}
     save_file({n: torch.zeros_like(scale) for n, scale in served.items()}, path, {"format": "pt"})
     with pytest.raises(InputError, match="finite and positive"):
-        load_any_scales(out, model)
+        load_directory_scales(out, model)

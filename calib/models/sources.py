@@ -1,4 +1,4 @@
-"""Models by name: a local directory, a Hub id, or `builtin:smollm2`, which needs no Hub."""
+"""Where a model comes from, by its name: a local directory, the Hub, or `builtin:smollm2`."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""Scales in a directory of any tool as `KVScales`, checked against the model they are for."""
+"""Scales in a directory, written by any tool, as `KVScales` that were checked against their model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ScalesForModel = Callable[["PreTrainedModel"], KVScales]
 
 
-def open_any_scales(directory: Path, checkpoint: ModelDirectory | None = None) -> ScalesForModel:
+def open_scales(directory: Path, checkpoint: ModelDirectory | None = None) -> ScalesForModel:
     """Read the scales in `directory`; call what is returned with the model they are for.
 
     Scales that are missing or damaged are an InputError here, and so are those whose config is not that of
