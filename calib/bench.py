@@ -3,11 +3,19 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import PreTrainedConfig
 
-from calib.errors import Fp8kvError, InputError
+from calib.errors import Fp8kvError, InputError, UnsupportedModelError
+from calib.files.model_directory import check_layers, read_index
+from calib.files.names import SINGLE_FILE
+from calib.files.safetensors_header import read_header
+from calib.files.strict_json import read_object
+from calib.models.config import caches_latents, check_cacheable, explain_nonsense, layer_configs, read_config
+from calib.models.sources import builtin_model, download_config
 from calib.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -41,6 +49,54 @@ def parse_heads(text: str) -> Heads:
     return numbers
 
 
+def attention_heads(model: str, *, trust_remote_code: bool = False) -> Heads:
+    """Return the heads of a model directory, a config.json, or a model on the Hub; read no weight.
+
+    Raises:
+        UnsupportedModelError: the model caches latents (MLA), or its layers differ in their heads.
+    """
+    config = _read_config(model, trust_remote_code=trust_remote_code)
+    if caches_latents(config):
+        raise UnsupportedModelError(
+            f"{config.model_type} caches latents (MLA), and the kernels are for K and V of heads; "
+            "give their shape with --heads instead of MODEL"
+        )
+    with explain_nonsense(f"a {config.model_type} of this config has heads of different sizes"):
+        shapes = {_layer_heads(layer) for layer in layer_configs(config)}
+    if len(shapes) > 1:
+        sizes = " and ".join("/".join(map(str, shape)) for shape in sorted(shapes))
+        raise UnsupportedModelError(
+            f"layers of this {config.model_type} have several shapes of heads ({sizes}); "
+            "give the shape of one with --heads instead of MODEL"
+        )
+    return shapes.pop()
+
+
+def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
+    path = builtin_model(model) if model.startswith("builtin:") else Path(model).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    if not path.exists() and path.suffix != ".json":
+        path = download_config(model)
+    document = read_object(path)
+    if Path(model).is_dir():
+        single = path.with_name(SINGLE_FILE)
+        weights = read_header(single) if single.exists() else {}
+        check_layers(path.parent, document, read_index(path.parent) or weights)
+    config = read_config(path, document, trust_remote_code=trust_remote_code)
+    check_cacheable(config, document)
+    return config
+
+
+def _layer_heads(config: Any) -> Heads:
+    heads = int(config.num_attention_heads)
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None)
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        kv_heads = 1
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, int(kv_heads or heads), int(head_dim)
+
+
 def run_bench(
     model: str | None,
     heads: str,
@@ -63,12 +119,7 @@ def run_bench(
         raise InputError("--tune times kernels on a GPU, and torch finds none here")
     if not gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported, now or by others
-    if model:
-        from calib.plan.shape import attention_heads
-
-        shape = attention_heads(model, trust_remote_code=trust_remote_code)
-    else:
-        shape = parse_heads(heads)
+    shape = attention_heads(model, trust_remote_code=trust_remote_code) if model else parse_heads(heads)
     try:
         from fp8kv_runtime.bench.session import Bench
     except ImportError as missing:

@@ -74,7 +74,7 @@ def test_a_reader_that_has_seen_enough_changes_nothing(command, status, output):
 
 
 @pytest.mark.parametrize(
-    "line", [r"generate x $'caf\xe9'", r"plan $'caf\xe9'", r"calibrate x --set $'a=\xff'"]
+    "line", [r"generate x $'caf\xe9'", r"bench $'caf\xe9'", r"calibrate x --set $'a=\xff'"]
 )
 def test_an_argument_that_is_not_utf_8_is_one_line(line):
     done = shell(f"fp8kv {line}")
@@ -155,7 +155,7 @@ def test_a_narrow_screen_gets_a_line_for_every_value():
     assert max(widest) < 60
 
 
-@pytest.mark.parametrize("command", ["inspect", "verify", "compare", "doctor", "recipes", "plan"])
+@pytest.mark.parametrize("command", ["inspect", "verify", "compare", "doctor", "recipes"])
 def test_at_40_columns_no_word_is_broken(command, output, monkeypatch):
     arguments = {"doctor": [], "recipes": [], "compare": [output, output]}.get(command, [output])
     wide = fp8kv(command, *arguments)

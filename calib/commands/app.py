@@ -20,7 +20,6 @@ from calib.commands.generate import generate
 from calib.commands.inspect import inspect
 from calib.commands.merge import merge
 from calib.commands.pack import pack
-from calib.commands.plan import plan
 from calib.commands.recipes import recipes
 from calib.commands.recommend import recommend
 from calib.commands.stress import stress
@@ -42,7 +41,7 @@ def _options(version: Version = False) -> None:
 app.command()(calibrate)
 app.command("eval")(evaluate)
 of_scales = (inspect, verify, apply, pack, bake, convert, strip, repair)
-others = (compare, recommend, plan, merge, generate, stress, bench, recipes, doctor)
+others = (compare, recommend, merge, generate, stress, bench, recipes, doctor)
 for each in (*of_scales, *others):
     app.command()(each)
 
