@@ -11,7 +11,7 @@ from calib.commands.running import command, print_json, print_lines, warn
 from calib.errors import InputError
 
 if TYPE_CHECKING:
-    from calib.transfer.packing import Packed
+    from calib.transfer.pack import WrittenPack
 
 
 @command
@@ -36,13 +36,13 @@ def pack(
 
     `fp8kv apply` puts its scales beside their copy, from the directory or from the Hub.
     """
-    from calib.transfer.hub import check_name, push
-    from calib.transfer.packing import pack as write_pack
+    from calib.transfer.hub import check_hub_id, push
+    from calib.transfer.pack import pack as write_pack
 
     if private and push_to_hub is None:
         raise InputError("--private is for --push-to-hub; leave it out")
     if push_to_hub is not None:
-        check_name(push_to_hub)
+        check_hub_id("--push-to-hub", push_to_hub)
     packed = write_pack(calibration, output, report=report, base_model=base_model, overwrite=overwrite)
     pushed = push(output, push_to_hub, private=private) if push_to_hub else None
     if as_json:
@@ -56,12 +56,12 @@ def pack(
         )
         return
     warn(packed.warnings)
-    print_lines(_lines(packed, pushed, push_to_hub or str(output)))
+    print_lines(_lines(packed, output, pushed, push_to_hub or str(output)))
 
 
-def _lines(packed: "Packed", pushed: str | None, name: str) -> list[str]:
+def _lines(packed: "WrittenPack", output: Path, pushed: str | None, name: str) -> list[str]:
     lines = [f"{size:>11,} bytes  {file}" for file, size in packed.sizes.items()]
-    lines += [f"written to {packed.path}: {sum(packed.sizes.values()):,} bytes, without weights"]
+    lines += [f"written to {output}: {sum(packed.sizes.values()):,} bytes, without weights"]
     lines += [f"pushed to {pushed}"] if pushed else []
     model = packed.pack.base_model or "MODEL"
     return [*lines, "", "put its scales beside a model:", f"  fp8kv apply {quote(name)} {model}"]

@@ -15,9 +15,10 @@ from calib.files.strict_json import json_text, parse_object, read_bytes, regular
 
 _VERSION = 1
 PACKED = "packed"  # key of a calibration's report in a pack
-MAX_MANIFEST_BYTES = 1 << 20
-_MAX_FILE_BYTES = 512 << 20  # statistics with histograms, of a model with a hundred layers
+_MANIFEST_BYTES = 1 << 20
+_FILE_BYTES = 512 << 20  # statistics with histograms, of a model with a hundred layers
 FILES = (CALIBRATION_FILE, STATS_FILE, JSON_FILE)  # all that is read; only the last is optional
+LARGEST_FILES = {PACK_FILE: _MANIFEST_BYTES, **dict.fromkeys(FILES, _FILE_BYTES)}
 
 
 class _StrictModel(BaseModel):
@@ -27,7 +28,7 @@ class _StrictModel(BaseModel):
 class PackedFile(_StrictModel):
     """The size and checksum of a file of the pack."""
 
-    size: int = Field(ge=0, le=_MAX_FILE_BYTES)
+    size: int = Field(ge=0, le=_FILE_BYTES)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -56,24 +57,23 @@ def read_pack(directory: Path) -> Pack | None:
     """Read the manifest in `directory`, if any; raise an InputError unless every file fits it."""
     if not (directory / PACK_FILE).exists():
         return None
-    pack = read_manifest(directory / PACK_FILE)
+    pack = _read_manifest(directory / PACK_FILE)
     for path in (directory / name for name in FILES):
-        file = pack.files.get(path.name)
+        file, problem = pack.files.get(path.name), None
         if file is None:
             problem = f"{PACK_FILE} does not name it" if path.exists() else None
         elif (size := regular_size(path)) != file.size:
             problem = f"{size:,} bytes instead of {file.size:,}"
-        else:
-            problem = "its checksum differs" if _sha256(read_bytes(path)) != file.sha256 else None
+        elif _sha256(read_bytes(path)) != file.sha256:
+            problem = "its checksum differs"
         if problem:
             raise _damaged(path, problem)
     return pack
 
 
-def read_manifest(path: Path) -> Pack:
-    """Read a manifest alone; raise an InputError where it is damaged, or of a newer version."""
-    if (size := regular_size(path)) > MAX_MANIFEST_BYTES:
-        raise InputError(f"'{path}' has {size:,} bytes; no pack has {MAX_MANIFEST_BYTES:,}")
+def _read_manifest(path: Path) -> Pack:
+    if (size := regular_size(path)) > _MANIFEST_BYTES:
+        raise InputError(f"'{path}' has {size:,} bytes; no pack has {_MANIFEST_BYTES:,}")
     text = read_bytes(path)
     document = parse_object(text, f"'{path}'")
     version = document.get("fp8kv_pack")
@@ -88,14 +88,13 @@ def read_manifest(path: Path) -> Pack:
         raise _damaged(path, first_problem(error)) from None
 
 
-def write_manifest(path: Path, facts: dict[str, Any]) -> Pack:
-    """Write a manifest of the files beside it, with `facts` about the model."""
-    files = {}
-    for file in (path.with_name(name) for name in FILES):
-        if file.exists():
-            files[file.name] = {"size": file.stat().st_size, "sha256": _sha256(file.read_bytes())}
+def write_manifest(directory: Path, facts: dict[str, Any]) -> Pack:
+    """Write a manifest of the files in `directory`, with `facts` about the model."""
+    paths = [path for name in FILES if (path := directory / name).exists()]
+    files = {path.name: {"size": path.stat().st_size, "sha256": _sha256(path.read_bytes())} for path in paths}
+    path = directory / PACK_FILE
     path.write_bytes(_manifest_text({"fp8kv_pack": _VERSION, **facts, "files": files}))
-    return read_manifest(path)
+    return _read_manifest(path)
 
 
 def _manifest_text(document: dict[str, Any]) -> bytes:

@@ -1,7 +1,7 @@
-"""Where models and data lie is nobody else's business: names for paths in what is published."""
+"""Paths of the user's machine, which stay out of what is published: the last part alone is named."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,66 +9,56 @@ from calib.data.builtin import BUILTIN_PREFIX
 from calib.data.local_rows import looks_local
 from calib.recipe import Recipe
 
-_WHOLE = re.compile(r"(?:/|\./|\.\./|~).*", re.DOTALL)
-_QUOTED = re.compile(r"'((?:/|\./|\.\./|~)[^']*)'")
+_START = r"(?:/|\./|\.\./|~)"
+_PATH = re.compile(rf"{_START}.*", re.DOTALL)
+_QUOTED = re.compile(rf"'({_START}[^']*)'")
 # addresses and tags, such as </s>, hold slashes too
-_WITHIN = re.compile(r"(https?://\S+|</\w+>)|(?<!\w)(?:/|\./|\.\./|~)[^\s',]+")
-_OF_THE_HUB = re.compile(r"[^/]+(?:/[^/]+)? (?:\(.*\) )?\[.+\]")  # a dataset and its split
-_YAML = (".yaml", ".yml")  # of tasks
+_UNQUOTED = re.compile(rf"(https?://\S+|</\w+>)|(?<!\w){_START}[^\s',]+")
+_HUB_DATASET = re.compile(r"[^/]+(?:/[^/]+)? (?:\(.*\) )?\[.+\]")  # a dataset and its split
 
 
-def without_places(value: Any, places: Iterable[str]) -> Any:
-    """`value`, a JSON document, with the last part of every path alone.
+def hide_paths(value: Any, paths: Iterable[str]) -> Any:
+    """Return `value`, a JSON document, with the last part of every path alone.
 
-    `places` are paths whose form does not tell; all others are known by theirs.
+    `paths` are those whose form does not tell; all others are known by theirs.
     """
-    forms = {form: Path(place).name for place in places for form in _forms(place)}
-    known = [re.escape(form) for form in sorted(forms, key=len, reverse=True)]
-    pattern = re.compile(rf"(?<![\w/.-])({'|'.join(known)})(?:/(?!\S)|(?![\w-]))")
+    spellings = {spelling: Path(path).name for path in paths for spelling in _spellings(path)}
+    longest_first = sorted(map(re.escape, spellings), key=len, reverse=True)
+    pattern = re.compile(rf"(?<![\w/.-])({'|'.join(longest_first)})(?:/(?!\S)|(?![\w-]))")
 
-    def hidden(text: str) -> str:
-        text = pattern.sub(lambda match: forms[match[1]], text) if known else text
-        parts = (Path(x).name if _WHOLE.fullmatch(x) else x for x in text.split(" + "))
+    def hide(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: hide(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [*map(hide, value)]
+        if not isinstance(value, str):
+            return value
+        text = pattern.sub(lambda match: spellings[match[1]], value) if spellings else value
+        parts = (Path(part).name if _PATH.fullmatch(part) else part for part in text.split(" + "))
         text = _QUOTED.sub(lambda match: f"'{Path(match[1]).name}'", " + ".join(parts))
-        return _WITHIN.sub(lambda match: match[1] or Path(match[0]).name, text)
+        return _UNQUOTED.sub(lambda match: match[1] or Path(match[0]).name, text)
 
-    return _mapped(value, hidden)
-
-
-def places_of(said: dict[str, Any], recipe: Recipe, measured: str | None) -> list[str]:
-    """The paths that a calibration's file names, whose recipe is `recipe`.
-
-    `measured` is the data of an evaluation, None without one.
-    """
-    sources = [*said["dataset"]["source"].split(" + "), *(measured or "").split(" + ")]
-    found = [source for source in sources if not _OF_THE_HUB.fullmatch(source)]
-    found += [said["model"]] if _is_local_model(said) else []
-    asked = recipe.evaluation
-    named = [recipe.data.dataset, asked.dataset or "", *asked.also, *asked.tasks]
-    found += [each for each in named if _looks_local(each)]
-    return [place for place in found if place and not place.startswith(BUILTIN_PREFIX)]
+    return hide(value)
 
 
-def _is_local_model(said: dict[str, Any]) -> bool:
-    """Whether the model was no Hub id, also where it is gone since."""
-    # outputs of older versions do not say
-    return said["hub"] is None if "hub" in said else _looks_local(said["model"])
+def local_paths(report: dict[str, Any], recipe: Recipe, evaluation_data: str | None) -> list[str]:
+    """Return the paths that a calibration's `report` and `recipe` name, and those of an evaluation's data."""
+    data, evaluation = recipe.data, recipe.evaluation
+    sources = [*report["dataset"]["source"].split(" + "), *(evaluation_data or "").split(" + ")]
+    paths = [source for source in sources if not _HUB_DATASET.fullmatch(source)]
+    names = [data.dataset, evaluation.dataset or "", *evaluation.also, *evaluation.tasks]
+    # reports of older versions do not say whether the model is one of the Hub
+    names += [report["model"]] if "hub" not in report else []
+    paths += [report["model"]] if report.get("hub", "") is None else []
+    paths += [name for name in names if _looks_local(name)]
+    return [path for path in paths if path and not path.startswith(BUILTIN_PREFIX)]
 
 
 def _looks_local(name: str) -> bool:
-    return looks_local(name) or name.count("/") > 1 or name.endswith(_YAML)
+    return looks_local(name) or name.count("/") > 1 or name.endswith((".yaml", ".yml"))
 
 
-def _forms(place: str) -> Iterable[str]:
-    """How messages spell `place`, where that is more than its last part."""
-    path = Path(place)
-    spelled = {place.rstrip("/"), str(path), str(path.expanduser())}
-    return (form for form in spelled if path.name and form != path.name)
-
-
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, dict):
-        return {key: _mapped(each, change) for key, each in value.items()}
-    if isinstance(value, list):
-        return [_mapped(each, change) for each in value]
-    return change(value) if isinstance(value, str) else value
+def _spellings(path: str) -> list[str]:
+    """Return how messages spell `path`, where that is not its last part alone."""
+    spellings = {path.rstrip("/"), str(Path(path)), str(Path(path).expanduser())}
+    return [spelling for spelling in spellings if Path(path).name not in ("", spelling)]

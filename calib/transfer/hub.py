@@ -1,93 +1,99 @@
-"""Packs on the Hub: pushed whole, and fetched file by file as the manifest says."""
+"""Packs on the Hub: uploaded whole, and downloaded by the names that a pack may hold."""
 
 import re
 from pathlib import Path
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, hf_hub_download
+from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub import errors as hub
+from huggingface_hub.utils import tqdm
 
-from calib.errors import InputError
-from calib.files.names import PACK_FILE
-from calib.files.pack import FILES, MAX_MANIFEST_BYTES, read_manifest
+from calib.errors import InputError, one_line
+from calib.files.names import CALIBRATION_FILE, PACK_FILE, STATS_FILE
+from calib.files.pack import FILES, LARGEST_FILES
 from calib.models.sources import ask_hub
 from calib.progress import SILENT, Progress
-from calib.transfer.packing import HUB_ID
 
+_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}", re.ASCII)
 _REVISION = re.compile(r"[\w./-]{1,200}", re.ASCII)
-_OF_THE_HUB = {".gitattributes"}  # in every new repository
+_NEW_REPOSITORY = {".gitattributes"}  # the files of one
 
 
-def find_calibration(given: str, progress: Progress = SILENT) -> tuple[Path, str]:
-    """Where the calibration or pack `given` is, and its name: a path, or `owner/name[@revision]`.
+class _HiddenBar(tqdm):  # type: ignore[misc]
+    """A progress bar of the Hub library that is not drawn, also where it is not on a terminal."""
 
-    What is no path is fetched from the Hub into its cache; InputError where it is no pack there.
-    The files are checked where they are read.
+    def __init__(self, *args: object, **options: object) -> None:
+        super().__init__(*args, **{**options, "disable": True})
+
+
+def find_calibration(name: str, progress: Progress = SILENT) -> tuple[Path, str]:
+    """Find the calibration or pack `name`: a path, or `owner/name[@revision]` on the Hub.
+
+    Return its directory, which need not exist, and its name with the commit. A pack is downloaded into the
+    Hub's cache. Its files are checked where they are read.
     """
-    path = Path(given).expanduser()
-    name, at, revision = given.partition("@")
-    if path.exists() or not HUB_ID.fullmatch(name) or (at and not _REVISION.fullmatch(revision)):
-        return path, str(path)  # which may not be there, as its reader says
+    path = Path(name).expanduser()
+    repository, at, revision = name.partition("@")
+    if path.exists() or not _ID.fullmatch(repository) or (at and not _REVISION.fullmatch(revision)):
+        return path, str(path)
     progress.stage("fetch")
-    directory = ask_hub("pack", name, lambda: _fetch(name, revision or None))
-    return directory, f"{name}@{directory.name}"
+    directory = ask_hub("pack", repository, lambda: _download(repository, revision or "main"))
+    return directory, f"{repository}@{directory.name}"
 
 
-def push(directory: Path, name: str, *, private: bool = False) -> str:
-    """Put the pack in `directory` into the repository `name`, in one commit; return its address.
-
-    The repository is made where there is none. InputError if it holds something else, or is public
-    and should be `private`, or the Hub refuses.
-    """
-    check_name(name)
+def _download(name: str, revision: str) -> Path:
+    """Download the files of a pack, none of which is larger than it may be."""
+    only = {"allow_patterns": [*LARGEST_FILES], "tqdm_class": _HiddenBar}
     try:
-        return _commit(HfApi(), directory, name, private=private)
-    except (hub.HTTPError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-    raise InputError(f"the pack is in '{directory}', and was not pushed to '{name}': {reason}")
-
-
-def check_name(name: str) -> None:
-    """Refuse what is no name of a repository."""
-    if not HUB_ID.fullmatch(name):
-        raise InputError(f"--push-to-hub '{name}' is no id on the Hub, such as owner/name")
-
-
-def _commit(api: HfApi, directory: Path, name: str, *, private: bool) -> str:
-    try:
-        there = api.model_info(name)
-    except hub.RepositoryNotFoundError:
-        api.create_repo(name, private=private or None)
-        there = api.model_info(name)
-    held = {sibling.rfilename for sibling in there.siblings or ()}
-    if private and not there.private:
-        raise InputError("it is public there; make it private, or choose another name")
-    if PACK_FILE not in held and held - _OF_THE_HUB:
-        raise InputError("it holds other files and no pack; choose another name")
-    mine = sorted(file.name for file in directory.iterdir())
-    operations = [CommitOperationAdd(file, str(directory / file)) for file in mine]
-    operations += [CommitOperationDelete(file) for file in sorted(held & {*FILES} - {*mine})]
-    message = "KV-cache scales, packed by fp8kv"
-    done = api.create_commit(name, operations, commit_message=message, parent_commit=there.sha)
-    return f"{done.repo_url} at {done.oid}"
-
-
-def _fetch(name: str, revision: str | None) -> Path:
-    manifest = _download(name, PACK_FILE, revision, MAX_MANIFEST_BYTES)
-    directory = manifest.parent
-    for file, known in read_manifest(manifest).files.items():
-        _download(name, file, directory.name, known.size)
+        files = snapshot_download(name, revision=revision, dry_run=True, **only)
+    except hub.RevisionNotFoundError:
+        raise InputError(f"'{name}' on the Hub has no revision '{revision}'") from None
+    except hub.DryRunError:  # without a network, the cache has it or not
+        files = []
+    for file in files:
+        limit = LARGEST_FILES[file.filename]
+        if file.file_size is None or file.file_size > limit:
+            raise InputError(f"'{name}' on the Hub: {file.filename} has more than {limit:,} bytes")
+        revision = file.commit_hash  # a branch may have moved to files of another size
+    directory = Path(snapshot_download(name, revision=revision, **only))
+    for required in (PACK_FILE, CALIBRATION_FILE, STATS_FILE):
+        if not (directory / required).exists():
+            raise InputError(f"'{name}' on the Hub is not a whole pack: it has no {required}")
     return directory
 
 
-def _download(name: str, file: str, revision: str | None, limit: int) -> Path:
-    """Fetch one file of at most `limit` bytes."""
+def push(directory: Path, name: str, *, private: bool = False) -> str:
+    """Upload the pack in `directory` to the repository `name`; return its address and commit.
+
+    The repository is made where there is none. InputError if it holds something else, or is public and
+    should be `private`, or the Hub refuses.
+    """
+    check_hub_id("--push-to-hub", name)
+    api = HfApi()
     try:
-        about = hf_hub_download(name, file, revision=revision, dry_run=True)
-        if about.file_size is None or about.file_size > limit:
-            raise InputError(f"'{name}' on the Hub: {file} has more than {limit:,} bytes")
-        # by its own name, for the cache to know it without a network
-        return Path(hf_hub_download(name, file, revision=revision))
-    except hub.RevisionNotFoundError:
-        raise InputError(f"'{name}' on the Hub has no revision '{revision}'") from None
-    except hub.RemoteEntryNotFoundError:
-        raise InputError(f"'{name}' on the Hub is no whole pack: it has no {file}") from None
+        try:
+            repository = api.model_info(name)
+        except hub.RepositoryNotFoundError:
+            api.create_repo(name, private=private or None)
+            repository = api.model_info(name)
+        names = {sibling.rfilename for sibling in repository.siblings or ()}
+        if private and not repository.private:
+            raise InputError("it is public there; make it private, or choose another name")
+        if PACK_FILE not in names and names - _NEW_REPOSITORY:
+            raise InputError("it holds other files and no pack; choose another name")
+        commit = api.upload_folder(
+            repo_id=name,
+            folder_path=directory,
+            delete_patterns=[*FILES],  # those of an earlier pack that this one lacks
+            commit_message="KV-cache scales, packed by fp8kv",
+            parent_commit=repository.sha,
+        )
+    except (hub.HTTPError, OSError, ValueError) as error:
+        problem = f"the pack is in '{directory}', and was not pushed to '{name}'"
+        raise InputError(f"{problem}: {one_line(error)}") from None
+    return f"{commit.repo_url} at {commit.oid}"
+
+
+def check_hub_id(flag: str, name: str) -> None:
+    """Refuse the value of `flag` unless it can be the name of a repository."""
+    if not _ID.fullmatch(name):
+        raise InputError(f"{flag} '{name}' is not an id on the Hub, such as owner/name")

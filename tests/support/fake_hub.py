@@ -12,6 +12,11 @@ from urllib.parse import unquote, urlsplit
 TOKEN = "hf_secret"
 
 
+def blob(content):
+    """The name that git gives to a file's content."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
 class Repository:
     def __init__(self, private=False):
         self.private, self.commits = private, [{".gitattributes": b""}]
@@ -53,6 +58,8 @@ class FakeHub:
             (r"/api/validate-yaml", self._validate),
             (r"/api/models/([^/]+/[^/]+)/preupload/main", self._preupload),
             (r"/api/models/([^/]+/[^/]+)/commit/main", self._commit),
+            (r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", self._tree),
+            (r"/api/models/([^/]+/[^/]+)/revision/(.+)", self._info),
             (r"/api/models/([^/]+/[^/]+)", self._info),
             (r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self._resolve),
         ):
@@ -93,12 +100,26 @@ class FakeHub:
         oid = repository.head
         return self._json({"commitUrl": f"{self.url}/{name}/commit/{oid}", "commitOid": oid})
 
-    def _info(self, name, body):
+    def _info(self, name, revision="main", body=b""):
         if (repository := self.repositories.get(name)) is None:
             return self._missing("Repo")
-        siblings = [{"rfilename": file} for file in repository.commits[-1]]
-        facts = {"sha": repository.head, "private": repository.private, "siblings": siblings}
+        if (found := repository.files(revision)) is None:
+            return self._missing("Revision")
+        files, commit = found
+        siblings = [{"rfilename": file} for file in files]
+        facts = {"sha": commit, "private": repository.private, "siblings": siblings}
         return self._json({"id": name, **facts})
+
+    def _tree(self, name, revision, body):
+        if (repository := self.repositories.get(name)) is None:
+            return self._missing("Repo")
+        if (found := repository.files(revision)) is None:
+            return self._missing("Revision")
+        files = [
+            {"type": "file", "path": file, "size": self.sizes.get(file, len(content)), "oid": blob(content)}
+            for file, content in found[0].items()
+        ]
+        return self._json(files)
 
     def _resolve(self, name, revision, file, body):
         if (repository := self.repositories.get(name)) is None:
@@ -109,7 +130,7 @@ class FakeHub:
         if file not in files:
             return self._missing("Entry")
         content = files[file]
-        headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"'}
+        headers = {"X-Repo-Commit": commit, "ETag": f'"{blob(content)}"'}
         return 200, headers, content
 
     def _missing(self, what):

@@ -168,7 +168,7 @@ def test_the_commit_of_a_model_on_the_hub(model, tmp_path):
     other = manifest(packed(given, tmp_path / "other", "--base-model", "a/b"))
     assert (other["base_model"], other["revision"]) == ("a/b", None)
     fits_none = fp8kv("pack", given, "-o", tmp_path / "no", "--base-model", "not an id")
-    one_line_error(fits_none, "--base-model 'not an id' is no id on the Hub")
+    one_line_error(fits_none, "--base-model 'not an id' is not an id on the Hub")
 
 
 def test_what_is_not_packed(model, measured, pack, tmp_path):

@@ -39,7 +39,7 @@ def test_figures_of_other_scales(evaluated, model, tmp_path):
     done = fp8kv("pack", other, "-o", tmp_path / "pack", "--report", evaluated)
     one_line_error(done, "has no figures of these scales; measure them: fp8kv-eval")
     done = fp8kv("pack", other, "-o", tmp_path / "pack", "--report", other / "config.json")
-    one_line_error(done, "is no report of this version of fp8kv-eval")
+    one_line_error(done, "is not a report of this version of fp8kv-eval")
 
 
 def test_figures_beside_the_calibration_of_other_scales(evaluated, model, tmp_path):

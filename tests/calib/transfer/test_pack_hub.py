@@ -59,12 +59,47 @@ def test_flags_are_checked_before_anything_is_fetched(hub, pack, model, tmp_path
     assert not hub.requests
 
 
-def test_only_what_the_manifest_names_is_fetched(hub, model, pack, tmp_path):
-    hub.put("me/scales", {**files(pack), "model.safetensors": b"x", "config.json": b"{}"})
+def test_only_files_of_a_pack_are_fetched(hub, model, pack, tmp_path):
+    strange = {
+        "model.safetensors": b"x",
+        "config.json": b"{}",
+        "model.bin": b"pickle",
+        "a/fp8kv_pack.json": b"",
+    }
+    hub.put("me/scales", {**files(pack), **strange})
     done = fp8kv("apply", "me/scales", model, "-o", tmp_path / "out")
     assert done.exit_code == 0, done.stderr
-    fetched = {path.rpartition("/")[2] for _, path in hub.requests}
+    fetched = {
+        path.partition("/resolve/")[2].partition("/")[2] for _, path in hub.requests if "/resolve/" in path
+    }
     assert fetched == FILES - {"README.md"}
+
+
+def test_a_download_that_was_cut_off(hub, model, measured, pack, tmp_path):
+    hub.put("me/scales", files(pack))
+    hub.sizes["fp8kv_stats.safetensors"] = (pack / "fp8kv_stats.safetensors").stat().st_size + 1
+    refuse("me/scales", model, tmp_path, "pack 'me/scales'")
+    assert not [*(tmp_path / "cache").rglob("snapshots/*/fp8kv_stats.safetensors")]
+    hub.sizes.clear()
+    done = fp8kv("apply", "me/scales", model, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert scales(tmp_path / "out") == scales(measured)
+
+
+def test_a_branch_that_moves_while_its_files_are_fetched(hub, model, measured, pack, tmp_path, monkeypatch):
+    first, answer = hub.put("me/scales", files(pack)).head, hub.answer
+
+    def move(method, path, body, token):
+        if method == "GET" and "/resolve/" in path and len(hub.repositories["me/scales"].commits) == 2:
+            hub.put("me/scales", {"fp8kv_stats.safetensors": b"large"})
+        return answer(method, path, body, token)
+
+    monkeypatch.setattr(hub, "answer", move)
+    done = fp8kv("apply", "me/scales", model, "-o", tmp_path / "out")
+    assert done.exit_code == 0, done.stderr
+    assert scales(tmp_path / "out") == scales(measured)
+    origin = json.loads((tmp_path / "out" / "fp8kv_calibration.json").read_text())["pack"]
+    assert origin["name"] == f"me/scales@{first}"
 
 
 def test_a_revision(hub, model, measured, pack, tmp_path):
@@ -91,7 +126,7 @@ def test_without_a_network_what_was_fetched_is_used(hub, model, pack, tmp_path, 
 def test_what_is_no_pack(hub, model, pack, tmp_path):
     refuse("me/gone", model, tmp_path, "is neither a directory nor a pack on the Hub")
     hub.put("me/model", {"config.json": b"{}"})
-    refuse("me/model", model, tmp_path, "is no whole pack: it has no fp8kv_pack.json")
+    refuse("me/model", model, tmp_path, "is not a whole pack: it has no fp8kv_pack.json")
     half = files(pack)
     del half["fp8kv_stats.safetensors"]
     hub.put("me/half", half)
@@ -171,7 +206,7 @@ def test_a_repository_of_something_else_is_left_alone(hub, measured, tmp_path):
 @pytest.mark.parametrize("name", ["scales", "a/b/c", "/scales", "../x", "me/sca les", ""])
 def test_a_name_that_is_none(name, measured, tmp_path):
     done = fp8kv("pack", measured, "-o", tmp_path / "pack", "--push-to-hub", name)
-    one_line_error(done, "is no id on the Hub, such as owner/name")
+    one_line_error(done, "is not an id on the Hub, such as owner/name")
     assert not (tmp_path / "pack").exists()
 
 

@@ -9,7 +9,7 @@ from command_line import fp8kv
 from pack_cases import manifest, packed, report_of
 from quantized_models import edit_json
 
-from calib.transfer.hidden_paths import without_places
+from calib.transfer.hidden_paths import hide_paths
 
 FLAGS = ("--samples", "4", "--seq-len", "16", "--device", "cpu")
 
@@ -147,10 +147,10 @@ def test_names_on_the_hub_stay(model, tmp_path, monkeypatch):
     ],
 )
 def test_paths_within_a_text(text, expected):
-    assert without_places([{"x": text}], ["my own/data"]) == [{"x": expected}]
+    assert hide_paths([{"x": text}], ["my own/data"]) == [{"x": expected}]
 
 
 def test_a_home_is_known_by_both_its_spellings(monkeypatch):
     monkeypatch.setenv("HOME", "/home/my own")
     text = f"{os.path.expanduser('~/data/x.txt')}, row 1"
-    assert without_places(f"of {text}", ["~/data/x.txt"]) == "of x.txt, row 1"
+    assert hide_paths(f"of {text}", ["~/data/x.txt"]) == "of x.txt, row 1"

@@ -1,0 +1,184 @@
+"""`fp8kv pack`: what a calibration measured, for others who have the model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isclose
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from calib.choices import FORMATS
+from calib.errors import InputError, UnsupportedExportError
+from calib.eval.schema import REPORT_FILE, Extremes, Report, Row
+from calib.files.atomic import atomic_directory
+from calib.files.calibration import statistics_file
+from calib.files.names import CALIBRATION_FILE, CARD_FILE, JSON_FILE, STATS_FILE
+from calib.files.pack import PACKED, Pack, write_manifest
+from calib.files.strict_json import read_object
+from calib.formats import check_format, check_latent
+from calib.formats.checkpoint_directory import check_output, write_json
+from calib.formats.scales_json import scales_document
+from calib.recipe import load_recipe
+from calib.same_model.marks import Marks
+from calib.scales.scales import KVScales
+from calib.scales.stats import derive_scales
+from calib.scales.stats_file import load_calibration, save_stats
+from calib.scales.summary import LayerSummary, summarize
+from calib.transfer.hidden_paths import hide_paths, local_paths
+from calib.transfer.hub import check_hub_id
+from calib.transfer.pack_card import license_of, pack_card
+
+_FIGURES = {"kl", "ppl_change", "top1"}
+_ROUNDING = 2**-8  # of scales in bfloat16
+
+
+@dataclass(frozen=True)
+class WrittenPack:
+    """A pack that was written, the bytes of its files, and warnings about figures that are not in it."""
+
+    pack: Pack
+    sizes: dict[str, int]
+    warnings: list[str]
+
+
+def pack(
+    calibration: Path,
+    output: Path,
+    *,
+    report: Path | None = None,
+    base_model: str | None = None,
+    overwrite: bool = False,
+) -> WrittenPack:
+    """Write `calibration`, an output or its statistics, to the directory `output`, whole or not at all.
+
+    `report` is what fp8kv-eval wrote of these scales, by default what lies beside the calibration, if it
+    fits; `base_model` is the model's id on the Hub, where a copy of that was calibrated.
+    """
+    source = statistics_file(calibration).parent
+    check_output(output, source, overwrite=overwrite, what="calibration")
+    stats, facts = load_calibration(calibration)
+    marks = _check_measured_here(source, facts)
+    if base_model is not None:
+        check_hub_id("--base-model", base_model)
+    recipe = load_recipe(str(source / CALIBRATION_FILE))
+    scales = derive_scales(stats, recipe)
+    layers = summarize(stats, scales)
+    figures, warnings = (_read_figures(report, layers), []) if report else _figures_beside(source, layers)
+    paths = local_paths(facts, recipe, figures["data"] if figures else None)
+    public = {key: x if key == "marks" else hide_paths(x, paths) for key, x in facts.items()}
+    with atomic_directory(output, overwrite=overwrite) as scratch:
+        save_stats(stats, scratch / STATS_FILE)
+        write_json(scratch / CALIBRATION_FILE, public | {PACKED: True})
+        if _fits_json(scales) and (model_type := marks.settings.get("model_type")):
+            write_json(scratch / JSON_FILE, scales_document(scales, model_type, marks.layers))
+        origin = _origin(facts, base_model)
+        manifest = write_manifest(scratch, origin | {"evaluation": hide_paths(figures, paths)})
+        card = pack_card(public, recipe, layers, manifest, license_of(source))
+        (scratch / CARD_FILE).write_text(card)
+        sizes = {file.name: file.stat().st_size for file in sorted(scratch.iterdir())}
+    return WrittenPack(manifest, sizes, warnings)
+
+
+def _check_measured_here(source: Path, facts: dict[str, Any]) -> Marks:
+    """Refuse scales that were not measured in `source`; return the marks of the model."""
+    if PACKED in facts:
+        raise InputError(f"'{source}' is a pack already; copy it, or pack the calibration again")
+    if "measured_on" in facts:
+        raise InputError(
+            f"the scales in '{source}' were applied, and not measured there; pack the calibration "
+            "that they are from"
+        )
+    if not facts.get("marks"):
+        raise InputError(
+            f"'{source}' keeps no marks of its model, so nobody could apply its scales; calibrate "
+            "again, or share the whole output"
+        )
+    return Marks.from_json(facts["marks"], f"'{source / CALIBRATION_FILE}'")
+
+
+def _origin(facts: dict[str, Any], base_model: str | None) -> dict[str, Any]:
+    hub = facts.get("hub") or {}
+    model = base_model or hub.get("model")
+    commit = hub.get("revision") if model == hub.get("model") else None
+    return {"base_model": model, "revision": commit, "fingerprint": facts["checkpoint"]}
+
+
+def _fits_json(scales: KVScales) -> bool:
+    """Return whether `kv_cache_scales.json` can hold the scales as they are."""
+    try:
+        if scales.latent:
+            check_latent("json")
+        check_format(
+            "json",
+            strategy=scales.strategy,
+            fp8_dtype=scales.fp8_dtype,
+            with_q=scales.has_q,
+            reduce="none",
+            center_keys=scales.has_center,
+        )
+    except UnsupportedExportError:
+        return False
+    return True
+
+
+def _figures_beside(
+    calibration: Path, layers: Sequence[LayerSummary]
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return the figures that `--evaluate` left with a calibration, or None and why they were not taken."""
+    path = calibration.absolute()
+    # an output in several formats has one evaluation beside their directories
+    directories = [calibration, path.parent] if path.name in FORMATS else [calibration]
+    warnings = []
+    for file in (directory / "evaluation" / REPORT_FILE for directory in directories):
+        try:
+            if file.exists():
+                return _read_figures(file, layers), []
+        except InputError as error:
+            warnings.append(f"packed without figures of an evaluation: {error}")
+    return None, warnings
+
+
+def _read_figures(report: Path, layers: Sequence[LayerSummary]) -> dict[str, Any]:
+    """Read what a report says of scales that have these `layers`; an InputError where it has none of them."""
+    file = report / REPORT_FILE if report.is_dir() else report
+    document = read_object(file)
+    try:
+        evaluation = Report.model_validate(document)
+    except ValidationError:
+        raise InputError(f"'{file}' is not a report of this version of fp8kv-eval") from None
+    variants = evaluation.variants
+    row = next((row for row in variants.values() if _has_scales(row, layers)), None)
+    if row is None:
+        raise InputError(
+            f"'{file}' has no figures of these scales; measure them: fp8kv-eval MODEL --scales "
+            "OUTPUT -o REPORT"
+        )
+    rows = {"these scales": row} | ({"scale 1.0": variants["none"]} if "none" in variants else {})
+    return {
+        "data": evaluation.data.source,
+        "tokens": evaluation.data.tokens,
+        "dtype": evaluation.dtype,
+        "noise_floor": evaluation.noise_floor,
+        "variants": {name: row.model_dump(include=_FIGURES) for name, row in rows.items()},
+    }
+
+
+def _has_scales(row: Row, layers: Sequence[LayerSummary]) -> bool:
+    """Return whether a row is of the scales of `layers`, by their values."""
+    measured = {layer.layer_idx: layer.scale for layer in row.layers}
+    return (
+        row.kind == "given"
+        and measured.keys() == {layer.layer_idx for layer in layers}
+        and all(
+            isclose(_largest(measured[layer.layer_idx][letter]), scale, rel_tol=_ROUNDING)
+            for layer in layers
+            for letter, scale in (("k", layer.k_scale), ("v", layer.v_scale))
+        )
+    )
+
+
+def _largest(scale: float | list[float] | Extremes) -> float:
+    if isinstance(scale, Extremes):
+        return scale.max
+    return scale if isinstance(scale, float) else max(scale)
