@@ -167,14 +167,12 @@ def _read_figures(report: Path, layers: Sequence[LayerSummary]) -> dict[str, Any
 def _has_scales(row: Row, layers: Sequence[LayerSummary]) -> bool:
     """Return whether a row is of the scales of `layers`, by their values."""
     measured = {layer.layer_idx: layer.scale for layer in row.layers}
-    return (
-        row.kind == "given"
-        and measured.keys() == {layer.layer_idx for layer in layers}
-        and all(
-            isclose(_largest(measured[layer.layer_idx][letter]), scale, rel_tol=_ROUNDING)
-            for layer in layers
-            for letter, scale in (("k", layer.k_scale), ("v", layer.v_scale))
-        )
+    if row.kind != "given" or measured.keys() != {layer.layer_idx for layer in layers}:
+        return False
+    return all(
+        isclose(_largest(measured[layer.layer_idx]["k"]), layer.k_scale, rel_tol=_ROUNDING)
+        and isclose(_largest(measured[layer.layer_idx]["v"]), layer.v_scale, rel_tol=_ROUNDING)
+        for layer in layers
     )
 
 
