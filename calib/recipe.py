@@ -112,9 +112,6 @@ class EvaluationRecipe(Settings):
     kl_budget: float | None = Field(
         default=None, ge=0, allow_inf_nan=False, description="nats; find the fewest layers in 16 bits"
     )
-    bits_budget: float | None = Field(
-        default=None, gt=0, le=16, description="mean bits per value; find a type for each layer"
-    )
     tasks: tuple[Source, ...] = Field(default=(), description="of lm-eval: names, or paths of YAML files")
     task_limit: int | None = Field(default=None, ge=1, description="documents of each; default: all")
     fail_if: Annotated[tuple[str, ...], AfterValidator(_check_conditions)] = Field(
@@ -129,11 +126,6 @@ class EvaluationRecipe(Settings):
             raise ValueError(
                 f"attention '{self.attention}' is simulated in plain torch, and backend 'triton' "
                 "runs kernels of ours: use backend torch or auto"
-            )
-        if self.bits_budget is not None:
-            raise ValueError(
-                f"attention '{self.attention}' is simulated for static FP8 alone, and a budget of "
-                "bits mixes it with other types: use attention exact"
             )
         return self
 

@@ -59,9 +59,6 @@ def evaluate(
     search: Annotated[
         str | None, Flag("Find the fewest layers to leave in 16 bits for this KL.", metavar="KL")
     ] = None,
-    search_bits: Annotated[
-        str | None, Flag("Find a type of --caches for each layer within mean bits.", metavar="BITS")
-    ] = None,
     dataset: Annotated[str | None, Flag(f"As for calibrate. Default: the recipe's, or {DATASET}.")] = None,
     also: Annotated[
         list[str] | None,

@@ -16,7 +16,6 @@ _KEYS = {
     "observer": "observer.name",
     "format": "export.formats",
     "search": "evaluation.kl_budget",
-    "search_bits": "evaluation.bits_budget",
 }
 _COMMA_SEPARATED = ("variants", "caches", "tasks")
 

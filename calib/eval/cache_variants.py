@@ -119,21 +119,6 @@ def as_cache(scales: KVScales, what: str) -> Variant:
     return Variant("fp8", what, "cache", cache="fp8", rounding=rounded)
 
 
-def types_to_mix(variants: Sequence[Variant], names: Sequence[str]) -> list[Variant]:
-    """Caches that a layer can have: static FP8 with scales that engines use, and other types."""
-    types = [each for each in variants if each.kind == "cache" and not each.is_baked]
-    if not {"all", "fp8"} & set(names):
-        return types
-    found = [(each.name, each.what, each.scales) for each in variants if each.scales]
-    static = [
-        as_cache(scales, what)
-        for name, what, scales in found
-        # of latents engines store nothing but 1.0
-        if name == ("none" if scales.latent else "tensor")
-    ]
-    return [*static, *types]
-
-
 def _plain(kind: CacheType, dtype: torch.dtype | None) -> Variant:
     rounded = rounding(kind.name, dtype=dtype)
     return Variant(kind.name, kind.what, "cache", cache=kind.name, rounding=rounded)

@@ -111,18 +111,6 @@ class Search(Part):
     kl: Number  # with those in 16 bits
 
 
-class Mixture(Part):
-    """What `--search-bits` found; KL in nats, mean over the tokens of `documents` documents."""
-
-    budget: float  # mean bits per value
-    bits: float  # of the mixture, with all overhead
-    documents: int
-    kl: Number
-    kl_alone: dict[str, dict[int, Number]]  # variant, layer_idx: that layer alone in it
-    layers: dict[int, str]  # layer_idx: variant, or 16 bits
-    modules: dict[int, str]  # layer_idx: name of its attention
-
-
 class Passed(Part):
     """A cache that was measured and can be served, and why it was not chosen."""
 

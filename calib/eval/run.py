@@ -19,15 +19,13 @@ from calib.eval.cache_variants import (
     STATIC,
     cache_names,
     cache_variants,
-    types_to_mix,
     wanted_types,
     with_bytes,
 )
 from calib.eval.exceedance import predicted
-from calib.eval.found import Mixture, Recommendation, Search
+from calib.eval.found import Recommendation, Search
 from calib.eval.held_out import find_readers, with_own
 from calib.eval.material import Material
-from calib.eval.mixture import mix
 from calib.eval.modes import check_model, in_mode
 from calib.eval.offers import Offers
 from calib.eval.other_text import (
@@ -172,10 +170,8 @@ def _results(
     budget = asked.kl_budget
     try:
         check_other_texts(others, variants)  # what refuses comes first
-        mixture = _mixture(setup, variants, material, asked)
         measured = measure(setup, variants, material)
         return {
-            "mixture": mixture,
             "measured": measured,
             "texts": written_texts(setup, material, measured),
             "other_texts": measure_other_texts(setup, others, variants),
@@ -228,16 +224,6 @@ def _search(setup: Setup, variants: list[Variant], material: Material, budget: f
         raise InputError("a search needs scales that engines load: give --scales or keep attn_head")
     subject = min(served, key=lambda v: min(ranks.get(v.kind, 2), ranks.get(v.name, 2)))
     return search(setup, subject, material.layer_documents, budget)
-
-
-def _mixture(
-    setup: Setup, variants: list[Variant], material: Material, asked: EvaluationRecipe
-) -> Mixture | None:
-    """A type for each layer, if a budget of bits was given."""
-    if asked.bits_budget is None:
-        return None
-    types = types_to_mix(variants, asked.caches)
-    return mix(setup, types, material.layer_documents, asked.bits_budget)
 
 
 def run_recommendation(

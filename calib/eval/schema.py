@@ -10,7 +10,6 @@ from calib.choices import AttentionMode, FP8Name, Strategy
 from calib.eval.found import (
     Events,
     Exceedance,
-    Mixture,
     Number,
     OtherText,
     Part,
@@ -194,7 +193,6 @@ class Report(Conditions):
     advice: list[str]
     search: Search | None
     recommended: Recommendation | None = None
-    mixture: Mixture | None = None
     other_texts: list[OtherText] = Field([])
     tasks: dict[str, dict[str, dict[str, TaskFigure]]] = Field({})  # task, variant, metric
     harness: Harness | None = None

@@ -10,10 +10,9 @@ from torch import Tensor
 from calib.choices import REFERENCE
 from calib.eval.advice import Judgement
 from calib.eval.exceedance import anywhere
-from calib.eval.found import Mixture, Recommendation, Search
+from calib.eval.found import Recommendation, Search
 from calib.eval.layer_errors import layer_row, value_rows
 from calib.eval.lost import lost_figures, not_finite
-from calib.eval.mixture import mixture_lines
 from calib.eval.offers import Offers
 from calib.eval.other_figures import other_text
 from calib.eval.other_text import MeasuredElsewhere
@@ -34,7 +33,6 @@ class Evaluation(NamedTuple):
     tasks: dict[str, Any]  # as in the report; empty: none were asked for
     warnings: Sequence[str]
     offers: Offers | None = None  # to recommend by
-    mixture: Mixture | None = None
     other_texts: Sequence[MeasuredElsewhere] = ()
     places: Sequence[LayerPlaces] = ()  # of the calibration
     refused: dict[str, str] | None = None  # what was not measured: why it cannot be served
@@ -69,7 +67,6 @@ def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
         advised=judgement.advised,
         advice=_advice(evaluation, judgement, recommended, wish),
         recommended=recommended,
-        mixture=evaluation.mixture,
         other_texts=others,
         search=evaluation.search,
         **evaluation.tasks,
@@ -84,10 +81,7 @@ def _advice(
     wish: Wish | None,
 ) -> list[str]:
     lines = judgement.advise(evaluation.search)
-    lines += advised_cache(recommended, wish)
-    if evaluation.mixture and (offers := evaluation.offers):
-        lines += mixture_lines(evaluation.mixture, lambda name: offers.fitting(name, "vllm", None))
-    return lines
+    return lines + advised_cache(recommended, wish)
 
 
 def _recommended(evaluation: Evaluation, judgement: Judgement, wish: Wish | None) -> Recommendation | None:

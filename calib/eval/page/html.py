@@ -11,7 +11,6 @@ from typing import Any
 from calib.choices import REFERENCE
 from calib.errors import InputError
 from calib.eval.advice import can_be_served
-from calib.eval.mixture import LAYER_MAP_FILE, layer_map
 from calib.eval.page.histograms import Axis
 from calib.eval.page.markdown import figures, markdown, task_table
 from calib.eval.page.other_tables import OTHER_HEADINGS, other_tables
@@ -208,5 +207,4 @@ _FORMS: dict[str, Callable[[Report], str]] = {
     REPORT_FILE: lambda report: json_text(report.to_json(), indent=2) + "\n",
     "report.md": markdown,
     "report.html": html,
-    LAYER_MAP_FILE: lambda report: layer_map(report.mixture),
 }

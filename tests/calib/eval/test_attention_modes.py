@@ -215,7 +215,6 @@ def test_generated_text_is_in_the_mode_too(model, variants):
         (["vllm_triton", "--variants", "attn_head"], ["one scale per KV head", "one per tensor"]),
         (["vllm_triton_fp8", "--variants", "qkv"], ["one scale per KV head", "one per tensor"]),
         (["fa3", "--backend", "triton"], ["plain torch", "use backend torch or auto"]),
-        (["fa3", "--caches", "fp8", "--search-bits", "6"], ["static FP8 alone", "attention exact"]),
     ],
     ids=lambda each: "-".join(each[:3]).strip("-"),
 )

@@ -243,22 +243,18 @@ def test_files_are_written_whole_or_not_at_all(small_report, tmp_path, monkeypat
     assert "none of them" not in (tmp_path / "report.json").read_text()
 
 
-MIXTURE = {
-    "budget": 9, "bits": 8, "documents": 1, "kl": 0.01, "kl_alone": {}, "layers": {0: "fp8"},
-    "modules": {0: "model.layers.0.self_attn"},
-}  # fmt: skip
-OLD = {"report.html", "report.json", "report.md", "modelopt_kv_cache_layers.json"}
+OLD = {"report.html", "report.json", "report.md"}
 
 
 @pytest.fixture
 def old_report(small_report, tmp_path):
-    """A directory with an earlier report in four files, and the contents of all."""
-    write_report(small_report | {"mixture": MIXTURE}, tmp_path)
+    """A directory with an earlier report in three files, and the contents of all."""
+    write_report(small_report, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == OLD
     return {path: path.read_bytes() for path in tmp_path.iterdir()}
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(3))
 def test_a_disk_that_is_full_before_any_of_the_files_leaves_the_old_report(
     number, old_report, small_report, tmp_path, monkeypatch
 ):
@@ -273,7 +269,7 @@ def test_a_disk_that_is_full_before_any_of_the_files_leaves_the_old_report(
 
     monkeypatch.setattr(Path, "write_text", write_text)
     with pytest.raises(InputError, match="No space left on device; no file of a report was"):
-        write_report(small_report | {"model": "new", "mixture": MIXTURE}, tmp_path)
+        write_report(small_report | {"model": "new"}, tmp_path)
     assert len(writes) == number + 1
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == old_report
 
@@ -292,11 +288,6 @@ def test_a_limit_of_the_system_that_only_the_page_exceeds_leaves_the_old_report(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == old_report
-
-
-def test_a_report_without_a_mixture_takes_away_the_map_of_an_earlier_one(old_report, small_report, tmp_path):
-    write_report(small_report, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == OLD - {"modelopt_kv_cache_layers.json"}
 
 
 def test_hostile_names_are_written(small_report, tmp_path):

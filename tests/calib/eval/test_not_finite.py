@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from command_line import fp8kv, one_line_error
+from command_line import fp8kv
 from families import save_model, tiny_model
 
 from calib.eval.advice import failures
@@ -162,12 +162,6 @@ def test_recommend_keeps_16_bits_where_nothing_has_a_kl(broken_directory):
     assert {each["why"] for each in found["passed"]} == {"its KL is not a finite number"}
     assert {each["kl"]["value"] for each in found["passed"]} == {None}
     assert words(fp8kv("recommend", broken_directory, *FEW).stdout) == set()
-
-
-def test_search_bits_ends_in_a_sentence(broken_directory):
-    caches = ["--caches", "int8_per_token_head", "--variants", "tensor", "--search-bits", 9]
-    done = fp8kv("eval", broken_directory, *FEW, *caches)
-    one_line_error(done, "--search-bits 9: ")
 
 
 def test_only_one_place_writes_json():
