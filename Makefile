@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo docs test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
+.PHONY: help demo docs test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines engines-page bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -171,10 +171,13 @@ CHECKED_IN_SGLANG := $(addsuffix ForCausalLM,Llama Mistral Mixtral Qwen2 Qwen2Mo
 	$(addsuffix ForConditionalGeneration,Gemma3 Qwen2_5_VL Qwen3VL Llama4 Mistral3)
 
 engines: export HF_HUB_OFFLINE = 1
-engines: $(VENV)/.installed $(INTEROP)/.installed ## tables: which scales each model class of an engine loads
+engines: $(VENV)/.installed $(INTEROP)/.installed ## the section `classes` of engines: which scales each model class loads
 	$(BIN)/python tests/interop/write_architectures.py
 	$(VLLM_CLASSES)
 	$(SGLANG_CLASSES)
+
+engines-page: $(VENV)/.installed ## write docs/engines.md from calib/engines/*.yaml
+	$(BIN)/python tools/engines_page.py
 
 $(INTEROP)/.installed: tests/interop/requirements.py
 	$(PYTHON) -m venv $(INTEROP)

@@ -49,12 +49,12 @@ def verify(
     if served is not None:
         _ask_server(context, served, directory, as_json)
         return
+    from calib.engines.catalogue import choose_engines
     from calib.engines.result import Place
-    from calib.engines.rules import choose_rules
     from calib.engines.verification import verify_directory
 
     place = Place(tensor_parallel_size, fnuz)
-    found = verify_directory(directory, choose_rules(engine, version), against, place)
+    found = verify_directory(directory, choose_engines(engine, version), against, place)
     print_json(found.to_json()) if as_json else _print_found(found, place)
     if not found.is_good:
         raise typer.Exit(1)

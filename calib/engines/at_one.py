@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from calib.caches.types import cache_type
-from calib.engines.classes import OTHER, architecture, load_classes
+from calib.engines.catalogue import Engine
+from calib.engines.classes import OTHER, architecture
 from calib.engines.result import NotKnown, Refused
-from calib.engines.rules import Rules
 
 
-def flags_at_one(rules: Rules, config: Mapping[str, Any]) -> str:
+def flags_at_one(rules: Engine, config: Mapping[str, Any]) -> str:
     """The flags with which the engine keeps a model's latents in FP8 at scale 1.0.
 
     Raises:
@@ -25,14 +25,14 @@ def flags_at_one(rules: Rules, config: Mapping[str, Any]) -> str:
     if rules.is_of_classes:
         if rules.class_caches_latents(config) or _is_listed(rules, model_type):
             return rules.flag
-        results = load_classes(rules.classes).results.get(name or "", {})
+        results = rules.classes.results.get(name or "", {}) if rules.classes else {}
         if any(kind.endswith(OTHER) for kind in results):
             return f"{rules.other_flag} {rules.flag}"
     named = str(name or model_type)[:80]
     raise NotKnown(f"whether it caches latents (MLA) of {named}, as 1.0 needs, is not known")
 
 
-def known_flags(rules: Rules, config: Mapping[str, Any]) -> str | None:
+def known_flags(rules: Engine, config: Mapping[str, Any]) -> str | None:
     """As `flags_at_one`; None where it raises."""
     try:
         return flags_at_one(rules, config)
@@ -40,10 +40,10 @@ def known_flags(rules: Rules, config: Mapping[str, Any]) -> str | None:
         return None
 
 
-def _is_listed(rules: Rules, model_type: object) -> bool:
+def _is_listed(rules: Engine, model_type: object) -> bool:
     """Whether the engine is known to cache latents of that type, whose class was not run."""
     return any(
         model_type in serving.models
         for serving in cache_type("fp8").servings
-        if serving.engine == rules.classes and serving.models and "heads" not in serving.of
+        if serving.engine == rules.name and serving.models and "heads" not in serving.of
     )

@@ -1,25 +1,24 @@
-"""What every model class of an engine does with KV scales, as the classes themselves did it.
+"""What an engine's model classes do with scales: the section `classes` of its file.
 
-`architectures/*.json` are written by `make engines`, which runs the engine's own `load_weights` and
-what follows it.
+`make engines` writes it: every class that a small config can describe gets scales under every name,
+through its own `load_weights`, and the scales that its attention layers then compute with are recorded.
 """
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from functools import cache, cached_property
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from calib.files.names import ScaleName, pattern_of
-from calib.files.strict_json import read_object
 
 # name of a scale -> what becomes of it, and after a colon why
 Fates = Mapping[str, str]
 BOTH = "both"  # the first two names together
 K_ALONE = "all with K alone"  # where both have one scale: V computes with 1.0
 OTHER = " transformers"  # after a kind of config: run by the engine's backend for transformers' code
+ALL = "all"  # in a group: every name that it does not list
 # how our formats can call a scale, the most usual first
 NAMES = ("{module}.{x}_scale", "{module}.attn.{x}_scale", "{module}.{x}_proj.{x}_scale")
 _PLAIN = NAMES[:2]
@@ -31,7 +30,7 @@ class Group(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     architectures: tuple[str, ...]
-    results: dict[str, dict[str, str]]  # quantization config -> name of a scale -> its fate
+    fates: dict[str, dict[str, str]]  # kinds of config, with commas -> name of a scale -> its fate
 
 
 class Classes(BaseModel):
@@ -39,72 +38,71 @@ class Classes(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    engine: str
     version: str
-    ran: str
+    ran: str  # the day
+    names: tuple[str, ...]  # that every class was run with
     groups: tuple[Group, ...]
-    not_built: dict[str, str]  # architecture -> why it could not be run
     # `model.layers.N.self_attn` -> architectures that were run with attention modules of that name
     modules: dict[str, tuple[str, ...]]
-    latent: tuple[str, ...]  # architectures that cache latents (MLA) in a layer as any other
+    latent: tuple[str, ...]  # architectures that cache latents (MLA) in a layer like any other
+    not_built: dict[str, str]  # architecture -> why it could not be run
 
     @cached_property
     def results(self) -> dict[str, dict[str, dict[str, str]]]:
-        """The results of each architecture."""
-        return {name: group.results for group in self.groups for name in group.architectures}
+        """The fates by architecture, kind of config and name."""
+        results = dict[str, dict[str, dict[str, str]]]()
+        for group in self.groups:
+            lines = ((kind, fates) for kinds, fates in group.fates.items() for kind in kinds.split(", "))
+            fates = {kind: self._expand(fates) for kind, fates in lines}
+            results |= dict.fromkeys(group.architectures, fates)
+        return results
 
-    def fates(self, config: Mapping[str, Any], quantization: str, modules: Iterable[str] = ()) -> Fates | str:
-        """What the class that config.json names does under a kind of config, or why none knows.
+    def _expand(self, fates: dict[str, str]) -> dict[str, str]:
+        usual = dict.fromkeys(self.names, fates[ALL]) if ALL in fates else {}
+        return usual | {name: fate for name, fate in fates.items() if name != ALL}
+
+    def fates(self, name: str | None, kind: str, modules: Iterable[str], engine: str) -> Fates | str:
+        """Return what the class `name` does under a kind of config, or why that is not known.
 
         Without a kind, `""`, it is only said whether the class was run.
         """
-        name = architecture(config)
         if name is None:
             return "not known: config.json does not name one architecture"
         if name in self.not_built:
             return f"not known for {name}: it could not be run here ({self.not_built[name]})"
         if name not in self.results:
-            return f"not known for {name}: its class of {self.engine} {self.version} was never run"
-        other = next((m for m in modules if name not in self.modules.get(pattern_of(m), ())), None)
-        if other is not None:
-            return f"not known for {name}: it was never run with attention called '{other[:80]}'"
-        if not quantization:
+            return f"not known for {name}: its class of {engine} {self.version} was never run"
+        stranger = next((m for m in modules if name not in self.modules.get(pattern_of(m), ())), None)
+        if stranger is not None:
+            return f"not known for {name}: it was never run with attention called '{stranger[:80]}'"
+        if not kind:
             return {}
-        fates = self.results[name].get(quantization)
-        if fates is None:
-            return f"not known for {name} with {quantization}: its class was never run with it"
-        return fates
-
-
-@cache
-def load_classes(engine: str) -> Classes:
-    """The classes of an engine, by the name of its table."""
-    file = Path(__file__).parent / "architectures" / f"{engine}.json"
-    return Classes.model_validate(read_object(file))
+        missing = f"not known for {name} with {kind}: its class was never run with it"
+        return self.results[name].get(kind, missing)
 
 
 def architecture(config: Mapping[str, Any]) -> str | None:
-    """The one model class that config.json names."""
-    named = config.get("architectures")
-    name = named[0] if isinstance(named, list) and len(named) == 1 else None
+    """Return the one model class that config.json names."""
+    names = config.get("architectures")
+    name = names[0] if isinstance(names, list) and len(names) == 1 else None
     return name[:80] if isinstance(name, str) and name else None
 
 
 def naming(tensor: str, parsed: ScaleName, module: str) -> str:
-    """The name of a scale of `module` as the tables have it: `{module}.{x}_proj.{x}_scale`."""
+    """Write the name of a scale of `module` as the tables do: `{module}.{x}_proj.{x}_scale`."""
     own = rf"(?<=[._]){parsed.letters}(?=_)" if len(parsed.letters) == 1 else "(?!)"
     return "{module}" + re.sub(own, "{x}", tensor.removeprefix(module))
 
 
 def owner(parsed: ScaleName, modules: Collection[str]) -> str | None:
-    """The attention module whose scale a name is: its own, or one around it."""
+    """Find the attention module whose scale a name is: its own, or one around it."""
     own = parsed.module
     around = (own, own.rpartition(".")[0], own.rpartition(".")[0].rpartition(".")[0])
     return next((module for module in around if module in modules), None)
 
 
 def fate_of(fates: Fates, name: str, beside: Collection[str]) -> str:
-    """The fate of a scale whose module has others under the names `beside`; `unknown`: not run."""
+    """Return the fate of a scale whose module has others under the names `beside`; `unknown`: not run."""
     if name in _PLAIN and {*_PLAIN} <= {*beside}:
         name = BOTH
     return fates.get(name, "unknown")

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from calib.engines.catalogue import Engine, Method
 from calib.engines.quark import check_cache_group
 from calib.engines.result import NotKnown, Refused
-from calib.engines.rules import Method, Rules
 from calib.files.cache_type import is_for_nvfp4
 from calib.files.model_directory import ModelDirectory
 
@@ -31,7 +31,7 @@ _MIXED = "MIXED_PRECISION"
 _NVFP4_LAYERS = ("NVFP4", "W4A16_NVFP4")
 
 
-def choose_method(directory: ModelDirectory, rules: Rules) -> Method | None:
+def choose_method(directory: ModelDirectory, rules: Engine) -> Method | None:
     """How the engine reads scales under the config; None where there is none."""
     config = directory.quantization
     if config is None:
@@ -127,7 +127,7 @@ def _check_algorithm(directory: ModelDirectory, method: Method) -> None:
         )
 
 
-def _mixed_method(directory: ModelDirectory, method: Method, rules: Rules) -> Method:
+def _mixed_method(directory: ModelDirectory, method: Method, rules: Engine) -> Method:
     """What `method` is under MIXED_PRECISION, where `quantized_layers` says what each layer is."""
     config = directory.algorithms
     if config is not directory.quantization or _is_own_file(directory) or is_for_nvfp4(directory):
@@ -155,7 +155,7 @@ def _is_nvfp4(layer: Any) -> bool:
     return isinstance(layer, dict) and str(layer.get("quant_algo")).upper() in _NVFP4_LAYERS
 
 
-def _check_nvfp4(name: str, method: Method, rules: Rules) -> None:
+def _check_nvfp4(name: str, method: Method, rules: Engine) -> None:
     """Say of values for an NVFP4 cache what is not known; FP8's rules do not hold for them."""
     if rules.nvfp4 is None:
         if method.kind != "none":

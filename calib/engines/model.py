@@ -2,15 +2,15 @@
 
 from typing import Any
 
+from calib.engines.catalogue import Engine
 from calib.engines.result import NotKnown, Refused
-from calib.engines.rules import Rules
 from calib.files.config import LAYER_KEYS
 from calib.files.model_directory import ModelDirectory
 
 _COUNTS = (*LAYER_KEYS, "num_attention_heads", "num_key_value_heads")
 
 
-def check_model(directory: ModelDirectory, rules: Rules) -> None:
+def check_model(directory: ModelDirectory, rules: Engine) -> None:
     """Raise what becomes of a directory whose config is no model's, or not that of its weights."""
     if not directory.has_config:
         return

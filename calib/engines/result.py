@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from calib.engines.rules import Rules
+from calib.engines.catalogue import Engine
 
 Values = tuple[float, ...]
 
@@ -51,7 +51,7 @@ class Outcome:
 class Simulation:
     """The outcome for every scale; none where the engine refuses the directory."""
 
-    rules: Rules
+    rules: Engine
     outcomes: list[Outcome] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)  # (tensor, why)
     refused: str | None = None

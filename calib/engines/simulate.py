@@ -4,12 +4,12 @@ from collections import defaultdict
 from collections.abc import Collection
 
 from calib.engines.at_one import flags_at_one
+from calib.engines.catalogue import Engine, Method
 from calib.engines.classes import K_ALONE, OTHER, Fates, fate_of, naming, owner
 from calib.engines.method import choose_method, method_name, turns_fp8_on
 from calib.engines.model import check_model
 from calib.engines.quark import excluded_by
 from calib.engines.result import NotKnown, Outcome, Place, Refused, Simulation, default
-from calib.engines.rules import Method, Rules
 from calib.engines.values import heads_of, one_or_per_head, pair, scalar, simulate_json
 from calib.files.cache_type import Convention, is_for_nvfp4, nvfp4_convention
 from calib.files.config import can_be_split
@@ -31,7 +31,7 @@ ONE_GPU = Place()
 
 def simulate(
     directory: ModelDirectory,
-    rules: Rules,
+    rules: Engine,
     place: Place = ONE_GPU,
     nvfp4: Convention | None = None,
     *,
@@ -99,7 +99,7 @@ def _of_latents(directory: ModelDirectory, found: Simulation) -> str | None:
     return f"{rules.latent}; fp8kv strip removes them, fp8kv bake makes 1.0 right"
 
 
-def _of_other_convention(nvfp4: Convention, rules: Rules) -> str | None:
+def _of_other_convention(nvfp4: Convention, rules: Engine) -> str | None:
     """What is wrong with the values for an NVFP4 cache that the engine loads."""
     wants = rules.nvfp4
     if wants is None or nvfp4.divisor == wants.divisor:
@@ -123,7 +123,7 @@ def _check_split(directory: ModelDirectory, place: Place) -> None:
             )
 
 
-def _fates(directory: ModelDirectory, rules: Rules, method: Method | None) -> Fates | None:
+def _fates(directory: ModelDirectory, rules: Engine, method: Method | None) -> Fates | None:
     """What the model's class does with each name; None where the class does not matter."""
     if (method and method.kind == "none") or not directory.tensors:
         return None
@@ -135,7 +135,7 @@ def _fates(directory: ModelDirectory, rules: Rules, method: Method | None) -> Fa
     return _known(rules.fates(directory.config, kind, modules))
 
 
-def _of_other_backend(directory: ModelDirectory, rules: Rules, fates: Fates) -> Fates | None:
+def _of_other_backend(directory: ModelDirectory, rules: Engine, fates: Fates) -> Fates | None:
     """The fates in the engine's backend for transformers' code, where it alone loads latents'."""
     config = directory.config
     others = rules.fates(config, method_name(directory) + OTHER)
@@ -216,7 +216,7 @@ def _by_class(
     return f"{_FATES[fate]}{why}"
 
 
-def _by_name(directory: ModelDirectory, tensor: ScaleTensor, method: Method | None, rules: Rules) -> Reached:
+def _by_name(directory: ModelDirectory, tensor: ScaleTensor, method: Method | None, rules: Engine) -> Reached:
     """Where a scale goes by its name alone."""
     if method is None:
         if rules.without_config == "refused":

@@ -6,8 +6,8 @@ from array import array
 from collections.abc import Mapping
 from itertools import product
 
+from calib.engines.catalogue import Method
 from calib.engines.result import NotKnown, Outcome, Place, Refused, Simulation, Values, default
-from calib.engines.rules import Method
 from calib.files.config import head_count, layer_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE

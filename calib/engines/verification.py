@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from calib.engines.catalogue import Engine
 from calib.engines.classes import architecture
 from calib.engines.fit import Fit, Limits, compare, judge
 from calib.engines.measured import measured_convention, read_measured
 from calib.engines.result import Place, Simulation
-from calib.engines.rules import Rules
 from calib.engines.simulate import ONE_GPU, simulate
 from calib.errors import NoScalesError
 from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention
@@ -54,8 +54,10 @@ class Verification:
             "problems": self.problems,
             "warnings": self.warnings,
             "engines": [
-                each.rules.model_dump(include={"engine", "versions", "ran"})
-                | {
+                {
+                    "engine": each.rules.engine,
+                    "versions": each.rules.versions,
+                    "ran": each.rules.ran,
                     "classes": each.rules.classes_version,
                     "refused": each.refused,
                     "fate": each.fate or None,
@@ -71,7 +73,7 @@ class Verification:
 
 
 def verify_directory(
-    path: Path, rules: Sequence[Rules], against: Path | None = None, place: Place = ONE_GPU
+    path: Path, rules: Sequence[Engine], against: Path | None = None, place: Place = ONE_GPU
 ) -> Verification:
     """Simulate loading `path` by each of `rules`; compare its scales with statistics `against`."""
     bake = dict[str, Any]()

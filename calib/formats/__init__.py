@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any, Literal
 
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
-from calib.engines.rules import Rules, all_rules
+from calib.engines.catalogue import Engine, find_engine
 from calib.errors import UnsupportedExportError
 from calib.files.cache_type import FP8_DIVISOR
 from calib.files.model_directory import ModelDirectory
@@ -161,7 +161,7 @@ def _nothing(scales: KVScales, checkpoint: ModelDirectory, tp_size: int) -> Expo
     return Export()
 
 
-def _of(name: FormatName, build: Build, rules: Rules, **fields: Any) -> Format:
+def _of(name: FormatName, build: Build, rules: Engine, **fields: Any) -> Format:
     """A format whose facts of the engine are those of `rules`, unless `fields` say otherwise."""
     fields.setdefault("engine", rules.engine)
     values = rules.nvfp4 if fields.get("nvfp4") else None
@@ -173,15 +173,15 @@ def _of(name: FormatName, build: Build, rules: Rules, **fields: Any) -> Format:
     return Format(build=build, note=note, **fields)
 
 
-def _latent(rules: Rules) -> str:
+def _latent(rules: Engine) -> str:
     """Why no scales of latents (MLA) are written for an engine, and the way out."""
     return f"{rules.latent_fate}. Use {', or '.join([BAKE, *rules.latent_ways])}"
 
 
 _BOTH: tuple[Strategy, ...] = ("tensor", "attn_head")
-_RULES = all_rules()
-_VLLM, _VLLM_04, _APHRODITE = (_RULES[name] for name in ("vllm", "vllm-0.4", "aphrodite"))
-_SGLANG, _OLD_SGLANG, _TRTLLM = (_RULES[name] for name in ("sglang", "sglang-2026-07", "tensorrt-llm"))
+_VLLM, _APHRODITE, _SGLANG = (find_engine(name) for name in ("vllm", "aphrodite", "sglang"))
+_TRTLLM, _TGI = find_engine("tensorrt-llm"), find_engine("tgi")
+_VLLM_04, _OLD_SGLANG = find_engine("vllm", "0.4.1"), find_engine("sglang", "0.5")
 
 FORMATS: dict[FormatName, Format] = {
     "vllm": _of(
@@ -196,7 +196,7 @@ FORMATS: dict[FormatName, Format] = {
         reads_q=True,
     ),
     "sglang": _of("sglang", partial(sglang, rules=_SGLANG), _SGLANG),
-    "tgi": _of("tgi", partial(tgi, rules=_RULES["tgi"]), _RULES["tgi"], fp8_dtypes=("e4m3fn", "e4m3fnuz")),
+    "tgi": _of("tgi", partial(tgi, rules=_TGI), _TGI, fp8_dtypes=("e4m3fn", "e4m3fnuz")),
     "json": _of(
         *("json", scales_json, _VLLM_04),
         engine=f"{_VLLM_04.engine} {_VLLM_04.versions}",

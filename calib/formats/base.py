@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from calib.choices import FP8Name, Strategy
+from calib.engines.catalogue import Engine, find_engine
 from calib.engines.classes import NAMES, OTHER, architecture
-from calib.engines.rules import Rules, all_rules
 from calib.errors import UnsupportedExportError
 from calib.files.config import quantization_configs
 from calib.files.model_directory import ModelDirectory
@@ -52,7 +52,7 @@ class Format:
 
 
 def loaded_name(
-    rules: Rules, scales: KVScales, checkpoint: ModelDirectory, kind: str, usual: str
+    rules: Engine, scales: KVScales, checkpoint: ModelDirectory, kind: str, usual: str
 ) -> tuple[str, tuple[str, ...]]:
     """The name under which the engine loads scales of this model with a `kind` of config; doubts.
 
@@ -80,7 +80,7 @@ def loaded_name(
 
 
 def latents_name(
-    rules: Rules, modules: Iterable[str], checkpoint: ModelDirectory, kind: str, usual: str
+    rules: Engine, modules: Iterable[str], checkpoint: ModelDirectory, kind: str, usual: str
 ) -> tuple[str, str]:
     """The name under which the engine loads scales of latents (MLA), and the flag that it needs.
 
@@ -118,7 +118,7 @@ def _other_engines(checkpoint: ModelDirectory, kind: str) -> Iterator[str]:
     quantized = quantization_configs(checkpoint.config)
     kind = kind.removesuffix(" attn_head") if quantized else "compressed-tensors"
     for name in ("vllm", "sglang"):
-        rules = all_rules()[name]
+        rules = find_engine(name)
         fates = rules.fates(checkpoint.config, kind)
         if isinstance(fates, Mapping) and "loaded" in map(fates.get, NAMES):
             yield f"--format {name} for {rules.engine}, or "

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor
 
+from calib.engines.catalogue import Engine
 from calib.engines.classes import NAMES
 from calib.engines.quark import excluded_by
-from calib.engines.rules import Rules
 from calib.errors import UnsupportedExportError
 from calib.files.config import quantization_configs
 from calib.files.model_directory import ModelDirectory
@@ -27,7 +27,9 @@ FP8_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
 _SCALES_WITHOUT_SCHEME = {"fp8", "quark", "modelopt"}
 
 
-def compressed_tensors(scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, rules: Rules) -> Export:
+def compressed_tensors(
+    scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, rules: Engine
+) -> Export:
     """Export for the engine of `rules`; refuses weights and classes that rule KV scales out."""
     config = copy.deepcopy(checkpoint.config)
     quantization = find_quantization_config(config)
@@ -63,7 +65,7 @@ def compressed_tensors(scales: KVScales, checkpoint: ModelDirectory, tp_size: in
     return Export(scale_tensors(scales, checkpoint, name), config, notes=notes, doubts=doubts)
 
 
-def sglang(scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, rules: Rules) -> Export:
+def sglang(scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, rules: Engine) -> Export:
     """Export for SGLang: the checkpoint, and kv_cache_scales.json beside it where it can be."""
     export = compressed_tensors(scales, checkpoint, tp_size, rules=rules)
     try:
@@ -91,7 +93,7 @@ def find_quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def _check_not_excluded(
-    quantization: dict[str, Any], scales: KVScales, checkpoint: ModelDirectory, rules: Rules
+    quantization: dict[str, Any], scales: KVScales, checkpoint: ModelDirectory, rules: Engine
 ) -> None:
     """Refuse a Quark config that takes attention out of quantisation where that drops scales."""
     entries = (excluded_by(quantization, module) for module in by_prefix(scales, checkpoint))

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from calib.engines.rules import Rules
+from calib.engines.catalogue import Engine
 from calib.errors import UnsupportedExportError
 from calib.files.cache_type import FP8_DIVISOR, PRODUCER_KEY
 from calib.files.model_directory import ModelDirectory
@@ -27,7 +27,7 @@ _READ_UNDER = ("self_attn", "mixer")
 
 def _export(
     scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, quant_algo: str | None, ignore: str,
-    rules: Rules, cache: str = "FP8",
+    rules: Engine, cache: str = "FP8",
 ) -> Export:  # fmt: skip
     if find_quantization_config(checkpoint.config) is not None:
         keeps = "for FP8 scales " * (cache != "FP8") + "use --format vllm, which keeps it"
@@ -64,7 +64,7 @@ def _export(
     return replace(made, tensors=tensors, config=config, documents={MODELOPT_FILE: document})
 
 
-def _latents_note(rules: Rules, flags: str) -> str:
+def _latents_note(rules: Engine, flags: str) -> str:
     own = f"serve with {flags}: {rules.engine}'s own class computes with 1.0; " if flags else ""
     return f"{own}these scales are of latents (MLA), for {rules.engine} alone"
 
@@ -81,7 +81,7 @@ def _tensors(scales: KVScales, checkpoint: ModelDirectory, name: str) -> dict[st
     return tensors
 
 
-def nvfp4(scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, rules: Rules) -> Export:
+def nvfp4(scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, rules: Engine) -> Export:
     """Export the values of an NVFP4 cache as the engine of `rules` wants them.
 
     `scales` are those of FP8: absmax / 448.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.engines.at_one import known_flags
-from calib.engines.rules import all_rules
+from calib.engines.catalogue import find_engine
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import plain
 from calib.formats.checkpoint_directory import prepend_card
@@ -44,13 +44,13 @@ def _serving(baked: dict[str, Any], path: str, checkpoint: ModelDirectory) -> li
     wide = " --dtype float32" if baked["dtype"] == "float32" else ""
     if baked["for"] == "int8":
         return ["```bash", f"vllm serve {path} --kv-cache-dtype int8_per_token_head{wide}", "```"]
-    rules = all_rules()
     names = ("vllm", "sglang") if wide else ("vllm", "sglang", "tensorrt-llm", "lmdeploy")
-    flags = {name: rules[name].flag for name in names}
+    engines = {name: find_engine(name) for name in names}
+    flags = {name: engine.flag for name, engine in engines.items()}
     if baked["latent"]:
         config = checkpoint.config
-        flags = {name: each for name in names if (each := known_flags(rules[name], config))}
-    commands = [f"{rules[x].serve.format(path=path)} {flags[x]}{wide}" for x in flags]
+        flags = {name: each for name in names if (each := known_flags(engines[name], config))}
+    commands = [f"{engines[x].serve.format(path=path)} {flags[x]}{wide}" for x in flags]
     if not commands:
         return ["No engine is known to cache its latents: where one does, scale 1.0 is right."]
     text = "Scale 1.0 is right for it, so an engine needs no scales:"

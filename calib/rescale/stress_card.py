@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from calib.engines.at_one import known_flags
-from calib.engines.rules import Rules, all_rules
+from calib.engines.catalogue import Engine, find_engine
 from calib.errors import UnsupportedExportError
 from calib.files.model_directory import ModelDirectory
 from calib.formats.base import latents_name
@@ -42,7 +42,7 @@ Made by `fp8kv stress`. Its {k} are the source's times {Fraction(done["k_factor"
 
 
 def _commands(done: dict[str, Any], checkpoint: ModelDirectory, modules: Iterable[str]) -> str:
-    vllm = all_rules()["vllm"]
+    vllm = find_engine("vllm")
     twin, scaled, baked = (shlex.quote(f"{done['output']}{x}") for x in ("", "-fp8kv", "-baked"))
     if not done["latent"]:
         return _scaling(done, vllm, vllm.flag, (twin, scaled))
@@ -55,7 +55,9 @@ def _commands(done: dict[str, Any], checkpoint: ModelDirectory, modules: Iterabl
     return _scaling(done, vllm, flags, (twin, scaled), " --format modelopt")
 
 
-def _scaling(done: dict[str, Any], rules: Rules, flags: str, paths: tuple[str, str], export: str = "") -> str:
+def _scaling(
+    done: dict[str, Any], rules: Engine, flags: str, paths: tuple[str, str], export: str = ""
+) -> str:
     twin, scaled = paths
     garbage, right = (f"{rules.serve.format(path=x)} {flags}{_wide(done)}" for x in paths)
     return f"""{_OF_SCALES}
@@ -73,7 +75,7 @@ def _baking(done: dict[str, Any], checkpoint: ModelDirectory, paths: tuple[str, 
     twin, scaled, baked = paths
     garbage: list[str] = []
     right: list[str] = []
-    for rules in (all_rules()[name] for name in ("vllm", "sglang")):
+    for rules in (find_engine(name) for name in ("vllm", "sglang")):
         if (flags := known_flags(rules, checkpoint.config)) and not garbage:
             garbage, right = (
                 [f"{rules.serve.format(path=x)} {flags}{_wide(done)}{what}"]

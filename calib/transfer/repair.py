@@ -5,9 +5,9 @@ from pathlib import Path
 
 from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, FP8Name
+from calib.engines.catalogue import choose_engines
 from calib.engines.fit import Scale, contradictions
 from calib.engines.measured import Measured, measured_of
-from calib.engines.rules import choose_rules
 from calib.engines.verification import verify_directory
 from calib.errors import UnsupportedExportError
 from calib.files.calibration import statistics_file
@@ -91,7 +91,7 @@ def repair(
     own = load_records(directory) if len(replaced) < count else ()
     read = (*own, *stats.records)
     notes = write_scales(made, checkpoint, to, read, *where, reduce=None, tp_size=1)
-    told = verify_directory(output, choose_rules(None, None), statistics)
+    told = verify_directory(output, choose_engines(None, None), statistics)
     notes += (*_left_out(scales, layers), *told.warnings)
     if not (told.problems or told.is_good):
         notes += ("fp8kv verify knows of no engine that loads all of these scales",)

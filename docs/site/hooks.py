@@ -25,7 +25,7 @@ _ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md")
 
 def on_startup(**_: object) -> None:
     """Make pages from this checkout's code, whatever is installed."""
-    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "tools")]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -70,15 +70,14 @@ def report() -> str:
 
 def models() -> str:
     """Families that the tests calibrate, and what engines do with scales of their classes."""
+    from engines_page import class_rows
     from families import FAMILIES, HYBRIDS, LATENT
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
-    from calib.engines.classes import load_classes
-    from calib.engines.document import class_rows
+    from calib.engines.catalogue import find_engine
 
-    engines = [load_classes(name) for name in ("vllm", "sglang")]
-    vllm, sglang = (f"{each.engine} {each.version}" for each in engines)
-    loads = {name: cells for name, *cells in class_rows(*engines, page="../engines.md")}
+    vllm, sglang = (find_engine(name).title for name in ("vllm", "sglang"))
+    loads = {name: cells for name, *cells in class_rows(page="../engines.md")}
     kinds = {
         "K and V": FAMILIES,
         "K and V; other layers keep a state": HYBRIDS,

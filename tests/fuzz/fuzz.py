@@ -18,8 +18,8 @@ import atheris
 import torch
 
 with atheris.instrument_imports(include=["calib"]):
+    from calib.engines.catalogue import choose_engines
     from calib.engines.result import Place
-    from calib.engines.rules import choose_rules
     from calib.engines.simulate import simulate
     from calib.errors import Fp8kvError
     from calib.files.model_directory import open_model_directory
@@ -35,7 +35,7 @@ with atheris.instrument_imports(include=["calib"]):
     from calib.recipe import load_recipe
 
 SCRATCH = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
-ENGINES = choose_rules(None, None)
+ENGINES = choose_engines(None, None)
 PLACES = (Place(), Place(2, fnuz=True))
 
 

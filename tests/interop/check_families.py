@@ -13,7 +13,8 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from calib.engines.classes import NAMES, load_classes
+from calib.engines.catalogue import find_engine
+from calib.engines.classes import NAMES
 from calib.engines.result import Place
 from calib.files.stored_scales import read_scales
 from calib.serving.plugin import sglang_layers, vllm_layers
@@ -39,7 +40,7 @@ def verdict(engine: str, name: str, home: Path) -> tuple[bool, str]:
     """Whether a format's output is right, and what was found."""
     refused = home / f"{name}.refused"
     if refused.exists():
-        fates = load_classes(engine).results[home.name][KINDS[name]]
+        fates = find_engine(engine).classes.results[home.name][KINDS[name]]
         nothing = all(fates[naming] != "loaded" for naming in NAMES)
         return nothing, f"refused: {refused.read_text().strip()}"
     model = load(engine, home / name)

@@ -27,7 +27,7 @@ from sglang.srt.model_loader.weight_utils import (
 )
 from torch import nn
 
-from calib.engines.rules import Rules, choose_rules
+from calib.engines.catalogue import Engine, find_engine
 from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
 
@@ -109,7 +109,7 @@ def scales_of(directory: Path):
                     yield name, tensors.get_tensor(name)
 
 
-def check(name: str, path: Path, held: Held | str, rules: Rules) -> bool:
+def check(name: str, path: Path, held: Held | str, rules: Engine) -> bool:
     """Compare with the prediction, and print a line."""
     found = simulate(open_model_directory(path, weights=False), rules)
     known = all(outcome.status != "unknown" for outcome in found.outcomes)
@@ -125,7 +125,7 @@ _UNKNOWN = {"modelopt, tiles", "mixed precision, no cache"}
 
 
 def main() -> None:
-    rules = choose_rules("sglang", None)[0]
+    rules = find_engine("sglang")
     right = []
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
         # whether files are there is checked by what is not run here

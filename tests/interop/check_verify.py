@@ -17,7 +17,7 @@ from pathlib import Path
 from engine import ONE_GPU, Place, load
 from scale_cases import CASES, PLACES, write_case
 
-from calib.engines.rules import choose_rules
+from calib.engines.catalogue import find_engine
 from calib.engines.simulate import Simulation, simulate
 from calib.files.cache_type import is_for_nvfp4
 from calib.files.model_directory import open_model_directory
@@ -100,7 +100,7 @@ def difference(predicted: Simulation, held: Held | str) -> str | None:
 
 def check(directories: Mapping[str, Path], place: Place, *, must_load: bool = False) -> list[bool]:
     """Check directories in one place and print a line for each."""
-    rules = choose_rules("vllm", None)[0]
+    rules = find_engine("vllm")
     right = []
     all_held = held_by_all([*directories.values()], place)
     for (name, path), held in zip(directories.items(), all_held, strict=True):

@@ -1,4 +1,4 @@
-"""The tables in calib/engines/architectures/: written from what an engine's classes did, compared.
+"""The section `classes` of an engine's file: written from what its classes did, compared.
 
 An engine's script calls `main`; its options:
   [ARCHITECTURE ...]   these alone; prints what they do and writes nothing
@@ -10,18 +10,19 @@ import datetime
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine_cases import QUANTIZATIONS, Engine, Fixture, alike, build, collect, fixtures
+import yaml
+from engine_cases import NAMINGS, QUANTIZATIONS, Engine, Fixture, alike, build, collect, fixtures
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from calib.engines.classes import Classes, load_classes
+from calib.engines.catalogue import FOLDER, find_engine
+from calib.engines.classes import ALL, Classes
 from calib.files.names import pattern_of
-
-TABLES = Path(__file__).parents[2] / "calib/engines/architectures"
 
 Results = dict[str, dict[str, str]]  # quantization -> naming -> fate
 Flat = dict[tuple[str, ...], str]
@@ -81,32 +82,51 @@ def summary(results: Results) -> str:
     return ", ".join(f"{fates.count(fate)} {fate}" for fate in sorted({*fates}))
 
 
-# ---- the table ----
+# ---- the section ----
 
 
-def table_file(engine: Engine) -> Path:
-    """Where the table of an engine is."""
-    return TABLES / f"{engine.name.lower()}.json"
+def engine_file(engine: Engine) -> Path:
+    """Return the file of the catalogue that holds for the engine's version."""
+    name = engine.name.lower()
+    return FOLDER / f"{name}-{find_engine(name, engine.version).since}.yaml"
 
 
 def write(engine: Engine, found: dict[str, Results | str], known: list[Fixture]) -> None:
-    """Write the table; architectures that do the same are one group."""
+    """Write the section; architectures that do the same are one group."""
     built = {name: r for name, r in found.items() if not isinstance(r, str)}
     known = [fixture for fixture in known if fixture.architecture in built]
     latent = {each.architecture for each in known if caches_latents(engine, each)}
-    document = {
-        "engine": engine.name,
+    section = {
         "version": engine.version,
         "ran": datetime.date.today().isoformat(),
+        "names": Line(NAMINGS),
         "groups": groups(built),
-        "modules": modules(known),
-        "latent": sorted(latent),
+        "modules": {name: Line(architectures) for name, architectures in modules(known).items()},
+        "latent": Line(sorted(latent)),
         "not_built": {name: r for name, r in sorted(found.items()) if isinstance(r, str)},
     }
-    file = table_file(engine)
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(document, indent=1) + "\n")
-    print(f"{file.name}: {len(built)} architectures in {len(document['groups'])} groups")
+    write_section(engine_file(engine), section)
+    print(f"{engine_file(engine).name}: {len(built)} architectures in {len(section['groups'])} groups")
+
+
+class Line(list[str]):
+    """A list that is written in one line, as far as it fits."""
+
+
+class Dumper(yaml.SafeDumper):
+    """Write YAML in which a `Line` is in flow style."""
+
+
+Dumper.add_representer(
+    Line, lambda dumper, line: dumper.represent_sequence("tag:yaml.org,2002:seq", line, flow_style=True)
+)
+
+
+def write_section(file: Path, section: dict[str, Any]) -> None:
+    """Put the section `classes` at the end of a file, in the place of an older one."""
+    head = file.read_text().partition("\nclasses:\n")[0].rstrip("\n")
+    text = yaml.dump({"classes": section}, Dumper=Dumper, width=150, sort_keys=False)
+    file.write_text(f"{head}\n{text}")
 
 
 def caches_latents(engine: Engine, fixture: Fixture) -> bool:
@@ -121,7 +141,17 @@ def groups(built: dict[str, Results]) -> list[dict[str, Any]]:
     for name in sorted(built):
         together.setdefault(json.dumps(built[name], sort_keys=True), []).append(name)
     ranked = sorted(together.items(), key=lambda item: (-len(item[1]), item[1]))
-    return [{"architectures": names, "results": json.loads(key)} for key, names in ranked]
+    return [{"architectures": Line(names), "fates": short(json.loads(key))} for key, names in ranked]
+
+
+def short(results: Results) -> dict[str, dict[str, str]]:
+    """Write kinds of config that do the same together, and the most frequent fate once."""
+    kinds: dict[str, list[str]] = {}
+    for kind, fates in results.items():
+        ((usual, _),) = Counter(map(fates.get, NAMINGS)).most_common(1)
+        lines = {ALL: usual} | {n: fate for n, fate in fates.items() if n not in NAMINGS or fate != usual}
+        kinds.setdefault(json.dumps(lines), []).append(kind)
+    return {", ".join(names): json.loads(key) for key, names in kinds.items()}
 
 
 def modules(known: list[Fixture]) -> dict[str, list[str]]:
@@ -172,7 +202,9 @@ def caching(latent: Iterable[str], of: Collection[str]) -> Flat:
 
 def compare(engine: Engine, found: dict[str, Results | str], known: list[Fixture], *, whole: bool) -> None:
     """Exit 1 unless the table says what was found."""
-    classes = load_classes(engine.name.lower())
+    classes = find_engine(engine.name.lower(), engine.version).classes
+    if classes is None:
+        sys.exit(f"FAILED: {engine_file(engine).name} has no section `classes`; `make engines` writes it")
     before = recorded(classes)
     if not whole:
         before = {name: before[name] for name in found if name in before}

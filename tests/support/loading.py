@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 from scale_directories import COMPRESSED, CONFIG
 
-from calib.engines.rules import choose_rules
+from calib.engines.catalogue import find_engine
 from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
@@ -28,7 +28,7 @@ def write(directory, weights, scales, config=COMPRESSED, **document):
 
 def said(directory, engine):
     """`loaded`, `loaded with a flag`, `not known`, `refused`, or `1.0` for any layer at 1.0."""
-    found = simulate(open_model_directory(directory, weights=False), choose_rules(engine, None)[0])
+    found = simulate(open_model_directory(directory, weights=False), find_engine(engine))
     statuses = {outcome.status for outcome in found.outcomes if outcome.letter != "q"}
     if found.is_good:
         return "loaded with a flag" if found.flag else "loaded"

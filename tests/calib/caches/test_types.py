@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from calib.caches.types import ALL_CACHES, CACHES, ENGINES, GPUS, Shape, cache_type
-from calib.engines.classes import load_classes
+from calib.engines.catalogue import find_engine
 from calib.errors import InputError
 
 # of one head of 64 values of K and V; NVFP4 as 32 bytes and 4 scales
@@ -113,7 +113,7 @@ def test_every_engine_and_gpu_serves_something():
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_latents_are_served_for_the_model_types_whose_classes_were_seen_to_cache_them(engine):
-    classes = load_classes(engine)
+    classes = find_engine(engine).classes
     for file in (Path(__file__).parents[2] / "interop" / "architectures").glob("*.json"):
         config = json.loads(file.read_text())
         was_run = file.stem in classes.results

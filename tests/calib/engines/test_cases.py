@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from calib.engines.rules import choose_rules
+from calib.engines.catalogue import find_engine
 from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
 
@@ -26,7 +26,7 @@ def words(simulation):
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_vllm_is_predicted(case, tmp_path):
     directory = open_model_directory(write_case(case, tmp_path / "model"), weights=False)
-    assert words(simulate(directory, choose_rules("vllm", None)[0])) == case.expected
+    assert words(simulate(directory, find_engine("vllm"))) == case.expected
 
 
 def test_there_are_enough_cases():

@@ -11,8 +11,8 @@ from scale_directories import COMPRESSED, lines_of, model
 from torch import tensor
 from transformers import AutoConfig
 
+from calib.engines.catalogue import find_engine
 from calib.engines.result import Place
-from calib.engines.rules import choose_rules
 from calib.engines.simulate import simulate
 from calib.files.config import ONE_PER_QUERY_HEAD, head_counts
 from calib.files.model_directory import open_model_directory
@@ -93,9 +93,7 @@ def test_what_vllm_takes_of_too_many_is_predicted_and_named(name, tmp_path):
     directory = write_case(next(c for c in CASES if c.name == name), tmp_path / "model")
     letter, values = TAKEN[name]
     for ranks in (1, 2, 4):
-        found = simulate(
-            open_model_directory(directory, weights=False), choose_rules("vllm", None)[0], Place(ranks)
-        )
+        found = simulate(open_model_directory(directory, weights=False), find_engine("vllm"), Place(ranks))
         held = next(o.values for o in found.outcomes if o.letter == letter)
         copies = max(1, ranks // 2)  # two ranks hold one head
         assert held == pytest.approx([value for value in values for _ in range(copies)])

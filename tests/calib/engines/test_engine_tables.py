@@ -11,8 +11,7 @@ from types import SimpleNamespace
 import pytest
 from engine_fixtures import make_scales
 
-from calib.engines.classes import load_classes
-from calib.engines.rules import all_rules
+from calib.engines.catalogue import find_engine
 from calib.formats.compressed_tensors import compressed_tensors
 from calib.formats.modelopt import modelopt
 
@@ -88,7 +87,7 @@ def test_the_configs_are_those_that_we_write(checkpoint):
         ("compressed-tensors attn_head", compressed_tensors, "attn_head"),
         ("modelopt", modelopt, "tensor"),
     ):
-        export = build(make_scales(strategy), checkpoint, 1, rules=all_rules()["vllm"])
+        export = build(make_scales(strategy), checkpoint, 1, rules=find_engine("vllm"))
         assert export.config["quantization_config"] == QUANTIZATIONS[name].config
         assert export.documents.get("hf_quant_config.json") == QUANTIZATIONS[name].document
 
@@ -189,7 +188,7 @@ def test_spellings_of_published_checkpoints(name, module, expected):
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_tables_are_about_the_small_configs(engine):
-    classes = load_classes(engine)
+    classes = find_engine(engine).classes
     table = recorded(classes)
     known = [fixture for fixture in fixtures([]) if fixture.architecture in classes.results]
     others = [other for fixture in known for other in fixture.spellings()]

@@ -8,7 +8,7 @@ from loading import MODULES, said, write
 from safetensors.torch import load_file, save_file
 from scale_directories import COMPRESSED, lines_of
 
-from calib.engines.rules import choose_rules
+from calib.engines.catalogue import find_engine
 from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
 
@@ -28,7 +28,7 @@ def latents(directory, name, architecture="DeepseekV3ForCausalLM", config=COMPRE
 
 
 def simulated(directory, engine):
-    return simulate(open_model_directory(directory, weights=False), choose_rules(engine, None)[0])
+    return simulate(open_model_directory(directory, weights=False), find_engine(engine))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from command_line import fp8kv
 from loading import SCALES, WEIGHTS, said, write
 from scale_directories import COMPRESSED, NAMES, lines_of, model
 
-from calib.engines.classes import load_classes
-from calib.engines.rules import all_rules, choose_rules
+from calib.engines.catalogue import find_engine, load_catalogue
 from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
 
@@ -38,7 +37,7 @@ def test_what_names_no_class(named, tmp_path):
 
 
 def test_rules_that_were_read_name_the_classes_that_they_were_read_for():
-    for name, rules in all_rules().items():
+    for name, rules in load_catalogue().items():
         reads = [m.kind for m in (*rules.methods.values(), rules.without_method) if m]
         if rules.reads == "json" or {*reads} > {"none"} or "none" not in reads:
             assert rules.classes or rules.architectures, name
@@ -128,7 +127,7 @@ def test_a_layer_that_shares_k_and_v_needs_scales_too(engine, architecture, coun
 
 
 def _loads(engine, architecture, name):
-    return load_classes(engine).results[architecture]["compressed-tensors"][name] == "loaded"
+    return find_engine(engine).classes.results[architecture]["compressed-tensors"][name] == "loaded"
 
 
 # ---- configs ----
@@ -204,5 +203,5 @@ def test_scales_of_several_fates_are_partly(tmp_path):
     names = [NAMES, "{module}.qkv_proj.{x}_scale"]
     scales = [n.format(module=m, x=x) for n, m in zip(names, modules, strict=True) for x in "kv"]
     directory = write(tmp_path, [f"{m}.k_proj.weight" for m in modules], scales)
-    found = simulate(open_model_directory(directory, weights=False), choose_rules("sglang", None)[0])
+    found = simulate(open_model_directory(directory, weights=False), find_engine("sglang"))
     assert (found.fate, found.is_good) == ("partly", False)

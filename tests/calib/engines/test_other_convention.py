@@ -7,7 +7,7 @@ from command_line import fp8kv
 from measured_amax import save_amax
 from scale_directories import NVFP4, lines_of, model
 
-from calib.engines.rules import choose_rules
+from calib.engines.catalogue import find_engine
 from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
 
@@ -20,7 +20,7 @@ def written(directory, divisor, **changes):
 
 
 def simulated(directory, engine):
-    return simulate(open_model_directory(directory, weights=False), choose_rules(engine, None)[0])
+    return simulate(open_model_directory(directory, weights=False), find_engine(engine))
 
 
 @pytest.mark.parametrize(

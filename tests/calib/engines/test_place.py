@@ -4,8 +4,8 @@ import pytest
 from command_line import fp8kv
 from scale_directories import COMPRESSED, GOOD, lines_of, model
 
+from calib.engines.catalogue import find_engine
 from calib.engines.result import Place
-from calib.engines.rules import choose_rules
 from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
 
@@ -27,7 +27,7 @@ PER_HEAD = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"st
 )
 def test_heads_are_split_over_ranks(ranks, scales, expected, tmp_path):
     directory = open_model_directory(model(tmp_path, k=scales, v=scales, config=PER_HEAD), weights=False)
-    found = simulate(directory, choose_rules("vllm", None)[0], Place(ranks))
+    found = simulate(directory, find_engine("vllm"), Place(ranks))
     assert bool(found.refused) == (expected is None)
     assert expected is None or found.outcomes[0].values == expected
 
@@ -44,7 +44,7 @@ def test_a_model_that_cannot_be_split_is_refused(tmp_path):
 )
 def test_scales_are_doubled_where_fp8_ends_at_240_or_it_is_said(config, factor, good, tmp_path):
     directory = open_model_directory(model(tmp_path, config=config), weights=False)
-    found = simulate(directory, choose_rules("vllm", None)[0], Place(fnuz=True))
+    found = simulate(directory, find_engine("vllm"), Place(fnuz=True))
     assert found.outcomes[0].values == (0.5 * factor,)
     assert found.is_good == good
     done = fp8kv("verify", tmp_path, "--engine", "vllm", "--fnuz")
@@ -59,7 +59,7 @@ def test_legacy_json_must_be_for_as_many_ranks(tmp_path):
     directory = open_model_directory(
         model(tmp_path, k=None, v=None, config=None, json_file=document), weights=False
     )
-    rules = choose_rules("vllm", "0.4.2")[0]
+    rules = find_engine("vllm", "0.4.2")
     assert simulate(directory, rules, Place(2)).outcomes[0].values == (0.5, 0.125)
     assert {o.status for o in simulate(directory, rules, Place(4)).outcomes} == {"default"}
 
@@ -69,5 +69,5 @@ def test_aphrodite_takes_a_scheme_that_is_half_right(tmp_path):
     directory = open_model_directory(
         model(tmp_path, config=COMPRESSED | {"kv_cache_scheme": scheme}), weights=False
     )
-    assert simulate(directory, choose_rules("vllm", None)[0]).refused
-    assert simulate(directory, choose_rules("aphrodite", None)[0]).is_good
+    assert simulate(directory, find_engine("vllm")).refused
+    assert simulate(directory, find_engine("aphrodite")).is_good

@@ -9,7 +9,7 @@ import pytest
 from command_line import fp8kv
 from scale_directories import COMPRESSED, NAMES, lines_of, model
 
-from calib.engines.rules import all_rules, choose_rules
+from calib.engines.catalogue import find_engine
 from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
 from calib.formats import FORMATS
@@ -17,7 +17,7 @@ from calib.formats import FORMATS
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
 from scale_cases import CASES, write_case
 
-OLD, NEW = (choose_rules("sglang", version)[0] for version in ("0.5.9", "0.5.23"))
+OLD, NEW = (find_engine("sglang", version) for version in ("0.5.9", "0.5.23"))
 SCHEME = COMPRESSED["kv_cache_scheme"]
 GROUP = {"targets": ["LlamaAttention"], "weights": None, "input_activations": {}}
 FP8 = {"quant_method": "fp8"}
@@ -48,7 +48,7 @@ def test_a_scheme_it_does_not_know_is_ignored(scheme, expected, tmp_path):
 def test_groups_without_weights_are_refused(tmp_path):
     directory = model(tmp_path, config=COMPRESSED | {"config_groups": {"attention": GROUP}})
     assert "'attention' without weights" in statuses(directory, NEW)
-    assert statuses(directory, choose_rules("vllm", None)[0]) == {"loaded"}
+    assert statuses(directory, find_engine("vllm")) == {"loaded"}
     done = fp8kv("verify", directory, "--engine", "sglang")
     assert done.exit_code == 1
     assert "write it again with fp8kv convert --to vllm" in lines_of(done)
@@ -171,16 +171,16 @@ def test_its_first_version_with_these_scales_has_one_home():
     root = Path(__file__).parents[3]
     texts = [root / "README.md", *(root / "docs").glob("*.md")]
     texts += [file for name in ("calib", "commands") for file in (root / name).rglob("*.py")]
-    texts += (root / "calib" / "verify").glob("sglang*.yaml")
+    texts += (root / "calib" / "engines").glob("sglang*.yaml")
     version = rf"{MONTH}|\d+\.\d+\.\d+"
     said = re.compile(rf"SGLang[^|.;`()]{{0,40}}?({version})|(?:since|until): ({version})")
     found = {(file.name, a or b) for file in texts for a, b in said.findall(file.read_text())}
-    since = all_rules()["sglang"].since
+    since = find_engine("sglang").since
     assert {named for _, named in found} == {since}
     # the rules and what is written for people; code reads it from the rules
     assert {name for name, _ in found if name.endswith(".py")} == set()
-    assert {name for name, _ in found} >= {"README.md", "formats.md", "sglang.yaml"}
-    assert all_rules()["sglang-2026-07"].until == since
+    assert {name for name, _ in found} >= {"README.md", "formats.md", "sglang-0.5.23.yaml"}
+    assert find_engine("sglang", "0.5").until == since
     assert since in FORMATS["sglang"].note
     assert since in FORMATS["modelopt"].engine
 
@@ -202,7 +202,7 @@ def test_quark_and_mixed_precision_are_read_otherwise_than_by_vllm(tmp_path):
         ("mixed precision, word for the cache", {"default"}, {"loaded"}),
     ):
         directory = write_case(cases[name], tmp_path / name)
-        for rules, expected in ((choose_rules("vllm", None)[0], vllm), (NEW, sglang)):
+        for rules, expected in ((find_engine("vllm"), vllm), (NEW, sglang)):
             found = statuses(directory, rules)
             assert found == expected or expected in found, (name, rules.engine, found)
 
@@ -211,7 +211,7 @@ def test_latents_have_no_place_under_mixed_precision_in_vllm(tmp_path):
     case = next(case for case in CASES if case.name == "mixed precision")
     document = {"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 8}
     directory = model(tmp_path, config=case.config, **document)
-    rules = choose_rules("vllm", None)[0]
+    rules = find_engine("vllm")
     assert statuses(directory, rules) == {"default"}
     assert (
         "layers that cache latents"
@@ -221,7 +221,7 @@ def test_latents_have_no_place_under_mixed_precision_in_vllm(tmp_path):
 
 def test_vllm_needs_a_static_scheme_of_modelopt_to_make_the_cache_fp8(tmp_path):
     """With another `dynamic` vLLM 0.32 says "auto", a 16-bit cache; SGLang does not look at it."""
-    vllm = choose_rules("vllm", None)[0]
+    vllm = find_engine("vllm")
     for i, (dynamic, flag) in enumerate(((False, None), (True, vllm.flag), (None, vllm.flag))):
         scheme = {"type": "float", "num_bits": 8, "dynamic": dynamic}
         config = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_scheme": scheme}

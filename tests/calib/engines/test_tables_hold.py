@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from calib.engines.classes import OTHER, load_classes
-from calib.engines.rules import all_rules
+from calib.engines.catalogue import find_engine
+from calib.engines.classes import OTHER
 from calib.engines.simulate import simulate
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import parse_scale_name
@@ -64,7 +64,7 @@ def results(classes, name):
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_every_architecture_config_and_name(engine):
-    rules, classes = all_rules()[engine], load_classes(engine)
+    rules, classes = find_engine(engine), find_engine(engine).classes
     wrong, cases = [], 0
     for fixture in fixtures([]):
         for kind, fates in results(classes, fixture.architecture):

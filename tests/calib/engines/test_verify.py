@@ -9,7 +9,7 @@ from measured_amax import save_amax
 from safetensors.torch import save_file
 from scale_directories import COMPRESSED, GOOD, lines_of, model
 
-from calib.engines.rules import all_rules, choose_rules
+from calib.engines.catalogue import find_engine, load_catalogue
 from calib.engines.simulate import simulate
 from calib.files.model_directory import open_model_directory
 
@@ -25,17 +25,13 @@ def measured(directory, k=(0.5, 0.25), v=(0.125, 0.0625)):
 
 
 def test_every_rule_file_is_read():
-    rules = all_rules()
-    assert {
-        "vllm",
-        "aphrodite",
-        "sglang",
-        "tgi",
-        "tensorrt-llm",
-        "lmdeploy",
-        "vllm-0.4",
-    } <= rules.keys()
-    assert [name for name, each in rules.items() if each.ran] == ["sglang", "vllm"]
+    engines = load_catalogue()
+    assert {engine.name for engine in engines.values()} == {
+        *("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy"),
+    }
+    assert all(name == f"{engine.name}-{engine.since}" for name, engine in engines.items())
+    assert {"vllm-0.4.1", "sglang-0.5"} <= engines.keys()
+    assert [name for name, engine in engines.items() if engine.ran] == ["sglang-0.5.23", "vllm-0.23"]
 
 
 @pytest.mark.parametrize(
@@ -58,7 +54,7 @@ def test_every_rule_file_is_read():
 )
 def test_engines_differ(engine, config, outcome, tmp_path):
     directory = open_model_directory(model(tmp_path, config=config), weights=False)
-    found = simulate(directory, choose_rules(engine, None)[0])
+    found = simulate(directory, find_engine(engine))
     statuses = {each.status for each in found.outcomes if each.letter != "q"}
     assert (statuses or {"refused"}) == {outcome}
     assert bool(found.refused) == (outcome == "refused")
@@ -107,7 +103,7 @@ def test_legacy_json_is_thrown_away_whole(changes, scales, why, tmp_path):
     directory = open_model_directory(
         model(tmp_path, k=None, v=None, config=None, json_file=document), weights=False
     )
-    found = simulate(directory, choose_rules("vllm", "0.4.2")[0])
+    found = simulate(directory, find_engine("vllm", "0.4.2"))
     assert {each.status for each in found.outcomes} == {"default" if why else "loaded"}
     assert len(found.outcomes) == 4
     assert (why is None) == (not found.ignored)
@@ -178,7 +174,7 @@ def test_bad_flags_are_one_line(flags, message, tmp_path):
 
 
 def test_rules_that_were_read_and_load_scales_hold_for_no_version_to_come():
-    for name, rules in all_rules().items():
+    for name, rules in load_catalogue().items():
         loads = {method.kind for method in rules.methods.values()} != {"none"}
         assert rules.since, name
         assert rules.until or rules.classes or not loads, name
@@ -225,9 +221,6 @@ def test_an_output_without_statistics_cannot_be_compared_with(tmp_path):
 
 
 def test_the_page_about_engines_is_that_of_the_rules():
-    from pathlib import Path
+    from engines_page import PAGE, page
 
-    from calib.engines.document import page
-
-    written = Path(__file__).parents[3] / "docs" / "engines.md"
-    assert written.read_text() == page(), "python -m calib.engines.document > docs/engines.md"
+    assert PAGE.read_text() == page(), "make engines-page"

@@ -7,7 +7,7 @@ from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model, tiny_vision_language_model
 from safetensors import safe_open
 
-from calib.engines.classes import load_classes
+from calib.engines.catalogue import find_engine
 
 PLAIN, INNER = "self_attn.k_scale", "self_attn.attn.k_scale"
 
@@ -121,7 +121,7 @@ def test_old_outputs_are_mended_by_convert(models, tmp_path):
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_tables_hold_what_people_serve(engine):
-    known = load_classes(engine).results
+    known = find_engine(engine).classes.results
     for family in ("Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"):
         assert f"{family}ForCausalLM" in known
     assert len(known) >= {"vllm": 60, "sglang": 40}[engine]

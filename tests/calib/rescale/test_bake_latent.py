@@ -12,7 +12,7 @@ from families import LATENT, save_model, tiny_model
 from safetensors.torch import load_file
 from transformers import DynamicCache
 
-from calib.engines.rules import all_rules
+from calib.engines.catalogue import find_engine
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import open_model_directory
 from calib.rescale import latent, parameters
@@ -157,7 +157,7 @@ def test_one_is_right_only_where_latents_are_known_to_be_cached(model_type, engi
     (said,) = json.loads(fp8kv("verify", baked, "--engine", engine, "--json").stdout)["engines"]
     served = said["flag"] if flag else said["refused"] or said["layers"][0]["reason"]
     assert served == flag if flag else "latents (MLA)" in served
-    rules = all_rules()[engine]
+    rules = find_engine(engine)
     command = rules.serve.format(path=baked)
     assert (f"{command} {flag}\n" in card) if flag else (command not in card)
     assert (f"with {rules.other_flag} alone" in shown) == ("transformers" in (flag or ""))

@@ -1,4 +1,8 @@
-"""The rules of one engine and version range, read from a YAML file beside this module."""
+"""The catalogue of engines: a YAML file beside this module for each engine and range of versions.
+
+`Engine` is the schema of such a file, `vllm-0.23.yaml` for instance. Its section `classes` is written by
+`make engines`, the rest by hand.
+"""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -10,28 +14,32 @@ import yaml
 from packaging.version import Version
 from pydantic import BaseModel, ConfigDict
 
-from calib.engines.classes import Fates, architecture, load_classes
+from calib.engines.classes import Classes, Fates, architecture
 from calib.errors import InputError
 from calib.files.cache_type import Divisor
 from calib.files.names import pattern_of
 
-# what happens to a scale without a place in the model
-Fate = Literal["refused", "ignored"]
+FOLDER = Path(__file__).parent
+# how a fact is known: the engine's own code was run, or its source was read
+Evidence = Literal["run", "read"]
+Stray = Literal["refused", "ignored"]  # what happens to a scale without a place in the model
 
 
-class _Strict(BaseModel):
+class Section(BaseModel):
+    """A part of an engine's file; unknown keys are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Remap(_Strict):
+class Remap(Section):
     """A renaming: a pattern of names on disk, and the engine's name for them."""
 
     pattern: str
     to: str
 
 
-class Method(_Strict):
-    """How scales are read under one `quant_method`."""
+class Method(Section):
+    """Reading of scales under one `quant_method`."""
 
     # see values.py; none: nothing is read
     kind: Literal["one_or_per_head", "scalar", "pair", "none"]
@@ -57,36 +65,35 @@ class Method(_Strict):
     remap: tuple[Remap, ...] = ()  # before the engine's own
 
 
-class Nvfp4(_Strict):
-    """What an engine does with the calibrated value of an NVFP4 cache."""
+class Nvfp4(Section):
+    """Handling of the calibrated value of an NVFP4 cache."""
 
     divisor: Divisor  # the value is to be absmax / this
     methods: tuple[str, ...]  # under which it was run
     flag: str  # what turns that cache on
-    format: str = ""  # of ours, which holds what it wants
+    format: str = ""  # of ours, which holds the right values
     other: str = ""  # what the other convention does there
 
 
-class Rules(_Strict):
-    """One engine."""
+class Engine(Section):
+    """One engine, in a range of versions."""
 
-    engine: str
+    engine: str  # as its makers write it
     versions: str
-    since: str = ""  # the first version they hold for; none: all
-    until: str = ""  # the first they no longer hold for
+    since: str  # the first version that the file holds for
+    until: str = ""  # the first that it no longer holds for
     source: str  # what was read, and when
-    ran: bool  # whether the rules were compared with the engine itself
+    evidence: Evidence  # of the rules of loading
     # which safetensors files: those in the index, or all; or kv_cache_scales.json alone
     reads: Literal["index", "all", "json"]
-    without_config: Fate = "ignored"  # scales in a checkpoint that has no quantization_config
+    without_config: Stray = "ignored"  # scales in a checkpoint that has no quantization_config
     without_method: Method | None = None  # or how they are read there
-    unknown: Fate = "ignored"  # scales whose module the model does not have
+    unknown: Stray = "ignored"  # scales whose module the model does not have
     methods: dict[str, Method] = {}  # by quant_method; "*": any other
-    # the model classes whose loading of scales is known: a table in architectures/, or by reading
-    # these; neither: it does not depend on the class
-    classes: str = ""
+    # the model classes that the rules were read for, and what their checkpoints call attention; without these
+    # and `classes`, loading does not depend on the class
     architectures: tuple[str, ...] = ()
-    modules: str = "model.layers.N.self_attn"  # what their checkpoints call attention
+    modules: str = "model.layers.N.self_attn"
     remap: tuple[Remap, ...] = ()
     first_remap: bool = False  # only the first pattern that fits is applied, not one after another
     serve: str = ""  # the command that serves {path}, without the flag
@@ -98,61 +105,73 @@ class Rules(_Strict):
     latent_refused: str = ""  # why there is no FP8 cache of latents
     latent_ways: tuple[str, ...] = ()  # what serves latents all the same
     other_flag: str = ""  # what chooses its backend for transformers' own code
-    asked: str = ""  # the version that the user named
-    per_head_flag: str = ""  # and what a scale per head needs besides
+    per_head_flag: str = ""  # what a scale per head needs besides
     note: str = ""
     # format -> what may surprise its user; {note} and {since} stand for the above
     formats: dict[str, str] = {}
+    classes: Classes | None = None  # what its model classes did with scales
+    version: str = ""  # of the catalogue's versions, the one that the user named
+
+    @property
+    def name(self) -> str:
+        """The name for `--engine`."""
+        return self.engine.lower()
 
     @property
     def title(self) -> str:
         """The engine and its version: the one that was asked for, else where its classes ran."""
-        return f"{self.engine} {self.asked or self.classes_version or self.versions}"
+        return f"{self.engine} {self.version or self.classes_version or self.versions}"
+
+    @property
+    def ran(self) -> bool:
+        """Whether the rules of loading were compared with the engine itself."""
+        return self.evidence == "run"
 
     @property
     def classes_version(self) -> str | None:
         """The version whose classes were run."""
-        return load_classes(self.classes).version if self.classes else None
+        return self.classes.version if self.classes else None
 
     @property
     def is_of_classes(self) -> bool:
         """Whether this is the version whose classes were run."""
         ran = self.classes_version
-        return ran is not None and (not self.asked or _parse(self.asked) == _parse(ran))
+        return ran is not None and (not self.version or _parse(self.version) == _parse(ran))
 
     @property
     def latent_fate(self) -> str:
-        """What becomes of scales where latents are cached (MLA)."""
+        """The fate of scales where latents are cached (MLA)."""
         return self.latent or f"whether {self.engine} computes with scales of latents is not known"
 
     def class_caches_latents(self, config: Mapping[str, Any]) -> bool:
-        """Whether the class that config.json names was run and caches latents (MLA)."""
-        return bool(self.classes) and architecture(config) in load_classes(self.classes).latent
+        """Return whether the class that config.json names was run and caches latents (MLA)."""
+        return self.classes is not None and architecture(config) in self.classes.latent
 
     def fates(
         self, config: Mapping[str, Any], quantization: str, modules: Iterable[str] = ()
     ) -> Fates | str | None:
-        """What the model's class does with scales, or why that is not known; None: all do alike.
+        """Return what the model's class does with scales, or why that is not known; None: all do alike.
 
-        `modules` are attention modules, as the checkpoint names them.
+        `quantization` is a kind of config, or "" where only the class is asked about; `modules` are attention
+        modules, as the checkpoint names them.
         """
+        name = architecture(config)
         if self.classes:
             if not self.is_of_classes:
                 return f"not known: its classes were run at {self.classes_version} alone"
-            return load_classes(self.classes).fates(config, quantization, modules)
-        name = architecture(config)
+            return self.classes.fates(name, quantization, modules, self.engine)
         if not self.architectures:
             return None
         if name in self.architectures:
-            other = next((m for m in modules if pattern_of(m) != self.modules), None)
-            return other and f"not known: the rules were read for '{self.modules}', not '{other}'"
+            stranger = next((m for m in modules if pattern_of(m) != self.modules), None)
+            return stranger and f"not known: the rules were read for '{self.modules}', not '{stranger}'"
         return (
             f"not known for {name or 'a model whose config.json does not name one architecture'}: "
             f"the rules were read for {', '.join(self.architectures)}"
         )
 
     def target(self, name: str, method: Method | None) -> str:
-        """The name that the engine looks for, for the tensor called `name` on disk."""
+        """Return the name that the engine looks for, for the tensor called `name` on disk."""
         for entry in (*(method.remap if method else ()), *self.remap):
             name, count = re.subn(entry.pattern, entry.to, name)
             if count and self.first_remap:
@@ -161,45 +180,43 @@ class Rules(_Strict):
 
 
 @cache
-def all_rules() -> dict[str, Rules]:
-    """Every engine's rules, by file name."""
-    files = sorted(Path(__file__).parent.glob("*.yaml"), key=lambda file: file.stem)
-    return {file.stem: Rules.model_validate(yaml.safe_load(file.read_text())) for file in files}
+def load_catalogue() -> dict[str, Engine]:
+    """Load every file, by its name without `.yaml`; an engine's oldest versions come first."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    files = ((file.stem, file.read_text("utf-8")) for file in FOLDER.glob("*.yaml"))
+    engines = ((name, Engine.model_validate(yaml.load(text, loader))) for name, text in files)
+    return dict(sorted(engines, key=lambda item: (item[1].name, _parse(item[1].since))))
 
 
-def choose_rules(engine: str | None, version: str | None) -> list[Rules]:
-    """The rules of `engine` at `version`, or of the newest version of every engine."""
-    newest = _newest()
-    if engine is None:
+def find_engine(name: str, version: str | None = None) -> Engine:
+    """Find the file of an engine that holds for `version`, or for the newest."""
+    return choose_engines(name, version)[0]
+
+
+def choose_engines(name: str | None, version: str | None) -> list[Engine]:
+    """Find the engine `name` at `version`; without a version the newest; without a name every engine."""
+    families: dict[str, list[Engine]] = {}
+    for engine in load_catalogue().values():
+        families.setdefault(engine.name, []).append(engine)
+    if name is None:
         if version:
             raise InputError(f"--version {version}: of which engine? Add --engine")
-        return [*newest.values()]
-    if engine not in newest:
-        raise InputError(f"--engine {engine} is not one of {', '.join(newest)}")
+        return [family[-1] for family in families.values()]
+    if name not in families:
+        raise InputError(f"--engine {name} is not one of {', '.join(families)}")
+    family = families[name]
     if version is None:
-        return [newest[engine]]
-    family = [rules for rules in all_rules().values() if rules.engine == newest[engine].engine]
-    found = [rules for rules in family if _holds(rules, _parse(version))]
-    if not found:
-        known = "; ".join(rules.versions for rules in family)
-        raise InputError(f"--version {version[:40]}: there are rules for {engine} {known}")
-    return [rules.model_copy(update={"asked": version}) for rules in found]
-
-
-def _newest() -> dict[str, Rules]:
-    """The rules of every engine that begin at the latest version."""
-    by_start = sorted(all_rules().items(), key=lambda item: _parse(item[1].since or "0"))
-    last = {rules.engine: name for name, rules in by_start}
-    return {name: rules for name, rules in all_rules().items() if last[rules.engine] == name}
-
-
-def _holds(rules: Rules, version: Version) -> bool:
-    after = not rules.since or version >= _parse(rules.since)
-    return after and (not rules.until or version < _parse(rules.until))
+        return family[-1:]
+    for engine in family:
+        is_over = engine.until and _parse(version) >= _parse(engine.until)
+        if _parse(version) >= _parse(engine.since) and not is_over:
+            return [engine.model_copy(update={"version": version})]
+    ranges = "; ".join(engine.versions for engine in reversed(family))
+    raise InputError(f"--version {version[:40]}: there are rules for {name} {ranges}")
 
 
 def _parse(version: str) -> Version:
-    """A version without what its builder adds: 0.32.0+cpu is 0.32.0."""
+    """Parse a version without what its builder adds: 0.32.0+cpu is 0.32.0."""
     try:
         return Version(Version(version).public)
     except ValueError:
