@@ -1,27 +1,24 @@
-"""How scales fit the absmax that was measured: too small, too large, of another kind."""
+"""How scales fit the absmax that was measured: too small, too large, or of another kind."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
 from calib.choices import FP8Name
-from calib.engines.measured import Measured
+from calib.engines.measured import MeasuredAmax
 from calib.files.cache_type import FP8_MAX, FP8_SMALLEST
 from calib.files.calibration import Amax
 from calib.files.stored_scales import StoredLayer, is_usable
 from calib.files.text import show_layers
 
-# rounding to bfloat16 takes 0.4 %
-_ROUNDING = 1.005
+_ROUNDING = 1.005  # rounding to bfloat16 takes 0.4 %
 _NEAR = 0.02
-# headroom is 16 at most
-_LEAST = 1 / (16 * _ROUNDING)
-# other text has another absmax
-_LIKE = 1.5
+_SMALLEST_SHARE = 1 / (16 * _ROUNDING)  # headroom is 16 at most
+_SIMILAR = 1.5  # another text has another absmax
 _FAR = 4.0
-# medians of what a scale and another's absmax differ by
-_ALIKE, _APART = 1 + _NEAR, (1 + _NEAR) ** 4
+# medians of the factor between a scale and an absmax, where it fits and where it does not
+_FITTING, _MISFIT = 1 + _NEAR, (1 + _NEAR) ** 4
 # the letters whose absmax K's and V's scales fit, and in which layer
 _MISTAKES = {
     ("v", "k", 0): "K scales fit V's measured absmax and V scales K's: they are swapped",
@@ -29,8 +26,11 @@ _MISTAKES = {
     ("k", "v", 1): "scales fit the measured absmax of the next layer: they are shifted",
 }
 # the share of its range that scales for another FP8 type use
-_OTHER_TYPES = {2.0: "half of", 0.5: "twice", 240 / 448: "448 / 240 times"}
-
+_TYPE_FACTORS = {
+    2.0: "half of",
+    0.5: "twice",
+    FP8_MAX["e4m3fnuz"] / FP8_MAX["e4m3fn"]: f"{FP8_MAX['e4m3fn']:g} / {FP8_MAX['e4m3fnuz']:g} times",
+}
 
 Scale = tuple[int, str]  # (layer, "k" | "v" | "q")
 
@@ -53,25 +53,25 @@ class Fit:
 
     @property
     def clipped(self) -> list[str]:
-        """Which of K, V and Q are cut off."""
+        """Letters of K, V and Q that are cut off."""
         return [letter for letter, used in self.used.items() if used > _ROUNDING]
 
     def is_low(self, letter: str) -> bool:
-        """Whether one of the scales leaves more than 15/16 of the range unused."""
-        return self.least.get(letter, 1.0) < _LEAST
+        """Return whether one of the scales leaves more than 15/16 of the range unused."""
+        return self.least.get(letter, 1.0) < _SMALLEST_SHARE
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What measured absmax says against scales, and against which of them."""
+    """A contradiction between measured absmax and scales."""
 
     text: str
-    scales: frozenset[Scale] = frozenset()  # none: of whole layers
+    scales: frozenset[Scale] = frozenset()  # none: whole layers are contradicted
     is_problem: bool = True  # else a warning
 
 
 class _Share(NamedTuple):
-    """One scale, and the absmax of what shares it."""
+    """One scale, and the absmax of all heads that share it."""
 
     layer: int
     scale: float
@@ -79,7 +79,7 @@ class _Share(NamedTuple):
 
 
 def compare(layers: Sequence[StoredLayer], amax: Amax, limits: Limits) -> list[Fit]:
-    """How each layer's scales fit what was measured."""
+    """Compute how each layer's scales fit what was measured."""
     fits = []
     for layer in layers:
         used, least = {}, {}
@@ -90,7 +90,7 @@ def compare(layers: Sequence[StoredLayer], amax: Amax, limits: Limits) -> list[F
             ]
             if shares:
                 used[letter] = max(shares)
-                # a head that saw only zeros has the scale of others
+                # a head that saw only zeros has a scale of its neighbours
                 least[letter] = min(filter(None, shares), default=1.0)
         # half a step is rounded to its even neighbour, 0
         zero = [x for x in least if least[x] * limits.largest <= limits.smallest / 2]
@@ -98,53 +98,112 @@ def compare(layers: Sequence[StoredLayer], amax: Amax, limits: Limits) -> list[F
     return fits
 
 
-def judge(
-    layers: Sequence[StoredLayer], fits: Sequence[Fit], measured: Measured, largest: float
+def contradictions(
+    layers: Sequence[StoredLayer], measured: MeasuredAmax, fp8_dtype: FP8Name
 ) -> list[Finding]:
-    """Return what the comparison shows."""
-    amax = measured.amax
-    findings = _other_heads(layers, amax)
-    clipped = [fit for fit in fits if fit.clipped]
-    if mistaken := _mistaken(layers, amax, largest):
-        findings.append(Finding(mistaken, _all(layers, "kv")))
-    elif clipped:
-        findings.append(_clipping(layers, clipped, measured, largest))
-    used = [value for fit in fits for value in fit.used.values()]
-    for factor, what in _OTHER_TYPES.items():
-        as_meant = abs(factor * measured.headroom - 1) < _NEAR
-        if used and not as_meant and all(abs(value / factor - 1) < _NEAR for value in used):
+    """Return how measured absmax contradicts FP8 scales."""
+    limits = Limits(FP8_MAX[fp8_dtype], FP8_SMALLEST[fp8_dtype])
+    return judge(layers, compare(layers, measured.amax, limits), measured, limits.largest)
+
+
+def judge(
+    layers: Sequence[StoredLayer], fits: Sequence[Fit], measured: MeasuredAmax, largest: float
+) -> list[Finding]:
+    """Return how measured absmax contradicts scales, by their `fits` in a cache that holds up to `largest`."""
+    amax, indices = measured.amax, [layer.layer for layer in layers]
+    findings = _compare_head_counts(layers, amax)
+    mistake = _find_mistake(layers, amax, largest)
+    if mistake:
+        findings.append(Finding(mistake, _keys(indices, "kv")))
+    elif any(fit.clipped for fit in fits):
+        findings.append(_judge_clipping(layers, fits, measured, largest))
+    shares = [share for fit in fits for share in fit.used.values()]
+    for factor, words in _TYPE_FACTORS.items():
+        is_headroom = abs(factor * measured.headroom - 1) < _NEAR
+        if shares and not is_headroom and all(abs(share / factor - 1) < _NEAR for share in shares):
             text = (
-                f"every scale is {what} absmax / {largest:g}, as if made for another FP8 "
-                "type: files hold scales for e4m3fn (448) unless they name another"
+                f"every scale is {words} absmax / {largest:g}, as if made for another FP8 type: files hold "
+                f"scales for e4m3fn ({FP8_MAX['e4m3fn']:g}) unless they name another"
             )
-            findings.append(Finding(text, _all(layers, "kvq")))
-    for letter in "q" if mistaken else "kvq":
-        shares = [share for layer in layers for share in _shares(layer, letter, amax)]
-        findings += _judge_range(letter, shares, fits, largest)
-    absent = {fit.layer for fit in fits} ^ {layer for layer, _ in amax}
-    if absent:
-        text = f"layer {min(absent)} is only in the scales, or only in the statistics"
-        findings.append(Finding(text))
+            findings.append(Finding(text, _keys(indices, "kvq")))
+    for letter in "q" if mistake else "kvq":
+        findings += _judge_range(letter, layers, fits, amax, largest)
+    if absent := {fit.layer for fit in fits} ^ {layer for layer, _ in amax}:
+        findings.append(Finding(f"layer {min(absent)} is only in the scales, or only in the statistics"))
     return findings
 
 
-def _clipping(
-    layers: Sequence[StoredLayer], clipped: Sequence[Fit], measured: Measured, largest: float
-) -> Finding:
-    """What is cut off: a problem, or a warning where the calibration's observer chose to."""
-    thresholds = measured.thresholds or {}
-    chosen = {
-        (layer.layer, letter)
+def _keys(layers: Iterable[int], letters: str) -> frozenset[Scale]:
+    return frozenset((layer, letter) for layer in layers for letter in letters)
+
+
+def _shares(layer: StoredLayer, letter: str, amax: Amax) -> Iterator[_Share]:
+    """Yield each scale of a layer with the measured absmax of its heads."""
+    scales, heads = layer.values(letter), amax.get((layer.layer, letter), ())
+    if letter == "q" and not is_usable(scales):
+        return  # the scales themselves are a problem already
+    if len(scales) == 1 and heads:
+        yield _Share(layer.layer, scales[0], max(heads))
+    elif len(scales) == len(heads):
+        yield from map(_Share, [layer.layer] * len(scales), scales, heads)
+
+
+def _compare_head_counts(layers: Sequence[StoredLayer], amax: Amax) -> list[Finding]:
+    """Find scales that cannot be compared, because the statistics are of another number of heads."""
+    counts = {
+        (layer.layer, letter): (len(scales), len(heads))
         for layer in layers
         for letter in "kvq"
-        if _holds(getattr(layer, letter), thresholds.get((layer.layer, letter)), largest)
+        if (scales := layer.values(letter))
+        and (heads := amax.get((layer.layer, letter)))
+        and len(scales) not in (1, len(heads))
     }
-    shares = {(fit.layer, letter): fit.used[letter] for fit in clipped for letter in fit.clipped}
-    wrong = {at: used for at, used in shares.items() if at not in chosen}
-    shown = wrong or shares
-    layer, letter = worst = max(shown, key=lambda at: shown[at])
+    if not counts:
+        return []
+    (index, letter), (scale_count, head_count) = next(iter(counts.items()))
     text = (
-        f"{len({at[0] for at in shown})} layers clip what was measured, layer {layer} the most: "
+        f"{letter.upper()} of layer {index} has {scale_count} scales, and the statistics are of "
+        f"{head_count} heads"
+    )
+    return [Finding(text, frozenset(counts))]
+
+
+def _find_mistake(layers: Sequence[StoredLayer], amax: Amax, largest: float) -> str | None:
+    """Say which other absmax the scales of K and V fit, if they do not fit their own."""
+
+    def mismatch(letter: str, measured_letter: str, step: int) -> float:
+        """Return the factor by which most scales miss the absmax that was measured `step` layers on."""
+        ratios = [
+            max(amax[layer.layer + step, measured_letter]) / (largest * max(scales))
+            for layer in layers
+            if (scales := layer.values(letter))
+            and (layer.layer + step, measured_letter) in amax
+            and max(scales) > 0
+        ]
+        return median(max(r, 1 / r) if r > 0 else float("inf") for r in ratios) if ratios else 0.0
+
+    own = max(mismatch("k", "k", 0), mismatch("v", "v", 0))
+    for (k, v, step), text in _MISTAKES.items():
+        if own > _MISFIT and 0 < max(mismatch("k", k, step), mismatch("v", v, step)) < _FITTING:
+            return text
+    return None
+
+
+def _judge_clipping(
+    layers: Sequence[StoredLayer], fits: Sequence[Fit], measured: MeasuredAmax, largest: float
+) -> Finding:
+    """Describe what is cut off: a problem, or a warning where the calibration's observer chose to."""
+    by_layer = {layer.layer: layer for layer in layers}
+    shares = {(fit.layer, letter): fit.used[letter] for fit in fits for letter in fit.clipped}
+    wrong = {
+        (index, letter): share
+        for (index, letter), share in shares.items()
+        if not _reach(by_layer[index].values(letter), measured.thresholds.get((index, letter), ()), largest)
+    }
+    shown = wrong or shares
+    layer, letter = worst = max(shown, key=lambda key: shown[key])
+    text = (
+        f"{len({index for index, _ in shown})} layers clip what was measured, layer {layer} the most: "
         f"its {letter.upper()} is {shown[worst]:.2f} times what its scale can hold"
     )
     if wrong:
@@ -152,8 +211,8 @@ def _clipping(
     return Finding(f"{text}; the calibration's observer chose so", is_problem=False)
 
 
-def _holds(scales: tuple[float, ...] | None, thresholds: tuple[float, ...] | None, largest: float) -> bool:
-    """Whether each scale holds its threshold; of other counts, the smallest holds the largest."""
+def _reach(scales: Sequence[float], thresholds: Sequence[float], largest: float) -> bool:
+    """Return whether scales hold their thresholds; of other counts, the smallest the largest."""
     if not (scales and thresholds):
         return False
     if len(scales) != len(thresholds):
@@ -161,109 +220,47 @@ def _holds(scales: tuple[float, ...] | None, thresholds: tuple[float, ...] | Non
     return all(_ROUNDING * largest * scale >= value for scale, value in zip(scales, thresholds, strict=True))
 
 
-def contradictions(layers: Sequence[StoredLayer], measured: Measured, fp8_dtype: FP8Name) -> list[Finding]:
-    """Return what measured absmax says against FP8 scales."""
-    limits = Limits(FP8_MAX[fp8_dtype], FP8_SMALLEST[fp8_dtype])
-    return judge(layers, compare(layers, measured.amax, limits), measured, limits.largest)
-
-
-def _all(layers: Sequence[StoredLayer], letters: str) -> frozenset[Scale]:
-    return frozenset((layer.layer, letter) for layer in layers for letter in letters)
-
-
-def _judge_range(letter: str, shares: list[_Share], fits: Sequence[Fit], largest: float) -> list[Finding]:
-    """Problems and warnings where scales are too large, or of another kind."""
-    name, findings = letter.upper(), list[Finding]()
+def _judge_range(
+    letter: str, layers: Sequence[StoredLayer], fits: Sequence[Fit], amax: Amax, largest: float
+) -> Iterator[Finding]:
+    """Yield problems and warnings where scales are too large, or of another kind."""
+    name, shares = letter.upper(), [share for layer in layers for share in _shares(layer, letter, amax)]
     zero = [fit.layer for fit in fits if letter in fit.zero]
-    low = [fit for fit in fits if fit.is_low(letter) and fit.layer not in zero]
-    kind = _kind(shares, largest) if zero or low or _clips(letter, fits) else None
+    low = {fit.layer: fit.least[letter] for fit in fits if fit.is_low(letter) and fit.layer not in zero}
+    kind = None
+    if zero or low or any(letter in fit.clipped for fit in fits):
+        kind = _describe_kind(shares, largest)
     if kind:
         indices = sorted({share.layer for share in shares})
         text = f"{name} scales {kind} in {show_layers(indices)}: a writer's mistake"
-        findings.append(Finding(text, frozenset((index, letter) for index in indices)))
+        yield Finding(text, _keys(indices, letter))
     if zero:
-        # of its heads the one with the largest scale
-        worst = max(share for share in shares if share.layer == zero[0])
+        worst = max(share for share in shares if share.layer == zero[0])  # the head with the largest scale
         text = (
             f"{name} becomes all zeros in {show_layers(zero)}: scales are too large, {worst.scale:.3g} "
             f"in layer {zero[0]}, where absmax / {largest:g} is {worst.amax / largest:.3g}"
         )
-        findings.append(Finding(text, frozenset((index, letter) for index in zero)))
-    if not low or kind:
-        return findings
-    least = min(low, key=lambda fit: fit.least[letter])
-    text = (
-        f"{name} uses under 1/16 of the FP8 range in {show_layers([fit.layer for fit in low])}, "
-        f"{100 * least.least[letter]:.2g}% in layer {least.layer}: scales are far larger than "
-        f"absmax / {largest:g}"
-    )
-    wide = frozenset((fit.layer, letter) for fit in low)
-    return [*findings, Finding(text, wide, is_problem=False)]
+        yield Finding(text, _keys(zero, letter))
+    if low and not kind:
+        layer = min(low, key=lambda index: low[index])
+        text = (
+            f"{name} uses under 1/16 of the FP8 range in {show_layers([*low])}, "
+            f"{100 * low[layer]:.2g}% in layer {layer}: scales are far larger than absmax / {largest:g}"
+        )
+        yield Finding(text, _keys(low, letter), is_problem=False)
 
 
-def _clips(letter: str, fits: Sequence[Fit]) -> bool:
-    return any(letter in fit.clipped for fit in fits)
-
-
-def _kind(shares: list[_Share], largest: float) -> str | None:
-    """What all of several scales look like, if they look like something else than scales."""
+def _describe_kind(shares: Sequence[_Share], largest: float) -> str | None:
+    """Say what all of several scales look like, if they look like something else than scales."""
     pairs = [(share.scale, share.amax / largest) for share in shares if share.amax > 0]
     if len(pairs) < 2 or not all(0 < scale < float("inf") for scale, _ in pairs):
         return None
-    factors = [scale / wanted for scale, wanted in pairs]
+    factors = [scale / right_scale for scale, right_scale in pairs]
     is_far = median(max(factor, 1 / factor) for factor in factors) > _FAR
-    if is_far and all(1 / _LIKE < scale * wanted < _LIKE for scale, wanted in pairs):
+    if is_far and all(1 / _SIMILAR < scale * right_scale < _SIMILAR for scale, right_scale in pairs):
         return f"look like 1/scale ({largest:g} / absmax)"
-    if max(factors) < (1 + _NEAR) ** 2 * min(factors) and min(factors) > 1 / _LEAST:
+    if max(factors) < (1 + _NEAR) ** 2 * min(factors) and min(factors) > 1 / _SMALLEST_SHARE:
         if abs(median(factors) / largest - 1) < _NEAR:
             return f"look like absmax itself, not divided by {largest:g},"
         return f"are all {median(factors):.3g} times absmax / {largest:g}"
-    return None
-
-
-def _shares(layer: StoredLayer, letter: str, amax: Amax) -> Iterator[_Share]:
-    """Each scale of a layer with the measured absmax of the heads that it is for."""
-    scales, heads = getattr(layer, letter), amax.get((layer.layer, letter))
-    if letter == "q" and not is_usable(scales):
-        return  # that is said of the scales themselves
-    if scales and heads and len(scales) in (1, len(heads)):
-        each = (max(heads),) if len(scales) == 1 else heads
-        yield from map(_Share, [layer.layer] * len(scales), scales, each)
-
-
-def _other_heads(layers: Sequence[StoredLayer], amax: Amax) -> list[Finding]:
-    """Scales that cannot be compared, as the statistics have other numbers of heads."""
-    wrong = {
-        (layer.layer, letter): (len(scales), len(heads))
-        for layer in layers
-        for letter in "kvq"
-        if (scales := getattr(layer, letter))
-        and (heads := amax.get((layer.layer, letter)))
-        and len(scales) not in (1, len(heads))
-    }
-    for (index, letter), (count, of_heads) in wrong.items():
-        text = (
-            f"{letter.upper()} of layer {index} has {count} scales, and the statistics are of "
-            f"{of_heads} heads"
-        )
-        return [Finding(text, frozenset(wrong))]
-    return []
-
-
-def _mistaken(layers: Sequence[StoredLayer], amax: Amax, largest: float) -> str | None:
-    """Say whose absmax K's and V's scales fit, if they do not fit their own."""
-
-    def mismatch(letter: str, other: str, step: int) -> float:
-        """How far, in most layers, scales are from what was measured `step` layers behind."""
-        ratios = [
-            max(amax[layer.layer + step, other]) / (largest * max(scales))
-            for layer in layers
-            if (scales := getattr(layer, letter)) and (layer.layer + step, other) in amax and max(scales) > 0
-        ]
-        return median(max(r, 1 / r) if r > 0 else float("inf") for r in ratios) if ratios else 0.0
-
-    straight = max(mismatch("k", "k", 0), mismatch("v", "v", 0))
-    for (k, v, step), text in _MISTAKES.items():
-        if straight > _APART and 0 < max(mismatch("k", k, step), mismatch("v", v, step)) < _ALIKE:
-            return text
     return None

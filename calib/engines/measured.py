@@ -1,8 +1,8 @@
-"""What scales are compared with: the statistics of a calibration. Its reader needs torch."""
+"""Measured absmax, which scales are compared with: the statistics of a calibration. Their reader needs torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,74 +11,69 @@ from calib.files.cache_type import BLOCK_DIVISOR, FP8_DIVISOR, FP8_MAX, Conventi
 from calib.files.calibration import Amax, statistics_file
 from calib.files.names import CALIBRATION_FILE
 from calib.files.stored_scales import StoredLayer
-from calib.recipe import Recipe, load_recipe
+from calib.recipe import load_recipe
 
 if TYPE_CHECKING:
     from calib.scales.stats import KVStats
 
 
-class Measured(NamedTuple):
+class MeasuredAmax(NamedTuple):
     """Measured absmax, and how much it tells."""
 
     amax: Amax
     headroom: float = 1.0  # of the scales that the calibration made
     warnings: tuple[str, ...] = ()  # that too little text was read
-    thresholds: Amax | None = None  # what the calibration's observer clips at, on purpose
+    thresholds: Mapping[tuple[int, str], tuple[float, ...]] = {}  # that an observer other than absmax clips at
 
 
-def read_measured(path: Path, layers: Sequence[StoredLayer]) -> Measured:
-    """Read statistics that the scales of `layers` are compared with."""
+def read_measured(path: Path, layers: Sequence[StoredLayer]) -> MeasuredAmax:
+    """Read the statistics at `path`, which the scales of `layers` are compared with."""
     from calib.scales.stats_file import load_stats
 
-    return measured_of(load_stats(path), path, layers)
+    return measured_amax(load_stats(path), path, layers)
 
 
-def measured_of(stats: KVStats, path: Path, layers: Sequence[StoredLayer]) -> Measured:
-    """Return what `stats`, read from `path`, hold of `layers`."""
+def measured_amax(stats: KVStats, path: Path, layers: Sequence[StoredLayer]) -> MeasuredAmax:
+    """Take the absmax of `layers` out of `stats`, read from `path`."""
+    from calib.scales.stats import derive_scales
     from calib.scales.text_summary import text_warnings
 
     # scales of a layer that shares another's cache may be there, or not
-    absent = {each.layer_idx for each in stats.shared.values()} - {each.layer for each in layers}
-    amax = {at: heads for at, heads in stats.amax_by_head().items() if at[0] not in absent}
-    file = statistics_file(path).parent / CALIBRATION_FILE
-    recipe = load_recipe(str(file)) if file.exists() else None
-    headroom = 1.0 if recipe is None or recipe.headroom == "auto" else recipe.headroom
+    absent = {module.layer_idx for module in stats.shared.values()} - {layer.layer for layer in layers}
+    amax = {key: heads for key, heads in stats.amax_by_head().items() if key[0] not in absent}
     warnings = tuple(text_warnings(stats.text, stats.tokens))
-    thresholds = None
-    if recipe is not None and recipe.observer.name != "absmax":
-        thresholds = _thresholds(stats, recipe)
-    return Measured(amax, headroom, warnings, thresholds)
+    file = statistics_file(path).parent / CALIBRATION_FILE
+    if not file.exists():
+        return MeasuredAmax(amax, warnings=warnings)
+    recipe, thresholds = load_recipe(str(file)), Amax()
+    if recipe.observer.name != "absmax":
+        largest = FP8_MAX[recipe.fp8_dtype]
+        scales = derive_scales(stats, recipe).layers
+        pairs = [(layer.layer_idx, layer) for layer in scales.values()]
+        pairs += [(module.layer_idx, scales[module.owner]) for module in stats.shared.values()]
+        thresholds = {
+            (index, letter): tuple((scale.flatten() * largest).tolist())
+            for index, layer in pairs
+            for letter, scale in layer.items()
+        }
+    headroom = 1.0 if recipe.headroom == "auto" else recipe.headroom
+    return MeasuredAmax(amax, headroom, warnings, thresholds)
 
 
 def measured_convention(
-    told: Convention, layers: Sequence[StoredLayer], amax: Amax
+    convention: Convention, layers: Sequence[StoredLayer], amax: Amax
 ) -> tuple[Convention, list[str]]:
-    """Return the convention that measured absmax shows, and a problem where the files tell another."""
+    """Return the convention that measured absmax shows, and a problem where that of the files differs."""
     ratios = [
         max(amax[layer.layer, letter]) / max(values)
         for layer in layers
         for letter in "kv"
         if max(values := layer.values(letter), default=0) > 0 and (layer.layer, letter) in amax
     ]
-    divisor = None
-    if ratios:
-        divisor = BLOCK_DIVISOR if median(ratios) ** 2 > FP8_DIVISOR * BLOCK_DIVISOR else FP8_DIVISOR
-    if divisor in (None, told.divisor):
-        return told, []
+    if not ratios:
+        return convention, []
+    divisor = BLOCK_DIVISOR if median(ratios) ** 2 > FP8_DIVISOR * BLOCK_DIVISOR else FP8_DIVISOR
+    if divisor == convention.divisor:
+        return convention, []
     measured = Convention(divisor, "as the statistics show")
-    return measured, [f"the values are {measured}, and not {told}"] if told.divisor else []
-
-
-def _thresholds(stats: KVStats, recipe: Recipe) -> Amax:
-    """Return the largest values that the scales of `recipe` hold."""
-    from calib.scales.stats import derive_scales
-
-    largest = FP8_MAX[recipe.fp8_dtype]
-    scales = derive_scales(stats, recipe).layers
-    layers = [(layer.layer_idx, layer) for layer in scales.values()]
-    layers += [(each.layer_idx, scales[each.owner]) for each in stats.shared.values()]
-    return {
-        (index, letter): tuple((scale.flatten() * largest).tolist())
-        for index, layer in layers
-        for letter, scale in layer.items()
-    }
+    return measured, [f"the values are {measured}, and not {convention}"] if convention.divisor else []

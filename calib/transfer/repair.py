@@ -7,7 +7,7 @@ from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, FP8Name
 from calib.engines.catalogue import choose_engines
 from calib.engines.fit import Scale, contradictions
-from calib.engines.measured import Measured, measured_of
+from calib.engines.measured import MeasuredAmax, measured_amax
 from calib.engines.verification import verify_directory
 from calib.errors import UnsupportedExportError
 from calib.files.calibration import statistics_file
@@ -83,7 +83,7 @@ def repair(
         ModelFacts(str(directory), layers=stored_layers),
         "give statistics of this model",
     )
-    measured = measured_of(stats, statistics, [*layers.values()])
+    measured = measured_amax(stats, statistics, [*layers.values()])
     replaced = _replace(scales, layers, measured, by_layer)
     made = to_scales(replace(scales, layers=[*layers.values()]), layers, scales.fp8_dtype)
     where = (output, overwrite, progress)
@@ -101,7 +101,7 @@ def repair(
 def _replace(
     scales: StoredScales,
     layers: dict[str, StoredLayer],
-    measured: Measured,
+    measured: MeasuredAmax,
     by_layer: dict[int, LayerStats],
 ) -> list[Replaced]:
     """Put scales of measured absmax into `layers` where theirs do not fit that."""
@@ -127,7 +127,7 @@ def _replace(
 
 
 def _wrong(
-    layers: dict[str, StoredLayer], measured: Measured, per_head: str, fp8_dtype: FP8Name
+    layers: dict[str, StoredLayer], measured: MeasuredAmax, per_head: str, fp8_dtype: FP8Name
 ) -> set[Scale]:
     """Which scales are missing, of no use, all 1.0, of another shape or contradicted."""
     has_q = any(layer.q for layer in layers.values())
@@ -153,7 +153,7 @@ def _wrong(
     return wrong & right.keys()
 
 
-def _per_head(layers: dict[str, StoredLayer], measured: Measured) -> str:
+def _per_head(layers: dict[str, StoredLayer], measured: MeasuredAmax) -> str:
     """The letters of which most layers have a scale per head; Q only where K and V have."""
 
     def mostly(letters: str) -> bool:
