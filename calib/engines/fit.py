@@ -1,7 +1,10 @@
 """How scales fit the absmax that was measured: too small, too large, or of another kind."""
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -44,7 +47,7 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """One layer: the share of the FP8 range that the measured absmax takes."""
+    """The share of the FP8 range that the measured absmax of a layer takes."""
 
     layer: int
     used: dict[str, float]  # k, v, q -> amax / (the FP8 maximum * scale); above 1 it clips
@@ -71,9 +74,10 @@ class Finding:
 
 
 class _Share(NamedTuple):
-    """One scale, and the absmax of all heads that share it."""
+    """A scale, and the measured absmax of all heads that share it."""
 
     layer: int
+    letter: str
     scale: float
     amax: float
 
@@ -82,18 +86,15 @@ def compare(layers: Sequence[StoredLayer], amax: Amax, limits: Limits) -> list[F
     """Compute how each layer's scales fit what was measured."""
     fits = []
     for layer in layers:
-        used, least = {}, {}
-        for letter in "kvq":
-            shares = [
-                share.amax / (limits.largest * share.scale) if share.scale > 0 else float("inf")
-                for share in _shares(layer, letter, amax)
-            ]
-            if shares:
-                used[letter] = max(shares)
-                # a head that saw only zeros has a scale of its neighbours
-                least[letter] = min(filter(None, shares), default=1.0)
+        ranges = defaultdict[str, list[float]](list)
+        for share in _shares([layer], amax):
+            limit = limits.largest * share.scale
+            ranges[share.letter].append(share.amax / limit if share.scale > 0 else inf)
+        # a head that saw only zeros has a scale of its neighbours
+        least = {letter: min(filter(None, values), default=1.0) for letter, values in ranges.items()}
         # half a step is rounded to its even neighbour, 0
         zero = [x for x in least if least[x] * limits.largest <= limits.smallest / 2]
+        used = {letter: max(values) for letter, values in ranges.items()}
         fits.append(Fit(layer.layer, used, least, zero))
     return fits
 
@@ -109,7 +110,7 @@ def contradictions(
 def judge(
     layers: Sequence[StoredLayer], fits: Sequence[Fit], measured: MeasuredAmax, largest: float
 ) -> list[Finding]:
-    """Return how measured absmax contradicts scales, by their `fits` in a cache that holds up to `largest`."""
+    """Return how measured absmax contradicts scales; `fits` are of a cache that holds up to `largest`."""
     amax, indices = measured.amax, [layer.layer for layer in layers]
     findings = _compare_head_counts(layers, amax)
     mistake = _find_mistake(layers, amax, largest)
@@ -117,17 +118,18 @@ def judge(
         findings.append(Finding(mistake, _keys(indices, "kv")))
     elif any(fit.clipped for fit in fits):
         findings.append(_judge_clipping(layers, fits, measured, largest))
-    shares = [share for fit in fits for share in fit.used.values()]
+    ranges = [used for fit in fits for used in fit.used.values()]
     for factor, words in _TYPE_FACTORS.items():
         is_headroom = abs(factor * measured.headroom - 1) < _NEAR
-        if shares and not is_headroom and all(abs(share / factor - 1) < _NEAR for share in shares):
+        if ranges and not is_headroom and all(abs(used / factor - 1) < _NEAR for used in ranges):
             text = (
                 f"every scale is {words} absmax / {largest:g}, as if made for another FP8 type: files hold "
                 f"scales for e4m3fn ({FP8_MAX['e4m3fn']:g}) unless they name another"
             )
             findings.append(Finding(text, _keys(indices, "kvq")))
+    shares = _shares(layers, amax)
     for letter in "q" if mistake else "kvq":
-        findings += _judge_range(letter, layers, fits, amax, largest)
+        findings += _judge_range(letter, [share for share in shares if share.letter == letter], fits, largest)
     if absent := {fit.layer for fit in fits} ^ {layer for layer, _ in amax}:
         findings.append(Finding(f"layer {min(absent)} is only in the scales, or only in the statistics"))
     return findings
@@ -137,35 +139,33 @@ def _keys(layers: Iterable[int], letters: str) -> frozenset[Scale]:
     return frozenset((layer, letter) for layer in layers for letter in letters)
 
 
-def _shares(layer: StoredLayer, letter: str, amax: Amax) -> Iterator[_Share]:
-    """Yield each scale of a layer with the measured absmax of its heads."""
-    scales, heads = layer.values(letter), amax.get((layer.layer, letter), ())
-    if letter == "q" and not is_usable(scales):
-        return  # the scales themselves are a problem already
-    if len(scales) == 1 and heads:
-        yield _Share(layer.layer, scales[0], max(heads))
-    elif len(scales) == len(heads):
-        yield from map(_Share, [layer.layer] * len(scales), scales, heads)
+def _shares(layers: Iterable[StoredLayer], amax: Amax) -> list[_Share]:
+    """Return each scale with the measured absmax of its heads."""
+    shares = []
+    for layer, letter in product(layers, "kvq"):
+        scales, heads = layer.values(letter), amax.get((layer.layer, letter), ())
+        if letter == "q" and not is_usable(scales):
+            continue  # the scales themselves are a problem already
+        if len(scales) == 1 and heads:
+            heads = (max(heads),)
+        if len(scales) == len(heads):
+            shares += [_Share(layer.layer, letter, *pair) for pair in zip(scales, heads, strict=True)]
+    return shares
 
 
 def _compare_head_counts(layers: Sequence[StoredLayer], amax: Amax) -> list[Finding]:
     """Find scales that cannot be compared, because the statistics are of another number of heads."""
     counts = {
-        (layer.layer, letter): (len(scales), len(heads))
-        for layer in layers
-        for letter in "kvq"
-        if (scales := layer.values(letter))
-        and (heads := amax.get((layer.layer, letter)))
-        and len(scales) not in (1, len(heads))
+        (layer.layer, letter): (len(layer.values(letter)), len(amax.get((layer.layer, letter), ())))
+        for layer, letter in product(layers, "kvq")
     }
-    if not counts:
-        return []
-    (index, letter), (scale_count, head_count) = next(iter(counts.items()))
-    text = (
-        f"{letter.upper()} of layer {index} has {scale_count} scales, and the statistics are of "
-        f"{head_count} heads"
-    )
-    return [Finding(text, frozenset(counts))]
+    wrong = {key: pair for key, pair in counts.items() if all(pair) and pair[0] not in (1, pair[1])}
+    for (index, letter), (scales, heads) in wrong.items():
+        text = (
+            f"{letter.upper()} of layer {index} has {scales} scales, and the statistics are of {heads} heads"
+        )
+        return [Finding(text, frozenset(wrong))]
+    return []
 
 
 def _find_mistake(layers: Sequence[StoredLayer], amax: Amax, largest: float) -> str | None:
@@ -174,13 +174,11 @@ def _find_mistake(layers: Sequence[StoredLayer], amax: Amax, largest: float) -> 
     def mismatch(letter: str, measured_letter: str, step: int) -> float:
         """Return the factor by which most scales miss the absmax that was measured `step` layers on."""
         ratios = [
-            max(amax[layer.layer + step, measured_letter]) / (largest * max(scales))
+            max(amax[layer.layer + step, measured_letter]) / (largest * max(layer.values(letter)))
             for layer in layers
-            if (scales := layer.values(letter))
-            and (layer.layer + step, measured_letter) in amax
-            and max(scales) > 0
+            if max(layer.values(letter), default=0) > 0 and (layer.layer + step, measured_letter) in amax
         ]
-        return median(max(r, 1 / r) if r > 0 else float("inf") for r in ratios) if ratios else 0.0
+        return median(max(r, 1 / r) if r > 0 else inf for r in ratios) if ratios else 0.0
 
     own = max(mismatch("k", "k", 0), mismatch("v", "v", 0))
     for (k, v, step), text in _MISTAKES.items():
@@ -221,15 +219,14 @@ def _reach(scales: Sequence[float], thresholds: Sequence[float], largest: float)
 
 
 def _judge_range(
-    letter: str, layers: Sequence[StoredLayer], fits: Sequence[Fit], amax: Amax, largest: float
+    letter: str, shares: Sequence[_Share], fits: Sequence[Fit], largest: float
 ) -> Iterator[Finding]:
-    """Yield problems and warnings where scales are too large, or of another kind."""
-    name, shares = letter.upper(), [share for layer in layers for share in _shares(layer, letter, amax)]
+    """Yield problems and warnings where the scales of a letter are too large, or of another kind."""
+    name = letter.upper()
     zero = [fit.layer for fit in fits if letter in fit.zero]
     low = {fit.layer: fit.least[letter] for fit in fits if fit.is_low(letter) and fit.layer not in zero}
-    kind = None
-    if zero or low or any(letter in fit.clipped for fit in fits):
-        kind = _describe_kind(shares, largest)
+    is_odd = zero or low or any(letter in fit.clipped for fit in fits)
+    kind = _describe_kind(shares, largest) if is_odd else None
     if kind:
         indices = sorted({share.layer for share in shares})
         text = f"{name} scales {kind} in {show_layers(indices)}: a writer's mistake"
@@ -253,7 +250,7 @@ def _judge_range(
 def _describe_kind(shares: Sequence[_Share], largest: float) -> str | None:
     """Say what all of several scales look like, if they look like something else than scales."""
     pairs = [(share.scale, share.amax / largest) for share in shares if share.amax > 0]
-    if len(pairs) < 2 or not all(0 < scale < float("inf") for scale, _ in pairs):
+    if len(pairs) < 2 or not all(0 < scale < inf for scale, _ in pairs):
         return None
     factors = [scale / right_scale for scale, right_scale in pairs]
     is_far = median(max(factor, 1 / factor) for factor in factors) > _FAR

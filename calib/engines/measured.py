@@ -1,8 +1,8 @@
-"""Measured absmax, which scales are compared with: the statistics of a calibration. Their reader needs torch."""
+"""Measured absmax, which scales are compared with: statistics of a calibration, read with torch."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,9 +21,9 @@ class MeasuredAmax(NamedTuple):
     """Measured absmax, and how much it tells."""
 
     amax: Amax
-    headroom: float = 1.0  # of the scales that the calibration made
-    warnings: tuple[str, ...] = ()  # that too little text was read
-    thresholds: Mapping[tuple[int, str], tuple[float, ...]] = {}  # that an observer other than absmax clips at
+    headroom: float  # of the scales that the calibration made
+    warnings: list[str]  # that too little text was read
+    thresholds: Amax  # where an observer other than absmax clips, on purpose
 
 
 def read_measured(path: Path, layers: Sequence[StoredLayer]) -> MeasuredAmax:
@@ -41,12 +41,9 @@ def measured_amax(stats: KVStats, path: Path, layers: Sequence[StoredLayer]) -> 
     # scales of a layer that shares another's cache may be there, or not
     absent = {module.layer_idx for module in stats.shared.values()} - {layer.layer for layer in layers}
     amax = {key: heads for key, heads in stats.amax_by_head().items() if key[0] not in absent}
-    warnings = tuple(text_warnings(stats.text, stats.tokens))
     file = statistics_file(path).parent / CALIBRATION_FILE
-    if not file.exists():
-        return MeasuredAmax(amax, warnings=warnings)
-    recipe, thresholds = load_recipe(str(file)), Amax()
-    if recipe.observer.name != "absmax":
+    recipe, thresholds = load_recipe(str(file)) if file.exists() else None, Amax()
+    if recipe and recipe.observer.name != "absmax":
         largest = FP8_MAX[recipe.fp8_dtype]
         scales = derive_scales(stats, recipe).layers
         pairs = [(layer.layer_idx, layer) for layer in scales.values()]
@@ -56,8 +53,8 @@ def measured_amax(stats: KVStats, path: Path, layers: Sequence[StoredLayer]) -> 
             for index, layer in pairs
             for letter, scale in layer.items()
         }
-    headroom = 1.0 if recipe.headroom == "auto" else recipe.headroom
-    return MeasuredAmax(amax, headroom, warnings, thresholds)
+    headroom = 1.0 if recipe is None or recipe.headroom == "auto" else recipe.headroom
+    return MeasuredAmax(amax, headroom, text_warnings(stats.text, stats.tokens), thresholds)
 
 
 def measured_convention(
