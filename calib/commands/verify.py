@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from calib.engines.fit import Fit
     from calib.engines.result import Place, Simulation
     from calib.engines.verification import Verification
-    from calib.serving.compare_server import Comparison
+    from calib.serving.compare_server import ServerComparison
 
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales", "FP8 cache")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
@@ -92,7 +92,7 @@ def _ask_server(context: typer.Context, url: str, directory: Path, as_json: bool
         raise typer.Exit(1)
 
 
-def _served_lines(found: "Comparison", model: str) -> list[str]:
+def _served_lines(found: "ServerComparison", model: str) -> list[str]:
     what = "given tokens" if found.of_prompt else "likeliest next tokens"
     lines = [
         "cannot tell whether the server uses the scales"

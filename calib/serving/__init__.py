@@ -1,1 +1,1 @@
-"""Inside a serving engine: whether it computes with the scales that the model's files hold."""
+"""Serving engines: a plugin inside of them, and a client of a running server."""

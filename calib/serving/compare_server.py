@@ -1,9 +1,8 @@
-"""Is a running server nearer to our runtime with these scales, or with scales of 1.0?"""
+"""A running server compared with our runtime: is it nearer to our run with the scales, or to that at 1.0?"""
 
 import time
 from dataclasses import asdict, dataclass
 from itertools import chain
-from math import isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,14 +26,16 @@ from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention
 
 _TEXTS, _TOKENS = 6, 256
-_TIMES = 4.0
+_FACTOR = 4.0
+
+Nearer = Literal["scales", "1.0", "cannot tell"]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ServerComparison:
     """Distances between a server and our runs: mean absolute differences of logprobs, in nats."""
 
-    nearer: Literal["scales", "1.0", "cannot tell"]
+    nearer: Nearer
     to_scales: float
     to_ones: float
     apart: float  # our run with the scales from that at 1.0
@@ -47,28 +48,22 @@ class Comparison:
     own_seconds: float  # of our runs: loading the model twice, and computing
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
-        return {
-            name: None if isinstance(value, float) and not isfinite(value) else value
-            for name, value in asdict(self).items()
-        }
+        """Return the object that `--json` prints."""
+        return asdict(self)
 
 
 def compare_served(
     url: str, directory: Path, model_name: str, served_name: str | None, overrides: dict[str, Any]
-) -> Comparison:
+) -> ServerComparison:
     """Compare the server at `url` with the model and the scales in `directory`.
 
-    The server is asked first: what is wrong with it is found before weights are read.
+    The server is asked before weights are read, so that what is wrong with it is reported at once.
     """
     recipe = load_recipe(None, {"device": "cpu", **overrides})  # the server may hold the GPU
-    server = Server(url)
-    checkpoint = find_model(model_name)
-    opened = open_scales(directory, checkpoint)
-    config, tokenizer = (
-        load_config(checkpoint, recipe.trust_remote_code),
-        load_tokenizer(checkpoint, recipe.trust_remote_code),
-    )
+    server, checkpoint = Server(url), find_model(model_name)
+    fit_scales = open_scales(directory, checkpoint)
+    config = load_config(checkpoint, recipe.trust_remote_code)
+    tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     served = server.choose_model(served_name)
     limits = (model_positions(config), served.max_model_len)  # one token is generated
     length = max(2, min([_TOKENS, *(limit - 1 for limit in limits if limit)]))
@@ -78,29 +73,24 @@ def compare_served(
     start = time.monotonic()
     model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(chain(*texts), tokenizer, model)
-    scales, dtype = opened(model), model.dtype
-    scaled, ones = (_run(model, each, answers) for each in (scales, unit_scales(model)))
+    scales, is_exact = fit_scales(model), model.dtype == torch.float32
+    scaled, ones = (_run(model, factors, answers) for factors in (scales, unit_scales(model)))
     del model  # there may be memory for one
-    other: DType = "bfloat16" if dtype == torch.float32 else "float32"
-    rounded = load_model(checkpoint, config, other, recipe.device, recipe.trust_remote_code)
-    rounding = _run(rounded, scales, answers)
-    return compare(answers, scaled, ones, rounding, time.monotonic() - start)
+    dtype: DType = "bfloat16" if is_exact else "float32"
+    rounded = load_model(checkpoint, config, dtype, recipe.device, recipe.trust_remote_code)
+    return compare(answers, scaled, ones, _run(rounded, scales, answers), time.monotonic() - start)
 
 
 def compare(
     answers: Answers, scaled: Tensor, ones: Tensor, rounded: Tensor, own_seconds: float
-) -> Comparison:
+) -> ServerComparison:
     """Compare a server's answers with our runs: with the scales, at 1.0, and in another dtype."""
-    first, again = (torch.tensor([*chain(*each)]) for each in (answers.first, answers.again))
-    nats = {
-        "to_scales": _distance(first, scaled),
-        "to_ones": _distance(first, ones),
-        "apart": _distance(scaled, ones),
-        "noise": _distance(first, again),
-        "rounding": _distance(scaled, rounded),
-    }
-    return Comparison(
-        nearer=decide(**nats),
+    first, again = (torch.tensor([*chain(*logprobs)]) for logprobs in (answers.first, answers.again))
+    pairs = ((first, scaled), (first, ones), (scaled, ones), (first, again), (scaled, rounded))
+    names = ("to_scales", "to_ones", "apart", "noise", "rounding")
+    nats = {name: float((a - b).abs().mean()) for name, (a, b) in zip(names, pairs, strict=True)}
+    return ServerComparison(
+        decide(**nats),
         **nats,
         logprobs=len(first),
         of_prompt=answers.of_prompt,
@@ -110,36 +100,30 @@ def compare(
     )
 
 
-def decide(
-    to_scales: float, to_ones: float, apart: float, noise: float, rounding: float
-) -> Literal["scales", "1.0", "cannot tell"]:
-    """Say which of our two runs the server is nearer to, if more than noise decides.
+def decide(to_scales: float, to_ones: float, apart: float, noise: float, rounding: float) -> Nearer:
+    """Return which of our two runs the server is nearer to, if more than noise decides.
 
     With scales all runtimes compute much the same: a quarter of the way is near. At 1.0 they differ
     in what is left of values that hardly fit FP8: half of the way nearer is near.
     """
-    if not apart > _TIMES * (noise + rounding):  # also where one is not a number
+    if not apart > _FACTOR * (noise + rounding):  # also where one is NaN
         return "cannot tell"
-    if to_scales < apart / _TIMES:
+    if to_scales < apart / _FACTOR:
         return "scales"
     return "1.0" if to_ones < apart and to_scales - to_ones > apart / 2 else "cannot tell"
 
 
-def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().mean())
-
-
 @torch.inference_mode()
 def _run(model: PreTrainedModel, scales: KVScales, answers: Answers) -> Tensor:
-    """The logprobs that the server was asked for, of our own runtime."""
-    found = []
+    """Return the logprobs that the server was asked for, of our own runtime."""
+    results = []
     try:
         with fp8_attention(model, scales, backend="torch"):
             for prompt in answers.prompts:
                 ids = torch.tensor([prompt], device=input_device(model))
                 logprobs = model(input_ids=ids).logits[0].float().log_softmax(-1).cpu()
-                given = logprobs[:-1].gather(-1, ids[0, 1:, None].cpu())[:, 0]
-                found.append(given if answers.of_prompt else logprobs[-1].amax()[None])
+                of_prompt = logprobs[:-1].gather(-1, ids[0, 1:, None].cpu())[:, 0]
+                results.append(of_prompt if answers.of_prompt else logprobs[-1].amax()[None])
     except AttentionError as error:
         raise InputError(str(error)) from error
-    return torch.cat(found)
+    return torch.cat(results)

@@ -1,9 +1,8 @@
-"""Plugin of vLLM and SGLang: after loading, each worker says whether it uses the files' scales.
+"""Plugin of vLLM and SGLang: after loading, each worker reports whether it uses the files' scales.
 
-Entry points `vllm.general_plugins` and `sglang.srt.plugins`. Registering imports the standard
-library alone. All that happens here lies inside `_guard`: what goes wrong is one line in the log,
-and the server goes on. With FP8KV_REQUIRE_SCALES=1 a server that does not use every scale of its
-checkpoint, or cannot say, ends with that line.
+Entry points `vllm.general_plugins` and `sglang.srt.plugins`. Registering imports the standard library
+alone. Everything runs inside `_guard`: an error becomes one line in the log, and the server goes on.
+With FP8KV_REQUIRE_SCALES=1, a server ends with that line unless it uses every scale of its checkpoint.
 """
 
 import logging
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calib.files.stored_scales import StoredScales
-    from calib.serving.scales_in_force import LayerInForce, Report
+    from calib.serving.scales_in_force import EngineLayer, ScalesInForce
 
-# where vLLM's runners are, which hold a worker's model
+# vLLM's runners, which hold a worker's model
 _RUNNERS = {
     "vllm.v1.worker.gpu_model_runner": "GPUModelRunner",
     "vllm.v1.worker.gpu.model_runner": "GPUModelRunner",
@@ -29,10 +28,10 @@ _RUNNERS = {
 }
 # called once the weights are loaded
 _SGLANG_HOOK = "sglang.srt.model_executor.model_runner.ModelRunner.configure_kv_cache_dtype"
-# caches whose scales come from files; others that are quantised make their own
+# caches whose scales come from files; other quantised caches make their own
 _FP8 = ("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc")
 _IN_16_BITS = ("auto", "float16", "bfloat16")
-_AT_1 = {"k_scale": (1.0,)}  # of a layer that holds no scale
+_AT_1 = {"k_scale": (1.0,)}  # a layer of SGLang's without a place for scales
 
 
 class ScalesNotUsedError(RuntimeError):
@@ -40,33 +39,30 @@ class ScalesNotUsedError(RuntimeError):
 
 
 def register_vllm() -> None:
-    """Check every model that a vLLM runner loads from here on."""
-    _guard("vllm", _register_vllm)
+    """Check every model that a vLLM runner loads from now on."""
+    _guard("vllm", _watch_runners)
 
 
 def register_sglang() -> None:
-    """Check every model that an SGLang runner loads from here on."""
-    _guard("sglang", _register_sglang)
+    """Check every model that an SGLang runner loads from now on."""
+    _guard("sglang", _hook_runner)
 
 
-def _register_vllm() -> None:
+def _watch_runners() -> None:
     for name in _RUNNERS:
         if module := sys.modules.get(name):
             _watch(module)
-    if not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    if not any(isinstance(finder, _RunnerFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _RunnerFinder())
 
 
-def _register_sglang() -> None:
+def _hook_runner() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry  # type: ignore[import-not-found]
 
-    def check(_: Any, runner: Any) -> None:
-        _guard("sglang", lambda: _check_sglang(runner))
-
-    HookRegistry.register(_SGLANG_HOOK, check)
+    HookRegistry.register(_SGLANG_HOOK, lambda _, runner: _guard("sglang", lambda: _check_sglang(runner)))
 
 
-class _AfterImport(MetaPathFinder):
+class _RunnerFinder(MetaPathFinder):
     """Watches the runners' modules as soon as they are imported."""
 
     def find_spec(
@@ -103,7 +99,7 @@ def _watch(module: ModuleType) -> None:
     runner.load_model = load_and_check
 
 
-def _check_vllm(runner: Any) -> "Report":
+def _check_vllm(runner: Any) -> "ScalesInForce":
     from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
@@ -115,13 +111,13 @@ def _check_vllm(runner: Any) -> "Report":
     place = Place(parallel.tensor_parallel_size, current_platform.is_fp8_fnuz())
     # beside a model in an object store lies a directory without its weights
     name = getattr(model, "model_weights", "") or model.model
-    found = _read(name, model.revision, config.load_config)
+    stored = _read(name, model.revision, config.load_config)
     layers, rank = [*vllm_layers(runner.model)], get_tensor_model_parallel_rank()
     is_fp8 = config.cache_config.cache_dtype in _FP8
-    return compare(layers, found, place, rank, parallel.pipeline_parallel_size, is_fp8)
+    return compare(layers, stored, place, rank, parallel.pipeline_parallel_size, is_fp8)
 
 
-def _check_sglang(runner: Any) -> "Report | None":
+def _check_sglang(runner: Any) -> "ScalesInForce | None":
     if getattr(runner, "is_draft_worker", False):
         return None
     from sglang.srt.layers.quantization.kv_cache import is_fp8_fnuz  # type: ignore[import-not-found]
@@ -132,67 +128,66 @@ def _check_sglang(runner: Any) -> "Report | None":
 
     parallel, model = get_parallel(), runner.model_config
     cache = str(runner.kv_cache_dtype).removeprefix("torch.")
-    layers = [*sglang_layers(runner.model, cache.startswith("float8"), _called(cache))]
-    found = _read(model.model_path, model.revision, runner.load_config)
+    layers = [*sglang_layers(runner.model, cache.startswith("float8"), cache)]
+    stored = _read(model.model_path, model.revision, runner.load_config)
     place = Place(parallel.tp_size, is_fp8_fnuz())
-    return compare(layers, found, place, parallel.tp_rank, parallel.pp_size)
+    return compare(layers, stored, place, parallel.tp_rank, parallel.pp_size)
 
 
-def vllm_layers(model: Any) -> "Iterator[LayerInForce]":
-    """The decoder's attention layers of a model of vLLM's."""
+def vllm_layers(model: Any) -> "Iterator[EngineLayer]":
+    """Yield the decoder's attention layers of a vLLM model."""
     from calib.files.names import layer_of
-    from calib.serving.scales_in_force import LayerInForce
+    from calib.serving.scales_in_force import EngineLayer
 
     for module in model.modules():
         index = layer_of(getattr(module, "layer_name", ""))
-        # others are of pictures and sound
-        is_decoder = getattr(module, "attn_type", "decoder") == "decoder"
+        is_decoder = getattr(module, "attn_type", "decoder") == "decoder"  # not of pictures or sound
         if index is not None and is_decoder and hasattr(module, "_k_scale"):
             k, v, q = (_copies(module, f"_{x}_scale", f"_{x}_scale_float", f"_{x}_scale_cpu") for x in "kvq")
             cache = module.kv_cache_dtype
-            yield LayerInForce(index, cache in _FP8, k, v, q, _called(cache))
+            yield EngineLayer(index, cache in _FP8, k, v, q, _cache_name(cache))
 
 
-def sglang_layers(model: Any, is_fp8: bool, cache: str = "16 bits") -> "Iterator[LayerInForce]":
-    """The attention layers of a model of SGLang's; one without a place for scales is at 1.0."""
-    from calib.serving.scales_in_force import LayerInForce
+def sglang_layers(model: Any, is_fp8: bool, cache: str = "auto") -> "Iterator[EngineLayer]":
+    """Yield the attention layers of an SGLang model; one without a place for scales is at 1.0."""
+    from calib.serving.scales_in_force import EngineLayer
 
     for module in sglang_attention(model).values():
         k, v = (_copies(module, f"{x}_scale", f"{x}_scale_float") for x in "kv")
-        yield LayerInForce(module.layer_id, is_fp8, k or _AT_1, v or _AT_1, cache=cache)
+        yield EngineLayer(module.layer_id, is_fp8, k or _AT_1, v or _AT_1, cache=_cache_name(cache))
 
 
 def _copies(module: Any, *names: str) -> dict[str, tuple[float, ...]]:
-    """What a layer holds under each of the names that it has; nothing where all are empty."""
-    held = {name: getattr(module, name) for name in names if hasattr(module, name)}
-    if all(scale is None for scale in held.values()):
+    """Return the values of a module's attributes of these names; nothing where all are None."""
+    scales = {name: getattr(module, name) for name in names if hasattr(module, name)}
+    if all(scale is None for scale in scales.values()):
         return {}
     return {
         name: () if scale is None
         else tuple(scale.flatten().tolist()) if hasattr(scale, "flatten")
         else (float(scale),)
-        for name, scale in held.items()
+        for name, scale in scales.items()
     }  # fmt: skip
 
 
 def sglang_attention(model: Any) -> dict[str, Any]:
-    """SGLang's attention layers by name; of MLA's two, the one that the cache is made for."""
+    """Return SGLang's attention layers by name; of MLA's two, the one that the cache is made for."""
     layers = {}
     for name, module in model.named_modules():
         if type(module).__name__ == "RadixAttention" and not name.endswith(".attn_mha"):
             layers[name] = module
-        # of a model of transformers they are beside its modules
-        beside = getattr(module, "attention_instances", {})
-        layers |= {f"{name}.attn.{i}".lstrip("."): layer for i, layer in beside.items()}
+        # a model of transformers has them beside its modules
+        instances = getattr(module, "attention_instances", {})
+        layers |= {f"{name}.attn.{i}".lstrip("."): layer for i, layer in instances.items()}
     return layers
 
 
-def _called(cache: str) -> str:
-    return "16 bits" if cache in _IN_16_BITS else cache
+def _cache_name(dtype: str) -> str:
+    return "16 bits" if dtype in _IN_16_BITS else dtype
 
 
 def _read(model: str, revision: str | None, loading: Any) -> "StoredScales | None":
-    """Read the scales of the files that the engine has loaded; None: they hold none."""
+    """Read the scales of the files that the engine has loaded; None: there are none."""
     from calib.errors import NoScalesError
     from calib.files.stored_scales import read_scales
 
@@ -202,29 +197,26 @@ def _read(model: str, revision: str | None, loading: Any) -> "StoredScales | Non
     if not directory.is_dir():
         from huggingface_hub import snapshot_download
 
-        where = {"revision": revision, "cache_dir": loading.download_dir}
-        # engines fetch some of a model's files: none is asked for
-        kept = snapshot_download(model, **where, local_files_only=True, ignore_patterns="*")
-        directory = Path(kept)
+        # the engine has fetched some of the model's files; no other is fetched for this
+        options = {"local_files_only": True, "ignore_patterns": "*", "cache_dir": loading.download_dir}
+        directory = Path(snapshot_download(model, revision=revision, **options))
     try:
         return read_scales(directory)
     except NoScalesError:
         return None
 
 
-def _guard(engine: str, check: "Callable[[], Report | None]") -> None:
-    """Log what `check` finds; end the server if it has to use every scale and does not."""
-    logger = logging.getLogger(f"{engine}.fp8kv")
+def _guard(engine: str, check: "Callable[[], ScalesInForce | None]") -> None:
+    """Log the report of `check`; end the server if it must use every scale and does not."""
+    logger, report = logging.getLogger(f"{engine}.fp8kv"), None
     try:
-        report = check()
-        if report is None:
+        if (report := check()) is None:
             return
-        line, is_good = str(report), not report.problems
+        line = str(report)
     except Exception as error:  # noqa: BLE001  a check must not end a server that works
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        line = f"fp8kv: cannot compare the scales in use with the files': {why:.400}"
-        is_good = False
-    if is_good:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        line = f"fp8kv: cannot compare the scales in use with the files': {reason:.400}"
+    if report and not report.problems:
         logger.info(line)
     elif os.environ.get("FP8KV_REQUIRE_SCALES") == "1":
         raise ScalesNotUsedError(line)

@@ -58,8 +58,8 @@ class FakeServer:
 
 
 @contextmanager
-def running(fake):
-    """Serve `fake`; yields the URL."""
+def running(fake, tls=None):
+    """Serve `fake`, with TLS where there is a context of it; yields the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
@@ -90,6 +90,8 @@ def running(fake):
             pass
 
     with Quiet(("127.0.0.1", 0), Handler) as server:
+        if tls:
+            server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
         thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         try:

@@ -1,5 +1,6 @@
 """`fp8kv verify --served`: a server with the scales, and one at 1.0."""
 
+import json
 import re
 import time
 
@@ -10,6 +11,7 @@ from fake_server import facts, serving, verify
 from families import save_model, tiny_model
 
 import calib.serving.compare_server
+from calib.files.strict_json import json_text
 from calib.serving.compare_server import compare, decide
 from calib.serving.server import Answers
 
@@ -133,9 +135,10 @@ def test_the_rule(to_scales, to_ones, apart, noise, rounding, said):
     assert decide(to_scales, to_ones, apart, noise, rounding) == said
 
 
-def test_what_is_no_number_is_null_in_json():
+def test_what_is_not_a_number_is_null_in_json():
     answers = Answers([[1, 2]], True, [[-1.0]], [[-1.5]], 4, 0.5)
-    found = compare(answers, *(torch.tensor([x]) for x in (-1.0, NAN, -1.25)), 2.0).to_json()
+    comparison = compare(answers, *(torch.tensor([x]) for x in (-1.0, NAN, -1.25)), 2.0)
+    found = json.loads(json_text(comparison.to_json()))
     nats = {"to_scales": 0.0, "to_ones": None, "apart": None, "noise": 0.5, "rounding": 0.25}
     rest = {"logprobs": 1, "of_prompt": True, "requests": 4, "seconds": 0.5, "own_seconds": 2.0}
     assert found == {"nearer": "cannot tell", **nats, **rest}

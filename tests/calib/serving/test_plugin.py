@@ -15,7 +15,7 @@ from torch import nn
 from calib.engines.result import Place
 from calib.files.stored_scales import read_scales
 from calib.serving import plugin
-from calib.serving.scales_in_force import Report, compare
+from calib.serving.scales_in_force import ScalesInForce, compare
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 
@@ -47,7 +47,7 @@ def test_a_runner_that_is_imported_already_is_watched_once(runner):
     assert checked == [one]
     assert one.load_model(load_dummy_weights=True) is True  # the real ones come later
     assert checked == [one]
-    assert sum(isinstance(finder, plugin._AfterImport) for finder in sys.meta_path) == 1
+    assert sum(isinstance(finder, plugin._RunnerFinder) for finder in sys.meta_path) == 1
 
 
 class Fixed(list):
@@ -215,7 +215,10 @@ def test_layers_of_sglang_beside_a_model_of_transformers():
     assert [*plugin.sglang_attention(nn.ModuleList([model]))] == ["0.attn.0"]
 
 
-GOOD, BAD = Report(used=2, total=2), Report(used=1, total=2, problems=["K is at 1.0 in layer 0"])
+GOOD, BAD = (
+    ScalesInForce(used=2, total=2),
+    ScalesInForce(used=1, total=2, problems=["K is at 1.0 in layer 0"]),
+)
 
 
 @pytest.mark.parametrize(

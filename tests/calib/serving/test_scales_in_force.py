@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from calib.engines.result import Place
 from calib.files.stored_scales import read_scales
-from calib.serving.scales_in_force import LayerInForce, compare
+from calib.serving.scales_in_force import EngineLayer, compare
 
 ONE = Place()
 
@@ -27,7 +27,7 @@ def files(tmp_path, k, v):
 
 def layer(index, is_fp8, k, v, **others):
     """A layer of an engine that holds each scale once."""
-    return LayerInForce(index, is_fp8, {"k_scale": k}, {"v_scale": v}, **others)
+    return EngineLayer(index, is_fp8, {"k_scale": k}, {"v_scale": v}, **others)
 
 
 def held(k, v, is_fp8=True):
@@ -204,7 +204,7 @@ def test_a_query_scale_is_optional_and_engines_without_a_place_have_none(tmp_pat
 def test_copies_that_are_wrong_in_different_ways_are_told_apart(found):
     mixed = {"a": (1.0,), "b": (0.375,), "c": (), "d": (0.75,)}
     layers = held(K, V)
-    layers[1] = LayerInForce(1, True, mixed, {"v_scale": V[1]})
+    layers[1] = EngineLayer(1, True, mixed, {"v_scale": V[1]})
     report = compare(layers, found, ONE)
     assert report.problems == [
         "K's copy a is at 1.0: the engine dropped the file's scale in layer 1",
@@ -212,7 +212,7 @@ def test_copies_that_are_wrong_in_different_ways_are_told_apart(found):
         "K's copy d is twice the file's in layer 1",
     ]
     assert (report.used, report.total) == (5, 6)
-    nowhere = compare([LayerInForce(0, True, {"k_scale": K[0]}, {})], found, ONE, stages=2)
+    nowhere = compare([EngineLayer(0, True, {"k_scale": K[0]}, {})], found, ONE, stages=2)
     assert (nowhere.problems, nowhere.used) == (["V has no place in layer 0"], 1)
     files_less = compare(layers[1:2], None, ONE)
     assert files_less.problems[1] == "K's copy b is not from the files in layer 1"
