@@ -17,7 +17,7 @@ _BF16 = 2**-8  # some engines pass scales through bfloat16
 
 @dataclass(frozen=True)
 class EngineLayer:
-    """One attention layer of an engine on one rank, with every copy of its scales."""
+    """An attention layer of an engine on one rank, with every copy of its scales."""
 
     layer: int
     is_fp8: bool  # whether its cache is
