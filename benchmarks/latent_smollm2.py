@@ -23,7 +23,7 @@ from calib.errors import InputError
 from calib.files.atomic import atomic_directory, save_tensors
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import SINGLE_FILE
-from calib.formats.checkpoint_directory import copy_small_files
+from calib.formats.directory import copy_small_files
 from calib.models.sources import find_model
 
 MODEL = "builtin:smollm2"

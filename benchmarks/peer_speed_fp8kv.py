@@ -15,7 +15,7 @@ from calib.data import make_batches, resolve_batch_size
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.strict_json import read_object
 from calib.formats import export
-from calib.formats.checkpoint_directory import write_checkpoint
+from calib.formats.directory import write_checkpoint
 from calib.models.config import load_config
 from calib.models.load import load_model
 from calib.scales.scales import KVScales

@@ -24,10 +24,18 @@ from calib.files.atomic import Claim, claimed
 from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory
 from calib.formats import check_latent, check_recipe
-from calib.formats.card import dataset_facts
-from calib.formats.checkpoint_directory import check_output
-from calib.formats.finish import Destination, Result, default_output, finish, make_exports
-from calib.formats.in_place import check_in_place, check_places
+from calib.formats.directory import check_output, check_places
+from calib.formats.output import (
+    CalibratedModel,
+    CalibrationRecord,
+    Destination,
+    Result,
+    check_in_place,
+    dataset_facts,
+    default_output,
+    make_exports,
+    write_output,
+)
 from calib.layerwise.loop import LayerwiseModel, calibrate_layerwise, open_layers, scratch_directory
 from calib.layerwise.memory import memory_limit, resolve_offload
 from calib.layerwise.weights import load_skeleton
@@ -219,17 +227,15 @@ class _Job:
         self.progress.stage("write")
         result = None
         if self.world.is_first:
-            result = finish(
-                self.model_name,
-                prepared.checkpoint,
-                prepared.recipe,
+            record = CalibrationRecord(
                 measurement.stats,
-                replace(self.destination, claim=claim),
                 dataset_facts(measurement.data),
                 measurement.data.warnings,
                 measurement.notes,
                 threads=torch.get_num_threads(),
             )
+            model = CalibratedModel(self.model_name, prepared.checkpoint, prepared.recipe)
+            result = write_output(model, record, replace(self.destination, claim=claim))
         remove_progress(progress_file(self.destination.path, self.world.rank))
         return result
 

@@ -41,7 +41,7 @@ def apply(
     from are the same, as far as sampled. What is not compared (down_proj, most experts) is named.
     """
     from calib.commands.progress_bar import progress_bar
-    from calib.formats.in_place import check_places
+    from calib.formats.directory import check_places
     from calib.transfer.apply import apply as apply_scales
     from calib.transfer.hub import find_calibration
 

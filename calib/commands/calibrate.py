@@ -29,7 +29,7 @@ from calib.commands.flags import (
 from calib.commands.running import command, print_json, print_lines, print_table, warn
 
 if TYPE_CHECKING:
-    from calib.formats.finish import Result
+    from calib.formats.output import Result
     from calib.recipe import Recipe
     from calib.scales.summary import LayerSummary
 

@@ -22,7 +22,7 @@ from calib.eval.material import Material, make_material
 from calib.eval.schema import SCHEMA, Conditions, Data, Suite
 from calib.eval.variants import BUILT_IN, Setup
 from calib.files.model_directory import ModelDirectory
-from calib.formats.card import versions
+from calib.formats.output import versions
 from calib.models.config import fit_seq_len
 from calib.models.load import check_token_ids, load_model, load_tokenizer
 from calib.progress import Progress

@@ -1,32 +1,24 @@
-"""Every format engines load, in one table; to add one: an entry here and a golden file."""
+"""Every format that engines load, in one table; to add one: an entry here and a golden file."""
 
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
 from calib.engines.catalogue import Engine, find_engine
-from calib.errors import UnsupportedExportError
 from calib.files.cache_type import FP8_DIVISOR
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE, layer_of
-from calib.formats.base import BAKE, Build, Export, Format
-from calib.formats.compressed_tensors import (
-    compressed_tensors,
-    find_quantization_config,
-    sglang,
-)
-from calib.formats.modelopt import modelopt, nvfp4, trtllm
+from calib.formats.base import Build, Export, Format
+from calib.formats.compressed_tensors import compressed_tensors, find_quantization_config, sglang
+from calib.formats.modelopt import modelopt, trtllm
+from calib.formats.nvfp4 import nvfp4
+from calib.formats.refusals import BAKE, FormatRefusal, Way
 from calib.formats.scales_json import scales_json
 from calib.formats.tgi import tgi
 from calib.models.quantized.detect import find_weight_format
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales
 
-__all__ = [
-    "FORMATS", "Export", "Format", "check_format", "check_latent", "check_recipe", "export",
-]  # fmt: skip
-
-Command = Literal["calibrate", "apply", "convert"]  # of which messages name flags
+__all__ = ["FORMATS", "Export", "Format", "check_format", "check_latent", "check_recipe", "export"]
 
 
 def check_recipe(name: FormatName, recipe: Recipe) -> None:
@@ -42,53 +34,54 @@ def check_recipe(name: FormatName, recipe: Recipe) -> None:
 
 
 def check_format(
-    name: FormatName, *, strategy: Strategy, fp8_dtype: FP8Name, with_q: bool,
-    reduce: Reduce | None, center_keys: bool = False, by: Command = "calibrate",
-) -> None:  # fmt: skip
-    """Refuse what the format cannot express, before anything is measured.
-
-    The message names the way out, by flags of the command it is given `by`; `reduce` is None where
-    convert has none.
-    """
-    target, flag, measured = FORMATS[name], f"--format {name}", by != "convert"
-    calibrates = by == "calibrate"
+    name: FormatName,
+    *,
+    strategy: Strategy,
+    fp8_dtype: FP8Name,
+    with_q: bool,
+    reduce: Reduce,
+    center_keys: bool,
+) -> None:
+    """Refuse what the format cannot express, before anything is measured."""
+    target = FORMATS[name]
     if fp8_dtype not in target.fp8_dtypes:
-        formats = _formats_with("fp8_dtypes", fp8_dtype, measured)
-        way_out = _use(calibrates and f"--fp8-dtype {target.fp8_dtypes[0]}", formats)
-        raise UnsupportedExportError(
-            f"{flag} holds {' or '.join(target.fp8_dtypes)} scales; these are for {fp8_dtype}. " + way_out
+        formats = tuple(other for other in FORMATS if fp8_dtype in FORMATS[other].fp8_dtypes)
+        raise FormatRefusal(
+            f"it holds {' or '.join(target.fp8_dtypes)} scales; these are for {fp8_dtype}",
+            Way("fp8_dtype", target.fp8_dtypes[:1]),
+            Way("format", formats),
+            name=name,
         )
     if with_q and not target.reads_q:
-        raise UnsupportedExportError(
-            f"{flag} holds no query scales. {_use(calibrates and '--targets kv', '--format vllm')}"
-        )
+        ways = Way("targets", ("kv",)), Way("format", ("vllm",))
+        raise FormatRefusal("it holds no query scales", *ways, name=name)
     if center_keys and not target.reads_center:
-        raise UnsupportedExportError(
-            f"{flag}: {target.engine} subtracts nothing from K. "
-            + _use("--format fp8kv", calibrates and "leave --center-keys away")
-        )
+        ways = Way("format", ("fp8kv",)), Way("center_keys")
+        raise FormatRefusal(f"{target.engine} subtracts nothing from K", *ways, name=name)
     if strategy not in target.strategies and reduce != "max":
-        own = measured and f"--strategy {target.strategies[0]}"
-        reducing = reduce is not None and by != "apply" and "add --reduce max"
-        formats = _formats_with("strategies", strategy, measured)
-        raise UnsupportedExportError(
-            f"{flag}: {target.engine} reads {' or '.join(target.strategies)} scales; these have "
-            f"strategy '{strategy}'. "
-            + (_use(own, reducing, formats) if measured else _use(formats, reducing))
+        formats = tuple(other for other in FORMATS if strategy in FORMATS[other].strategies)
+        raise FormatRefusal(
+            f"{target.engine} reads {' or '.join(target.strategies)} scales; "
+            f"these have strategy '{strategy}'",
+            Way("strategy", target.strategies[:1]),
+            Way("reduce", ("max",)),
+            Way("format", formats),
+            name=name,
         )
-    if target.build is _nothing and reduce == "max" and strategy != "tensor" and measured:
-        own_strategy = f"--strategy {strategy}"  # of apply, which then reduces nothing
-        raise UnsupportedExportError(
-            f"{flag} holds statistics, which --reduce max does not change; these have strategy "
-            f"'{strategy}'. "
-            + _use("--strategy tensor", "leave --reduce max away" if calibrates else own_strategy)
+    if target.build is None and reduce == "max" and strategy != "tensor":
+        raise FormatRefusal(
+            f"it holds statistics, which --reduce max does not change; these have strategy '{strategy}'",
+            Way("strategy", ("tensor",)),
+            Way("reduce"),
+            name=name,
         )
 
 
 def check_latent(name: FormatName) -> None:
     """Refuse a format in which no engine computes with scales of latents (MLA)."""
-    if reason := FORMATS[name].latent:
-        raise UnsupportedExportError(f"--format {name}: {reason}")
+    target = FORMATS[name]
+    if target.latent:
+        raise FormatRefusal(target.latent, *target.latent_ways, name=name)
 
 
 def export(
@@ -96,14 +89,13 @@ def export(
     checkpoint: ModelDirectory,
     name: FormatName,
     *,
-    reduce: Reduce | None = "none",
+    reduce: Reduce = "none",
     tp_size: int = 1,
-    by: Command = "calibrate",
 ) -> Export:
     """Express `scales` in the format called `name`, for the model in `checkpoint`.
 
     Raises:
-        UnsupportedExportError: the format, or its engine, cannot hold them; see `check_format`.
+        FormatRefusal: the format, or its engine, cannot hold them; see `check_format`.
     """
     # files of other tools do not say what their scales are of
     if scales.latent or checkpoint.caches_latents:
@@ -115,107 +107,83 @@ def export(
         with_q=scales.has_q,
         reduce=reduce,
         center_keys=scales.has_center,
-        by=by,
     )
     target = FORMATS[name]
-    if target.build is not _nothing:
-        _check_announced(checkpoint)
-        _check_layers(scales, flag=f"--format {name}")
-    return target.build(scales.reduce_max() if reduce == "max" else scales, checkpoint, tp_size)
-
-
-def _check_announced(source: ModelDirectory) -> None:
+    if target.build is None or target.rules is None:
+        return Export()
     # formats add a quantization_config where there is none: engines would read codes as numbers
-    if find_quantization_config(source.config) is None and find_weight_format(source):
-        raise UnsupportedExportError(
-            f"the weights of '{source.path}' are quantised, and its config.json has no "
-            "quantization_config that says so; add it, or use --format fp8kv"
+    if find_quantization_config(checkpoint.config) is None and find_weight_format(checkpoint):
+        raise FormatRefusal(
+            f"the weights of '{checkpoint.path}' are quantised, and its config.json has no "
+            "quantization_config that says so",
+            "a config.json with one",
+            Way("format", ("fp8kv",)),
         )
-
-
-def _check_layers(scales: KVScales, flag: str) -> None:
     modules = scales.expand_shared()
     if len({*map(layer_of, modules)}) < len(modules):
-        raise UnsupportedExportError(
-            f"{flag}: layers of this model have several attention modules (as LongCat), whose "
-            f"scales `verify` and `convert` do not tell apart. Use --format fp8kv, or {BAKE}"
+        raise FormatRefusal(
+            "layers of this model have several attention modules (as LongCat), whose scales `verify` and "
+            "`convert` do not tell apart",
+            Way("format", ("fp8kv",)),
+            BAKE,
+            name=name,
         )
+    return target.build(scales.reduce_max() if reduce == "max" else scales, checkpoint, target.rules, tp_size)
 
 
-def _formats_with(field: str, wanted: str, measured: bool) -> str | None:
-    # scales that lie in files cannot become our runtime's statistics
-    held = {name: f for name, f in FORMATS.items() if measured or f.build is not _nothing}
-    names = [name for name, target in held.items() if wanted in getattr(target, field)]
-    return f"--format {' or '.join(names)}" if names else None
-
-
-def _use(*ways: str | bool | None) -> str:
-    given = [str(way) for way in ways if way]
-    if not given:
-        return "Calibrate the model again"
-    return "Use " + ", or ".join(filter(None, [", ".join(given[:-1]), given[-1]]))
-
-
-def _nothing(scales: KVScales, checkpoint: ModelDirectory, tp_size: int) -> Export:
-    # the statistics and the recipe, which every output holds, are all our own runtime needs
-    return Export()
-
-
-def _of(name: FormatName, build: Build, rules: Engine, **fields: Any) -> Format:
-    """A format whose facts of the engine are those of `rules`, unless `fields` say otherwise."""
-    fields.setdefault("engine", rules.engine)
+def _format(name: FormatName, build: Build, rules: Engine, **fields: Any) -> Format:
+    """Return a format with the facts of its engine's rules, unless `fields` say otherwise."""
     values = rules.nvfp4 if fields.get("nvfp4") else None
-    if values:
-        fields["over_written"] = values.divisor / FP8_DIVISOR
-    fields.setdefault("serve", f"{rules.serve} {values.flag if values else rules.flag}")
-    note = rules.formats.get(name, "").format(note=rules.note, since=rules.since)
-    fields.setdefault("latent", _latent(rules))
-    return Format(build=build, note=note, **fields)
+    facts = {
+        "engine": rules.engine,
+        "serve": f"{rules.serve} {values.flag if values else rules.flag}",
+        "note": rules.formats.get(name, "").format(note=rules.note, since=rules.since),
+        "latent": rules.latent_fate,
+        "latent_ways": (BAKE, *map(_parse_way, rules.latent_ways)),
+        "over_written": values.divisor / FP8_DIVISOR if values else 1.0,
+    }
+    return Format(build=build, rules=rules, **{**facts, **fields})
 
 
-def _latent(rules: Engine) -> str:
-    """Why no scales of latents (MLA) are written for an engine, and the way out."""
-    return f"{rules.latent_fate}. Use {', or '.join([BAKE, *rules.latent_ways])}"
+def _parse_way(text: str) -> Way | str:
+    """Return a way out as rules word it; one that is another format by its setting."""
+    name, space, purpose = text.removeprefix("--format ").partition(" ")
+    return Way("format", (name,), space + purpose) if text.startswith("--format ") else text
 
 
-_BOTH: tuple[Strategy, ...] = ("tensor", "attn_head")
-_VLLM, _APHRODITE, _SGLANG = (find_engine(name) for name in ("vllm", "aphrodite", "sglang"))
-_TRTLLM, _TGI = find_engine("tensorrt-llm"), find_engine("tgi")
+_PER_HEAD: dict[str, Any] = {"strategies": ("tensor", "attn_head"), "reads_q": True}
+_VLLM, _SGLANG = find_engine("vllm"), find_engine("sglang")
 _VLLM_04, _OLD_SGLANG = find_engine("vllm", "0.4.1"), find_engine("sglang", "0.5")
 
 FORMATS: dict[FormatName, Format] = {
-    "vllm": _of(
-        *("vllm", partial(compressed_tensors, rules=_VLLM), _VLLM),
-        strategies=_BOTH,
-        reads_q=True,
-        per_head_flags=f" {_VLLM.per_head_flag}",
-    ),
-    "aphrodite": _of(
-        *("aphrodite", partial(compressed_tensors, rules=_APHRODITE), _APHRODITE),
-        strategies=_BOTH,
-        reads_q=True,
-    ),
-    "sglang": _of("sglang", partial(sglang, rules=_SGLANG), _SGLANG),
-    "tgi": _of("tgi", partial(tgi, rules=_TGI), _TGI, fp8_dtypes=("e4m3fn", "e4m3fnuz")),
-    "json": _of(
-        *("json", scales_json, _VLLM_04),
+    "vllm": _format("vllm", compressed_tensors, _VLLM, **_PER_HEAD, per_head_flags=f" {_VLLM.per_head_flag}"),
+    "aphrodite": _format("aphrodite", compressed_tensors, find_engine("aphrodite"), **_PER_HEAD),
+    "sglang": _format("sglang", sglang, _SGLANG),
+    "tgi": _format("tgi", tgi, find_engine("tgi"), fp8_dtypes=("e4m3fn", "e4m3fnuz")),
+    "json": _format(
+        "json",
+        scales_json,
+        _VLLM_04,
         engine=f"{_VLLM_04.engine} {_VLLM_04.versions}",
         serve=f"{_VLLM_04.serve} {_VLLM_04.flag}".replace(JSON_FILE, f"{{path}}/{JSON_FILE}"),
         with_weights=False,
     ),
-    "modelopt": _of(
-        *("modelopt", partial(modelopt, rules=_VLLM), _VLLM),
+    "modelopt": _format(
+        "modelopt",
+        modelopt,
+        _VLLM,
         engine=f"vLLM on MI300, {_OLD_SGLANG.engine} {_OLD_SGLANG.versions}",
         latent="",  # that depends on the model's class
     ),
-    "trtllm": _of("trtllm", partial(trtllm, rules=_TRTLLM), _TRTLLM),
-    "vllm-nvfp4": _of("vllm-nvfp4", partial(nvfp4, rules=_VLLM), _VLLM, nvfp4=True),
-    "sglang-nvfp4": _of("sglang-nvfp4", partial(nvfp4, rules=_SGLANG), _SGLANG, nvfp4=True),
+    "trtllm": _format("trtllm", trtllm, find_engine("tensorrt-llm")),
+    "vllm-nvfp4": _format("vllm-nvfp4", nvfp4, _VLLM, nvfp4=True),
+    "sglang-nvfp4": _format("sglang-nvfp4", nvfp4, _SGLANG, nvfp4=True),
     "fp8kv": Format(
         engine="the bundled runtime",
-        build=_nothing,
+        build=None,
+        rules=None,
         serve="",
-        strategies=(*_BOTH, "channel"),
+        strategies=("tensor", "attn_head", "channel"),
         fp8_dtypes=("e4m3fn", "e4m3fnuz", "e5m2"),
         reads_q=True,
         reads_center=True,

@@ -1,71 +1,15 @@
-"""`fp8kv_calibration.json` and the README of an output: how it was made and how to serve it."""
+"""The README of an output: how it was made and how to serve it."""
 
-import platform
 import shlex
-from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from calib import __version__
 from calib.choices import FormatName, Reduce, Strategy
-from calib.data import CalibrationData
-from calib.files.fingerprint import fingerprints
-from calib.files.model_directory import ModelDirectory
 from calib.files.text import plain
 from calib.formats import FORMATS
-from calib.models.sources import hub_origin
-from calib.recipe import Recipe
-from calib.same_model.check import config_summary
-from calib.scales.summary import LayerSummary
 
 NO_WEIGHTS = "No weights are here: put the source's weight files beside these before serving."
 _SAME = "The weights are those of the source, bit for bit."
-
-_LIBRARIES = ("torch", "transformers", "datasets", "safetensors")
-
-
-def calibration_report(
-    model: str,
-    checkpoint: ModelDirectory,
-    recipe: Recipe,
-    dataset: dict[str, Any],
-    layers: list[LayerSummary],
-    warnings: list[str],
-    threads: int | None,
-) -> dict[str, Any]:
-    """Build the document that is saved with every result, whose recipe gives the same scales."""
-    return {
-        "fp8kv_calibration": 1,
-        "model": model,
-        "hub": hub_origin(checkpoint.path),
-        **fingerprints(checkpoint),
-        "config": config_summary(checkpoint.config),
-        "recipe": recipe.model_dump(mode="json"),
-        "dataset": dataset,
-        "versions": versions(),
-        "threads": threads,
-        "layers": [asdict(layer) for layer in layers],
-        "warnings": warnings,
-    }
-
-
-def dataset_facts(data: CalibrationData) -> dict[str, Any]:
-    """The report's facts about the data."""
-    return {
-        "source": data.source,
-        "fingerprint": data.fingerprint,
-        "documents": data.documents,
-        "samples": len(data.samples),
-        "tokens": data.num_tokens,
-        "unread_tokens": data.unread,
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that a result depends on."""
-    libraries = {name: version(name) for name in _LIBRARIES}
-    return {"python": platform.python_version(), "fp8kv": __version__, **libraries}
 
 
 def output_card(report: dict[str, Any], name: FormatName, path: Path, flags: str = "") -> str:

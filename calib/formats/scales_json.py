@@ -2,40 +2,39 @@
 
 from typing import Any
 
+from calib.engines.catalogue import Engine
 from calib.errors import UnsupportedExportError
 from calib.files.config import can_be_split, head_count, layer_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE
 from calib.formats.base import Export
+from calib.formats.refusals import FormatRefusal, Way
 from calib.scales.scales import KVScales
 
 
-def scales_json(scales: KVScales, checkpoint: ModelDirectory, tp_size: int) -> Export:
+def scales_json(scales: KVScales, checkpoint: ModelDirectory, engine: Engine, tp_size: int) -> Export:
     """Export the JSON alone; engines take it beside the unchanged model."""
     model_type, num_layers = checkpoint.text_config.get("model_type"), checkpoint.num_layers
     if not isinstance(model_type, str) or num_layers is None:
-        raise UnsupportedExportError(
+        raise FormatRefusal(
             f"{JSON_FILE} needs model_type and the number of layers, which the config of "
-            f"'{checkpoint.path}' lacks; use --format vllm or tgi"
+            f"'{checkpoint.path}' lacks",
+            Way("format", ("vllm", "tgi")),
         )
     _check_split(checkpoint, num_layers, tp_size)
     missing = num_layers - len({layer.layer_idx for layer in scales.expand_shared().values()})
     notes = []
     if missing:
         notes.append(f"{JSON_FILE}: {missing} layers cache no K and V; they are listed with 1.0, unused")
-    if (times := _most_too_large(scales)) > 1:
+    pairs = [(layer.k.max(), layer.v.max()) for layer in scales.layers.values()]
+    times_too_large = max((float(max(pair) / min(pair)) for pair in pairs), default=1.0)
+    if times_too_large > 1:
         notes.append(
             f"{JSON_FILE} has one number a layer, the larger scale of K and V: for the other it is "
-            f"up to {times:.3g} times too large"
+            f"up to {times_too_large:.3g} times too large"
         )
     document = scales_document(scales, model_type, num_layers, tp_size)
     return Export(documents={JSON_FILE: document}, notes=tuple(notes))
-
-
-def _most_too_large(scales: KVScales) -> float:
-    """How many times the smaller scale of K and V the larger one of a layer is, at most."""
-    pairs = [(layer.k.max(), layer.v.max()) for layer in scales.layers.values()]
-    return max((float(max(pair) / min(pair)) for pair in pairs), default=1.0)
 
 
 def _check_split(checkpoint: ModelDirectory, num_layers: int, ranks: int) -> None:
@@ -51,7 +50,7 @@ def _check_split(checkpoint: ModelDirectory, num_layers: int, ranks: int) -> Non
 
 
 def scales_document(scales: KVScales, model_type: str, num_layers: int, tp_size: int = 1) -> dict[str, Any]:
-    """The JSON object: of each layer the larger of its K and V scale, for `tp_size` ranks."""
+    """Return the JSON object: of each layer the larger of its K and V scale, for `tp_size` ranks."""
     layers = scales.expand_shared().values()
     largest = {layer.layer_idx: float(layer.k.maximum(layer.v)) for layer in layers}
     # its loaders want every layer index, also of layers that cache no K and V

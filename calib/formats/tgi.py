@@ -3,17 +3,18 @@
 from calib.engines.catalogue import Engine
 from calib.engines.classes import NAMES
 from calib.files.model_directory import ModelDirectory
-from calib.formats.base import Export, by_prefix, loaded_name
+from calib.formats.base import Export, scales_by_prefix
+from calib.formats.tensor_names import name_for_class
 from calib.scales.scales import KVScales
 
 
-def tgi(scales: KVScales, checkpoint: ModelDirectory, tp_size: int, *, rules: Engine) -> Export:
+def tgi(scales: KVScales, checkpoint: ModelDirectory, engine: Engine, tp_size: int) -> Export:
     """Export for TGI; `kv_scale` is the larger of K's and V's, for versions that know only it."""
-    tensors = {}
-    for prefix, layer in by_prefix(scales, checkpoint).items():
+    layers, tensors = scales_by_prefix(scales, checkpoint), {}
+    for prefix, layer in layers.items():
         tensors[f"{prefix}.k_scale"] = layer.k
         tensors[f"{prefix}.v_scale"] = layer.v
         tensors[f"{prefix}.kv_scale"] = layer.k.maximum(layer.v)
     config = {**checkpoint.config, "kv_cache_torch_dtype": f"float8_{scales.fp8_dtype}"}
-    _, doubts = loaded_name(rules, scales, checkpoint, "", NAMES[0])
+    _, doubts = name_for_class(engine, layers, checkpoint, "", NAMES[0])
     return Export(tensors, config, doubts=doubts)

@@ -17,13 +17,16 @@ from calib.files.calibration import statistics_file
 from calib.files.fingerprint import baked_for, fingerprint, fingerprints, weights_digest
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import BAKE_FILE
-from calib.formats.checkpoint_directory import (
+from calib.formats.directory import (
     ADAPTER_FILE,
+    back_up,
     check_output,
+    check_places,
+    complete,
+    local_directory,
     other_weights,
     write_json,
 )
-from calib.formats.in_place import back_up, check_places, complete, local_directory
 from calib.models.quantized.detect import find_weight_format
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
@@ -119,7 +122,7 @@ def bake(
     if not in_place:
         check_output(output, checkpoint.path, overwrite=overwrite)
         measured = statistics_file(scales).parent
-        check_output(output, measured, overwrite=overwrite, what="calibration")
+        check_output(output, measured, overwrite=overwrite, kind="calibration")
     _check_bakeable(checkpoint, in_place=in_place)
     stats, report = load_calibration(scales)
     check_purpose(stats, purpose)

@@ -9,7 +9,7 @@ from calib.engines.at_one import known_flags
 from calib.engines.catalogue import find_engine
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import plain
-from calib.formats.checkpoint_directory import prepend_card
+from calib.formats.directory import prepend_card
 
 
 def write_card(checkpoint: ModelDirectory, out: Path, baked: dict[str, Any], dataset: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from calib.errors import InputError
 from calib.files.atomic import place_shard, save_tensors
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CONFIG_FILE, INDEX_FILE
-from calib.formats.checkpoint_directory import copy_small_files, write_index, write_json
+from calib.formats.directory import copy_small_files, write_index, write_json
 from calib.progress import SILENT, Progress
 from calib.rescale.products import Rescaled
 

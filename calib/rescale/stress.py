@@ -19,8 +19,8 @@ from calib.errors import InputError
 from calib.files.atomic import atomic_directory
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import STRESS_FILE
-from calib.formats.checkpoint_directory import check_output, write_json
 from calib.formats.compressed_tensors import find_quantization_config
+from calib.formats.directory import check_output, write_json
 from calib.models.config import caches_latents, load_config
 from calib.models.quantized.detect import find_weight_format
 from calib.models.sources import find_model

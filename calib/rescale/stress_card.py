@@ -12,8 +12,8 @@ from calib.engines.at_one import known_flags
 from calib.engines.catalogue import Engine, find_engine
 from calib.errors import UnsupportedExportError
 from calib.files.model_directory import ModelDirectory
-from calib.formats.base import latents_name
 from calib.formats.modelopt import MODELOPT_NAME
+from calib.formats.tensor_names import name_for_latents
 from calib.rescale.bake_card import outputs
 from calib.rescale.proof import PROBE_TOKENS
 from fp8kv_runtime.fp8 import FP8_DTYPES
@@ -48,7 +48,7 @@ def _commands(done: dict[str, Any], checkpoint: ModelDirectory, modules: Iterabl
         return _scaling(done, vllm, vllm.flag, (twin, scaled))
     try:
         names = [checkpoint.attention_prefix(module) for module in modules]
-        _, flag = latents_name(vllm, names, checkpoint, "modelopt", MODELOPT_NAME)
+        _, flag = name_for_latents(vllm, names, checkpoint, "modelopt", MODELOPT_NAME)
     except UnsupportedExportError:
         return _baking(done, checkpoint, (twin, scaled, baked))
     flags = f"{vllm.flag} {flag}".rstrip()

@@ -13,9 +13,18 @@ from calib.files.fingerprint import fingerprints
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import CALIBRATION_FILE, is_of_cache
 from calib.files.pack import read_pack
-from calib.formats.checkpoint_directory import check_output
-from calib.formats.finish import Destination, Result, default_output, finish, make_exports
-from calib.formats.in_place import check_in_place, check_places
+from calib.formats.directory import check_output, check_places
+from calib.formats.output import (
+    CalibratedModel,
+    CalibrationRecord,
+    Destination,
+    Result,
+    check_in_place,
+    default_output,
+    make_exports,
+    write_output,
+)
+from calib.formats.refusals import refusals_of
 from calib.models.quantized.detect import quantization_notes
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
@@ -59,7 +68,7 @@ def apply(
     progress.stage("load")
     checkpoint = find_model(model)
     if not in_place:
-        check_output(output, source, overwrite=overwrite, what="calibration")
+        check_output(output, source, overwrite=overwrite, kind="calibration")
         check_output(output, checkpoint.path, overwrite=overwrite)
     measured = replace(scales_facts(source, stats), name=str(name))
     check_same_model(measured, model_facts(checkpoint))
@@ -77,8 +86,10 @@ def apply(
     with claimed(output, overwrite=overwrite or in_place) as claim:
         progress.stage("write")
         destination = Destination(output, in_place, overwrite, progress.copied, claim)
-        what = (model, checkpoint, recipe, stats, destination, report["dataset"])
-        return finish(*what, warnings, threads=report.get("threads"), origin=origin)
+        record = CalibrationRecord(
+            stats, report["dataset"], warnings, threads=report.get("threads"), origin=origin
+        )
+        return write_output(CalibratedModel(model, checkpoint, recipe), record, destination)
 
 
 def _provenance(source: Path, name: str) -> dict[str, Any] | None:
@@ -91,7 +102,8 @@ def _check_loadable(stats: KVStats, checkpoint: ModelDirectory, recipe: Recipe) 
     """Refuse, by names, scales that no engine would load."""
     for module in stats.layers:
         checkpoint.attention_prefix(module)
-    make_exports(derive_scales(stats, recipe), checkpoint, recipe.export, by="apply")
+    with refusals_of("apply"):
+        make_exports(derive_scales(stats, recipe), checkpoint, recipe.export)
     _check_linked(checkpoint)
 
 

@@ -1,6 +1,5 @@
 """`fp8kv convert` and `strip`: a checkpoint written again with other scales, or none."""
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.stored_scales import read_scales
 from calib.formats import FORMATS, export
 from calib.formats.card import format_card, strategy_held
-from calib.formats.checkpoint_directory import check_output, write_checkpoint, write_documents
+from calib.formats.directory import check_output, write_checkpoint, write_documents
+from calib.formats.refusals import Command, refusals_of
 from calib.progress import SILENT, Progress
 from calib.scales.scales import KVScales
 from calib.scales.stats_file import load_records
@@ -55,7 +55,8 @@ def convert(
         scales = replace(scales, layers=layers)
     where = (output, overwrite, progress)
     read = load_records(directory)
-    notes += write_scales(scales, checkpoint, to, read, *where, reduce=reduce, tp_size=tp_size)
+    what = (scales, checkpoint, to, read, *where)
+    notes += write_scales(*what, command="convert", reduce=reduce, tp_size=tp_size)
     return Rewritten(scales, notes)
 
 
@@ -90,20 +91,19 @@ def write_scales(
     overwrite: bool,
     progress: Progress,
     *,
-    reduce: Reduce | None,
-    tp_size: int,
+    command: Command,
+    reduce: Reduce = "none",
+    tp_size: int = 1,
 ) -> tuple[str, ...]:
     """Write `checkpoint` with other scales in the format `to`; return what the engine does."""
-    plain = replace(checkpoint, config=config_without_scales(checkpoint.config))
-    try:
-        made = export(scales, plain, to, reduce=reduce, tp_size=tp_size, by="convert")
-    except UnsupportedExportError as error:
-        raise UnsupportedExportError(_for_convert(str(error))) from None
-    if not (made.tensors or made.documents):
+    if FORMATS[to].build is None:
         raise UnsupportedExportError(
             f"--to {to} holds the statistics of a calibration, which cannot be derived from "
             f"scales; use fp8kv calibrate --format {to}"
         )
+    plain = replace(checkpoint, config=config_without_scales(checkpoint.config))
+    with refusals_of(command):
+        made = export(scales, plain, to, reduce=reduce, tp_size=tp_size)
     about = f". Written by fp8kv {__version__} from the scales there."
     name = checkpoint.path.resolve().name
     strategy = strategy_held(scales.strategy, reduce)
@@ -123,10 +123,3 @@ def write_scales(
         save_records(read, scratch)
         plain.check_unchanged()
     return warnings
-
-
-def _for_convert(refusal: str) -> str:
-    """Its flag is --to, and it cannot write what only a calibration measures."""
-    refusal = refusal.replace("calibrate --format", "calibrate --\0format")
-    refusal = re.sub("(?:use )?--format fp8kv", "calibrate again with --\0format fp8kv", refusal)
-    return refusal.replace("--format", "--to").replace("\0", "")

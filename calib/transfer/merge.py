@@ -13,8 +13,8 @@ from calib.files.atomic import claimed
 from calib.files.calibration import read_report
 from calib.files.fingerprint import fingerprints
 from calib.files.names import CALIBRATION_FILE
-from calib.formats.checkpoint_directory import check_output
-from calib.formats.finish import Destination, Result, finish
+from calib.formats.directory import check_output
+from calib.formats.output import CalibratedModel, CalibrationRecord, Destination, Result, write_output
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
@@ -50,7 +50,7 @@ def merge(
     source = ModelFacts(name, fingerprints=fingerprints(checkpoint))
     check_same_model(scales_facts(directories[0]), source, "give the model of these runs with --model")
     for path in directories:
-        check_output(output, path, overwrite=overwrite, what="calibration")
+        check_output(output, path, overwrite=overwrite, kind="calibration")
     check_output(output, checkpoint.path, overwrite=overwrite)
     counts = {run.threads for run in runs}
     threads = counts.pop() if len(counts) == 1 else None
@@ -62,8 +62,8 @@ def merge(
         warnings = dict.fromkeys(line for run in runs for line in run.warnings())
         progress.stage("write")
         destination = Destination(output, False, overwrite, progress.copied, claim)
-        what = (name, checkpoint, runs[0].recipe, stats, destination, dataset)
-        return finish(*what, [*warnings, *_other_threads(runs)], threads=threads)
+        record = CalibrationRecord(stats, dataset, [*warnings, *_other_threads(runs)], threads=threads)
+        return write_output(CalibratedModel(name, checkpoint, runs[0].recipe), record, destination)
 
 
 class _Run:

@@ -17,7 +17,7 @@ from calib.files.names import CALIBRATION_FILE, CARD_FILE, JSON_FILE, STATS_FILE
 from calib.files.pack import PACKED, Pack, write_manifest
 from calib.files.strict_json import read_object
 from calib.formats import check_format, check_latent
-from calib.formats.checkpoint_directory import check_output, write_json
+from calib.formats.directory import check_output, write_json
 from calib.formats.scales_json import scales_document
 from calib.recipe import load_recipe
 from calib.same_model.marks import Marks
@@ -56,7 +56,7 @@ def pack(
     fits; `base_model` is the model's id on the Hub, where a copy of that was calibrated.
     """
     source = statistics_file(calibration).parent
-    check_output(output, source, overwrite=overwrite, what="calibration")
+    check_output(output, source, overwrite=overwrite, kind="calibration")
     stats, facts = load_calibration(calibration)
     marks = _check_measured_here(source, facts)
     if base_model is not None:

@@ -11,7 +11,7 @@ from calib.errors import InputError
 from calib.files.names import CARD_FILE
 from calib.files.pack import Pack
 from calib.files.text import plain
-from calib.formats.checkpoint_directory import front_matter
+from calib.formats.directory import front_matter
 from calib.recipe import Recipe
 from calib.scales.summary import LayerSummary
 from calib.strict_yaml import read_yaml

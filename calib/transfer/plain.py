@@ -9,7 +9,8 @@ from calib.files.atomic import OnCopied
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CARD_FILE, CONFIG_FILE, INDEX_FILE, MODELOPT_FILE, SINGLE_FILE
 from calib.files.strict_json import read_object
-from calib.formats.checkpoint_directory import (
+from calib.formats.compressed_tensors import find_quantization_config
+from calib.formats.directory import (
     RENAMED_SINGLE,
     copy_small_files,
     place_weights,
@@ -17,7 +18,6 @@ from calib.formats.checkpoint_directory import (
     write_index,
     write_json,
 )
-from calib.formats.compressed_tensors import find_quantization_config
 from calib.models.quantized.detect import is_for_cache_only, targets_attention
 
 

@@ -16,7 +16,7 @@ from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable, read_scales
 from calib.files.text import show_layers
 from calib.formats import FORMATS
-from calib.formats.checkpoint_directory import check_output
+from calib.formats.directory import check_output
 from calib.progress import SILENT, Progress
 from calib.same_model.check import LayerFacts, ModelFacts, check_same_model, model_facts, scales_facts
 from calib.scales.observers import AbsMax
@@ -90,7 +90,7 @@ def repair(
     count = sum(x is not None for each in layers.values() for x in (each.k, each.v, each.q))
     own = load_records(directory) if len(replaced) < count else ()
     read = (*own, *stats.records)
-    notes = write_scales(made, checkpoint, to, read, *where, reduce=None, tp_size=1)
+    notes = write_scales(made, checkpoint, to, read, *where, command="repair")
     told = verify_directory(output, choose_engines(None, None), statistics)
     notes += (*_left_out(scales, layers), *told.warnings)
     if not (told.problems or told.is_good):

@@ -7,7 +7,7 @@ import pytest
 from engine_fixtures import describe, make_scales
 
 from calib.formats import FORMATS, export
-from calib.formats.checkpoint_directory import write_checkpoint, write_documents
+from calib.formats.directory import write_checkpoint, write_documents
 
 CASES = [
     (name, strategy, targets)

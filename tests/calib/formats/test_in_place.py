@@ -6,7 +6,7 @@ import pytest
 
 from calib.errors import InputError
 from calib.files.names import SCALES_SHARD, STATS_FILE
-from calib.formats import finish
+from calib.formats import output
 from calib.job import run
 from calib.recipe import load_recipe
 
@@ -80,7 +80,7 @@ def test_a_failure_changes_nothing(model, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(finish, "back_up", full)
+    monkeypatch.setattr(output, "back_up", full)
     with pytest.raises(InputError, match="No space left on device; nothing was left behind"):
         calibrate_in_place(model)
     assert contents(model.parent) == before

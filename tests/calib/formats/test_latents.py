@@ -132,7 +132,7 @@ def test_modelopt_is_refused_where_attention_is_sparse(of_latents):
 
 def test_beside_quantised_weights_the_way_out_is_to_bake(of_latents):
     source = of_latents(quantization_config={"quant_method": "fp8"})
-    with pytest.raises(UnsupportedExportError, match=f"would replace; use {BAKE}"):
+    with pytest.raises(UnsupportedExportError, match=f"would replace. Use {BAKE}"):
         export(scales(), source, "modelopt")
 
 

@@ -8,7 +8,7 @@ from command_line import calibrate, fp8kv, one_line_error
 
 from calib import job
 from calib.capture import resume
-from calib.formats import finish
+from calib.formats import output
 from calib.rescale import rescaling
 from calib.transfer import convert as rewrite
 from calib.transfer import merge
@@ -80,13 +80,13 @@ def test_calibrate_layer_by_layer(after, tiny_directory, tmp_path):
     refuse(done, tmp_path / "out")
 
 
-@pytest.mark.parametrize(("module", "name"), [(finish, "summarize"), (finish, "save_stats")])
+@pytest.mark.parametrize(("module", "name"), [(output, "summarize"), (output, "save_stats")])
 def test_calibrate_at_the_last_moment(after, module, name, tiny_directory, tmp_path):
     after(module, name, tiny_directory)
     refuse(calibrate(tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
 
 
-@pytest.mark.parametrize(("module", "name"), [(resume, "calibrate"), (finish, "write_checkpoint")])
+@pytest.mark.parametrize(("module", "name"), [(resume, "calibrate"), (output, "write_checkpoint")])
 def test_calibrate_in_place(after, module, name, tiny_directory, tmp_path):
     after(module, name, tiny_directory)
     before = sorted(path.name for path in tiny_directory.iterdir())

@@ -17,7 +17,7 @@ from engine_fixtures import make_scales
 from calib.errors import InputError
 from calib.files import atomic
 from calib.files.atomic import atomic_directory, claimed
-from calib.formats.checkpoint_directory import check_output
+from calib.formats.directory import check_output
 from calib.job import run
 from calib.progress import Progress
 from calib.recipe import load_recipe

@@ -112,7 +112,7 @@ def test_layer_by_layer_is_the_same_bit_for_bit(quantised, tmp_path, monkeypatch
     assert calibrate(quantised, "-o", tmp_path / "whole", *FP8KV).exit_code == 0
     monkeypatch.setattr(StoredTensor, "read", counting)
     # a few rows of each layer are read once more for `apply`: much of a tiny model
-    monkeypatch.setattr("calib.formats.finish.marks_or_none", lambda *_: None)
+    monkeypatch.setattr("calib.formats.output.marks_or_none", lambda *_: None)
     options = ("--offload", "layerwise", *FP8KV)
     assert calibrate(quantised, "-o", tmp_path / "by-layer", *options).exit_code == 0
     layers = load_stats(tmp_path / "by-layer").layers

@@ -84,7 +84,7 @@ def test_what_a_format_cannot_hold_is_refused_or_reduced(attn_head, tmp_path):
     out = tmp_path / "out"
     one_line_error(fp8kv("convert", attn_head, "--to", "tgi", "-o", out), "holds no query scales")
     command = ("convert", attn_head, "--to", "tgi", "-o", out, "--without-q")
-    one_line_error(fp8kv(*command), "add --reduce max")
+    one_line_error(fp8kv(*command), "Use --reduce max")
     assert not out.exists()
     convert(attn_head, "tgi", out, "--without-q", "--reduce", "max")
     assert [(i, max(k), max(v)) for i, k, v, _ in scales(attn_head)] == [
@@ -237,12 +237,12 @@ def test_statistics_of_other_heads_repair_nothing(attn_head, tmp_path):
             "convert {} --without-q",
             "tgi",
             "e4m3fn",
-            "Use --to vllm or aphrodite, or add --reduce max",
+            "Use --reduce max, or --to vllm or aphrodite",
         ),
         ("repair {} --stats {}", "tgi", "e4m3fn", "holds no query scales. Use --to vllm"),
         ("repair {} --stats {}", "vllm", "e4m3fnuz", "Use --to tgi"),
         ("convert {} --without-q", "vllm", "e4m3fnuz", "Use --to tgi"),
-        ("convert {} --without-q", "tgi", "e5m2", "Calibrate the model again"),
+        ("convert {} --without-q", "tgi", "e5m2", "Use a new calibration in format fp8kv"),
     ],
 )
 def test_a_refusal_names_flags_that_the_command_has(command, to, fp8_dtype, ways_out, attn_head, tmp_path):
@@ -339,7 +339,7 @@ def test_a_class_that_loads_nothing_is_refused(command, tensor, tmp_path):
     dropped = with_class(tensor, tmp_path / "dropped", ["Qwen3ForCausalLM"])
     flags = ("--stats", tensor) if command == "repair" else ()
     done = fp8kv(command, dropped, *flags, "--to", "sglang", "-o", tmp_path / "out")
-    one_line_error(done, "Use --to vllm for vLLM, or calibrate again with --format fp8kv for the bundled")
+    one_line_error(done, "Use --to vllm for vLLM, or a new calibration in format fp8kv for the bundled")
     assert not (tmp_path / "out").exists()
 
 
@@ -431,7 +431,7 @@ def test_codes_that_only_hf_quant_config_names_get_no_config_of_plain_weights(
     save_file(load_file(file) | zero, file, {"format": "pt"})
     flags = ("--stats", tensor, "--to", "vllm", "-o", tmp_path / "out")
     for done in (convert, fp8kv("repair", tiny_directory, *flags)):
-        one_line_error(done, "has no quantization_config", "calibrate again with --format fp8kv")
+        one_line_error(done, "has no quantization_config", "or a new calibration in format fp8kv")
     assert not (tmp_path / "out").exists()
 
 

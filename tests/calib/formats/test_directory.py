@@ -18,7 +18,7 @@ from calib.files.atomic import atomic_directory
 from calib.files.model_directory import open_model_directory
 from calib.files.names import CALIBRATION_FILE, SCALES_SHARD
 from calib.formats import export
-from calib.formats.checkpoint_directory import check_output, write_checkpoint
+from calib.formats.directory import check_output, write_checkpoint
 
 
 def write(checkpoint, out, *, name="vllm", weights="link"):

@@ -1,0 +1,236 @@
+"""Output directories: the source's files and one extra shard, elsewhere or in the model's own directory."""
+
+import filecmp
+import os
+import re
+import shutil
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+from calib.errors import InputError
+from calib.files.atomic import OnCopied, Placing, place_shard, save_tensors
+from calib.files.model_directory import ModelDirectory
+from calib.files.names import (
+    BAKE_FILE,
+    CALIBRATION_FILE,
+    CARD_FILE,
+    CONFIG_FILE,
+    INDEX_FILE,
+    JSON_FILE,
+    SCALES_SHARD,
+    SINGLE_FILE,
+    SOURCE_DIRECTORY,
+    STRESS_FILE,
+    is_of_cache,
+)
+from calib.files.strict_json import exact_json_text, json_text, read_object
+from calib.formats.base import Export
+
+# transformers ignores the index, and so our shard, where a file of the usual single name exists
+RENAMED_SINGLE = "model-00001-of-00001.safetensors"
+ADAPTER_FILE = "adapter_config.json"
+# files of the source that an output replaces; it keeps them in a directory where no engine looks
+_REPLACED = (CARD_FILE, CONFIG_FILE, INDEX_FILE)
+_OUR_FILES = (CALIBRATION_FILE, f"*/{CALIBRATION_FILE}", STRESS_FILE, BAKE_FILE, SOURCE_DIRECTORY)
+_WEIGHTS = {".bin", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".pt", ".pth", ".safetensors"}
+_FOR_TRANSFORMERS = (
+    "\nBeside engines: transformers opens this directory only where `compressed-tensors` is installed.\n"
+)
+
+
+def check_output(out: Path, source: Path, *, overwrite: bool, kind: str = "model") -> None:
+    """Refuse an output path that would harm the source, a `kind` of directory, or files of others."""
+    # `resolve` fails on links that lead to themselves
+    resolved, model = (Path(os.path.realpath(path)) for path in (out, source))
+    if resolved == model or model in resolved.parents or resolved in model.parents:
+        raise InputError(f"output '{out}' would mix with the {kind} in '{source}'; choose another -o")
+    try:
+        is_taken = out.exists() and not (out.is_dir() and not any(out.iterdir()))
+        is_ours = any(any(out.glob(pattern)) for pattern in _OUR_FILES)
+    except OSError as error:
+        raise InputError(f"cannot write '{out}': {error.strerror}; choose another -o") from None
+    if is_taken and not overwrite:
+        raise InputError(f"output '{out}' exists; add --overwrite, or choose another -o")
+    if is_taken and not is_ours:
+        raise InputError(f"output '{out}' was not written by fp8kv, so --overwrite leaves it alone")
+
+
+def write_checkpoint(
+    export: Export,
+    checkpoint: ModelDirectory,
+    out: Path,
+    *,
+    weights: Placing | None,
+    readme: str,
+    on_copied: OnCopied = lambda *_: None,
+) -> None:
+    """Fill the directory `out` with the source's files and what `export` adds.
+
+    `weights` is None for a format that lies beside the model: documents and `readme` are all.
+    """
+    if weights is None:
+        write_documents(export, out)
+        (out / CARD_FILE).write_text(readme)
+        return
+    copy_small_files(checkpoint, out)
+    source = source_files(checkpoint.path)
+    if source:
+        (out / SOURCE_DIRECTORY).mkdir()
+        for name in _REPLACED:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, out / SOURCE_DIRECTORY / name)
+    write_documents(export, out)
+    config = export.config or checkpoint.config
+    quantization = config.get("quantization_config") or {}
+    if quantization.get("quant_method") == "compressed-tensors":
+        readme += _FOR_TRANSFORMERS
+    prepend_card(source, readme, out)
+    write_json(out / CONFIG_FILE, config)
+    names = {shard: shard for shard in checkpoint.shards}
+    if SINGLE_FILE in names and weights != "none":
+        names[SINGLE_FILE] = RENAMED_SINGLE
+    weight_map = place_weights(checkpoint, out, names, weights, on_copied)
+    if export.tensors:
+        save_tensors(export.tensors, out / SCALES_SHARD, {"format": "pt"})
+    weight_map |= dict.fromkeys(export.tensors, SCALES_SHARD)
+    write_index(checkpoint, out, weight_map, sum(tensor.nbytes for tensor in export.tensors.values()))
+
+
+def source_files(path: Path) -> Path | None:
+    """Return the directory of the source's own files; None in an output of an older version, without them."""
+    own = path / SOURCE_DIRECTORY
+    if own.is_dir():
+        return own
+    return None if (path / SCALES_SHARD).exists() else path
+
+
+def place_weights(
+    checkpoint: ModelDirectory, out: Path, names: dict[str, str], weights: Placing, on_copied: OnCopied
+) -> dict[str, str]:
+    """Put weight files, without scales, into `out` under new `names`; return each tensor's file."""
+    stale = {name for name in checkpoint.weight_map if is_of_cache(name)}
+    for shard in checkpoint.shards if weights != "none" else ():
+        tensors = {name for name, file in checkpoint.weight_map.items() if file == shard}
+        if tensors - stale:
+            path = checkpoint.path / shard
+            place_shard(path, out / names[shard], tensors & stale, weights, on_copied)
+    return {name: names[shard] for name, shard in checkpoint.weight_map.items() if name not in stale}
+
+
+def copy_small_files(checkpoint: ModelDirectory, out: Path) -> None:
+    """Copy all files except weights and scales, their index, and those of an earlier run."""
+    for file in sorted(checkpoint.path.rglob("*")):
+        relative = file.relative_to(checkpoint.path)
+        is_hidden = any(part.startswith((".", "fp8kv_")) for part in relative.parts)
+        is_hidden = is_hidden and relative.name != BAKE_FILE  # which is true of the same weights
+        is_weight = file.suffix in _WEIGHTS or file.name in (INDEX_FILE, JSON_FILE)
+        if file.is_file() and not (is_hidden or is_weight):
+            (out / relative).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, out / relative)
+
+
+def other_weights(checkpoint: ModelDirectory) -> list[str]:
+    """Return weight files that are not the checkpoint's, and an adapter's config."""
+    files = (file for file in sorted(checkpoint.path.rglob("*")) if file.is_file())
+    names = {file.relative_to(checkpoint.path).as_posix(): file.suffix for file in files}
+    weights = {name for name, suffix in names.items() if suffix in _WEIGHTS or name == ADAPTER_FILE}
+    return sorted(weights - {*checkpoint.shards})
+
+
+def write_documents(export: Export, out: Path) -> None:
+    """Write the JSON documents of `export`."""
+    for name, document in export.documents.items():
+        text = exact_json_text(document, f"'{name}'", indent=2, ensure_ascii=False)
+        (out / name).write_text(text + "\n")
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write `document` as indented JSON, null where a number is not finite."""
+    path.write_text(json_text(document, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_index(checkpoint: ModelDirectory, out: Path, weight_map: dict[str, str], added: int) -> None:
+    """Write the index of an output with the tensors of `weight_map`; scales `added` these bytes."""
+    index = checkpoint.path / INDEX_FILE
+    metadata = read_object(index).get("metadata") if index.exists() else None
+    metadata = metadata if isinstance(metadata, dict) else {}
+    sizes = {name: entry.end - entry.begin for name, entry in checkpoint.entries.items()}
+    size = metadata.get("total_size")
+    size = size if isinstance(size, int) else sum(sizes.values())
+    metadata["total_size"] = size + added - sum(sizes[name] for name in sizes if is_of_cache(name))
+    write_json(out / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
+
+
+def front_matter(card: str) -> str:
+    """Return the head of a card, in YAML between two lines of dashes; empty without one."""
+    head = re.match(r"---\n.*?\n---\n", card, re.DOTALL)
+    return head.group() if head else ""
+
+
+def prepend_card(source: Path | None, ours: str, out: Path) -> None:
+    """Write the README of `out`: the front matter of the one in `source`, `ours`, and its text.
+
+    Without a source the front matter is that of `out`'s own, whose text is of an older version and gone.
+    """
+    card = (source or out) / CARD_FILE
+    text = card.read_text(errors="replace") if card.exists() else ""
+    head = front_matter(text)
+    body = text[len(head) :] if source else ""
+    (out / CARD_FILE).write_text("\n".join(filter(None, [head, ours, body])))
+
+
+def check_places(output: Path | None, *, in_place: bool, overwrite: bool) -> None:
+    """Refuse `in_place` together with another place, or with leave to replace what is there."""
+    if in_place and (output or overwrite):
+        raise InputError("--in-place writes into the model's directory; leave -o, --overwrite away")
+
+
+def local_directory(model_name: str) -> Path:
+    """Return the directory of `model_name`; an InputError unless it is one."""
+    path = Path(model_name).expanduser()
+    if not path.is_dir():
+        raise InputError(f"--in-place writes into a local directory, which '{model_name}' is not; use -o")
+    return path.resolve()
+
+
+def complete(scratch: Path, model: Path) -> None:
+    """Link all other files of `model` into `scratch`, which will replace it."""
+    for file in _files(model):
+        target = scratch / file.relative_to(model)
+        # the weights have another name now, the document holds scales that are not the model's any more
+        is_stale = file.name in (SINGLE_FILE, JSON_FILE) and file.parent == model
+        if not (target.exists() or target.is_symlink() or is_stale):
+            _link(file, target)
+
+
+def back_up(model: Path, scratch: Path) -> Path | None:
+    """Link what `scratch` changes or drops in a directory beside `model`; None if nothing does."""
+    changed = []
+    for file in _files(model):
+        new = scratch / file.relative_to(model)
+        if not (new.exists() and (file.samefile(new) or filecmp.cmp(file, new, shallow=False))):
+            changed.append(file)
+    if not changed:
+        return None
+    name = f"{model.name}.before-fp8kv"
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    backup = next(path for path in map(model.with_name, names) if not path.exists())
+    partial = backup.with_name(f".{backup.name}.{os.getpid()}.partial")
+    try:
+        for file in changed:
+            _link(file, partial / file.relative_to(model))
+        partial.rename(backup)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return backup
+
+
+def _files(directory: Path) -> list[Path]:
+    return [path for path in sorted(directory.rglob("*")) if path.is_symlink() or path.is_file()]
+
+
+def _link(file: Path, target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # a symbolic link stays one; both directories lie side by side, so a relative one still leads
+    os.link(file, target, follow_symlinks=False)

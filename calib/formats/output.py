@@ -1,0 +1,249 @@
+"""The output of a calibration: scales derived, a directory for each format, the report; all or nothing."""
+
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from calib import __version__
+from calib.choices import FormatName, Strategy
+from calib.data import CalibrationData
+from calib.errors import InputError
+from calib.files.atomic import Claim, OnCopied, atomic_directory
+from calib.files.fingerprint import fingerprints
+from calib.files.model_directory import ModelDirectory
+from calib.files.names import CALIBRATION_FILE, STATS_FILE
+from calib.formats import FORMATS, Export, export
+from calib.formats.card import output_card
+from calib.formats.directory import back_up, complete, local_directory, write_checkpoint, write_json
+from calib.models.sources import hub_origin
+from calib.recipe import ExportRecipe, Recipe
+from calib.same_model.check import config_summary
+from calib.same_model.marks import marks_or_none
+from calib.scales.clipping import clipped_tokens
+from calib.scales.notebook import layers_html
+from calib.scales.scales import KVScales
+from calib.scales.stats import KVStats, derive_scales
+from calib.scales.stats_file import save_stats
+from calib.scales.summary import LayerSummary, summarize, warnings_for
+
+_LIBRARIES = ("torch", "transformers", "datasets", "safetensors")
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The place of an output."""
+
+    path: Path
+    in_place: bool = False  # it is the model's own directory
+    overwrite: bool = False  # an earlier output there goes
+    on_copied: OnCopied = lambda *_: None
+    claim: Claim | None = None  # where it was claimed when the run began
+
+
+@dataclass(frozen=True)
+class CalibratedModel:
+    """The model that scales are written for, and the recipe that they follow."""
+
+    name: str
+    checkpoint: ModelDirectory
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class CalibrationRecord:
+    """The statistics of a calibration, and what its report says of them."""
+
+    stats: KVStats
+    dataset: dict[str, Any]  # the report's facts about the data
+    warnings: Sequence[str] = ()
+    notes: Sequence[str] = ()  # on the data
+    threads: int | None = None  # of a CPU in each process; None: not known, or not the same in all runs
+    origin: Mapping[str, Any] | None = None  # facts about the model that was measured, where it is another
+
+
+@dataclass(frozen=True)
+class Result:
+    """The output of a finished job, and its measurements."""
+
+    output: Path
+    directories: dict[FormatName, Path]
+    recipe: Recipe  # as resolved
+    tokens: int
+    layers: list[LayerSummary]
+    warnings: list[str]
+    doubts: tuple[str, ...] = ()  # those of `warnings` whether engines load the scales
+    backup: Path | None = None  # of the files that were replaced in place
+    flags: dict[FormatName, str] = field(default_factory=dict)  # that serving needs besides
+    seconds: dict[str, float] = field(default_factory=dict)  # load, calibrate, write
+    notes: list[str] = field(default_factory=list)  # what was read, and what to expect
+
+    @property
+    def written_layers(self) -> list[LayerSummary]:
+        """The layers with the scales, or an NVFP4 cache's values, of the first format."""
+        over = FORMATS[next(iter(self.directories))].over_written
+        return [replace(row, k_scale=row.k_scale / over, v_scale=row.v_scale / over) for row in self.layers]
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """The calibration speed; None where statistics were only merged."""
+        seconds = self.seconds.get("calibrate")
+        return None if seconds is None else self.tokens / seconds
+
+    def _repr_html_(self) -> str:
+        names = ("k_amax", "v_amax", "k_scale", "v_scale")
+        figures = {
+            (row.module, f"{name[0].upper()} {name[2:]}"): torch.tensor(getattr(row, name))
+            for row in self.written_layers
+            for name in names
+        }
+        layers = {row.module: row.layer_idx for row in self.layers}
+        warnings = (f"warning: {warning}" for warning in self.warnings)
+        return layers_html(f"Written to {self.output}", layers, figures, [*warnings, *self.notes])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the object that `--json` prints."""
+        return {
+            "output": str(self.output),
+            "directories": {name: str(path) for name, path in self.directories.items()},
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "layers": [asdict(layer) for layer in self.written_layers],
+            "warnings": self.warnings,
+            "expected": self.notes,
+            "backup": self.backup and str(self.backup),
+            "notes": {name: FORMATS[name].note for name in self.directories},
+        }
+
+
+def default_output(model_name: str, strategy: Strategy) -> Path:
+    """Return `./<model>-fp8kv-<strategy>`."""
+    base = Path(model_name.rstrip("/").removeprefix("builtin:")).name
+    return Path(f"{base}-fp8kv-{strategy}")
+
+
+def check_in_place(model_name: str, options: ExportRecipe) -> Path:
+    """Return the directory of `model_name`; an InputError if scales cannot be added to it."""
+    path, formats = local_directory(model_name), options.formats
+    if len(formats) > 1 or not FORMATS[formats[0]].with_weights:
+        raise InputError(
+            f"--in-place writes one format that is a checkpoint, not {', '.join(formats)}; use -o"
+        )
+    if options.weights != "link":
+        raise InputError(f"--in-place leaves the weights where they are; '{options.weights}' needs -o")
+    return path
+
+
+def make_exports(scales: KVScales, source: ModelDirectory, options: ExportRecipe) -> dict[FormatName, Export]:
+    """Return what each of the recipe's formats adds; refuse what one cannot hold."""
+    return {
+        name: export(scales, source, name, reduce=options.reduce, tp_size=options.tp_size)
+        for name in options.formats
+    }
+
+
+def write_output(model: CalibratedModel, record: CalibrationRecord, destination: Destination) -> Result:
+    """Derive the scales that the recipe asks for and write them, all or nothing."""
+    recipe, stats = model.recipe, record.stats
+    scales = derive_scales(stats, recipe)
+    exports = make_exports(scales, model.checkpoint, recipe.export)
+    doubts = tuple(doubt for each in exports.values() for doubt in each.doubts)
+    warnings = [*record.warnings, *warnings_for(stats, scales, recipe)]
+    warnings += [note for each in exports.values() for note in each.notes]
+    warnings = [*dict.fromkeys([*warnings, *doubts])]
+    layers, notes = summarize(stats, scales), [*record.notes]
+    if expected := clipped_tokens(stats, scales):
+        skipped = recipe.data.skip_first
+        notes.append(expected.line + f" (of those after the first {skipped} of a sample)" * bool(skipped))
+    report = _report(model, record) | {
+        "layers": [asdict(layer) for layer in layers],
+        "warnings": warnings,
+        "expected": notes,
+        "clip_chance": (expected and expected.by_layer) or None,
+        **(record.origin or {"marks": marks_or_none(model.checkpoint, stats.layers)}),
+    }
+    output = destination.path
+    directories = {name: output / name if len(exports) > 1 else output for name in exports}
+    backup = _write(model, stats, exports, report, directories, destination)
+    flags = {name: each.flags for name, each in exports.items()}
+    return Result(
+        output, directories, recipe, stats.tokens, layers, warnings, doubts, backup, flags, notes=notes
+    )
+
+
+def _report(model: CalibratedModel, record: CalibrationRecord) -> dict[str, Any]:
+    """Return what the saved report says of the run; its recipe gives the same scales."""
+    text = record.stats.text
+    return {
+        "fp8kv_calibration": 1,
+        "model": model.name,
+        "hub": hub_origin(model.checkpoint.path),
+        **fingerprints(model.checkpoint),
+        "config": config_summary(model.checkpoint.config),
+        "recipe": model.recipe.model_dump(mode="json"),
+        "dataset": record.dataset | (text.to_json() if text else {}),
+        "versions": versions(),
+        "threads": record.threads,
+    }
+
+
+def dataset_facts(data: CalibrationData) -> dict[str, Any]:
+    """Return the report's facts about the data."""
+    return {
+        "source": data.source,
+        "fingerprint": data.fingerprint,
+        "documents": data.documents,
+        "samples": len(data.samples),
+        "tokens": data.num_tokens,
+        "unread_tokens": data.unread,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return versions of Python and of the packages that a result depends on."""
+    libraries = {name: version(name) for name in _LIBRARIES}
+    return {"python": platform.python_version(), "fp8kv": __version__, **libraries}
+
+
+def _write(
+    model: CalibratedModel,
+    stats: KVStats,
+    exports: dict[FormatName, Export],
+    report: dict[str, Any],
+    directories: dict[FormatName, Path],
+    destination: Destination,
+) -> Path | None:
+    """Write each export into its directory; return the backup of files that were replaced in place."""
+    output, in_place = destination.path, destination.in_place
+    weights = "keep" if in_place else model.recipe.export.weights
+    with atomic_directory(output, overwrite=destination.overwrite, claim=destination.claim) as scratch:
+        for name, export_ in exports.items():
+            part = directories[name].relative_to(output)
+            directory = scratch / part
+            directory.mkdir(exist_ok=True)
+            write_checkpoint(
+                export_,
+                model.checkpoint,
+                directory,
+                weights=weights if FORMATS[name].with_weights else None,
+                readme=output_card(report, name, directories[name], export_.flags),
+                on_copied=partial(_report_copy, destination.on_copied, part),
+            )
+            save_stats(stats, directory / STATS_FILE)
+            write_json(directory / CALIBRATION_FILE, report)
+        model.checkpoint.check_unchanged()
+        if not in_place:
+            return None
+        complete(scratch, output)
+        return back_up(output, scratch)
+
+
+def _report_copy(on_copied: OnCopied, part: Path, name: str, copied: int, size: int) -> None:
+    """Report a copy by the part of the output too: each part has a copy of a file."""
+    on_copied(str(PurePosixPath(part, name)), copied, size)

@@ -1,0 +1,76 @@
+"""Refusals of formats: the problem, and the ways out by the flags that a command has."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+from calib.choices import FormatName
+from calib.errors import UnsupportedExportError
+
+Command = Literal["calibrate", "apply", "convert", "repair"]
+
+# what a command calls the settings that a way out changes; it has no flags for the others
+_FLAGS: dict[Command, dict[str, str]] = {
+    "calibrate": {
+        "format": "--format",
+        "strategy": "--strategy",
+        "reduce": "--reduce",
+        "fp8_dtype": "--fp8-dtype",
+        "targets": "--targets",
+        "center_keys": "--center-keys",
+    },
+    "apply": {"format": "--format", "strategy": "--strategy"},
+    "convert": {"format": "--to", "reduce": "--reduce"},
+    "repair": {"format": "--to"},
+}
+BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"  # where an engine loads nothing
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way out of a refusal: other values of a setting, or none, for which its flag is left away."""
+
+    setting: str  # a key of `_FLAGS`
+    values: tuple[str, ...] = ()
+    purpose: str = ""
+
+    def words(self, flags: Mapping[str, str]) -> str:
+        """Return the advice in a command's `flags`; nothing where it has none for the setting."""
+        flag, values = flags.get(self.setting), self.values
+        if flag == "--to" and "fp8kv" in values:
+            # scales that lie in files cannot become the statistics that this format holds
+            values = tuple(value for value in values if value != "fp8kv")
+            if not values:
+                return f"a new calibration in format fp8kv{self.purpose}"
+        if flag is None:
+            return ""
+        return f"{flag} {' or '.join(values)}{self.purpose}" if values else f"leave {flag} away"
+
+
+class FormatRefusal(UnsupportedExportError):
+    """A format that cannot hold scales, and the ways out; its text names the flags of calibrate."""
+
+    def __init__(self, problem: str, *ways: Way | str, name: FormatName | None = None) -> None:
+        super().__init__(problem)
+        self.problem, self.ways, self.format = problem, ways, name
+
+    def __str__(self) -> str:
+        return self.words("calibrate")
+
+    def words(self, command: Command) -> str:
+        """Return the problem and the ways out, by the flags of `command`."""
+        flags = _FLAGS[command]
+        problem = f"{flags['format']} {self.format}: {self.problem}" if self.format else self.problem
+        ways = [way if isinstance(way, str) else way.words(flags) for way in self.ways]
+        advice = ", or ".join(way for way in ways if way)
+        return f"{problem}. Use {advice}" if advice else f"{problem}. Calibrate the model again"
+
+
+@contextmanager
+def refusals_of(command: Command) -> Iterator[None]:
+    """Name the flags of `command` in refusals of formats."""
+    try:
+        yield
+    except FormatRefusal as refusal:
+        raise UnsupportedExportError(refusal.words(command)) from None

@@ -1,0 +1,80 @@
+"""Names of scale tensors: those under which an engine's class of a model loads scales."""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from calib.engines.catalogue import Engine, find_engine
+from calib.engines.classes import NAMES, OTHER, architecture
+from calib.files.config import quantization_configs
+from calib.files.model_directory import ModelDirectory
+from calib.formats.refusals import BAKE, FormatRefusal, Way
+
+
+def name_for_class(
+    engine: Engine, modules: Iterable[str], checkpoint: ModelDirectory, kind: str, usual: str
+) -> tuple[str, tuple[str, ...]]:
+    """Return the name under which the engine loads scales with a `kind` of quantization config; doubts.
+
+    `modules` are attention modules, as the checkpoint names them. The usual name is for a class that was
+    never run. A doubt says so, and where the class was never run with modules of such names.
+
+    Raises:
+        FormatRefusal: the class loads them under no name.
+    """
+    fates = engine.fates(checkpoint.config, kind)
+    fates_of_modules = engine.fates(checkpoint.config, kind, modules)
+    doubts: tuple[str, ...] = ()
+    if isinstance(fates_of_modules, str):
+        doubts = (f"whether {engine.engine} loads these scales is {fates_of_modules}",)
+    if fates is None or isinstance(fates, str):
+        return usual, doubts
+    for name in (usual, *NAMES):
+        if fates.get(name) == "loaded":
+            return name, doubts
+    fate = fates.get(usual, "never run")
+    effect = "keep a 16-bit cache" if "16 bits" in fate else "compute with 1.0"
+    if fate.startswith(("crash", "refused")):
+        effect = "not start"
+    raise FormatRefusal(
+        f"{engine.engine}'s class {architecture(checkpoint.config)} loads no KV scales under "
+        f"{kind} ({fate}), so it would {effect}",
+        *_other_engines(checkpoint, kind),
+        Way("format", ("fp8kv",), " for the bundled runtime"),
+    )
+
+
+def _other_engines(checkpoint: ModelDirectory, kind: str) -> Iterator[Way]:
+    """Yield the formats of engines whose class of this model loads scales."""
+    is_quantized = bool(quantization_configs(checkpoint.config))
+    kind = kind.removesuffix(" attn_head") if is_quantized else "compressed-tensors"
+    for name in ("vllm", "sglang"):
+        engine = find_engine(name)
+        fates = engine.fates(checkpoint.config, kind)
+        if isinstance(fates, Mapping) and "loaded" in map(fates.get, NAMES):
+            yield Way("format", (name,), f" for {engine.engine}")
+
+
+def name_for_latents(
+    engine: Engine, modules: Iterable[str], checkpoint: ModelDirectory, kind: str, usual: str
+) -> tuple[str, str]:
+    """Return the name under which the engine loads scales of latents (MLA), and the flag that it needs.
+
+    `modules` are attention modules, as the checkpoint names them.
+
+    Raises:
+        FormatRefusal: under none, or that is not known.
+    """
+    # whether the backend for transformers' code attends to what an indexer chooses is not known
+    is_sparse = "index_topk" in checkpoint.text_config
+    if not is_sparse and engine.class_caches_latents(checkpoint.config):
+        for flag, suffix in (("", ""), (engine.other_flag, OTHER)):
+            fates = engine.fates(checkpoint.config, kind + suffix, [*modules])
+            if isinstance(fates, Mapping):
+                for name in (usual, *NAMES):
+                    if fates.get(name) == "loaded":
+                        return name, flag
+    raise FormatRefusal(
+        f"whether {engine.engine} loads {'and uses ' * is_sparse}scales of latents (MLA) of "
+        f"{architecture(checkpoint.config)} is not known"
+        + (", as its attention is sparse" if is_sparse else ", or it caches K and V in their place"),
+        BAKE,
+    )
