@@ -86,9 +86,7 @@ def apply(
     with claimed(output, overwrite=overwrite or in_place) as claim:
         progress.stage("write")
         destination = Destination(output, in_place, overwrite, progress.copied, claim)
-        record = CalibrationRecord(
-            stats, report["dataset"], warnings, threads=report.get("threads"), origin=origin
-        )
+        record = CalibrationRecord(stats, report["dataset"], warnings, (), report.get("threads"), origin)
         return write_output(CalibratedModel(model, checkpoint, recipe), record, destination)
 
 
