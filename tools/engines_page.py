@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from calib.engines.catalogue import Engine, Remap, find_engine, load_catalogue
-from calib.engines.classes import NAMES, OTHER
+from calib.engines.classes import NAMES, TRANSFORMERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
 _LATENTS = "#multi-head-latent-attention"
@@ -69,7 +69,7 @@ def _latent_cell(engine: Engine, kind: str, architecture: str, latents: str) -> 
     words = {fate.partition(":")[0] for fate in results[kind].values()}
     if "loaded" in words:
         return f"loads, [spoils]({latents})" if engine.latent_spoils else "**loads**"
-    if "loaded" in results.get(f"{kind}{OTHER}", {}).values():
+    if "loaded" in results.get(f"{kind}{TRANSFORMERS}", {}).values():
         return f"[with a flag]({latents})"
     return next((word for word in ("dropped", "no place") if word in words), "does not start")
 

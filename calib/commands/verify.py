@@ -11,7 +11,7 @@ from calib.errors import InputError
 
 if TYPE_CHECKING:
     from calib.engines.fit import Fit
-    from calib.engines.result import Place, Simulation
+    from calib.engines.outcome import Place, Simulation
     from calib.engines.verification import Verification
     from calib.serving.compare_server import ServerComparison
 
@@ -50,7 +50,7 @@ def verify(
         _ask_server(context, served, directory, as_json)
         return
     from calib.engines.catalogue import choose_engines
-    from calib.engines.result import Place
+    from calib.engines.outcome import Place
     from calib.engines.verification import verify_directory
 
     place = Place(tensor_parallel_size, fnuz)
@@ -114,7 +114,7 @@ def _served_lines(found: "ServerComparison", model: str) -> list[str]:
 
 def _engine_row(found: "Simulation", baked: bool) -> tuple[str, ...]:
     return (
-        found.rules.title,
+        found.engine.title,
         *(_count(found, letter, baked) for letter in "kvq"),
         "-" if found.refused else found.flag or "by itself",
     )
@@ -155,15 +155,15 @@ def _closing_lines(found: "Verification") -> list[str]:
         reasons = [each.refused] if each.refused else [reason for _, reason in each.ignored]
         more = [o.reason for o in each.outcomes if o.status != "default"]
         said = [*dict.fromkeys(reasons), *dict.fromkeys(more), each.problem]
-        lines += [f"{each.rules.title}: {reason}" for reason in filter(None, said)][:4]
-        if each.rules.other_flag and each.rules.other_flag in (each.flag or ""):
-            lines.append(f"{each.rules.title}: this holds with {each.rules.other_flag} alone")
+        lines += [f"{each.engine.title}: {reason}" for reason in filter(None, said)][:4]
+        if each.engine.transformers_flag and each.engine.transformers_flag in (each.flag or ""):
+            lines.append(f"{each.engine.title}: this holds with {each.engine.transformers_flag} alone")
     lines += [f"problem: {problem}" for problem in found.problems]
     lines += [f"warning: {warning}" for warning in found.warnings]
     lines += [f"values of an NVFP4 cache: {found.nvfp4}"] if found.nvfp4 else []
     stored = {tensor.dtype for layer in found.scales.layers for tensor in layer.tensors}
     lines += [f"note: scales are stored as {x}, rounded" for x in sorted(stored & {"BF16", "F16"})]
-    read = sorted({each.rules.engine for each in found.simulations if not each.rules.ran})
+    read = sorted({each.engine.engine for each in found.simulations if not each.engine.ran})
     if read:
         lines.append(f"rules of {', '.join(read)} were read in the source, not run")
     return lines

@@ -104,7 +104,7 @@ class Engine(Section):
     latent_one: tuple[str, ...] = ()  # by reading, classes whose latents are cached at 1.0
     latent_refused: str = ""  # why there is no FP8 cache of latents
     latent_ways: tuple[str, ...] = ()  # what serves latents all the same
-    other_flag: str = ""  # what chooses its backend for transformers' own code
+    transformers_flag: str = ""  # what chooses its backend for transformers' own code
     per_head_flag: str = ""  # what a scale per head needs besides
     note: str = ""
     # format -> what may surprise its user; {note} and {since} stand for the above

@@ -17,7 +17,7 @@ from calib.files.names import ScaleName, pattern_of
 Fates = Mapping[str, str]
 BOTH = "both"  # the first two names together
 K_ALONE = "all with K alone"  # where both have one scale: V computes with 1.0
-OTHER = " transformers"  # after a kind of config: run by the engine's backend for transformers' code
+TRANSFORMERS = " transformers"  # after a kind of config: run by the engine's backend for transformers' code
 ALL = "all"  # in a group: every name that it does not list
 # how our formats can call a scale, the most usual first
 NAMES = ("{module}.{x}_scale", "{module}.attn.{x}_scale", "{module}.{x}_proj.{x}_scale")

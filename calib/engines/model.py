@@ -3,7 +3,7 @@
 from typing import Any
 
 from calib.engines.catalogue import Engine
-from calib.engines.result import NotKnown, Refused
+from calib.engines.outcome import NotKnown, Refused
 from calib.files.config import LAYER_KEYS
 from calib.files.model_directory import ModelDirectory
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from itertools import product
 
 from calib.engines.catalogue import Method
-from calib.engines.result import NotKnown, Outcome, Place, Refused, Simulation, Values, default
+from calib.engines.outcome import NotKnown, Outcome, Place, Refused, Simulation, Values, default
 from calib.files.config import head_count, layer_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE
@@ -71,7 +71,7 @@ def pair(module: str, tensors: Tensors, shared: ScaleTensor | None) -> list[Outc
 
 def simulate_json(directory: ModelDirectory, place: Place, found: Simulation) -> None:
     """Load `kv_cache_scales.json` as vLLM 0.4: after one mistake every scale is 1.0."""
-    found.flag = found.rules.flag
+    found.flag = found.engine.flag
     config, json = directory.config, directory.json
     layers = directory.num_layers or 0
     count = layers if layers < 100_000 else 0

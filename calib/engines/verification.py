@@ -8,9 +8,9 @@ from typing import Any
 from calib.engines.catalogue import Engine
 from calib.engines.classes import architecture
 from calib.engines.fit import Fit, Limits, compare, judge
+from calib.engines.loading import ONE_GPU, simulate
 from calib.engines.measured import measured_convention, read_measured
-from calib.engines.result import Place, Simulation
-from calib.engines.simulate import ONE_GPU, simulate
+from calib.engines.outcome import Place, Simulation
 from calib.errors import NoScalesError
 from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention
 from calib.files.calibration import statistics_file
@@ -55,10 +55,10 @@ class Verification:
             "warnings": self.warnings,
             "engines": [
                 {
-                    "engine": each.rules.engine,
-                    "versions": each.rules.versions,
-                    "ran": each.rules.ran,
-                    "classes": each.rules.classes_version,
+                    "engine": each.engine.engine,
+                    "versions": each.engine.versions,
+                    "ran": each.engine.ran,
+                    "classes": each.engine.classes_version,
                     "refused": each.refused,
                     "fate": each.fate or None,
                     "problem": each.problem,

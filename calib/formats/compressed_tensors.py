@@ -12,7 +12,7 @@ from typing import Any
 
 from calib.engines.catalogue import Engine
 from calib.engines.classes import NAMES
-from calib.engines.quark import excluded_by
+from calib.engines.quantization_config import excluded_by
 from calib.errors import UnsupportedExportError
 from calib.files.config import quantization_configs
 from calib.files.model_directory import ModelDirectory

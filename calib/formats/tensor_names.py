@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from calib.engines.catalogue import Engine, find_engine
-from calib.engines.classes import NAMES, OTHER, architecture
+from calib.engines.classes import NAMES, TRANSFORMERS, architecture
 from calib.files.config import quantization_configs
 from calib.files.model_directory import ModelDirectory
 from calib.formats.refusals import BAKE, FormatRefusal, Way
@@ -66,7 +66,7 @@ def name_for_latents(
     # whether the backend for transformers' code attends to what an indexer chooses is not known
     is_sparse = "index_topk" in checkpoint.text_config
     if not is_sparse and engine.class_caches_latents(checkpoint.config):
-        for flag, suffix in (("", ""), (engine.other_flag, OTHER)):
+        for flag, suffix in (("", ""), (engine.transformers_flag, TRANSFORMERS)):
             fates = engine.fates(checkpoint.config, kind + suffix, [*modules])
             if isinstance(fates, Mapping):
                 for name in (usual, *NAMES):

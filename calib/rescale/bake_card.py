@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from calib.engines.at_one import known_flags
 from calib.engines.catalogue import find_engine
+from calib.engines.latents import known_flags
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import plain
 from calib.formats.directory import prepend_card

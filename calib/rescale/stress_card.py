@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from calib.engines.at_one import known_flags
 from calib.engines.catalogue import Engine, find_engine
+from calib.engines.latents import known_flags
 from calib.errors import UnsupportedExportError
 from calib.files.model_directory import ModelDirectory
 from calib.formats.modelopt import MODELOPT_NAME

@@ -103,7 +103,7 @@ def _check_vllm(runner: Any) -> "ScalesInForce":
     from vllm.distributed import get_tensor_model_parallel_rank  # type: ignore[import-not-found]
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
-    from calib.engines.result import Place
+    from calib.engines.outcome import Place
     from calib.serving.scales_in_force import compare
 
     config, model = runner.vllm_config, runner.model_config
@@ -123,7 +123,7 @@ def _check_sglang(runner: Any) -> "ScalesInForce | None":
     from sglang.srt.layers.quantization.kv_cache import is_fp8_fnuz  # type: ignore[import-not-found]
     from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
 
-    from calib.engines.result import Place
+    from calib.engines.outcome import Place
     from calib.serving.scales_in_force import compare
 
     parallel, model = get_parallel(), runner.model_config

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from calib.engines.result import Place
+from calib.engines.outcome import Place
 from calib.files.stored_scales import StoredLayer, StoredScales, Values, is_usable
 from calib.files.text import show_layers
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from calib.engines.catalogue import find_engine
 from calib.engines.classes import NAMES
-from calib.engines.result import Place
+from calib.engines.outcome import Place
 from calib.files.stored_scales import read_scales
 from calib.serving.plugin import sglang_layers, vllm_layers
 from calib.serving.scales_in_force import compare

@@ -17,7 +17,7 @@ from engine import ONE_GPU, load, start
 from outputs import read_output, report
 
 from calib.engines.catalogue import find_engine
-from calib.engines.simulate import simulate
+from calib.engines.loading import simulate
 from calib.files.model_directory import open_model_directory
 
 TEXT = """The Eiffel Tower is a wrought-iron lattice tower on the Champ de Mars in Paris, France. It

@@ -18,7 +18,7 @@ from engine import ONE_GPU, Place, load
 from scale_cases import CASES, PLACES, write_case
 
 from calib.engines.catalogue import find_engine
-from calib.engines.simulate import Simulation, simulate
+from calib.engines.loading import Simulation, simulate
 from calib.files.cache_type import is_for_nvfp4
 from calib.files.model_directory import open_model_directory
 

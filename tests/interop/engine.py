@@ -10,7 +10,7 @@ import torch_kernels
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # our package: what is used of it needs no torch
 
-from calib.engines.result import Place
+from calib.engines.outcome import Place
 
 ONE_GPU = Place()
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # our package: what is used of it needs no torch
 
-from calib.engines.result import Place
+from calib.engines.outcome import Place
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM = 2, 4, 2, 64
 HIDDEN = HEADS * HEAD_DIM

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from calib.engines.catalogue import find_engine
-from calib.engines.classes import OTHER
-from calib.engines.simulate import simulate
+from calib.engines.classes import TRANSFORMERS
+from calib.engines.loading import simulate
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import parse_scale_name
 from calib.files.scale_files import ScaleTensor
@@ -57,8 +57,8 @@ def results(classes, name):
     """What is to be predicted: of latents also what loads in the backend for transformers' code."""
     of_class = classes.results.get(name, {})
     for kind, fates in of_class.items():
-        others = of_class.get(f"{kind}{OTHER}", {}) if name in classes.latent else {}
-        if not kind.endswith(OTHER):
+        others = of_class.get(f"{kind}{TRANSFORMERS}", {}) if name in classes.latent else {}
+        if not kind.endswith(TRANSFORMERS):
             yield kind, fates | {n: fate for n, fate in others.items() if fate == "loaded"}
 
 

@@ -160,7 +160,7 @@ def test_one_is_right_only_where_latents_are_known_to_be_cached(model_type, engi
     rules = find_engine(engine)
     command = rules.serve.format(path=baked)
     assert (f"{command} {flag}\n" in card) if flag else (command not in card)
-    assert (f"with {rules.other_flag} alone" in shown) == ("transformers" in (flag or ""))
+    assert (f"with {rules.transformers_flag} alone" in shown) == ("transformers" in (flag or ""))
 
 
 def test_another_version_than_that_whose_classes_were_run(tmp_path):

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from calib.engines.result import Place
+from calib.engines.outcome import Place
 from calib.files.stored_scales import read_scales
 from calib.serving import plugin
 from calib.serving.scales_in_force import ScalesInForce, compare

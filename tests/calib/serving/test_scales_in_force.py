@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from calib.engines.result import Place
+from calib.engines.outcome import Place
 from calib.files.stored_scales import read_scales
 from calib.serving.scales_in_force import EngineLayer, compare
 

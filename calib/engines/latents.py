@@ -5,8 +5,8 @@ from typing import Any
 
 from calib.caches.types import cache_type
 from calib.engines.catalogue import Engine
-from calib.engines.classes import OTHER, architecture
-from calib.engines.result import NotKnown, Refused
+from calib.engines.classes import TRANSFORMERS, architecture
+from calib.engines.outcome import NotKnown, Refused
 
 
 def flags_at_one(rules: Engine, config: Mapping[str, Any]) -> str:
@@ -26,8 +26,8 @@ def flags_at_one(rules: Engine, config: Mapping[str, Any]) -> str:
         if rules.class_caches_latents(config) or _is_listed(rules, model_type):
             return rules.flag
         results = rules.classes.results.get(name or "", {}) if rules.classes else {}
-        if any(kind.endswith(OTHER) for kind in results):
-            return f"{rules.other_flag} {rules.flag}"
+        if any(kind.endswith(TRANSFORMERS) for kind in results):
+            return f"{rules.transformers_flag} {rules.flag}"
     named = str(name or model_type)[:80]
     raise NotKnown(f"whether it caches latents (MLA) of {named}, as 1.0 needs, is not known")
 

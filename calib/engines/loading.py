@@ -3,13 +3,12 @@
 from collections import defaultdict
 from collections.abc import Collection
 
-from calib.engines.at_one import flags_at_one
 from calib.engines.catalogue import Engine, Method
-from calib.engines.classes import K_ALONE, OTHER, Fates, fate_of, naming, owner
-from calib.engines.method import choose_method, method_name, turns_fp8_on
+from calib.engines.classes import K_ALONE, TRANSFORMERS, Fates, fate_of, naming, owner
+from calib.engines.latents import flags_at_one
 from calib.engines.model import check_model
-from calib.engines.quark import excluded_by
-from calib.engines.result import NotKnown, Outcome, Place, Refused, Simulation, default
+from calib.engines.outcome import NotKnown, Outcome, Place, Refused, Simulation, default
+from calib.engines.quantization_config import choose_method, excluded_by, method_name, turns_fp8_on
 from calib.engines.values import heads_of, one_or_per_head, pair, scalar, simulate_json
 from calib.files.cache_type import Convention, is_for_nvfp4, nvfp4_convention
 from calib.files.config import can_be_split
@@ -62,7 +61,7 @@ def simulate(
 
 
 def _load(directory: ModelDirectory, place: Place, found: Simulation) -> None:
-    rules = found.rules
+    rules = found.engine
     check_model(directory, rules)
     if place.ranks > 1:
         _check_split(directory, place)
@@ -79,7 +78,7 @@ def _load(directory: ModelDirectory, place: Place, found: Simulation) -> None:
         found.flag = None
     fates = _fates(directory, rules, method)
     if fates and (other := _of_other_backend(directory, rules, fates)):
-        fates, found.flag = other, " ".join(filter(None, [rules.other_flag, found.flag]))
+        fates, found.flag = other, " ".join(filter(None, [rules.transformers_flag, found.flag]))
     params = _params(directory, method, fates, found)
     for module in sorted(directory.modules, key=_by_layer):
         found.outcomes += _outcomes(directory, module, params, method, place)
@@ -92,7 +91,7 @@ def _load(directory: ModelDirectory, place: Place, found: Simulation) -> None:
 
 def _of_latents(directory: ModelDirectory, found: Simulation) -> str | None:
     """What is wrong with loaded scales of latents (MLA); 1.0 does no harm."""
-    rules = found.rules
+    rules = found.engine
     needless = all(value == 1.0 for outcome in found.outcomes for value in outcome.values)
     if needless or not (rules.latent_spoils and rules.class_caches_latents(directory.config)):
         return None
@@ -138,7 +137,7 @@ def _fates(directory: ModelDirectory, rules: Engine, method: Method | None) -> F
 def _of_other_backend(directory: ModelDirectory, rules: Engine, fates: Fates) -> Fates | None:
     """The fates in the engine's backend for transformers' code, where it alone loads latents'."""
     config = directory.config
-    others = rules.fates(config, method_name(directory) + OTHER)
+    others = rules.fates(config, method_name(directory) + TRANSFORMERS)
     if not rules.class_caches_latents(config) or isinstance(others, str | None):
         return None
     owners = {t.name: owner(t.parsed, directory.modules) or "" for t in directory.tensors}
@@ -158,7 +157,7 @@ def _params(
 ) -> Params:
     params, names = Params(), defaultdict[str | None, set[str]](set)
     _check_misnamed(directory, found)
-    if found.rules.reads == "index":
+    if found.engine.reads == "index":
         found.ignored += [
             (each.name, f"{each.file} is not in the index, so it is not read") for each in directory.unlisted
         ]
@@ -171,7 +170,7 @@ def _params(
         if excluded:
             reached: Reached = excluded
         elif fates is None or method is None or module is None or tensor.parsed.letters == "q":
-            reached = _by_name(directory, tensor, method, found.rules)
+            reached = _by_name(directory, tensor, method, found.engine)
         else:
             reached = _by_class(tensor, module, fates, names[module], found)
         if isinstance(reached, str):
@@ -183,7 +182,7 @@ def _params(
 
 def _tensors(directory: ModelDirectory, found: Simulation) -> list[ScaleTensor]:
     """The scales of the files that the engine reads, in the order of the files."""
-    if found.rules.reads == "index":
+    if found.engine.reads == "index":
         return directory.tensors
     return sorted(directory.tensors + directory.unlisted, key=lambda tensor: tensor.file)
 
@@ -195,7 +194,7 @@ def _excluded(directory: ModelDirectory, module: str) -> str | None:
 
 
 def _check_misnamed(directory: ModelDirectory, found: Simulation) -> None:
-    if directory.misnamed and found.rules.unknown == "refused":
+    if directory.misnamed and found.engine.unknown == "refused":
         raise Refused(f"'{directory.misnamed[0]}' is a name that the model does not have")
     found.ignored += [(name, f"'{name}' is no name of a scale") for name in directory.misnamed]
 

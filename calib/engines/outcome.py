@@ -51,7 +51,7 @@ class Outcome:
 class Simulation:
     """The outcome for every scale; none where the engine refuses the directory."""
 
-    rules: Engine
+    engine: Engine
     outcomes: list[Outcome] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)  # (tensor, why)
     refused: str | None = None
