@@ -30,12 +30,8 @@ from fp8kv_runtime.hf import swap_attention
 
 MODEL, DATASET = "builtin:smollm2", "builtin:python-docs"
 SUITE = SUITES["full"]
-# documents that the powers in calib/rescale/choosing.py were chosen on
+# documents that the power in calib/rescale/factors.py was chosen on
 CHOSEN_ON = 5
-_PAIRS = (
-    ("int8 baked / int8", ("int8 baked", "int8")),
-    ("int8 any factor / int8", ("int8 any factor", "int8")),
-)
 Rounding = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
@@ -48,13 +44,10 @@ def main() -> None:
     _calibrate(scratch / "twin", scratch / "twin-scales")
     _bake("twin-scales", scratch / "twin", "twin-fp8", "fp8", scratch)
     _bake("source-scales", MODEL, "int8", "int8", scratch)
-    _bake("source-scales", MODEL, "any", "int8", scratch, "--any-factor", "--dtype", "float32")
     kl = _measure(scratch)
     ratios = {
         "int8 baked / int8": ratio(*_sums(kl, "int8 baked", "int8")),
-        "int8 any factor / int8": ratio(*_sums(kl, "int8 any factor", "int8")),
         "int8 baked / int8, on other documents": ratio(*_others(kl, "int8 baked", "int8")),
-        "int8 any factor / int8, on other documents": ratio(*_others(kl, "int8 any factor", "int8")),
         "twin baked / calibrated": ratio(*_sums(kl, "twin baked, 1.0", "twin calibrated")),
     }
     found = {
@@ -85,9 +78,9 @@ def _calibrate(model: object, output: Path) -> None:
     _run("calibrate", model, "--dataset", DATASET, *samples, *flags, "-o", output, "--overwrite")
 
 
-def _bake(scales: str, model: object, output: str, purpose: str, scratch: Path, *flags: str) -> None:
+def _bake(scales: str, model: object, output: str, purpose: str, scratch: Path) -> None:
     given = ("--scales", scratch / scales, "--for", purpose, "-o", scratch / output)
-    _run("bake", model, *given, *flags, "--overwrite")
+    _run("bake", model, *given, "--overwrite")
 
 
 @torch.inference_mode()
@@ -102,7 +95,6 @@ def _measure(scratch: Path) -> dict[str, list[Values]]:
     caches: dict[str, tuple[Path, Rounding]] = {
         "int8": (directory, _int8),
         "int8 baked": (scratch / "int8", _int8),
-        "int8 any factor": (scratch / "any", _int8),
         "twin calibrated": (scratch / "twin", twin_scales),
         "twin, 1.0": (scratch / "twin", ones),
         "twin baked, 1.0": (scratch / "twin-fp8", ones),

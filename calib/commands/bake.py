@@ -1,5 +1,6 @@
 """`fp8kv bake`."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,8 @@ from calib.commands.sameness import rounded_lines, sameness
 if TYPE_CHECKING:
     from calib.rescale.bake import Baked
 
+_HEADS = ("K of some heads", "V of some heads")
+
 
 @command
 def bake(
@@ -32,9 +35,6 @@ def bake(
     output: Annotated[Path | None, Flag("Default: ./<model>-baked-<for>.", "-o", "--output")] = None,
     in_place: Annotated[
         bool, OutputFlag("Change the model's own directory; back up its files.", "--in-place")
-    ] = False,
-    any_factor: Annotated[
-        bool, Flag("int8: not only powers of two; outputs change a little.", "--any-factor")
     ] = False,
     dtype: Annotated[choices.DType | None, Flag("auto: the checkpoint's; or float32.")] = None,
     trust_remote_code: TrustRemoteCode = False,
@@ -55,7 +55,6 @@ def bake(
             purpose,
             output,
             in_place=in_place,
-            any_factor=any_factor,
             overrides=overrides({**context.params, "scales": None}),
             overwrite=overwrite,
             progress=reported,
@@ -63,42 +62,43 @@ def bake(
     if as_json:
         print_json(done.to_json())
         return
+    rescaling = done.rescaling
     print_lines(
         [
-            f"{len(done.changed)} tensors changed; {sameness(done.kl, exact=done.exact)}",
+            f"{len(rescaling.changed)} tensors changed; "
+            + sameness(rescaling.kl, exact=not rescaling.rounded),
             _factors_line(done),
             f"written to {done.output}; its README.md says how to serve it",
-            *(f"warning: {each}" for each in done.warnings),
-            *rounded_lines(done.rounded),
-            *_left_lines(done.left),
-            *(_short_lines(done) if purpose == "fp8" else []),
+            *(f"warning: {warning}" for warning in done.warnings),
+            *rounded_lines(rescaling.rounded),
+            *_unchanged_lines(rescaling.plan.unchanged_layers),
+            *(_missing_lines(done) if purpose == "fp8" else []),
             *([f"what was replaced is in {done.backup}"] if done.backup else []),
         ]
     )
 
 
 def _factors_line(done: "Baked") -> str:
+    plan = done.rescaling.plan
+    layers, (k, v) = len(plan.factors), plan.layers_per_head
     if done.latent:
-        return f"one factor for the latent and one for k_pe in each of {done.layers} layers"
-    k, v = done.per_head
-    line = f"factors per head in {k} of {done.layers} layers for K, in {v} for V"
-    if done.v_as_it_is:
-        line += f"; V of {done.v_as_it_is} of {done.layers} layers stays as it is"
+        return f"one factor for the latent and one for k_pe in each of {layers} layers"
+    line = f"factors per head in {k} of {layers} layers for K, in {v} for V"
+    if plan.layers_without_v:
+        line += f"; V of {plan.layers_without_v} of {layers} layers stays as it is"
     return line
 
 
-def _left_lines(left: dict[str, str]) -> list[str]:
-    first = [f"{name}: {why}" for name, why in left.items()][:1]
-    return [f"note: {len(left)} layers stay as they are, the first of them {x}" for x in first]
+def _unchanged_lines(layers: Mapping[str, str]) -> list[str]:
+    first = [f"{name}: {reason}" for name, reason in layers.items()][:1]
+    return [f"note: {len(layers)} layers stay as they are, the first of them {x}" for x in first]
 
 
-def _short_lines(done: "Baked") -> list[str]:
-    parts = ("K of some heads", "V of some heads")
-    if done.latent:
-        parts = ("the latent of some layers", "k_pe of some layers")
+def _missing_lines(done: "Baked") -> list[str]:
+    parts = ("the latent of some layers", "k_pe of some layers") if done.latent else _HEADS
     return [
-        f"note: {which} stays up to 2^{octaves:.0f} smaller than an FP8 cache holds "
+        f"note: {part} stays up to 2^{octaves:.0f} smaller than an FP8 cache holds "
         "best: its weights hold no larger factors"
-        for which, octaves in zip(parts, done.short, strict=True)
+        for part, octaves in zip(parts, done.rescaling.plan.missing_octaves("fp8"), strict=True)
         if octaves >= 1
     ]

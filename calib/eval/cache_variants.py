@@ -20,8 +20,8 @@ from calib.eval.variants import (
 from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory
 from calib.models.load import served_dtype
-from calib.rescale.in_memory import baked_factors
-from calib.rescale.products import LayerFactors
+from calib.rescale.bake import baked_factors
+from calib.rescale.changes import LayerFactors
 from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats

@@ -1,54 +1,79 @@
-"""Norms of Q and K that multiply by 1 + weight: which powers of two their weights hold.
+"""Norms of Q and K that multiply by 1 + weight: the powers of two that their weights hold.
 
-(1 + w) * f - 1 often is no value of the weights' dtype. Scores see the product of both norms'
-multipliers. A channel holds a factor if rounding its weights changes this product by no more than
-one rounding, to the dtype of the source's weights, of the product itself or of the usual one, their
-root mean square. So all channels together change scores by no more, in root mean square, than
-rounding both Q and K to that dtype does, if what norms multiply is about as large in all channels.
-Where it is largest in channels with small multipliers, scores may change more: `bake` tells the KL.
+(1 + w) * f - 1 often is not a value of the weights' dtype. Scores see the product of both norms' multipliers.
+A channel holds a factor if rounding its weights changes this product by no more than one rounding, to the
+dtype of the source's weights, of the product itself or of the usual one, their root mean square. So all
+channels together change scores by no more, in root mean square, than rounding both Q and K to that dtype
+does, if what norms multiply is about as large in all channels. Where it is largest in channels with small
+multipliers, scores may change more: `bake` tells the KL.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from calib.rescale.products import Rescaled
+from calib.rescale.changes import WeightChange
 
-Norms = Sequence[tuple[Rescaled, Tensor]]  # what is done to a weight, and the weight
+Norms = Sequence[tuple[WeightChange, Tensor]]  # the change of a weight, and the weight
+
+_POWERS = torch.arange(-16, 17)  # of two, that are tried
 
 
 def is_held(norms: Norms) -> Tensor:
-    """Whether each channel holds the factors of the `norms` of one module."""
-    found = torch.ones((), dtype=torch.bool)
-    for alike in _by_shape(norms):
-        product, off = torch.ones(()).double(), torch.zeros(()).double()
-        for change, weight in alike:
-            was = change.multiplier(weight).double()
-            off = off + _relative_error(change, weight)
-            product = product * was
-        size = product.abs()
-        allowed = size.maximum(size.square().mean().sqrt())
-        allowed = allowed * max(_roundoff(weight) for _, weight in alike)
-        found = found & (torch.where(off > 0, off * size, 0.0) <= allowed)
-    return found
+    """Return whether each channel holds the factors of the `norms` of one module."""
+    holds = torch.ones((), dtype=torch.bool)
+    # a norm of queries and one of keys are judged together, unless they are of different sizes
+    for shape in dict.fromkeys(weight.shape for _, weight in norms):
+        group = [(change, weight) for change, weight in norms if weight.shape == shape]
+        size, error = torch.ones(()).double(), torch.zeros(()).double()
+        for change, weight in group:
+            size = size * change.multiplier(weight).double().abs()
+            error = error + _relative_error(change, weight)
+        allowed = size.maximum(size.square().mean().sqrt()) * max(_roundoff(weight) for _, weight in group)
+        holds = holds & (torch.where(error > 0, error * size, 0.0) <= allowed)
+    return holds
 
 
-def _by_shape(norms: Norms) -> list[Norms]:
-    """One norm for queries and one for keys, unless they are of different sizes."""
-    shapes = dict.fromkeys(weight.shape for _, weight in norms)
-    return [[each for each in norms if each[1].shape == shape] for shape in shapes]
+def try_powers(norms: Norms) -> Tensor:
+    """Return whether each channel holds each power of two [powers, D]; `norms` are changed for 2**1."""
+    octaves = [(change, weight, change.factor.log2()) for change, weight in norms]
+    return torch.stack(
+        [
+            is_held(
+                [
+                    (replace(change, factor=(octave * power).exp2()), weight)
+                    for change, weight, octave in octaves
+                ]
+            )
+            for power in _POWERS
+        ]
+    )
 
 
-def _relative_error(change: Rescaled, weight: Tensor) -> Tensor:
-    """By how much the multiplier misses the wanted one, relative to it."""
-    wanted = change.multiplier(weight).double() * change.factor
-    off = (change.multiplier(change.product(weight)).double() - wanted).abs()
-    return torch.where(off > 0, off / wanted.abs(), 0.0).nan_to_num(nan=torch.inf)
+def nearest_powers(table: Tensor, powers: Tensor) -> tuple[float, Tensor]:
+    """Return the sum of distances to the nearest powers that `table` allows, inf without any, and these."""
+    distances = (_POWERS[:, None] - powers).abs().double().masked_fill(~table, torch.inf)
+    least, index = distances.min(0)
+    return least.sum().item(), _POWERS[index]
+
+
+def stay_below_largest(amax: Tensor, powers: Tensor) -> Tensor:
+    """Return the table of powers that make no channel of `amax` [D] larger than `powers` make the largest."""
+    largest = (amax.double() * powers.double().exp2()).amax()
+    products = amax.double() * _POWERS.double().exp2()[:, None]
+    return (_POWERS[:, None] <= powers) | (products <= largest)
+
+
+def _relative_error(change: WeightChange, weight: Tensor) -> Tensor:
+    exact = change.multiplier(weight).double() * change.factor
+    error = (change.multiplier(change.product(weight)).double() - exact).abs()
+    return torch.where(error > 0, error / exact.abs(), 0.0).nan_to_num(nan=torch.inf)
 
 
 def _roundoff(weight: Tensor) -> float:
-    """Of the narrowest dtype that holds the weights: half of the step after 1."""
+    """Return half of the step after 1 of the narrowest dtype that holds the weights."""
     dtypes = (torch.bfloat16, torch.float16, weight.dtype)
     exact = (dtype for dtype in dtypes if torch.equal(weight.to(dtype).to(weight.dtype), weight))
     return torch.finfo(next(exact, weight.dtype)).eps / 2

@@ -1,8 +1,8 @@
-"""The proof that a rescaled model is the same: its outputs, and its K and V times their factors.
+"""Proof that a rescaled model is the same: its outputs, and its K and V times their factors.
 
-A norm that multiplies by 1 + weight may round its weight times a power of two. There the proof
-multiplies what the norm gives instead, which is exact in every dtype: it shows that nothing but
-that rounding is different, and `one_plus.py` bounds the rounding.
+A norm that multiplies by 1 + weight may round its weight times a power of two. There the proof multiplies the
+outputs of the norm instead, which is exact in every dtype: it shows that nothing but that rounding is
+different, and `one_plus.py` bounds the rounding.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,30 +21,27 @@ from calib.errors import UnsupportedModelError
 from calib.files.model_directory import ModelDirectory
 from calib.models.config import load_config
 from calib.models.load import input_device, load_model
-from calib.recipe import Recipe
-from calib.rescale.one_plus import Norms
-from calib.rescale.products import Factors, Rescaled
+from calib.rescale.changes import Factors, WeightChange
 
 PROBE_TOKENS = 24
 
 
 @dataclass(frozen=True)
-class Observed:
-    """What a model computes from a few tokens, in float32."""
+class Observation:
+    """Logits, K and V that a model computes from a few tokens, in float32."""
 
     logits: Tensor  # [1, T, vocabulary]
     kv: Mapping[str, tuple[Tensor, Tensor]]  # attention module -> K, V [1, K, T, D]
 
-    def amax(self, which: str) -> float:
-        """The largest magnitude of K or V in all layers."""
-        return max(pair["kv".index(which)].abs().amax().item() for pair in self.kv.values())
+    def amax(self, part: str) -> float:
+        """Return the largest magnitude of k or v in all layers."""
+        return max(pair["kv".index(part)].abs().amax().item() for pair in self.kv.values())
 
 
-def load_exact(checkpoint: ModelDirectory, recipe: Recipe) -> PreTrainedModel:
+def load_exact(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load a model in float32, where a power of two changes exponents and nothing else."""
-    recipe = recipe.model_copy(update={"dtype": "float32"})
-    config = load_config(checkpoint, recipe.trust_remote_code)
-    model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
+    config = load_config(checkpoint, trust_remote_code)
+    model = load_model(checkpoint, config, "float32", "cpu", trust_remote_code)
     for parameter in model.parameters():
         # matrix kernels may add in another order where memory is aligned otherwise, as in a file
         parameter.data = parameter.data.clone()
@@ -54,50 +51,49 @@ def load_exact(checkpoint: ModelDirectory, recipe: Recipe) -> PreTrainedModel:
 @torch.inference_mode()
 def observe(
     model: PreTrainedModel,
-    changes: Iterable[Rescaled] = (),
+    changes: Iterable[WeightChange] = (),
     parameters: Mapping[str, Tensor] = MappingProxyType({}),
-) -> Observed:
+) -> Observation:
     """Run a few tokens, with `parameters` instead of the model's, and `changes`."""
     kv: dict[str, tuple[Tensor, Tensor]] = {}
 
     def keep(name: str, query: Tensor, key: Tensor, value: Tensor) -> None:
         kv[name] = (key.to("cpu", copy=True), value.to("cpu", copy=True))
 
-    with observe_qkv(model, keep), multiplied(model, changes) as products:
-        given = {"input_ids": probe_tokens(model), "use_cache": False}
-        logits = functional_call(model, {**parameters, **products}, kwargs=given).logits
-    return Observed(logits.cpu(), kv)
+    with observe_qkv(model, keep), apply_changes(model, changes) as products:
+        inputs = {"input_ids": probe_tokens(model), "use_cache": False}
+        logits = functional_call(model, {**parameters, **products}, kwargs=inputs).logits
+    return Observation(logits.cpu(), kv)
 
 
-def kl_between(before: Observed, after: Observed) -> float:
-    """Nats per token by which the outputs differ."""
-    return divergence(*(each.logits.flatten(0, 1) for each in (before, after))).mean().item()
+def kl_between(before: Observation, after: Observation) -> float:
+    """Return the nats per token by which the outputs differ."""
+    return divergence(*(x.logits.flatten(0, 1) for x in (before, after))).mean().item()
 
 
 @contextmanager
-def multiplied(model: PreTrainedModel, changes: Iterable[Rescaled]) -> Iterator[dict[str, Tensor]]:
-    """Multiply what norms give that add one to their weight; yield the other parameters' products.
+def apply_changes(model: PreTrainedModel, changes: Iterable[WeightChange]) -> Iterator[dict[str, Tensor]]:
+    """Multiply the outputs of norms that add one to their weight; yield the products of other parameters.
 
     Both are exact for powers of two.
     """
     changes = list(changes)
-    norms = {each.name.rpartition(".")[0]: each.factor for each in changes if each.adds_one}
+    norms = {change.name.rpartition(".")[0]: change.factor for change in changes if change.adds_one}
     with ExitStack() as stack:
         for name, factor in norms.items():
-            norm = model.get_submodule(name)
-            hook = norm.register_forward_hook(
+            hook = model.get_submodule(name).register_forward_hook(
                 lambda _module, _inputs, x, factor=factor: x * factor.to(x.device, x.dtype)
             )
             stack.callback(hook.remove)
         yield {
-            each.name: each.product(model.get_parameter(each.name))
-            for each in changes
-            if each.name.rpartition(".")[0] not in norms
+            change.name: change.product(model.get_parameter(change.name))
+            for change in changes
+            if change.name.rpartition(".")[0] not in norms
         }
 
 
 def probe_tokens(model: PreTrainedModel) -> Tensor:
-    """The tokens [1, PROBE_TOKENS] that are run, at random, the same for ever."""
+    """Return random tokens [1, PROBE_TOKENS] to run, always the same ones."""
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocabulary, (1, PROBE_TOKENS), generator=generator)
@@ -105,35 +101,24 @@ def probe_tokens(model: PreTrainedModel) -> Tensor:
 
 
 def prove(
-    before: Observed,
-    after: Observed,
+    before: Observation,
+    after: Observation,
     modules: Mapping[str, CachedAttention],
     factors: Factors,
-    what: str,
+    refusal: str,
 ) -> None:
-    """Compare bit for bit; UnsupportedModelError, which begins with `what`, for any difference."""
+    """Compare bit for bit; a difference is an UnsupportedModelError that begins with `refusal`."""
     problems = []
     for name, pair in before.kv.items():
-        repeat = modules[name].kv_repeat
-        of_heads = (factors[name].k, factors[name].v)
-        for which, heads, old, new in zip("KV", of_heads, pair, after.kv[name], strict=True):
-            factor = heads.repeat_interleave(repeat, 0)[:, None]
-            if not torch.equal(old * factor, new):
-                problems.append(f"{which} of {name} is not the source's times its factor")
+        heads = (factors[name].k, factors[name].v)
+        for part, factor, old, new in zip("KV", heads, pair, after.kv[name], strict=True):
+            if not torch.equal(old * factor.repeat_interleave(modules[name].kv_repeat, 0)[:, None], new):
+                problems.append(f"{part} of {name} is not the source's times its factor")
     if not torch.equal(before.logits, after.logits):
         problems.append("its logits are not the source's")
     if problems:
-        more = f" ({len(problems) - 1} more problems)" if problems[1:] else ""
+        count = f" ({len(problems) - 1} more problems)" if problems[1:] else ""
         raise UnsupportedModelError(
-            f"{what}: {problems[0]}{more}, so something in it does not follow a factor in front "
-            "of it. Nothing was written"
+            f"{refusal}: {problems[0]}{count}, so something in it does not follow a factor in front of it. "
+            "Nothing was written"
         )
-
-
-def prove_written(model: PreTrainedModel, rounded: Norms, what: str) -> None:
-    """Compare the weights of norms in a written model with the rounded ones that were meant."""
-    for change, weight in rounded:
-        if not torch.equal(model.get_parameter(change.name).cpu(), change.product(weight).float()):
-            raise UnsupportedModelError(
-                f"{what}: '{change.name}' was not written as it was rounded. Nothing was written"
-            )

@@ -1,96 +1,99 @@
-"""Write a checkpoint whose K and V are multiplied, and prove that nothing else changed."""
+"""The engine of `bake` and `stress`: a checkpoint whose K and V are multiplied, and the proof of all else.
 
-from collections.abc import Callable, Sequence
+Factors are chosen, fitted to what the stored weights hold, written, and proved on the model that was written.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from calib.capture.attention import CachedAttention
 from calib.choices import Purpose
-from calib.errors import InputError
+from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import JSON_FILE, is_of_cache
-from calib.progress import SILENT, Progress
-from calib.recipe import Recipe
-from calib.rescale.edits import Coarser, Editing, fitting
-from calib.rescale.parameters import cached_attention, rescaled_parameters
-from calib.rescale.products import Factors, LayerFactors
-from calib.rescale.proof import Observed, kl_between, load_exact, observe, prove, prove_written
-from calib.rescale.shards import write_rescaled
+from calib.progress import Progress
+from calib.recipe import Recipe, load_recipe
+from calib.rescale.changes import Factors, LayerFactors
+from calib.rescale.factors import FactorChoice, Fallback
+from calib.rescale.one_plus import Norms
+from calib.rescale.proof import Observation, kl_between, load_exact, observe, prove
+from calib.rescale.weights import Edit, NotHeld, StoredModel, write_weights
 
-Choose = Callable[[PreTrainedModel, dict[str, CachedAttention]], Factors]
-# the nearest that the weights hold
-Hold = Callable[[Editing, PreTrainedModel, dict[str, CachedAttention], Factors], Factors]
+Choose = Callable[[StoredModel], FactorChoice]
+
+
+@dataclass(frozen=True)
+class RescalePlan:
+    """Factors that the weights of a model hold, and the edits that put them there."""
+
+    factors: Factors
+    ideal: Factors  # where all weights would hold them
+    edits: Mapping[str, Edit]  # by the name of a tensor in the checkpoint
+    rounded: Norms  # those whose weights do not hold the product exactly
+    unchanged_layers: Mapping[str, str]  # layers that stay as they are, and why
+
+    @property
+    def layers_per_head(self) -> tuple[int, int]:
+        """Number of layers in which heads have factors of their own, for K and for V."""
+        k = sum(bool((layer.k != layer.k[:1]).any()) for layer in self.factors.values())
+        return k, sum(bool((layer.v != layer.v[:1]).any()) for layer in self.factors.values())
+
+    @property
+    def layers_without_v(self) -> int:
+        """Number of layers in which V gets no factor."""
+        return sum(bool((layer.v == 1).all()) for layer in self.factors.values())
+
+    def missing_octaves(self, purpose: Purpose) -> tuple[float, float]:
+        """Return the octaves by which a factor is too small at most, for K and for V.
+
+        Integers have a scale for each head: what all channels of one lack costs them nothing.
+        """
+
+        def octaves(ideal: Tensor, factor: Tensor) -> float:
+            missing = (ideal / factor).log2()
+            return float((missing - (purpose == "int8") * missing.amin(-1, keepdim=True)).max())
+
+        pairs = [(self.ideal[name], self.factors[name]) for name in self.ideal]
+        k = max(octaves(ideal.k, layer.k) for ideal, layer in pairs)
+        return k, max(octaves(ideal.v, layer.v) for ideal, layer in pairs)
+
+    def factors_json(self) -> dict[str, Any]:
+        """Return K's and V's factors by module: [K] where a head has one, else [K, D]."""
+
+        def plain(heads: Tensor) -> Any:
+            is_one_per_head = bool((heads == heads[:, :1]).all())
+            return (heads[:, 0] if is_one_per_head else heads).tolist()
+
+        return {name: {"k": plain(layer.k), "v": plain(layer.v)} for name, layer in self.factors.items()}
 
 
 @dataclass(frozen=True)
 class Rescaling:
-    """What was changed, and what was seen before and after."""
+    """A model that was written: its plan, and what the source and it compute."""
 
-    factors: Factors
-    wanted: Factors  # where all weights would hold them
-    changed: list[str]  # names of tensors in the checkpoint
-    before: Observed
-    after: Observed
-    rounded: list[str]  # names of norms' weights that do not hold the product
-    left: dict[str, str]  # layers that stay as they are, and why
+    plan: RescalePlan
+    before: Observation
+    after: Observation
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of the tensors that changed in the checkpoint."""
+        return sorted(self.plan.edits)
+
+    @property
+    def rounded(self) -> list[str]:
+        """Names of norms' weights that do not hold their product exactly."""
+        return sorted(change.name for change, _ in self.plan.rounded)
 
     @property
     def kl(self) -> float:
         """Nats per token by which the outputs differ, on the few tokens of the proof."""
         return kl_between(self.before, self.after)
-
-    @property
-    def per_head(self) -> tuple[int, int]:
-        """In how many layers heads have factors of their own, for K and for V."""
-        k = sum(bool((layer.k != layer.k[:1]).any()) for layer in self.factors.values())
-        return k, sum(bool((layer.v != layer.v[:1]).any()) for layer in self.factors.values())
-
-    @property
-    def v_as_it_is(self) -> int:
-        """In how many layers V gets no factor."""
-        return sum(bool((layer.v == 1).all()) for layer in self.factors.values())
-
-    def short(self, purpose: Purpose) -> tuple[float, float]:
-        """Octaves by which a factor is smaller than wanted at most, for K and for V.
-
-        Integers have a scale for each head: what all channels of one lack costs them nothing.
-        """
-        pairs = [(self.wanted[name], self.factors[name]) for name in self.wanted]
-        shares = purpose == "int8"
-
-        def octaves(wanted: Tensor, factor: Tensor) -> float:
-            lacking = (wanted / factor).log2()
-            return float((lacking - shares * lacking.amin(-1, keepdim=True)).max())
-
-        k, v = (max(octaves(getattr(w, x), getattr(f, x)) for w, f in pairs) for x in "kv")
-        return k, v
-
-    def factors_json(self) -> dict[str, Any]:
-        """K's and V's factors by module: [K] where a head has one, else [K, D]."""
-        return {name: {"k": _plain(each.k), "v": _plain(each.v)} for name, each in self.factors.items()}
-
-
-def _plain(heads: Tensor) -> list[Any]:
-    alike = bool((heads == heads[:, :1]).all())
-    found: list[Any] = (heads[:, 0] if alike else heads).tolist()
-    return found
-
-
-def check_no_scales(checkpoint: ModelDirectory) -> None:
-    """Refuse a model with KV scales, which fit no other K and V."""
-    files = open_model_directory(checkpoint.path, weights=False)
-    names = [tensor.name for tensor in files.tensors] + [JSON_FILE] * (files.json is not None)
-    if scale := next(chain(filter(is_of_cache, checkpoint.entries), names), None):
-        raise InputError(
-            f"'{checkpoint.path}' has KV scales ('{scale}'), which would not fit another K and V; "
-            "take them out with fp8kv strip"
-        )
 
 
 def rescale(
@@ -99,49 +102,100 @@ def rescale(
     recipe: Recipe,
     choose: Choose,
     *,
-    what: str,
-    hold: Hold = lambda _editing, _model, _modules, wanted: wanted,
-    coarser: Sequence[Coarser] = (),
+    refusal: str,
     advice: str = "",
-    exact: bool = True,
-    progress: Progress = SILENT,
+    progress: Progress,
 ) -> Rescaling:
-    """Fill `out` with `checkpoint`, its K and V multiplied by the factors that are chosen.
+    """Fill `out` with `checkpoint`, its K and V multiplied by the factors that `choose` returns.
 
-    Unless `exact` is False, factors are powers of two, and the same outputs are proved bit for bit
-    on what lies on disk, but for norms that round a weight; else on the model in memory, with the
-    nearest powers. Refusals name `what` was to be made, with `advice` where a product is not exact.
-    The recipe's dtype is that of the written weights. `hold` and `coarser` factors are for weights
-    that do not hold those that are chosen.
+    Factors are powers of two. The outputs are proved to be the same bit for bit, on the model that lies on
+    disk, but for norms that round a weight. A problem is an error that begins with `refusal`, or one with
+    `advice` where a product is not exact. The recipe's dtype is that of the written weights.
     """
     progress.stage("load")
-    model = load_exact(checkpoint, recipe)
-    before, modules = observe(model), cached_attention(model)
     dtype = None if recipe.dtype == "auto" else torch.float32
-    editing = Editing.of(checkpoint, dtype, advice, exact=exact)
+    source = StoredModel(load_exact(checkpoint, recipe.trust_remote_code), checkpoint, dtype, advice)
+    before, modules = observe(source.model), source.modules
     progress.stage("choose factors")
-    wanted = choose(model, modules)
-    if not exact:
-        powers = {name: _powers_of_two(each) for name, each in wanted.items()}
-        tried = observe(model, rescaled_parameters(model, modules, powers))
-        prove(before, tried, modules, powers, what)
-    near = hold(editing, model, modules, wanted)
-    factors, edits, left = fitting(editing, model, modules, near, coarser)
-    norms = editing.norms_adding_one(model, rescaled_parameters(model, modules, factors))
-    rounded = [pair for pair in norms if exact and not pair[0].is_exact(pair[1])]
-    own = {each.name: model.get_parameter(each.name).detach().clone() for each, _ in rounded}
-    del model  # one copy in memory is enough
-    write_rescaled(checkpoint, edits, out, dtype, progress)
+    plan = plan_rescaling(source, choose)
+    norms = [change for change, _ in plan.rounded]
+    originals = {norm.name: source.model.get_parameter(norm.name).detach().clone() for norm in norms}
+    del source  # one copy in memory is enough
+    write_weights(checkpoint, plan.edits, out, dtype, progress)
     progress.stage("prove")
-    model = load_exact(open_model_directory(out), recipe)
+    model = load_exact(open_model_directory(out), recipe.trust_remote_code)
     after = observe(model)
-    if exact:
-        same = observe(model, [change for change, _ in rounded], own) if rounded else after
-        prove(before, same, modules, factors, what)
-        prove_written(model, rounded, what)
+    # norms that were rounded are proved with their own weights, and their outputs multiplied
+    prove(before, observe(model, norms, originals) if norms else after, modules, plan.factors, refusal)
+    for change, weight in plan.rounded:
+        if not torch.equal(model.get_parameter(change.name).cpu(), change.product(weight).float()):
+            raise UnsupportedModelError(
+                f"{refusal}: '{change.name}' was not written as it was rounded. Nothing was written"
+            )
     checkpoint.check_unchanged()
-    return Rescaling(factors, wanted, sorted(edits), before, after, sorted(own), left)
+    return Rescaling(plan, before, after)
 
 
-def _powers_of_two(factors: LayerFactors) -> LayerFactors:
-    return LayerFactors(*(each.log2().round().exp2() for each in (factors.k, factors.v)))
+def plan_rescaling(source: StoredModel, choose: Choose) -> RescalePlan:
+    """Fit the factors that `choose` returns to the stored weights, layer by layer, as finely as they hold.
+
+    Where K's or V's are not held, fallbacks are tried in turn. Layers that hold none stay as they are where
+    ones are among these; else NotHeld.
+    """
+    ideal, nearest, fallbacks = choose(source)
+    factors: dict[str, LayerFactors] = {}
+    edits: dict[str, Edit] = {}
+    unchanged: dict[str, str] = {}
+    for name, layer in nearest.items():
+        try:
+            factors[name], layer_edits = _fit_layer(source, name, layer, fallbacks)
+            edits |= layer_edits
+        except NotHeld as error:
+            unchanged[name] = str(error)
+            if torch.ones_like not in fallbacks or len(unchanged) == len(nearest):
+                raise
+            factors[name] = LayerFactors(torch.ones_like(layer.k), torch.ones_like(layer.v))
+    norms = source.one_plus_norms(source.list_changes(factors))  # which refuses a tensor of two layers
+    rounded = [(change, weight) for change, weight in norms if not change.is_exact(weight)]
+    return RescalePlan(factors, ideal, edits, rounded, unchanged)
+
+
+def _fit_layer(
+    source: StoredModel, name: str, nearest: LayerFactors, fallbacks: Sequence[Fallback]
+) -> tuple[LayerFactors, dict[str, Edit]]:
+    """Return the finest factors that the weights of a layer hold, and the edits they make."""
+    k_ways: list[Fallback] = [torch.clone, *fallbacks]
+    # inputs that are rounded have one range, in which factors would change the share of a channel
+    v_ways = [*fallbacks] if source.rounds_inputs else k_ways
+    # the nearest to the ideal first
+    ways = sorted(product(enumerate(k_ways), enumerate(v_ways)), key=lambda pair: pair[0][0] + pair[1][0])
+    problem = None
+    for (_, k), (_, v) in ways:
+        factors = LayerFactors(k(nearest.k), v(nearest.v))
+        changes = source.list_changes({name: factors})
+        if problem and not changes:
+            continue  # that is the layer as it is
+        try:
+            return factors, source.edits(changes)
+        except NotHeld as error:
+            problem = problem or error
+    raise problem or NotHeld(name)
+
+
+def exact_recipe(overrides: Mapping[str, Any]) -> Recipe:
+    """Return a recipe for the CPU; refuse dtypes that may round weights."""
+    recipe = load_recipe(None, {**overrides, "device": "cpu"})
+    if recipe.dtype not in ("auto", "float32"):
+        raise InputError(f"--dtype {recipe.dtype} may round the source's weights; use auto or float32")
+    return recipe
+
+
+def check_no_scales(checkpoint: ModelDirectory) -> None:
+    """Refuse a model with KV scales, which fit no other K and V."""
+    files = open_model_directory(checkpoint.path, weights=False)
+    names = [tensor.name for tensor in files.tensors] + [JSON_FILE] * (files.json is not None)
+    if scale := next(chain(filter(is_of_cache, checkpoint.entries), names), None):
+        raise InputError(
+            f"'{checkpoint.path}' has KV scales ('{scale}'), which would not fit another K and V; take them "
+            "out with fp8kv strip"
+        )

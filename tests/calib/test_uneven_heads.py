@@ -17,7 +17,7 @@ from calib.models.config import load_config
 from calib.models.load import load_model, load_tokenizer
 from calib.models.sources import find_model
 from calib.recipe import load_recipe
-from calib.rescale.pairs import rotated_pairs
+from calib.rescale.rope_pairs import rotated_pairs
 from calib.scales.stats_file import load_scales, load_stats
 
 MODELS = [*UNEVEN, "gemma4"]

@@ -8,7 +8,7 @@ from families import FAMILIES, HYBRIDS, save_model, tiny_model
 from transformers import AutoModelForCausalLM
 
 from calib.capture.attention import observe_qkv
-from calib.rescale import parameters
+from calib.rescale.heads import cached_attention
 from calib.scales.stats_file import load_scales
 
 OTHERS = {
@@ -22,7 +22,7 @@ def model_directory(path, model_type, *, dtype=torch.bfloat16):
     options = (FAMILIES | OTHERS)[model_type]
     model = tiny_model(model_type, **options)
     with torch.no_grad():
-        for module in parameters.cached_attention(model):
+        for module in cached_attention(model):
             attention = model.get_submodule(module)
             # K and V of any size, and heads and channels that differ
             for child in attention.children():

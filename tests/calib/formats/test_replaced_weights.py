@@ -126,7 +126,7 @@ def test_repair(after, tiny_directory, tmp_path):
 
 
 def test_stress(after, tiny_directory, tmp_path):
-    after(rescaling, "write_rescaled", tiny_directory)
+    after(rescaling, "write_weights", tiny_directory)
     refuse(fp8kv("stress", tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
 
 

@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from calib.errors import UnsupportedModelError
 from calib.models.sources import find_model
-from calib.rescale import choosing, pairs, parameters
-from calib.rescale.in_memory import baked_factors
-from calib.rescale.pairs import rotated_pairs
-from calib.rescale.stress import Factors
+from calib.rescale import rope_pairs
+from calib.rescale.bake import baked_factors
+from calib.rescale.factors import octave_factor, uniform_factors
+from calib.rescale.heads import cached_attention, list_changes, shares_k
+from calib.rescale.rope_pairs import rotated_pairs
 from calib.scales.stats_file import load_stats
 
 EXACT = [
@@ -67,8 +68,8 @@ def test_channels_become_even(model_type, tmp_path):
     assert said["exact"] or model_type == "gemma3_text"  # its 1 + 3.1e-6 takes all of float32
     model = in_float32(source)
     after = load_stats(calibrated(tmp_path / "baked", tmp_path / "after"))
-    for name, module in parameters.cached_attention(model).items():
-        pair, shared = rotated_pairs(model, module), parameters.shares_k(model, module)
+    for name, module in cached_attention(model).items():
+        pair, shared = rotated_pairs(model, module), shares_k(model, module)
         old, new = (load_stats(before).layers[name], after.layers[name])
         k_before, k = (x.k.amax.maximum(x.k.amax[:, pair]) for x in (old, new))
         if shared:
@@ -93,20 +94,6 @@ def test_baking_a_stress_twin_gives_the_same_model(tmp_path):
     assert all(torch.equal(tensor, baked[1][name]) for name, tensor in baked[0].items())
 
 
-def test_other_factors_change_the_function_a_little(tmp_path):
-    source = model_directory(tmp_path / "source", "llama")
-    scales = calibrated(source, tmp_path / "scales")
-    done = bake(source, scales, tmp_path / "baked", "--for", "int8", "--any-factor", "--json")
-    said = json.loads(done.stdout)
-    assert not said["exact"]
-    assert 0 < said["kl"] < 0.01
-    (logits, _), (near, _) = seen(source), seen(tmp_path / "baked")
-    assert not torch.equal(logits, near)
-    assert f"{said['kl']:.2g} nats" in (tmp_path / "baked" / "README.md").read_text()
-    refused = bake(source, scales, tmp_path / "no", "--for", "fp8", "--any-factor")
-    one_line_error(refused, "--any-factor is for int8")
-
-
 @pytest.mark.parametrize(
     ("model_type", "expected"),
     [
@@ -122,7 +109,7 @@ def test_other_factors_change_the_function_a_little(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pairs_are_found_by_trying(model_type, expected, dtype):
     model = tiny_model(model_type, **(FAMILIES | OTHERS)[model_type]).to(dtype)
-    for module in parameters.cached_attention(model).values():
+    for module in cached_attention(model).values():
         assert rotated_pairs(model, module).tolist() == expected
 
 
@@ -130,7 +117,7 @@ def test_pairs_that_turn_slowly_are_found():
     slow = {"rope_theta": 1e13, "rope_type": "default", "partial_rotary_factor": 0.5}
     options = OTHERS["glm4"] | {"rope_parameters": slow, "max_position_embeddings": 2**20}
     model = tiny_model("glm4", **options).float()
-    module = next(iter(parameters.cached_attention(model).values()))
+    module = next(iter(cached_attention(model).values()))
     assert rotated_pairs(model, module).tolist() == [1, 0, 3, 2, 5, 4, 7, 6, *range(8, 16)]
 
 
@@ -155,7 +142,7 @@ def test_wrong_pairs_are_not_proved(tmp_path, monkeypatch):
     source = model_directory(tmp_path / "source", "llama")
     scales = calibrated(source, tmp_path / "scales")
     wrong = torch.arange(16) ^ 1
-    monkeypatch.setattr(pairs, "rotated_pairs", lambda *_: wrong)
+    monkeypatch.setattr(rope_pairs, "rotated_pairs", lambda *_: wrong)
     done = bake(source, scales, tmp_path / "baked", "--for", "int8")
     one_line_error(done, "cannot be baked: K of model.layers.0", "Nothing was written")
     assert not (tmp_path / "baked").exists()
@@ -194,17 +181,17 @@ def test_shards_that_do_not_change_are_linked(tmp_path):
     [(1.0, 1), (0.51, 1), (0.5, 2), (1.001, 0.5), (3e-5, 2**15), (448.0, 2**-9)],
 )
 def test_an_octave(scale, factor):
-    assert choosing._octave(torch.tensor([scale])).item() == factor
+    assert octave_factor(torch.tensor([scale])).item() == factor
 
 
 def test_a_factor_that_a_shared_norm_cannot_hold():
     model = tiny_model("qwen3", **FAMILIES["qwen3"])
-    modules = parameters.cached_attention(model)
+    modules = cached_attention(model)
     name, module = next(iter(modules.items()))
-    factors = Factors(2.0, 1.0).of(module)
-    factors.k[0] *= 2
-    with pytest.raises(parameters.UnsupportedModelError, match="one weight for all heads"):
-        parameters.rescaled_parameters(model, {name: module}, {name: factors})
+    factors = uniform_factors({name: module}, 2.0, 1.0)
+    factors[name].k[0] *= 2
+    with pytest.raises(UnsupportedModelError, match="one weight for all heads"):
+        list_changes(model, modules, factors)
 
 
 @pytest.mark.parametrize(

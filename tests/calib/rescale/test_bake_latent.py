@@ -15,9 +15,10 @@ from transformers import DynamicCache
 from calib.engines.catalogue import find_engine
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import open_model_directory
-from calib.rescale import latent, parameters
-from calib.rescale.in_memory import baked_factors
-from calib.rescale.stress import Factors
+from calib.rescale import heads, latent
+from calib.rescale.bake import baked_factors
+from calib.rescale.factors import uniform_factors
+from calib.rescale.heads import cached_attention, list_changes
 from calib.scales.stats_file import load_stats
 
 DOCS = Path(__file__).parents[3] / "docs" / "bake.md"
@@ -210,9 +211,9 @@ def test_a_weight_that_is_forgotten_is_found(forget, problem, tmp_path, monkeypa
     scales = calibrated(source, tmp_path / "scales", *FLAGS)
 
     def forgetful(*args):
-        return (each for each in latent.of_latent(*args) if each.inner != forget)
+        return (each for each in latent.latent_changes(*args) if each.child != forget)
 
-    monkeypatch.setattr(parameters, "of_latent", forgetful)
+    monkeypatch.setattr(heads, "latent_changes", forgetful)
     done = bake(source, scales, tmp_path / "out", "--for", "fp8")
     one_line_error(done, problem, "Nothing was written")
 
@@ -220,20 +221,20 @@ def test_a_weight_that_is_forgotten_is_found(forget, problem, tmp_path, monkeypa
 @pytest.mark.parametrize("lacking", ["kv_a_layernorm", "kv_b_proj", "qk_nope_head_dim"])
 def test_a_module_that_is_not_known(lacking):
     model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
-    name, module = next(iter(parameters.cached_attention(model).items()))
-    factors = {name: Factors(2.0, 0.5).of(module)}
+    name, module = next(iter(cached_attention(model).items()))
+    factors = uniform_factors({name: module}, 2.0, 0.5)
     delattr(model.get_submodule(name), lacking)
     with pytest.raises(UnsupportedModelError, match=f"has no .*{lacking}"):
-        parameters.rescaled_parameters(model, {name: module}, factors)
+        list_changes(model, {name: module}, factors)
 
 
 def test_a_norm_of_k_pe_takes_its_factor():
     model = tiny_model("deepseek_v3", **LATENT["deepseek_v3"])
-    name, module = next(iter(parameters.cached_attention(model).items()))
-    attention, factors = model.get_submodule(name), {name: Factors(2.0, 0.5).of(module)}
+    name, module = next(iter(cached_attention(model).items()))
+    attention, factors = model.get_submodule(name), uniform_factors({name: module}, 2.0, 0.5)
     attention.k_rope_only_layernorm = type(attention.kv_a_layernorm)(module.v_head_dim)
-    changes = parameters.rescaled_parameters(model, {name: module}, factors)
-    assert {each.inner: each.factor.min().item() for each in changes} == {
+    changes = list_changes(model, {name: module}, factors)
+    assert {each.child: each.factor.min().item() for each in changes} == {
         "kv_a_layernorm.weight": 2,
         "k_rope_only_layernorm.weight": 0.5,
         "q_b_proj.weight": 2,

@@ -12,7 +12,6 @@ from families import LATENT, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
 from calib.files.model_directory import open_model_directory
-from calib.recipe import load_recipe
 from calib.rescale.proof import load_exact, observe
 from calib.scales.stats_file import load_stats
 
@@ -44,8 +43,7 @@ def baked(source, out, *flags):
 
 
 def both(*directories):
-    recipe = load_recipe(None, {"device": "cpu"})
-    return (observe(load_exact(open_model_directory(each), recipe)) for each in directories)
+    return (observe(load_exact(open_model_directory(each))) for each in directories)
 
 
 def amax(directory, out):

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.recipe import load_recipe
-from calib.rescale import held, rescaling
-from calib.rescale.one_plus import is_held
-from calib.rescale.products import Rescaled
+from calib.rescale import one_plus, rescaling
+from calib.rescale.changes import WeightChange
+from calib.rescale.one_plus import is_held, nearest_powers
 
 MODELS = ("gemma3_text", "qwen3_next")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -134,7 +134,7 @@ def test_a_rounding_that_scores_would_notice_is_not_held():
         return is_held([(norm("q", 1 / factor), weight.to(dtype)), (norm("k", factor), weight.to(dtype))])
 
     def norm(which, factor):
-        return Rescaled("attention", f"{which}_norm.weight", torch.full((4,), factor), True)
+        return WeightChange("attention", f"{which}_norm.weight", torch.full((4,), factor), True)
 
     weight = torch.tensor([0.25, 0.3, -0.3, 0.0]).bfloat16()
     assert held_by(torch.bfloat16, weight, 1.0).all()
@@ -147,27 +147,27 @@ def test_a_rounding_that_scores_would_notice_is_not_held():
 
 
 def test_nearest_powers_without_a_way():
-    table = torch.zeros(len(held._POWERS), 2, dtype=torch.bool)
-    assert held._nearest(table, torch.tensor([0, 1]))[0] == float("inf")
+    table = torch.zeros(len(one_plus._POWERS), 2, dtype=torch.bool)
+    assert nearest_powers(table, torch.tensor([0, 1]))[0] == float("inf")
     table[16] = True
-    assert held._nearest(table, torch.tensor([0, 1]))[1].tolist() == [0, 0]
+    assert nearest_powers(table, torch.tensor([0, 1]))[1].tolist() == [0, 0]
 
 
 def test_without_their_rounding_logits_are_the_same_bit_for_bit(tmp_path, monkeypatch):
     source = gemma(tmp_path / "source", "gemma3_text", torch.bfloat16)
     scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
     # another edit than the one that is allowed
-    monkeypatch.setattr("calib.rescale.edits.is_held", lambda norms: torch.ones((), dtype=torch.bool))
-    of_v = Rescaled.product
+    monkeypatch.setattr("calib.rescale.weights.is_held", lambda norms: torch.ones((), dtype=torch.bool))
+    of_v = WeightChange.product
 
     def spoiled(self, parameter):
         product = of_v(self, parameter)
         return (
-            product * 1.25 if self.inner == "o_proj.weight" and parameter.dtype == torch.bfloat16 else product
+            product * 1.25 if self.child == "o_proj.weight" and parameter.dtype == torch.bfloat16 else product
         )
 
-    monkeypatch.setattr(Rescaled, "product", spoiled)
-    monkeypatch.setattr(Rescaled, "is_exact", lambda self, _: not self.adds_one)
+    monkeypatch.setattr(WeightChange, "product", spoiled)
+    monkeypatch.setattr(WeightChange, "is_exact", lambda self, _: not self.adds_one)
     done = bake(source, scales, tmp_path / "out", "--for", "int8")
     assert done.exit_code == 2
     assert "is not the source's times its factor" in done.stderr
@@ -177,7 +177,7 @@ def test_without_their_rounding_logits_are_the_same_bit_for_bit(tmp_path, monkey
 def test_a_rounded_norm_that_is_written_otherwise_is_seen(tmp_path, monkeypatch):
     source = gemma(tmp_path / "source", "gemma3_text", torch.bfloat16)
     scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
-    write = rescaling.write_rescaled
+    write = rescaling.write_weights
 
     def write_another(checkpoint, edits, out, *more):
         write(checkpoint, edits, out, *more)
@@ -187,19 +187,8 @@ def test_a_rounded_norm_that_is_written_otherwise_is_seen(tmp_path, monkeypatch)
         tensors[norms[0]][0] *= 1.0625
         save_file(tensors, file, {"format": "pt"})
 
-    monkeypatch.setattr(rescaling, "write_rescaled", write_another)
+    monkeypatch.setattr(rescaling, "write_weights", write_another)
     done = bake(source, scales, tmp_path / "out", "--for", "int8")
     assert done.exit_code == 2
     assert "k_norm.weight' was not written as it was rounded" in done.stderr
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("model_type", [*MODELS, "qwen3"])
-def test_other_factors_than_powers_of_two(model_type, tmp_path):
-    source = gemma(tmp_path / "source", model_type, torch.bfloat16)
-    scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
-    done = bake(source, scales, tmp_path / "out", "--for", "int8", "--any-factor", "--json")
-    assert done.exit_code == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert not said["exact"]
-    assert 0 < said["kl"] < 0.05

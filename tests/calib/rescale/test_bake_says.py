@@ -8,8 +8,8 @@ from baking import bake, calibrated, model_directory, scales_of
 from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
 
-from calib.rescale.products import LayerFactors
-from calib.rescale.rescaling import Rescaling
+from calib.rescale.changes import LayerFactors
+from calib.rescale.rescaling import RescalePlan
 
 
 def verified(*flags):
@@ -66,10 +66,10 @@ def test_wider_weights_are_served_as_such(tmp_path):
     assert "trtllm-serve" not in card  # which has no such flag
 
 
-def test_any_factor_needs_a_model_that_follows_factors(tmp_path):
+def test_integers_need_a_model_that_follows_factors(tmp_path):
     source = save_model(tiny_model("bitnet").to(torch.bfloat16), tmp_path / "source")
     scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
-    done = bake(source, scales, tmp_path / "out", "--for", "int8", "--any-factor")
+    done = bake(source, scales, tmp_path / "out", "--for", "int8")
     one_line_error(done, "does not follow a factor in front of it")
     assert not (tmp_path / "out").exists()
 
@@ -78,5 +78,5 @@ def test_any_factor_needs_a_model_that_follows_factors(tmp_path):
 def test_what_all_channels_of_a_head_lack_costs_integers_nothing(purpose, octaves):
     wanted = torch.tensor([[8.0, 16.0], [4.0, 4.0]])
     k, v = wanted / 4, wanted / torch.tensor([[2.0, 8.0], [1.0, 1.0]])
-    done = Rescaling({"": LayerFactors(k, v)}, {"": LayerFactors(wanted, wanted)}, [], None, None, [], {})
-    assert done.short(purpose) == octaves
+    plan = RescalePlan({"": LayerFactors(k, v)}, {"": LayerFactors(wanted, wanted)}, {}, [], {})
+    assert plan.missing_octaves(purpose) == octaves

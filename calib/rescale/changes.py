@@ -1,0 +1,129 @@
+"""Changes of weights: parameters of norms and linear layers, and the factors that they are multiplied by."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from calib.errors import UnsupportedModelError
+
+
+@dataclass(frozen=True)
+class LayerFactors:
+    """Factors of K and V in one layer, or of its latent and k_pe; their readers are divided by these."""
+
+    k: Tensor  # [K, D] float32, positive
+    v: Tensor  # [K, D] float32, positive
+
+
+Factors = Mapping[str, LayerFactors]  # by attention module
+
+
+@dataclass(frozen=True)
+class WeightChange:
+    """A parameter of an attention module that is multiplied by a factor."""
+
+    module: str
+    child: str  # name of the parameter below the module
+    # [rows, 1], [1, columns], their product, or the shape of a parameter that is not a matrix
+    factor: Tensor
+    adds_one: bool = False  # the module multiplies by 1 + parameter
+
+    @property
+    def name(self) -> str:
+        """Name that transformers gives the parameter."""
+        return f"{self.module}.{self.child}"
+
+    def multiplier(self, parameter: Tensor) -> Tensor:
+        """Return the parameter, or 1 + it, as the module computes it."""
+        wide = parameter if parameter.dtype == torch.float64 else parameter.float()
+        return wide + int(self.adds_one)
+
+    def product(self, parameter: Tensor) -> Tensor:
+        """Return the parameter that makes the multiplier that many times as large, exact or rounded."""
+        product = self.multiplier(parameter) * self.factor.to(parameter.device) - int(self.adds_one)
+        return product.to(parameter.dtype)
+
+    def is_exact(self, parameter: Tensor) -> bool:
+        """Return whether `product` loses nothing."""
+        product, multiplier = self.product(parameter), self.multiplier(parameter)
+        exact = multiplier * self.factor
+        # values that underflow do not come back
+        is_reversible = self.adds_one or torch.equal(exact / self.factor, multiplier)
+        is_whole = torch.equal(self.multiplier(product), exact)
+        return is_reversible and is_whole and bool(product.isfinite().all())
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """The norms and linear layers of an attention module."""
+
+    name: str
+    module: nn.Module
+
+    def change_norm(self, child: str, heads: Tensor) -> Iterator[WeightChange]:
+        """Multiply the outputs of a norm by `heads` [H, D]; its weight is of one head or of all."""
+        name, norm = f"{self.name}.{child}", self.module.get_submodule(child)
+        parameters = norm_parameters(name, norm)
+        adds_one = _adds_one(name, norm, parameters)
+        for key, parameter in parameters.items():
+            factor = heads[0] if parameter.numel() < heads.numel() else heads
+            if not torch.equal(factor.expand_as(heads), heads):
+                raise UnsupportedModelError(f"{name} has one weight for all heads")
+            self.check_size(child, "weights", parameter.numel(), factor.numel())
+            factor = factor.reshape(parameter.shape)
+            yield WeightChange(self.name, f"{child}.{key}", factor, adds_one and key == "weight")
+
+    def change_rows(self, child: str, rows: Tensor) -> Iterator[WeightChange]:
+        """Multiply the outputs of a linear layer by `rows`."""
+        if bool((rows == 1).all()):
+            return  # it may hold more than heads, such as gates
+        linear = self.module.get_submodule(child)
+        self.check_size(child, "rows", len(linear.get_parameter("weight")), len(rows))
+        yield WeightChange(self.name, f"{child}.weight", rows[:, None])
+        if linear.bias is not None:
+            yield WeightChange(self.name, f"{child}.bias", rows)
+
+    def find_linear(self, *names: str) -> tuple[str, nn.Linear]:
+        """Return the first of `names` that is a linear layer, and that layer."""
+        for child in names:
+            linear = getattr(self.module, child, None)
+            if isinstance(linear, nn.Linear):
+                return child, linear
+        raise UnsupportedModelError(
+            f"{self.name} ({type(self.module).__name__}) has no linear layer named {' or '.join(names)}, so "
+            "fp8kv does not know which weights make what it caches, or read it"
+        )
+
+    def check_size(self, child: str, unit: str, size: int, expected: int) -> None:
+        """Refuse a parameter of another size than its heads make up."""
+        if size != expected:
+            raise UnsupportedModelError(
+                f"{self.name}.{child} has {size} {unit}, where its heads make up {expected}: fp8kv does not "
+                "know what the rest is"
+            )
+
+
+def norm_parameters(name: str, norm: nn.Module) -> dict[str, Tensor]:
+    """Return the weight of a norm, and its bias if it has one; refuse norms with other parameters."""
+    parameters: dict[str, Tensor] = dict(norm.named_parameters())
+    if "weight" not in parameters or parameters.keys() - {"weight", "bias"}:
+        raise UnsupportedModelError(
+            f"{name} has no single weight that a factor could be put into (it has "
+            f"{', '.join(parameters) or 'none'})"
+        )
+    return parameters
+
+
+def _adds_one(name: str, norm: nn.Module, parameters: Mapping[str, Tensor]) -> bool:
+    """Return whether a norm multiplies by 1 + its weight, by trying which weight silences it."""
+    weight = parameters["weight"]
+    x = torch.linspace(-1, 2, weight.numel()).to(weight).view(1, 1, *weight.shape)
+    zeros = {key: torch.zeros_like(parameter) for key, parameter in parameters.items()}
+    for adds_one, neutral in ((False, 0.0), (True, -1.0)):
+        silent = {**zeros, "weight": torch.full_like(weight, neutral)}
+        if not functional_call(norm, silent, (x,)).any():
+            return adds_one
+    raise UnsupportedModelError(f"{name} multiplies neither by its weight nor by 1 + its weight")

@@ -1,0 +1,169 @@
+"""Factors of K and V: for FP8 at scale 1.0, for integers, and for a stress twin."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from calib.capture.attention import CachedAttention
+from calib.choices import FP8Name, Purpose
+from calib.errors import InputError
+from calib.recipe import load_recipe
+from calib.rescale.changes import Factors, LayerFactors
+from calib.rescale.heads import normalises_v, shares_k
+from calib.rescale.one_plus import nearest_powers, stay_below_largest, try_powers
+from calib.rescale.rope_pairs import find_pairs
+from calib.rescale.weights import StoredModel
+from calib.scales.stats import KVStats, derive_scales
+
+# a channel is enlarged by no more than this: its amax on other text may be larger
+_LARGEST = 2.0**10
+# the best of 0.5, 0.7 and 1 on five documents for SmolLM2; other models were not tried
+_POWER = 0.5
+
+Fallback = Callable[[Tensor], Tensor]  # factors [K, D] of a layer -> factors that more weights hold
+
+
+class FactorChoice(NamedTuple):
+    """Factors of a model, and those to try where its weights cannot hold them."""
+
+    ideal: Factors
+    nearest: Factors  # that norms of 1 + weight hold
+    fallbacks: Sequence[Fallback] = ()
+
+
+def choose_baked_factors(
+    stats: KVStats, purpose: Purpose, recipe: Mapping[str, Any], source: StoredModel
+) -> FactorChoice:
+    """Choose factors for an FP8 cache at scale 1.0, or for integers, from `stats` of a run with `recipe`."""
+    ideal = int8_factors(stats, source) if purpose == "int8" else fp8_factors(stats, recipe, source)
+    return FactorChoice(ideal, _hold_in_norms(ideal, stats, purpose, source), _FALLBACKS[purpose])
+
+
+def check_purpose(stats: KVStats, purpose: Purpose) -> None:
+    """Refuse integers for a model that caches latents."""
+    if stats.latent and purpose == "int8":
+        raise InputError(
+            "--for int8: this model caches latents (MLA), which no engine holds as integers: these are of K "
+            "and V per head; use --for fp8"
+        )
+
+
+def uniform_factors(modules: Mapping[str, CachedAttention], k: float, v: float) -> Factors:
+    """Return the same factors for all heads and channels."""
+    return {
+        name: LayerFactors(
+            torch.full((module.num_kv_heads, module.head_dim), k),
+            torch.full((module.num_kv_heads, module.v_head_dim), v),
+        )
+        for name, module in modules.items()
+    }
+
+
+def fp8_factors(stats: KVStats, recipe: Mapping[str, Any], source: StoredModel) -> Factors:
+    """Return powers of two, per KV head where the weights allow it, that bring scales into (1/2, 1]."""
+    # nothing that was measured saturates: observers and headroom that clip are for scales
+    headroom = recipe.get("headroom", 1.0)
+    headroom = headroom if headroom == "auto" else max(1.0, headroom)
+    overrides = {
+        "strategy": "attn_head", "center_keys": False, "fp8_dtype": baked_fp8_type(recipe),
+        "headroom": headroom, "observer": {"name": "absmax"},
+    }  # fmt: skip
+    # latents and k_pe as K and V of one head, to get a scale of each
+    parts = {name: replace(layer, latent=False) for name, layer in stats.layers.items()}
+    scales = derive_scales(replace(stats, layers=parts), load_recipe(None, {**recipe, **overrides}))
+    factors = {}
+    for name, module in source.modules.items():
+        layer = scales.layers[name]
+        k = layer.k.amax().expand_as(layer.k) if shares_k(source.model, module) else layer.k
+        k, v = octave_factor(k)[:, None], octave_factor(layer.v)[:, None]
+        v = _reach_v(v.expand(-1, module.v_head_dim), source.model, module)
+        factors[name] = LayerFactors(k.expand(-1, module.head_dim), v)
+    return factors
+
+
+def baked_fp8_type(recipe: Mapping[str, Any]) -> FP8Name:
+    """Return E4M3 as MI300 has it, or as other devices do: all that fits it fits E5M2 as well."""
+    return "e4m3fnuz" if recipe.get("fp8_dtype") == "e4m3fnuz" else "e4m3fn"
+
+
+def octave_factor(scale: Tensor) -> Tensor:
+    """Return the powers of two that bring scales into (1/2, 1]."""
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.ones_like(scale), -exponent + (mantissa == 0.5).int())
+
+
+def int8_factors(stats: KVStats, source: StoredModel) -> Factors:
+    """Return powers of two that bring channels half of the way (in octaves) to their head's largest one.
+
+    K's are of RoPE pairs, V's of channels.
+    """
+    pairs = find_pairs(source.model, source.modules)
+    factors = {}
+    for name, module in source.modules.items():
+        k = stats.layers[name].k.amax
+        k = k.maximum(k[:, pairs[name]])
+        rows = k.amax(0, keepdim=True) if shares_k(source.model, module) else k
+        # evened once: the powers of one number differ by where it lies in memory
+        k_factors, v_factors = (_even_channels(amax) for amax in (rows, stats.layers[name].v.amax))
+        factors[name] = LayerFactors(k_factors.expand_as(k), _reach_v(v_factors, source.model, module))
+    return factors
+
+
+def _even_channels(amax: Tensor) -> Tensor:
+    """Return factors [H, D] for channels of `amax` [H, D]."""
+    largest = amax.amax(-1, keepdim=True)
+    ratio = torch.where(amax > 0, largest / amax, 1.0).clamp(max=_LARGEST)
+    return torch.exp2((ratio**_POWER).log2().round())
+
+
+def _reach_v(v: Tensor, model: PreTrainedModel, module: CachedAttention) -> Tensor:
+    """Return V's factors, or ones where the model normalises V: it then fits FP8 at 1.0 as it is."""
+    return torch.ones_like(v) if normalises_v(model, module) else v
+
+
+def _hold_in_norms(ideal: Factors, stats: KVStats, purpose: Purpose, source: StoredModel) -> Factors:
+    """Replace factors of K by the nearest that norms of 1 + weight hold, channel pair by channel pair.
+
+    For integers only the differences between channels matter, so all may be larger or smaller. For FP8 no
+    channel becomes larger than the largest is meant to be.
+    """
+    heads = {name: module for name, module in source.modules.items() if not module.latent}
+    doubled = uniform_factors(heads, 2.0, 1.0)
+    norms = {name: source.one_plus_norms(source.list_changes({name: doubled[name]})) for name in heads}
+    pairs = find_pairs(source.model, {name: heads[name] for name in heads if norms[name]})
+    factors = dict(ideal)
+    for name, pair in pairs.items():
+        table, powers = try_powers(norms[name]), ideal[name].k[0].log2().round().long()
+        table, shifts = table & table[:, pair], [0]
+        if purpose == "int8":
+            shifts = sorted(range(-16, 17), key=abs)
+        else:
+            amax = stats.layers[name].k.amax.amax(0)
+            table = table & stay_below_largest(amax.maximum(amax[pair]), powers)
+        choices = [nearest_powers(table, powers + shift) for shift in shifts]
+        distance, k = min(choices, key=lambda choice: choice[0])
+        if distance < float("inf"):
+            factors[name] = LayerFactors(k.float().exp2().expand_as(ideal[name].k), ideal[name].v)
+    return factors
+
+
+def _smallest_of_layer(factors: Tensor, octaves: int = 0) -> Tensor:
+    """Return one factor for all heads, with which none becomes larger than it should be.
+
+    It is nearer to 1 by so many octaves, for scales that hold no larger ones. Those below 1 stay: without
+    them values would saturate.
+    """
+    smallest = factors.amin().expand_as(factors)
+    return torch.where(smallest > 1, (smallest / 2**octaves).clamp(min=1), smallest)
+
+
+# for FP8 a factor that is too small still is better than none; a layer may stay as it is for integers
+_FALLBACKS: Mapping[Purpose, Sequence[Fallback]] = {
+    "fp8": [partial(_smallest_of_layer, octaves=octaves) for octaves in range(16)],
+    "int8": [torch.ones_like],
+}
