@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from calib.capture.directory_scales import attention_facts
-from calib.choices import Purpose
+from calib.choices import DType, Purpose
 from calib.errors import InputError
 from calib.files.atomic import atomic_directory, claimed
 from calib.files.cache_type import FP8_MAX
@@ -98,6 +98,7 @@ def bake(
     written, where the model cannot be shown to compute the same.
     """
     check_places(output, in_place=in_place, overwrite=overwrite)
+    recipe = exact_recipe(overrides)
     progress.stage("load")
     checkpoint = find_model(name)
     if in_place:
@@ -105,17 +106,11 @@ def bake(
     else:
         output = output or Path(f"{Path(name.rstrip('/').removeprefix('builtin:')).name}-baked-{purpose}")
         check_output(output, checkpoint.path, overwrite=overwrite)
-        check_output(output, statistics_file(scales).parent, overwrite=overwrite, kind="calibration")
-    _check_bakeable(checkpoint, in_place=in_place)
+        check_output(output, statistics_file(scales).parent, overwrite=overwrite, what="calibration")
+    _check_bakeable(checkpoint, recipe.dtype, in_place=in_place)
     stats, report = load_calibration(scales)
     check_purpose(stats, purpose)
     _check_measured(scales, stats, name, checkpoint)
-    recipe = exact_recipe(overrides)
-    if find_weight_format(checkpoint) and recipe.dtype != "auto":
-        raise InputError(
-            f"the weights of '{checkpoint.path}' are quantised: their scales take powers of two in their own "
-            "type; leave --dtype away"
-        )
 
     def choose(source: StoredModel) -> FactorChoice:
         shapes = attention_facts(type(source.model).__name__, source.modules, stats.shared)
@@ -171,8 +166,8 @@ def baked_factors(
     return {source.modules[name].layer_idx: layer for name, layer in plan.factors.items()}, warnings
 
 
-def _check_bakeable(checkpoint: ModelDirectory, *, in_place: bool) -> None:
-    """Refuse a model that was baked, has scales, or more weights than those that are changed."""
+def _check_bakeable(checkpoint: ModelDirectory, dtype: DType, *, in_place: bool) -> None:
+    """Refuse a model that was baked, has scales, or more weights than those that are changed in `dtype`."""
     unused = other_weights(checkpoint)
     if unused and (in_place or ADAPTER_FILE in unused):
         raise InputError(
@@ -182,6 +177,11 @@ def _check_bakeable(checkpoint: ModelDirectory, *, in_place: bool) -> None:
     if purpose := baked_for(checkpoint.path):
         raise InputError(f"'{checkpoint.path}' is baked for {purpose}; bake the model it was made from")
     check_no_scales(checkpoint)
+    if dtype != "auto" and find_weight_format(checkpoint):
+        raise InputError(
+            f"the weights of '{checkpoint.path}' are quantised: their scales take powers of two in their own "
+            "type; leave --dtype away"
+        )
 
 
 def _check_measured(scales: Path, stats: KVStats, name: str, checkpoint: ModelDirectory) -> None:

@@ -44,6 +44,12 @@ def choose_baked_factors(
     return FactorChoice(ideal, _hold_in_norms(ideal, stats, purpose, source), _FALLBACKS[purpose])
 
 
+def choose_uniform_factors(k: float, v: float, source: StoredModel) -> FactorChoice:
+    """Choose the same factors for all heads and channels of a model."""
+    factors = uniform_factors(source.modules, k, v)
+    return FactorChoice(factors, factors)
+
+
 def check_purpose(stats: KVStats, purpose: Purpose) -> None:
     """Refuse integers for a model that caches latents."""
     if stats.latent and purpose == "int8":

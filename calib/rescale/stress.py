@@ -9,6 +9,7 @@ is left of them.
 import re
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 
 from calib.errors import InputError
 from calib.files.atomic import atomic_directory
-from calib.files.model_directory import open_model_directory
+from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import STRESS_FILE
 from calib.formats.compressed_tensors import find_quantization_config
 from calib.formats.directory import check_output, write_json
@@ -24,11 +25,10 @@ from calib.models.config import caches_latents, load_config
 from calib.models.quantized.detect import find_weight_format
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
-from calib.rescale.factors import FactorChoice, uniform_factors
+from calib.rescale.factors import choose_uniform_factors
 from calib.rescale.proof import PROBE_TOKENS
 from calib.rescale.rescaling import check_no_scales, exact_recipe, rescale
 from calib.rescale.stress_card import write_card
-from calib.rescale.weights import StoredModel
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 _LARGEST_EXPONENT = 64
@@ -111,14 +111,7 @@ def stress(
     progress.stage("load")
     checkpoint = find_model(name)
     check_output(output, checkpoint.path, overwrite=overwrite)
-    is_declared = find_quantization_config(checkpoint.config) is not None
-    if is_declared or find_weight_format(checkpoint):
-        reason = "a quantization_config" if is_declared else "quantised weights"
-        raise InputError(
-            f"'{checkpoint.path}' has {reason}; give the model it was made from: quantised weights cannot be "
-            "multiplied exactly"
-        )
-    check_no_scales(checkpoint)
+    _check_plain(checkpoint)
     latent = caches_latents(load_config(checkpoint, recipe.trust_remote_code))
     if latent:  # one scale serves the latent and k_pe
         k = k_factor or v_factor or _LATENT_FACTOR
@@ -126,17 +119,13 @@ def stress(
     else:
         k, v = k_factor or _K_FACTOR, v_factor or _V_FACTOR
 
-    def choose(source: StoredModel) -> FactorChoice:
-        factors = uniform_factors(source.modules, k, v)
-        return FactorChoice(factors, factors)
-
     with atomic_directory(output, overwrite=overwrite) as scratch:
         architecture = (checkpoint.config.get("architectures") or ["this model"])[0]
         rescaling = rescale(
             checkpoint,
             scratch,
             recipe,
-            choose,
+            partial(choose_uniform_factors, k, v),
             refusal=f"no twin of {architecture}",
             advice="use a --k-factor and --v-factor nearer to 1",
             progress=progress,
@@ -150,6 +139,18 @@ def stress(
         write_json(scratch / STRESS_FILE, twin.to_json())
         write_card(twin.to_json(), checkpoint, rescaling.plan.factors, scratch)
     return twin
+
+
+def _check_plain(checkpoint: ModelDirectory) -> None:
+    """Refuse quantised weights, and KV scales."""
+    is_declared = find_quantization_config(checkpoint.config) is not None
+    if is_declared or find_weight_format(checkpoint):
+        reason = "a quantization_config" if is_declared else "quantised weights"
+        raise InputError(
+            f"'{checkpoint.path}' has {reason}; give the model it was made from: quantised weights cannot be "
+            "multiplied exactly"
+        )
+    check_no_scales(checkpoint)
 
 
 def parse_factor(text: str, flag: str) -> float:
