@@ -106,7 +106,7 @@ def bake(
     else:
         output = output or Path(f"{Path(name.rstrip('/').removeprefix('builtin:')).name}-baked-{purpose}")
         check_output(output, checkpoint.path, overwrite=overwrite)
-        check_output(output, statistics_file(scales).parent, overwrite=overwrite, what="calibration")
+        check_output(output, statistics_file(scales).parent, overwrite=overwrite, kind="calibration")
     _check_bakeable(checkpoint, recipe.dtype, in_place=in_place)
     stats, report = load_calibration(scales)
     check_purpose(stats, purpose)

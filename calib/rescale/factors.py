@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 from calib.capture.attention import CachedAttention
 from calib.choices import FP8Name, Purpose
 from calib.errors import InputError
-from calib.recipe import load_recipe
 from calib.rescale.changes import Factors, LayerFactors
 from calib.rescale.heads import normalises_v, shares_k
 from calib.rescale.one_plus import nearest_powers, stay_below_largest, try_powers
 from calib.rescale.rope_pairs import find_pairs
 from calib.rescale.weights import StoredModel
-from calib.scales.stats import KVStats, derive_scales
+from calib.scales.observers import AbsMax
+from calib.scales.stats import KVStats
 
 # a channel is enlarged by no more than this: its amax on other text may be larger
 _LARGEST = 2.0**10
@@ -72,16 +72,17 @@ def uniform_factors(modules: Mapping[str, CachedAttention], k: float, v: float) 
 
 def fp8_factors(stats: KVStats, recipe: Mapping[str, Any], source: StoredModel) -> Factors:
     """Return powers of two, per KV head where the weights allow it, that bring scales into (1/2, 1]."""
-    # nothing that was measured saturates: observers and headroom that clip are for scales
     headroom = recipe.get("headroom", 1.0)
-    headroom = headroom if headroom == "auto" else max(1.0, headroom)
-    overrides = {
-        "strategy": "attn_head", "center_keys": False, "fp8_dtype": baked_fp8_type(recipe),
-        "headroom": headroom, "observer": {"name": "absmax"},
-    }  # fmt: skip
     # latents and k_pe as K and V of one head, to get a scale of each
     parts = {name: replace(layer, latent=False) for name, layer in stats.layers.items()}
-    scales = derive_scales(replace(stats, layers=parts), load_recipe(None, {**recipe, **overrides}))
+    # nothing that was measured saturates: observers and headroom that clip are for scales
+    scales = replace(stats, layers=parts).scales(
+        strategy="attn_head",
+        observer=AbsMax(),
+        fp8_dtype=baked_fp8_type(recipe),
+        headroom=1.0 if headroom == "auto" else max(1.0, headroom),
+        clip_chance=recipe["clip_chance"] if headroom == "auto" else None,
+    )
     factors = {}
     for name, module in source.modules.items():
         layer = scales.layers[name]

@@ -21,8 +21,8 @@ from calib.files.atomic import place_shard, save_tensors
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CONFIG_FILE, INDEX_FILE
 from calib.files.tensors import StoredTensor, stored_tensors
-from calib.formats.checkpoint_directory import copy_small_files, write_index, write_json
 from calib.formats.compressed_tensors import find_quantization_config
+from calib.formats.directory import copy_small_files, write_index, write_json
 from calib.models.quantized.coded_weight import CodedWeight
 from calib.models.quantized.detect import find_weight_format
 from calib.models.quantized.weights import coded_weights
