@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import yaml
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from calib.engines.classes import Classes, Fates, architecture
 from calib.errors import InputError
@@ -75,6 +75,17 @@ class Nvfp4(Section):
     other: str = ""  # what the other convention does there
 
 
+class Backend(Section):
+    """The copies of a layer's scales that an attention backend reads; latents (MLA) have K's alone."""
+
+    write: tuple[str, ...]  # on storing K and V
+    read: tuple[str, ...]  # on attending to what is stored
+    freezes: bool = False  # factors computed at the first step stay, whatever becomes of the scales
+    evidence: Evidence
+    source: str  # a file of the engine's attention backends
+    note: str = ""
+
+
 class Engine(Section):
     """One engine, in a range of versions."""
 
@@ -109,8 +120,20 @@ class Engine(Section):
     note: str = ""
     # format -> what may surprise its user; {note} and {since} stand for the above
     formats: dict[str, str] = {}
+    # attributes of an attention layer that hold a scale, by name of the copy; {x} is k, v or q. The first
+    # has a value per head
+    scale_copies: dict[str, str] = {}
+    backends: dict[str, Backend] = {}
     classes: Classes | None = None  # what its model classes did with scales
     version: str = ""  # of the catalogue's versions, the one that the user named
+
+    @model_validator(mode="after")
+    def _check_copies(self) -> "Engine":
+        for name, backend in self.backends.items():
+            if unknown := {*backend.write, *backend.read} - self.scale_copies.keys():
+                legal = ", ".join(self.scale_copies)
+                raise ValueError(f"backend {name}: {min(unknown)} is not one of {legal}")
+        return self
 
     @property
     def name(self) -> str:

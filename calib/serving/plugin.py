@@ -143,7 +143,7 @@ def vllm_layers(model: Any) -> "Iterator[EngineLayer]":
         index = layer_of(getattr(module, "layer_name", ""))
         is_decoder = getattr(module, "attn_type", "decoder") == "decoder"  # not of pictures or sound
         if index is not None and is_decoder and hasattr(module, "_k_scale"):
-            k, v, q = (_copies(module, f"_{x}_scale", f"_{x}_scale_float", f"_{x}_scale_cpu") for x in "kvq")
+            k, v, q = (_copies("vllm", module, letter) for letter in "kvq")
             cache = module.kv_cache_dtype
             yield EngineLayer(index, cache in _FP8, k, v, q, _cache_name(cache))
 
@@ -153,12 +153,15 @@ def sglang_layers(model: Any, is_fp8: bool, cache: str = "auto") -> "Iterator[En
     from calib.serving.scales_in_force import EngineLayer
 
     for module in sglang_attention(model).values():
-        k, v = (_copies(module, f"{x}_scale", f"{x}_scale_float") for x in "kv")
-        yield EngineLayer(module.layer_id, is_fp8, k or _AT_1, v or _AT_1, cache=_cache_name(cache))
+        k, v = (_copies("sglang", module, letter) or _AT_1 for letter in "kv")
+        yield EngineLayer(module.layer_id, is_fp8, k, v, cache=_cache_name(cache))
 
 
-def _copies(module: Any, *names: str) -> dict[str, tuple[float, ...]]:
-    """Return the values of a module's attributes of these names; nothing where all are None."""
+def _copies(engine: str, module: Any, letter: str) -> dict[str, tuple[float, ...]]:
+    """Return every copy of a module's scale of K, V or Q; nothing where all are None."""
+    from calib.engines.catalogue import find_engine
+
+    names = [name.format(x=letter) for name in find_engine(engine).scale_copies.values()]
     scales = {name: getattr(module, name) for name in names if hasattr(module, name)}
     if all(scale is None for scale in scales.values()):
         return {}

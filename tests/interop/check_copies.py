@@ -2,7 +2,8 @@
 
 check_copies.py DIR   exit 0 if the plugin says that all scales of DIR are in use, and 20 times,
                       with a copy of a random layer spoiled, which copy of which layer differs and
-                      ends the server as FP8KV_REQUIRE_SCALES asks
+                      ends the server as FP8KV_REQUIRE_SCALES asks; and if the backend stores and
+                      attends with the copies that the catalogue names
 """
 
 import logging
@@ -10,6 +11,7 @@ import os
 import random
 import re
 import sys
+from collections import defaultdict
 from itertools import cycle, islice
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import torch
 from engine import start
 from outputs import read_output, report
 
+from calib.engines.catalogue import find_engine
 from calib.files.names import layer_of
 from calib.serving import plugin
 
@@ -25,21 +28,24 @@ TIMES = 20
 SPOILED = (1.0, 2.0, 0.75)
 
 
+COPIES = find_engine("vllm").scale_copies
+
+
 def copies(letters: str) -> list[str]:
     """The names of what vLLM's attention layers hold; of Q there is none on the host."""
-    kinds = {"k": ("", "_float", "_cpu"), "v": ("", "_float", "_cpu"), "q": ("", "_float")}
-    return [f"_{x}_scale{kind}" for x in letters for kind in kinds[x]]
+    names = [name.format(x=x) for x in letters for name in COPIES.values()]
+    return [name for name in names if name != "_q_scale_cpu"]
 
 
-def start_with_plugin(directory: Path) -> tuple[object, str]:
-    """The runner of an engine that holds `directory`, and what the plugin said as it loaded."""
+def start_with_plugin(directory: Path) -> tuple[object, object, str]:
+    """An engine that holds `directory`, its runner, and what the plugin said as it loaded."""
     lines: list[str] = []
     logging.getLogger("vllm.fp8kv").addFilter(lambda r: lines.append(r.getMessage()) or True)
     os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
     plugin.register_vllm()
     llm = start(directory)
     (runner,) = llm.collective_rpc(lambda worker: worker.model_runner)
-    return runner, lines[-1] if lines else "nothing"
+    return llm, runner, lines[-1] if lines else "nothing"
 
 
 def said_of(runner: object) -> str:
@@ -58,6 +64,33 @@ def spoil(layer: torch.nn.Module, copy: str, value: float) -> None:
     setattr(layer, copy, spoiled)
 
 
+def copies_read(llm: object, layers: dict[int, torch.nn.Module]) -> dict[str, set[str]]:
+    """The copies that arrive at the kernels, on storing and on attending, where all of them differ."""
+    from vllm import _custom_ops
+
+    numbers = {"tensor": 0.5, "float": 0.25, "cpu": 0.125}
+    for layer in layers.values():
+        for x in "kv":
+            for copy, number in numbers.items():
+                held = getattr(layer, name := COPIES[copy].format(x=x))
+                setattr(layer, name, number if isinstance(held, float) else torch.full_like(held, number))
+    arrived = defaultdict(set)
+
+    def watched(kernel: str, step: str):
+        theirs = getattr(_custom_ops, kernel)
+
+        def call(*args: object, **kwargs: object) -> object:
+            arrived[step] |= {float(kwargs[f"{x}_scale"]) for x in "kv"}
+            return theirs(*args, **kwargs)
+
+        setattr(_custom_ops, kernel, call)
+
+    watched("cpu_attn_reshape_and_cache", "write")
+    watched("cpu_attention_with_kv_cache", "read")
+    llm.generate([{"prompt_token_ids": [1, 2, 3]}], use_tqdm=False)
+    return {step: {copy for copy, n in numbers.items() if n in found} for step, found in arrived.items()}
+
+
 def main() -> None:
     """Load, spoil and mend."""
     directory = Path(sys.argv[1])
@@ -65,7 +98,7 @@ def main() -> None:
     letters = "kvq" if any("q" in layer for layer in scales.values()) else "kv"
     total = 2 * len(scales)
     good = f"fp8kv: {total} of {total} KV scales in use, FP8 cache"
-    runner, line = start_with_plugin(directory)
+    llm, runner, line = start_with_plugin(directory)
     problems = [] if line == good else [f"untouched: {line}"]
     os.environ["FP8KV_REQUIRE_SCALES"] = "1"
     layers = {
@@ -90,7 +123,11 @@ def main() -> None:
             problems.append(f"{copy} of layer {index}: {line}")
     if (line := said_of(runner)) != "goes on":
         problems.append(f"mended: {line}")
-    report(directory, problems, f"{good!r}; {named} of {TIMES} spoiled copies are named")
+    name = layers[0].attn_backend.get_name()
+    backend, read = find_engine("vllm").backends[name], copies_read(llm, layers)
+    if read != {"write": {*backend.write}, "read": {*backend.read}}:
+        problems.append(f"{name} reads {read}, not what the catalogue says")
+    report(directory, problems, f"{good!r}; {named} of {TIMES} spoiled copies are named; {name} reads {read}")
 
 
 if __name__ == "__main__":
