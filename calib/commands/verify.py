@@ -123,7 +123,7 @@ def _engine_row(found: "Simulation", baked: bool) -> tuple[str, ...]:
 def _count(found: "Simulation", letter: str, baked: bool) -> str:
     if found.refused:
         return "crashes" if found.fate == "crash" else "refused"
-    statuses = [outcome.status for outcome in found.outcomes if outcome.letter == letter]
+    statuses = [outcome.status.value for outcome in found.outcomes if outcome.letter == letter]
     if "unknown" in statuses:
         return "not known"
     loaded = statuses.count("loaded")

@@ -72,7 +72,7 @@ class Nvfp4(Section):
     methods: tuple[str, ...]  # under which it was run
     flag: str  # what turns that cache on
     format: str = ""  # of ours, which holds the right values
-    other: str = ""  # what the other convention does there
+    mismatch: str = ""  # what the other convention does there
 
 
 class Backend(Section):
@@ -87,7 +87,7 @@ class Backend(Section):
 
 
 class Engine(Section):
-    """One engine, in a range of versions."""
+    """An engine, in a range of versions."""
 
     engine: str  # as its makers write it
     versions: str
@@ -113,7 +113,7 @@ class Engine(Section):
     latent: str = ""  # what becomes of scales of latents (MLA); none: not known
     latent_spoils: bool = False  # loaded ones make answers wrong
     latent_one: tuple[str, ...] = ()  # by reading, classes whose latents are cached at 1.0
-    latent_refused: str = ""  # why there is no FP8 cache of latents
+    latent_refused: str = ""  # why latents cannot be cached in FP8
     latent_ways: tuple[str, ...] = ()  # what serves latents all the same
     transformers_flag: str = ""  # what chooses its backend for transformers' own code
     per_head_flag: str = ""  # what a scale per head needs besides
@@ -147,7 +147,7 @@ class Engine(Section):
 
     @property
     def ran(self) -> bool:
-        """Whether the rules of loading were compared with the engine itself."""
+        """True where the rules of loading were compared with the engine itself."""
         return self.evidence == "run"
 
     @property
@@ -156,8 +156,8 @@ class Engine(Section):
         return self.classes.version if self.classes else None
 
     @property
-    def is_of_classes(self) -> bool:
-        """Whether this is the version whose classes were run."""
+    def is_run_version(self) -> bool:
+        """True at the version whose classes were run."""
         ran = self.classes_version
         return ran is not None and (not self.version or _parse(self.version) == _parse(ran))
 
@@ -180,7 +180,7 @@ class Engine(Section):
         """
         name = architecture(config)
         if self.classes:
-            if not self.is_of_classes:
+            if not self.is_run_version:
                 return f"not known: its classes were run at {self.classes_version} alone"
             return self.classes.fates(name, quantization, modules, self.engine)
         if not self.architectures:

@@ -88,7 +88,7 @@ def architecture(config: Mapping[str, Any]) -> str | None:
     return name[:80] if isinstance(name, str) and name else None
 
 
-def naming(tensor: str, parsed: ScaleName, module: str) -> str:
+def table_name(tensor: str, parsed: ScaleName, module: str) -> str:
     """Write the name of a scale of `module` as the tables do: `{module}.{x}_proj.{x}_scale`."""
     own = rf"(?<=[._]){parsed.letters}(?=_)" if len(parsed.letters) == 1 else "(?!)"
     return "{module}" + re.sub(own, "{x}", tensor.removeprefix(module))
@@ -101,7 +101,7 @@ def owner(parsed: ScaleName, modules: Collection[str]) -> str | None:
     return next((module for module in around if module in modules), None)
 
 
-def fate_of(fates: Fates, name: str, beside: Collection[str]) -> str:
+def find_fate(fates: Fates, name: str, beside: Collection[str]) -> str:
     """Return the fate of a scale whose module has others under the names `beside`; `unknown`: not run."""
     if name in _PLAIN and {*_PLAIN} <= {*beside}:
         name = BOTH

@@ -1,49 +1,70 @@
-"""What serves latents (MLA) at scale 1.0, which is right for a baked model."""
+"""Latents (MLA): what becomes of their scales in an engine, and what serves them at scale 1.0."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from calib.caches.types import cache_type
 from calib.engines.catalogue import Engine
-from calib.engines.classes import TRANSFORMERS, architecture
-from calib.engines.outcome import NotKnown, Refused
+from calib.engines.classes import TRANSFORMERS, Fates, architecture, owner, table_name
+from calib.engines.outcome import NotKnown, Refused, Simulation, Verdict
+from calib.engines.quantization_config import method_name
+from calib.files.model_directory import ModelDirectory
 
 
-def flags_at_one(rules: Engine, config: Mapping[str, Any]) -> str:
-    """The flags with which the engine keeps a model's latents in FP8 at scale 1.0.
+def transformers_fates(directory: ModelDirectory, engine: Engine, fates: Fates) -> Fates | None:
+    """Return the fates in the engine's backend for transformers' code, where it alone loads all scales."""
+    backend_fates = engine.fates(directory.config, method_name(directory) + TRANSFORMERS)
+    if not engine.class_caches_latents(directory.config) or isinstance(backend_fates, str | None):
+        return None
+    owners = [(tensor, owner(tensor.parsed, directory.modules) or "") for tensor in directory.tensors]
+    names = {table_name(tensor.name, tensor.parsed, module) for tensor, module in owners}
+    own, backend = ({table.get(name) for name in names} for table in (fates, backend_fates))
+    return backend_fates if backend == {"loaded"} != own else None
+
+
+def latents_problem(simulation: Simulation, config: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with loaded scales of latents; 1.0 does no harm."""
+    engine = simulation.engine
+    is_harmless = all(value == 1.0 for scale in simulation.outcomes for value in scale.values)
+    if is_harmless or not (engine.latent_spoils and engine.class_caches_latents(config)):
+        return None
+    return f"{engine.latent}; fp8kv strip removes them, fp8kv bake makes 1.0 right"
+
+
+def flags_at_one(engine: Engine, config: Mapping[str, Any]) -> str:
+    """Return the flags with which the engine keeps a model's latents in FP8 at scale 1.0.
 
     Raises:
         Refused: it has no such cache.
         NotKnown: or whether it has is not known, as it may cache K and V of heads.
     """
-    if rules.latent_refused:
-        raise Refused(rules.latent_refused)
+    if engine.latent_refused:
+        raise Refused(engine.latent_refused)
     name, text = architecture(config), config.get("text_config")
-    if name in rules.latent_one:
-        return rules.flag
+    if name in engine.latent_one:
+        return engine.flag
     model_type = (text if isinstance(text, dict) else config).get("model_type")
-    if rules.is_of_classes:
-        if rules.class_caches_latents(config) or _is_listed(rules, model_type):
-            return rules.flag
-        results = rules.classes.results.get(name or "", {}) if rules.classes else {}
-        if any(kind.endswith(TRANSFORMERS) for kind in results):
-            return f"{rules.transformers_flag} {rules.flag}"
-    named = str(name or model_type)[:80]
-    raise NotKnown(f"whether it caches latents (MLA) of {named}, as 1.0 needs, is not known")
+    if engine.classes and engine.is_run_version:
+        if engine.class_caches_latents(config) or _is_served_as_latents(engine, model_type):
+            return engine.flag
+        if any(kind.endswith(TRANSFORMERS) for kind in engine.classes.results.get(name or "", {})):
+            return f"{engine.transformers_flag} {engine.flag}"
+    subject = str(name or model_type)[:80]
+    raise NotKnown(f"whether it caches latents (MLA) of {subject}, as 1.0 needs, is not known")
 
 
-def known_flags(rules: Engine, config: Mapping[str, Any]) -> str | None:
-    """As `flags_at_one`; None where it raises."""
+def find_flags_at_one(engine: Engine, config: Mapping[str, Any]) -> str | None:
+    """Return `flags_at_one`, or None where it raises."""
     try:
-        return flags_at_one(rules, config)
-    except (Refused, NotKnown):
+        return flags_at_one(engine, config)
+    except Verdict:
         return None
 
 
-def _is_listed(rules: Engine, model_type: object) -> bool:
-    """Whether the engine is known to cache latents of that type, whose class was not run."""
+def _is_served_as_latents(engine: Engine, model_type: object) -> bool:
+    """Return whether the engine is known to cache latents of that type, whose class was not run."""
     return any(
         model_type in serving.models
         for serving in cache_type("fp8").servings
-        if serving.engine == rules.name and serving.models and "heads" not in serving.of
+        if serving.engine == engine.name and serving.models and "heads" not in serving.of
     )

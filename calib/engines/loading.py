@@ -1,36 +1,43 @@
-"""What an engine's loader would do with a directory, without the engine."""
+"""Loading of a directory as an engine does it, simulated without the engine: `simulate`."""
 
 from collections import defaultdict
-from collections.abc import Collection
+from itertools import product
+from typing import Any
 
 from calib.engines.catalogue import Engine, Method
-from calib.engines.classes import K_ALONE, TRANSFORMERS, Fates, fate_of, naming, owner
-from calib.engines.latents import flags_at_one
-from calib.engines.model import check_model
-from calib.engines.outcome import NotKnown, Outcome, Place, Refused, Simulation, default
+from calib.engines.classes import K_ALONE, Fates, find_fate, owner, table_name
+from calib.engines.latents import flags_at_one, latents_problem, transformers_fates
+from calib.engines.outcome import (
+    LayerScale,
+    NotKnown,
+    Outcome,
+    Place,
+    Refused,
+    Simulation,
+    Verdict,
+    default_scale,
+)  # fmt: skip
 from calib.engines.quantization_config import choose_method, excluded_by, method_name, turns_fp8_on
-from calib.engines.values import heads_of, one_or_per_head, pair, scalar, simulate_json
+from calib.engines.values import heads_of, layer_scales
 from calib.files.cache_type import Convention, is_for_nvfp4, nvfp4_convention
-from calib.files.config import can_be_split
+from calib.files.config import LAYER_KEYS, can_be_split
 from calib.files.model_directory import ModelDirectory
-from calib.files.names import layer_of
-from calib.files.scale_files import ScaleTensor
+from calib.files.names import JSON_FILE, layer_of
+from calib.files.scale_files import ScalesJson, ScaleTensor
 
-Params = dict[tuple[str, str], ScaleTensor]  # (attention module, letter) -> what reaches it
-Reached = tuple[str, str] | str  # the key of Params, or why it reaches none
-
-# what the model's class does with a scale that no layer computes with
-_FATES = {
-    "dropped": "the model's class drops it",
-    "no place": "the attention layers of the model's class have no place for scales",
-    "partly": "the model's class does not load all: ",
-}
+Key = tuple[str, str]  # attention module, and the letters that a scale is of
 ONE_GPU = Place()
+_COUNTS = (*LAYER_KEYS, "num_attention_heads", "num_key_value_heads")
+_CLASS_REASONS = {
+    Outcome.DROPPED: "the model's class drops it",
+    Outcome.NO_PLACE: "the attention layers of the model's class have no place for scales",
+    Outcome.PARTLY: "the model's class does not load all",
+}
 
 
 def simulate(
     directory: ModelDirectory,
-    rules: Engine,
+    engine: Engine,
     place: Place = ONE_GPU,
     nvfp4: Convention | None = None,
     *,
@@ -41,75 +48,67 @@ def simulate(
     By default that is what its files say. `at_one`: it has no scales, but latents (MLA) that were
     baked, and is simulated with the flags with which the engine caches these.
     """
-    found = Simulation(rules)
+    simulation = Simulation(engine)
     try:
-        _load(directory, place, found)
+        _check_model(directory, engine)
+        if place.ranks > 1:
+            _check_split(directory, place)
+        if engine.reads == "json":
+            _load_json(directory, place, simulation)
+        else:
+            _load_tensors(directory, place, simulation)
         if at_one:
-            found.flag = flags_at_one(rules, directory.config)
-        if found.is_good:
-            found.problem = _of_latents(directory, found)
-        if found.is_good and (nvfp4 := nvfp4 or nvfp4_convention(directory)):
-            found.problem = _of_other_convention(nvfp4, rules)
+            simulation.flag = flags_at_one(engine, directory.config)
+        if simulation.is_good:
+            simulation.problem = latents_problem(simulation, directory.config)
+        if simulation.is_good and (nvfp4 := nvfp4 or nvfp4_convention(directory)):
+            simulation.problem = _convention_problem(nvfp4, engine)
     except Refused as error:
-        found.refused, found.outcomes = str(error), []
-    except NotKnown as error:
+        simulation.refused, simulation.outcomes = str(error), []
+    except Verdict as error:
         # scales may lie apart from the weights, which show the attention modules
         modules = directory.modules or {tensor.parsed.module for tensor in directory.tensors}
-        ordered = sorted(modules, key=_by_layer)
-        found.outcomes = [Outcome(m, x, "unknown", (), str(error)) for m in ordered for x in "kv"]
-    return found
+        layers = product(sorted(modules, key=_layer_order), "kv")
+        simulation.outcomes = [LayerScale(m, x, error.outcome, (), str(error)) for m, x in layers]
+    return simulation
 
 
-def _load(directory: ModelDirectory, place: Place, found: Simulation) -> None:
-    rules = found.engine
-    check_model(directory, rules)
-    if place.ranks > 1:
-        _check_split(directory, place)
-    if rules.reads == "json":
-        _known(rules.fates(directory.config, ""))
-        simulate_json(directory, place, found)
+# ---- config.json ----
+
+
+def _check_model(directory: ModelDirectory, engine: Engine) -> None:
+    """Raise what becomes of a directory whose config is not a model's, or not that of its weights."""
+    if not directory.has_config:
         return
-    if rules.reads == "index" and (missing := directory.missing):
-        raise Refused(f"the index names {missing[0]}, which is not there; write the index again")
-    nvfp4 = is_for_nvfp4(directory)
-    found.flag = rules.nvfp4.flag if nvfp4 and rules.nvfp4 else rules.flag
-    method = choose_method(directory, rules)
-    if not nvfp4 and method and turns_fp8_on(directory, method):
-        found.flag = None
-    fates = _fates(directory, rules, method)
-    if fates and (other := _of_other_backend(directory, rules, fates)):
-        fates, found.flag = other, " ".join(filter(None, [rules.transformers_flag, found.flag]))
-    params = _params(directory, method, fates, found)
-    for module in sorted(directory.modules, key=_by_layer):
-        found.outcomes += _outcomes(directory, module, params, method, place)
-    if place.fnuz and method and not method.doubles_fnuz and found.is_good:
-        found.problem = (
-            "the engine does not double scales for an FP8 type that ends at 240, and files hold "
-            "them for 448: K and V are clipped at 0.54 of absmax; export --format modelopt"
-        )
+    if field := _wrong_field(directory):
+        raise Refused(field) if engine.ran else NotKnown(f"not known: {field}")
+    count = directory.num_layers
+    layers = {layer for layer in directory.layers if not directory.predicts_extra_tokens(layer)}
+    if not layers or count is None:
+        return
+    if len(layers) < count:
+        raise NotKnown(f"not known: config.json says {count} layers, and there are weights of {len(layers)}")
+    if max(layers) >= count:
+        text = f"config.json says {count} layers, and there are weights of layer {max(layers)}"
+        raise Refused(text) if engine.unknown == "refused" else NotKnown(f"not known: {text}")
 
 
-def _of_latents(directory: ModelDirectory, found: Simulation) -> str | None:
-    """What is wrong with loaded scales of latents (MLA); 1.0 does no harm."""
-    rules = found.engine
-    needless = all(value == 1.0 for outcome in found.outcomes for value in outcome.values)
-    if needless or not (rules.latent_spoils and rules.class_caches_latents(directory.config)):
-        return None
-    return f"{rules.latent}; fp8kv strip removes them, fp8kv bake makes 1.0 right"
+def _wrong_field(directory: ModelDirectory) -> str | None:
+    """Say which field of the config keeps every engine from starting."""
+    model_type = directory.config.get("model_type")
+    if not (isinstance(model_type, str) and model_type):
+        return "config.json has no model_type"
+    config = directory.text_config
+    key = next((key for key in _COUNTS if key in config and not _is_count(config[key], key)), None)
+    return key and f"config.json says {key} {str(config[key])[:40]}"
 
 
-def _of_other_convention(nvfp4: Convention, rules: Engine) -> str | None:
-    """What is wrong with the values for an NVFP4 cache that the engine loads."""
-    wants = rules.nvfp4
-    if wants is None or nvfp4.divisor == wants.divisor:
-        return None
-    if nvfp4.divisor is None:
-        return f"it wants absmax / {wants.divisor}, and whether these are that is {nvfp4.because}"
-    size = "small" if nvfp4.divisor > wants.divisor else "large"
-    return (
-        f"it wants absmax / {wants.divisor}, and these are absmax / {nvfp4.divisor}, 6 times too "
-        f"{size}: {wants.other}; fp8kv convert --to {wants.format}"
-    )
+def _is_count(value: Any, key: str) -> bool:
+    if value is None:
+        return key != "num_hidden_layers"  # any other number has another name too, or follows
+    if isinstance(value, list):
+        return key not in LAYER_KEYS  # heads may differ from layer to layer
+    return type(value) is int and value >= 1
 
 
 def _check_split(directory: ModelDirectory, place: Place) -> None:
@@ -122,137 +121,174 @@ def _check_split(directory: ModelDirectory, place: Place) -> None:
             )
 
 
-def _fates(directory: ModelDirectory, rules: Engine, method: Method | None) -> Fates | None:
-    """What the model's class does with each name; None where the class does not matter."""
+# ---- safetensors files ----
+
+
+def _load_tensors(directory: ModelDirectory, place: Place, simulation: Simulation) -> None:
+    engine = simulation.engine
+    if engine.reads == "index" and (missing := directory.missing):
+        raise Refused(f"the index names {missing[0]}, which is not there; write the index again")
+    nvfp4 = is_for_nvfp4(directory)
+    simulation.flag = engine.nvfp4.flag if nvfp4 and engine.nvfp4 else engine.flag
+    method = choose_method(directory, engine)
+    if not nvfp4 and method and turns_fp8_on(directory, method):
+        simulation.flag = None
+    fates = _class_fates(directory, engine, method)
+    if fates and (backend := transformers_fates(directory, engine, fates)):
+        fates = backend
+        simulation.flag = " ".join(filter(None, [engine.transformers_flag, simulation.flag]))
+    tensors = _loaded_tensors(directory, method, fates, simulation)
+    for module in sorted(directory.modules, key=_layer_order):
+        simulation.outcomes += layer_scales(directory, module, tensors, method, place)
+    if place.fnuz and method and not method.doubles_fnuz and simulation.is_good:
+        simulation.problem = (
+            "the engine does not double scales for an FP8 type that ends at 240, and files hold "
+            "them for 448: K and V are clipped at 0.54 of absmax; export --format modelopt"
+        )
+
+
+def _class_fates(directory: ModelDirectory, engine: Engine, method: Method | None) -> Fates | None:
+    """Return what the model's class does with each name; None where the class does not matter."""
     if (method and method.kind == "none") or not directory.tensors:
         return None
     kind = "" if method is None else method_name(directory)
     scheme = (directory.quantization or {}).get("kv_cache_scheme")
     if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head":
         kind += " attn_head"
-    modules = sorted(directory.modules, key=_by_layer)
-    return _known(rules.fates(directory.config, kind, modules))
+    return _check_known(engine.fates(directory.config, kind, sorted(directory.modules, key=_layer_order)))
 
 
-def _of_other_backend(directory: ModelDirectory, rules: Engine, fates: Fates) -> Fates | None:
-    """The fates in the engine's backend for transformers' code, where it alone loads latents'."""
-    config = directory.config
-    others = rules.fates(config, method_name(directory) + TRANSFORMERS)
-    if not rules.class_caches_latents(config) or isinstance(others, str | None):
-        return None
-    owners = {t.name: owner(t.parsed, directory.modules) or "" for t in directory.tensors}
-    names = {naming(t.name, t.parsed, owners[t.name]) for t in directory.tensors}
-    own, other = ({each.get(name) for name in names} for each in (fates, others))
-    return others if other == {"loaded"} != own else None
-
-
-def _known(fates: Fates | str | None) -> Fates | None:
+def _check_known(fates: Fates | str | None) -> Fates | None:
     if isinstance(fates, str):
         raise NotKnown(fates)
     return fates
 
 
-def _params(
-    directory: ModelDirectory, method: Method | None, fates: Fates | None, found: Simulation
-) -> Params:
-    params, names = Params(), defaultdict[str | None, set[str]](set)
-    _check_misnamed(directory, found)
-    if found.engine.reads == "index":
-        found.ignored += [
-            (each.name, f"{each.file} is not in the index, so it is not read") for each in directory.unlisted
-        ]
-    for tensor in _tensors(directory, found):
-        module = owner(tensor.parsed, directory.modules)
-        names[module].add(naming(tensor.name, tensor.parsed, module or ""))
-    for tensor in _tensors(directory, found):
-        module = owner(tensor.parsed, directory.modules)
-        excluded = method and method.exclude_drops and module and _excluded(directory, module)
-        if excluded:
-            reached: Reached = excluded
-        elif fates is None or method is None or module is None or tensor.parsed.letters == "q":
-            reached = _by_name(directory, tensor, method, found.engine)
-        else:
-            reached = _by_class(tensor, module, fates, names[module], found)
-        if isinstance(reached, str):
-            found.ignored.append((tensor.name, reached))
-        else:
-            params[reached] = tensor
-    return params
-
-
-def _tensors(directory: ModelDirectory, found: Simulation) -> list[ScaleTensor]:
-    """The scales of the files that the engine reads, in the order of the files."""
-    if found.engine.reads == "index":
-        return directory.tensors
-    return sorted(directory.tensors + directory.unlisted, key=lambda tensor: tensor.file)
-
-
-def _excluded(directory: ModelDirectory, module: str) -> str | None:
-    """Why an attention module has no place for scales, if the config leaves it out."""
-    entry = excluded_by(directory.quantization or {}, module)
-    return entry and f"exclude has '{entry[:60]}', so that attention has no place for scales"
-
-
-def _check_misnamed(directory: ModelDirectory, found: Simulation) -> None:
-    if directory.misnamed and found.engine.unknown == "refused":
+def _loaded_tensors(
+    directory: ModelDirectory, method: Method | None, fates: Fates | None, simulation: Simulation
+) -> dict[Key, ScaleTensor]:
+    """Return the tensors that reach attention layers, and note the others in `simulation.ignored`."""
+    engine, tensors = simulation.engine, directory.tensors
+    if directory.misnamed and engine.unknown == "refused":
         raise Refused(f"'{directory.misnamed[0]}' is a name that the model does not have")
-    found.ignored += [(name, f"'{name}' is no name of a scale") for name in directory.misnamed]
+    simulation.ignored += [(name, f"'{name}' is not the name of a scale") for name in directory.misnamed]
+    if engine.reads == "index":
+        reason = "{} is not in the index, so it is not read"
+        simulation.ignored += [(tensor.name, reason.format(tensor.file)) for tensor in directory.unlisted]
+    else:
+        tensors = sorted(tensors + directory.unlisted, key=lambda tensor: tensor.file)
+    owners = {tensor.name: owner(tensor.parsed, directory.modules) for tensor in tensors}
+    names = defaultdict[str | None, set[str]](set)
+    for tensor in tensors:
+        module = owners[tensor.name]
+        names[module].add(table_name(tensor.name, tensor.parsed, module or ""))
+    loaded = dict[Key, ScaleTensor]()
+    for tensor in tensors:
+        module, fate = owners[tensor.name], None
+        if fates is not None and module is not None and tensor.parsed.letters != "q":
+            fate = find_fate(fates, table_name(tensor.name, tensor.parsed, module), names[module])
+        destination = _destination(directory, tensor, module, method, fate, simulation)
+        if isinstance(destination, str):
+            simulation.ignored.append((tensor.name, destination))
+        else:
+            loaded[destination] = tensor
+    return loaded
 
 
-def _by_class(
-    tensor: ScaleTensor, module: str, fates: Fates, beside: Collection[str], found: Simulation
-) -> Reached:
-    """Where the model's class puts a scale of `module`, which has others under names `beside`."""
-    name = naming(tensor.name, tensor.parsed, module)
-    fate, _, why = fate_of(fates, name, beside).partition(": ")
-    if fate == "unknown":
-        raise NotKnown(f"not known: the model's class was never run with '{tensor.name}'")
-    found.fates.add(fate)
-    if fate == "loaded" or why == K_ALONE:
-        return module, tensor.parsed.letters[0]
-    if fate in ("crash", "refused"):
-        raise Refused(f"the model's class does not start with '{tensor.name}': {why}")
-    return f"{_FATES[fate]}{why}"
-
-
-def _by_name(directory: ModelDirectory, tensor: ScaleTensor, method: Method | None, rules: Engine) -> Reached:
-    """Where a scale goes by its name alone."""
+def _destination(
+    directory: ModelDirectory,
+    tensor: ScaleTensor,
+    module: str | None,
+    method: Method | None,
+    fate: str | None,
+    simulation: Simulation,
+) -> Key | str:
+    """Return where a scale goes, or why it is ignored: by its class's `fate`, else by its name."""
+    engine = simulation.engine
     if method is None:
-        if rules.without_config == "refused":
+        if engine.without_config == "refused":
             raise Refused(
-                f"there is no quantization_config, so '{tensor.name}' is a name the model does "
+                f"config.json has no quantization_config, so '{tensor.name}' is a name the model does "
                 "not have; export the scales in a format with a config"
             )
-        return "there is no quantization_config, so no layer has a place for it"
+        return "config.json has no quantization_config, so no layer has a place for it"
     if method.kind == "none":
         return method.why
-    module, _, parameter = rules.target(tensor.name, method).rpartition(".attn.")
-    if module in directory.modules and parameter.endswith("_scale"):
-        return module, parameter.removesuffix("_scale")
-    if rules.unknown == "refused":
+    if method.exclude_drops and module and (entry := excluded_by(directory.quantization or {}, module)):
+        return f"exclude has '{entry[:60]}', so that attention has no place for scales"
+    if module and fate:
+        word, _, reason = fate.partition(": ")
+        outcome = Outcome(word)
+        if outcome is Outcome.UNKNOWN:
+            raise NotKnown(f"not known: the model's class was never run with '{tensor.name}'")
+        simulation.fates.add(outcome)
+        if outcome is Outcome.LOADED or reason == K_ALONE:
+            return module, tensor.parsed.letters[0]
+        if outcome in (Outcome.CRASH, Outcome.REFUSED):
+            raise Refused(f"the model's class does not start with '{tensor.name}': {reason}")
+        return ": ".join(filter(None, [_CLASS_REASONS[outcome], reason]))
+    target, _, parameter = engine.target(tensor.name, method).rpartition(".attn.")
+    if target in directory.modules and parameter.endswith("_scale"):
+        return target, parameter.removesuffix("_scale")
+    if engine.unknown == "refused":
         raise Refused(
             f"'{tensor.name}' is a name that the model does not have; its attention modules "
-            f"are called '{min(directory.modules, key=_by_layer, default='?')}' and so on"
+            f"are called '{min(directory.modules, key=_layer_order, default='?')}' and so on"
         )
     return "it is not a name that the engine looks for"
 
 
-def _outcomes(
-    directory: ModelDirectory, module: str, params: Params, method: Method | None, place: Place
-) -> list[Outcome]:
-    tensors = {letter: params.get((module, letter)) for letter in "kvq"}
-    if method is None or method.kind == "none":
-        return [default(module, letter) for letter in "kv"]
-    if method.kind == "scalar":
-        if not method.reads_q:
-            tensors["q"] = None
-        return scalar(module, tensors, method, 2.0 if place.fnuz and method.doubles_fnuz else 1.0)
-    if method.kind == "pair":
-        return pair(module, tensors, params.get((module, "kv")))
-    scheme = (directory.quantization or {}).get("kv_cache_scheme") or {}
-    per_head = scheme.get("strategy") == "attn_head"
-    return one_or_per_head(directory, module, tensors, place if per_head else None)
+def _convention_problem(nvfp4: Convention, engine: Engine) -> str | None:
+    """Say what is wrong with the values for an NVFP4 cache that the engine loads."""
+    target = engine.nvfp4
+    if target is None or nvfp4.divisor == target.divisor:
+        return None
+    if nvfp4.divisor is None:
+        return f"it wants absmax / {target.divisor}, and whether these are that is {nvfp4.because}"
+    size = "small" if nvfp4.divisor > target.divisor else "large"
+    return (
+        f"it wants absmax / {target.divisor}, and these are absmax / {nvfp4.divisor}, 6 times too "
+        f"{size}: {target.mismatch}; fp8kv convert --to {target.format}"
+    )
 
 
-def _by_layer(module: str) -> tuple[int, str]:
+def _layer_order(module: str) -> tuple[int, str]:
     return layer_of(module) or 0, module
+
+
+# ---- kv_cache_scales.json ----
+
+
+def _load_json(directory: ModelDirectory, place: Place, simulation: Simulation) -> None:
+    """Load as vLLM 0.4: after one mistake every scale is 1.0."""
+    config, scales = directory.config, directory.json
+    _check_known(simulation.engine.fates(config, ""))
+    simulation.flag = simulation.engine.flag
+    layers = directory.num_layers or 0
+    count = layers if layers < 100_000 else 0
+    count = count or len(next(iter(scales.ranks.values()), {}) if scales else {})
+    tensors = directory.tensors + directory.unlisted
+    simulation.ignored += [(tensor.name, f"only {JSON_FILE} is read") for tensor in tensors]
+    mistake = scales and _json_mistake(scales, config, count, place.ranks)
+    simulation.ignored += [(JSON_FILE, mistake)] if mistake else []
+    for layer, letter in product(range(count), "kv"):
+        scale = default_scale(f"layer {layer}", letter)
+        if scales and not mistake:
+            values = tuple(scales.ranks[rank][layer] for rank in range(place.ranks))
+            scale = LayerScale(scale.module, letter, Outcome.LOADED, values)
+        simulation.outcomes.append(scale)
+
+
+def _json_mistake(scales: ScalesJson, config: dict[str, Any], layers: int, ranks: int) -> str | None:
+    """Say why the loader throws the file away: it then logs, and serves on with 1.0."""
+    model_type = config.get("model_type")
+    if "model_type" not in scales.model_fields_set:
+        return "it has no model_type, so all of it is thrown away"
+    if model_type is not None and scales.model_type != model_type:
+        return f"its model_type is {str(scales.model_type)[:80]!r}, the model's {model_type!r}: thrown away"
+    if scales.dtype != "float8_e4m3fn":
+        return f"its dtype is {scales.dtype!r}; only 'float8_e4m3fn' is read"
+    if set(scales.ranks) != {*range(ranks)}:
+        return f"it is for {len(scales.ranks)} ranks, not for {ranks}: thrown away"
+    wrong = {layer for rank in scales.ranks.values() for layer in set(range(layers)) ^ set(rank)}
+    return f"layer {min(wrong)} is missing or too many; every layer must be listed" if wrong else None

@@ -1,11 +1,42 @@
-"""Results of loading a directory in one engine, and the GPUs it runs on."""
+"""Outcomes of scales that an engine loads, on some GPUs."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from enum import Enum
 
 from calib.engines.catalogue import Engine
 
 Values = tuple[float, ...]
+
+
+class Outcome(str, Enum):
+    """The fate of a scale."""
+
+    LOADED = "loaded"  # the layer computes with it
+    DEFAULT = "default"  # the layer computes with 1.0, and nothing for it is in the files
+    DROPPED = "dropped"  # the layer computes with 1.0 all the same
+    NO_PLACE = "no place"  # the layer has no parameter for it
+    PARTLY = "partly"  # layers differ
+    CRASH = "crash"  # loading ends with an error that nobody foresaw
+    REFUSED = "refused"  # loading ends with an error that says why
+    UNKNOWN = "unknown"  # nobody ran or read this
+
+
+class Verdict(Exception):
+    """The outcome of a whole directory, which ends a simulation; says why."""
+
+    outcome: Outcome
+
+
+class Refused(Verdict):
+    """The engine does not load the directory; says also what to do."""
+
+    outcome = Outcome.REFUSED
+
+
+class NotKnown(Verdict):
+    """Nobody ran the engine with such a directory."""
+
+    outcome = Outcome.UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -19,30 +50,20 @@ class Place:
         kind = "MI300" if self.fnuz else "GPU"
         return f"one {kind}" if self.ranks == 1 else f"{self.ranks} {kind}s, tensor parallel"
 
-    def of_rank(self, rank: int, kv_heads: int) -> slice:
-        """Which of all KV heads `rank` holds; several ranks hold one where heads are fewer."""
-        if kv_heads >= self.ranks:
-            held = kv_heads // self.ranks
-            return slice(rank * held, (rank + 1) * held)
-        head = rank // (self.ranks // kv_heads)
-        return slice(head, head + 1)
-
-
-class Refused(Exception):
-    """The engine does not load the directory; says why, and what to do."""
-
-
-class NotKnown(Exception):
-    """What the engine does with the directory was never run; says with what."""
+    def head_slice(self, rank: int, kv_heads: int) -> slice:
+        """Return which of all KV heads `rank` holds; several ranks hold one where heads are fewer."""
+        count = max(1, kv_heads // self.ranks)
+        start = rank * kv_heads // self.ranks
+        return slice(start, start + count)
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What one attention layer computes with."""
+class LayerScale:
+    """The scale of K, V or Q that one attention layer computes with."""
 
     module: str
     letter: str
-    status: Literal["loaded", "default", "unknown"]
+    status: Outcome  # loaded, default or unknown
     values: Values  # none where they are not known
     reason: str = ""
 
@@ -52,32 +73,32 @@ class Simulation:
     """The outcome for every scale; none where the engine refuses the directory."""
 
     engine: Engine
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcomes: list[LayerScale] = field(default_factory=list)
     ignored: list[tuple[str, str]] = field(default_factory=list)  # (tensor, why)
     refused: str | None = None
-    fates: set[str] = field(default_factory=set)  # where the model's class settles them
+    fates: set[Outcome] = field(default_factory=set)  # where the model's class settles them
     problem: str | None = None  # what is wrong although they load
     flag: str | None = None  # what the user must add for an FP8 cache
 
     @property
     def fate(self) -> str:
         """The fate of all scales: dropped, no place, crash; `partly` where they have several."""
-        if "crash" in self.fates or len(self.fates) == 1:
-            return "crash" if "crash" in self.fates else min(self.fates)
-        return "partly" if self.fates else ""
+        if Outcome.CRASH in self.fates:
+            return Outcome.CRASH.value
+        return min(self.fates).value if len(self.fates) == 1 else "partly" * bool(self.fates)
 
     @property
     def is_known(self) -> bool:
-        """Whether the engine loads the directory, and what it then computes with is known."""
-        return not self.refused and all(o.status != "unknown" for o in self.outcomes)
+        """True where the engine loads the directory, and the scales that it then computes with are known."""
+        return not self.refused and all(scale.status != Outcome.UNKNOWN for scale in self.outcomes)
 
     @property
     def is_good(self) -> bool:
-        """Whether the engine uses every K and V scale with the value in the file."""
-        arrived = [o.status == "loaded" for o in self.outcomes if o.letter != "q"]
+        """True where the engine uses every K and V scale with the value in the file."""
+        arrived = [scale.status == Outcome.LOADED for scale in self.outcomes if scale.letter != "q"]
         return not (self.refused or self.problem) and bool(arrived) and all(arrived)
 
 
-def default(module: str, letter: str) -> Outcome:
-    """A layer that computes with 1.0."""
-    return Outcome(module, letter, "default", (1.0,), "nothing for it in the files: 1.0")
+def default_scale(module: str, letter: str) -> LayerScale:
+    """Return the scale of a layer for which nothing is in the files."""
+    return LayerScale(module, letter, Outcome.DEFAULT, (1.0,), "nothing for it in the files: 1.0")

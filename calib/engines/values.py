@@ -1,109 +1,94 @@
-"""From the tensors that reach an attention layer to the scales it computes with, by kind."""
+"""Values: from the tensors that reach an attention layer to the scales that it computes with."""
 
 import math
 import struct
 from array import array
 from collections.abc import Mapping
-from itertools import product
 
 from calib.engines.catalogue import Method
-from calib.engines.outcome import NotKnown, Outcome, Place, Refused, Simulation, Values, default
+from calib.engines.outcome import LayerScale, NotKnown, Outcome, Place, Refused, Values, default_scale
 from calib.files.config import head_count, layer_config
 from calib.files.model_directory import ModelDirectory
-from calib.files.names import JSON_FILE
-from calib.files.scale_files import ScalesJson, ScaleTensor
+from calib.files.scale_files import ScaleTensor
 
 Tensors = Mapping[str, ScaleTensor | None]  # k, v, q
 
 
-def one_or_per_head(
+def layer_scales(
+    directory: ModelDirectory,
+    module: str,
+    loaded: Mapping[tuple[str, str], ScaleTensor],
+    method: Method | None,
+    place: Place,
+) -> list[LayerScale]:
+    """Return the scales of K, V and Q that the attention layer `module` computes with under `method`."""
+    tensors = {letter: loaded.get((module, letter)) for letter in "kvq"}
+    if method is None or method.kind == "none":
+        return [default_scale(module, letter) for letter in "kv"]
+    if method.kind == "pair":
+        return _pair(module, tensors, loaded.get((module, "kv")))
+    if method.kind == "scalar":
+        if not method.reads_q:
+            tensors["q"] = None
+        return _scalars(module, tensors, method, 2.0 if place.fnuz and method.doubles_fnuz else 1.0)
+    scheme = (directory.quantization or {}).get("kv_cache_scheme") or {}
+    per_head = scheme.get("strategy") == "attn_head"
+    return _one_or_per_head(directory, module, tensors, place if per_head else None)
+
+
+def _one_or_per_head(
     directory: ModelDirectory, module: str, tensors: Tensors, place: Place | None
-) -> list[Outcome]:
+) -> list[LayerScale]:
     """Load as vLLM's `CompressedTensorsKVCacheMethod`: ones, overwritten without a check.
 
     `place` is None where there is one scale per layer, not one per head.
     """
-    outcomes = []
+    scales = []
     for letter, tensor in tensors.items():
         if tensor is None:
-            outcomes.append(default(module, letter))
+            scales.append(default_scale(module, letter))
             continue
-        values = _for_heads(directory, letter, tensor, place) if place else _one(tensor)
-        outcomes.append(Outcome(module, letter, "loaded", tuple(map(_float32, values))))
-    return outcomes
+        values = _head_values(directory, letter, tensor, place) if place else _one(tensor)
+        scales.append(LayerScale(module, letter, Outcome.LOADED, tuple(map(_float32, values))))
+    return scales
 
 
-def scalar(module: str, tensors: Tensors, method: Method, factor: float) -> list[Outcome]:
+def _scalars(module: str, tensors: Tensors, method: Method, factor: float) -> list[LayerScale]:
     """Load as vLLM's and SGLang's `BaseKVCacheMethod`: a scale that is absent is -1.
 
     `factor` is 2 where FP8 ends at 240, as files hold scales for 448.
     """
     rounded = _bfloat16 if method.through_bf16 else _float32
-    read = {x: rounded(_one(tensor)[0]) if tensor else -1.0 for x, tensor in tensors.items()}
-    k, v, q = read["k"], read["v"], read["q"]
-    query = Outcome(module, "q", "loaded", (q * factor,)) if q > 0 else default(module, "q")
+    k, v, q = (rounded(_one(tensor)[0]) if tensor else -1.0 for tensor in map(tensors.get, "kvq"))
+    query = _loaded(module, "q", q * factor) if q > 0 else default_scale(module, "q")
     if k > 0 and v > 0:
-        return [*(Outcome(module, x, "loaded", (read[x] * factor,)) for x in "kv"), query]
-    absent = max(k, v) <= 0 if method.zero_is_absent else max(k, v) < 0
-    if absent and not math.isnan(k + v):
-        return [default(module, "k"), default(module, "v"), query]
+        return [_loaded(module, "k", k * factor), _loaded(module, "v", v * factor), query]
+    is_absent = max(k, v) <= 0 if method.zero_is_absent else max(k, v) < 0
+    if is_absent and not math.isnan(k + v):
+        return [default_scale(module, "k"), default_scale(module, "v"), query]
     if not k > 0:
         if tensors["k"] is None:
             raise Refused(f"{module} has a V scale and no K scale; repair it")
         raise Refused(f"{module} has a K scale of {k:g} beside a V scale of {v:g}; repair it")
-    both = (factor * (k if math.isnan(v) else max(k, v)),)
-    why = "there is no V scale: V takes K's"
-    if tensors["v"]:
-        why = f"a V scale of {v:g} is replaced by K's"
-    return [Outcome(module, "k", "loaded", both), Outcome(module, "v", "loaded", both, why), query]
+    both = factor * (k if math.isnan(v) else max(k, v))
+    why = (
+        f"a V scale of {v:g} is replaced by K's" if tensors["v"] else "the layer has no V scale: V takes K's"
+    )
+    return [_loaded(module, "k", both), _loaded(module, "v", both, why), query]
 
 
-def pair(module: str, tensors: Tensors, shared: ScaleTensor | None) -> list[Outcome]:
+def _pair(module: str, tensors: Tensors, shared: ScaleTensor | None) -> list[LayerScale]:
     """Load as TGI's `get_kv_scales`: both K and V, else the scale that they share, else 1.0."""
     k, v = tensors["k"], tensors["v"]
     if k and v:
-        return [Outcome(module, x, "loaded", _one(t)) for x, t in (("k", k), ("v", v))]
+        return [_loaded(module, x, _one(tensor)[0]) for x, tensor in (("k", k), ("v", v))]
     if shared:
-        value = (_bfloat16(_one(shared)[0]),)
-        return [Outcome(module, x, "loaded", value) for x in "kv"]
-    return [default(module, x) for x in "kv"]
+        return [_loaded(module, x, _bfloat16(_one(shared)[0])) for x in "kv"]
+    return [default_scale(module, x) for x in "kv"]
 
 
-def simulate_json(directory: ModelDirectory, place: Place, found: Simulation) -> None:
-    """Load `kv_cache_scales.json` as vLLM 0.4: after one mistake every scale is 1.0."""
-    found.flag = found.engine.flag
-    config, json = directory.config, directory.json
-    layers = directory.num_layers or 0
-    count = layers if layers < 100_000 else 0
-    count = count or len(next(iter(json.ranks.values()), {}) if json else {})
-    tensors = directory.tensors + directory.unlisted
-    found.ignored += [(tensor.name, f"only {JSON_FILE} is read") for tensor in tensors]
-    wrong = json and _mistake(json, config, count, place.ranks)
-    found.ignored += [(JSON_FILE, wrong)] if isinstance(wrong, str) else []
-    for index, letter in product(range(count), "kv"):
-        outcome = default(f"layer {index}", letter)
-        if json and not wrong:
-            values = tuple(json.ranks[rank][index] for rank in range(place.ranks))
-            outcome = Outcome(outcome.module, letter, "loaded", values)
-        found.outcomes.append(outcome)
-
-
-def _mistake(json: ScalesJson, config: dict[str, object], layers: int, ranks: int) -> str | None:
-    """Why the loader throws the file away: it then logs, and serves on with 1.0."""
-    wanted = config.get("model_type")
-    says = json.model_type
-    if "model_type" not in json.model_fields_set:
-        return "it has no model_type, so all of it is thrown away"
-    if wanted is not None and says != wanted:
-        return f"its model_type is {str(says)[:80]!r}, the model's {wanted!r}: thrown away"
-    if json.dtype != "float8_e4m3fn":
-        return f"its dtype is {json.dtype!r}; only 'float8_e4m3fn' is read"
-    if set(json.ranks) != {*range(ranks)}:
-        return f"it is for {len(json.ranks)} ranks, not for {ranks}: thrown away"
-    missing = {layer for rank in json.ranks.values() for layer in set(range(layers)) ^ set(rank)}
-    if missing:
-        return f"layer {min(missing)} is missing or too many; every layer must be listed"
-    return None
+def _loaded(module: str, letter: str, value: float, reason: str = "") -> LayerScale:
+    return LayerScale(module, letter, Outcome.LOADED, (value,), reason)
 
 
 def _one(tensor: ScaleTensor) -> Values:
@@ -115,8 +100,8 @@ def _one(tensor: ScaleTensor) -> Values:
     return tensor.values
 
 
-def _for_heads(directory: ModelDirectory, letter: str, tensor: ScaleTensor, place: Place) -> Values:
-    """Every rank's values, one rank after the other."""
+def _head_values(directory: ModelDirectory, letter: str, tensor: ScaleTensor, place: Place) -> Values:
+    """Return every rank's values, one rank after the other."""
     if "config_groups" not in (directory.quantization or {}):
         raise Refused("strategy attn_head needs the key config_groups in the config, empty or not")
     heads, kv_heads = heads_of(directory, tensor.parsed.layer)
@@ -127,22 +112,22 @@ def _for_heads(directory: ModelDirectory, letter: str, tensor: ScaleTensor, plac
         if len(values) % group:
             raise Refused(f"'{tensor.name}' has {len(values)} values; the model has {heads} heads")
         values = tuple(_max(values[i : i + group]) for i in range(0, len(values), group))
-    held = max(1, kv_heads // place.ranks)
-    parts = [values[place.of_rank(rank, kv_heads)] for rank in range(place.ranks)]
-    wrong = next((rank for rank, part in enumerate(parts) if len(part) not in (1, held)), None)
+    count = max(1, kv_heads // place.ranks)
+    parts = [values[place.head_slice(rank, kv_heads)] for rank in range(place.ranks)]
+    wrong = next((rank for rank, part in enumerate(parts) if len(part) not in (1, count)), None)
     if wrong is not None:
-        of = f"of rank {wrong} of {place.ranks}: " if place.ranks > 1 else ""
-        raise Refused(f"{of}'{tensor.name}' has {len(values)} values; the layer has {kv_heads} KV heads")
-    return tuple(value for part in parts for value in part * (held // len(part)))
+        rank = f"of rank {wrong} of {place.ranks}: " if place.ranks > 1 else ""
+        raise Refused(f"{rank}'{tensor.name}' has {len(values)} values; the layer has {kv_heads} KV heads")
+    return tuple(value for part in parts for value in part * (count // len(part)))
 
 
 def heads_of(directory: ModelDirectory, layer: int) -> tuple[int, int]:
-    """Query heads and KV heads of a layer, as config.json says; `NotKnown` where it does not."""
+    """Return query heads and KV heads of a layer, as config.json says; `NotKnown` where it does not."""
     config = layer_config(directory.text_config, layer)
     heads, kv_heads = head_count(config, "q"), head_count(config, "k")
     if heads is None or kv_heads is None:
-        missing = "KV" if heads else "attention"
-        raise NotKnown(f"config.json does not say how many {missing} heads there are")
+        kind = "KV" if heads else "attention"
+        raise NotKnown(f"config.json does not say how many {kind} heads there are")
     if kv_heads > heads:
         raise Refused(f"config.json names {kv_heads} KV heads, and only {heads} query heads")
     return heads, kv_heads

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.engines.catalogue import find_engine
-from calib.engines.latents import known_flags
+from calib.engines.latents import find_flags_at_one
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import plain
 from calib.formats.directory import prepend_card
@@ -49,7 +49,7 @@ def _serving(baked: dict[str, Any], path: str, checkpoint: ModelDirectory) -> li
     flags = {name: engine.flag for name, engine in engines.items()}
     if baked["latent"]:
         config = checkpoint.config
-        flags = {name: each for name in names if (each := known_flags(engines[name], config))}
+        flags = {name: each for name in names if (each := find_flags_at_one(engines[name], config))}
     commands = [f"{engines[x].serve.format(path=path)} {flags[x]}{wide}" for x in flags]
     if not commands:
         return ["No engine is known to cache its latents: where one does, scale 1.0 is right."]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from calib.engines.catalogue import Engine, find_engine
-from calib.engines.latents import known_flags
+from calib.engines.latents import find_flags_at_one
 from calib.errors import UnsupportedExportError
 from calib.files.model_directory import ModelDirectory
 from calib.formats.modelopt import MODELOPT_NAME
@@ -76,7 +76,7 @@ def _baking(done: dict[str, Any], checkpoint: ModelDirectory, paths: tuple[str, 
     garbage: list[str] = []
     right: list[str] = []
     for rules in (find_engine(name) for name in ("vllm", "sglang")):
-        if (flags := known_flags(rules, checkpoint.config)) and not garbage:
+        if (flags := find_flags_at_one(rules, checkpoint.config)) and not garbage:
             garbage, right = (
                 [f"{rules.serve.format(path=x)} {flags}{_wide(done)}{what}"]
                 for x, what in ((twin, "    # garbage"), (baked, "    # the source's text"))

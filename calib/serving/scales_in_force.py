@@ -117,7 +117,7 @@ def _copy_problem(
         size = max(1, len(expected) // len(file.k))
         expected = tuple(max(expected[i : i + size]) for i in range(0, len(expected), size))
     if len(expected) > 1:
-        expected = expected[place.of_rank(rank, len(expected))]
+        expected = expected[place.head_slice(rank, len(expected))]
     if len(values) == 1 and not is_first:
         expected = (max(expected),)
     if letter != "q" and set(expected) == {1.0}:
