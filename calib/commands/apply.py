@@ -47,9 +47,9 @@ def apply(
 
     check_places(output, in_place=in_place, overwrite=overwrite)
     with progress_bar(progress, as_json=as_json) as reported:
-        given, called = find_calibration(calibration, reported)
+        directory, name = find_calibration(calibration, reported)
         result = apply_scales(
-            given, model, output, in_place=in_place, base=base, format=format, strategy=strategy,
-            overwrite=overwrite, called=called, progress=reported,
+            directory, model, output, in_place=in_place, base=base, format=format, strategy=strategy,
+            overwrite=overwrite, name=name, progress=reported,
         )  # fmt: skip
     print_result(result, as_json=as_json)

@@ -10,7 +10,7 @@ from calib.commands.flags import Debug, Flag, Output, Overwrite, ProgressFlag
 from calib.commands.running import command, print_lines
 
 if TYPE_CHECKING:
-    from calib.transfer.convert import Rewritten
+    from calib.transfer.convert import Conversion
 
 Source = Annotated[Path, typer.Argument(help="A checkpoint, with scales of any tool.")]
 
@@ -56,7 +56,7 @@ def strip(
 ) -> None:
     """Write a checkpoint without its KV-cache scales and without the config that announces them."""
     from calib.commands.progress_bar import progress_bar
-    from calib.transfer.convert import strip as strip_scales
+    from calib.transfer.strip import strip as strip_scales
 
     with progress_bar(progress) as reported:
         strip_scales(directory, output, overwrite=overwrite, progress=reported)
@@ -83,14 +83,14 @@ def repair(
 
     with progress_bar(progress) as reported:
         done = repair_scales(directory, stats, to, output, overwrite=overwrite, progress=reported)
-    replaced = [f"replaced: {each}" for each in done.replaced] or ["replaced: nothing"]
-    left = [f"not mended: {problem}" for problem in done.left]
+    replaced = [f"replaced: {each}" for each in done.replacements] or ["replaced: nothing"]
+    left = [f"not mended: {problem}" for problem in done.problems]
     print_lines([*replaced, *_warning_lines(done, to), f"written to {output}", *left])
     if left:
         raise typer.Exit(1)
 
 
-def _warning_lines(done: "Rewritten", to: choices.FormatName) -> list[str]:
+def _warning_lines(done: "Conversion", to: choices.FormatName) -> list[str]:
     from calib.formats import FORMATS
 
     note = FORMATS[to].note.replace("--format", "--to")

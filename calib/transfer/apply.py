@@ -1,6 +1,6 @@
 """`fp8kv apply`: scales measured once, put beside another checkpoint of the same model."""
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from calib.formats.refusals import refusals_of
 from calib.models.quantized.detect import quantization_notes
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
-from calib.recipe import Recipe, load_recipe
+from calib.recipe import load_recipe
 from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts
 from calib.same_model.judge import Likeness, compare_marks
 from calib.same_model.marks import Marks, take_marks, unmarked_matrices
@@ -37,7 +37,7 @@ from calib.scales.stats_file import load_calibration
 
 
 def apply(
-    given: Path,
+    calibration: Path,
     model: str,
     output: Path | None = None,
     *,
@@ -46,43 +46,40 @@ def apply(
     format: FormatName = "vllm",
     strategy: Strategy | None = None,
     overwrite: bool = False,
-    called: str | None = None,
+    name: str | None = None,
     progress: Progress = SILENT,
 ) -> Result:
-    """Put the scales of the calibration or pack `given` beside `model`, which is not run.
+    """Put the scales of a `calibration` or pack beside `model`, which is not run.
 
-    `base` is the model that was calibrated, for outputs that hold no marks of it; `called` is the
-    name of a pack that was fetched. InputError or UnsupportedExportError, and nothing written,
-    where K and V of `model` are not shown to be the same, or its engine loads no scales beside its
-    weights.
+    `base` is the model that was calibrated, for outputs that hold no marks of it; `name` is that of a pack
+    from the Hub. InputError or UnsupportedExportError, and nothing written, where K and V of `model` are not
+    shown to be the same, or its engine loads no scales beside its weights.
     """
     check_places(output, in_place=in_place, overwrite=overwrite)
-    source, name = statistics_file(given).parent, Path(called or given)
-    stats, report = load_calibration(given)
-    pack = _provenance(source, str(name)) or report.get("pack")
-    changes: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
-    changes |= {"strategy": strategy, "export.reduce": "none"} if strategy else {}
-    recipe = load_recipe(str(source / CALIBRATION_FILE), changes)
-    default = output or default_output(model, recipe.strategy)
-    output = check_in_place(model, recipe.export) if in_place else default
+    source, name = statistics_file(calibration).parent, str(Path(name or calibration))
+    stats, report = load_calibration(calibration)
+    settings: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
+    settings |= {"strategy": strategy, "export.reduce": "none"} if strategy else {}
+    recipe = load_recipe(str(source / CALIBRATION_FILE), settings)
+    output = output or default_output(model, recipe.strategy)
+    output = check_in_place(model, recipe.export) if in_place else output
     progress.stage("load")
     checkpoint = find_model(model)
     if not in_place:
         check_output(output, source, overwrite=overwrite, kind="calibration")
         check_output(output, checkpoint.path, overwrite=overwrite)
-    measured = replace(scales_facts(source, stats), name=str(name))
+    measured = replace(scales_facts(source, stats), name=name)
     check_same_model(measured, model_facts(checkpoint))
-    _check_loadable(stats, checkpoint, recipe)
-    # of the first model, where there was a chain
-    first = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
-    marks = _marks(base, source, measured, stats)
+    with refusals_of("apply"):
+        make_exports(derive_scales(stats, recipe), checkpoint, recipe.export)
+    _check_no_stored_scales(checkpoint)
+    marks = _measured_marks(base, source, measured, stats)
     progress.stage("compare weights")
-    own = _check_weights(measured, marks, model, checkpoint, stats)
-    likeness, left = compare_marks(marks, own), unmarked_matrices(checkpoint, marks, own)
-    origin_name = first["model"] + (f" (pack {pack['name']})" if pack else "")
-    warnings = [*report["warnings"], *_notes(origin_name, checkpoint, likeness, left)]
-    origin = {"marks": marks.model_dump(), "measured_on": {**first, "compared": asdict(likeness)}}
-    origin |= {"pack": pack} if pack else {}
+    target = take_marks(checkpoint, stats.layers)
+    check_same_model(_add_marks(measured, marks), _add_marks(ModelFacts(model), target))
+    likeness, unmarked = compare_marks(marks, target), unmarked_matrices(checkpoint, marks, target)
+    origin = _origin(source, name, report, marks, likeness)
+    warnings = [*report["warnings"], *_notes(origin, checkpoint, likeness, unmarked)]
     with claimed(output, overwrite=overwrite or in_place) as claim:
         progress.stage("write")
         destination = Destination(output, in_place, overwrite, progress.copied, claim)
@@ -90,34 +87,18 @@ def apply(
         return write_output(CalibratedModel(model, checkpoint, recipe), record, destination)
 
 
-def _provenance(source: Path, name: str) -> dict[str, Any] | None:
-    """Which pack the scales are from, if `source` is one."""
-    pack = read_pack(source)
-    return {"name": name, "sha256": pack.sha256} if pack else None
-
-
-def _check_loadable(stats: KVStats, checkpoint: ModelDirectory, recipe: Recipe) -> None:
-    """Refuse, by names, scales that no engine would load."""
-    for module in stats.layers:
-        checkpoint.attention_prefix(module)
-    with refusals_of("apply"):
-        make_exports(derive_scales(stats, recipe), checkpoint, recipe.export)
-    _check_linked(checkpoint)
-
-
-def _check_linked(checkpoint: ModelDirectory) -> None:
+def _check_no_stored_scales(checkpoint: ModelDirectory) -> None:
     """Refuse weight files that hold scales: to take these out, the files would be rewritten."""
-    for shard in checkpoint.shards:
-        held = [name for name, file in checkpoint.weight_map.items() if file == shard]
-        stale = [name for name in held if is_of_cache(name)]
-        if stale and len(stale) < len(held):
+    for shard, header in sorted(checkpoint.headers.items()):
+        scales = sorted(filter(is_of_cache, header))
+        if scales and len(scales) < len(header):
             raise InputError(
-                f"'{checkpoint.path / shard}' holds weights and KV scales ('{stale[0]}'), and "
+                f"'{checkpoint.path / shard}' holds weights and KV scales ('{scales[0]}'), and "
                 "apply never rewrites weights; take these scales out with fp8kv strip"
             )
 
 
-def _marks(base: str | None, source: Path, measured: ModelFacts, stats: KVStats) -> Marks:
+def _measured_marks(base: str | None, source: Path, measured: ModelFacts, stats: KVStats) -> Marks:
     """Return marks of the model that was measured: of `base`, or saved, or of the weights in `source`."""
     if base is not None:
         checkpoint = find_model(base)
@@ -136,26 +117,33 @@ def _marks(base: str | None, source: Path, measured: ModelFacts, stats: KVStats)
     return take_marks(checkpoint, stats.layers)
 
 
-def _check_weights(
-    measured: ModelFacts, marks: Marks, model: str, checkpoint: ModelDirectory, stats: KVStats
-) -> Marks:
-    """Return the marks of `checkpoint`; refuse it unless its K and V are the same as by `marks`."""
-    own = take_marks(checkpoint, stats.layers)
-    check_same_model(
-        replace(measured, num_layers=marks.layers, settings=marks.settings, marks=lambda: marks),
-        ModelFacts(model, num_layers=own.layers, settings=own.settings, marks=lambda: own),
-    )
-    return own
+def _add_marks(facts: ModelFacts, marks: Marks) -> ModelFacts:
+    return replace(facts, num_layers=marks.layers, settings=marks.settings, marks=lambda: marks)
 
 
-def _notes(measured: str, checkpoint: ModelDirectory, likeness: Likeness, left: list[str]) -> Iterable[str]:
+def _origin(
+    source: Path, name: str, report: dict[str, Any], marks: Marks, likeness: Likeness
+) -> dict[str, Any]:
+    """Return the report's facts about the model that was measured, the first one where there was a chain."""
+    model = report.get("measured_on") or {key: report[key] for key in ("model", "checkpoint")}
+    manifest = read_pack(source)
+    pack = {"name": name, "sha256": manifest.sha256} if manifest else report.get("pack")
+    origin = {"marks": marks.model_dump(), "measured_on": {**model, "compared": asdict(likeness)}}
+    return origin | ({"pack": pack} if pack else {})
+
+
+def _notes(
+    origin: dict[str, Any], checkpoint: ModelDirectory, likeness: Likeness, unmarked: list[str]
+) -> Iterator[str]:
+    model = origin["measured_on"]["model"]
+    model += f" (pack {origin['pack']['name']})" if "pack" in origin else ""
     yield (
-        f"these scales were measured on {measured}: what was sampled of the weights for K and V "
+        f"these scales were measured on {model}: what was sampled of the weights for K and V "
         f"of '{checkpoint.path}' differs by {likeness.largest_error:.1%} at most"
     )
-    if left:
+    if unmarked:
         yield (
-            f"not compared: {', '.join(left)}; K and V of later layers follow from these too, so "
+            f"not compared: {', '.join(unmarked)}; K and V of later layers follow from these too, so "
             "scales fit only a model that has the same"
         )
     if likeness.layers_with_moved_factors:

@@ -1,33 +1,42 @@
-"""`fp8kv convert` and `strip`: a checkpoint written again with other scales, or none."""
+"""`fp8kv convert`: a checkpoint written again with its scales in the format of another engine."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from packaging.version import Version
+
 from calib import __version__
 from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, Reduce
-from calib.errors import UnsupportedExportError
+from calib.errors import InputError, UnsupportedExportError
 from calib.files.atomic import atomic_directory
+from calib.files.cache_type import FP8_DIVISOR, nvfp4_convention, parse_release
 from calib.files.model_directory import ModelDirectory, open_model_directory
-from calib.files.stored_scales import read_scales
+from calib.files.names import CALIBRATION_FILE, MODELOPT_FILE, STATS_FILE
+from calib.files.stored_scales import StoredScales, read_scales
 from calib.formats import FORMATS, export
 from calib.formats.card import format_card, strategy_held
-from calib.formats.directory import check_output, write_checkpoint, write_documents
+from calib.formats.directory import check_output, write_checkpoint
 from calib.formats.refusals import Command, refusals_of
 from calib.progress import SILENT, Progress
+from calib.recipe import load_recipe
+from calib.same_model.check import check_same_model, model_facts, scales_facts
 from calib.scales.scales import KVScales
-from calib.scales.stats_file import load_records
+from calib.scales.stats import derive_scales
+from calib.scales.stats_file import load_records, load_stats
 from calib.scales.text_records import Records, save_records
-from calib.transfer.absmax import Read, for_nvfp4, from_nvfp4
-from calib.transfer.plain import config_without_scales, remove_documents, write_plain
+from calib.transfer.strip import remove_documents, strip_config
+
+# before, its exporter clamped scales below 1.0
+_MODELOPT_UNCLAMPED = Version("0.43")
 
 
 @dataclass(frozen=True)
-class Rewritten:
-    """What was written."""
+class Conversion:
+    """The scales that were written, and warnings about what the engine does with them."""
 
     scales: KVScales
-    warnings: tuple[str, ...]  # of what the engine does with them
+    warnings: tuple[str, ...]
 
 
 def convert(
@@ -40,53 +49,81 @@ def convert(
     tp_size: int = 1,
     overwrite: bool = False,
     progress: Progress = SILENT,
-) -> Rewritten:
+) -> Conversion:
     """Write the checkpoint `directory` to `output` with its scales in the format `to`."""
     checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
     scales, notes = existing_scales(checkpoint, to)
-    if scales.has_q and (without_q or not FORMATS[to].reads_q):
-        if not without_q:
-            raise UnsupportedExportError(
-                f"--to {to} holds no query scales, and '{directory}' has some; add --without-q, or "
-                "convert to vllm"
-            )
-        layers = {name: replace(layer, q=None) for name, layer in scales.layers.items()}
-        scales = replace(scales, layers=layers)
-    where = (output, overwrite, progress)
-    read = load_records(directory)
-    what = (scales, checkpoint, to, read, *where)
-    notes += write_scales(*what, command="convert", reduce=reduce, tp_size=tp_size)
-    return Rewritten(scales, notes)
+    if without_q:
+        scales = replace(scales, layers={name: replace(x, q=None) for name, x in scales.layers.items()})
+    elif scales.has_q and not FORMATS[to].reads_q:
+        raise UnsupportedExportError(
+            f"--to {to} holds no query scales, and '{directory}' has some; add --without-q, or "
+            "convert to vllm"
+        )
+    records = load_records(directory)
+    arguments = (scales, checkpoint, to, records, output, overwrite, progress)
+    notes += write_scales(*arguments, command="convert", reduce=reduce, tp_size=tp_size)
+    return Conversion(scales, notes)
 
 
-def strip(directory: Path, output: Path, *, overwrite: bool = False, progress: Progress = SILENT) -> None:
-    """Write `directory` to `output` without scales, with the source's files if it kept them."""
-    checkpoint = open_model_directory(directory)
-    check_output(output, directory, overwrite=overwrite)
-    with atomic_directory(output, overwrite=overwrite) as scratch:
-        progress.stage("write")
-        write_plain(checkpoint, scratch, progress.copied)
-        checkpoint.check_unchanged()
+def existing_scales(checkpoint: ModelDirectory, to: FormatName) -> tuple[KVScales, tuple[str, ...]]:
+    """Read the scales of a checkpoint for the format `to`, with notes on how they were read.
 
-
-def existing_scales(checkpoint: ModelDirectory, to: FormatName) -> Read:
-    """The scales of a checkpoint for the format `to`, and notes on how they were read.
-
-    An InputError where K or V is missing or of no use.
+    InputError where K or V is missing or not usable, or the convention of an NVFP4 cache's values not known.
     """
-    found = read_scales(checkpoint.path)
-    read = from_nvfp4(found)
-    if read is None and FORMATS[to].nvfp4:
-        read = for_nvfp4(found, checkpoint)
-    return read or (to_scales(found, found.layers_by_module(), found.fp8_dtype), tuple(found.problems))
+    stored = read_scales(checkpoint.path)
+    convention = nvfp4_convention(stored.directory)
+    if convention is None:
+        if FORMATS[to].nvfp4 and not _is_absmax(stored):
+            return _absmax_scales(stored, checkpoint), (
+                "values were made from the absmax in the calibration's statistics",
+            )
+        return to_scales(stored, stored.layers_by_module(), stored.fp8_dtype), tuple(stored.problems)
+    if convention.divisor is None:
+        raise InputError(
+            f"'{checkpoint.path}': whether its values of an NVFP4 cache are absmax / 448 or "
+            f"absmax / 2688 is {convention.because}; calibrate the model again"
+        )
+    scales = to_scales(stored, stored.layers_by_module(), "e4m3fn")
+    factor = convention.divisor / FP8_DIVISOR
+    layers = {name: replace(x, k=x.k * factor, v=x.v * factor) for name, x in scales.layers.items()}
+    return replace(scales, layers=layers), (f"values were read as {convention}",)
+
+
+def _is_absmax(stored: StoredScales) -> bool:
+    """Return whether FP8 scales without statistics are known to be absmax / 448, as of a new ModelOpt."""
+    path = stored.directory.path
+    if (path / STATS_FILE).exists() and (path / CALIBRATION_FILE).exists():
+        return False
+    producer = (stored.directory.quantization or {}).get("producer")
+    producer = producer if isinstance(producer, dict) else {}
+    version = parse_release(producer.get("version")) if producer.get("name") == "modelopt" else None
+    if version is None or version < _MODELOPT_UNCLAMPED:
+        raise InputError(
+            f"'{path}': whether its FP8 scales are absmax / 448 is not known, and values of an NVFP4 "
+            "cache are made from absmax; calibrate the model again with that --format"
+        )
+    return True
+
+
+def _absmax_scales(stored: StoredScales, checkpoint: ModelDirectory) -> KVScales:
+    """Derive absmax / 448 from the statistics of a calibration, whose scales may clip on purpose."""
+    path = stored.directory.path
+    recipe = load_recipe(
+        str(path / CALIBRATION_FILE),
+        {"observer.name": "absmax", "strategy": stored.strategy, "fp8_dtype": "e4m3fn", "center_keys": False},
+    )
+    stats = load_stats(path)
+    check_same_model(scales_facts(path), model_facts(checkpoint, stats.layers))
+    return derive_scales(stats, recipe)
 
 
 def write_scales(
     scales: KVScales,
     checkpoint: ModelDirectory,
     to: FormatName,
-    read: Records,
+    records: Records,
     output: Path,
     overwrite: bool,
     progress: Progress,
@@ -95,31 +132,33 @@ def write_scales(
     reduce: Reduce = "none",
     tp_size: int = 1,
 ) -> tuple[str, ...]:
-    """Write `checkpoint` with other scales in the format `to`; return what the engine does."""
+    """Write `checkpoint` with `scales` in the format `to`; return what the engine does with them."""
     if FORMATS[to].build is None:
         raise UnsupportedExportError(
             f"--to {to} holds the statistics of a calibration, which cannot be derived from "
             f"scales; use fp8kv calibrate --format {to}"
         )
-    plain = replace(checkpoint, config=config_without_scales(checkpoint.config))
+    plain = replace(checkpoint, config=strip_config(checkpoint.config))
     with refusals_of(command):
-        made = export(scales, plain, to, reduce=reduce, tp_size=tp_size)
-    about = f". Written by fp8kv {__version__} from the scales there."
-    name = checkpoint.path.resolve().name
+        exported = export(scales, plain, to, reduce=reduce, tp_size=tp_size)
+    warnings = exported.notes + exported.doubts
+    writer = f". Written by fp8kv {__version__} from the scales there."
     strategy = strategy_held(scales.strategy, reduce)
-    card = format_card(name, to, output, strategy, about, flags=made.flags)
-    warnings = made.notes + made.doubts
+    card = format_card(checkpoint.path.resolve().name, to, output, strategy, writer, flags=exported.flags)
     card += "".join(f"- {warning}\n" for warning in warnings)
-    whole = FORMATS[to].with_weights
+    with_weights = FORMATS[to].with_weights
     with atomic_directory(output, overwrite=overwrite) as scratch:
         progress.stage("write")
         write_checkpoint(
-            made, plain, scratch,
-            weights="link" if whole else None, readme=card, on_copied=progress.copied,
-        )  # fmt: skip
-        if whole:
+            exported,
+            plain,
+            scratch,
+            weights="link" if with_weights else None,
+            readme=card,
+            on_copied=progress.copied,
+        )
+        if with_weights and MODELOPT_FILE not in exported.documents:
             remove_documents(plain, scratch)
-            write_documents(made, scratch)
-        save_records(read, scratch)
+        save_records(records, scratch)
         plain.check_unchanged()
     return warnings

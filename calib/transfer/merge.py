@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
 from itertools import combinations
@@ -25,6 +26,37 @@ from calib.scales.stats_file import load_stats
 from calib.scales.summary import warnings_for
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A finished calibration."""
+
+    path: Path
+    report: dict[str, Any]
+    recipe: Recipe
+
+    @property
+    def threads(self) -> int | None:
+        """The number of threads on a CPU; older runs do not say it."""
+        threads = self.report.get("threads")
+        return threads if isinstance(threads, int) else None
+
+    @property
+    def parts(self) -> set[str]:
+        """Fingerprints of the data that it has read."""
+        return {*_data_parts(self.report["dataset"])}
+
+    @property
+    def capture_settings(self) -> dict[str, Any]:
+        """The settings that decide which numbers are collected; others are about what is made of them."""
+        return {
+            "dtype": self.recipe.dtype,
+            "targets": self.recipe.targets,
+            "data.skip_first": self.recipe.data.skip_first,
+            "means": self.recipe.collects_means,
+            "histograms": make_observer(self.recipe.observer).needs_histogram,
+        }
+
+
 def merge(
     directories: Sequence[Path],
     output: Path,
@@ -35,17 +67,16 @@ def merge(
 ) -> Result:
     """Merge two or more outputs of `fp8kv calibrate` as the first one's recipe says.
 
-    `model` is where the model is now, by default where the first calibration found it. InputError
-    if models, revisions or capture settings differ, or if two have read the same data.
+    `model` is where the model is now, by default where the first calibration had it. InputError if models,
+    revisions or capture settings differ, or if two have read the same data.
     """
     if len(directories) < 2:
         raise InputError("merge takes two or more calibrations; give their directories")
     progress.stage("load")
-    runs = [_Run(path) for path in directories]
+    runs = [_read_run(path) for path in directories]
     for pair in combinations(runs, 2):
-        _check_same(*pair)
-    reports = [run.report for run in runs]
-    name = model or reports[0]["model"]
+        _check_pair(*pair)
+    name = model or runs[0].report["model"]
     checkpoint = find_model(name)
     source = ModelFacts(name, fingerprints=fingerprints(checkpoint))
     check_same_model(scales_facts(directories[0]), source, "give the model of these runs with --model")
@@ -53,107 +84,86 @@ def merge(
         check_output(output, path, overwrite=overwrite, kind="calibration")
     check_output(output, checkpoint.path, overwrite=overwrite)
     counts = {run.threads for run in runs}
-    threads = counts.pop() if len(counts) == 1 else None
     with claimed(output, overwrite=overwrite) as claim:
-        parts = [load_stats(path) for path in directories]
-        _check_counts(directories, parts)
-        stats = reduce(KVStats.join, parts)
-        dataset = _merged_data([report["dataset"] for report in reports])
-        warnings = dict.fromkeys(line for run in runs for line in run.warnings())
+        stats = [load_stats(path) for path in directories]
+        _check_counts(directories, stats)
+        warnings = dict.fromkeys(
+            line for pair in zip(runs, stats, strict=True) for line in _data_warnings(*pair)
+        )
         progress.stage("write")
-        destination = Destination(output, False, overwrite, progress.copied, claim)
-        record = CalibrationRecord(stats, dataset, [*warnings, *_other_threads(runs)], threads=threads)
+        destination = Destination(output, overwrite=overwrite, on_copied=progress.copied, claim=claim)
+        dataset = _merge_datasets([run.report["dataset"] for run in runs])
+        threads = counts.pop() if len(counts) == 1 else None
+        warnings = [*warnings, *_thread_warnings(runs)]
+        record = CalibrationRecord(reduce(KVStats.join, stats), dataset, warnings, threads=threads)
         return write_output(CalibratedModel(name, checkpoint, runs[0].recipe), record, destination)
 
 
-class _Run:
-    """A finished calibration, as it says of itself."""
+def _read_run(path: Path) -> _Run:
+    report = read_report(path)
+    if "measured_on" in report:
+        raise InputError(
+            f"the scales in '{path}' were applied, and not measured there; merge calibrations, "
+            "and apply what comes of it"
+        )
+    return _Run(path, report, load_recipe(str(path / CALIBRATION_FILE)))
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.report = path, read_report(path)
-        if "measured_on" in self.report:
+
+def _check_pair(one: _Run, two: _Run) -> None:
+    both = f"'{one.path}' and '{two.path}'"
+    check_same_model(scales_facts(one.path), scales_facts(two.path), "merge only runs of one model")
+    for name, value in one.capture_settings.items():
+        if value != two.capture_settings[name]:
             raise InputError(
-                f"the scales in '{path}' were applied, and not measured there; merge calibrations, "
-                "and apply what comes of it"
+                f"{both} were captured with different {name} ({value}, {two.capture_settings[name]}); "
+                "calibrate both with the same"
             )
-        self.recipe = load_recipe(str(path / CALIBRATION_FILE))
-        threads = self.report.get("threads")  # old runs have none
-        self.threads = threads if isinstance(threads, int) else None
-
-    def warnings(self) -> list[str]:
-        """Those that are not of its scales: of these the merged ones have their own."""
-        stats = load_stats(self.path)
-        own = warnings_for(stats, derive_scales(stats, self.recipe), self.recipe)
-        return [line for line in self.report["warnings"] if line not in own]
-
-
-def _other_threads(runs: Sequence[_Run]) -> list[str]:
-    paths = {run.threads: run.path for run in runs if run.threads is not None}
-    first = next(iter(paths), None)
-    return [
-        f"'{paths[first]}' was measured with {first} threads and '{path}' with {count}: on a CPU "
-        "a model's last bits can depend on that, so these may differ from one run over all the data"
-        for count, path in paths.items()
-        if first is not None and count != first
-    ]
-
-
-def _check_same(first: _Run, other: _Run) -> None:
-    both, mine, theirs = f"'{first.path}' and '{other.path}'", first.report, other.report
-    check_same_model(scales_facts(first.path), scales_facts(other.path), "merge only runs of one model")
-    wanted = _capture(other.recipe)
-    for name, value in _capture(first.recipe).items():
-        if value != wanted[name]:
-            raise InputError(
-                f"{both} were captured with different {name} ({value}, {wanted[name]}); calibrate "
-                "both with the same"
-            )
-    if {*_parts(mine["dataset"])} & {*_parts(theirs["dataset"])}:
+    if one.parts & two.parts:
         raise InputError(f"{both} have read the same data; merging them adds nothing")
 
 
-def _check_counts(directories: Sequence[Path], parts: Sequence[KVStats]) -> None:
+def _check_counts(directories: Sequence[Path], runs_stats: Sequence[KVStats]) -> None:
     """Refuse runs in which one module counted another share of the tokens than in the first."""
-
-    def shares(stats: KVStats) -> dict[str, Fraction]:
-        return {name: Fraction(layer.tokens, stats.tokens) for name, layer in stats.layers.items()}
-
-    expected = shares(parts[0])
-    for path, stats in zip(directories, parts, strict=True):
-        for name, share in shares(stats).items():
-            if share != expected.get(name, share):
-                tokens = stats.layers[name].tokens
+    shares = {name: Fraction(x.tokens, runs_stats[0].tokens) for name, x in runs_stats[0].layers.items()}
+    for path, stats in zip(directories, runs_stats, strict=True):
+        for name, layer in stats.layers.items():
+            if shares.get(name) not in (None, Fraction(layer.tokens, stats.tokens)):
                 raise InputError(
-                    f"in '{path}' {name} counted {tokens:,} of {stats.tokens:,} tokens, another "
+                    f"in '{path}' {name} counted {layer.tokens:,} of {stats.tokens:,} tokens, another "
                     f"share than in '{directories[0]}'; calibrate again"
                 )
 
 
-def _parts(dataset: dict[str, Any]) -> list[str]:
-    """Fingerprints of the data that were merged into `dataset`, or its own."""
+def _data_warnings(run: _Run, stats: KVStats) -> list[str]:
+    """Return warnings that are not of a run's scales: the merged scales have their own."""
+    own = warnings_for(stats, derive_scales(stats, run.recipe), run.recipe)
+    return [line for line in run.report["warnings"] if line not in own]
+
+
+def _thread_warnings(runs: Sequence[_Run]) -> list[str]:
+    paths = [*{run.threads: run.path for run in runs if run.threads is not None}.items()]
+    return [
+        f"'{paths[0][1]}' was measured with {paths[0][0]} threads and '{path}' with {count}: on a CPU "
+        "a model's last bits can depend on that, so these may differ from one run over all the data"
+        for count, path in paths[1:]
+    ]
+
+
+def _data_parts(dataset: dict[str, Any]) -> list[str]:
+    """Return the fingerprints of the data that were merged into `dataset`, or its own."""
     return dataset.get("parts") or [dataset["fingerprint"]]
 
 
-def _capture(recipe: Recipe) -> dict[str, Any]:
-    # what decides which numbers were collected; the rest is about what is made of them
-    return {
-        "dtype": recipe.dtype,
-        "targets": recipe.targets,
-        "data.skip_first": recipe.data.skip_first,
-        "means": recipe.collects_means,
-        "histograms": make_observer(recipe.observer).needs_histogram,
-    }
-
-
-def _merged_data(datasets: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    parts = sorted(part for dataset in datasets for part in _parts(dataset))
+def _merge_datasets(datasets: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    parts = sorted(part for dataset in datasets for part in _data_parts(dataset))
+    counts = ("documents", "samples", "tokens", "unread_tokens")  # older runs do not say all
     return {
         "source": " + ".join(dict.fromkeys(dataset["source"] for dataset in datasets)),
         "fingerprint": hashlib.sha256("".join(parts).encode()).hexdigest(),
         "parts": parts,
         **{
             name: sum(dataset[name] for dataset in datasets)
-            for name in ("documents", "samples", "tokens", "unread_tokens")
-            if all(name in dataset for dataset in datasets)  # older runs do not say all
+            for name in counts
+            if all(name in dataset for dataset in datasets)
         },
     }

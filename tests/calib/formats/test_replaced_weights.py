@@ -13,6 +13,7 @@ from calib.rescale import rescaling
 from calib.transfer import convert as rewrite
 from calib.transfer import merge
 from calib.transfer import repair as mending
+from calib.transfer import strip as stripping
 
 
 def replaced(file):
@@ -113,7 +114,7 @@ def test_convert(after, to, tiny_directory, tmp_path):
 
 def test_strip(after, tiny_directory, tmp_path):
     calibrate(tiny_directory, "-o", tmp_path / "old")
-    after(rewrite, "write_plain", tmp_path / "old")
+    after(stripping, "_write_weights", tmp_path / "old")
     refuse(fp8kv("strip", tmp_path / "old", "-o", tmp_path / "out"), tmp_path / "out")
 
 
