@@ -2,12 +2,11 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import reduce
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from calib.errors import InputError
 from calib.files.atomic import claimed
@@ -26,8 +25,7 @@ from calib.scales.stats_file import load_stats
 from calib.scales.summary import warnings_for
 
 
-@dataclass(frozen=True)
-class _Run:
+class _Run(NamedTuple):
     """A finished calibration."""
 
     path: Path
@@ -39,22 +37,6 @@ class _Run:
         """The number of threads on a CPU; older runs do not say it."""
         threads = self.report.get("threads")
         return threads if isinstance(threads, int) else None
-
-    @property
-    def parts(self) -> set[str]:
-        """Fingerprints of the data that it has read."""
-        return {*_data_parts(self.report["dataset"])}
-
-    @property
-    def capture_settings(self) -> dict[str, Any]:
-        """The settings that decide which numbers are collected; others are about what is made of them."""
-        return {
-            "dtype": self.recipe.dtype,
-            "targets": self.recipe.targets,
-            "data.skip_first": self.recipe.data.skip_first,
-            "means": self.recipe.collects_means,
-            "histograms": make_observer(self.recipe.observer).needs_histogram,
-        }
 
 
 def merge(
@@ -87,14 +69,12 @@ def merge(
     with claimed(output, overwrite=overwrite) as claim:
         stats = [load_stats(path) for path in directories]
         _check_counts(directories, stats)
-        warnings = dict.fromkeys(
-            line for pair in zip(runs, stats, strict=True) for line in _data_warnings(*pair)
-        )
+        data_warnings = [line for run in zip(runs, stats, strict=True) for line in _data_warnings(*run)]
         progress.stage("write")
         destination = Destination(output, overwrite=overwrite, on_copied=progress.copied, claim=claim)
         dataset = _merge_datasets([run.report["dataset"] for run in runs])
         threads = counts.pop() if len(counts) == 1 else None
-        warnings = [*warnings, *_thread_warnings(runs)]
+        warnings = [*dict.fromkeys(data_warnings), *_thread_warnings(runs)]
         record = CalibrationRecord(reduce(KVStats.join, stats), dataset, warnings, threads=threads)
         return write_output(CalibratedModel(name, checkpoint, runs[0].recipe), record, destination)
 
@@ -110,16 +90,29 @@ def _read_run(path: Path) -> _Run:
 
 
 def _check_pair(one: _Run, two: _Run) -> None:
+    """Refuse runs of two models, of other settings, or over the same data."""
     both = f"'{one.path}' and '{two.path}'"
     check_same_model(scales_facts(one.path), scales_facts(two.path), "merge only runs of one model")
-    for name, value in one.capture_settings.items():
-        if value != two.capture_settings[name]:
+    settings, second_settings = _capture_settings(one.recipe), _capture_settings(two.recipe)
+    for name, value in settings.items():
+        if value != second_settings[name]:
+            values = f"({value}, {second_settings[name]})"
             raise InputError(
-                f"{both} were captured with different {name} ({value}, {two.capture_settings[name]}); "
-                "calibrate both with the same"
+                f"{both} were captured with different {name} {values}; calibrate both with the same"
             )
-    if one.parts & two.parts:
+    if {*_data_parts(one.report["dataset"])} & {*_data_parts(two.report["dataset"])}:
         raise InputError(f"{both} have read the same data; merging them adds nothing")
+
+
+def _capture_settings(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that decide which numbers are collected; others are about what is made of them."""
+    return {
+        "dtype": recipe.dtype,
+        "targets": recipe.targets,
+        "data.skip_first": recipe.data.skip_first,
+        "means": recipe.collects_means,
+        "histograms": make_observer(recipe.observer).needs_histogram,
+    }
 
 
 def _check_counts(directories: Sequence[Path], runs_stats: Sequence[KVStats]) -> None:
