@@ -82,10 +82,8 @@ def merge(
 def _read_run(path: Path) -> _Run:
     report = read_report(path)
     if "measured_on" in report:
-        raise InputError(
-            f"the scales in '{path}' were applied, and not measured there; merge calibrations, "
-            "and apply what comes of it"
-        )
+        problem = f"the scales in '{path}' were applied, and not measured there"
+        raise InputError(f"{problem}; merge calibrations, and apply what comes of it")
     return _Run(path, report, load_recipe(str(path / CALIBRATION_FILE)))
 
 
@@ -93,13 +91,11 @@ def _check_pair(one: _Run, two: _Run) -> None:
     """Refuse runs of two models, of other settings, or over the same data."""
     both = f"'{one.path}' and '{two.path}'"
     check_same_model(scales_facts(one.path), scales_facts(two.path), "merge only runs of one model")
-    settings, second_settings = _capture_settings(one.recipe), _capture_settings(two.recipe)
-    for name, value in settings.items():
-        if value != second_settings[name]:
-            values = f"({value}, {second_settings[name]})"
-            raise InputError(
-                f"{both} were captured with different {name} {values}; calibrate both with the same"
-            )
+    settings = zip(_capture_settings(one.recipe).items(), _capture_settings(two.recipe).values(), strict=True)
+    for (name, value), second_value in settings:
+        if value != second_value:
+            problem = f"{both} were captured with different {name} ({value}, {second_value})"
+            raise InputError(f"{problem}; calibrate both with the same")
     if {*_data_parts(one.report["dataset"])} & {*_data_parts(two.report["dataset"])}:
         raise InputError(f"{both} have read the same data; merging them adds nothing")
 
@@ -148,15 +144,9 @@ def _data_parts(dataset: dict[str, Any]) -> list[str]:
 
 
 def _merge_datasets(datasets: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    names = ("documents", "samples", "tokens", "unread_tokens")  # older runs do not say all
+    counts = {x: sum(data[x] for data in datasets) for x in names if all(x in data for data in datasets)}
     parts = sorted(part for dataset in datasets for part in _data_parts(dataset))
-    counts = ("documents", "samples", "tokens", "unread_tokens")  # older runs do not say all
-    return {
-        "source": " + ".join(dict.fromkeys(dataset["source"] for dataset in datasets)),
-        "fingerprint": hashlib.sha256("".join(parts).encode()).hexdigest(),
-        "parts": parts,
-        **{
-            name: sum(dataset[name] for dataset in datasets)
-            for name in counts
-            if all(name in dataset for dataset in datasets)
-        },
-    }
+    source = " + ".join(dict.fromkeys(dataset["source"] for dataset in datasets))
+    fingerprint = hashlib.sha256("".join(parts).encode()).hexdigest()
+    return {"source": source, "fingerprint": fingerprint, "parts": parts, **counts}

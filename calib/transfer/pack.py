@@ -8,15 +8,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from calib.choices import FORMATS
-from calib.errors import InputError, UnsupportedExportError
+from calib.errors import InputError
 from calib.eval.schema import REPORT_FILE, Extremes, Report, Row
 from calib.files.atomic import atomic_directory
 from calib.files.calibration import statistics_file
 from calib.files.names import CALIBRATION_FILE, CARD_FILE, JSON_FILE, STATS_FILE
 from calib.files.pack import PACKED, Pack, write_manifest
 from calib.files.strict_json import read_object
-from calib.formats import check_format, check_latent
+from calib.formats import FORMATS
 from calib.formats.directory import check_output, write_json
 from calib.formats.scales_json import scales_document
 from calib.recipe import load_recipe
@@ -83,18 +82,16 @@ def pack(
 def _check_measured_here(source: Path, facts: dict[str, Any]) -> Marks:
     """Refuse scales that were not measured in `source`; return the marks of the model."""
     if PACKED in facts:
-        raise InputError(f"'{source}' is a pack already; copy it, or pack the calibration again")
-    if "measured_on" in facts:
-        raise InputError(
-            f"the scales in '{source}' were applied, and not measured there; pack the calibration "
-            "that they are from"
+        problem = "is a pack already; copy it, or pack the calibration again"
+    elif "measured_on" in facts:
+        problem = "holds scales that were applied, and not measured there; pack their own calibration"
+    elif not facts.get("marks"):
+        problem = (
+            "keeps no marks, without which nobody can apply its scales; calibrate again, or share it all"
         )
-    if not facts.get("marks"):
-        raise InputError(
-            f"'{source}' keeps no marks of its model, so nobody could apply its scales; calibrate "
-            "again, or share the whole output"
-        )
-    return Marks.from_json(facts["marks"], f"'{source / CALIBRATION_FILE}'")
+    else:
+        return Marks.from_json(facts["marks"], f"'{source / CALIBRATION_FILE}'")
+    raise InputError(f"'{source}' {problem}")
 
 
 def _origin(facts: dict[str, Any], base_model: str | None) -> dict[str, Any]:
@@ -106,20 +103,8 @@ def _origin(facts: dict[str, Any], base_model: str | None) -> dict[str, Any]:
 
 def _fits_json(scales: KVScales) -> bool:
     """Return whether `kv_cache_scales.json` can hold the scales as they are."""
-    try:
-        if scales.latent:
-            check_latent("json")
-        check_format(
-            "json",
-            strategy=scales.strategy,
-            fp8_dtype=scales.fp8_dtype,
-            with_q=scales.has_q,
-            reduce="none",
-            center_keys=scales.has_center,
-        )
-    except UnsupportedExportError:
-        return False
-    return True
+    json, is_plain = FORMATS["json"], not (scales.latent or scales.has_q or scales.has_center)
+    return is_plain and scales.strategy in json.strategies and scales.fp8_dtype in json.fp8_dtypes
 
 
 def _figures_beside(

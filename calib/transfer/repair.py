@@ -30,7 +30,7 @@ _UNPACKED = ("F32", "F16", "BF16", "F8_E4M3")
 
 @dataclass(frozen=True)
 class Replacement:
-    """One scale, or those of a layer's heads, before and after."""
+    """A scale, or those of a layer's heads, before and after."""
 
     module: str
     letter: str
@@ -60,10 +60,8 @@ def repair(
 ) -> Repair:
     """Write the checkpoint with scales of measured absmax where its own do not fit that."""
     if FORMATS[to].nvfp4:
-        raise UnsupportedExportError(
-            f"--to {to}: repair mends FP8 scales, which need not be absmax / 448; calibrate the "
-            f"model again with --format {to}"
-        )
+        problem = f"--to {to}: repair mends FP8 scales, which need not be absmax / 448"
+        raise UnsupportedExportError(f"{problem}; calibrate the model again with --format {to}")
     checkpoint = open_model_directory(directory)
     check_output(output, directory, overwrite=overwrite)
     stats, stored = load_stats(statistics), read_scales(directory)
@@ -84,12 +82,9 @@ def repair(
     scales = to_scales(replace(stored, layers=[*layers.values()]), layers, stored.fp8_dtype)
     is_all_new = len(replacements) == sum(bool(layer.values(x)) for layer in layers.values() for x in "kvq")
     records = (*(() if is_all_new else load_records(directory)), *stats.records)
-    destination = (output, overwrite, progress)
-    notes = write_scales(scales, checkpoint, to, records, *destination, command="repair")
-    lost = [
-        x.layer for x in stored.layers if x.q and not any(y.q for y in layers.values() if y.layer == x.layer)
-    ]
-    if lost:
+    notes = write_scales(scales, checkpoint, to, records, output, overwrite, progress, command="repair")
+    layers_with_q = [layer.layer for layer in layers.values() if layer.q]
+    if lost := [layer.layer for layer in stored.layers if layer.q and layer.layer not in layers_with_q]:
         notes += (f"query scales of no use are left out in {show_layers(lost)}",)
     verification = verify_directory(output, choose_engines(None, None), statistics)
     notes += tuple(verification.warnings)
@@ -120,30 +115,26 @@ def _shapes(
 
 
 def _replace_wrong(
-    stored: StoredScales,
-    layers: dict[str, StoredLayer],
-    measured: MeasuredAmax,
-    layer_stats: dict[int, LayerStats],
+    stored: StoredScales, layers: dict[str, StoredLayer], measured: MeasuredAmax, stats: dict[int, LayerStats]
 ) -> list[Replacement]:
-    """Put scales of measured absmax into `layers` where theirs do not fit that."""
+    """Put scales of measured absmax into `layers` where theirs do not fit that; `stats` are by layer."""
     per_head, replacements = _letters_per_head([*layers.values()], measured), list[Replacement]()
     wrong = _find_wrong([*layers.values()], measured, per_head, stored.fp8_dtype)
     before = {layer.layer: layer for layer in stored.layers}
     for module, layer in layers.items():
-        stats = layer_stats[layer.layer]
         letters = "".join(letter for letter in "kvq" if (layer.layer, letter) in wrong)
         # a latent and k_pe have one scale
-        for letter in "kv" if letters and stats.latent else letters:
-            scales = KVStats({module: stats}).scales(
+        for letter in "kv" if letters and stats[layer.layer].latent else letters:
+            scales = KVStats({module: stats[layer.layer]}).scales(
                 strategy="attn_head" if letter in per_head else "tensor",
                 observer=AbsMax(),
                 fp8_dtype=stored.fp8_dtype,
                 targets="qkv" if letter == "q" else "kv",
             )
-            old = before.get(layer.layer, layer).values(letter)
             new = tuple(getattr(scales.layers[module], letter).tolist())
-            setattr(layer, letter, new)
+            old = before.get(layer.layer, layer).values(letter)
             replacements.append(Replacement(module, letter, old, new))
+            setattr(layer, letter, new)
     return replacements
 
 
@@ -191,5 +182,5 @@ def _show(values: Values) -> str:
     if not values:
         return "missing"
     shown = ", ".join(f"{value:.4g}" for value in values[:8])
-    rest = f" and {len(values) - 8} more" if len(values) > 8 else ""
-    return shown if len(values) == 1 else f"[{shown}{rest}]"
+    shown += f" and {len(values) - 8} more" if len(values) > 8 else ""
+    return shown if len(values) == 1 else f"[{shown}]"
