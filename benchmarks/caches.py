@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from machine import machine, write_result
 
-from calib.caches.types import CACHES, cache_type
+from calib.caches.types import CACHES
+from calib.engines.offers import find_support
 from calib.eval.advice import Judgement
 from calib.eval.found import Figure
 from calib.eval.inputs import SUITES, whole_text_only
@@ -128,7 +129,7 @@ def _draw(found: dict[str, Any]) -> None:
 
 def _is_offered(name: str) -> bool:
     kind = name.removesuffix(", baked")
-    return kind in ("fp8", *CACHES) and bool(cache_type(kind).servings)
+    return kind in ("fp8", *CACHES) and bool(find_support(kind))
 
 
 if __name__ == "__main__":

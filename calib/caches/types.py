@@ -1,41 +1,21 @@
-"""KV cache types: bytes per token, and which engine serves them where, from types.yaml."""
+"""Types of KV cache: what each makes of K and V, and its bytes per token. Engines say which they have."""
 
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 import yaml
 from pydantic import BaseModel, ConfigDict
 
 from calib.errors import InputError
 
-Engine = Literal["vllm", "sglang", "lmdeploy"]
-Gpu = Literal["a100", "l40s", "h100", "h200", "b200", "mi300x"]
-# what a layer caches: K and V of heads, or one latent for all heads (MLA), of which a sparse
-# layer's indexer chooses the tokens to attend to (DSA)
+# a layer caches K and V of heads, or one latent for all heads (MLA), of which a sparse layer's indexer
+# chooses the tokens to attend to (DSA)
 Attention = Literal["heads", "latents", "sparse latents"]
-ENGINES: tuple[str, ...] = get_args(Engine)
-GPUS: tuple[str, ...] = get_args(Gpu)
-
-# of K and V of heads; all but static FP8, which `fp8` describes and the evaluation knows by its
-# granularity
-CACHES = (
-    "fp8_per_token_head",
-    "int8_per_token_head",
-    "int4_per_token_head",
-    "nvfp4",
-    "nvfp4_4over6",
-    "fp8_k_nvfp4_v",
-    "lmdeploy_int8",
-    "lmdeploy_int4",
-)
-LATENT_CACHES = ("fp8_ds_mla", "nvfp4_ds_mla")
-ALL_CACHES = ("fp8", *CACHES, *LATENT_CACHES)
 
 
 class Shape(NamedTuple):
-    """What one layer caches of a token: K and V, or a latent in K's place and k_pe in V's."""
+    """The values of a token that one layer caches: K and V, or a latent in K's place and k_pe in V's."""
 
     heads: int  # KV heads; a latent is one
     k: int  # values of each head
@@ -44,7 +24,7 @@ class Shape(NamedTuple):
 
     @property
     def k_size(self) -> str:
-        """What its number of values in K is called."""
+        """The name of its number of values in K."""
         return "head size" if self.attention == "heads" else "latent size"
 
     @property
@@ -56,12 +36,14 @@ class Shape(NamedTuple):
 Layer = tuple[int, int, int] | Shape
 
 
-class _Strict(BaseModel):
+class Facts(BaseModel):
+    """A part of types.yaml; unknown keys are refused."""
+
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Layout(_Strict):
-    """How one head's K or V of one token lies in memory, or a latent or k_pe."""
+class Layout(Facts):
+    """The memory of one head's K or V of one token, or of a latent or k_pe."""
 
     bits: int  # of a value
     head_bytes: int = 0  # scale and zero point of the whole vector
@@ -69,149 +51,58 @@ class Layout(_Strict):
     scale_bytes: int = 1  # of a block's scale
     is_ragged: bool = False  # the last block may be shorter
 
-    def size(self, head_dim: int, what: str = "head size") -> int:
-        """Bytes of `head_dim` values; an InputError where they do not fill bytes or blocks.
-
-        `what` is what the message calls the number.
-        """
+    def size(self, count: int, name: str = "head size") -> int:
+        """Return the bytes of `count` values; an InputError where they do not fill bytes or blocks."""
         multiple = 1 if self.is_ragged else self.block or max(1, 8 // self.bits)
-        if head_dim < 1 or head_dim % multiple:
-            raise InputError(f"{what} {head_dim} is not a multiple of {multiple}")
-        blocks = -(-head_dim // self.block) if self.block else 0
-        return head_dim * self.bits // 8 + self.head_bytes + blocks * self.scale_bytes
+        if count < 1 or count % multiple:
+            raise InputError(f"{name} {count} is not a multiple of {multiple}")
+        blocks = -(-count // self.block) if self.block else 0
+        return count * self.bits // 8 + self.head_bytes + blocks * self.scale_bytes
 
 
-class Serving(_Strict):
-    """An engine that serves a cache type."""
-
-    engine: Engine
-    version: str
-    flag: str
-    gpus: tuple[Gpu, ...]
-    of: tuple[Attention, ...] = ("heads",)
-    head_dims: tuple[int, ...] | None = None  # none: all
-    latents: tuple[tuple[int, int], ...] | None = None  # sizes of latent and k_pe; none: all
-    models: tuple[str, ...] | None = None  # model types; none: all
-    note: str = ""
-
-    def takes(self, shapes: Iterable[Shape]) -> bool:
-        """Whether its kernels have these sizes."""
-        return not any(self._lacks(shape) for shape in shapes)
-
-    def _lacks(self, shape: Shape) -> bool:
-        if shape.attention != "heads":
-            return self.latents is not None and shape[1:3] not in self.latents
-        return self.head_dims is not None and not {*shape[1:3]} <= {*self.head_dims}
-
-
-class CacheType(_Strict):
+class CacheType(Facts):
     """A type of KV cache."""
 
     name: str
-    what: str
-    simulated: str  # how we know what it computes
-    of: tuple[Literal["heads", "latents"], ...] = ("heads",)
+    description: str
+    simulated: str  # the evidence for what it computes
+    attention: tuple[Literal["heads", "latents"], ...] = ("heads",)
     integers: bool = False  # codes of even steps, so that `bake --for int8` can matter
     k: Layout
     v: Layout
-    servings: tuple[Serving, ...] = ()
 
     def bytes_per_token(self, layers: Iterable[Layer]) -> int:
-        """Bytes of one token with all scales, as the engine allocates them.
+        """Return the bytes of one token with all scales, as the engine allocates them.
 
         Raises an InputError for a head size, or a kind of attention, that the type is not for.
         """
         shapes = [Shape(*layer) for layer in layers]
         if not all(self.holds(shape) for shape in shapes):
-            raise InputError(f"{self.name} holds {self._what_it_holds()}")
+            kind, model = "latents (MLA)", "K and V of heads"
+            if "heads" in self.attention:
+                kind, model = model, kind
+            raise InputError(f"{self.name} holds {kind}, and this model caches {model}")
         try:
-            return sum(
-                shape.heads * (self.k.size(shape.k, shape.k_size) + self.v.size(shape.v)) for shape in shapes
-            )
+            sizes = ((shape, self.k.size(shape.k, shape.k_size), self.v.size(shape.v)) for shape in shapes)
+            return sum(shape.heads * (k + v) for shape, k, v in sizes)
         except InputError as error:
             raise InputError(f"{self.name}: {error}") from None
 
     def holds(self, shape: Shape) -> bool:
-        """Whether it is for a layer of that attention."""
-        return ("heads" if shape.attention == "heads" else "latents") in self.of
-
-    def _what_it_holds(self) -> str:
-        if "heads" in self.of:
-            return "K and V of heads, and this model caches latents (MLA)"
-        return "latents (MLA), and this model caches K and V of heads"
-
-    def serving(
-        self,
-        engine: str | None,
-        gpu: str | None,
-        layers: Iterable[Layer],
-        model_type: str | None = None,
-    ) -> list[Serving] | str:
-        """What the first engine that serves it there has for it, or one line why none does."""
-        _known("engine", engine, ENGINES)
-        _known("GPU", gpu, GPUS)
-        shapes = [Shape(*layer) for layer in layers]
-        if not self.servings:
-            return f"no engine serves {self.name} yet"
-        asked = [s for s in self.servings if engine in (None, s.engine)]
-        if not asked:
-            return f"{engine} does not have {self.name}, which is in {_engines(self.servings)}"
-        kinds = {shape.attention for shape in shapes}
-        holding = [s for s in asked if kinds <= {*s.of}]
-        if not holding:
-            has = _listed(sorted({kind for s in asked for kind in s.of}))
-            wanted = " and ".join(sorted(kinds))
-            return f"{self.name} is served for {has} ({_engines(asked)}), not for {wanted}"
-        known = [s for s in holding if s.models is None or model_type in (None, *s.models)]
-        if not known:
-            return f"{_engines(holding)}: not known to cache latents of {model_type} models"
-        there = [s for s in known if gpu is None or gpu in s.gpus]
-        if not there:
-            gpus = _listed(name for s in known for name in s.gpus)
-            return f"{self.name} is served on {gpus} ({_engines(known)}), not on {gpu}"
-        fitting = [s for s in there if s.takes(shapes)]
-        if not fitting:
-            return self._other_sizes(there, shapes, gpu)
-        return [each for each in fitting if each.engine == fitting[0].engine]
-
-    def _other_sizes(self, there: Sequence[Serving], shapes: Sequence[Shape], gpu: str | None) -> str:
-        """Why none of `there` takes `shapes`."""
-        has: set[tuple[int, ...]]
-        given: set[tuple[int, ...]]
-        if all(shape.attention == "heads" for shape in shapes):
-            what, has = "heads", {(d,) for s in there for d in s.head_dims or ()}
-            given = {(d,) for shape in shapes for d in (shape.k, shape.v)}
-        else:
-            what, has = "latents", {pair for s in there for pair in s.latents or ()}
-            given = {(shape.k, shape.v) for shape in shapes}
-        sizes = [" + ".join(map(str, each)) for each in sorted(has)]
-        missing = [" + ".join(map(str, each)) for each in sorted(given - has or given)]
-        where = f"{f'on {gpu} ' if gpu else ''}with {what} of {_listed(sizes)}"
-        return f"{self.name} is served {where} ({_engines(there)}), not of {' and '.join(missing)}"
+        """Return whether it is for a layer of that attention."""
+        return ("heads" if shape.attention == "heads" else "latents") in self.attention
 
 
 def cache_type(name: str) -> CacheType:
-    """The cache type called `name`: `fp8` (static), or one of CACHES or LATENT_CACHES."""
-    types = _types()
-    if name not in types:
-        raise InputError(f"cache '{name[:40]}' is not one of {', '.join(types)}")
-    return types[name]
+    """Return the cache type called `name`, of ALL_CACHES."""
+    if name not in _TYPES:
+        raise InputError(f"cache '{name[:40]}' is not one of {', '.join(_TYPES)}")
+    return _TYPES[name]
 
 
-@cache
-def _types() -> dict[str, CacheType]:
-    facts = yaml.safe_load(Path(__file__).with_name("types.yaml").read_text())
-    return {name: CacheType(name=name, **fact) for name, fact in facts.items()}
-
-
-def _known(what: str, name: str | None, names: Sequence[str]) -> None:
-    if name is not None and name not in names:
-        raise InputError(f"{what} '{name[:40]}' is not one of {', '.join(names)}")
-
-
-def _engines(servings: Iterable[Serving]) -> str:
-    return _listed(s.engine for s in servings)
-
-
-def _listed(names: object) -> str:
-    return ", ".join(dict.fromkeys(names))  # type: ignore[call-overload]
+_FACTS = yaml.safe_load(Path(__file__).with_name("types.yaml").read_text("utf-8"))
+_TYPES = {name: CacheType(name=name, **facts) for name, facts in _FACTS.items()}
+ALL_CACHES = tuple(_TYPES)
+# those of K and V of heads, but static FP8, which the evaluation knows by its granularity
+CACHES = tuple(name for name, kind in _TYPES.items() if kind.attention == ("heads",))
+LATENT_CACHES = tuple(name for name, kind in _TYPES.items() if kind.attention == ("latents",))

@@ -8,12 +8,14 @@ import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from packaging.version import Version
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
+from calib.caches.types import Attention
+from calib.choices import AttentionMode, FP8Name, Strategy
 from calib.engines.classes import Classes, Fates, architecture
 from calib.errors import InputError
 from calib.files.cache_type import Divisor
@@ -86,6 +88,80 @@ class Backend(Section):
     note: str = ""
 
 
+class Gpu(NamedTuple):
+    """A GPU for `--gpu`."""
+
+    is_fnuz: bool = False  # its FP8 type ends at 240, E4M3FNUZ
+    has_scales_per_head: bool = False  # it has attention kernels with them: FlashAttention 3 or 4
+
+
+GPUS = {
+    "a100": Gpu(),
+    "l40s": Gpu(),
+    "h100": Gpu(has_scales_per_head=True),
+    "h200": Gpu(has_scales_per_head=True),
+    "b200": Gpu(has_scales_per_head=True),
+    "mi300x": Gpu(is_fnuz=True),
+}
+
+
+class CacheSupport(Section):
+    """Support for a cache type on some GPUs, for some models."""
+
+    flag: str
+    gpus: tuple[str, ...]
+    attention: tuple[Attention, ...] = ("heads",)
+    head_sizes: tuple[int, ...] | None = None  # none: all
+    latents: tuple[tuple[int, int], ...] | None = None  # sizes of latent and k_pe; none: all
+    models: tuple[str, ...] | None = None  # model types; none: all
+    note: str = ""
+
+    @field_validator("gpus")
+    @classmethod
+    def _check_gpus(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := {*names} - {*GPUS}:
+            raise ValueError(f"GPU '{min(unknown)}' is not one of {', '.join(GPUS)}")
+        return names
+
+
+class Caches(Section):
+    """Cache types that the engine has, by their names in `calib.caches`."""
+
+    version: str = ""  # whose flags and kernels they are
+    evidence: Evidence = "read"
+    types: dict[str, tuple[CacheSupport, ...]] = {}
+
+
+class HeadSizes(Section):
+    """Head sizes that an attention kernel takes."""
+
+    least: int
+    most: int | None = None
+    multiple: int = 1
+
+    def __contains__(self, size: int) -> bool:
+        return self.least <= size <= (self.most or size) and size % self.multiple == 0
+
+    def __str__(self) -> str:
+        steps = f"a multiple of {self.multiple}" if self.multiple > 1 else f"{self.least} or more"
+        return f"{steps}, at most {self.most}" if self.most else steps
+
+
+class Kernel(Section):
+    """An attention kernel for an FP8 cache, which fp8kv_runtime/engine_attention.py simulates."""
+
+    name: str
+    where: str  # it runs
+    evidence: Evidence
+    strategies: tuple[Strategy, ...]
+    fp8_types: tuple[FP8Name, ...]
+    head_sizes: HeadSizes
+    # it rounds queries, K and V, and weights of the softmax to
+    queries: Literal["fp8", "16 bits"]
+    keys: str
+    weights: str
+
+
 class Engine(Section):
     """An engine, in a range of versions."""
 
@@ -107,7 +183,8 @@ class Engine(Section):
     modules: str = "model.layers.N.self_attn"
     remap: tuple[Remap, ...] = ()
     first_remap: bool = False  # only the first pattern that fits is applied, not one after another
-    serve: str = ""  # the command that serves {path}, without the flag
+    # the command that serves {path}, without the flag; what follows the path is for FP8 caches alone
+    serve: str = ""
     flag: str  # what turns an FP8 cache on
     nvfp4: Nvfp4 | None = None  # None: not known
     latent: str = ""  # what becomes of scales of latents (MLA); none: not known
@@ -118,6 +195,8 @@ class Engine(Section):
     transformers_flag: str = ""  # what chooses its backend for transformers' own code
     per_head_flag: str = ""  # what a scale per head needs besides
     note: str = ""
+    caches: Caches = Caches()
+    kernels: dict[AttentionMode, Kernel] = {}
     # format -> what may surprise its user; {note} and {since} stand for the above
     formats: dict[str, str] = {}
     # attributes of an attention layer that hold a scale, by name of the copy; {x} is k, v or q. The first

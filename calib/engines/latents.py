@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from calib.caches.types import cache_type
 from calib.engines.catalogue import Engine
 from calib.engines.classes import TRANSFORMERS, Fates, architecture, owner, table_name
 from calib.engines.outcome import NotKnown, Refused, Simulation, Verdict
@@ -63,8 +62,5 @@ def find_flags_at_one(engine: Engine, config: Mapping[str, Any]) -> str | None:
 
 def _is_served_as_latents(engine: Engine, model_type: object) -> bool:
     """Return whether the engine is known to cache latents of that type, whose class was not run."""
-    return any(
-        model_type in serving.models
-        for serving in cache_type("fp8").servings
-        if serving.engine == engine.name and serving.models and "heads" not in serving.of
-    )
+    ways = (way for way in engine.caches.types.get("fp8", ()) if way.models and "heads" not in way.attention)
+    return any(model_type in (way.models or ()) for way in ways)

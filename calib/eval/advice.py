@@ -7,8 +7,8 @@ from functools import cached_property
 
 import numpy as np
 
-from calib.caches.types import cache_type
 from calib.choices import REFERENCE
+from calib.engines.offers import find_support
 from calib.errors import InputError
 from calib.eval.found import OtherText, Search
 from calib.eval.other_figures import clipping
@@ -37,7 +37,7 @@ _OUTLIER = 3.0
 
 def can_be_served(name: str, row: Row) -> bool:
     """Whether a variant is a cache that some engine has, not one that only explains others."""
-    is_offered = row.cache is not None and bool(cache_type(row.cache).servings)
+    is_offered = row.cache is not None and bool(find_support(row.cache))
     return row.kind == "given" or name in SERVED or is_offered
 
 

@@ -121,7 +121,7 @@ def as_cache(scales: KVScales, what: str) -> Variant:
 
 def _plain(kind: CacheType, dtype: torch.dtype | None) -> Variant:
     rounded = rounding(kind.name, dtype=dtype)
-    return Variant(kind.name, kind.what, "cache", cache=kind.name, rounding=rounded)
+    return Variant(kind.name, kind.description, "cache", cache=kind.name, rounding=rounded)
 
 
 def _on_baked(variant: Variant, factors: Mapping[int, LayerFactors]) -> Variant:

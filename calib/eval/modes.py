@@ -1,111 +1,81 @@
-"""Which models and variants `--attention` can simulate an engine for."""
+"""Models and variants for which `--attention` can simulate an engine."""
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from transformers import PreTrainedModel
 
 from calib.caches.types import Shape
 from calib.capture.capabilities import check_queries, engine_class
-from calib.choices import AttentionMode, FP8Name, Strategy
+from calib.choices import AttentionMode
+from calib.engines.catalogue import Kernel, find_engine
 from calib.errors import InputError
 from calib.eval.variants import Setup, Variant
 from calib.scales.scales import KVScales
 
-
-class _Kernel(NamedTuple):
-    """What an engine's kernel takes, by the sources named in fp8kv_runtime/engine_attention.py."""
-
-    name: str
-    strategies: tuple[Strategy, ...]
-    takes: str  # the same in words
-    fp8_dtypes: tuple[FP8Name, ...]
-    takes_head: Callable[[int], bool]
-    heads: str  # the same in words
-
-
-_TRITON = _Kernel(
-    "vLLM's Triton kernel",
-    ("tensor",),
-    "one per tensor",  # `supports_per_head_quant_scales` of its backend is false
-    ("e4m3fn", "e4m3fnuz"),
-    lambda size: size >= 32,
-    "32 or more",
-)
-_KERNELS = {
-    "fa3": _Kernel(
-        "FlashAttention 3",
-        ("tensor", "attn_head"),
-        "one per tensor or KV head",
-        ("e4m3fn",),
-        lambda size: size % 16 == 0 and size <= 256,
-        "a multiple of 16, at most 256",
-    ),
-    "vllm_triton": _TRITON,
-    "vllm_triton_fp8": _TRITON,
-}
+_STRATEGIES = {"tensor": "tensor", "attn_head": "KV head", "channel": "channel"}
 
 
 def check_model(mode: AttentionMode, model: PreTrainedModel, shapes: Sequence[Shape]) -> None:
     """Refuse a model that the engine's kernel does not take, with an InputError."""
     if mode == "exact":
         return
-    kernel, refused = _KERNELS[mode], f"--attention {mode}: "
-    if any(Shape(*shape).attention != "heads" for shape in shapes):
-        raise InputError(
-            f"{refused}this model caches latents (MLA), whose kernels are others and are not "
-            "simulated; leave --attention out"
-        )
-    sizes = {size for shape in shapes for size in (shape[1], shape[2])}
-    wrong = sorted(size for size in sizes if not kernel.takes_head(size))
-    if wrong or any(shape[1] != shape[2] for shape in shapes):
-        given = f"head size {wrong[0]}" if wrong else f"K and V of sizes {sorted(sizes)}"
-        raise InputError(
-            f"{refused}{kernel.name} is simulated for K and V of one head size, {kernel.heads}; "
-            f"this model has {given}; leave --attention out"
-        )
-    if not model.get_decoder()._can_set_attn_implementation():
-        raise InputError(
-            f"{refused}{type(model).__name__} calls attention itself, which cannot be replaced; "
-            "leave --attention out"
-        )
+    kernel = _find_kernel(mode)
+    if problem := _model_problem(kernel, model, shapes):
+        raise InputError(f"--attention {mode}: {problem}; leave --attention out")
     # in 16 bits a query rounds alike whether or not it was multiplied by the softmax scale
-    if mode != "vllm_triton":
+    if kernel.queries == "fp8":
         check_queries(engine_class(model.config, type(model).__name__), f"--attention {mode}")
 
 
-def in_mode(
-    setup: Setup, variants: Sequence[Variant], asked: Sequence[str] | None
+def _model_problem(kernel: Kernel, model: PreTrainedModel, shapes: Sequence[Shape]) -> str | None:
+    """Say why the kernel cannot be simulated for the model."""
+    if any(Shape(*shape).attention != "heads" for shape in shapes):
+        return "this model caches latents (MLA), whose kernels are not simulated"
+    sizes = {size for shape in shapes for size in (shape[1], shape[2])}
+    wrong = sorted(size for size in sizes if size not in kernel.head_sizes)
+    if wrong or any(shape[1] != shape[2] for shape in shapes):
+        words = f"head size {wrong[0]}" if wrong else f"K and V of sizes {sorted(sizes)}"
+        allowed = f"K and V of one head size, {kernel.head_sizes}"
+        return f"{kernel.name} is simulated for {allowed}; this model has {words}"
+    if not model.get_decoder()._can_set_attn_implementation():
+        return f"{type(model).__name__} calls attention itself, which cannot be replaced"
+    return None
+
+
+def select_variants(
+    setup: Setup, variants: Sequence[Variant], names: Sequence[str] | None
 ) -> tuple[list[Variant], list[str]]:
-    """The variants that can be measured in the setup's mode, and warnings about the others.
+    """Return the variants that can be measured in the setup's mode, and warnings on all that cannot.
 
-    FP8 caches that the kernel does not take are left out, and refused with an InputError where they
-    were given or `asked` for. What is no FP8 cache of K and V is measured with exact attention.
+    FP8 caches that the kernel does not take are left out, and refused with an InputError where their scales
+    were given or `names` has them. All but FP8 caches of K and V is measured with exact attention.
     """
-    mode = setup.attention
-    if mode == "exact":
+    if setup.attention == "exact":
         return list(variants), []
-    reasons = {v.name: _unfit(mode, v.scales) for v in variants if v.in_mode and v.scales}
-    left_out = {name: why for name, why in reasons.items() if why is not None}
-    named = [v.name for v in variants if v.kind == "given" or v.name in (asked or ())]
-    if wrong := [name for name in named if name in left_out]:
-        raise InputError(f"--attention {mode}: '{wrong[0]}' has {left_out[wrong[0]]}; leave it out")
-    kept = [variant for variant in variants if variant.name not in left_out]
-    exact = ", ".join(v.name for v in kept if not v.in_mode)
-    lines = [f"'{name}' has {why}: left out" for name, why in left_out.items()]
-    if exact:
-        lines.append(f"no whole FP8 cache, so measured with exact attention: {exact}")
-    return kept, [f"--attention {mode}: {line}" for line in lines]
+    kernel, flag = _find_kernel(setup.attention), f"--attention {setup.attention}"
+    caches = {v.name: v.scales for v in variants if v.in_mode and v.scales}
+    problems = {name: why for name, scales in caches.items() if (why := _scales_problem(kernel, scales))}
+    for variant in variants:
+        if variant.name in problems and (variant.kind == "given" or variant.name in (names or ())):
+            raise InputError(f"{flag}: '{variant.name}' has {problems[variant.name]}; leave it out")
+    measured = [variant for variant in variants if variant.name not in problems]
+    warnings = [f"{flag}: '{name}' has {why}: left out" for name, why in problems.items()]
+    if exact := ", ".join(variant.name for variant in measured if not variant.in_mode):
+        warnings.append(f"{flag}: no whole FP8 cache, so measured with exact attention: {exact}")
+    return measured, warnings
 
 
-def _unfit(mode: AttentionMode, scales: KVScales) -> str | None:
-    """Why the kernel does not take such scales."""
-    kernel = _KERNELS[mode]
+def _find_kernel(mode: AttentionMode) -> Kernel:
+    return find_engine("vllm").kernels[mode]
+
+
+def _scales_problem(kernel: Kernel, scales: KVScales) -> str | None:
+    """Say what the kernel does not take of such scales."""
     if scales.has_center:
         return f"a mean subtracted from K, which {kernel.name} does not add"
     if scales.strategy not in kernel.strategies:
-        names = {"attn_head": "one scale per KV head", "channel": "one scale per channel"}
-        return f"{names[scales.strategy]}, and {kernel.name} takes {kernel.takes}"
-    if scales.fp8_dtype not in kernel.fp8_dtypes:
-        return f"{scales.fp8_dtype} codes, and {kernel.name} takes {' or '.join(kernel.fp8_dtypes)}"
+        allowed = " or ".join(_STRATEGIES[strategy] for strategy in kernel.strategies)
+        return f"one scale per {_STRATEGIES[scales.strategy]}, and {kernel.name} takes one per {allowed}"
+    if scales.fp8_dtype not in kernel.fp8_types:
+        return f"{scales.fp8_dtype} codes, and {kernel.name} takes {' or '.join(kernel.fp8_types)}"
     return None

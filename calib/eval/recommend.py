@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from calib.choices import KL_BUDGET, REFERENCE
+from calib.engines.offers import Offer, check_place
 from calib.errors import InputError
 from calib.eval.advice import SERVED, Judgement
 from calib.eval.found import Passed, Recommendation, Way
-from calib.eval.offers import Offer, Offers, check_place
+from calib.eval.offers import Offers
 from calib.eval.schema import Row
 
 _BETTER = "measurably better"

@@ -26,7 +26,7 @@ from calib.eval.exceedance import predicted
 from calib.eval.found import Recommendation, Search
 from calib.eval.held_out import find_readers, with_own
 from calib.eval.material import Material
-from calib.eval.modes import check_model, in_mode
+from calib.eval.modes import check_model, select_variants
 from calib.eval.offers import Offers
 from calib.eval.other_text import (
     OtherDocuments,
@@ -134,7 +134,7 @@ def evaluate(
     offers = Offers(served_name, checkpoint, recipe.data.dataset, shapes, trust)
     refused = _refused([*variants, *caches], offers, wish)
     measured = [each for each in (*variants, *given, *caches) if each.name not in refused]
-    measured, unlike = in_mode(setup, measured, wanted.variants)
+    measured, unlike = select_variants(setup, measured, wanted.variants)
     results = _results(setup, with_bytes(measured, shapes), material, others, tasks, wanted)
     warnings = [*notes, *data.warnings, *warnings, *left, *more, *left_out, *unbaked, *unlike]
     chances = {} if recipe.data.skip_first else predicted(measured, stats)

@@ -25,6 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from calib.caches.types import CACHES, LATENT_CACHES, CacheType, Shape, cache_type
+from calib.engines.catalogue import CacheSupport, find_engine
+from calib.engines.offers import Offer, find_offer
 
 HEAD_DIMS = (32, 64, 72, 80, 96, 112, 128, 160, 192, 256, 512)
 HEADS = 3
@@ -37,10 +39,19 @@ FLAG = "--kv-cache-dtype "
 _STORED = {"fp8_per_token_head": "fp8e4nv", "int8_per_token_head": "i8"}
 
 
+def support(kind: CacheType) -> tuple[CacheSupport, ...]:
+    """What our catalogue says that vLLM has for the type."""
+    return find_engine("vllm").caches.types.get(kind.name, ())
+
+
 def names(kind: CacheType) -> set[str]:
     """What vLLM calls the type: what its flags say."""
-    flags = [s.flag for s in kind.servings if s.engine == "vllm"]
-    return {flag.removeprefix(FLAG).split()[0] for flag in flags}
+    return {way.flag.removeprefix(FLAG).split()[0] for way in support(kind)}
+
+
+def ours(kind: CacheType, gpu: str, shape: Shape) -> Offer | str:
+    """What we say of a type on a GPU; of FP8 with scales, as that can be served where 1.0 clips."""
+    return find_offer(kind.name, [shape], "vllm", gpu, strategy="tensor")
 
 
 def backends(platform, name: str, head_dim: int) -> list[type]:
@@ -95,11 +106,11 @@ def compiles(stored: str, capability: int) -> bool:
 def compare(platform, kind: CacheType, gpu: str, name: str) -> Iterator[str]:
     """What vLLM and our facts say differently of a type on a GPU, for every head size."""
     for head_dim in HEAD_DIMS:
-        ours = kind.serving("vllm", gpu, [(HEADS, head_dim, head_dim)])
+        answer = ours(kind, gpu, Shape(HEADS, head_dim, head_dim))
         chosen = backends(platform, name, head_dim)
-        if bool(chosen) != isinstance(ours, list):
+        if bool(chosen) != isinstance(answer, Offer):
             said = "takes" if chosen else "refuses"
-            yield f"{kind.name} on {gpu}, {head_dim}: vLLM {said} it; we: {ours}"
+            yield f"{kind.name} on {gpu}, {head_dim}: vLLM {said} it; we: {answer}"
         for backend in chosen:
             if (theirs := bytes_per_token(backend, name, head_dim)) != (
                 mine := kind.bytes_per_token([(HEADS, head_dim, head_dim)])
@@ -159,10 +170,10 @@ def compare_latents(platform, kind: CacheType, gpu: str, name: str) -> Iterator[
         if (gpu, attention) == ("mi300x", "sparse latents"):
             continue  # AITER takes FP8 there, as E4M3FNUZ, of which we claim nothing
         shape = Shape(1, *sizes, attention)
-        ours = kind.serving("vllm", gpu, [shape])
+        answer = ours(kind, gpu, shape)
         chosen = latent_backends(platform, name, shape)
-        if bool(chosen) != isinstance(ours, list):
-            yield f"{kind.name} on {gpu}, {shape}: vLLM's backends: {chosen}; we: {ours}"
+        if bool(chosen) != isinstance(answer, Offer):
+            yield f"{kind.name} on {gpu}, {shape}: vLLM's backends: {chosen}; we: {answer}"
         if chosen and (theirs := latent_bytes(name, shape)) != (mine := kind.bytes_per_token([shape])):
             yield f"{kind.name}, {shape}: {theirs} bytes per token; we: {mine}"
 
@@ -188,8 +199,7 @@ def model_types(types: list[CacheType]) -> Iterator[str]:
 
     fixtures = {json.loads(f.read_text())["model_type"]: f.stem for f in ARCHITECTURES.iterdir()}
     own = {None, *ModelRegistry.get_supported_archs()}  # of others transformers' code is served
-    servings = [s for kind in types for s in kind.servings if s.engine == "vllm"]
-    named = {model for serving in servings for model in serving.models or ()}
+    named = {model for kind in types for way in support(kind) for model in way.models or ()}
     for model_type in sorted({*named, EXPANDED}):
         text = SimpleNamespace(model_type=model_type, kv_lora_rank=512)
         config = SimpleNamespace(hf_text_config=text)
@@ -210,10 +220,9 @@ def flags_parse(types: list[CacheType]) -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     for kind in types:
         assert names(kind) or kind.name not in get_args(CacheDType), kind.name
-        for serving in kind.servings:
-            if serving.engine == "vllm":
-                given = parser.parse_args(serving.flag.split())
-                assert given.kv_cache_dtype in names(kind), serving.flag
+        for way in support(kind):
+            given = parser.parse_args(way.flag.split())
+            assert given.kv_cache_dtype in names(kind), way.flag
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from families import FAMILIES, LATENT, save_model, tiny_model
 from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.errors import InputError
-from calib.eval.modes import in_mode
+from calib.eval.modes import select_variants
 from calib.eval.page.html import html
 from calib.eval.page.markdown import markdown
 from calib.eval.run import evaluate
@@ -267,8 +267,8 @@ def test_a_model_that_the_kernel_does_not_take_is_refused(family, changes, mode,
 def test_codes_of_an_mi300_are_for_vllms_triton_kernel(mode, attention, model, variants):
     scales = replace(variants["tensor"].scales, fp8_dtype="e4m3fnuz")
     mine = Variant("mine", "", "given", scales)
-    assert in_mode(Setup(model, None, attention=mode), [mine], None) == ([mine], [])
+    assert select_variants(Setup(model, None, attention=mode), [mine], None) == ([mine], [])
     want = plainly(model, mine, attention, codes=torch.float8_e4m3fnuz)
     assert torch.equal(logits(model, mine, mode), want)
     with pytest.raises(InputError, match="'mine' has e4m3fnuz codes"):
-        in_mode(Setup(model, None, attention="fa3"), [mine], None)
+        select_variants(Setup(model, None, attention="fa3"), [mine], None)

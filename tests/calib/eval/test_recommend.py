@@ -12,8 +12,9 @@ from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 
 from calib.choices import REFERENCE
+from calib.engines.offers import Offer
 from calib.eval.advice import Judgement
-from calib.eval.offers import Offer, Offers
+from calib.eval.offers import Offers
 from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, answer_lines, recommend
 from calib.eval.run import evaluate
@@ -24,7 +25,7 @@ from calib.eval.variants import Variant
 from calib.models.sources import find_model
 from calib.recipe import load_recipe
 
-OFFER = Offer("vllm", "1", ("h100",), (), ("x",))
+OFFER = Offer("vllm", "1", ("h100",), commands=("x",))
 ANYWHERE = SimpleNamespace(of=lambda variant, engine, gpu: OFFER)
 PLACES = [*product([None, "vllm", "sglang", "lmdeploy"], [None, "a100", "h100", "b200"])]
 RECIPE = load_recipe(
