@@ -20,8 +20,8 @@ from calib.commands.running import run
 from calib.commands.tables import table_text
 from calib.files.atomic import atomic_directory
 from calib.progress import Progress
+from calib.rescale.cards import write_stress_card
 from calib.rescale.stress import Stressed
-from calib.rescale.stress_card import write_card
 
 
 def shell(line, **options):
@@ -204,7 +204,7 @@ def test_serve_lines_are_quoted_for_the_shell(tiny_directory, tmp_path):
 def test_the_commands_of_a_twin_are_quoted(tmp_path):
     amax = (1.0, 256.0), (1.0, 0.5)
     twin = Stressed("m", Path("a b"), 256, 0.5, "float32", [], *amax, 0.0, [])
-    write_card(twin.to_json(), None, [], tmp_path)
+    write_stress_card(twin.to_json(), None, [], tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert commands_in(card, "vllm serve") == ["a b", "a b-fp8kv"]
     assert "fp8kv-calibrate 'a b' -o 'a b-fp8kv'" in card

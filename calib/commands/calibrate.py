@@ -212,9 +212,9 @@ def table_rows(layers: "list[LayerSummary]") -> list[tuple[str, ...]]:
 def closing_lines(result: "Result") -> list[str]:
     """Warnings, speed, where the output is, how to serve it."""
     from calib.formats import FORMATS
-    from calib.formats.card import NO_WEIGHTS, engine_of, serve_command, strategy_held
+    from calib.formats.card import NO_WEIGHTS, engine_of, serve_command, written_strategy
 
-    strategy = strategy_held(result.recipe.strategy, result.recipe.export.reduce)
+    strategy = written_strategy(result.recipe.strategy, result.recipe.export.reduce)
     lines = [f"warning: {warning}" for warning in result.warnings]
     lines += ["", *result.notes, _speed(result), f"written to {result.output}"]
     if result.backup:

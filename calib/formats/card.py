@@ -1,72 +1,89 @@
-"""The README of an output: how it was made and how to serve it."""
+"""README cards of outputs, baked models, stress twins and packs, from templates in `cards/`."""
 
+import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from calib import __version__
 from calib.choices import FormatName, Reduce, Strategy
 from calib.files.text import plain
 from calib.formats import FORMATS
 
+_MARKUP = re.compile(r"([\\`*_\[\]<>|#])")
 NO_WEIGHTS = "No weights are here: put the source's weight files beside these before serving."
-_SAME = "The weights are those of the source, bit for bit."
+
+
+def render_card(template: str, **facts: Any) -> str:
+    """Render `cards/<template>.md.j2`; text of others cannot steer a terminal, or begin a line."""
+    environment = Environment(
+        loader=PackageLoader("calib.formats", "cards"),
+        finalize=lambda fact: plain(str(fact)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["cell"] = lambda text: _MARKUP.sub(r"\\\1", str(text))
+    return environment.get_template(f"{template}.md.j2").render(facts)
 
 
 def output_card(report: dict[str, Any], name: FormatName, path: Path, flags: str = "") -> str:
-    """The README section of one output directory; `flags`: that serving needs besides."""
-    recipe, dataset = report["recipe"], report["dataset"]
-    origin = report.get("measured_on")
-    about = f", measured on {origin['model']} and applied to this checkpoint" if origin else ""
-    about += (
-        f", observer `{recipe['observer']['name']}`, {recipe['fp8_dtype']}; {dataset['tokens']} "
-        f"tokens of {dataset['source']} in {dataset['samples']} samples{_of_documents(dataset)}. "
-        f"Made by fp8kv {report['versions']['fp8kv']}."
+    """Return the card of a calibration's output in one format; `flags`: that serving needs besides."""
+    options = report["recipe"]["export"]
+    strategy = written_strategy(report["recipe"]["strategy"], options["reduce"])
+    return format_card(
+        *(report["model"], name, path, strategy, flags, report["warnings"]),
+        report=report,
+        with_weights=options["weights"] != "none",
     )
-    weights = NO_WEIGHTS if recipe["export"]["weights"] == "none" else _SAME
-    strategy = strategy_held(recipe["strategy"], recipe["export"]["reduce"])
-    card = format_card(report["model"], name, path, strategy, about, weights, flags)
-    return card + "".join(f"- {plain(warning)}\n" for warning in report["warnings"])
-
-
-def _of_documents(dataset: dict[str, Any]) -> str:
-    """What the samples are of; reports of older versions do not say it."""
-    if "documents" not in dataset:
-        return ""
-    return f" (documents: {dataset['documents']}; {dataset['unread_tokens']} tokens were left unread)"
 
 
 def format_card(
-    model: str, name: FormatName, path: Path, strategy: Strategy, about: str,
-    weights: str = _SAME, flags: str = "",
-) -> str:  # fmt: skip
-    """The README section of scales in one format; `about` ends the sentence on their strategy."""
+    model: str,
+    name: FormatName,
+    path: Path,
+    strategy: Strategy,
+    flags: str = "",
+    warnings: Sequence[str] = (),
+    *,
+    report: dict[str, Any] | None = None,
+    with_weights: bool = True,
+) -> str:
+    """Return the card of scales in one format: of a calibration's `report`, or converted without one."""
     target = FORMATS[name]
-    command = serve_command(name, path, strategy, flags)
-    weights = weights if target.with_weights else "No weights are here."
-    engine = engine_of(name, flags)
-    lines = [
-        f"# {'NVFP4' if target.nvfp4 else 'FP8'} KV-cache scales for {plain(model)}",
-        "",
-        f"Format `{name}` for {engine}; strategy `{strategy}`{plain(about)} {weights}",
-        "",
-        *(["```bash", command, "```", ""] if command else []),
-        *([f"Note: {target.note}.", ""] if target.note else []),
-    ]
-    return "\n".join(lines) + "\n"
+    weights = "The weights are those of the source, bit for bit." if with_weights else NO_WEIGHTS
+    return render_card(
+        "output",
+        model=model,
+        format=name,
+        nvfp4=target.nvfp4,
+        engine=engine_of(name, flags),
+        strategy=strategy,
+        report=report,
+        version=__version__,
+        weights=weights if target.with_weights else "No weights are here.",
+        serve=serve_command(name, path, strategy, flags),
+        note=target.note,
+        warnings=warnings,
+    )
 
 
 def engine_of(name: FormatName, flags: str = "") -> str:
-    """Who serves a format; `flags` that serving needs besides are vLLM's alone."""
+    """Return who serves a format; `flags` that serving needs besides are vLLM's alone."""
     return "vLLM" if flags else FORMATS[name].engine
 
 
 def serve_command(name: FormatName, path: Path, strategy: Strategy, flags: str = "") -> str:
-    """The exact command that serves an output directory, or "" where no engine does."""
+    """Return the exact command that serves an output directory, or "" where no engine does."""
     target = FORMATS[name]
     command = target.serve.format(path=shlex.quote(str(path)))
     return command + target.per_head_flags * (strategy == "attn_head") + f" {flags}" * bool(flags)
 
 
-def strategy_held(strategy: Strategy, reduce: Reduce | None) -> Strategy:
-    """The strategy of scales in a file, after what was asked of it."""
+def written_strategy(strategy: Strategy, reduce: Reduce) -> Strategy:
+    """Return the strategy of scales in a file, after `--reduce`."""
     return "tensor" if reduce == "max" else strategy

@@ -31,7 +31,7 @@ from calib.formats.directory import (
 from calib.models.quantized.detect import find_weight_format
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
-from calib.rescale.bake_card import write_card
+from calib.rescale.cards import write_bake_card
 from calib.rescale.changes import LayerFactors
 from calib.rescale.factors import FactorChoice, baked_fp8_type, check_purpose, choose_baked_factors
 from calib.rescale.proof import kl_between, observe, prove
@@ -218,4 +218,4 @@ def _describe(
         **records_json(stats.records),
     }
     write_json(out / BAKE_FILE, baked.to_json() | facts)
-    write_card(checkpoint, out, baked.to_json(), report["dataset"])
+    write_bake_card(checkpoint, out, baked.to_json(), report["dataset"])

@@ -25,10 +25,10 @@ from calib.models.config import caches_latents, load_config
 from calib.models.quantized.detect import find_weight_format
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
+from calib.rescale.cards import write_stress_card
 from calib.rescale.factors import choose_uniform_factors
 from calib.rescale.proof import PROBE_TOKENS
 from calib.rescale.rescaling import check_no_scales, exact_recipe, rescale
-from calib.rescale.stress_card import write_card
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 _LARGEST_EXPONENT = 64
@@ -137,7 +137,7 @@ def stress(
         changed, rounded = rescaling.changed, rescaling.rounded
         twin = Stressed(name, output, k, v, dtype, changed, k_amax, v_amax, rescaling.kl, rounded, latent)
         write_json(scratch / STRESS_FILE, twin.to_json())
-        write_card(twin.to_json(), checkpoint, rescaling.plan.factors, scratch)
+        write_stress_card(twin.to_json(), checkpoint, rescaling.plan.factors, scratch)
     return twin
 
 

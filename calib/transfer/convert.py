@@ -5,7 +5,6 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from calib import __version__
 from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, Reduce
 from calib.errors import InputError, UnsupportedExportError
@@ -15,7 +14,7 @@ from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import CALIBRATION_FILE, MODELOPT_FILE, STATS_FILE
 from calib.files.stored_scales import StoredScales, read_scales
 from calib.formats import FORMATS, export
-from calib.formats.card import format_card, strategy_held
+from calib.formats.card import format_card, written_strategy
 from calib.formats.directory import check_output, write_checkpoint
 from calib.formats.refusals import Command, refusals_of
 from calib.progress import SILENT, Progress
@@ -142,10 +141,8 @@ def write_scales(
     with refusals_of(command):
         exported = export(scales, plain, to, reduce=reduce, tp_size=tp_size)
     warnings = exported.notes + exported.doubts
-    writer = f". Written by fp8kv {__version__} from the scales there."
-    strategy = strategy_held(scales.strategy, reduce)
-    card = format_card(checkpoint.path.resolve().name, to, output, strategy, writer, flags=exported.flags)
-    card += "".join(f"- {warning}\n" for warning in warnings)
+    strategy = written_strategy(scales.strategy, reduce)
+    card = format_card(checkpoint.path.resolve().name, to, output, strategy, exported.flags, warnings)
     with_weights = FORMATS[to].with_weights
     with atomic_directory(output, overwrite=overwrite) as scratch:
         progress.stage("write")
