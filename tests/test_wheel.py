@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+CARDS = {"bake", "output", "outputs", "pack", "stress"}
 # what a user may have where our commands are run
 OWN = ("cli.py", "recipes.py", "recipes/__init__.py", "commands.py", "app.py")
 
@@ -59,6 +60,7 @@ def test_the_wheel_takes_the_names_of_our_two_packages_and_no_other(wheel):
     roots = {name.split("/")[0] for name in names(wheel)}
     assert roots == {"calib", "fp8kv_runtime", f"fp8kv-{version}.dist-info"}
     assert {f"calib/recipes/{name}.yaml" for name in RECIPES} <= {*names(wheel)}
+    assert {f"calib/formats/cards/{name}.md.j2" for name in CARDS} <= {*names(wheel)}
 
 
 def test_the_sdist_makes_the_same_wheel(wheel, tmp_path):

@@ -60,31 +60,25 @@ def write_stress_card(
 
 
 def _serve_twin(twin: dict[str, Any], checkpoint: ModelDirectory, modules: Iterable[str]) -> dict[str, str]:
-    """Return the commands that show garbage, and the source's text by scales or by baking."""
+    """Return the commands that show garbage, and then the source's text: with scales, or baked."""
     path, scaled, baked = (shlex.quote(twin["output"] + ending) for ending in ("", "-fp8kv", "-baked"))
-    vllm, dtype = find_engine("vllm"), _FLOAT32 * (twin["dtype"] == "float32")
-    flags, export = vllm.flag, ""
+    vllm = find_engine("vllm")
+    serve, export, bake = f"{vllm.serve} {vllm.flag}", "", ""
     if twin["latent"]:
         try:
             names = [checkpoint.attention_prefix(module) for module in modules]
             _, flag = name_for_latents(vllm, names, checkpoint, "modelopt", MODELOPT_NAME)
+            serve, export = f"{serve} {flag}".rstrip(), " --format modelopt"
         except UnsupportedExportError:
-            commands = {"calibrate": f"fp8kv-calibrate {path} --format fp8kv -o {scaled}"}
-            commands |= {"bake": f"fp8kv bake {path} --scales {scaled} --for fp8 -o {baked}"}
-            commands |= {"serve_twin": "", "serve_baked": ""}
-            for engine in (vllm, find_engine("sglang")):
-                if flags := find_flags_at_one(engine, checkpoint.config):
-                    serve = f"{engine.serve} {flags}{dtype}"
-                    return commands | {
-                        "serve_twin": serve.format(path=path),
-                        "serve_baked": serve.format(path=baked),
-                    }
-            return commands
-        flags, export = f"{vllm.flag} {flag}".rstrip(), " --format modelopt"
-    serve = f"{vllm.serve} {flags}{dtype}"
+            engines = vllm, find_engine("sglang")
+            flags = ((engine.serve, find_flags_at_one(engine, checkpoint.config)) for engine in engines)
+            serve = next((f"{command} {flag}" for command, flag in flags if flag), "")
+            export, bake = " --format fp8kv", f"fp8kv bake {path} --scales {scaled} --for fp8 -o {baked}"
+    if serve and twin["dtype"] == "float32":
+        serve += _FLOAT32
     return {
-        "calibrate": f"fp8kv-calibrate {path}{export} -o {scaled}",
-        "bake": "",
         "serve_twin": serve.format(path=path),
-        "serve_scaled": serve.format(path=scaled),
+        "calibrate": f"fp8kv-calibrate {path}{export} -o {scaled}",
+        "bake": bake,
+        "serve_answer": serve.format(path=baked if bake else scaled),
     }
