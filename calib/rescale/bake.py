@@ -161,7 +161,7 @@ def baked_factors(
         kl = kl_between(before, observe(model, exact, rounded))
         warnings = [
             f"rows on weights baked for {purpose} leave out that `bake` rounds {len(rounded)} weights of "
-            f"norms: a KL of {kl:.2g} nats per token on a few random tokens"
+            f"norms: a KL of {kl:.2g} on a few random tokens"
         ]
     return {source.modules[name].layer_idx: layer for name, layer in plan.factors.items()}, warnings
 

@@ -76,14 +76,21 @@ class AttentionWeights:
             factor = factor.reshape(parameter.shape)
             yield WeightChange(self.name, f"{child}.{key}", factor, adds_one and key == "weight")
 
-    def change_rows(self, child: str, rows: Tensor) -> Iterator[WeightChange]:
-        """Multiply the outputs of a linear layer by `rows`."""
-        if bool((rows == 1).all()):
-            return  # it may hold more than heads, such as gates
-        linear = self.module.get_submodule(child)
-        self.check_size(child, "rows", len(linear.get_parameter("weight")), len(rows))
-        yield WeightChange(self.name, f"{child}.weight", rows[:, None])
-        if linear.bias is not None:
+    def change_linear(
+        self, child: str, rows: Tensor | None = None, columns: Tensor | None = None
+    ) -> Iterator[WeightChange]:
+        """Multiply the outputs of a linear layer by `rows`, and the weights of its inputs by `columns`."""
+        linear, factor = self.module.get_submodule(child), torch.ones(1, 1)
+        if rows is not None and bool((rows == 1).all()):
+            rows = None  # the layer may hold more than heads, such as gates
+        if rows is not None:
+            self.check_size(child, "rows", linear.get_parameter("weight").shape[0], len(rows))
+            factor = rows[:, None]
+        if columns is not None:
+            self.check_size(child, "columns", linear.get_parameter("weight").shape[1], len(columns))
+            factor = factor * columns
+        yield WeightChange(self.name, f"{child}.weight", factor)
+        if rows is not None and linear.bias is not None:
             yield WeightChange(self.name, f"{child}.bias", rows)
 
     def find_linear(self, *names: str) -> tuple[str, nn.Linear]:
@@ -94,7 +101,7 @@ class AttentionWeights:
                 return child, linear
         raise UnsupportedModelError(
             f"{self.name} ({type(self.module).__name__}) has no linear layer named {' or '.join(names)}, so "
-            "fp8kv does not know which weights make what it caches, or read it"
+            "fp8kv does not know which weights make or read its cache"
         )
 
     def check_size(self, child: str, unit: str, size: int, expected: int) -> None:

@@ -32,7 +32,7 @@ class FactorChoice(NamedTuple):
     """Factors of a model, and those to try where its weights cannot hold them."""
 
     ideal: Factors
-    nearest: Factors  # that norms of 1 + weight hold
+    nearest: Factors | None = None  # that norms of 1 + weight hold, where these are not the ideal ones
     fallbacks: Sequence[Fallback] = ()
 
 
@@ -44,18 +44,11 @@ def choose_baked_factors(
     return FactorChoice(ideal, _hold_in_norms(ideal, stats, purpose, source), _FALLBACKS[purpose])
 
 
-def choose_uniform_factors(k: float, v: float, source: StoredModel) -> FactorChoice:
-    """Choose the same factors for all heads and channels of a model."""
-    factors = uniform_factors(source.modules, k, v)
-    return FactorChoice(factors, factors)
-
-
 def check_purpose(stats: KVStats, purpose: Purpose) -> None:
     """Refuse integers for a model that caches latents."""
     if stats.latent and purpose == "int8":
         raise InputError(
-            "--for int8: this model caches latents (MLA), which no engine holds as integers: these are of K "
-            "and V per head; use --for fp8"
+            "--for int8: this model caches latents (MLA), which no engine holds as integers; use --for fp8"
         )
 
 

@@ -86,10 +86,8 @@ def _layer_changes(
         yield from weights.change_norm(child, heads[part])
         heads[part] = torch.ones_like(heads[part])  # the norm undoes what is in front of it
     yield from _projection_changes(weights, cached.num_kv_heads, heads)
-    columns = (1 / factors.v).repeat_interleave(queries, 0).flatten()
-    out, linear = weights.find_linear(*_OUT)
-    weights.check_size(out, "columns", linear.weight.shape[1], len(columns))
-    yield WeightChange(cached.name, f"{out}.weight", columns[None])
+    out, _ = weights.find_linear(*_OUT)
+    yield from weights.change_linear(out, columns=(1 / factors.v).repeat_interleave(queries, 0).flatten())
 
 
 def _norms(model: PreTrainedModel, cached: CachedAttention) -> Iterator[tuple[str, str, nn.Module]]:
@@ -107,9 +105,9 @@ def _projection_changes(
     if first in _SEPARATE:
         for part, child in zip("qkv", _SEPARATE, strict=True):
             if bool((heads[part] != 1).any()):  # Gemma 4's V may have no layer of its own
-                yield from weights.change_rows(weights.find_linear(child)[0], heads[part].flatten())
+                yield from weights.change_linear(weights.find_linear(child)[0], heads[part].flatten())
     elif first == _STACKED:
-        yield from weights.change_rows(first, torch.cat([heads[part].flatten() for part in "qkv"]))
+        yield from weights.change_linear(first, torch.cat([heads[part].flatten() for part in "qkv"]))
     else:
         groups = [heads[part].reshape(num_kv_heads, -1) for part in "qkv"]
-        yield from weights.change_rows(first, torch.cat(groups, dim=1).flatten())
+        yield from weights.change_linear(first, torch.cat(groups, dim=1).flatten())

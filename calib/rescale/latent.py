@@ -9,7 +9,6 @@ holds parts of a query with RoPE and without, but keys or values.
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
 
 from calib.capture.attention import CachedAttention
 from calib.errors import UnsupportedModelError
@@ -32,7 +31,7 @@ def latent_changes(
         yield from weights.change_norm(_NORM_OF_K_PE, factors.v)
     else:
         child, _ = weights.find_linear("kv_a_proj_with_mqa")
-        yield from weights.change_rows(child, torch.cat([torch.ones(cached.head_dim), k_pe]))
+        yield from weights.change_linear(child, torch.cat([torch.ones(cached.head_dim), k_pe]))
     without_rope = getattr(weights.module, "qk_nope_head_dim", None)  # values of a query and of a key
     if not isinstance(without_rope, int):
         raise _unknown_module(weights, "qk_nope_head_dim", "which part of its queries meets k_pe")
@@ -41,27 +40,14 @@ def latent_changes(
     query = torch.cat([key, k_pe])
     gates = len(linear.weight) // cached.num_heads - len(query)  # of axk2, behind each query
     rows = torch.cat([1 / query, torch.ones(max(0, gates))]).repeat(cached.num_heads)
-    yield from weights.change_rows(child, rows)
-    yield from _expansion_changes(weights, cached.num_heads, key, 1 / factors.k)
-
-
-def _expansion_changes(
-    weights: AttentionWeights, num_heads: int, key: Tensor, columns: Tensor
-) -> Iterator[WeightChange]:
-    """Divide what makes keys and values of the latent, and multiply its keys."""
+    yield from weights.change_linear(child, rows)
+    # keys and values are made of the latent by columns, of one head after the other by rows
     child, linear = weights.find_linear("kv_b_proj")
-    values = torch.ones(max(0, len(linear.weight) // num_heads - len(key)))
-    rows = torch.cat([key, values]).repeat(num_heads)[:, None]
-    weights.check_size(child, "rows", linear.weight.shape[0], rows.shape[0])
-    weights.check_size(child, "columns", linear.weight.shape[1], columns.shape[1])
-    factor = rows * columns if bool((rows != 1).any()) else columns
-    yield WeightChange(weights.name, f"{child}.weight", factor)
-    if linear.bias is not None:
-        yield WeightChange(weights.name, f"{child}.bias", rows[:, 0])
+    values = torch.ones(max(0, len(linear.weight) // cached.num_heads - without_rope))
+    rows = torch.cat([key, values]).repeat(cached.num_heads)
+    yield from weights.change_linear(child, rows, 1 / factors.k[0])
 
 
 def _unknown_module(weights: AttentionWeights, missing: str, unknown: str) -> UnsupportedModelError:
-    kind = type(weights.module).__name__
-    return UnsupportedModelError(
-        f"{weights.name} ({kind}) has no {missing}, so fp8kv does not know {unknown}"
-    )
+    module = f"{weights.name} ({type(weights.module).__name__})"
+    return UnsupportedModelError(f"{module} has no {missing}, so fp8kv does not know {unknown}")

@@ -119,6 +119,6 @@ def prove(
     if problems:
         count = f" ({len(problems) - 1} more problems)" if problems[1:] else ""
         raise UnsupportedModelError(
-            f"{refusal}: {problems[0]}{count}, so something in it does not follow a factor in front of it. "
+            f"{refusal}: {problems[0]}{count}: something in it does not follow a factor in front of it. "
             "Nothing was written"
         )

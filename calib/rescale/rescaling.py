@@ -139,20 +139,20 @@ def rescale(
 def plan_rescaling(source: StoredModel, choose: Choose) -> RescalePlan:
     """Fit the factors that `choose` returns to the stored weights, layer by layer, as finely as they hold.
 
-    Where K's or V's are not held, fallbacks are tried in turn. Layers that hold none stay as they are where
-    ones are among these; else NotHeld.
+    Where K's or V's do not fit, fallbacks are tried in turn. A layer that holds none stays as it is where
+    ones are a fallback; else NotHeld.
     """
     ideal, nearest, fallbacks = choose(source)
     factors: dict[str, LayerFactors] = {}
     edits: dict[str, Edit] = {}
     unchanged: dict[str, str] = {}
-    for name, layer in nearest.items():
+    for name, layer in (nearest or ideal).items():
         try:
             factors[name], layer_edits = _fit_layer(source, name, layer, fallbacks)
             edits |= layer_edits
         except NotHeld as error:
             unchanged[name] = str(error)
-            if torch.ones_like not in fallbacks or len(unchanged) == len(nearest):
+            if torch.ones_like not in fallbacks or len(unchanged) == len(ideal):
                 raise
             factors[name] = LayerFactors(torch.ones_like(layer.k), torch.ones_like(layer.v))
     norms = source.one_plus_norms(source.list_changes(factors))  # which refuses a tensor of two layers

@@ -9,7 +9,6 @@ is left of them.
 import re
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from calib.models.quantized.detect import find_weight_format
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.rescale.cards import write_stress_card
-from calib.rescale.factors import choose_uniform_factors
+from calib.rescale.factors import FactorChoice, uniform_factors
 from calib.rescale.proof import PROBE_TOKENS
 from calib.rescale.rescaling import check_no_scales, exact_recipe, rescale
 from fp8kv_runtime.fp8 import FP8_DTYPES
@@ -82,8 +81,8 @@ class Stressed:
             warnings.append(f"the latent reaches {k:g} and k_pe {v:g}, which FP8 holds: use a smaller factor")
         if self.latent and self.k_factor != self.v_factor:
             warnings.append(
-                "one scale serves the latent and k_pe, so with different factors the smaller one may be lost "
-                "even with scales: use the same --k-factor and --v-factor"
+                "one scale serves the latent and k_pe, so the smaller one may be lost even with scales: use "
+                "the same --k-factor and --v-factor"
             )
         if not self.latent and k <= _FP8.max:
             warnings.append(f"K reaches {k:g} and fits FP8 ({_FP8.max:g}): use a larger --k-factor")
@@ -125,7 +124,7 @@ def stress(
             checkpoint,
             scratch,
             recipe,
-            partial(choose_uniform_factors, k, v),
+            lambda source: FactorChoice(uniform_factors(source.modules, k, v)),
             refusal=f"no twin of {architecture}",
             advice="use a --k-factor and --v-factor nearer to 1",
             progress=progress,
@@ -165,6 +164,6 @@ def parse_factor(text: str, flag: str) -> float:
     if not is_power or max(parts) > 2**_LARGEST_EXPONENT:
         raise InputError(
             f"{flag} must be a power of two from 2**-{_LARGEST_EXPONENT} to 2**{_LARGEST_EXPONENT}, such as "
-            f"256, 1/1024, 0.5 or 2**-10, which multiplies weights exactly; got '{text}'"
+            f"256, 1/1024, 0.5 or 2**-10; got '{text}'"
         )
     return float(value)

@@ -229,7 +229,7 @@ def write_weights(
             growth += _rewrite(checkpoint.path / shard, out / shard, edits, dtype)
         progress.advance(size)
     if dtype is not None:
-        write_json(out / CONFIG_FILE, _with_dtype(checkpoint.config, str(dtype).removeprefix("torch.")))
+        write_json(out / CONFIG_FILE, _set_dtype(checkpoint.config, str(dtype).removeprefix("torch.")))
     if (checkpoint.path / INDEX_FILE).exists():
         if growth:
             write_index(checkpoint, out, weight_map, growth)
@@ -251,7 +251,7 @@ def _rewrite(source: Path, target: Path, edits: Mapping[str, Edit], dtype: torch
     return sum(int(tensor.nbytes) for tensor in tensors.values()) - size
 
 
-def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+def _set_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
     """Return `config` with the dtype of the weights, under the names that it uses."""
-    nested = {key: _with_dtype(value, dtype) for key, value in config.items() if isinstance(value, dict)}
+    nested = {key: _set_dtype(value, dtype) for key, value in config.items() if isinstance(value, dict)}
     return {**config, **nested, **dict.fromkeys(config.keys() & {"dtype", "torch_dtype"}, dtype)}
