@@ -4,7 +4,7 @@ BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 
-.PHONY: help demo docs test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines engines-page caches-page bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
+.PHONY: help demo docs test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -178,6 +178,9 @@ engines: $(VENV)/.installed $(INTEROP)/.installed ## the section `classes` of en
 
 engines-page: $(VENV)/.installed ## write docs/engines.md from calib/engines/*.yaml
 	$(BIN)/python tools/engines_page.py
+
+formats-table: $(VENV)/.installed ## write the table in docs/formats.md from calib/formats
+	$(BIN)/python tools/formats_table.py
 
 caches-page: $(VENV)/.installed ## write docs/caches.md from calib/caches/types.yaml and calib/engines/*.yaml
 	$(BIN)/python tools/caches_page.py
