@@ -175,6 +175,7 @@ engines: $(VENV)/.installed $(INTEROP)/.installed ## the section `classes` of en
 	$(BIN)/python tests/interop/write_architectures.py
 	$(VLLM_CLASSES)
 	$(SGLANG_CLASSES)
+	$(BIN)/python tools/engines_page.py
 
 engines-page: $(VENV)/.installed ## write docs/engines.md from calib/engines/*.yaml
 	$(BIN)/python tools/engines_page.py

@@ -297,23 +297,23 @@ def find_engine(name: str, version: str | None = None) -> Engine:
 
 def choose_engines(name: str | None, version: str | None) -> list[Engine]:
     """Find the engine `name` at `version`; without a version the newest; without a name every engine."""
-    families: dict[str, list[Engine]] = {}
-    for engine in load_catalogue().values():
-        families.setdefault(engine.name, []).append(engine)
+    engines = load_catalogue().values()
+    newest = {engine.name: engine for engine in engines}
     if name is None:
         if version:
             raise InputError(f"--version {version}: of which engine? Add --engine")
-        return [family[-1] for family in families.values()]
-    if name not in families:
-        raise InputError(f"--engine {name} is not one of {', '.join(families)}")
-    family = families[name]
+        return [*newest.values()]
+    if name not in newest:
+        raise InputError(f"--engine {name} is not one of {', '.join(newest)}")
     if version is None:
-        return family[-1:]
-    for engine in family:
-        is_over = engine.until and _parse(version) >= _parse(engine.until)
-        if _parse(version) >= _parse(engine.since) and not is_over:
+        return [newest[name]]
+    newest_first = [engine for engine in reversed(engines) if engine.name == name]
+    for engine in newest_first:
+        if _parse(version) >= _parse(engine.since):
+            if engine.until and _parse(version) >= _parse(engine.until):
+                break
             return [engine.model_copy(update={"version": version})]
-    ranges = "; ".join(engine.versions for engine in reversed(family))
+    ranges = "; ".join(engine.versions for engine in newest_first)
     raise InputError(f"--version {version[:40]}: there are rules for {name} {ranges}")
 
 
