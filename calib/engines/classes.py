@@ -11,7 +11,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from calib.files.names import ScaleName, pattern_of
+from calib.files.names import pattern_of
+from calib.files.scale_files import ScaleTensor
 
 # name of a scale -> what becomes of it, and after a colon why
 Fates = Mapping[str, str]
@@ -88,17 +89,16 @@ def architecture(config: Mapping[str, Any]) -> str | None:
     return name[:80] if isinstance(name, str) and name else None
 
 
-def table_name(tensor: str, parsed: ScaleName, module: str) -> str:
-    """Write the name of a scale of `module` as the tables do: `{module}.{x}_proj.{x}_scale`."""
-    own = rf"(?<=[._]){parsed.letters}(?=_)" if len(parsed.letters) == 1 else "(?!)"
-    return "{module}" + re.sub(own, "{x}", tensor.removeprefix(module))
+def split_name(tensor: ScaleTensor, modules: Collection[str]) -> tuple[str | None, str]:
+    """Split a scale's name into its attention module and what tables call it: `{module}.{x}_proj.{x}_scale`.
 
-
-def owner(parsed: ScaleName, modules: Collection[str]) -> str | None:
-    """Find the attention module whose scale a name is: its own, or one around it."""
-    own = parsed.module
-    around = (own, own.rpartition(".")[0], own.rpartition(".")[0].rpartition(".")[0])
-    return next((module for module in around if module in modules), None)
+    The module is the scale's own or one around it; None where `modules` have neither.
+    """
+    inner, letters = tensor.parsed.module, tensor.parsed.letters
+    middle = inner.rpartition(".")[0]
+    module = next((m for m in (inner, middle, middle.rpartition(".")[0]) if m in modules), None)
+    own = rf"(?<=[._]){letters}(?=_)" if len(letters) == 1 else "(?!)"
+    return module, "{module}" + re.sub(own, "{x}", tensor.name.removeprefix(module or ""))
 
 
 def find_fate(fates: Fates, name: str, beside: Collection[str]) -> str:

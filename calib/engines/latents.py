@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from calib.engines.catalogue import Engine
-from calib.engines.classes import TRANSFORMERS, Fates, architecture, owner, table_name
+from calib.engines.classes import TRANSFORMERS, Fates, architecture, split_name
 from calib.engines.outcome import NotKnown, Refused, Simulation, Verdict
 from calib.engines.quantization_config import method_name
 from calib.files.model_directory import ModelDirectory
@@ -15,8 +15,7 @@ def transformers_fates(directory: ModelDirectory, engine: Engine, fates: Fates) 
     backend_fates = engine.fates(directory.config, method_name(directory) + TRANSFORMERS)
     if not engine.class_caches_latents(directory.config) or isinstance(backend_fates, str | None):
         return None
-    owners = [(tensor, owner(tensor.parsed, directory.modules) or "") for tensor in directory.tensors]
-    names = {table_name(tensor.name, tensor.parsed, module) for tensor, module in owners}
+    names = {split_name(tensor, directory.modules)[1] for tensor in directory.tensors}
     own, backend = ({table.get(name) for name in names} for table in (fates, backend_fates))
     return backend_fates if backend == {"loaded"} != own else None
 

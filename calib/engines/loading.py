@@ -5,7 +5,7 @@ from itertools import product
 from typing import Any
 
 from calib.engines.catalogue import Engine, Method
-from calib.engines.classes import K_ALONE, Fates, find_fate, owner, table_name
+from calib.engines.classes import K_ALONE, Fates, find_fate, split_name
 from calib.engines.latents import flags_at_one, latents_problem, transformers_fates
 from calib.engines.outcome import (
     LayerScale,
@@ -155,10 +155,7 @@ def _class_fates(directory: ModelDirectory, engine: Engine, method: Method | Non
     scheme = (directory.quantization or {}).get("kv_cache_scheme")
     if isinstance(scheme, dict) and scheme.get("strategy") == "attn_head":
         kind += " attn_head"
-    return _check_known(engine.fates(directory.config, kind, sorted(directory.modules, key=_layer_order)))
-
-
-def _check_known(fates: Fates | str | None) -> Fates | None:
+    fates = engine.fates(directory.config, kind, sorted(directory.modules, key=_layer_order))
     if isinstance(fates, str):
         raise NotKnown(fates)
     return fates
@@ -177,16 +174,15 @@ def _loaded_tensors(
         simulation.ignored += [(tensor.name, reason.format(tensor.file)) for tensor in directory.unlisted]
     else:
         tensors = sorted(tensors + directory.unlisted, key=lambda tensor: tensor.file)
-    owners = {tensor.name: owner(tensor.parsed, directory.modules) for tensor in tensors}
-    names = defaultdict[str | None, set[str]](set)
-    for tensor in tensors:
-        module = owners[tensor.name]
-        names[module].add(table_name(tensor.name, tensor.parsed, module or ""))
+    names = [split_name(tensor, directory.modules) for tensor in tensors]
+    siblings = defaultdict[str | None, set[str]](set)
+    for module, name in names:
+        siblings[module].add(name)
     loaded = dict[Key, ScaleTensor]()
-    for tensor in tensors:
-        module, fate = owners[tensor.name], None
-        if fates is not None and module is not None and tensor.parsed.letters != "q":
-            fate = find_fate(fates, table_name(tensor.name, tensor.parsed, module), names[module])
+    for tensor, (module, name) in zip(tensors, names, strict=True):
+        fate = None
+        if fates is not None and tensor.parsed.letters != "q":
+            fate = find_fate(fates, name, siblings[module])
         destination = _destination(directory, tensor, module, method, fate, simulation)
         if isinstance(destination, str):
             simulation.ignored.append((tensor.name, destination))
@@ -262,7 +258,8 @@ def _layer_order(module: str) -> tuple[int, str]:
 def _load_json(directory: ModelDirectory, place: Place, simulation: Simulation) -> None:
     """Load as vLLM 0.4: after one mistake every scale is 1.0."""
     config, scales = directory.config, directory.json
-    _check_known(simulation.engine.fates(config, ""))
+    if isinstance(reason := simulation.engine.fates(config, ""), str):
+        raise NotKnown(reason)
     simulation.flag = simulation.engine.flag
     layers = directory.num_layers or 0
     count = layers if layers < 100_000 else 0

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,6 +12,7 @@ from calib.files.cache_type import is_for_nvfp4
 from calib.files.model_directory import ModelDirectory
 
 _MIXED = "MIXED_PRECISION"
+_NO_CACHE = Method(kind="none", why="its config names no FP8 KV cache, so no layer has a place for scales")
 
 
 def choose_method(directory: ModelDirectory, engine: Engine) -> Method | None:
@@ -38,14 +40,13 @@ def choose_method(directory: ModelDirectory, engine: Engine) -> Method | None:
     if method.groups_need_weights:
         _check_groups(config.get("config_groups"))
     if method.needs_fp8_cache and not nvfp4 and not names_fp8_cache(directory):
-        return _ignore("its config names no FP8 KV cache, so no layer has a place for scales")
+        return _NO_CACHE
     if method.needs_fp8_cache and nvfp4 and not _has_nvfp4_place(directory):
         return _ignore("its config has no kv_cache_quant_algo, so no layer has a place for scales")
     scheme = config.get("kv_cache_scheme")
     if method.scheme == "tensor" and not _is_static_tensor(scheme):
-        return _ignore(
-            "its kv_cache_scheme is not static FP8 with one scale per layer, so scales are ignored"
-        )
+        why = "its kv_cache_scheme is not static FP8 with one scale per layer, so scales are ignored"
+        return _ignore(why)
     if method.scheme in ("both", "either") and scheme is not None:
         _check_scheme(scheme if isinstance(scheme, dict) else {}, needs_both=method.scheme == "both")
     return method
@@ -78,16 +79,10 @@ def excluded_by(config: Mapping[str, Any], module: str) -> str | None:
     """Return the entry of a Quark config's `exclude` that takes an attention module out, if one does."""
     entries, name = config.get("exclude"), f"{module}.attn"
     for entry in map(str, entries if isinstance(entries, list) else ()):
-        if entry == name or (entry.startswith("re:") and _matches(entry.removeprefix("re:"), name)):
-            return entry
+        with suppress(re.error):
+            if entry == name or (entry.startswith("re:") and re.match(entry.removeprefix("re:"), name)):
+                return entry
     return None
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return re.match(pattern, name) is not None
-    except re.error:
-        return False
 
 
 def _ignore(why: str) -> Method:
@@ -148,16 +143,15 @@ def _mixed_method(directory: ModelDirectory, method: Method, engine: Engine) -> 
         raise NotKnown(f"not known with {_MIXED} in hf_quant_config.json, or an NVFP4 cache")
     layers = config.get("quantized_layers")
     layers = layers if isinstance(layers, dict) else {}
-    if method.mixed == "nvfp4" and not any(map(_is_nvfp4, layers.values())):
-        return _ignore(
-            f"{_MIXED} without NVFP4 layers is read as W4AFP8, in which no layer has a place for scales"
-        )
+    kinds = [str(layer.get("quant_algo")).upper() for layer in layers.values() if isinstance(layer, dict)]
+    if method.mixed == "nvfp4" and not {"NVFP4", "W4A16_NVFP4"} & {*kinds}:
+        why = "is read as W4AFP8, in which no layer has a place for scales"
+        return _ignore(f"{_MIXED} without NVFP4 layers {why}")
     if not layers and directory.modelopt is None:
         raise Refused(f"quant_algo is {_MIXED}, and the config has no 'quantized_layers'")
-    no_cache = _ignore("its config names no FP8 KV cache, so no layer has a place for scales")
     if not layers or not config.keys() & {"kv_cache_scheme", "kv_cache_quant_algo"}:
         if method.mixed == "scheme" and layers:
-            return no_cache
+            return _NO_CACHE
         raise NotKnown(f"not known with {_MIXED}: engines read more of it in hf_quant_config.json")
     if method.mixed == "scheme" and engine.class_caches_latents(directory.config):
         return _ignore(f"under {_MIXED} layers that cache latents have no place for scales")
@@ -165,11 +159,7 @@ def _mixed_method(directory: ModelDirectory, method: Method, engine: Engine) -> 
     if isinstance(scheme, dict) and not names_fp8_cache(directory):
         raise NotKnown(f"not known with {_MIXED} and a kv_cache_scheme that is not FP8")
     has_place = isinstance(scheme, dict) if method.mixed == "scheme" else names_fp8_cache(directory)
-    return method if has_place else no_cache
-
-
-def _is_nvfp4(layer: Any) -> bool:
-    return isinstance(layer, dict) and str(layer.get("quant_algo")).upper() in ("NVFP4", "W4A16_NVFP4")
+    return method if has_place else _NO_CACHE
 
 
 def _check_groups(groups: Any) -> None:
