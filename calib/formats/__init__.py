@@ -1,5 +1,6 @@
 """Every format that engines load, in one table; to add one: an entry here and a golden file."""
 
+from collections.abc import Callable
 from typing import Any
 
 from calib.choices import FormatName, FP8Name, Reduce, Strategy
@@ -7,7 +8,7 @@ from calib.engines.catalogue import Engine, find_engine
 from calib.files.cache_type import FP8_DIVISOR
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE, layer_of
-from calib.formats.base import Build, Export, Format
+from calib.formats.base import Export, Format, ScaledModel
 from calib.formats.compressed_tensors import compressed_tensors, find_quantization_config, sglang
 from calib.formats.modelopt import modelopt, trtllm
 from calib.formats.nvfp4 import nvfp4
@@ -18,63 +19,41 @@ from calib.models.quantized.detect import find_weight_format
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales
 
-__all__ = ["FORMATS", "Export", "Format", "check_format", "check_latent", "check_recipe", "export"]
+__all__ = ["FORMATS", "Export", "Format", "check_latent", "check_recipe", "export"]
 
 
 def check_recipe(name: FormatName, recipe: Recipe) -> None:
     """Refuse what the format cannot express of the scales that `recipe` asks for."""
-    check_format(
-        name,
-        strategy=recipe.strategy,
-        fp8_dtype=recipe.fp8_dtype,
-        with_q=recipe.targets == "qkv",
-        reduce=recipe.export.reduce,
-        center_keys=recipe.center_keys,
-    )
+    has_q, reduce = recipe.targets == "qkv", recipe.export.reduce
+    _check(name, recipe.strategy, recipe.fp8_dtype, has_q, recipe.center_keys, reduce)
 
 
-def check_format(
-    name: FormatName,
-    *,
-    strategy: Strategy,
-    fp8_dtype: FP8Name,
-    with_q: bool,
-    reduce: Reduce,
-    center_keys: bool,
+def _check(
+    name: FormatName, strategy: Strategy, fp8_dtype: FP8Name, has_q: bool, has_center: bool, reduce: Reduce
 ) -> None:
     """Refuse what the format cannot express, before anything is measured."""
     target = FORMATS[name]
     if fp8_dtype not in target.fp8_dtypes:
+        problem = f"it holds {' or '.join(target.fp8_dtypes)} scales; these are for {fp8_dtype}"
         formats = tuple(other for other in FORMATS if fp8_dtype in FORMATS[other].fp8_dtypes)
-        raise FormatRefusal(
-            f"it holds {' or '.join(target.fp8_dtypes)} scales; these are for {fp8_dtype}",
-            Way("fp8_dtype", target.fp8_dtypes[:1]),
-            Way("format", formats),
-            name=name,
-        )
-    if with_q and not target.reads_q:
-        ways = Way("targets", ("kv",)), Way("format", ("vllm",))
-        raise FormatRefusal("it holds no query scales", *ways, name=name)
-    if center_keys and not target.reads_center:
-        ways = Way("format", ("fp8kv",)), Way("center_keys")
-        raise FormatRefusal(f"{target.engine} subtracts nothing from K", *ways, name=name)
-    if strategy not in target.strategies and reduce != "max":
+        ways = [Way("fp8_dtype", target.fp8_dtypes[:1]), Way("format", formats)]
+    elif has_q and not target.reads_q:
+        problem = "it holds no query scales"
+        ways = [Way("targets", ("kv",)), Way("format", ("vllm",))]
+    elif has_center and not target.reads_center:
+        problem = f"{target.engine} subtracts nothing from K"
+        ways = [Way("format", ("fp8kv",)), Way("center_keys")]
+    elif strategy not in target.strategies and reduce != "max":
+        allowed = " or ".join(target.strategies)
+        problem = f"{target.engine} reads {allowed} scales; these have strategy '{strategy}'"
         formats = tuple(other for other in FORMATS if strategy in FORMATS[other].strategies)
-        raise FormatRefusal(
-            f"{target.engine} reads {' or '.join(target.strategies)} scales; "
-            f"these have strategy '{strategy}'",
-            Way("strategy", target.strategies[:1]),
-            Way("reduce", ("max",)),
-            Way("format", formats),
-            name=name,
-        )
-    if target.build is None and reduce == "max" and strategy != "tensor":
-        raise FormatRefusal(
-            f"it holds statistics, which --reduce max does not change; these have strategy '{strategy}'",
-            Way("strategy", ("tensor",)),
-            Way("reduce"),
-            name=name,
-        )
+        ways = [Way("strategy", target.strategies[:1]), Way("reduce", ("max",)), Way("format", formats)]
+    elif target.build is None and reduce == "max" and strategy != "tensor":
+        problem = f"it holds statistics, which --reduce max does not change; these have strategy '{strategy}'"
+        ways = [Way("strategy", ("tensor",)), Way("reduce")]
+    else:
+        return
+    raise FormatRefusal(problem, *ways, name=name)
 
 
 def check_latent(name: FormatName) -> None:
@@ -95,19 +74,12 @@ def export(
     """Express `scales` in the format called `name`, for the model in `checkpoint`.
 
     Raises:
-        FormatRefusal: the format, or its engine, cannot hold them; see `check_format`.
+        FormatRefusal: the format, or its engine, cannot hold them.
     """
     # files of other tools do not say what their scales are of
     if scales.latent or checkpoint.caches_latents:
         check_latent(name)
-    check_format(
-        name,
-        strategy=scales.strategy,
-        fp8_dtype=scales.fp8_dtype,
-        with_q=scales.has_q,
-        reduce=reduce,
-        center_keys=scales.has_center,
-    )
+    _check(name, scales.strategy, scales.fp8_dtype, scales.has_q, scales.has_center, reduce)
     target = FORMATS[name]
     if target.build is None or target.rules is None:
         return Export()
@@ -124,14 +96,14 @@ def export(
         raise FormatRefusal(
             "layers of this model have several attention modules (as LongCat), whose scales `verify` and "
             "`convert` do not tell apart",
-            Way("format", ("fp8kv",)),
-            BAKE,
+            *(Way("format", ("fp8kv",)), BAKE),
             name=name,
         )
-    return target.build(scales.reduce_max() if reduce == "max" else scales, checkpoint, target.rules, tp_size)
+    scales = scales.reduce_max() if reduce == "max" else scales
+    return target.build(ScaledModel(scales, checkpoint, target.rules, tp_size))
 
 
-def _format(name: FormatName, build: Build, rules: Engine, **fields: Any) -> Format:
+def _format(name: FormatName, build: Callable[[ScaledModel], Export], rules: Engine, **fields: Any) -> Format:
     """Return a format with the facts of its engine's rules, unless `fields` say otherwise."""
     values = rules.nvfp4 if fields.get("nvfp4") else None
     facts = {

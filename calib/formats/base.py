@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +12,22 @@ from calib.engines.catalogue import Engine
 from calib.files.model_directory import ModelDirectory
 from calib.formats.refusals import Way
 from calib.scales.scales import KVScales, LayerScales
+
+
+@dataclass(frozen=True)
+class ScaledModel:
+    """Scales, the checkpoint that they are of, and the engine that they are for."""
+
+    scales: KVScales
+    checkpoint: ModelDirectory
+    engine: Engine
+    tp_size: int = 1
+
+    @cached_property
+    def layers(self) -> dict[str, LayerScales]:
+        """The scales of all modules that engines ask about, by prefix of their names on disk."""
+        layers = self.scales.expand_shared().items()
+        return {self.checkpoint.attention_prefix(module): layer for module, layer in layers}
 
 
 @dataclass(frozen=True)
@@ -25,17 +42,12 @@ class Export:
     flags: str = ""  # that serving needs besides
 
 
-# (scales, source, rules of the engine, tp_size)
-Build = Callable[[KVScales, ModelDirectory, Engine, int], Export]
-
-
 @dataclass(frozen=True)
 class Format:
     """A value of `--format`: how it is built, and what it can hold."""
 
     engine: str  # in words
-    # None: the statistics and the recipe, which every output holds, are all that our runtime needs
-    build: Build | None
+    build: Callable[[ScaledModel], Export] | None  # None: all is in the statistics and the recipe
     rules: Engine | None
     serve: str  # the launch command; {path} stands for the output directory
     strategies: tuple[Strategy, ...] = ("tensor",)
@@ -49,9 +61,3 @@ class Format:
     note: str = ""  # what the engine does with the file, where that may surprise
     latent: str = ""  # why it holds no scales of latents (MLA)
     latent_ways: tuple[Way | str, ...] = ()  # what serves these instead
-
-
-def scales_by_prefix(scales: KVScales, checkpoint: ModelDirectory) -> dict[str, LayerScales]:
-    """Return the scales of all modules that engines ask about, by prefix of their names on disk."""
-    layers = scales.expand_shared().items()
-    return {checkpoint.attention_prefix(module): layer for module, layer in layers}

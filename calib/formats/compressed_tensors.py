@@ -6,34 +6,30 @@ only its KV part is set.
 """
 
 import copy
-from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from calib.engines.catalogue import Engine
-from calib.engines.classes import NAMES
+from calib.choices import Strategy
 from calib.engines.quantization_config import excluded_by
 from calib.errors import UnsupportedExportError
 from calib.files.config import quantization_configs
-from calib.files.model_directory import ModelDirectory
-from calib.formats.base import Export, scales_by_prefix
+from calib.formats.base import Export, ScaledModel
 from calib.formats.refusals import BAKE, FormatRefusal, Way
 from calib.formats.scales_json import scales_json
 from calib.formats.tensor_names import name_for_class
-from calib.scales.scales import KVScales
 
 FP8_SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}
 # quant_methods whose engines read `<attn>.k_scale` beside them without any scheme in the config
 _SCALES_WITHOUT_SCHEME = {"fp8", "quark", "modelopt"}
 
 
-def compressed_tensors(scales: KVScales, checkpoint: ModelDirectory, engine: Engine, tp_size: int) -> Export:
+def compressed_tensors(model: ScaledModel) -> Export:
     """Export for the engine; refuse weights and classes that rule KV scales out."""
-    config, layers = copy.deepcopy(checkpoint.config), scales_by_prefix(scales, checkpoint)
+    config, strategy = copy.deepcopy(model.checkpoint.config), model.scales.strategy
     quantization = find_quantization_config(config)
     method = quantization.get("quant_method") if quantization else None
     notes: tuple[str, ...] = ()
-    scheme = FP8_SCHEME | {"strategy": scales.strategy, "symmetric": True}
+    scheme = FP8_SCHEME | {"strategy": strategy, "symmetric": True}
     if quantization is None:
         config["quantization_config"] = {
             "quant_method": "compressed-tensors",
@@ -48,8 +44,8 @@ def compressed_tensors(scales: KVScales, checkpoint: ModelDirectory, engine: Eng
         quantization.setdefault("config_groups", {})
     elif method in _SCALES_WITHOUT_SCHEME:
         if method == "quark":
-            _check_not_excluded(quantization, layers, engine)
-        notes = (_announce_beside_weights(str(method), scales, quantization),)
+            _check_not_excluded(quantization, model)
+        notes = (_announce_beside_weights(str(method), strategy, quantization),)
     else:
         version = ", which compressed-tensors' AutoAWQConverter makes" if method == "awq" else ", if any"
         raise FormatRefusal(
@@ -58,22 +54,22 @@ def compressed_tensors(scales: KVScales, checkpoint: ModelDirectory, engine: Eng
             BAKE,
             f"a compressed-tensors version of this model{version}",
         )
-    kind = str(method or "compressed-tensors") + " attn_head" * (scales.strategy == "attn_head")
-    name, doubts = name_for_class(engine, layers, checkpoint, kind, NAMES[0])
-    shape = (1,) if scales.strategy == "tensor" else (-1, 1, 1)  # [heads, 1, 1], as engines load them
+    kind = str(method or "compressed-tensors") + " attn_head" * (strategy == "attn_head")
+    name, doubts = name_for_class(model, kind)
+    shape = (1,) if strategy == "tensor" else (-1, 1, 1)  # [heads, 1, 1], as engines load them
     tensors = {
         name.format(module=prefix, x=letter): scale.view(shape)
-        for prefix, layer in layers.items()
+        for prefix, layer in model.layers.items()
         for letter, scale in layer.items()
     }
     return Export(tensors, config, notes=notes, doubts=doubts)
 
 
-def sglang(scales: KVScales, checkpoint: ModelDirectory, engine: Engine, tp_size: int) -> Export:
+def sglang(model: ScaledModel) -> Export:
     """Export for SGLang: the checkpoint, and kv_cache_scales.json beside it where it can be."""
-    export = compressed_tensors(scales, checkpoint, engine, tp_size)
+    export = compressed_tensors(model)
     try:
-        beside = scales_json(scales, checkpoint, engine, tp_size)
+        beside = scales_json(model)
     except UnsupportedExportError:
         return export  # the scales in the checkpoint are what SGLang loads
     return replace(export, documents=beside.documents, notes=export.notes + beside.notes)
@@ -86,22 +82,21 @@ def find_quantization_config(config: dict[str, Any]) -> dict[str, Any] | None:
     return next((each for each in configs if isinstance(each, dict)), None)
 
 
-def _check_not_excluded(quantization: dict[str, Any], modules: Iterable[str], engine: Engine) -> None:
+def _check_not_excluded(quantization: dict[str, Any], model: ScaledModel) -> None:
     """Refuse a Quark config that takes attention out of quantisation where that drops scales."""
-    entry = next(filter(None, (excluded_by(quantization, module) for module in modules)), None)
-    if entry and engine.methods["quark"].exclude_drops:
+    entry = next(filter(None, (excluded_by(quantization, module) for module in model.layers)), None)
+    if entry and model.engine.methods["quark"].exclude_drops:
         raise UnsupportedExportError(
-            f"'exclude' of the config has '{entry[:60]}', so {engine.engine}'s attention "
+            f"'exclude' of the config has '{entry[:60]}', so {model.engine.engine}'s attention "
             "has no place for scales; name the linear layers there instead"
         )
 
 
-def _announce_beside_weights(method: str, scales: KVScales, quantization: dict[str, Any]) -> str:
+def _announce_beside_weights(method: str, strategy: Strategy, quantization: dict[str, Any]) -> str:
     """Set the KV part of a config of quantised weights where it has one; return what to know of it."""
-    if scales.strategy != "tensor":
+    if strategy != "tensor":
         raise FormatRefusal(
-            f"'{method}' weights allow one KV scale per layer; this calibration has strategy "
-            f"'{scales.strategy}'",
+            f"'{method}' weights allow one KV scale per layer; this calibration has strategy '{strategy}'",
             Way("strategy", ("tensor",)),
             Way("reduce", ("max",)),
         )

@@ -9,31 +9,21 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from calib.engines.catalogue import Engine
-from calib.files.model_directory import ModelDirectory
 from calib.files.names import MODELOPT_FILE
-from calib.formats.base import Export, scales_by_prefix
+from calib.formats.base import Export, ScaledModel
 from calib.formats.compressed_tensors import FP8_SCHEME, find_quantization_config
 from calib.formats.refusals import BAKE, FormatRefusal, Way
-from calib.formats.tensor_names import name_for_class, name_for_latents
-from calib.scales.scales import KVScales
+from calib.formats.tensor_names import MODELOPT_NAME, name_for_class, name_for_latents
 
-MODELOPT_NAME = "{module}.{x}_proj.{x}_scale"
 PRODUCER = {"name": "fp8kv"}
 _READ_UNDER = ("self_attn", "mixer")
 
 
 def modelopt(
-    scales: KVScales,
-    checkpoint: ModelDirectory,
-    engine: Engine,
-    tp_size: int,
-    *,
-    quant_algo: str | None = "FP8",
-    ignore: str = "*",
-    cache: str = "FP8",
+    model: ScaledModel, *, quant_algo: str | None = "FP8", ignore: str = "*", cache: str = "FP8"
 ) -> Export:
-    """Export for the engine, whose weights are not quantised; `ignore` says so."""
+    """Export for engines that read ModelOpt's config; `ignore` says which weights are not quantised."""
+    checkpoint = model.checkpoint
     if find_quantization_config(checkpoint.config) is not None:
         purpose = " for FP8 scales" * (cache != "FP8") + ", which keeps it"
         raise FormatRefusal(
@@ -50,19 +40,19 @@ def modelopt(
         quantization["quant_algo"] = quant_algo
     algorithms = {"quant_algo": quant_algo, "kv_cache_quant_algo": cache, "exclude_modules": [ignore]}
     documents = {MODELOPT_FILE: {"producer": PRODUCER, "quantization": algorithms}}
-    layers = scales_by_prefix(scales, checkpoint)
-    if scales.latent or checkpoint.caches_latents:
-        name, flags = name_for_latents(engine, layers, checkpoint, "modelopt", MODELOPT_NAME)
-        note = f"these scales are of latents (MLA), for {engine.engine} alone"
+    if model.scales.latent or checkpoint.caches_latents:
+        name, flags = name_for_latents(model.engine, model.layers, checkpoint)
+        note = f"these scales are of latents (MLA), for {model.engine.engine} alone"
         if flags:
-            note = f"serve with {flags}: {engine.engine}'s own class computes with 1.0; {note}"
+            note = f"serve with {flags}: {model.engine.engine}'s own class computes with 1.0; {note}"
         export = Export(notes=(note,), flags=flags)
     else:
-        name, doubts = name_for_class(engine, layers, checkpoint, "modelopt", MODELOPT_NAME)
+        name, doubts = name_for_class(model, "modelopt", MODELOPT_NAME)
         export = Export(doubts=doubts)
     if name == MODELOPT_NAME:
-        _check_prefixes(layers)
-    tensors = {name.format(module=p, x=x): getattr(layer, x) for p, layer in layers.items() for x in "kv"}
+        _check_prefixes(model.layers)
+    layers = model.layers.items()
+    tensors = {name.format(module=module, x=x): getattr(layer, x) for module, layer in layers for x in "kv"}
     config = {**checkpoint.config, "quantization_config": quantization}
     return replace(export, tensors=tensors, config=config, documents=documents)
 
@@ -70,11 +60,9 @@ def modelopt(
 def _check_prefixes(prefixes: Iterable[str]) -> None:
     for prefix in prefixes:
         if not prefix.endswith(_READ_UNDER):
-            raise FormatRefusal(
-                f"engines read k_proj.k_scale only under {' or '.join(_READ_UNDER)}; "
-                f"this model has '{prefix}'",
-                Way("format", ("vllm",)),
-            )
+            places = " or ".join(_READ_UNDER)
+            problem = f"engines read k_proj.k_scale only under {places}; this model has '{prefix}'"
+            raise FormatRefusal(problem, Way("format", ("vllm",)))
 
 
 trtllm = partial(modelopt, quant_algo=None, ignore="lm_head")

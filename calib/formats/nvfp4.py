@@ -6,18 +6,15 @@ SGLang; the YAML of an engine says which it wants (`nvfp4.divisor`). docs/format
 
 from dataclasses import replace
 
-from calib.engines.catalogue import Engine
 from calib.files.cache_type import FP8_DIVISOR, PRODUCER_KEY
-from calib.files.model_directory import ModelDirectory
-from calib.formats.base import Export
+from calib.formats.base import Export, ScaledModel
 from calib.formats.modelopt import PRODUCER, modelopt
-from calib.scales.scales import KVScales
 
 
-def nvfp4(scales: KVScales, checkpoint: ModelDirectory, engine: Engine, tp_size: int) -> Export:
-    """Export values of an NVFP4 cache as the engine wants them; `scales` are FP8's, absmax / 448."""
-    divisor = engine.nvfp4.divisor if engine.nvfp4 else FP8_DIVISOR
-    export = modelopt(scales, checkpoint, engine, tp_size, cache="NVFP4")
+def nvfp4(model: ScaledModel) -> Export:
+    """Export the values of an NVFP4 cache as the engine wants them, from FP8 scales (absmax / 448)."""
+    divisor = model.engine.nvfp4.divisor if model.engine.nvfp4 else FP8_DIVISOR
+    export = modelopt(model, cache="NVFP4")
     tensors = {name: scale / (divisor / FP8_DIVISOR) for name, scale in export.tensors.items()}
     config, producer = dict(export.config or {}), {"producer": PRODUCER | {PRODUCER_KEY: divisor}}
     cache = {"kv_cache_scheme": "NVFP4", "kv_cache_quant_algo": "NVFP4"}

@@ -2,18 +2,18 @@
 
 from typing import Any
 
-from calib.engines.catalogue import Engine
 from calib.errors import UnsupportedExportError
 from calib.files.config import can_be_split, head_count, layer_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE
-from calib.formats.base import Export
+from calib.formats.base import Export, ScaledModel
 from calib.formats.refusals import FormatRefusal, Way
 from calib.scales.scales import KVScales
 
 
-def scales_json(scales: KVScales, checkpoint: ModelDirectory, engine: Engine, tp_size: int) -> Export:
+def scales_json(model: ScaledModel) -> Export:
     """Export the JSON alone; engines take it beside the unchanged model."""
+    scales, checkpoint = model.scales, model.checkpoint
     model_type, num_layers = checkpoint.text_config.get("model_type"), checkpoint.num_layers
     if not isinstance(model_type, str) or num_layers is None:
         raise FormatRefusal(
@@ -21,7 +21,7 @@ def scales_json(scales: KVScales, checkpoint: ModelDirectory, engine: Engine, tp
             f"'{checkpoint.path}' lacks",
             Way("format", ("vllm", "tgi")),
         )
-    _check_split(checkpoint, num_layers, tp_size)
+    _check_split(checkpoint, num_layers, model.tp_size)
     missing = num_layers - len({layer.layer_idx for layer in scales.expand_shared().values()})
     notes = []
     if missing:
@@ -33,7 +33,7 @@ def scales_json(scales: KVScales, checkpoint: ModelDirectory, engine: Engine, tp
             f"{JSON_FILE} has one number a layer, the larger scale of K and V: for the other it is "
             f"up to {times_too_large:.3g} times too large"
         )
-    document = scales_document(scales, model_type, num_layers, tp_size)
+    document = scales_document(scales, model_type, num_layers, model.tp_size)
     return Export(documents={JSON_FILE: document}, notes=tuple(notes))
 
 

@@ -6,25 +6,22 @@ from calib.engines.catalogue import Engine, find_engine
 from calib.engines.classes import NAMES, TRANSFORMERS, architecture
 from calib.files.config import quantization_configs
 from calib.files.model_directory import ModelDirectory
+from calib.formats.base import ScaledModel
 from calib.formats.refusals import BAKE, FormatRefusal, Way
 
+PLAIN_NAME, _, MODELOPT_NAME = NAMES
 
-def name_for_class(
-    engine: Engine, modules: Iterable[str], checkpoint: ModelDirectory, kind: str, usual: str
-) -> tuple[str, tuple[str, ...]]:
+
+def name_for_class(model: ScaledModel, kind: str, usual: str = PLAIN_NAME) -> tuple[str, tuple[str, ...]]:
     """Return the name under which the engine loads scales with a `kind` of quantization config; doubts.
 
-    `modules` are attention modules, as the checkpoint names them. The usual name is for a class that was
-    never run. A doubt says so, and where the class was never run with modules of such names.
-
-    Raises:
-        FormatRefusal: the class loads them under no name.
+    The usual name is for a class that was never run. A doubt says so, and where the class was never run
+    with attention modules called as in this checkpoint. FormatRefusal where it loads them under no name.
     """
-    fates = engine.fates(checkpoint.config, kind)
-    fates_of_modules = engine.fates(checkpoint.config, kind, modules)
-    doubts: tuple[str, ...] = ()
-    if isinstance(fates_of_modules, str):
-        doubts = (f"whether {engine.engine} loads these scales is {fates_of_modules}",)
+    engine, config = model.engine, model.checkpoint.config
+    fates, fates_of_modules = engine.fates(config, kind), engine.fates(config, kind, model.layers)
+    doubt = f"whether {engine.engine} loads these scales is {fates_of_modules}"
+    doubts = (doubt,) if isinstance(fates_of_modules, str) else ()
     if fates is None or isinstance(fates, str):
         return usual, doubts
     for name in (usual, *NAMES):
@@ -35,43 +32,37 @@ def name_for_class(
     if fate.startswith(("crash", "refused")):
         effect = "not start"
     raise FormatRefusal(
-        f"{engine.engine}'s class {architecture(checkpoint.config)} loads no KV scales under "
-        f"{kind} ({fate}), so it would {effect}",
-        *_other_engines(checkpoint, kind),
+        f"{engine.engine}'s class {architecture(config)} loads no KV scales under {kind} ({fate}), "
+        f"so it would {effect}",
+        *_formats_that_load(model.checkpoint, kind),
         Way("format", ("fp8kv",), " for the bundled runtime"),
     )
 
 
-def _other_engines(checkpoint: ModelDirectory, kind: str) -> Iterator[Way]:
+def _formats_that_load(checkpoint: ModelDirectory, kind: str) -> Iterator[Way]:
     """Yield the formats of engines whose class of this model loads scales."""
     is_quantized = bool(quantization_configs(checkpoint.config))
     kind = kind.removesuffix(" attn_head") if is_quantized else "compressed-tensors"
-    for name in ("vllm", "sglang"):
-        engine = find_engine(name)
+    for engine in map(find_engine, ("vllm", "sglang")):
         fates = engine.fates(checkpoint.config, kind)
         if isinstance(fates, Mapping) and "loaded" in map(fates.get, NAMES):
-            yield Way("format", (name,), f" for {engine.engine}")
+            yield Way("format", (engine.name,), f" for {engine.engine}")
 
 
-def name_for_latents(
-    engine: Engine, modules: Iterable[str], checkpoint: ModelDirectory, kind: str, usual: str
-) -> tuple[str, str]:
+def name_for_latents(engine: Engine, modules: Iterable[str], checkpoint: ModelDirectory) -> tuple[str, str]:
     """Return the name under which the engine loads scales of latents (MLA), and the flag that it needs.
 
-    `modules` are attention modules, as the checkpoint names them.
-
-    Raises:
-        FormatRefusal: under none, or that is not known.
+    `modules` are attention modules, as the checkpoint names them. FormatRefusal where no name, or none that
+    is known, is loaded.
     """
     # whether the backend for transformers' code attends to what an indexer chooses is not known
     is_sparse = "index_topk" in checkpoint.text_config
     if not is_sparse and engine.class_caches_latents(checkpoint.config):
-        for flag, suffix in (("", ""), (engine.transformers_flag, TRANSFORMERS)):
-            fates = engine.fates(checkpoint.config, kind + suffix, [*modules])
-            if isinstance(fates, Mapping):
-                for name in (usual, *NAMES):
-                    if fates.get(name) == "loaded":
-                        return name, flag
+        for flag, backend in (("", ""), (engine.transformers_flag, TRANSFORMERS)):
+            fates = engine.fates(checkpoint.config, f"modelopt{backend}", [*modules])
+            for name in (MODELOPT_NAME, *NAMES):
+                if isinstance(fates, Mapping) and fates.get(name) == "loaded":
+                    return name, flag
     raise FormatRefusal(
         f"whether {engine.engine} loads {'and uses ' * is_sparse}scales of latents (MLA) of "
         f"{architecture(checkpoint.config)} is not known"

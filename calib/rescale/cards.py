@@ -15,7 +15,6 @@ from calib.files.model_directory import ModelDirectory
 from calib.files.names import CARD_FILE
 from calib.formats.card import render_card
 from calib.formats.directory import prepend_card
-from calib.formats.modelopt import MODELOPT_NAME
 from calib.formats.tensor_names import name_for_latents
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
@@ -67,7 +66,7 @@ def _serve_twin(twin: dict[str, Any], checkpoint: ModelDirectory, modules: Itera
     if twin["latent"]:
         try:
             names = [checkpoint.attention_prefix(module) for module in modules]
-            _, flag = name_for_latents(vllm, names, checkpoint, "modelopt", MODELOPT_NAME)
+            _, flag = name_for_latents(vllm, names, checkpoint)
             serve, export = f"{serve} {flag}".rstrip(), " --format modelopt"
         except UnsupportedExportError:
             engines = vllm, find_engine("sglang")
