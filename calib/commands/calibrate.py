@@ -185,11 +185,12 @@ def print_result(result: "Result", *, as_json: bool = False) -> None:
 
 def _title(result: "Result") -> str:
     """Name what the table shows: the first format's scales, or values of an NVFP4 cache."""
+    from calib.files.cache_type import FP8_DIVISOR
     from calib.formats import FORMATS
 
     first, *others = result.directories
     if FORMATS[first].nvfp4:
-        what = f"Values of an NVFP4 cache (absmax / {448 * FORMATS[first].over_written:g})"
+        what = f"Values of an NVFP4 cache (absmax / {FP8_DIVISOR * FORMATS[first].over_written:g})"
     else:
         what = "FP8 KV-cache scales"
     differ = [n for n in others if FORMATS[n].over_written != FORMATS[first].over_written]

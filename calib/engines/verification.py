@@ -1,7 +1,7 @@
 """A directory checked for `fp8kv verify`: which engine loads which scale, and all problems."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,15 @@ from calib.same_model.check import check_same_model, directory_facts, scales_fac
 
 @dataclass(frozen=True)
 class Verification:
-    """A directory beside the rules of engines."""
+    """The scales of a directory, their problems, and what each engine does with them."""
 
     scales: StoredScales
     simulations: list[Simulation]
-    fits: list[Fit]  # beside measured absmax, where that was given
+    fits: list[Fit]  # where measured absmax was given
     problems: list[str]
-    warnings: list[str] = field(default_factory=list)  # what may be meant so
-    baked: bool = False  # 1.0 is the right scale, and there are no others
-    nvfp4: Convention | None = None  # of the values of an NVFP4 cache
+    warnings: list[str]  # of what may be meant so
+    baked: bool  # 1.0 is the right scale, and the directory holds none
+    nvfp4: Convention | None  # of the values of an NVFP4 cache
 
     @property
     def architecture(self) -> str | None:
@@ -39,12 +39,12 @@ class Verification:
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing is wrong, and at least one of the engines loads all scales, if any."""
+        """True where nothing is wrong, and at least one of the engines loads all scales, if any."""
         served = (s.is_known if self.baked else s.is_good for s in self.simulations)
         return not self.problems and any(served)
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
+        """Return the object that `--json` prints."""
         return {
             "directory": str(self.scales.directory.path),
             "architecture": self.architecture,
@@ -55,80 +55,81 @@ class Verification:
             "warnings": self.warnings,
             "engines": [
                 {
-                    "engine": each.engine.engine,
-                    "versions": each.engine.versions,
-                    "ran": each.engine.ran,
-                    "classes": each.engine.classes_version,
-                    "refused": each.refused,
-                    "fate": each.fate or None,
-                    "problem": each.problem,
-                    "flag": each.flag,
-                    "ignored": dict(each.ignored),
-                    "layers": [asdict(outcome) for outcome in each.outcomes],
+                    "engine": simulation.engine.engine,
+                    "versions": simulation.engine.versions,
+                    "ran": simulation.engine.ran,
+                    "classes": simulation.engine.classes_version,
+                    "refused": simulation.refused,
+                    "fate": simulation.fate or None,
+                    "problem": simulation.problem,
+                    "flag": simulation.flag,
+                    "ignored": dict(simulation.ignored),
+                    "layers": [asdict(outcome) for outcome in simulation.outcomes],
                 }
-                for each in self.simulations
+                for simulation in self.simulations
             ],
             "against": [asdict(fit) for fit in self.fits],
         }
 
 
 def verify_directory(
-    path: Path, rules: Sequence[Engine], against: Path | None = None, place: Place = ONE_GPU
+    path: Path, engines: Sequence[Engine], against: Path | None = None, place: Place = ONE_GPU
 ) -> Verification:
-    """Simulate loading `path` by each of `rules`; compare its scales with statistics `against`."""
-    bake = dict[str, Any]()
-    try:
-        found = read_scales(path, strict=False)
-    except NoScalesError:
-        bake = read_bake(path)
-        if bake.get("for") != "fp8":
-            raise
-        found = StoredScales(open_model_directory(path, weights=False), [])
-    baked, problems, nvfp4 = bool(bake), [*found.problems], nvfp4_convention(found.directory)
-    fits, warnings = list[Fit](), list[str]()
-    if baked and place.fnuz and bake.get("fp8_dtype") != "e4m3fnuz":
+    """Simulate loading `path` by each of `engines`; compare its scales with statistics `against`."""
+    scales, bake = _read_directory(path)
+    nvfp4, layers = nvfp4_convention(scales.directory), scales.layers
+    problems, warnings, fits = [*scales.problems], list[str](), list[Fit]()
+    if bake and place.fnuz and bake.get("fp8_dtype") != "e4m3fnuz":
         problems.append(
             "K and V were baked for an FP8 type that ends at 448, so 1.0 clips them on one that "
             "ends at 240; bake with scales of --fp8-dtype e4m3fnuz"
         )
     if against:
-        _check_source(path, against, problems, bake)
-        measured, layers = read_measured(against, found.layers), found.layers
+        problems += _source_problems(path, against, bake)
+        measured = read_measured(against, layers)
         if nvfp4:
-            nvfp4, wrong = measured_convention(nvfp4, layers, measured.amax)
-            problems += wrong
-        if baked:
-            indices = sorted({layer for layer, _ in measured.amax})
-            layers = [StoredLayer(layer, (1.0,), (1.0,)) for layer in indices]
-        limits = _limits(found, place, nvfp4, baked=baked)
+            nvfp4, mismatch = measured_convention(nvfp4, layers, measured.amax)
+            problems += mismatch
+        if bake:
+            layers = [StoredLayer(i, (1.0,), (1.0,)) for i in sorted({i for i, _ in measured.amax})]
+        limits = _cache_limits(scales, place, nvfp4, baked=bool(bake))
         fits = compare(layers, measured.amax, limits)
         findings = judge(layers, fits, measured, limits.largest)
-        problems += [each.text for each in findings if each.is_problem]
-        warnings = [each.text for each in findings if not each.is_problem]
-        warnings += measured.warnings
+        problems += [finding.text for finding in findings if finding.is_problem]
+        warnings = [finding.text for finding in findings if not finding.is_problem] + measured.warnings
     at_one = bake.get("latent") is True
-    simulations = [simulate(found.directory, e, place, nvfp4, at_one=at_one) for e in rules]
-    return Verification(found, simulations, fits, problems, warnings, baked, nvfp4)
+    simulations = [simulate(scales.directory, engine, place, nvfp4, at_one=at_one) for engine in engines]
+    return Verification(scales, simulations, fits, problems, warnings, bool(bake), nvfp4)
 
 
-def _check_source(path: Path, against: Path, problems: list[str], bake: dict[str, Any]) -> None:
-    """Refuse statistics of another model; those of the model that was baked are a problem."""
+def _read_directory(path: Path) -> tuple[StoredScales, dict[str, Any]]:
+    """Read scales, or without any the record of a model that was baked for FP8."""
+    try:
+        return read_scales(path, strict=False), {}
+    except NoScalesError:
+        bake = read_bake(path)
+        if bake.get("for") != "fp8":
+            raise
+        return StoredScales(open_model_directory(path, weights=False), []), bake
+
+
+def _source_problems(path: Path, against: Path, bake: dict[str, Any]) -> list[str]:
+    """Refuse statistics of another model; report those of the model from before it was baked."""
     statistics_file(against)
-    scales = scales_facts(against)
-    check_same_model(scales, directory_facts(path))
-    if bake and (scales.fingerprints or {}).get("checkpoint") == bake.get("source"):
-        problems.append(
-            f"'{against}' was measured on the model that was baked, whose K and V are others: "
-            "calibrate the baked one"
-        )
+    statistics = scales_facts(against)
+    check_same_model(statistics, directory_facts(path))
+    if bake and (statistics.fingerprints or {}).get("checkpoint") == bake.get("source"):
+        problem = "was measured on the model that was baked, whose K and V are others"
+        return [f"'{against}' {problem}: calibrate the baked one"]
+    return []
 
 
-def _limits(found: StoredScales, place: Place, nvfp4: Convention | None, *, baked: bool) -> Limits:
-    """What a value divided by its scale can be in the cache that the scales are for."""
+def _cache_limits(scales: StoredScales, place: Place, nvfp4: Convention | None, *, baked: bool) -> Limits:
+    """Return the range of a value over its scale in the cache that the scales are for."""
     if nvfp4:
         # a block's scale, its absmax / (6 * value), is an E4M3 number
         return Limits(float(nvfp4.divisor or FP8_DIVISOR), 6 * FP8_SMALLEST["e4m3fn"])
-    name = found.fp8_dtype
+    name = scales.fp8_dtype
     if baked:
         name = "e4m3fnuz" if place.fnuz else "e4m3fn"
     return Limits(FP8_MAX[name], FP8_SMALLEST[name])

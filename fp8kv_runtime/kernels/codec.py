@@ -17,12 +17,12 @@ def encode(x, FORMAT: tl.constexpr, HARDWARE: tl.constexpr):
     elif HARDWARE:
         return _encode_hardware(x, FORMAT)
     elif FORMAT == "e4m3fn":
-        return _encode_integer(x, 3, 7, 0x7E, 448.0, False)
+        return _encode_integer(x, 3, 7, 0x7E, largest(FORMAT), False)
     elif FORMAT == "e4m3fnuz":
-        return _encode_integer(x, 3, 8, 0x7F, 240.0, True)
+        return _encode_integer(x, 3, 8, 0x7F, largest(FORMAT), True)
     else:
         tl.static_assert(FORMAT == "e5m2")
-        return _encode_integer(x, 2, 15, 0x7B, 57344.0, False)
+        return _encode_integer(x, 2, 15, 0x7B, largest(FORMAT), False)
 
 
 @triton.jit
@@ -135,6 +135,7 @@ def hardware_type(FORMAT):
 @triton.constexpr_function
 def largest(FORMAT):
     """The format's largest finite value."""
+    # as `fp8_max`, which compiled code cannot call
     return {"e4m3fn": 448.0, "e4m3fnuz": 240.0, "e5m2": 57344.0, "float16": 65504.0}[FORMAT]
 
 
