@@ -1,1 +1,1 @@
-"""Scales that exist already, written again: converted, stripped, repaired."""
+"""Scales that exist already, written elsewhere: converted, stripped, repaired, applied, merged, packed."""

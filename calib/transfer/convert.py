@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from packaging.version import Version
 
@@ -9,7 +10,7 @@ from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, Reduce
 from calib.errors import InputError, UnsupportedExportError
 from calib.files.atomic import atomic_directory
-from calib.files.cache_type import FP8_DIVISOR, nvfp4_convention, parse_release
+from calib.files.cache_type import FP8_DIVISOR, Convention, nvfp4_convention, parse_release
 from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import CALIBRATION_FILE, MODELOPT_FILE, STATS_FILE
 from calib.files.stored_scales import StoredScales, read_scales
@@ -60,28 +61,29 @@ def convert(
             f"--to {to} holds no query scales, and '{directory}' has some; add --without-q, or "
             "convert to vllm"
         )
-    records = load_records(directory)
-    arguments = (scales, checkpoint, to, records, output, overwrite, progress)
-    notes += write_scales(*arguments, command="convert", reduce=reduce, tp_size=tp_size)
+    source = (scales, checkpoint, to, load_records(directory))
+    destination = (output, overwrite, progress)
+    notes += write_scales(*source, *destination, command="convert", reduce=reduce, tp_size=tp_size)
     return Conversion(scales, notes)
 
 
 def existing_scales(checkpoint: ModelDirectory, to: FormatName) -> tuple[KVScales, tuple[str, ...]]:
-    """Read the scales of a checkpoint for the format `to`, with notes on how they were read.
+    """Read the scales of a checkpoint for the format `to`, with notes on how they were read."""
+    path, stored = checkpoint.path, read_scales(checkpoint.path)
+    if convention := nvfp4_convention(stored.directory):
+        return _read_values(stored, convention)
+    if FORMATS[to].nvfp4:
+        if (path / STATS_FILE).exists() and (path / CALIBRATION_FILE).exists():
+            return _derive_absmax(stored, checkpoint)
+        _check_absmax(stored)
+    return to_scales(stored, stored.layers_by_module(), stored.fp8_dtype), tuple(stored.problems)
 
-    InputError where K or V is missing or not usable, or the convention of an NVFP4 cache's values not known.
-    """
-    stored = read_scales(checkpoint.path)
-    convention = nvfp4_convention(stored.directory)
-    if convention is None:
-        if FORMATS[to].nvfp4 and not _is_absmax(stored):
-            return _absmax_scales(stored, checkpoint), (
-                "values were made from the absmax in the calibration's statistics",
-            )
-        return to_scales(stored, stored.layers_by_module(), stored.fp8_dtype), tuple(stored.problems)
+
+def _read_values(stored: StoredScales, convention: Convention) -> tuple[KVScales, tuple[str, ...]]:
+    """Return the values of an NVFP4 cache as absmax / 448."""
     if convention.divisor is None:
         raise InputError(
-            f"'{checkpoint.path}': whether its values of an NVFP4 cache are absmax / 448 or "
+            f"'{stored.directory.path}': whether its values of an NVFP4 cache are absmax / 448 or "
             f"absmax / 2688 is {convention.because}; calibrate the model again"
         )
     scales = to_scales(stored, stored.layers_by_module(), "e4m3fn")
@@ -90,32 +92,25 @@ def existing_scales(checkpoint: ModelDirectory, to: FormatName) -> tuple[KVScale
     return replace(scales, layers=layers), (f"values were read as {convention}",)
 
 
-def _is_absmax(stored: StoredScales) -> bool:
-    """Return whether FP8 scales without statistics are known to be absmax / 448, as of a new ModelOpt."""
-    path = stored.directory.path
-    if (path / STATS_FILE).exists() and (path / CALIBRATION_FILE).exists():
-        return False
+def _derive_absmax(stored: StoredScales, checkpoint: ModelDirectory) -> tuple[KVScales, tuple[str, ...]]:
+    """Return absmax / 448 by the statistics of a calibration, whose scales may clip on purpose."""
+    path, stats = checkpoint.path, load_stats(checkpoint.path)
+    settings: dict[str, Any] = {"observer.name": "absmax", "strategy": stored.strategy}
+    settings |= {"fp8_dtype": "e4m3fn", "center_keys": False}
+    recipe = load_recipe(str(path / CALIBRATION_FILE), settings)
+    check_same_model(scales_facts(path), model_facts(checkpoint, stats.layers))
+    return derive_scales(stats, recipe), ("values were made from the absmax in the calibration's statistics",)
+
+
+def _check_absmax(stored: StoredScales) -> None:
+    """Refuse FP8 scales unless they are known to be absmax / 448, as those of a new ModelOpt."""
     producer = (stored.directory.quantization or {}).get("producer")
     producer = producer if isinstance(producer, dict) else {}
     version = parse_release(producer.get("version")) if producer.get("name") == "modelopt" else None
     if version is None or version < _MODELOPT_UNCLAMPED:
-        raise InputError(
-            f"'{path}': whether its FP8 scales are absmax / 448 is not known, and values of an NVFP4 "
-            "cache are made from absmax; calibrate the model again with that --format"
-        )
-    return True
-
-
-def _absmax_scales(stored: StoredScales, checkpoint: ModelDirectory) -> KVScales:
-    """Derive absmax / 448 from the statistics of a calibration, whose scales may clip on purpose."""
-    path = stored.directory.path
-    recipe = load_recipe(
-        str(path / CALIBRATION_FILE),
-        {"observer.name": "absmax", "strategy": stored.strategy, "fp8_dtype": "e4m3fn", "center_keys": False},
-    )
-    stats = load_stats(path)
-    check_same_model(scales_facts(path), model_facts(checkpoint, stats.layers))
-    return derive_scales(stats, recipe)
+        problem = f"'{stored.directory.path}': whether its FP8 scales are absmax / 448 is not known"
+        advice = "calibrate the model again with that --format"
+        raise InputError(f"{problem}, and values of an NVFP4 cache are made from absmax; {advice}")
 
 
 def write_scales(
