@@ -41,20 +41,23 @@ def find_calibration(name: str, progress: Progress = SILENT) -> tuple[Path, str]
 
 
 def _download(name: str, revision: str) -> Path:
-    """Download the files of a pack, none of which is larger than it may be."""
-    only = {"allow_patterns": [*LARGEST_FILES], "tqdm_class": _HiddenBar}
+    """Download the files of a pack, once it is known that none is larger than it may be."""
+    options = {"allow_patterns": [*LARGEST_FILES], "tqdm_class": _HiddenBar}
+    problem: BaseException | None = None
     try:
-        files = snapshot_download(name, revision=revision, dry_run=True, **only)
+        for file in snapshot_download(name, revision=revision, dry_run=True, **options):
+            limit = LARGEST_FILES[file.filename]
+            if file.file_size is None or file.file_size > limit:
+                raise InputError(f"'{name}' on the Hub: {file.filename} has more than {limit:,} bytes")
+            revision = file.commit_hash  # a branch may move to files of another size
     except hub.RevisionNotFoundError:
         raise InputError(f"'{name}' on the Hub has no revision '{revision}'") from None
-    except hub.DryRunError:  # without a network, the cache has it or not
-        files = []
-    for file in files:
-        limit = LARGEST_FILES[file.filename]
-        if file.file_size is None or file.file_size > limit:
-            raise InputError(f"'{name}' on the Hub: {file.filename} has more than {limit:,} bytes")
-        revision = file.commit_hash  # a branch may have moved to files of another size
-    directory = Path(snapshot_download(name, revision=revision, **only))
+    except hub.DryRunError as error:  # the Hub does not answer; the pack may be in the cache
+        options["local_files_only"], problem = True, error.__cause__
+    try:
+        directory = Path(snapshot_download(name, revision=revision, **options))
+    except hub.LocalEntryNotFoundError as error:
+        raise problem or error from None
     for required in (PACK_FILE, CALIBRATION_FILE, STATS_FILE):
         if not (directory / required).exists():
             raise InputError(f"'{name}' on the Hub is not a whole pack: it has no {required}")
