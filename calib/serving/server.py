@@ -180,9 +180,9 @@ class Server:
         except ValidationError:
             raise InputError(f"{url} answers something else than expected; {_EXAMPLE}") from None
 
-    async def _exchange(self, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+    async def _exchange(self, url: str, body: dict[str, Any] | None) -> tuple[int, bytearray]:
         """Return the status and the content of an answer, not decompressed, of 64 MiB at most."""
-        content, method = b"", "GET" if body is None else "POST"
+        content, method = bytearray(), "GET" if body is None else "POST"
         # a proxy of the environment would see the key; the system's certificates are trusted
         options = {"trust_env": False, "verify": ssl.create_default_context(), "timeout": None}
         async with (
