@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from command_line import CLI, SMALL, calibrate, fp8kv, one_line_error
@@ -21,7 +20,6 @@ from calib.commands.tables import table_text
 from calib.files.atomic import atomic_directory
 from calib.progress import Progress
 from calib.rescale.cards import write_stress_card
-from calib.rescale.stress import Stressed
 
 
 def shell(line, **options):
@@ -202,9 +200,10 @@ def test_serve_lines_are_quoted_for_the_shell(tiny_directory, tmp_path):
 
 
 def test_the_commands_of_a_twin_are_quoted(tmp_path):
-    amax = (1.0, 256.0), (1.0, 0.5)
-    twin = Stressed("m", Path("a b"), 256, 0.5, "float32", [], *amax, 0.0, [])
-    write_stress_card(twin.to_json(), None, [], tmp_path)
+    amax = {"k_amax": {"source": 1.0, "twin": 256.0}, "v_amax": {"source": 1.0, "twin": 0.5}}
+    facts = {"model": "m", "output": "a b", "dtype": "float32", "latent": False, "tokens_compared": 24}
+    twin = facts | amax | {"k_factor": 256.0, "v_factor": 0.5, "kl": 0.0, "rounded": [], "changed": []}
+    write_stress_card(twin, None, [], tmp_path)
     card = (tmp_path / "README.md").read_text()
     assert commands_in(card, "vllm serve") == ["a b", "a b-fp8kv"]
     assert "fp8kv-calibrate 'a b' -o 'a b-fp8kv'" in card

@@ -53,14 +53,16 @@ def stress(
     if as_json:
         print_json(done.to_json())
         return
-    (k_before, k_after), (v_before, v_after) = done.k_amax, done.v_amax
-    k, v = done.parts
-    count = len(done.changed)
+    changed, rounded = done.rescaling.changed, done.rescaling.rounded
+    amax = [
+        f"{name} amax {{source:.4g}} -> {{twin:.4g}}".format(**done.amax(part))
+        for name, part in zip(done.parts, "kv", strict=True)
+    ]
     lines = [
         *(f"warning: {warning}" for warning in done.warnings),
-        f"{count} tensors changed; {sameness(done.kl, exact=not done.rounded)}",
-        *rounded_lines(done.rounded),
-        f"{k} amax {k_before:.4g} -> {k_after:.4g}, {v} amax {v_before:.4g} -> {v_after:.4g}",
+        f"{len(changed)} tensors changed; {sameness(done.rescaling.kl, exact=not rounded)}",
+        *rounded_lines(rounded),
+        ", ".join(amax),
         f"written to {done.output}; its README.md says how to use it",
     ]
     print_lines(lines)

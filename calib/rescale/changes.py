@@ -1,4 +1,8 @@
-"""Changes of weights: parameters of norms and linear layers, and the factors that they are multiplied by."""
+"""Changes of weights that multiply K and V, and leave the outputs of a model as they are.
+
+Projections are found by their usual names, norms behind them by how they compute. All of it is a guess until
+`proof.py` has proved it on the model.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -6,8 +10,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers import PreTrainedModel
 
+from calib.capture.attention import CachedAttention, map_attention
 from calib.errors import UnsupportedModelError
+
+_SEPARATE = ("q_proj", "k_proj", "v_proj")
+_STACKED = "qkv_proj"  # rows of all queries, then of all keys, then of all values
+_GROUPED = "query_key_value"  # rows of one KV head after the other: its queries, its key, its value
+_OUT = ("o_proj", "dense", "out_proj")
+_NORMS = {
+    **dict.fromkeys(("q_norm", "q_layernorm", "query_layernorm"), "q"),
+    **dict.fromkeys(("k_norm", "k_layernorm", "key_layernorm"), "k"),
+}
 
 
 @dataclass(frozen=True)
@@ -60,13 +75,36 @@ class WeightChange:
 class AttentionWeights:
     """The norms and linear layers of an attention module."""
 
-    name: str
+    cached: CachedAttention
     module: nn.Module
+
+    @property
+    def name(self) -> str:
+        """Name of the module."""
+        return self.cached.name
+
+    @property
+    def shares_k(self) -> bool:
+        """True if all KV heads need the same factors for K, as a norm of one head's size does."""
+        sizes = [norm.get_parameter("weight").numel() for part, _, norm in self.norms() if part == "k"]
+        return any(size < self.cached.num_kv_heads * self.cached.head_dim for size in sizes)
+
+    @property
+    def normalises_v(self) -> bool:
+        """True if V is normalised, which undoes a factor in front of it, as in Gemma 4."""
+        return hasattr(self.module, "v_norm")
+
+    def norms(self) -> Iterator[tuple[str, str, nn.Module]]:
+        """Yield the norms of Q and K: q or k, name and module; refuse one without a weight."""
+        for child, norm in self.module.named_children():
+            if part := _NORMS.get(child):
+                _norm_parameters(f"{self.name}.{child}", norm)
+                yield part, child, norm
 
     def change_norm(self, child: str, heads: Tensor) -> Iterator[WeightChange]:
         """Multiply the outputs of a norm by `heads` [H, D]; its weight is of one head or of all."""
         name, norm = f"{self.name}.{child}", self.module.get_submodule(child)
-        parameters = norm_parameters(name, norm)
+        parameters = _norm_parameters(name, norm)
         adds_one = _adds_one(name, norm, parameters)
         for key, parameter in parameters.items():
             factor = heads[0] if parameter.numel() < heads.numel() else heads
@@ -113,7 +151,49 @@ class AttentionWeights:
             )
 
 
-def norm_parameters(name: str, norm: nn.Module) -> dict[str, Tensor]:
+def cached_attention(model: PreTrainedModel) -> dict[str, CachedAttention]:
+    """Return the attention modules of `model`; refuse models in which no factor can be moved."""
+    attention = map_attention(model)
+    clip = getattr(model.config.get_text_config(decoder=True), "clip_qkv", None)
+    if clip is not None:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} clips Q, K and V at {clip}, so they do not follow a factor in front of "
+            "them"
+        )
+    if attention.shared:
+        raise UnsupportedModelError(
+            f"{next(iter(attention.shared))} attends to another layer's K and V, which no factor of its own "
+            "can undo"
+        )
+    return attention.cached
+
+
+def head_changes(weights: AttentionWeights, factors: LayerFactors) -> Iterator[WeightChange]:
+    """Yield the changes of an attention module that give its K and V `factors`."""
+    if weights.normalises_v and bool((factors.v != 1).any()):
+        raise UnsupportedModelError(
+            f"{weights.name} normalises V, which undoes a factor in front of it; V's can be 1 alone"
+        )
+    queries = weights.cached.num_heads // weights.cached.num_kv_heads
+    heads = {"q": (1 / factors.k).repeat_interleave(queries, 0), "k": factors.k, "v": factors.v}
+    for part, child, _ in weights.norms():
+        yield from weights.change_norm(child, heads[part])
+        heads[part] = torch.ones_like(heads[part])  # the norm undoes what is in front of it
+    first, _ = weights.find_linear(_SEPARATE[0], _STACKED, _GROUPED)
+    if first in _SEPARATE:
+        for part, child in zip("qkv", _SEPARATE, strict=True):
+            if bool((heads[part] != 1).any()):  # Gemma 4's V may have no layer of its own
+                yield from weights.change_linear(weights.find_linear(child)[0], heads[part].flatten())
+    elif first == _STACKED:
+        yield from weights.change_linear(first, torch.cat([heads[part].flatten() for part in "qkv"]))
+    else:
+        groups = [heads[part].reshape(weights.cached.num_kv_heads, -1) for part in "qkv"]
+        yield from weights.change_linear(first, torch.cat(groups, dim=1).flatten())
+    out, _ = weights.find_linear(*_OUT)
+    yield from weights.change_linear(out, columns=(1 / factors.v).repeat_interleave(queries, 0).flatten())
+
+
+def _norm_parameters(name: str, norm: nn.Module) -> dict[str, Tensor]:
     """Return the weight of a norm, and its bias if it has one; refuse norms with other parameters."""
     parameters: dict[str, Tensor] = dict(norm.named_parameters())
     if "weight" not in parameters or parameters.keys() - {"weight", "bias"}:

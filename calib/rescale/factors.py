@@ -7,13 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from calib.capture.attention import CachedAttention
 from calib.choices import FP8Name, Purpose
 from calib.errors import InputError
 from calib.rescale.changes import Factors, LayerFactors
-from calib.rescale.heads import normalises_v, shares_k
 from calib.rescale.one_plus import nearest_powers, stay_below_largest, try_powers
 from calib.rescale.rope_pairs import find_pairs
 from calib.rescale.weights import StoredModel
@@ -78,11 +76,12 @@ def fp8_factors(stats: KVStats, recipe: Mapping[str, Any], source: StoredModel) 
     )
     factors = {}
     for name, module in source.modules.items():
-        layer = scales.layers[name]
-        k = layer.k.amax().expand_as(layer.k) if shares_k(source.model, module) else layer.k
-        k, v = octave_factor(k)[:, None], octave_factor(layer.v)[:, None]
-        v = _reach_v(v.expand(-1, module.v_head_dim), source.model, module)
-        factors[name] = LayerFactors(k.expand(-1, module.head_dim), v)
+        layer, weights = scales.layers[name], source.attention(name)
+        k, v = octave_factor(layer.k), octave_factor(layer.v)
+        k = k.amin().expand_as(k) if weights.shares_k else k
+        v = torch.ones_like(v) if weights.normalises_v else v  # which fits FP8 at 1.0 as it is
+        k, v = k[:, None].expand(-1, module.head_dim), v[:, None].expand(-1, module.v_head_dim)
+        factors[name] = LayerFactors(k, v)
     return factors
 
 
@@ -104,13 +103,14 @@ def int8_factors(stats: KVStats, source: StoredModel) -> Factors:
     """
     pairs = find_pairs(source.model, source.modules)
     factors = {}
-    for name, module in source.modules.items():
-        k = stats.layers[name].k.amax
+    for name in source.modules:
+        k, weights = stats.layers[name].k.amax, source.attention(name)
         k = k.maximum(k[:, pairs[name]])
-        rows = k.amax(0, keepdim=True) if shares_k(source.model, module) else k
+        rows = k.amax(0, keepdim=True) if weights.shares_k else k
         # evened once: the powers of one number differ by where it lies in memory
         k_factors, v_factors = (_even_channels(amax) for amax in (rows, stats.layers[name].v.amax))
-        factors[name] = LayerFactors(k_factors.expand_as(k), _reach_v(v_factors, source.model, module))
+        v_factors = torch.ones_like(v_factors) if weights.normalises_v else v_factors
+        factors[name] = LayerFactors(k_factors.expand_as(k), v_factors)
     return factors
 
 
@@ -119,11 +119,6 @@ def _even_channels(amax: Tensor) -> Tensor:
     largest = amax.amax(-1, keepdim=True)
     ratio = torch.where(amax > 0, largest / amax, 1.0).clamp(max=_LARGEST)
     return torch.exp2((ratio**_POWER).log2().round())
-
-
-def _reach_v(v: Tensor, model: PreTrainedModel, module: CachedAttention) -> Tensor:
-    """Return V's factors, or ones where the model normalises V: it then fits FP8 at 1.0 as it is."""
-    return torch.ones_like(v) if normalises_v(model, module) else v
 
 
 def _hold_in_norms(ideal: Factors, stats: KVStats, purpose: Purpose, source: StoredModel) -> Factors:

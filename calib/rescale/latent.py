@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import torch
 
-from calib.capture.attention import CachedAttention
 from calib.errors import UnsupportedModelError
 from calib.rescale.changes import AttentionWeights, LayerFactors, WeightChange
 
@@ -19,11 +18,9 @@ _NORM_OF_K_PE = "k_rope_only_layernorm"  # of dots3_note
 _QUERIES = ("q_b_proj", "q_gate_proj", "q_proj")  # rows of one head after the other
 
 
-def latent_changes(
-    weights: AttentionWeights, cached: CachedAttention, factors: LayerFactors
-) -> Iterator[WeightChange]:
-    """Yield the changes of a module that give its latent and k_pe `factors`."""
-    children, k_pe = dict(weights.module.named_children()), factors.v[0]
+def latent_changes(weights: AttentionWeights, factors: LayerFactors) -> Iterator[WeightChange]:
+    """Yield the changes of an attention module that give its latent and k_pe `factors`."""
+    cached, children, k_pe = weights.cached, dict(weights.module.named_children()), factors.v[0]
     if _NORM not in children:
         raise _unknown_module(weights, _NORM, "which weights make its latent")
     yield from weights.change_norm(_NORM, factors.k)

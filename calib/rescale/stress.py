@@ -27,7 +27,7 @@ from calib.progress import SILENT, Progress
 from calib.rescale.cards import write_stress_card
 from calib.rescale.factors import FactorChoice, uniform_factors
 from calib.rescale.proof import PROBE_TOKENS
-from calib.rescale.rescaling import check_no_scales, exact_recipe, rescale
+from calib.rescale.rescaling import Rescaling, check_no_scales, exact_recipe, rescale
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 _LARGEST_EXPONENT = 64
@@ -37,19 +37,19 @@ _FP8 = torch.finfo(FP8_DTYPES["e4m3fn"])
 
 @dataclass(frozen=True)
 class Stressed:
-    """A twin that was written, and its proof; amax over all layers."""
+    """A twin that was written, and its proof."""
 
     model: str
     output: Path
     k_factor: float  # a power of two that K is multiplied by; Q is divided
     v_factor: float  # of V, and the output projection
     dtype: str  # of the weights
-    changed: list[str]  # names of tensors
-    k_amax: tuple[float, float]  # of the source, of the twin
-    v_amax: tuple[float, float]
-    kl: float  # nats per token by which the outputs differ
-    rounded: list[str]  # names of norms' weights that do not hold their product exactly
+    rescaling: Rescaling
     latent: bool = False  # K is the latent, V is k_pe (MLA)
+
+    def amax(self, part: str) -> dict[str, float]:
+        """Return the largest magnitude of k or v over all layers, of the source and of the twin."""
+        return {"source": self.rescaling.before.amax(part), "twin": self.rescaling.after.amax(part)}
 
     def to_json(self) -> dict[str, Any]:
         """Return the object that `--json` prints, also kept beside the weights."""
@@ -61,11 +61,11 @@ class Stressed:
             "v_factor": self.v_factor,
             "dtype": self.dtype,
             "tokens_compared": PROBE_TOKENS,
-            "kl": self.kl,
-            "rounded": self.rounded,
-            "k_amax": dict(zip(("source", "twin"), self.k_amax, strict=True)),
-            "v_amax": dict(zip(("source", "twin"), self.v_amax, strict=True)),
-            "changed": self.changed,
+            "kl": self.rescaling.kl,
+            "rounded": self.rescaling.rounded,
+            "k_amax": self.amax("k"),
+            "v_amax": self.amax("v"),
+            "changed": self.rescaling.changed,
         }
 
     @property
@@ -76,8 +76,9 @@ class Stressed:
     @property
     def warnings(self) -> list[str]:
         """Reasons why the twin may not tell stacks apart."""
-        k, v, warnings = self.k_amax[1], self.v_amax[1], []
-        if self.latent and all(_FP8.tiny <= amax <= _FP8.max for amax in (k, v)):
+        warnings = []
+        k, v = (self.rescaling.after.amax(part) for part in "kv")
+        if self.latent and _FP8.tiny <= min(k, v) and max(k, v) <= _FP8.max:
             warnings.append(f"the latent reaches {k:g} and k_pe {v:g}, which FP8 holds: use a smaller factor")
         if self.latent and self.k_factor != self.v_factor:
             warnings.append(
@@ -129,12 +130,10 @@ def stress(
             advice="use a --k-factor and --v-factor nearer to 1",
             progress=progress,
         )
-        k_amax, v_amax = ((rescaling.before.amax(part), rescaling.after.amax(part)) for part in "kv")
         written = open_model_directory(scratch)
         text = written.text_config
         dtype = str(text.get("dtype") or text.get("torch_dtype") or written.config.get("dtype"))
-        changed, rounded = rescaling.changed, rescaling.rounded
-        twin = Stressed(name, output, k, v, dtype, changed, k_amax, v_amax, rescaling.kl, rounded, latent)
+        twin = Stressed(name, output, k, v, dtype, rescaling, latent)
         write_json(scratch / STRESS_FILE, twin.to_json())
         write_stress_card(twin.to_json(), checkpoint, rescaling.plan.factors, scratch)
     return twin

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from calib.capture.attention import CachedAttention
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.atomic import place_shard, save_tensors
 from calib.files.model_directory import ModelDirectory
@@ -27,8 +28,8 @@ from calib.models.quantized.coded_weight import CodedWeight
 from calib.models.quantized.detect import find_weight_format
 from calib.models.quantized.weights import coded_weights
 from calib.progress import Progress
-from calib.rescale.changes import Factors, WeightChange
-from calib.rescale.heads import cached_attention, list_changes
+from calib.rescale.changes import AttentionWeights, Factors, WeightChange, cached_attention, head_changes
+from calib.rescale.latent import latent_changes
 from calib.rescale.one_plus import Norms, is_held
 
 _LARGEST_E8M0 = 254
@@ -37,6 +38,25 @@ _WEIGHT_ONLY = {"auto-round", "awq", "gptq", "mxfp4"}
 _INPUT_SCALES = {"input_scale": True, "input_global_scale": False}
 
 Edit = Tensor | Callable[[Tensor], Tensor]  # a tensor in place of a stored one, or a function of it
+
+
+def list_changes(
+    model: PreTrainedModel, modules: Mapping[str, CachedAttention], factors: Factors
+) -> list[WeightChange]:
+    """List the parameters to multiply, so that K and V of some modules get `factors` other than 1."""
+    changes: list[WeightChange] = []
+    for name, layer in factors.items():
+        weights = AttentionWeights(modules[name], model.get_submodule(name))
+        layer_changes = (latent_changes if modules[name].latent else head_changes)(weights, layer)
+        changes += [change for change in layer_changes if bool((change.factor != 1).any())]
+    names: dict[int, str] = {}
+    for change in changes:
+        name = names.setdefault(id(model.get_parameter(change.name)), change.name)
+        if name != change.name:
+            raise UnsupportedModelError(
+                f"'{change.name}' and '{name}' are the same tensor: it would be multiplied twice"
+            )
+    return changes
 
 
 class NotHeld(UnsupportedModelError):
@@ -69,6 +89,10 @@ class StoredModel:
         if self.coded and quantization.get("quant_method") == "compressed-tensors":
             return any(group.get("input_activations") for group in quantization["config_groups"].values())
         return bool(self.coded) and quantization.get("quant_method") not in _WEIGHT_ONLY
+
+    def attention(self, name: str) -> AttentionWeights:
+        """Return the weights of the attention module `name`."""
+        return AttentionWeights(self.modules[name], self.model.get_submodule(name))
 
     def list_changes(self, factors: Factors) -> list[WeightChange]:
         """List the parameters to multiply, so that K and V of some modules get `factors`."""

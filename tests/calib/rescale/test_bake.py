@@ -15,9 +15,10 @@ from calib.errors import UnsupportedModelError
 from calib.models.sources import find_model
 from calib.rescale import rope_pairs
 from calib.rescale.bake import baked_factors
+from calib.rescale.changes import AttentionWeights, cached_attention
 from calib.rescale.factors import octave_factor, uniform_factors
-from calib.rescale.heads import cached_attention, list_changes, shares_k
 from calib.rescale.rope_pairs import rotated_pairs
+from calib.rescale.weights import list_changes
 from calib.scales.stats_file import load_stats
 
 EXACT = [
@@ -69,7 +70,10 @@ def test_channels_become_even(model_type, tmp_path):
     model = in_float32(source)
     after = load_stats(calibrated(tmp_path / "baked", tmp_path / "after"))
     for name, module in cached_attention(model).items():
-        pair, shared = rotated_pairs(model, module), shares_k(model, module)
+        pair, shared = (
+            rotated_pairs(model, module),
+            AttentionWeights(module, model.get_submodule(name)).shares_k,
+        )
         old, new = (load_stats(before).layers[name], after.layers[name])
         k_before, k = (x.k.amax.maximum(x.k.amax[:, pair]) for x in (old, new))
         if shared:

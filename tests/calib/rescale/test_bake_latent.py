@@ -15,10 +15,11 @@ from transformers import DynamicCache
 from calib.engines.catalogue import find_engine
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import open_model_directory
-from calib.rescale import heads, latent
+from calib.rescale import latent, weights
 from calib.rescale.bake import baked_factors
+from calib.rescale.changes import cached_attention
 from calib.rescale.factors import uniform_factors
-from calib.rescale.heads import cached_attention, list_changes
+from calib.rescale.weights import list_changes
 from calib.scales.stats_file import load_stats
 
 DOCS = Path(__file__).parents[3] / "docs" / "bake.md"
@@ -213,7 +214,7 @@ def test_a_weight_that_is_forgotten_is_found(forget, problem, tmp_path, monkeypa
     def forgetful(*args):
         return (each for each in latent.latent_changes(*args) if each.child != forget)
 
-    monkeypatch.setattr(heads, "latent_changes", forgetful)
+    monkeypatch.setattr(weights, "latent_changes", forgetful)
     done = bake(source, scales, tmp_path / "out", "--for", "fp8")
     one_line_error(done, problem, "Nothing was written")
 

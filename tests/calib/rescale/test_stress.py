@@ -17,7 +17,8 @@ from transformers import AutoTokenizer
 from calib.capture.attention import observe_qkv
 from calib.errors import InputError, UnsupportedModelError
 from calib.generate import unit_scales
-from calib.rescale import heads
+from calib.rescale import changes, weights
+from calib.rescale.changes import cached_attention
 from calib.rescale.factors import uniform_factors
 from calib.rescale.stress import parse_factor
 from fp8kv_runtime.hf import fp8_attention
@@ -222,20 +223,20 @@ def test_what_cannot_be_proved_is_refused(model_type, options, reason, tmp_path)
 def test_a_wrong_guess_is_found(model_type, wrong, tmp_path, monkeypatch):
     source = bf16_directory(tmp_path / "source", model_type, **FAMILIES[model_type])
     for name, value in wrong.items():
-        monkeypatch.setattr(heads, name, value)
+        monkeypatch.setattr(changes, name, value)
     done = stress(source, tmp_path / "twin")
     one_line_error(done, "is not the source's times its factor", "Nothing was written")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_other_logits_are_found(tmp_path, monkeypatch):
-    layer_changes = heads._layer_changes
+    head_changes = weights.head_changes
 
     def forget_the_output(*args):
-        return (each for each in layer_changes(*args) if "o_proj" not in each.name)
+        return (each for each in head_changes(*args) if "o_proj" not in each.name)
 
     source = bf16_directory(tmp_path / "source", "llama")
-    monkeypatch.setattr(heads, "_layer_changes", forget_the_output)
+    monkeypatch.setattr(weights, "head_changes", forget_the_output)
     # later layers read what earlier ones got wrong, so one layer is what shows the logits alone
     one_line_error(stress(source, tmp_path / "twin"), "no twin of LlamaForCausalLM")
     one = bf16_directory(tmp_path / "one", "llama", num_hidden_layers=1)
@@ -246,10 +247,10 @@ def test_one_tensor_in_two_layers_is_not_multiplied_twice(tiny_llama):
     model = tiny_model("llama")
     first, second = (layer.self_attn for layer in model.model.layers[:2])
     second.k_proj.weight = first.k_proj.weight
-    modules = heads.cached_attention(model)
+    modules = cached_attention(model)
     factors = uniform_factors(modules, 2.0, 0.5)
     with pytest.raises(UnsupportedModelError, match="are the same tensor"):
-        heads.list_changes(model, modules, factors)
+        weights.list_changes(model, modules, factors)
     assert torch.equal(first.k_proj.weight, tiny_llama.model.layers[0].self_attn.k_proj.weight)
 
 
