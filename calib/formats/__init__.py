@@ -12,7 +12,7 @@ from calib.formats.base import Export, Format, ScaledModel
 from calib.formats.compressed_tensors import compressed_tensors, find_quantization_config, sglang
 from calib.formats.modelopt import modelopt, trtllm
 from calib.formats.nvfp4 import nvfp4
-from calib.formats.refusals import BAKE, FormatRefusal, Way
+from calib.formats.refusals import BAKE, FormatRefusal, WayOut
 from calib.formats.scales_json import scales_json
 from calib.formats.tgi import tgi
 from calib.models.quantized.detect import find_weight_format
@@ -36,21 +36,25 @@ def _check(
     if fp8_dtype not in target.fp8_dtypes:
         problem = f"it holds {' or '.join(target.fp8_dtypes)} scales; these are for {fp8_dtype}"
         formats = tuple(other for other in FORMATS if fp8_dtype in FORMATS[other].fp8_dtypes)
-        ways = [Way("fp8_dtype", target.fp8_dtypes[:1]), Way("format", formats)]
+        ways = [WayOut("fp8_dtype", target.fp8_dtypes[:1]), WayOut("format", formats)]
     elif has_q and not target.reads_q:
         problem = "it holds no query scales"
-        ways = [Way("targets", ("kv",)), Way("format", ("vllm",))]
+        ways = [WayOut("targets", ("kv",)), WayOut("format", ("vllm",))]
     elif has_center and not target.reads_center:
         problem = f"{target.engine} subtracts nothing from K"
-        ways = [Way("format", ("fp8kv",)), Way("center_keys")]
+        ways = [WayOut("format", ("fp8kv",)), WayOut("center_keys")]
     elif strategy not in target.strategies and reduce != "max":
         allowed = " or ".join(target.strategies)
         problem = f"{target.engine} reads {allowed} scales; these have strategy '{strategy}'"
         formats = tuple(other for other in FORMATS if strategy in FORMATS[other].strategies)
-        ways = [Way("strategy", target.strategies[:1]), Way("reduce", ("max",)), Way("format", formats)]
+        ways = [
+            WayOut("strategy", target.strategies[:1]),
+            WayOut("reduce", ("max",)),
+            WayOut("format", formats),
+        ]
     elif target.build is None and reduce == "max" and strategy != "tensor":
         problem = f"it holds statistics, which --reduce max does not change; these have strategy '{strategy}'"
-        ways = [Way("strategy", ("tensor",)), Way("reduce")]
+        ways = [WayOut("strategy", ("tensor",)), WayOut("reduce")]
     else:
         return
     raise FormatRefusal(problem, *ways, name=name)
@@ -89,14 +93,14 @@ def export(
             f"the weights of '{checkpoint.path}' are quantised, and its config.json has no "
             "quantization_config that says so",
             "a config.json with one",
-            Way("format", ("fp8kv",)),
+            WayOut("format", ("fp8kv",)),
         )
     modules = scales.expand_shared()
     if len({*map(layer_of, modules)}) < len(modules):
         raise FormatRefusal(
             "layers of this model have several attention modules (as LongCat), whose scales `verify` and "
             "`convert` do not tell apart",
-            *(Way("format", ("fp8kv",)), BAKE),
+            *(WayOut("format", ("fp8kv",)), BAKE),
             name=name,
         )
     scales = scales.reduce_max() if reduce == "max" else scales
@@ -117,10 +121,10 @@ def _format(name: FormatName, build: Callable[[ScaledModel], Export], rules: Eng
     return Format(build=build, rules=rules, **{**facts, **fields})
 
 
-def _parse_way(text: str) -> Way | str:
+def _parse_way(text: str) -> WayOut | str:
     """Return a way out as rules word it; one that is another format by its setting."""
     name, space, purpose = text.removeprefix("--format ").partition(" ")
-    return Way("format", (name,), space + purpose) if text.startswith("--format ") else text
+    return WayOut("format", (name,), space + purpose) if text.startswith("--format ") else text
 
 
 _PER_HEAD: dict[str, Any] = {"strategies": ("tensor", "attn_head"), "reads_q": True}

@@ -10,7 +10,7 @@ from torch import Tensor
 from calib.choices import FP8Name, Strategy
 from calib.engines.catalogue import Engine
 from calib.files.model_directory import ModelDirectory
-from calib.formats.refusals import Way
+from calib.formats.refusals import WayOut
 from calib.scales.scales import KVScales, LayerScales
 
 
@@ -60,4 +60,4 @@ class Format:
     per_head_flags: str = ""  # appended to `serve` for strategy attn_head
     note: str = ""  # what the engine does with the file, where that may surprise
     latent: str = ""  # why it holds no scales of latents (MLA)
-    latent_ways: tuple[Way | str, ...] = ()  # what serves these instead
+    latent_ways: tuple[WayOut | str, ...] = ()  # what serves these instead

@@ -14,7 +14,7 @@ from calib.engines.quantization_config import excluded_by
 from calib.errors import UnsupportedExportError
 from calib.files.config import quantization_configs
 from calib.formats.base import Export, ScaledModel
-from calib.formats.refusals import BAKE, FormatRefusal, Way
+from calib.formats.refusals import BAKE, FormatRefusal, WayOut
 from calib.formats.scales_json import scales_json
 from calib.formats.tensor_names import name_for_class
 
@@ -97,8 +97,8 @@ def _announce_beside_weights(method: str, strategy: Strategy, quantization: dict
     if strategy != "tensor":
         raise FormatRefusal(
             f"'{method}' weights allow one KV scale per layer; this calibration has strategy '{strategy}'",
-            Way("strategy", ("tensor",)),
-            Way("reduce", ("max",)),
+            WayOut("strategy", ("tensor",)),
+            WayOut("reduce", ("max",)),
         )
     if method == "modelopt":
         quantization["kv_cache_scheme"] = dict(FP8_SCHEME)

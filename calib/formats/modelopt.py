@@ -12,7 +12,7 @@ from typing import Any
 from calib.files.names import MODELOPT_FILE
 from calib.formats.base import Export, ScaledModel
 from calib.formats.compressed_tensors import FP8_SCHEME, find_quantization_config
-from calib.formats.refusals import BAKE, FormatRefusal, Way
+from calib.formats.refusals import BAKE, FormatRefusal, WayOut
 from calib.formats.tensor_names import MODELOPT_NAME, name_for_class, name_for_latents
 
 PRODUCER = {"name": "fp8kv"}
@@ -28,7 +28,7 @@ def modelopt(
         purpose = " for FP8 scales" * (cache != "FP8") + ", which keeps it"
         raise FormatRefusal(
             f"'{checkpoint.path}' already has a quantization_config, which this format would replace",
-            BAKE if checkpoint.caches_latents else Way("format", ("vllm",), purpose),
+            BAKE if checkpoint.caches_latents else WayOut("format", ("vllm",), purpose),
         )
     quantization: dict[str, Any] = {
         "quant_method": "modelopt",
@@ -62,7 +62,7 @@ def _check_prefixes(prefixes: Iterable[str]) -> None:
         if not prefix.endswith(_READ_UNDER):
             places = " or ".join(_READ_UNDER)
             problem = f"engines read k_proj.k_scale only under {places}; this model has '{prefix}'"
-            raise FormatRefusal(problem, Way("format", ("vllm",)))
+            raise FormatRefusal(problem, WayOut("format", ("vllm",)))
 
 
 trtllm = partial(modelopt, quant_algo=None, ignore="lm_head")

@@ -223,16 +223,16 @@ def _write(
     output, in_place = destination.path, destination.in_place
     weights = "keep" if in_place else model.recipe.export.weights
     with atomic_directory(output, overwrite=destination.overwrite, claim=destination.claim) as scratch:
-        for name, export_ in exports.items():
+        for name, additions in exports.items():
             part = directories[name].relative_to(output)
             directory = scratch / part
             directory.mkdir(exist_ok=True)
             write_checkpoint(
-                export_,
+                additions,
                 model.checkpoint,
                 directory,
                 weights=weights if FORMATS[name].with_weights else None,
-                readme=output_card(report, name, directories[name], export_.flags),
+                readme=output_card(report, name, directories[name], additions.flags),
                 on_copied=partial(_report_copy, destination.on_copied, part),
             )
             save_stats(stats, directory / STATS_FILE)

@@ -28,7 +28,7 @@ BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"  # where an engine load
 
 
 @dataclass(frozen=True)
-class Way:
+class WayOut:
     """A way out of a refusal: other values of a setting, or none, for which its flag is left away."""
 
     setting: str  # a key of `_FLAGS`
@@ -51,7 +51,7 @@ class Way:
 class FormatRefusal(UnsupportedExportError):
     """A format that cannot hold scales, and the ways out; its text names the flags of calibrate."""
 
-    def __init__(self, problem: str, *ways: Way | str, name: FormatName | None = None) -> None:
+    def __init__(self, problem: str, *ways: WayOut | str, name: FormatName | None = None) -> None:
         super().__init__(problem)
         self.problem, self.ways, self.format = problem, ways, name
 

@@ -7,7 +7,7 @@ from calib.files.config import can_be_split, head_count, layer_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import JSON_FILE
 from calib.formats.base import Export, ScaledModel
-from calib.formats.refusals import FormatRefusal, Way
+from calib.formats.refusals import FormatRefusal, WayOut
 from calib.scales.scales import KVScales
 
 
@@ -19,7 +19,7 @@ def scales_json(model: ScaledModel) -> Export:
         raise FormatRefusal(
             f"{JSON_FILE} needs model_type and the number of layers, which the config of "
             f"'{checkpoint.path}' lacks",
-            Way("format", ("vllm", "tgi")),
+            WayOut("format", ("vllm", "tgi")),
         )
     _check_split(checkpoint, num_layers, model.tp_size)
     missing = num_layers - len({layer.layer_idx for layer in scales.expand_shared().values()})

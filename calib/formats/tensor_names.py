@@ -7,7 +7,7 @@ from calib.engines.classes import NAMES, TRANSFORMERS, architecture
 from calib.files.config import quantization_configs
 from calib.files.model_directory import ModelDirectory
 from calib.formats.base import ScaledModel
-from calib.formats.refusals import BAKE, FormatRefusal, Way
+from calib.formats.refusals import BAKE, FormatRefusal, WayOut
 
 PLAIN_NAME, _, MODELOPT_NAME = NAMES
 
@@ -35,18 +35,18 @@ def name_for_class(model: ScaledModel, kind: str, usual: str = PLAIN_NAME) -> tu
         f"{engine.engine}'s class {architecture(config)} loads no KV scales under {kind} ({fate}), "
         f"so it would {effect}",
         *_formats_that_load(model.checkpoint, kind),
-        Way("format", ("fp8kv",), " for the bundled runtime"),
+        WayOut("format", ("fp8kv",), " for the bundled runtime"),
     )
 
 
-def _formats_that_load(checkpoint: ModelDirectory, kind: str) -> Iterator[Way]:
+def _formats_that_load(checkpoint: ModelDirectory, kind: str) -> Iterator[WayOut]:
     """Yield the formats of engines whose class of this model loads scales."""
     is_quantized = bool(quantization_configs(checkpoint.config))
     kind = kind.removesuffix(" attn_head") if is_quantized else "compressed-tensors"
     for engine in map(find_engine, ("vllm", "sglang")):
         fates = engine.fates(checkpoint.config, kind)
         if isinstance(fates, Mapping) and "loaded" in map(fates.get, NAMES):
-            yield Way("format", (engine.name,), f" for {engine.engine}")
+            yield WayOut("format", (engine.name,), f" for {engine.engine}")
 
 
 def name_for_latents(engine: Engine, modules: Iterable[str], checkpoint: ModelDirectory) -> tuple[str, str]:
