@@ -31,17 +31,6 @@ def render_card(template: str, **facts: Any) -> str:
     return environment.get_template(f"{template}.md.j2").render(facts)
 
 
-def output_card(report: dict[str, Any], name: FormatName, path: Path, flags: str = "") -> str:
-    """Return the card of a calibration's output in one format; `flags`: that serving needs besides."""
-    options = report["recipe"]["export"]
-    strategy = written_strategy(report["recipe"]["strategy"], options["reduce"])
-    return format_card(
-        *(report["model"], name, path, strategy, flags, report["warnings"]),
-        report=report,
-        with_weights=options["weights"] != "none",
-    )
-
-
 def format_card(
     model: str,
     name: FormatName,
@@ -49,27 +38,13 @@ def format_card(
     strategy: Strategy,
     flags: str = "",
     warnings: Sequence[str] = (),
-    *,
     report: dict[str, Any] | None = None,
-    with_weights: bool = True,
 ) -> str:
     """Return the card of scales in one format: of a calibration's `report`, or converted without one."""
-    target = FORMATS[name]
-    weights = "The weights are those of the source, bit for bit." if with_weights else NO_WEIGHTS
-    return render_card(
-        "output",
-        model=model,
-        format=name,
-        nvfp4=target.nvfp4,
-        engine=engine_of(name, flags),
-        strategy=strategy,
-        report=report,
-        version=__version__,
-        weights=weights if target.with_weights else "No weights are here.",
-        serve=serve_command(name, path, strategy, flags),
-        note=target.note,
-        warnings=warnings,
-    )
+    facts = {"model": model, "name": name, "format": FORMATS[name], "strategy": strategy, "report": report}
+    facts |= {"engine": engine_of(name, flags), "serve": serve_command(name, path, strategy, flags)}
+    facts |= {"version": __version__, "warnings": warnings, "no_weights": NO_WEIGHTS}
+    return render_card("output", **facts)
 
 
 def engine_of(name: FormatName, flags: str = "") -> str:

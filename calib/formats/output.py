@@ -19,7 +19,7 @@ from calib.files.fingerprint import fingerprints
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CALIBRATION_FILE, STATS_FILE
 from calib.formats import FORMATS, Export, export
-from calib.formats.card import output_card
+from calib.formats.card import format_card, written_strategy
 from calib.formats.directory import back_up, complete, local_directory, write_checkpoint, write_json
 from calib.models.sources import hub_origin
 from calib.recipe import ExportRecipe, Recipe
@@ -220,25 +220,28 @@ def _write(
     destination: Destination,
 ) -> Path | None:
     """Write each export into its directory; return the backup of files that were replaced in place."""
-    output, in_place = destination.path, destination.in_place
-    weights = "keep" if in_place else model.recipe.export.weights
+    output, recipe = destination.path, model.recipe
+    weights = "keep" if destination.in_place else recipe.export.weights
+    strategy = written_strategy(recipe.strategy, recipe.export.reduce)
     with atomic_directory(output, overwrite=destination.overwrite, claim=destination.claim) as scratch:
         for name, additions in exports.items():
-            part = directories[name].relative_to(output)
+            place = directories[name]
+            part = place.relative_to(output)
             directory = scratch / part
             directory.mkdir(exist_ok=True)
+            card = (model.name, name, place, strategy, additions.flags, report["warnings"], report)
             write_checkpoint(
                 additions,
                 model.checkpoint,
                 directory,
                 weights=weights if FORMATS[name].with_weights else None,
-                readme=output_card(report, name, directories[name], additions.flags),
+                readme=format_card(*card),
                 on_copied=partial(_report_copy, destination.on_copied, part),
             )
             save_stats(stats, directory / STATS_FILE)
             write_json(directory / CALIBRATION_FILE, report)
         model.checkpoint.check_unchanged()
-        if not in_place:
+        if not destination.in_place:
             return None
         complete(scratch, output)
         return back_up(output, scratch)
