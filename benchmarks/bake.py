@@ -17,7 +17,7 @@ from machine import machine, write_result
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from calib.caches.per_head import int8_per_token_head
+from calib.caches.per_token_head import int8_per_token_head
 from calib.data import load_data
 from calib.eval.inputs import SUITES
 from calib.eval.statistics import Values, compare, estimate, ratio

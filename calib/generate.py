@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from calib.caches.applied import beside_queries, rounded_attention
-from calib.caches.rounding import rounding
+from calib.caches.rounding import beside_queries, rounded_attention, rounding
 from calib.caches.types import CacheType, Shape, cache_type
 from calib.capture.attention import layer_shapes, map_attention
 from calib.capture.capabilities import check_fp8_cache

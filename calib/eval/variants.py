@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from calib.caches.applied import beside_queries, rounded_attention
-from calib.caches.rounding import CacheRounding, round_fp8
+from calib.caches.rounding import CacheRounding, beside_queries, round_fp8, rounded_attention
 from calib.choices import REFERENCE, VARIANTS, AttentionMode
 from calib.errors import InputError
 from calib.eval.simulated import simulated

@@ -9,7 +9,7 @@ from families import save_model, tiny_model
 from generation import PROMPT, as_json, continuation, generate
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from calib.caches.per_head import int8_per_token_head
+from calib.caches.per_token_head import int8_per_token_head
 from calib.caches.rounding import rounding
 from fp8kv_runtime.hf import swap_attention
 

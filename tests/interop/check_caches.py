@@ -16,7 +16,7 @@ import torch
 from outputs import report
 from torch import Tensor
 
-from calib.caches import latents, per_head, rotated, zero_points
+from calib.caches import blocks, per_token_head
 
 # tokens, heads, head_dim, size of the values
 SHAPES = [
@@ -33,50 +33,50 @@ Stored = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 def int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Our int8_per_token_head."""
-    codes, scale = per_head.int8_codes(x)
+    codes, scale = per_token_head.int8_codes(x)
     return codes.to(torch.int8), scale.squeeze(-1)
 
 
 def fp8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Our fp8_per_token_head, before the cast."""
-    scaled, scale = per_head.fp8_scaled(x)
+    scaled, scale = per_token_head.fp8_scaled(x)
     return scaled, scale.squeeze(-1)
 
 
 def int4(x: Tensor) -> tuple[Tensor, Tensor]:
     """Our int4_per_token_head: even channels in the low bits."""
-    codes, scale, zero = rotated.int4_codes(rotated.rotate(x.float()).to(x.dtype))
+    codes, scale, zero = per_token_head.int4_codes(per_token_head.rotate(x.float()).to(x.dtype))
     packed = (codes[..., ::2] + 16 * codes[..., 1::2]).to(torch.uint8)
     return packed, (scale.view(torch.int32) | zero.int()).view(torch.float32).squeeze(-1)
 
 
 def lmdeploy_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """Our lmdeploy_int8."""
-    codes, scale, zero = zero_points.zero_point_codes(x, zero_points.INT8_STEPS)
+    codes, scale, zero = per_token_head.zero_point_codes(x, per_token_head.INT8_STEPS)
     return codes.to(torch.uint8), torch.cat((scale, zero), -1)
 
 
 def lmdeploy_int4(x: Tensor) -> tuple[Tensor, Tensor]:
     """Our lmdeploy_int4: the first half of the head in the low bits."""
-    codes, scale, zero = zero_points.zero_point_codes(x, zero_points.INT4_STEPS)
+    codes, scale, zero = per_token_head.zero_point_codes(x, per_token_head.INT4_STEPS)
     low, high = codes.chunk(2, -1)
     return (low + 16 * high).to(torch.uint8), torch.cat((scale, zero), -1)
 
 
 def fp8_ds_mla(latent: Tensor, k_pe: Tensor) -> Tensor:
     """Our fp8_ds_mla: codes, four float32 scales, k_pe in bfloat16."""
-    codes, scale = latents.tile_codes(latent)
+    codes, scale = blocks.tile_codes(latent)
     parts = (codes.flatten(-2), scale.flatten(-2), k_pe.bfloat16())
     return torch.cat([part.view(torch.uint8) for part in parts], -1)
 
 
 def nvfp4_ds_mla(latent: Tensor, k_pe: Tensor) -> Tensor:
     """Our nvfp4_ds_mla: codes, k_pe, and the block scales in vLLM's order."""
-    rounded, scale = latents.nvfp4_blocks(latent)
+    rounded, scale = blocks.nvfp4_blocks(latent)
     codes = latent_writer.e2m1_codes(rounded.flatten(-2))
     packed = codes[..., ::2] + 16 * codes[..., 1::2]
     ordered = scale.view(len(latent), 8, 4).mT.flatten(1)
-    eight = (each.to(torch.float8_e4m3fn).view(torch.uint8) for each in (latents.fp8_k_pe(k_pe), ordered))
+    eight = (each.to(torch.float8_e4m3fn).view(torch.uint8) for each in (blocks.fp8_k_pe(k_pe), ordered))
     return torch.cat([packed, *eight], -1)
 
 
@@ -92,20 +92,20 @@ TYPES: dict[str, tuple[Stored, Stored]] = {
 
 # a constant of ours, and what it is not
 CHANGED = (
-    ("int8_per_token_head", per_head, "INT8_MAX", 128),
-    ("int8_per_token_head", per_head, "LEAST_SCALE", 1e-7),
-    ("fp8_per_token_head", per_head, "FP8", torch.float8_e4m3fnuz),
-    ("fp8_per_token_head", per_head, "LEAST_SCALE", 1e-5),
-    ("int4_per_token_head", rotated, "STEPS", 16),
-    ("int4_per_token_head", rotated, "SEED", rotated.SEED + 1),
-    ("int4_per_token_head", rotated, "LEAST_SCALE", 1e-7),
-    ("int4_per_token_head", rotated, "ZERO_BITS", 5),
-    ("lmdeploy_int8", zero_points, "INT8_STEPS", 256),
-    ("lmdeploy_int4", zero_points, "INT4_STEPS", 16),
-    ("fp8_ds_mla", latents, "E4M3_MAX", 240.0),
-    ("fp8_ds_mla", latents, "LEAST_TILE_SCALE", 1e-6),
-    ("nvfp4_ds_mla", latents, "E2M1_MAX", 4.0),
-    ("nvfp4_ds_mla", latents, "LEAST_BLOCK_SCALE", 2.0**-8),
+    ("int8_per_token_head", per_token_head, "INT8_MAX", 128),
+    ("int8_per_token_head", per_token_head, "LEAST_SCALE", 1e-7),
+    ("fp8_per_token_head", per_token_head, "FP8", torch.float8_e4m3fnuz),
+    ("fp8_per_token_head", per_token_head, "LEAST_SCALE", 1e-5),
+    ("int4_per_token_head", per_token_head, "INT4_STEPS", 16),
+    ("int4_per_token_head", per_token_head, "SEED", per_token_head.SEED + 1),
+    ("int4_per_token_head", per_token_head, "LEAST_SCALE", 1e-7),
+    ("int4_per_token_head", per_token_head, "ZERO_BITS", 5),
+    ("lmdeploy_int8", per_token_head, "INT8_STEPS", 256),
+    ("lmdeploy_int4", per_token_head, "INT4_STEPS", 16),
+    ("fp8_ds_mla", blocks, "E4M3_MAX", 240.0),
+    ("fp8_ds_mla", blocks, "LEAST_TILE_SCALE", 1e-6),
+    ("nvfp4_ds_mla", blocks, "E2M1_MAX", 4.0),
+    ("nvfp4_ds_mla", blocks, "LEAST_BLOCK_SCALE", 2.0**-8),
 )
 
 
@@ -152,16 +152,16 @@ def latent_differences(name: str) -> Iterator[str]:
 def unnoticed() -> Iterator[str]:
     """Constants of ours that can be changed without a difference."""
     for name, module, constant, other in CHANGED:
-        rotated.signs.cache_clear()
+        per_token_head.signs.cache_clear()
         with patch.object(module, constant, other):
             if next(differences(name), None) is None:
                 yield f"{name}: {constant} of {other} is not noticed"
-    rotated.signs.cache_clear()
+    per_token_head.signs.cache_clear()
 
 
 def misread() -> Iterator[str]:
     """Types whose rounded K and V give another attention than vLLM's reader computes."""
-    for bits, rounded in ((8, per_head.int8_per_token_head), (4, rotated.int4_per_token_head)):
+    for bits, rounded in ((8, per_token_head.int8_per_token_head), (4, per_token_head.int4_per_token_head)):
         for dim in (64, 96):
             generator = torch.Generator().manual_seed(dim)
             x, query = (torch.randn(16, 2, dim, generator=generator) for _ in "kq")

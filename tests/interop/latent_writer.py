@@ -13,7 +13,7 @@ from right_casts import right_casts
 from torch import Tensor
 from triton.runtime import interpreter
 
-from calib.caches.nvfp4 import e2m1
+from calib.caches.blocks import e2m1
 
 _BYTES = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 _LATENT, _K_PE = 512, 64

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from calib.caches.nvfp4 import e2m1, nvfp4, nvfp4_four_over_six
+from calib.caches.blocks import e2m1, nvfp4, nvfp4_four_over_six
 from calib.errors import InputError
 
 E2M1 = (0, 0.5, 1, 1.5, 2, 3, 4, 6)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from calib.caches.per_head import (
+from calib.caches.per_token_head import (
     fp8_per_token_head,
     fp8_scaled,
     int8_codes,

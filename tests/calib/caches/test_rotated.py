@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from calib.caches.rotated import int4_codes, int4_per_token_head, rotate, rotate_back, signs
+from calib.caches.per_token_head import int4_codes, int4_per_token_head, rotate, rotate_back, signs
 from calib.errors import InputError
 
 

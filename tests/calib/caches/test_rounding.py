@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from calib.caches.nvfp4 import nvfp4
+from calib.caches.blocks import nvfp4
+from calib.caches.per_token_head import lmdeploy_int8
 from calib.caches.rounding import rounding
 from calib.caches.types import CACHES
-from calib.caches.zero_points import lmdeploy_int8
 from calib.errors import InputError
 
 # half a step, over the size of normal values: a sixteenth of a value in E4M3; the 127th part, or

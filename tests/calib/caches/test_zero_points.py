@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from calib.caches.zero_points import lmdeploy_int4, lmdeploy_int8, zero_point_codes
+from calib.caches.per_token_head import lmdeploy_int4, lmdeploy_int8, zero_point_codes
 from calib.errors import InputError
 
 

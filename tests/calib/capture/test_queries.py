@@ -7,7 +7,7 @@ import torch
 from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
 
-from calib.caches.applied import rounded_attention
+from calib.caches.rounding import rounded_attention
 from calib.caches.types import Shape
 from calib.capture.attention import map_attention
 from calib.capture.capabilities import engine_class

@@ -1,0 +1,156 @@
+"""Cache types with a scale for each token and head, made when it is stored.
+
+vLLM's FP8 and INT8: `_reshape_cache_per_token_head` in v1/attention/ops/triton_reshape_and_cache_flash.py
+of vLLM 0.32; its reader multiplies scores and probabilities by the scale in float32.
+
+vLLM's INT4: v1/attention/ops/int4_per_token_head.py of vLLM 0.32. The engine rotates Q as well and its
+output back, so attention computes with the K and V that are rotated back here. Its rotation on CUDA
+rounds once more, to bfloat16; this one is its rotation for other devices.
+
+LMDeploy's INT8 and INT4: `_quant_int8` and `_quant_int4` in pytorch/kernels/cuda/fill_kv_cache.py of
+LMDeploy 0.18, and the reader for decoding in pagedattention.py. Scale and zero point are kept in the
+model's 16 bits, and the reader computes in them: in bfloat16 a zero point of 100 is off by up to a
+quarter.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from calib.errors import InputError
+
+INT8_MAX = 127
+FP8 = torch.float8_e4m3fn
+LEAST_SCALE = 1e-6
+INT8_STEPS, INT4_STEPS = 255, 15
+SEED = 0x9E3779B9  # of the rotation's signs
+ZERO_BITS = 4  # of the scale's float32, which hold the zero point
+
+
+def int8_per_token_head(x: Tensor) -> Tensor:
+    """Round `x` [..., D] as vLLM's `int8_per_token_head` stores it."""
+    codes, scale = int8_codes(x)
+    return (codes * scale).to(x.dtype)
+
+
+def fp8_per_token_head(x: Tensor) -> Tensor:
+    """Round `x` [..., D] as vLLM's `fp8_per_token_head` stores it on NVIDIA's GPUs, which have E4M3FN."""
+    scaled, scale = fp8_scaled(x)
+    return (scaled.to(FP8).float() * scale).to(x.dtype)
+
+
+def int8_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the codes [..., D] and scales [..., 1], float32, of `x` [..., D]."""
+    scaled, scale = _divide(x, INT8_MAX)
+    # half away from zero, as the store that follows cuts the fraction off
+    half = (scaled >= 0).float() - 0.5
+    return (scaled + half).clamp(-INT8_MAX - 1, INT8_MAX).trunc(), scale
+
+
+def fp8_scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `x` [..., D] as it is cast to E4M3, and its scales [..., 1], float32."""
+    limit = torch.finfo(FP8).max
+    scaled, scale = _divide(x, limit)
+    return scaled.clamp(-limit, limit), scale
+
+
+def _divide(x: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    x = x.float()
+    scale = (x.abs().amax(-1, keepdim=True) / limit).clamp(min=LEAST_SCALE)
+    return x * (1.0 / scale), scale
+
+
+def int4_per_token_head(x: Tensor) -> Tensor:
+    """Round `x` [..., D] as vLLM's `int4_per_token_head` stores it; an InputError where D is odd."""
+    rotated = rotate(x.float()).to(x.dtype)
+    codes, scale, zero = int4_codes(rotated)
+    return rotate_back((codes - zero) * scale).to(x.dtype)
+
+
+def int4_codes(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes [..., D], scales and zero points [..., 1], float32, of rotated `x` [..., D].
+
+    Scales are as the reader sees them: without the bits that hold the zero point.
+    """
+    x = x.float()
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    scale = ((high - low) / INT4_STEPS).clamp(min=LEAST_SCALE)
+    zero = _round_half_up(-low / scale)
+    codes = _round_half_up(x * (1.0 / scale) + zero)
+    return codes, (scale.view(torch.int32) & -(1 << ZERO_BITS)).view(torch.float32), zero
+
+
+def _round_half_up(x: Tensor) -> Tensor:
+    """Round to codes in range; a value below 0 ends at 0 however it is rounded."""
+    return (x + 0.5).trunc().clamp(0, INT4_STEPS)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Multiply `x` [..., D], float32, by random signs and a Hadamard matrix.
+
+    A head size that is not a power of two is rotated in equal blocks of one. Lengths grow by the
+    square root of the block's size.
+    """
+    blocks = _split(x)
+    return _hadamard(blocks * signs(blocks.shape[-1]).to(x.device)).reshape(x.shape)
+
+
+def rotate_back(x: Tensor) -> Tensor:
+    """Undo `rotate`."""
+    blocks = _split(x)
+    size = blocks.shape[-1]
+    return (_hadamard(blocks) * signs(size).to(x.device) / size).reshape(x.shape)
+
+
+def _split(x: Tensor) -> Tensor:
+    size = x.shape[-1]
+    if size % 2:
+        raise InputError(f"int4_per_token_head: head size {size} is not a multiple of 2")
+    return x.reshape(*x.shape[:-1], -1, size & -size)
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    half = 1
+    while half < x.shape[-1]:
+        left, right = x.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
+        x = torch.stack((left + right, left - right), -2).reshape(x.shape)
+        half *= 2
+    return x
+
+
+@cache
+def signs(size: int) -> Tensor:
+    """Return the rotation's signs, which every layer and head shares."""
+    generator = torch.Generator().manual_seed(SEED)
+    return 2 * torch.bernoulli(torch.full((size,), 0.5), generator=generator) - 1
+
+
+def lmdeploy_int8(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Round `x` [..., D] as LMDeploy's INT8 cache stores it, where the model runs in `dtype`."""
+    return _store_with_zero_points(x, INT8_STEPS, dtype)
+
+
+def lmdeploy_int4(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Round `x` to LMDeploy's INT4 in place of its INT8; an InputError where D is odd."""
+    if x.shape[-1] % 2:
+        raise InputError(f"lmdeploy_int4: head size {x.shape[-1]} is not a multiple of 2")
+    return _store_with_zero_points(x, INT4_STEPS, dtype)
+
+
+def zero_point_codes(x: Tensor, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the codes [..., D], scales and zero points [..., 1], float32, of `x` [..., D].
+
+    Where all values are the same the scale is 0, and all that is read back is NaN.
+    """
+    x = x.float()
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    scale = (high - low) / steps
+    zero = -low / scale
+    return (x / scale + zero + 0.5).trunc(), scale, zero
+
+
+def _store_with_zero_points(x: Tensor, steps: int, dtype: torch.dtype | None) -> Tensor:
+    dtype = dtype or (torch.float16 if x.dtype == torch.float32 else x.dtype)
+    codes, scale, zero = (part.to(dtype) for part in zero_point_codes(x, steps))
+    return ((codes - zero) * scale).to(x.dtype)
