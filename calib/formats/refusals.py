@@ -29,7 +29,7 @@ BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"  # where an engine load
 
 @dataclass(frozen=True)
 class WayOut:
-    """A way out of a refusal: other values of a setting, or none, for which its flag is left away."""
+    """A way out of a refusal: other values of a setting, or its default, without the flag."""
 
     setting: str  # a key of `_FLAGS`
     values: tuple[str, ...] = ()
@@ -45,11 +45,11 @@ class WayOut:
                 return f"a new calibration in format fp8kv{self.purpose}"
         if flag is None:
             return ""
-        return f"{flag} {' or '.join(values)}{self.purpose}" if values else f"leave {flag} away"
+        return f"{flag} {' or '.join(values)}{self.purpose}" if values else f"no {flag}"
 
 
 class FormatRefusal(UnsupportedExportError):
-    """A format that cannot hold scales, and the ways out; its text names the flags of calibrate."""
+    """A refusal of scales that a format cannot hold; its text names the flags of calibrate."""
 
     def __init__(self, problem: str, *ways: WayOut | str, name: FormatName | None = None) -> None:
         super().__init__(problem)
