@@ -87,7 +87,7 @@ def test_the_configs_are_those_that_we_write(checkpoint):
         ("compressed-tensors attn_head", compressed_tensors, "attn_head"),
         ("modelopt", modelopt, "tensor"),
     ):
-        export = build(make_scales(strategy), checkpoint, 1, rules=find_engine("vllm"))
+        export = build(make_scales(strategy), checkpoint, find_engine("vllm"), 1)
         assert export.config["quantization_config"] == QUANTIZATIONS[name].config
         assert export.documents.get("hf_quant_config.json") == QUANTIZATIONS[name].document
 
