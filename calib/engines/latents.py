@@ -5,7 +5,7 @@ from typing import Any
 
 from calib.engines.catalogue import Engine
 from calib.engines.classes import TRANSFORMERS, Fates, architecture, split_name
-from calib.engines.outcome import NotKnown, Refused, Simulation, Verdict
+from calib.engines.outcome import NotKnown, Refused, Simulation, SimulationEnd
 from calib.engines.quantization_config import method_name
 from calib.files.model_directory import ModelDirectory
 
@@ -55,7 +55,7 @@ def find_flags_at_one(engine: Engine, config: Mapping[str, Any]) -> str | None:
     """Return `flags_at_one`, or None where it raises."""
     try:
         return flags_at_one(engine, config)
-    except Verdict:
+    except SimulationEnd:
         return None
 
 

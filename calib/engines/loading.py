@@ -14,7 +14,7 @@ from calib.engines.outcome import (
     Place,
     Refused,
     Simulation,
-    Verdict,
+    SimulationEnd,
     default_scale,
 )  # fmt: skip
 from calib.engines.quantization_config import choose_method, excluded_by, method_name, turns_fp8_on
@@ -65,7 +65,7 @@ def simulate(
             simulation.problem = _convention_problem(nvfp4, engine)
     except Refused as error:
         simulation.refused, simulation.outcomes = str(error), []
-    except Verdict as error:
+    except SimulationEnd as error:
         # scales may lie apart from the weights, which show the attention modules
         modules = directory.modules or {tensor.parsed.module for tensor in directory.tensors}
         layers = product(sorted(modules, key=_layer_order), "kv")

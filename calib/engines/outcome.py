@@ -21,19 +21,19 @@ class Outcome(str, Enum):
     UNKNOWN = "unknown"  # nobody ran or read this
 
 
-class Verdict(Exception):
+class SimulationEnd(Exception):
     """The outcome of a whole directory, which ends a simulation; says why."""
 
     outcome: Outcome
 
 
-class Refused(Verdict):
+class Refused(SimulationEnd):
     """The engine does not load the directory; says also what to do."""
 
     outcome = Outcome.REFUSED
 
 
-class NotKnown(Verdict):
+class NotKnown(SimulationEnd):
     """Nobody ran the engine with such a directory."""
 
     outcome = Outcome.UNKNOWN
