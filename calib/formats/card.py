@@ -10,6 +10,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from calib import __version__
 from calib.choices import FormatName, Reduce, Strategy
+from calib.files.names import CARD_FILE
 from calib.files.text import plain
 from calib.formats import FORMATS
 
@@ -29,6 +30,24 @@ def render_card(template: str, **facts: Any) -> str:
     )
     environment.filters["cell"] = lambda text: _MARKUP.sub(r"\\\1", str(text))
     return environment.get_template(f"{template}.md.j2").render(facts)
+
+
+def front_matter(card: str) -> str:
+    """Return the head of a card, in YAML between two lines of dashes; empty without one."""
+    head = re.match(r"---\n.*?\n---\n", card, re.DOTALL)
+    return head.group() if head else ""
+
+
+def prepend_card(source: Path | None, ours: str, out: Path) -> None:
+    """Write the README of `out`: the front matter of the one in `source`, `ours`, and its text.
+
+    Without a source the front matter is that of `out`'s own, whose text is of an older version and gone.
+    """
+    card = (source or out) / CARD_FILE
+    text = card.read_text(errors="replace") if card.exists() else ""
+    head = front_matter(text)
+    body = text[len(head) :] if source else ""
+    (out / CARD_FILE).write_text("\n".join(filter(None, [head, ours, body])))
 
 
 def format_card(

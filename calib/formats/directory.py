@@ -2,7 +2,6 @@
 
 import filecmp
 import os
-import re
 import shutil
 from itertools import chain, count
 from pathlib import Path
@@ -26,6 +25,7 @@ from calib.files.names import (
 )
 from calib.files.strict_json import exact_json_text, json_text, read_object
 from calib.formats.base import Export
+from calib.formats.card import prepend_card
 
 # transformers ignores the index, and so our shard, where a file of the usual single name exists
 RENAMED_SINGLE = "model-00001-of-00001.safetensors"
@@ -160,24 +160,6 @@ def write_index(checkpoint: ModelDirectory, out: Path, weight_map: dict[str, str
     size = size if isinstance(size, int) else sum(sizes.values())
     metadata["total_size"] = size + added - sum(sizes[name] for name in sizes if is_of_cache(name))
     write_json(out / INDEX_FILE, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
-
-
-def front_matter(card: str) -> str:
-    """Return the head of a card, in YAML between two lines of dashes; empty without one."""
-    head = re.match(r"---\n.*?\n---\n", card, re.DOTALL)
-    return head.group() if head else ""
-
-
-def prepend_card(source: Path | None, ours: str, out: Path) -> None:
-    """Write the README of `out`: the front matter of the one in `source`, `ours`, and its text.
-
-    Without a source the front matter is that of `out`'s own, whose text is of an older version and gone.
-    """
-    card = (source or out) / CARD_FILE
-    text = card.read_text(errors="replace") if card.exists() else ""
-    head = front_matter(text)
-    body = text[len(head) :] if source else ""
-    (out / CARD_FILE).write_text("\n".join(filter(None, [head, ours, body])))
 
 
 def check_places(output: Path | None, *, in_place: bool, overwrite: bool) -> None:

@@ -13,8 +13,7 @@ from calib.engines.latents import find_flags_at_one
 from calib.errors import UnsupportedExportError
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import CARD_FILE
-from calib.formats.card import render_card
-from calib.formats.directory import prepend_card
+from calib.formats.card import prepend_card, render_card
 from calib.formats.tensor_names import name_for_latents
 from fp8kv_runtime.fp8 import FP8_DTYPES
 

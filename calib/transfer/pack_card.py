@@ -10,8 +10,7 @@ import yaml
 from calib.errors import InputError
 from calib.files.names import CARD_FILE
 from calib.files.pack import Pack
-from calib.formats.card import render_card
-from calib.formats.directory import front_matter
+from calib.formats.card import front_matter, render_card
 from calib.recipe import Recipe
 from calib.scales.summary import LayerSummary
 from calib.strict_yaml import read_yaml
