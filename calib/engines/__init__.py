@@ -1,1 +1,1 @@
-"""What each engine's loader does with KV-cache scales: rules as data, and a simulation of them."""
+"""Engines: a file for each about what its loader does with KV scales, and a simulation that follows it."""
