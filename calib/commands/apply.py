@@ -41,15 +41,11 @@ def apply(
     from are the same, as far as sampled. What is not compared (down_proj, most experts) is named.
     """
     from calib.commands.progress_bar import progress_bar
-    from calib.formats.directory import check_places
     from calib.transfer.apply import apply as apply_scales
-    from calib.transfer.hub import find_calibration
 
-    check_places(output, in_place=in_place, overwrite=overwrite)
     with progress_bar(progress, as_json=as_json) as reported:
-        directory, name = find_calibration(calibration, reported)
         result = apply_scales(
-            directory, model, output, in_place=in_place, base=base, format=format, strategy=strategy,
-            overwrite=overwrite, name=name, progress=reported,
+            calibration, model, output, in_place=in_place, base=base, format=format, strategy=strategy,
+            overwrite=overwrite, progress=reported,
         )  # fmt: skip
     print_result(result, as_json=as_json)

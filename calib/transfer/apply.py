@@ -34,10 +34,11 @@ from calib.same_model.judge import Likeness, compare_marks
 from calib.same_model.marks import Marks, take_marks, unmarked_matrices
 from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import load_calibration
+from calib.transfer.hub import find_calibration
 
 
 def apply(
-    calibration: Path,
+    calibration: str,
     model: str,
     output: Path | None = None,
     *,
@@ -46,23 +47,22 @@ def apply(
     format: FormatName = "vllm",
     strategy: Strategy | None = None,
     overwrite: bool = False,
-    name: str | None = None,
     progress: Progress = SILENT,
 ) -> Result:
-    """Put the scales of a `calibration` or pack beside `model`, which is not run.
+    """Put the scales of a `calibration` or pack, also one on the Hub, beside `model`, which is not run.
 
-    `base` is the model that was calibrated, for outputs that hold no marks of it; `name` is that of a pack
-    from the Hub. InputError or UnsupportedExportError, and nothing written, where K and V of `model` are not
-    shown to be the same, or its engine loads no scales beside its weights.
+    `base` is the model that was calibrated, for outputs that hold no marks of it. InputError or
+    UnsupportedExportError, and nothing written, where K and V of `model` are not shown to be the same, or its
+    engine loads no scales beside its weights.
     """
     check_places(output, in_place=in_place, overwrite=overwrite)
-    source, name = statistics_file(calibration).parent, str(Path(name or calibration))
-    stats, report = load_calibration(calibration)
+    path, name = find_calibration(calibration, progress)
+    source, (stats, report) = statistics_file(path).parent, load_calibration(path)
     settings: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
     settings |= {"strategy": strategy, "export.reduce": "none"} if strategy else {}
     recipe = load_recipe(str(source / CALIBRATION_FILE), settings)
-    output = output or default_output(model, recipe.strategy)
-    output = check_in_place(model, recipe.export) if in_place else output
+    default = output or default_output(model, recipe.strategy)
+    output = check_in_place(model, recipe.export) if in_place else default
     progress.stage("load")
     checkpoint = find_model(model)
     if not in_place:
