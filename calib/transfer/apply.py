@@ -57,7 +57,8 @@ def apply(
     """
     check_places(output, in_place=in_place, overwrite=overwrite)
     path, name = find_calibration(calibration, progress)
-    source, (stats, report) = statistics_file(path).parent, load_calibration(path)
+    source = statistics_file(path).parent
+    stats, report = load_calibration(path)
     settings: dict[str, Any] = {"export.formats": [format], "export.weights": "link"}
     settings |= {"strategy": strategy, "export.reduce": "none"} if strategy else {}
     recipe = load_recipe(str(source / CALIBRATION_FILE), settings)

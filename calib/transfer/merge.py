@@ -132,8 +132,8 @@ def _data_warnings(run: _Run, stats: KVStats) -> list[str]:
 def _thread_warnings(runs: Sequence[_Run]) -> list[str]:
     paths = [*{run.threads: run.path for run in runs if run.threads is not None}.items()]
     return [
-        f"'{paths[0][1]}' was measured with {paths[0][0]} threads and '{path}' with {count}: on a CPU "
-        "a model's last bits can depend on that, so these may differ from one run over all the data"
+        f"'{paths[0][1]}' was measured with {paths[0][0]} threads and '{path}' with {count}; on a CPU, "
+        "one run over all the data may give other last bits"
         for count, path in paths[1:]
     ]
 

@@ -70,13 +70,13 @@ def strip_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write_config(checkpoint: ModelDirectory, source: Path | None, out: Path) -> None:
+    """Write the config without scales, as the source has it where that says the same."""
     plain = strip_config(checkpoint.config)
-    if source is not None:
-        original = read_object(source / CONFIG_FILE)
-        if not _announces_scales(original) and strip_config(original) == plain:
-            shutil.copyfile(source / CONFIG_FILE, out / CONFIG_FILE)
-            return
-    write_json(out / CONFIG_FILE, plain)
+    original = read_object(source / CONFIG_FILE) if source else None
+    if source and original and strip_config(original) == plain and not _announces_scales(original):
+        shutil.copyfile(source / CONFIG_FILE, out / CONFIG_FILE)
+    else:
+        write_json(out / CONFIG_FILE, plain)
 
 
 def _announces_scales(config: dict[str, Any]) -> bool:
