@@ -70,10 +70,8 @@ def test_channels_become_even(model_type, tmp_path):
     model = in_float32(source)
     after = load_stats(calibrated(tmp_path / "baked", tmp_path / "after"))
     for name, module in cached_attention(model).items():
-        pair, shared = (
-            rotated_pairs(model, module),
-            AttentionWeights(module, model.get_submodule(name)).shares_k,
-        )
+        pair = rotated_pairs(model, module)
+        shared = AttentionWeights(module, model.get_submodule(name)).shares_k
         old, new = (load_stats(before).layers[name], after.layers[name])
         k_before, k = (x.k.amax.maximum(x.k.amax[:, pair]) for x in (old, new))
         if shared:
