@@ -18,7 +18,6 @@ from calib.commands.flags import (
     TrustRemoteCode,
 )
 from calib.commands.running import command, print_json, print_lines
-from calib.commands.sameness import rounded_lines, sameness
 
 if TYPE_CHECKING:
     from calib.rescale.bake import Baked
@@ -46,10 +45,10 @@ def bake(
     """Change weights so that an engine without scales holds K and V well; outputs stay the same."""
     from calib.commands.overrides import overrides
     from calib.commands.progress_bar import progress_bar
-    from calib.rescale.bake import bake as write_baked
+    from calib.rescale.bake import bake as bake_model
 
     with progress_bar(progress, as_json=as_json) as reported:
-        done = write_baked(
+        baked = bake_model(
             model,
             scales,
             purpose,
@@ -60,28 +59,25 @@ def bake(
             progress=reported,
         )
     if as_json:
-        print_json(done.to_json())
+        print_json(baked.to_json())
         return
-    rescaling = done.rescaling
     print_lines(
         [
-            f"{len(rescaling.changed)} tensors changed; "
-            + sameness(rescaling.kl, exact=not rescaling.rounded),
-            _factors_line(done),
-            f"written to {done.output}; its README.md says how to serve it",
-            *(f"warning: {warning}" for warning in done.warnings),
-            *rounded_lines(rescaling.rounded),
-            *_unchanged_lines(rescaling.plan.unchanged_layers),
-            *(_missing_lines(done) if purpose == "fp8" else []),
-            *([f"what was replaced is in {done.backup}"] if done.backup else []),
+            *baked.rescaling.lines(),
+            _factors_line(baked),
+            f"written to {baked.output}; its README.md says how to serve it",
+            *(f"warning: {warning}" for warning in baked.warnings),
+            *_unchanged_lines(baked.rescaling.plan.unchanged_layers),
+            *(_missing_lines(baked) if purpose == "fp8" else []),
+            *([f"what was replaced is in {baked.backup}"] if baked.backup else []),
         ]
     )
 
 
-def _factors_line(done: "Baked") -> str:
-    plan = done.rescaling.plan
+def _factors_line(baked: "Baked") -> str:
+    plan = baked.rescaling.plan
     layers, (k, v) = len(plan.factors), plan.layers_per_head
-    if done.latent:
+    if baked.latent:
         return f"one factor for the latent and one for k_pe in each of {layers} layers"
     line = f"factors per head in {k} of {layers} layers for K, in {v} for V"
     if plan.layers_without_v:
@@ -94,11 +90,11 @@ def _unchanged_lines(layers: Mapping[str, str]) -> list[str]:
     return [f"note: {len(layers)} layers stay as they are, the first of them {x}" for x in first]
 
 
-def _missing_lines(done: "Baked") -> list[str]:
-    parts = ("the latent of some layers", "k_pe of some layers") if done.latent else _HEADS
+def _missing_lines(baked: "Baked") -> list[str]:
+    parts = ("the latent of some layers", "k_pe of some layers") if baked.latent else _HEADS
     return [
         f"note: {part} stays up to 2^{octaves:.0f} smaller than an FP8 cache holds "
         "best: its weights hold no larger factors"
-        for part, octaves in zip(parts, done.rescaling.plan.missing_octaves("fp8"), strict=True)
+        for part, octaves in zip(parts, baked.rescaling.plan.missing_octaves("fp8"), strict=True)
         if octaves >= 1
     ]

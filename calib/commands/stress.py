@@ -16,7 +16,6 @@ from calib.commands.flags import (
     TrustRemoteCode,
 )
 from calib.commands.running import command, print_json, print_lines
-from calib.commands.sameness import rounded_lines, sameness
 
 
 @command
@@ -47,22 +46,17 @@ def stress(
         None if text is None else parse_factor(text, flag)
         for text, flag in ((k_factor, "--k-factor"), (v_factor, "--v-factor"))
     )
-    given = overrides(context.params)
+    options = overrides(context.params)
     with progress_bar(progress, as_json=as_json) as reported:
-        done = write_twin(model, output, *factors, overrides=given, overwrite=overwrite, progress=reported)
+        twin = write_twin(model, output, *factors, overrides=options, overwrite=overwrite, progress=reported)
     if as_json:
-        print_json(done.to_json())
+        print_json(twin.to_json())
         return
-    changed, rounded = done.rescaling.changed, done.rescaling.rounded
-    amax = [
-        f"{name} amax {{source:.4g}} -> {{twin:.4g}}".format(**done.amax(part))
-        for name, part in zip(done.parts, "kv", strict=True)
-    ]
+    amax = {name: twin.amax(part) for name, part in zip(twin.parts, "kv", strict=True)}
     lines = [
-        *(f"warning: {warning}" for warning in done.warnings),
-        f"{len(changed)} tensors changed; {sameness(done.rescaling.kl, exact=not rounded)}",
-        *rounded_lines(rounded),
-        ", ".join(amax),
-        f"written to {done.output}; its README.md says how to use it",
+        *(f"warning: {warning}" for warning in twin.warnings),
+        *twin.rescaling.lines(),
+        ", ".join(f"{name} amax {x['source']:.4g} -> {x['twin']:.4g}" for name, x in amax.items()),
+        f"written to {twin.output}; its README.md says how to use it",
     ]
     print_lines(lines)

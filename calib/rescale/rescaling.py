@@ -95,6 +95,17 @@ class Rescaling:
         """Nats per token by which the outputs differ, on the few tokens of the proof."""
         return kl_between(self.before, self.after)
 
+    def lines(self) -> list[str]:
+        """Say how many tensors changed, and what was proved of the outputs."""
+        changed, rounded = f"{len(self.plan.edits)} tensors changed", self.rounded
+        if not rounded:
+            return [f"{changed}; the logits in float32 are the source's, bit for bit"]
+        return [
+            f"{changed}; the outputs differ by a KL of {self.kl:.2g} nats per token on a few random tokens",
+            f"note: {len(rounded)} weights of norms are rounded, as '{rounded[0]}': 1 + it times its factor "
+            "is not a value of its type. All else is exact",
+        ]
+
 
 def rescale(
     checkpoint: ModelDirectory,
