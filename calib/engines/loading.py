@@ -16,7 +16,7 @@ from calib.engines.outcome import (
     Simulation,
     SimulationEnd,
     default_scale,
-)  # fmt: skip
+)
 from calib.engines.quantization_config import choose_method, excluded_by, method_name, turns_fp8_on
 from calib.engines.values import heads_of, layer_scales
 from calib.files.cache_type import Convention, is_for_nvfp4, nvfp4_convention
@@ -115,10 +115,8 @@ def _check_split(directory: ModelDirectory, place: Place) -> None:
     layers = range(1 if directory.num_layers is None else directory.num_layers)
     for heads, kv_heads in {heads_of(directory, layer) for layer in layers}:
         if not can_be_split(heads, kv_heads, place.ranks):
-            raise Refused(
-                f"the model's {heads} query heads and {kv_heads} KV heads cannot be split evenly "
-                f"over {place.ranks} GPUs"
-            )
+            counts = f"the model's {heads} query heads and {kv_heads} KV heads"
+            raise Refused(f"{counts} cannot be split evenly over {place.ranks} GPUs")
 
 
 # ---- safetensors files ----

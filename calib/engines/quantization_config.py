@@ -107,10 +107,8 @@ def _check_nvfp4(name: str, method: Method, engine: Engine) -> None:
     if engine.nvfp4 is None and method.kind != "none":
         raise NotKnown("not known: it was never run with values for an NVFP4 cache")
     if engine.nvfp4 and name not in engine.nvfp4.methods:
-        raise NotKnown(
-            f"not known: its NVFP4 cache was never run under {name[:40]}; it wants absmax / "
-            f"{engine.nvfp4.divisor}"
-        )
+        advice = f"it wants absmax / {engine.nvfp4.divisor}"
+        raise NotKnown(f"not known: its NVFP4 cache was never run under {name[:40]}; {advice}")
 
 
 def _check_algorithm(directory: ModelDirectory, method: Method) -> None:
@@ -181,10 +179,8 @@ def _is_static_tensor(scheme: Any) -> bool:
 def _check_scheme(scheme: Mapping[str, Any], *, needs_both: bool) -> None:
     is_wrong = [scheme.get("type") != "float", scheme.get("num_bits") != 8]
     if all(is_wrong) or (any(is_wrong) and needs_both):
-        raise Refused(
-            f"kv_cache_scheme has num_bits {scheme.get('num_bits')}, type {scheme.get('type')}; "
-            "it must be 8 and float"
-        )
+        numbers = f"num_bits {scheme.get('num_bits')}, type {scheme.get('type')}"
+        raise Refused(f"kv_cache_scheme has {numbers}; it must be 8 and float")
     if (strategy := scheme.get("strategy")) not in ("tensor", "attn_head"):
         raise Refused(f"kv_cache_scheme has strategy {strategy}; it must be tensor or attn_head")
     if not scheme.get("symmetric"):

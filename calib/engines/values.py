@@ -32,8 +32,8 @@ def layer_scales(
             tensors["q"] = None
         return _scalars(module, tensors, method, 2.0 if place.fnuz and method.doubles_fnuz else 1.0)
     scheme = (directory.quantization or {}).get("kv_cache_scheme") or {}
-    per_head = scheme.get("strategy") == "attn_head"
-    return _one_or_per_head(directory, module, tensors, place if per_head else None)
+    is_per_head = scheme.get("strategy") == "attn_head"
+    return _one_or_per_head(directory, module, tensors, place if is_per_head else None)
 
 
 def _one_or_per_head(
@@ -43,14 +43,12 @@ def _one_or_per_head(
 
     `place` is None where there is one scale per layer, not one per head.
     """
-    scales = []
+    scales = {letter: default_scale(module, letter) for letter in tensors}
     for letter, tensor in tensors.items():
-        if tensor is None:
-            scales.append(default_scale(module, letter))
-            continue
-        values = _head_values(directory, letter, tensor, place) if place else _one(tensor)
-        scales.append(LayerScale(module, letter, Outcome.LOADED, tuple(map(_float32, values))))
-    return scales
+        if tensor is not None:
+            values = _head_values(directory, letter, tensor, place) if place else _one(tensor)
+            scales[letter] = LayerScale(module, letter, Outcome.LOADED, tuple(map(_float32, values)))
+    return [*scales.values()]
 
 
 def _scalars(module: str, tensors: Tensors, method: Method, factor: float) -> list[LayerScale]:
