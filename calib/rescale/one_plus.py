@@ -37,23 +37,18 @@ def is_held(norms: Norms) -> Tensor:
 
 
 def try_powers(norms: Norms) -> Tensor:
-    """Return whether each channel holds each power of two [powers, D]; `norms` are changed for 2**1."""
-    octaves = [(change, weight, change.factor.log2()) for change, weight in norms]
-    return torch.stack(
-        [
-            is_held(
-                [
-                    (replace(change, factor=(octave * power).exp2()), weight)
-                    for change, weight, octave in octaves
-                ]
-            )
-            for power in _POWERS
-        ]
-    )
+    """Return whether each channel holds each of the powers of its factors [powers, D]."""
+
+    def try_power(power: Tensor) -> Tensor:
+        factors = [(change.factor.log2() * power).exp2() for change, _ in norms]
+        pairs = zip(norms, factors, strict=True)
+        return is_held([(replace(change, factor=factor), weight) for (change, weight), factor in pairs])
+
+    return torch.stack([try_power(power) for power in _POWERS])
 
 
 def nearest_powers(table: Tensor, powers: Tensor) -> tuple[float, Tensor]:
-    """Return the sum of distances to the nearest powers that `table` allows, inf without any, and these."""
+    """Return the distance (inf: none) to the powers nearest to `powers` [D] in `table`, and these."""
     distances = (_POWERS[:, None] - powers).abs().double().masked_fill(~table, torch.inf)
     least, index = distances.min(0)
     return least.sum().item(), _POWERS[index]

@@ -44,19 +44,19 @@ def list_changes(
     model: PreTrainedModel, modules: Mapping[str, CachedAttention], factors: Factors
 ) -> list[WeightChange]:
     """List the parameters to multiply, so that K and V of some modules get `factors` other than 1."""
-    changes: list[WeightChange] = []
+    changes: dict[int, WeightChange] = {}  # by parameter
     for name, layer in factors.items():
         weights = AttentionWeights(modules[name], model.get_submodule(name))
-        layer_changes = (latent_changes if modules[name].latent else head_changes)(weights, layer)
-        changes += [change for change in layer_changes if bool((change.factor != 1).any())]
-    names: dict[int, str] = {}
-    for change in changes:
-        name = names.setdefault(id(model.get_parameter(change.name)), change.name)
-        if name != change.name:
-            raise UnsupportedModelError(
-                f"'{change.name}' and '{name}' are the same tensor: it would be multiplied twice"
-            )
-    return changes
+        list_layer = latent_changes if weights.cached.latent else head_changes
+        for change in list_layer(weights, layer):
+            if bool((change.factor == 1).all()):
+                continue
+            first = changes.setdefault(id(model.get_parameter(change.name)), change)
+            if first is not change:
+                raise UnsupportedModelError(
+                    f"'{change.name}' and '{first.name}' are the same tensor: it would be multiplied twice"
+                )
+    return [*changes.values()]
 
 
 class NotHeld(UnsupportedModelError):
@@ -110,12 +110,13 @@ class StoredModel:
             name = self._stored_name(change)
             if name in self.coded:
                 edits |= edited_scales(self.coded[name], self.stored, change.factor)
-                continue
-            if self.coded and not change.adds_one:  # biases beside codes may be narrow
-                weight = self._read(name)
-                if not change.is_exact(weight):
-                    raise NotHeld(_explain_rounding(change, weight, self.advice))
-            edits[name] = change.product if change.adds_one else partial(_multiply, change, self.advice)
+            elif change.adds_one:
+                edits[name] = change.product
+            # biases beside codes may be narrow
+            elif self.coded and not change.is_exact(weight := self._read(name)):
+                raise NotHeld(_explain_rounding(change, weight, self.advice))
+            else:
+                edits[name] = partial(_multiply, change, self.advice)
         return edits
 
     def one_plus_norms(self, changes: Iterable[WeightChange]) -> Norms:
