@@ -67,6 +67,7 @@ class CacheType(Facts):
     description: str
     simulated: str  # the evidence for what it computes
     attention: tuple[Literal["heads", "latents"], ...] = ("heads",)
+    is_static: bool = False  # its scales are 1.0, unless a checkpoint has some
     integers: bool = False  # codes of even steps, so that `bake --for int8` can matter
     k: Layout
     v: Layout

@@ -194,6 +194,7 @@ class Engine(Section):
     latent_ways: tuple[str, ...] = ()  # what serves latents all the same
     transformers_flag: str = ""  # what chooses its backend for transformers' own code
     per_head_flag: str = ""  # what a scale per head needs besides
+    skip_flag: str = ""  # what keeps the layers that follow it in 16 bits
     note: str = ""
     caches: Caches = Caches()
     kernels: dict[AttentionMode, Kernel] = {}

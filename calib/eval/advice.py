@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from calib.choices import REFERENCE
+from calib.engines.catalogue import find_engine
 from calib.engines.offers import find_support
 from calib.errors import InputError
 from calib.eval.found import OtherText, Search
@@ -167,8 +168,8 @@ def _figures(row: Row, floor: float) -> str:
 
 
 def skip_argument(layers: Iterable[int]) -> str:
-    """What tells vLLM to keep `layers` in 16 bits."""
-    return f"--kv-cache-dtype-skip-layers {' '.join(map(str, layers))}"
+    """Return the argument with which vLLM keeps `layers` in 16 bits."""
+    return f"{find_engine('vllm').skip_flag} {' '.join(map(str, layers))}"
 
 
 def _search_line(search: Search) -> str:

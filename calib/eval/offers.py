@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from calib.caches.types import Shape
+from calib.caches.types import Shape, cache_type
 from calib.choices import REFERENCE, FormatName, Strategy
 from calib.engines.catalogue import GPUS, find_engine
 from calib.engines.offers import Offer, find_offer
@@ -16,9 +16,7 @@ from calib.formats import FORMATS, export
 from calib.rescale.rescaling import check_no_scales
 from calib.scales.scales import KVScales
 
-# types whose scales are fixed: 1.0, unless the checkpoint has some
-_STATIC_TYPES = ("fp8", "nvfp4", "nvfp4_4over6", "fp8_k_nvfp4_v")
-_ENGINES_WITH_SCALES = ("vllm", "sglang")
+_LOADING: tuple[FormatName, ...] = ("vllm", "sglang")  # engines that load scales, in formats of their name
 _OWN_SCALES = (
     "the checkpoint has KV scales of its own, which engines load instead of 1.0; "
     "take them out with fp8kv strip"
@@ -43,28 +41,29 @@ class Offers:
 
     def of(self, variant: Variant, engine: str | None, gpu: str | None) -> Offer | str:
         """Return how the first engine serves `variant` there, or a sentence on why none does."""
-        offer = self._find(variant, engine, gpu)
-        if isinstance(offer, str) or not self.trust_remote_code:
-            return offer
-        return replace(offer, commands=tuple(f"{command} --trust-remote-code" for command in offer.commands))
-
-    def _find(self, variant: Variant, engine: str | None, gpu: str | None) -> Offer | str:
         if variant.kind == REFERENCE:
-            name = engine or "vllm"
-            command, path = find_engine(name).serve.partition("{path}")[0], shlex.quote(self.model)
-            return Offer(name, "", (gpu,) if gpu else (), commands=(f"{command}{path}",))
+            return self._serve(Offer(engine or "vllm", "", (gpu,) if gpu else ()), self.model)
         if variant.scales is not None and variant.name != "none":
-            return self._find_calibrated(variant.name, variant.scales, engine, gpu)
+            return self._serve_calibrated(variant.name, variant.scales, engine, gpu)
         cache = variant.cache or "fp8"
-        if cache in _STATIC_TYPES and self._has_scales():
+        if cache_type(cache).is_static and self._has_scales():
             return _OWN_SCALES
         offer = self._find_type(cache, engine, gpu)
-        if isinstance(offer, str) or not variant.is_baked:
-            return offer if isinstance(offer, str) else _add_commands(offer, self.model)
+        if isinstance(offer, str):
+            return offer
+        if not variant.is_baked:
+            return self._serve(offer, self.model)
         purpose = "fp8" if cache == "fp8" else "int8"
         scales, output = f"{self._stem}-calibration", f"{self._stem}-baked-{purpose}"
         bake = shlex.join(["fp8kv", "bake", self.model, "--scales", scales, "--for", purpose, "-o", output])
-        return _add_commands(offer, output, self._calibration("--format fp8kv", scales), bake)
+        return self._serve(offer, output, self._calibration("--format fp8kv", scales), bake)
+
+    def _serve(self, offer: Offer, path: str, *preparation: str) -> Offer:
+        """Add the command that serves `path`, after those that make it."""
+        before, _, after = find_engine(offer.engine).serve.partition("{path}")
+        serve = f"{before}{shlex.quote(path)}" + f"{after} {offer.flag}" * bool(offer.flag)
+        trust = " --trust-remote-code" * self.trust_remote_code
+        return replace(offer, commands=tuple(f"{command}{trust}" for command in (*preparation, serve)))
 
     def _find_type(
         self, cache: str, engine: str | None, gpu: str | None, strategy: Strategy | None = None
@@ -79,29 +78,28 @@ class Offers:
             return True
         return False
 
-    def _find_calibrated(
+    def _serve_calibrated(
         self, name: str, scales: KVScales, engine: str | None, gpu: str | None
     ) -> Offer | str:
         """Return how the first engine serves calibrated scales, in a format that it loads."""
         if scales.latent:
             return _LATENT_SCALES
         reason = f"{engine or 'no engine'} reads no such scales"
-        for candidate in _ENGINES_WITH_SCALES:
-            if engine not in (None, candidate):
+        for engine_name in _LOADING:
+            if engine not in (None, engine_name):
                 continue
-            offer = self._find_type("fp8", candidate, gpu, scales.strategy)
+            offer = self._find_type("fp8", engine_name, gpu, scales.strategy)
             if isinstance(offer, str):
                 reason = offer
                 continue
-            format_name: FormatName = "sglang" if candidate == "sglang" else "vllm"
-            if candidate == "vllm" and gpu and GPUS[gpu].is_fnuz:
-                format_name = "modelopt"
+            is_modelopt = engine_name == "vllm" and gpu is not None and GPUS[gpu].is_fnuz
+            format_name = "modelopt" if is_modelopt else engine_name
             if problem := self._format_problem(scales, format_name):
                 reason = problem
                 continue
             output = f"{self._stem}-fp8kv-{name}"
             flags = f"--strategy {scales.strategy}{_VARIANT_FLAGS.get(name, '')} --format {format_name}"
-            return _add_commands(offer, output, self._calibration(flags, output))
+            return self._serve(offer, output, self._calibration(flags, output))
         return reason
 
     def _format_problem(self, scales: KVScales, name: FormatName) -> str | None:
@@ -122,9 +120,3 @@ class Offers:
     @property
     def _stem(self) -> str:
         return Path(self.model.rstrip("/").removeprefix("builtin:")).name
-
-
-def _add_commands(offer: Offer, path: str, *preparation: str) -> Offer:
-    """Add the command that serves `path`, after those that make it."""
-    serve = find_engine(offer.engine).serve.format(path=shlex.quote(path))
-    return replace(offer, commands=(*preparation, f"{serve} {offer.flag}"))

@@ -35,7 +35,9 @@ def _serve_baked(baked: dict[str, Any], checkpoint: ModelDirectory) -> list[str]
     path, is_float32 = shlex.quote(baked["output"]), baked["dtype"] == "float32"
     dtype = _FLOAT32 * is_float32
     if baked["for"] == "int8":
-        return [f"vllm serve {path} --kv-cache-dtype int8_per_token_head{dtype}"]
+        vllm = find_engine("vllm")
+        int8 = vllm.caches.types["int8_per_token_head"][0]
+        return [f"{vllm.serve.format(path=path)} {int8.flag}{dtype}"]
     # how TensorRT-LLM and LMDeploy are told the type of the weights is not known
     names = ("vllm", "sglang") if is_float32 else ("vllm", "sglang", "tensorrt-llm", "lmdeploy")
     commands = []
