@@ -12,8 +12,7 @@ import pytest
 from engine_fixtures import make_scales
 
 from calib.engines.catalogue import find_engine
-from calib.formats.compressed_tensors import compressed_tensors
-from calib.formats.modelopt import modelopt
+from calib.formats import export
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
 from engine_cases import (
@@ -82,14 +81,14 @@ def test_reasons_say_nothing_of_this_machine():
 
 
 def test_the_configs_are_those_that_we_write(checkpoint):
-    for name, build, strategy in (
-        ("compressed-tensors", compressed_tensors, "tensor"),
-        ("compressed-tensors attn_head", compressed_tensors, "attn_head"),
-        ("modelopt", modelopt, "tensor"),
+    for name, format_name, strategy in (
+        ("compressed-tensors", "vllm", "tensor"),
+        ("compressed-tensors attn_head", "vllm", "attn_head"),
+        ("modelopt", "modelopt", "tensor"),
     ):
-        export = build(make_scales(strategy), checkpoint, find_engine("vllm"), 1)
-        assert export.config["quantization_config"] == QUANTIZATIONS[name].config
-        assert export.documents.get("hf_quant_config.json") == QUANTIZATIONS[name].document
+        written = export(make_scales(strategy), checkpoint, format_name)
+        assert written.config["quantization_config"] == QUANTIZATIONS[name].config
+        assert written.documents.get("hf_quant_config.json") == QUANTIZATIONS[name].document
 
 
 class Engine:
