@@ -37,8 +37,6 @@ UNTIL = {"data.until": 0.05, "headroom": "auto"}
 DERIVED: dict[str, dict[str, Any]] = {
     "whole": {},
     "auto": {"headroom": "auto"},
-    "pow2": {"scale_rounding": "pow2"},
-    "auto, pow2": {"headroom": "auto", "scale_rounding": "pow2"},
 }
 
 

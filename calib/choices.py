@@ -14,7 +14,6 @@ Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 Purpose = Literal["fp8", "int8"]  # of baked factors
 Reduce = Literal["none", "max"]
-ScaleRounding = Literal["none", "pow2"]
 Offload = Literal["auto", "none", "layerwise"]
 Backend = Literal["auto", "triton", "torch"]
 AttentionMode = Literal["exact", "fa3", "vllm_triton", "vllm_triton_fp8"]

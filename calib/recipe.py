@@ -14,7 +14,8 @@ from calib.files.text import parse_condition, parse_size
 from calib.strict_yaml import StrictModel, explain, read_yaml
 
 ULTRACHAT = "HuggingFaceH4/ultrachat_200k"
-_CLIP_CHANCE = 1e-6
+# settings that older calibrations name, with the values at which they changed nothing
+_TAKEN_OUT = {"clip_chance": "1e-06", "scale_rounding": "none"}
 Headroom = Annotated[float, Field(ge=1 / 16, le=16)]
 
 
@@ -139,11 +140,9 @@ class Recipe(Settings):
     observer: ObserverRecipe = ObserverRecipe()
     targets: choices.Targets = "kv"
     fp8_dtype: choices.FP8Name = "e4m3fn"
-    headroom: Headroom | Literal["auto"] = Field(default=1.0, description="amax is multiplied by this")
-    clip_chance: float = Field(
-        default=_CLIP_CHANCE, gt=0, lt=1, description="of a token in a layer, at most, with headroom auto"
+    headroom: Headroom | Literal["auto"] = Field(
+        default=1.0, description="amax is multiplied by this; auto: so that one token in a million is clipped"
     )
-    scale_rounding: choices.ScaleRounding = Field(default="none", description="pow2: up, to a power of two")
     means: bool = Field(default=False, description="also collect per-channel means of K and V")
     center_keys: bool = Field(default=False, description="subtract K's mean; implies means")
     device: choices.Device = "auto"
@@ -174,13 +173,6 @@ class Recipe(Settings):
             raise ValueError(
                 f"format '{nvfp4}' is made from absmax, which other observers and FP8 types replace; "
                 "use observer absmax and fp8_dtype e4m3fn"
-            )
-        if self.clip_chance != _CLIP_CHANCE and self.headroom != "auto":
-            raise ValueError("clip_chance is for headroom auto: give that too, or leave it away")
-        if self.scale_rounding == "pow2" and self.center_keys:
-            raise ValueError(
-                "center_keys needs its largest key at the end of the scale, which scale_rounding 'pow2' "
-                "moves: leave one of them away"
             )
         if tails and (channels or observer):
             raise ValueError(
@@ -245,6 +237,8 @@ def _read_recipe(source: str) -> dict[str, Any]:
     document = read_yaml(text, f"recipe '{source}'")
     if isinstance(document, dict) and path.name == "fp8kv_calibration.json":
         document = document.get("recipe")
+        if isinstance(document, dict):
+            document = {key: x for key, x in document.items() if str(x) != _TAKEN_OUT.get(key)}
     if not isinstance(document, dict):
         raise InputError(f"recipe '{source}' must be a mapping of keys to values; see `fp8kv recipes`")
     return document

@@ -66,7 +66,7 @@ def test_reference_pages_name_everything(site):
     names = [f"{p.__name__}.{name}" for p in (calib, fp8kv_runtime) for name in p.__all__]
     keys = [*Recipe.model_fields, *DataRecipe.model_fields]
     for page, wanted in (
-        ("cli", [*commands, "fp8kv verify", "--scale-rounding", "--tensor-parallel-size"]),
+        ("cli", [*commands, "fp8kv verify", "--center-keys", "--tensor-parallel-size"]),
         ("python", names),
         ("recipe", [f"<code>{key}</code>" for key in keys]),
         ("report", ["<code>exceedance</code>", "Garwood"]),

@@ -61,10 +61,10 @@ def scales_for(
     are padded, `attention_mask`. Other arguments of the model's forward that would change K or V are refused
     (pictures, embeddings, positions of packed rows); other keys are not read.
 
-    Of `recipe` these count: strategy, observer, targets, fp8_dtype, headroom, clip_chance, scale_rounding,
-    center_keys, data.skip_first, data.allow_few_tokens, export.reduce and export.tp_size. `strategy`
-    overrides the recipe's. Centred keys are refused: no engine has names for their means. Few tokens, and
-    rows that repeat each other, are a Python warning.
+    Of `recipe` these count: strategy, observer, targets, fp8_dtype, headroom, center_keys, data.skip_first,
+    data.allow_few_tokens, export.reduce and export.tp_size. `strategy` overrides the recipe's. Centred keys
+    are refused: no engine has names for their means. Few tokens, and rows that repeat each other, are a
+    Python warning.
 
     DDP, torch.compile and, by `get_base_model`, PEFT are looked through. The model runs in eval mode and is
     left exactly as it was, and so are the random numbers, also after an error. Where torch.distributed is

@@ -79,15 +79,9 @@ def calibrate(
     headroom: Annotated[
         str | None,
         ScalesFlag(
-            "Multiplies every amax; auto: by layer, for --clip-chance. Default: 1.0.",
+            "Multiplies every amax; auto: by layer, to clip one token in a million. Default: 1.0.",
             metavar="FACTOR|auto",
         ),
-    ] = None,
-    clip_chance: Annotated[
-        float | None, ScalesFlag("With --headroom auto, of a token in a layer. Default: 1e-6.")
-    ] = None,
-    scale_rounding: Annotated[
-        choices.ScaleRounding | None, ScalesFlag("pow2: up, to a power of two.")
     ] = None,
     center_keys: Annotated[
         bool, ScalesFlag("Subtract K's mean per channel; for --format fp8kv.", "--center-keys")

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from calib.choices import FP8Name, ObserverName, ScaleRounding, Strategy
+from calib.choices import FP8Name, ObserverName, Strategy
 from calib.errors import CalibrationError, InputError
 from calib.files.stored_scales import is_usable
 from calib.recipe import ObserverRecipe
@@ -137,7 +137,6 @@ class ScaleRule:
     observer: Observer
     headroom: float
     limit: float  # the largest FP8 value
-    rounding: ScaleRounding
 
     def scale(
         self, amax: Tensor, histogram: Tensor | None, where: str, centered: Tensor | None = None
@@ -163,10 +162,6 @@ class ScaleRule:
 
     def _finish(self, amax: Tensor, where: str) -> Tensor:
         scale = amax.float() * self.headroom / self.limit
-        if self.rounding == "pow2":
-            # a rounded logarithm could miss; above the last power of two of float32 comes Inf
-            mantissa, exponent = torch.frexp(scale)
-            scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
         if not is_usable(scale.flatten().tolist()):
             raise CalibrationError(
                 f"{where}: a scale would be {float(scale.min()):.3g} or {float(scale.max()):.3g}, "

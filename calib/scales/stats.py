@@ -5,13 +5,13 @@ Every entry merges by max or by sum, so batches and processes combine in any ord
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from calib.arguments import check_arguments, check_values
-from calib.choices import FP8Name, ScaleRounding, Strategy, Targets
+from calib.choices import FP8Name, Strategy, Targets
 from calib.errors import InputError
 from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import Amax
@@ -246,29 +246,27 @@ class KVStats:
         strategy: Strategy,
         observer: Observer,
         fp8_dtype: FP8Name = "e4m3fn",
-        headroom: float = 1.0,
-        clip_chance: float | None = None,
-        rounding: ScaleRounding = "none",
+        headroom: float | Literal["auto"] = 1.0,
         targets: Targets = "kv",
         center_keys: bool = False,
     ) -> KVScales:
         """Derive scales: `amax * headroom / fp8_max`, float32, finite and > 0.
 
-        With a `clip_chance` the headroom of each layer is the smallest >= 1 by which a new token
-        has a value of K or V beyond the scales with that chance; see `calib.scales.tail`.
+        With headroom `auto` that of each layer is the smallest >= 1 by which a new token has a value
+        of K or V beyond the scales with a chance of one in a million; see `calib.scales.tail`.
         With `center_keys` K's are for what is left of K without its mean per channel, `k_center`.
 
         Raises:
             CalibrationError: a layer saw nothing, only zeros, NaN/Inf, or values at the ends.
             InputError: means were not collected and keys are to be centred; a latent is to have
-                more than its one scale; too few tokens, or no tails, for a `clip_chance`.
+                more than its one scale; too few tokens, or no tails, for headroom `auto`.
         """
         if self.latent:
             check_one_scale(strategy=strategy, targets=targets, center_keys=center_keys)
         layers = {}
         for name, layer in self.layers.items():
-            room = headroom if clip_chance is None else headroom_for(layer.tails(strategy), clip_chance)
-            rule = ScaleRule(strategy, observer, room, FP8_MAX[fp8_dtype], rounding)
+            room = headroom_for(layer.tails(strategy)) if headroom == "auto" else headroom
+            rule = ScaleRule(strategy, observer, room, FP8_MAX[fp8_dtype])
             center, centered = layer.centered_keys() if center_keys else (None, None)
             scales = [
                 rule.scale(part.amax, part.histogram, f"{name} {label}", centered if label == "K" else None)
@@ -286,9 +284,7 @@ def derive_scales(stats: KVStats, recipe: Recipe) -> KVScales:
         strategy=recipe.strategy,
         observer=make_observer(recipe.observer, recipe.fp8_dtype),
         fp8_dtype=recipe.fp8_dtype,
-        headroom=1.0 if recipe.headroom == "auto" else recipe.headroom,
-        clip_chance=recipe.clip_chance if recipe.headroom == "auto" else None,
-        rounding=recipe.scale_rounding,
+        headroom=recipe.headroom,
         targets=recipe.targets,
         center_keys=recipe.center_keys,
     )

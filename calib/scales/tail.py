@@ -22,6 +22,7 @@ TAIL = 128
 # so that the threshold is exceeded by one token in eight at most
 MIN_TOKENS = 8 * TAIL
 MOST_HEADROOM = 16.0
+CLIP_CHANCE = 1e-6  # of a new token in a layer, at most, with headroom auto
 ROUNDING = 1 + 2.0**-20  # a scale is a rounded float32: a value this little beyond it is not clipped
 
 _SHAPE = 0.2  # of the generalised Pareto distribution beyond the largest value
@@ -103,7 +104,7 @@ def _share_beyond(distance: Tensor, decay: Tensor, *, shape: float = 0) -> Tenso
     return torch.where(distance == 0, 1.0, share)
 
 
-def headroom_for(tails: Sequence[Tail], chance: float) -> float:
+def headroom_for(tails: Sequence[Tail], chance: float = CLIP_CHANCE) -> float:
     """Return the smallest factor >= 1 on all amax of a layer that clips a token with `chance`.
 
     `tails` are K's and V's. An InputError where no factor up to 16 is enough.
@@ -120,7 +121,7 @@ def headroom_for(tails: Sequence[Tail], chance: float) -> float:
     if chance_with(high) > chance:
         raise InputError(
             f"a layer would need headroom over {MOST_HEADROOM:g} to clip a token with a chance of "
-            f"{chance:g}: calibrate on more text, give --headroom a number, or a larger --clip-chance"
+            f"{chance:g}: calibrate on more text, or give --headroom a number"
         )
     while high - low > 1e-4:
         middle = (low + high) / 2

@@ -88,7 +88,7 @@ def test_overrides_win_over_the_file(tmp_path):
         ("export: {formats: []}", "at least 1 item"),
         ("version: 2", "version: Input should be less than or equal to 1"),
         ("strategy: channel\nobserver: {name: mse}", "strategy 'channel' keeps no histogram"),
-        ("clip_chance: 1.0e-4", r"^recipe '\S+': clip_chance is for headroom auto"),
+        ("clip_chance: 1.0e-6", r"^recipe '\S+': unknown key 'clip_chance'"),
         ("- a list", "must be a mapping"),
         ("a: [", "cannot read recipe"),
         ("strategy: tensor\nstrategy: attn_head", "'strategy' is given twice.* line 2"),
