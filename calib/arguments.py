@@ -61,7 +61,8 @@ def _check_value(name: str, value: Any, annotation: Any) -> None:
     if match is None:
         literals = [word for type_ in types if get_origin(type_) is Literal for word in get_args(type_)]
         words = [repr(word) for word in literals]
-        words += [_type_name(type_) for type_ in types if get_origin(type_) is not Literal]
+        kinds = [get_origin(type_) or type_ for type_ in types if get_origin(type_) is not Literal]
+        words += [_NAMES.get(kind) or str(getattr(kind, "__name__", kind)) for kind in kinds]
         legal = " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))
         close = did_you_mean(value, literals) if isinstance(value, str) else ""
         maker = "".join(f"; {_MAKERS[word]} makes one" for word in words if word in _MAKERS)
@@ -84,11 +85,6 @@ def _is_instance(value: object, annotation: Any) -> bool:
         return isinstance(value, _NUMBERS[kind]) and not isinstance(value, bool)
     # isinstance(AbsMax, Observer) is True of a protocol, but the class is not an observer
     return isinstance(value, kind) and not isinstance(value, type)
-
-
-def _type_name(annotation: Any) -> str:
-    kind = get_origin(annotation) or annotation
-    return _NAMES.get(kind) or str(getattr(kind, "__name__", kind))
 
 
 def _describe(value: object) -> str:

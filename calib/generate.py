@@ -19,7 +19,7 @@ from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
 from calib.models.config import check_positions, load_config
 from calib.models.load import check_token_ids, input_device, load_model, load_tokenizer, served_dtype
-from calib.models.quantized.detect import quantization_notes
+from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe

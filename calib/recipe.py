@@ -1,7 +1,7 @@
 """A recipe fully determines a calibration: what to measure, on which data, and what to write."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -19,15 +19,14 @@ _TAKEN_OUT = {"clip_chance": "1e-06", "scale_rounding": "none"}
 Headroom = Annotated[float, Field(ge=1 / 16, le=16)]
 
 
-def _check_conditions(texts: tuple[str, ...]) -> tuple[str, ...]:
-    for text in texts:
-        parse_condition(text)
-    return texts
+def _legal(parse: Callable[[str], Any]) -> AfterValidator:
+    """Return a validator of text that `parse` takes; the text stays as it is."""
 
+    def check(text: str) -> str:
+        parse(text)
+        return text
 
-def _check_size(text: str) -> str:
-    parse_size(text)
-    return text
+    return AfterValidator(check)
 
 
 # a dataset's name, or where it is
@@ -67,6 +66,11 @@ class ObserverRecipe(Settings):
 
     name: choices.ObserverName = "absmax"
     percentile: float = Field(default=99.99, gt=50, le=100, description="used by `percentile` only")
+
+    @property
+    def needs_histogram(self) -> bool:
+        """Return whether it clips on purpose, which takes a histogram of every head."""
+        return self.name != "absmax"
 
 
 class DataRecipe(Settings):
@@ -115,7 +119,7 @@ class EvaluationRecipe(Settings):
     )
     tasks: tuple[Source, ...] = Field(default=(), description="of lm-eval: names, or paths of YAML files")
     task_limit: int | None = Field(default=None, ge=1, description="documents of each; default: all")
-    fail_if: Annotated[tuple[str, ...], AfterValidator(_check_conditions)] = Field(
+    fail_if: tuple[Annotated[str, _legal(parse_condition)], ...] = Field(
         default=(), description="conditions such as 'kl>0.02': exit status 1 if one holds"
     )
 
@@ -148,7 +152,7 @@ class Recipe(Settings):
     device: choices.Device = "auto"
     dtype: choices.DType = "auto"
     offload: choices.Offload = Field(default="auto", description="layerwise: one layer in memory at a time")
-    max_memory: Annotated[str, AfterValidator(_check_size)] | None = Field(
+    max_memory: Annotated[str, _legal(parse_size)] | None = Field(
         default=None, description="resident, such as 8GiB"
     )
     save_minutes: float = Field(default=5.0, ge=0, description="how often progress is saved, for --resume")

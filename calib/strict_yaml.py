@@ -73,16 +73,12 @@ def explain(source: str | None, error: ValidationError, model: type[BaseModel]) 
     if dotted.endswith(_NUMBERS):  # one member of a union; the next problem is of another
         message += f", or {problems[1]['msg'].removeprefix('Input should be ')}"
         dotted = dotted.rpartition(".")[0]
-    value = "" if first["type"] == "value_error" else f", got {_show(first['input'])}"
-    if first["type"] == "literal_error" and isinstance(first["input"], str):
-        value += did_you_mean(first["input"], re.findall("'([^']+)'", first["ctx"]["expected"]))
-    return ": ".join(filter(None, (where, dotted, f"{message}{value}")))
-
-
-def _show(value: object) -> str:
     short = reprlib.Repr()
     short.maxstring = short.maxother = 200
     try:
-        return short.repr(value)
+        value = "" if first["type"] == "value_error" else f", got {short.repr(first['input'])}"
     except ValueError:  # Python refuses to write integers of thousands of digits
-        return "a number of too many digits"
+        value = ", got a number of too many digits"
+    if first["type"] == "literal_error" and isinstance(first["input"], str):
+        value += did_you_mean(first["input"], re.findall("'([^']+)'", first["ctx"]["expected"]))
+    return ": ".join(filter(None, (where, dotted, f"{message}{value}")))

@@ -6,7 +6,7 @@ attention (MLA), K is the latent and V is k_pe, the shared and rotated part of t
 `expand_kv` makes of them what it attends to.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from inspect import signature
@@ -74,10 +74,8 @@ class AttentionMap:
 
     def unit_scales(self, strategy: Strategy = "tensor", fp8_dtype: FP8Name = "e4m3fn") -> KVScales:
         """Return scale 1.0 for every module, which engines use where they have no other."""
-        one = torch.ones(1)
-        layers = {
-            name: LayerScales(m.layer_idx, one, one, latent=m.latent) for name, m in self.cached.items()
-        }
+        one, modules = torch.ones(1), self.cached.items()
+        layers = {name: LayerScales(m.layer_idx, one, one, latent=m.latent) for name, m in modules}
         return KVScales(strategy, fp8_dtype, layers, self.shared)
 
 
@@ -124,7 +122,8 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
             f"{name} hands out no KV cache in transformers, so what engines cache of it cannot be observed; "
             "such models are not supported"
         )
-    stored = _stored_tensors(cache)
+    pairs = {i: (getattr(x, "keys", None), getattr(x, "values", None)) for i, x in enumerate(cache.layers)}
+    stored = {i: (k, v) for i, (k, v) in pairs.items() if k is not None and v is not None and k.numel()}
     modules = {name: _cached_attention(model, name, qkv, stored) for name, qkv in calls.items()}
     cached = {name: module for name, module in modules.items() if module is not None}
     missing = sorted({*stored} - {module.layer_idx for module in cached.values()})
@@ -133,7 +132,12 @@ def map_attention(model: PreTrainedModel) -> AttentionMap:
             f"{name}: layers {missing} cache K and V but call neither transformers' attention interface nor "
             "scaled_dot_product_attention, so they cannot be observed"
         )
-    shared = {name: _shared_attention(model, name, calls, cached) for name in modules if name not in cached}
+    shared = {}
+    for reading in (name for name in modules if name not in cached):
+        owners = (x for x in cached if all(map(_is_equal, calls[x][1:], calls[reading][1:])))
+        if (owner := next(owners, None)) is None:
+            raise UnsupportedModelError(f"{reading} attends to K and V that no layer of the cache holds")
+        shared[reading] = SharedAttention(int(model.get_submodule(reading).layer_idx), owner)
     return AttentionMap(cached, shared, reader, note)
 
 
@@ -171,12 +175,6 @@ def _run(reader: nn.Module, token_ids: Tensor, mask: Tensor | None, *, use_cache
     return reader(input_ids=token_ids, attention_mask=mask, use_cache=use_cache, **last)
 
 
-def _stored_tensors(cache: Any) -> dict[int, tuple[Tensor, Tensor]]:
-    """Return K and V of the layers of a cache that hold any."""
-    pairs = ((i, getattr(x, "keys", None), getattr(x, "values", None)) for i, x in enumerate(cache.layers))
-    return {i: (k, v) for i, k, v in pairs if k is not None and v is not None and k.numel()}
-
-
 def _cached_attention(
     model: PreTrainedModel, name: str, qkv: QKV, stored: dict[int, tuple[Tensor, Tensor]]
 ) -> CachedAttention | None:
@@ -186,8 +184,14 @@ def _cached_attention(
     index = module.layer_idx  # None or -1 in a block that several layers share
     if index not in stored and index is not None and index >= 0:
         return None
-    is_own = index in stored and all(map(_ends_with, (key, value), stored[index]))
-    if not is_own and (index not in stored or _fills_another(stored, index, key)):
+    # a sliding-window layer keeps only its last tokens; a model with NaN is refused later
+    is_own = index in stored and all(
+        torch.equal(kept.nan_to_num(), x[:, :, -kept.shape[2] :].nan_to_num())
+        for x, kept in zip((key, value), stored[index], strict=True)
+    )
+    if not is_own and (
+        index not in stored or any(_is_equal(keys, key) for i, (keys, _) in stored.items() if i != index)
+    ):
         raise UnsupportedModelError(
             f"{name} is of a block that several layers share, and does not know whose cache it fills, so "
             "scales have no place: such models are not supported"
@@ -211,27 +215,6 @@ def _cached_attention(
     return CachedAttention(
         name, int(index), heads, kv_heads, repeat, key.shape[-1], value.shape[-1], attention
     )
-
-
-def _ends_with(attended: Tensor, stored: Tensor) -> bool:
-    # a sliding-window layer keeps only its last tokens
-    # NaN weights are the calibration's business, not a reason to refuse the model
-    return torch.equal(stored.nan_to_num(), attended[:, :, -stored.shape[2] :].nan_to_num())
-
-
-def _fills_another(stored: dict[int, tuple[Tensor, Tensor]], layer_idx: int, key: Tensor) -> bool:
-    """Return whether a layer of a number other than `layer_idx` holds these keys."""
-    return any(_is_equal(keys, key) for i, (keys, _) in stored.items() if i != layer_idx)
-
-
-def _shared_attention(
-    model: PreTrainedModel, name: str, calls: dict[str, QKV], owners: Iterable[str]
-) -> SharedAttention:
-    """Find the owner of the K and V that the module `name` attends to."""
-    for owner in owners:
-        if all(map(_is_equal, calls[owner][1:], calls[name][1:])):
-            return SharedAttention(int(model.get_submodule(name).layer_idx), owner)
-    raise UnsupportedModelError(f"{name} attends to K and V that no layer of the cache holds")
 
 
 def _is_equal(one: Tensor, two: Tensor) -> bool:

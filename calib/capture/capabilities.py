@@ -1,13 +1,19 @@
 """Models that can run on an FP8 cache, and classes whose queries are those of engines."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from calib.capture.attention import AttentionMap, map_attention
+from calib.choices import FormatName
 from calib.errors import InputError, UnsupportedModelError, one_line
+from calib.formats import check_latent
+from calib.models.config import caches_latents
 from calib.models.load import input_device
+from calib.recipe import Recipe
+from calib.scales.scales import check_one_scale
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention
 
@@ -55,6 +61,18 @@ def check_queries(architecture: str, flag: str) -> None:
             f"{flag}: which query engines hand to attention is not known for {architecture}; "
             + ("use --targets kv" if "targets" in flag else "leave --attention out")
         )
+
+
+def check_scales(
+    recipe: Recipe, formats: Iterable[FormatName], config: PreTrainedConfig, architecture: str, flag: str = ""
+) -> None:
+    """Refuse scales that the model's cache or `formats` have no place for, or that engines may not use."""
+    if caches_latents(config):
+        for name in formats:
+            check_latent(name)
+        check_one_scale(strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys)
+    elif recipe.targets == "qkv":
+        check_queries(architecture, flag or "--targets qkv")
 
 
 def check_fp8_cache(model: PreTrainedModel) -> None:

@@ -136,7 +136,11 @@ def _fit_stored(stored: StoredScales, calibration: KVScales | None, model: PreTr
     if calibration:
         check_same_model(_calibration_facts(path, calibration), facts)
     by_layer = {layer.layer: layer for layer in stored.layers}
-    stored_layers = {index: _head_facts(layer) for index, layer in by_layer.items()}
+    # what several scales say of heads; one scale is for all heads
+    stored_layers: dict[int, LayerFacts] = {
+        index: {f"{x.upper()} heads": {len(layer.values(x))} for x in "kvq" if len(layer.values(x)) > 1}
+        for index, layer in by_layer.items()
+    }
     check_same_model(ModelFacts(str(path), layers=stored_layers), facts)
     layers = {name: by_layer[module.layer_idx] for name, module in attention.cached.items()}
     scales = to_scales(stored, layers, stored.fp8_dtype)
@@ -150,9 +154,3 @@ def _fit_stored(stored: StoredScales, calibration: KVScales | None, model: PreTr
             )
         fitted[name] = replace(layer, latent=module.latent)
     return replace(scales, layers=fitted, shared=attention.shared)
-
-
-def _head_facts(layer: StoredLayer) -> LayerFacts:
-    """Return what the scales of a layer say of its heads; one scale is for all heads."""
-    scales = {letter: getattr(layer, letter) or () for letter in "kvq"}
-    return {f"{letter.upper()} heads": {len(values)} for letter, values in scales.items() if len(values) > 1}

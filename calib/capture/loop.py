@@ -18,7 +18,6 @@ from calib.data import Batch
 from calib.errors import CalibrationError, InputError
 from calib.models.load import input_device
 from calib.recipe import Recipe
-from calib.scales.observers import make_observer
 from calib.scales.stats import PER_TOKEN, KVStats
 
 OnBatch = Callable[[Batch, Callable[[], KVStats]], None]
@@ -59,7 +58,7 @@ def calibrate(
 
 def running_layers(attention: AttentionMap, recipe: Recipe) -> dict[str, RunningLayer]:
     """Return empty statistics of each cached attention module, by its name."""
-    histogram = {"histogram"} if make_observer(recipe.observer).needs_histogram else set()
+    histogram = {"histogram"} if recipe.observer.needs_histogram else set()
     fields = {*PER_TOKEN, *histogram, *(("total", "low", "high") if recipe.collects_means else ())}
     query_fields = histogram if recipe.targets == "qkv" else set()
     return {name: RunningLayer(module, fields, query_fields) for name, module in attention.cached.items()}

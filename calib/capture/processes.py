@@ -9,7 +9,7 @@ where a single process takes every core.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import reduce
 from typing import Any, TypeVar
@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from calib.errors import Fp8kvError, InputError, one_line
 from calib.files.strict_json import json_text
-from calib.scales.stats import STATISTICS, KVStats
-from calib.scales.text_summary import TextSummary
+from calib.scales.stats import KVStats
 
 Item = TypeVar("Item")
 
@@ -73,28 +72,15 @@ class World:
 
     def reduce(self, stats: KVStats) -> KVStats:
         """Return the statistics of all ranks together, on every rank."""
-        if self.size == 1:
-            return stats
-        tensors = stats.tensors()
-        for field, statistic in STATISTICS.items():
-            shapes = {place: tensor.shape for place, tensor in tensors.items() if place[2] == field}
-            if not shapes:
-                continue
-            # one message for all layers: hundreds of small ones would wait for each other
-            own = torch.cat([tensors[place].flatten() for place in shapes])
-            parts = [own]
-            if statistic.combine is torch.add:  # histograms of every rank would take much memory
-                dist.all_reduce(own, group=self.group)
-            else:
-                parts = [torch.empty_like(own) for _ in range(self.size)]
-                dist.all_gather(parts, own, self.group)
-            splits = [torch.split(part, [shape.numel() for shape in shapes.values()]) for part in parts]
-            for (place, shape), *values in zip(shapes.items(), *splits, strict=True):
-                tensors[place] = reduce(statistic.combine, [value.view(shape) for value in values])
-        counts = torch.tensor(self.gather(stats.counts())).sum(0).tolist()
-        texts = [text for text in self.gather(stats.text) if text is not None]
-        text = reduce(TextSummary.join, texts) if len(texts) == self.size else None
-        return replace(stats.replace_tensors(tensors, counts), text=text)
+        # one rank after the other: histograms of all at once would take much memory
+        return reduce(KVStats.merge, (self._broadcast(stats, rank) for rank in range(self.size)))
+
+    def _broadcast(self, value: Item, rank: int) -> Item:
+        """Return the `value` of one rank, on every rank."""
+        values = [value]
+        if self.size > 1:
+            dist.broadcast_object_list(values, rank, self.group)
+        return values[0]
 
     def gather(self, value: Item) -> list[Item]:
         """Return each rank's `value`, in their order."""

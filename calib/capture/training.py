@@ -15,7 +15,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from calib.arguments import check_arguments
 from calib.capture.attention import AttentionMap, map_attention
-from calib.capture.capabilities import check_queries
+from calib.capture.capabilities import check_scales
 from calib.capture.loop import calibrate, eval_mode
 from calib.capture.processes import World, surrounding_world
 from calib.capture.trainer_batches import TrainerBatch
@@ -27,9 +27,9 @@ from calib.files.names import SINGLE_FILE
 from calib.files.safetensors_header import Entry
 from calib.formats import Export, check_recipe, export
 from calib.formats.compressed_tensors import find_quantization_config
-from calib.models.config import caches_latents, check_cacheable
+from calib.models.config import check_cacheable
 from calib.recipe import Recipe
-from calib.scales.scales import KVScales, check_one_scale
+from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats, derive_scales
 from calib.scales.text_summary import TextSummary
 from fp8kv_runtime.errors import AttentionError
@@ -81,7 +81,8 @@ def scales_for(
     inner, changes = _unwrap(model), {"strategy": strategy} if strategy else {}
     recipe = (recipe or Recipe()).model_copy(update=changes)
     _check_weights(model, inner)
-    _check_recipe(inner, recipe, format)
+    check_recipe(format, recipe)
+    check_scales(recipe, (), inner.config, type(inner).__name__, "targets='qkv'")
     stats, doubts = _measure(inner, batches, recipe, format, gather)
     exported = _export(inner, derive_scales(stats, recipe), recipe, format)
     for doubt in (*doubts, *exported.doubts):
@@ -125,15 +126,6 @@ def _check_weights(model: nn.Module, inner: PreTrainedModel) -> None:
             f"the weights of this {name} are quantised; give the model that they are of, or use "
             "fp8kv-calibrate on its checkpoint"
         )
-
-
-def _check_recipe(model: PreTrainedModel, recipe: Recipe, format: FormatName) -> None:
-    """Refuse scales that the format cannot hold, or that engines would not use."""
-    check_recipe(format, recipe)
-    if caches_latents(model.config):
-        check_one_scale(strategy=recipe.strategy, targets=recipe.targets, center_keys=recipe.center_keys)
-    elif recipe.targets == "qkv":
-        check_queries(type(model).__name__, "targets='qkv'")
 
 
 def _measure(

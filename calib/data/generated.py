@@ -60,8 +60,11 @@ def sample_from_model(
             starts = _start_ids(min(batch_size, recipe.samples - len(samples)), tokenizer, model)
             mask = torch.ones_like(starts)
             rows = model.generate(starts, attention_mask=mask, generation_config=config).tolist()
-            written = [_until_end(row, ends) for row in rows if row[1] not in ends]
-            samples += written
+            written = [row for row in rows if row[1] not in ends]
+            for row in written:
+                # position 0 starts the sample, and may be EOS itself
+                end = next((i for i, token in enumerate(row) if i and token in ends), len(row))
+                samples.append(row[: end + 1])
             num_empty = 0 if written else num_empty + len(rows)
             if num_empty >= MAX_EMPTY_SAMPLES:
                 raise InputError(
@@ -88,12 +91,6 @@ def _start_ids(count: int, tokenizer: PreTrainedTokenizerBase, model: PreTrained
         return torch.randint(_num_ids(tokenizer, model), (count, 1)).to(input_device(model))
     check_token_ids([start], tokenizer, model)
     return torch.full((count, 1), start, device=input_device(model))
-
-
-def _until_end(ids: list[int], ends: set[int]) -> list[int]:
-    # position 0 starts the sample, and may be EOS itself
-    end = next((i for i, token in enumerate(ids) if i and token in ends), len(ids))
-    return ids[: end + 1]
 
 
 def _num_ids(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> int:

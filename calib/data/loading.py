@@ -118,8 +118,12 @@ def open_source(recipe: DataRecipe) -> RowSource:
         rows = _shuffled(builtin_rows(dataset, recipe.seq_len), recipe.seed)
         return RowSource(dataset, rows, _unused(recipe, "config", "split", "column"))
     if looks_local(dataset):
-        rows = _shuffled(open_rows(dataset), recipe.seed)
-        return RowSource(dataset, rows, _unused(recipe, "config", "split") + _unread_files(dataset))
+        rows, warnings = _shuffled(open_rows(dataset), recipe.seed), _unused(recipe, "config", "split")
+        if names := find_files(dataset)[1]:
+            shown = ", ".join(names[:_MAX_FILE_NAMES]) + ", ..." * (len(names) > _MAX_FILE_NAMES)
+            warning = f"dataset '{dataset}': not read are {shown} ({len(names)} in all)"
+            warnings = (*warnings, f"{warning}; supported: {', '.join(READERS)}, directly in it")
+        return RowSource(dataset, rows, warnings)
     split = find_split(recipe)
     config = f" ({recipe.config})" if recipe.config else ""
     streamed = enumerate(stream_rows(recipe, split), 1)
@@ -148,16 +152,6 @@ def _unused(recipe: DataRecipe, *names: str) -> tuple[str, ...]:
         for name in names
         if (value := getattr(recipe, name)) is not None
     )
-
-
-def _unread_files(dataset: str) -> tuple[str, ...]:
-    _, names = find_files(dataset)
-    shown = ", ".join(names[:_MAX_FILE_NAMES]) + ", ..." * (len(names) > _MAX_FILE_NAMES)
-    warning = (
-        f"dataset '{dataset}': not read are {shown} ({len(names)} in all); supported: "
-        f"{', '.join(READERS)}, directly in it"
-    )
-    return (warning,) if names else ()
 
 
 def _shuffled(rows: list[LocatedRow] | ConcatDataset[LocatedRow], seed: int) -> Iterator[LocatedRow]:

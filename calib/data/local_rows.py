@@ -28,7 +28,12 @@ def looks_local(dataset: str) -> bool:
 
 def open_rows(dataset: str) -> ConcatDataset[LocatedRow]:
     """Open a file, or every readable file of a directory in order of name."""
-    return ConcatDataset([_open(file) for file in find_files(dataset)[0]])
+    files = list[Any]()
+    for path in find_files(dataset)[0]:
+        regular_size(path)
+        with _errors_explained(str(path)):
+            files.append(READERS[path.suffix.lower()](path))
+    return ConcatDataset(files)
 
 
 def find_files(dataset: str) -> tuple[list[Path], list[str]]:
@@ -50,12 +55,6 @@ def find_files(dataset: str) -> tuple[list[Path], list[str]]:
         raise InputError(f"directory '{dataset}' has no {suffixes} file directly in it")
     read = {*readable}
     return readable, [f.name for f in files if f not in read and not f.name.startswith(".")]
-
-
-def _open(path: Path) -> Any:
-    regular_size(path)
-    with _errors_explained(str(path)):
-        return READERS[path.suffix.lower()](path)
 
 
 class _JsonLines:

@@ -107,10 +107,11 @@ def _read_directory(path: Path) -> tuple[StoredScales, dict[str, Any]]:
     try:
         return read_scales(path, strict=False), {}
     except NoScalesError:
-        bake = read_bake(path)
+        directory = open_model_directory(path, weights=False)
+        bake = read_bake(directory)
         if bake.get("for") != "fp8":
             raise
-        return StoredScales(open_model_directory(path, weights=False), []), bake
+        return StoredScales(directory, []), bake
 
 
 def _source_problems(path: Path, against: Path, bake: dict[str, Any]) -> list[str]:

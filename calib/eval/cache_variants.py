@@ -80,7 +80,7 @@ def cache_variants(
         "fp8": [as_cache(ones, "FP8 at scale 1.0")] if {"all", "fp8"} & set(names) else [],
         "int8": [plain[each.name] for each in types if each.integers],
     }
-    if baked_for(checkpoint.path):
+    if baked_for(checkpoint):
         return list(plain.values()), []
     made, warnings = [], []
     for purpose, variants in to_bake.items():

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from calib.data import CalibrationData
 from calib.errors import InputError
 from calib.files.fingerprint import baked_for
+from calib.files.model_directory import open_model_directory
 from calib.files.names import BAKE_FILE
 from calib.scales.stats_file import load_records
 from calib.scales.text_records import Records, TextRecord, read_records
@@ -29,7 +30,7 @@ class HeldOut(NamedTuple):
 def find_readers(scales: Sequence[Path], model: Path) -> tuple[Readers, list[str]]:
     """Read what the text of each of `scales` was, and of a baked `model`; warn where none says."""
     readers = {f"'{path}'": load_records(path) for path in scales}
-    if baked_for(model):
+    if baked_for(open_model_directory(model, weights=False)):
         readers[f"'{model}'"] = read_records(model / BAKE_FILE)
     unknown = [name for name, records in readers.items() if None in records]
     return readers, [

@@ -47,7 +47,7 @@ from calib.files.atomic import claimed
 from calib.files.model_directory import ModelDirectory
 from calib.files.text import Condition, parse_condition
 from calib.models.config import load_config
-from calib.models.quantized.detect import quantization_notes
+from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe

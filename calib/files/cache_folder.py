@@ -32,20 +32,16 @@ def cache_refusal(error: BaseException | None, variable: str = "") -> str | None
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno in _REFUSALS:
-            name = _variable(Path(os.fsdecode(error.filename))) if error.filename else variable
-            if name:
-                place = error.filename or cache_folder(name)
+            names = [variable] if variable else []
+            if error.filename:
+                path, folders = Path(os.fsdecode(error.filename)), {x: cache_folder(x) for x in _DEFAULTS}
+                around = [name for name, folder in folders.items() if path.is_relative_to(folder)]
+                names = around or [name for name, folder in folders.items() if folder.is_relative_to(path)]
+            if names:
+                name = next((name for name in names if os.environ.get(name)), names[0])
                 return (
-                    f"the cache '{place}' cannot be used ({error.strerror}); "
+                    f"the cache '{error.filename or cache_folder(name)}' cannot be used ({error.strerror}); "
                     f"set {name} to a folder that you can write"
                 )
         error = error.__cause__ or error.__context__
     return None
-
-
-def _variable(path: Path) -> str:
-    """Return the variable, one that is set first, of a folder around `path`, or to be made in `path`."""
-    folders = {name: cache_folder(name) for name in _DEFAULTS}
-    around = [name for name, folder in folders.items() if path.is_relative_to(folder)]
-    names = around or [name for name, folder in folders.items() if folder.is_relative_to(path)]
-    return next((name for name in names if os.environ.get(name)), "".join(names[:1]))

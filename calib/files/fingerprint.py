@@ -5,12 +5,11 @@ By them a bake is known again, after which scale 1.0 is right.
 
 import hashlib
 import re
-from pathlib import Path
 from typing import Any
 
-from calib.files.model_directory import ModelDirectory, read_index
+from calib.files.model_directory import ModelDirectory
 from calib.files.names import BAKE_FILE, SINGLE_FILE, is_of_cache
-from calib.files.safetensors_header import Entry, read_header
+from calib.files.safetensors_header import Entry
 from calib.files.strict_json import json_text, read_object
 
 _SAMPLED_BLOCKS = 16
@@ -37,48 +36,49 @@ def fingerprint(checkpoint: ModelDirectory) -> str:
             for i in range(_SAMPLED_BLOCKS):
                 file.seek(i * size // _SAMPLED_BLOCKS)
                 digest.update(file.read(_BLOCK_BYTES))
-    digest.update(weights_digest(checkpoint.path).encode())
+    digest.update(weights_digest(checkpoint).encode())
     return digest.hexdigest()
 
 
 def fingerprints(checkpoint: ModelDirectory) -> dict[str, str]:
     """Return the two digests that a calibration notes: `checkpoint`, the fingerprint, and `weights`,
     the sha256 of a few bytes of every tensor but those of experts."""
-    weights = weights_digest(checkpoint.path, beyond_attention=True)
+    weights = weights_digest(checkpoint, beyond_attention=True)
     return {"checkpoint": fingerprint(checkpoint), "weights": weights}
 
 
-def weights_digest(path: Path, *, beyond_attention: bool = False) -> str:
+def weights_digest(directory: ModelDirectory, *, beyond_attention: bool = False) -> str:
     """Return the sha256 of a few bytes of every tensor of attention; KV-cache scales are left out.
 
     With `beyond_attention`, of all tensors but those of experts. It stays the same where files are
     renamed, or scales put beside the weights.
     """
     pattern = _NO_EXPERT if beyond_attention else _ATTENTION
-    shards = sorted({*(read_index(path) or {}).values()} or {SINGLE_FILE})
-    tensors: dict[str, tuple[Path, Entry]] = {}
-    for file in (path / shard for shard in shards):
-        header = read_header(file) if file.exists() else {}
-        tensors |= {name: (file, entry) for name, entry in header.items() if pattern.search(name)}
+    shards = directory.indexed_shards if directory.index else [SINGLE_FILE]
+    tensors: dict[str, tuple[str, Entry]] = {}
+    for shard in shards:
+        header = directory.headers.get(shard, {})
+        tensors |= {name: (shard, entry) for name, entry in header.items() if pattern.search(name)}
     digest = hashlib.sha256()
     for name in sorted(name for name in tensors if not is_of_cache(name)):
-        file, entry = tensors[name]
+        shard, entry = tensors[name]
         digest.update(f"{name} {entry.dtype} {entry.shape} ".encode())
-        with file.open("rb") as opened:
+        with (directory.path / shard).open("rb") as opened:
             for place in (entry.begin, (entry.begin + entry.end) // 2):
                 opened.seek(place)
                 digest.update(opened.read(min(_SAMPLE_BYTES, entry.end - place)))
     return digest.hexdigest()
 
 
-def read_bake(path: Path) -> dict[str, Any]:
+def read_bake(directory: ModelDirectory) -> dict[str, Any]:
     """Read the report of a bake in a directory; it is empty unless the weights are those that were baked."""
-    report = read_object(path / BAKE_FILE) if (path / BAKE_FILE).exists() else {}
-    is_own = report.get("for") is not None and report.get("weights") == weights_digest(path)
+    file = directory.path / BAKE_FILE
+    report = read_object(file) if file.exists() else {}
+    is_own = report.get("for") is not None and report.get("weights") == weights_digest(directory)
     return report if is_own else {}
 
 
-def baked_for(path: Path) -> str | None:
+def baked_for(directory: ModelDirectory) -> str | None:
     """Return the cache that a directory's weights were baked for, fp8 or int8; None if they were not."""
-    report = read_bake(path)
+    report = read_bake(directory)
     return str(report["for"]) if report else None

@@ -141,21 +141,14 @@ class ModelDirectory:
         return self._scale_tensors(sorted({*self.shards} - {*self.indexed_shards}))
 
     def _scale_tensors(self, shards: list[str]) -> list[ScaleTensor]:
-        return [
-            tensor
-            for shard in shards
-            for tensor in read_scale_tensors(self.path / shard, self.headers[shard])
-        ]
+        files = ((self.path / shard, self.headers[shard]) for shard in shards)
+        return [tensor for file, header in files for tensor in read_scale_tensors(file, header)]
 
     @cached_property
     def offsets(self) -> list[str]:
         """Names of zero points, and of what is subtracted from K or V, that are not 0."""
-        return [
-            name
-            for shard in self.indexed_shards
-            for name, entry in self.headers[shard].items()
-            if is_offset(name) and not is_zero(self.path / shard, entry)
-        ]
+        offsets = {name: entry for name, entry in self.entries.items() if is_offset(name)}
+        return [n for n, entry in offsets.items() if not is_zero(self.path / self.weight_map[n], entry)]
 
     @cached_property
     def modules(self) -> set[str]:
@@ -186,7 +179,12 @@ class ModelDirectory:
         """
         if module in self._prefixes:
             return module
-        scores = {p: _likeness(module, p) for p in self._prefixes if not is_of_tower(p)}
+        parts, scores = module.split("."), dict[str, tuple[int, int]]()
+        for prefix in (prefix for prefix in self._prefixes if not is_of_tower(prefix)):
+            own = prefix.split(".")
+            pairs = zip(reversed(parts), reversed(own), strict=False)
+            ending = [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
+            scores[prefix] = len(ending), len({*parts} & {*own})
         best = max(scores.values(), default=(0, 0))
         names = [prefix for prefix, likeness in scores.items() if likeness == best]
         if best[0] < _MODULE_PARTS or len(names) > 1:
@@ -229,12 +227,21 @@ def open_model_directory(path: Path, *, weights: bool = True, or_statistics: boo
     if not weights and not path.is_dir():
         raise InputError(f"'{path}' is not a directory; give one that holds a model or its scales")
     if not weights and read_pack(path):
-        _check_pack(path)
+        # weights in a pack: its manifest knows nothing of them, or of scales in them
+        names = {file.name for file in path.glob("*.safetensors")} - {STATS_FILE}
+        names |= {name for name in (CONFIG_FILE, INDEX_FILE, MODELOPT_FILE) if (path / name).exists()}
+        if names:
+            raise InputError(f"'{path / min(names)}' is not a file of a pack; move it out of '{path}'")
     config = _read_optional(path / CONFIG_FILE)
     if weights and config is None:
         raise missing_model_error(path, f"'{path}' has no {CONFIG_FILE}: it is not a model directory")
     index = read_index(path)
-    files = _weight_files(path, index) if weights else _safetensors_files(path)
+    # statistics are ours, and engines that read an index never see them
+    files = sorted({file.name for file in path.glob("*.safetensors")} - {STATS_FILE})
+    if weights:
+        files = _weight_files(path, index)
+    elif len(files) > _MAX_FILES:
+        raise InputError(f"'{path}' holds {len(files):,} safetensors files, more than any model")
     headers = {file: read_header(path / file) for file in files}
     states = {file: _state(path / file) for file in files}
     directory = ModelDirectory(path, config or {}, headers, states, index, config is not None)
@@ -317,14 +324,6 @@ def _weight_files(path: Path, index: dict[str, str] | None) -> list[str]:
     return shards or [SINGLE_FILE]
 
 
-def _safetensors_files(path: Path) -> list[str]:
-    # measurements of ours, which engines that read an index never see
-    files = sorted({file.name for file in path.glob("*.safetensors")} - {STATS_FILE})
-    if len(files) > _MAX_FILES:
-        raise InputError(f"'{path}' holds {len(files):,} safetensors files, more than any model")
-    return files
-
-
 def _check_weights(directory: ModelDirectory) -> None:
     path, weight_map = directory.path, directory.weight_map
     for place, config in quantization_configs(directory.config):
@@ -346,14 +345,6 @@ def _check_weights(directory: ModelDirectory) -> None:
     check_layers(path, directory.config, weight_map)
 
 
-def _check_pack(pack: Path) -> None:
-    """Refuse weights in a pack: its manifest knows nothing of them, or of scales in them."""
-    files = {file.name for file in pack.glob("*.safetensors")} - {STATS_FILE}
-    files |= {name for name in (CONFIG_FILE, INDEX_FILE, MODELOPT_FILE) if (pack / name).exists()}
-    if files:
-        raise InputError(f"'{pack / min(files)}' is not a file of a pack; move it out of '{pack}'")
-
-
 def _read_optional(path: Path) -> dict[str, Any] | None:
     return read_object(path) if path.exists() else None
 
@@ -361,11 +352,3 @@ def _read_optional(path: Path) -> dict[str, Any] | None:
 def _state(file: Path) -> FileState:
     status = file.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _likeness(module: str, prefix: str) -> tuple[int, int]:
-    """Return how many last parts of two names are the same, and how many parts are in both."""
-    parts, prefix_parts = module.split("."), prefix.split(".")
-    pairs = zip(reversed(parts), reversed(prefix_parts), strict=False)
-    tail = [*takewhile(lambda pair: pair[0] == pair[1], pairs)]
-    return len(tail), len({*parts} & {*prefix_parts})

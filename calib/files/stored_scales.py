@@ -50,7 +50,7 @@ class StoredLayer:
 
 @dataclass(frozen=True)
 class StoredScales:
-    """The scales of a directory, whatever tool has written them and whatever they are worth."""
+    """The scales of a directory, as any tool may have written them."""
 
     directory: ModelDirectory
     layers: list[StoredLayer]
@@ -156,15 +156,22 @@ class StoredScales:
             json = self.directory.json.layer_scales if self.directory.json else {}
             if (scale := json.get(layer.layer)) is not None:
                 places.append(((scale,), f"{scale:.6g} in {JSON_FILE}"))
-        differing = (place for values, place in places if not _is_equal(places[0][0], values))
-        return next(((places[0][1], place) for place in differing), None)
+        for values, place in places[1:]:
+            first, first_place = places[0]
+            # as far as bfloat16 tells; NaN equals NaN
+            if len(first) != len(values) or any(
+                not math.isclose(a, b, rel_tol=2**-7) and str(a) != str(b)
+                for a, b in zip(first, values, strict=True)
+            ):
+                return first_place, place
+        return None
 
     def _scales_from_before_baking(self) -> list[str]:
         """Report scales of the model as it was before it was baked for FP8, which puts K's near 1."""
         logarithms = [math.log(max(x.k)) for x in self.layers if x.k and is_usable(x.k)]
         mean = math.fsum(logarithms) / max(1, len(logarithms))
         is_near_1 = abs(mean) <= math.log(_BAKED)
-        if is_near_1 or caches_latents(self.directory.text_config) or baked_for(self.directory.path) != "fp8":
+        if is_near_1 or caches_latents(self.directory.text_config) or baked_for(self.directory) != "fp8":
             return []
         return [
             f"its weights are baked for fp8, which puts K scales near 1, and these are {math.exp(mean):.3g} "
@@ -184,7 +191,7 @@ def read_scales(path: Path, *, strict: bool = True) -> StoredScales:
     if not layers and directory.json:
         json = directory.json.layer_scales
         layers = {index: StoredLayer(index, (scale,), (scale,)) for index, scale in json.items()}
-    if not layers and (purpose := baked_for(path)):
+    if not layers and (purpose := baked_for(directory)):
         raise NoScalesError(f"'{path}' holds no KV-cache scales and needs none: it is baked for {purpose}")
     unlisted = {} if layers else _group_by_layer(directory, directory.unlisted)
     if unlisted and strict:
@@ -306,10 +313,3 @@ def _describe(tensor: ScaleTensor) -> str:
     if len(tensor.values) != 1:
         shown = f"{len(tensor.values)} values from {min(tensor.values, default=0):.6g} to {shown}"
     return f"{shown} as '{tensor.name}' in {tensor.file}"
-
-
-def _is_equal(one: Values, another: Values) -> bool:
-    """Return whether two values of one scale agree, as far as bfloat16 tells; NaN equals NaN."""
-    return len(one) == len(another) and all(
-        math.isclose(a, b, rel_tol=2**-7) or str(a) == str(b) for a, b in zip(one, another, strict=True)
-    )

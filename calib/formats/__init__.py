@@ -15,7 +15,7 @@ from calib.formats.nvfp4 import nvfp4
 from calib.formats.refusals import BAKE, FormatRefusal, WayOut
 from calib.formats.scales_json import scales_json
 from calib.formats.tgi import tgi
-from calib.models.quantized.detect import find_weight_format
+from calib.models.quantized.weights import split_weights
 from calib.recipe import Recipe
 from calib.scales.scales import KVScales
 
@@ -88,7 +88,7 @@ def export(
     if target.build is None or target.rules is None:
         return Export()
     # formats add a quantization_config where there is none: engines would read codes as numbers
-    if find_quantization_config(checkpoint.config) is None and find_weight_format(checkpoint):
+    if find_quantization_config(checkpoint.config) is None and split_weights(checkpoint).label:
         raise FormatRefusal(
             f"the weights of '{checkpoint.path}' are quantised, and its config.json has no "
             "quantization_config that says so",

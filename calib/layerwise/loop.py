@@ -25,8 +25,8 @@ from calib.layerwise.memory import (
     return_free_memory,
     statistics_bytes,
 )
-from calib.layerwise.probe import DecoderParts, probe_layers, random_bytes
-from calib.layerwise.replay import Output, Replay
+from calib.layerwise.probe import probe_layers, random_bytes
+from calib.layerwise.replay import DecoderParts, Output, Replay
 from calib.layerwise.weights import Stages, WeightLoader, execution_device, load_in_turn, plan_stages
 from calib.models.load import weight_sources
 from calib.progress import SILENT, Progress, library_bars_hidden
@@ -86,16 +86,16 @@ def calibrate_layerwise(
     that do not fit lie under `directory`. `progress` advances by the tokens of each batch, in all.
     """
     attention = source.parts.attention
+    always = resident_bytes() + statistics_bytes(attention, recipe)
+    plan = plan_memory(source.model, source.stages, batches, always, limit) if batches else None
     running = loop.running_layers(attention, recipe)
-    if batches:
-        always = resident_bytes() + statistics_bytes(attention, recipe)
-        plan = plan_memory(source.model, source.stages, batches, always, limit)
-        with library_bars_hidden():
-            if failure := _run_layers(source, plan, directory, batches, running, progress):
-                batch = batches[failure[0]]
-                samples, again = loop.singles(batch), loop.running_layers(attention, recipe)
-                first = _run_layers(source, plan, directory, samples, again, progress)
-                raise loop.blame(first[1], samples[first[0]]) if first else loop.blame(None, batch)
+    batches = [loop.to_device(batch, source.device) for batch in batches]
+    with library_bars_hidden():
+        if plan and (failure := _run_layers(source, plan, directory, batches, running, progress)):
+            batch = batches[failure[0]]
+            samples, again = loop.singles(batch), loop.running_layers(attention, recipe)
+            first = _run_layers(source, plan, directory, samples, again, progress)
+            raise loop.blame(first[1], samples[first[0]]) if first else loop.blame(None, batch)
     return loop.results(running, attention)
 
 
@@ -112,16 +112,25 @@ def _run_layers(
     Return the index of that batch and the first place where it is not finite, or None.
     """
     failure, names, last = None, source.parts.names, [*running][-1]
+    shapes: list[Output] = []  # of the results of the embeddings
     with ExitStack() as stack:
-        replay = stack.enter_context(Replay(source.model, source.parts.attention, source.parts.layers))
+        replay = stack.enter_context(Replay(source.model, source.parts))
         hidden = stack.enter_context(HiddenStates(directory, plan.hidden_bytes))
         stack.enter_context(source.loader.loaded(source.stages.resident))
-        layer_pass = _LayerPass(source, plan, replay, hidden, batches)
+        with source.loader.loaded(source.stages.embeddings):
+            for i, batch in enumerate(batches):
+                embedded = replay.run_embeddings(batch)
+                hidden.put(("embedded", i), embedded)
+                shapes.append(to_meta(embedded))
+                del embedded
         layers = load_in_turn(source.loader, source.stages.layers, reads_ahead=plan.reads_ahead)
         for index in stack.enter_context(closing(layers)):
             own = {name: layer for name, layer in running.items() if name.startswith(f"{names[index]}.")}
             for i, batch in enumerate(batches):
-                layer_pass.compute(index, i, batch, own, last)
+                if resident_bytes() > plan.ceiling:
+                    return_free_memory()
+                with loop.observing(source.model, batch, own, last=last):
+                    _run_layer(source, replay, hidden, index, i, batch, shapes[i])
                 if place := loop.first_non_finite(own):
                     # an earlier batch may yet turn out not to be finite in a later layer
                     failure, batches = (i, place), batches[:i]
@@ -133,35 +142,19 @@ def _run_layers(
     return failure
 
 
-class _LayerPass:
-    """A pass over the layers, with the results of the embeddings of all `batches`."""
-
-    def __init__(
-        self,
-        source: LayerwiseModel,
-        plan: MemoryPlan,
-        replay: Replay,
-        hidden: HiddenStates,
-        batches: Sequence[Batch],
-    ) -> None:
-        self._source, self._plan, self._replay, self._hidden = source, plan, replay, hidden
-        self._shapes: list[Output] = []  # of the results of the embeddings
-        with source.loader.loaded(source.stages.embeddings):
-            for i, batch in enumerate(batches):
-                embedded = replay.run_embeddings(loop.to_device(batch, source.device))
-                hidden.put(("embedded", i), embedded)
-                self._shapes.append(to_meta(embedded))
-
-    def compute(self, index: int, i: int, batch: Batch, own: dict[str, RunningLayer], last: str) -> None:
-        """Run batch `i` through layer `index`, whose weights are loaded, and add it to `own`."""
-        if resident_bytes() > self._plan.ceiling:
-            return_free_memory()
-        hidden, device = self._hidden, self._source.device
-        previous = hidden.take(("hidden", i), device) if index else None
-        if self._source.parts.keeps_embeddings:
-            embedded = hidden.get(("embedded", i), device)
-        else:
-            embedded = self._shapes[i] if index else hidden.take(("embedded", i), device)
-        batch = loop.to_device(batch, device)
-        with loop.observing(self._source.model, batch, own, last=last):
-            hidden.put(("hidden", i), self._replay.run_layer(index, batch, previous, embedded))
+def _run_layer(
+    source: LayerwiseModel,
+    replay: Replay,
+    hidden: HiddenStates,
+    index: int,
+    i: int,
+    batch: Batch,
+    shapes: Output,
+) -> None:
+    """Run batch `i` through layer `index`, whose weights are loaded; `shapes` are of its embeddings."""
+    previous = hidden.take(("hidden", i), source.device) if index else None
+    if source.parts.keeps_embeddings:
+        embedded = hidden.get(("embedded", i), source.device)
+    else:
+        embedded = shapes if index else hidden.take(("embedded", i), source.device)
+    hidden.put(("hidden", i), replay.run_layer(index, batch, previous, embedded))

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from calib.capture.attention import AttentionMap
-from calib.choices import Device, DType
+from calib.choices import DType, Offload
 from calib.data import Batch
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
@@ -20,9 +20,10 @@ from calib.files.text import parse_size, show_size
 from calib.layerwise.weights import Stages
 from calib.models.config import layer_settings
 from calib.models.load import requested_dtype, uses_gpu, weight_sources
-from calib.models.quantized.detect import find_weight_format, is_quantized
+from calib.models.quantized.detect import is_quantized
+from calib.models.quantized.weights import split_weights
 from calib.recipe import Recipe
-from calib.scales.observers import NUM_BINS, make_observer
+from calib.scales.observers import NUM_BINS
 
 # the rest is for activations, statistics and whatever else runs on the machine
 _SHARE = 0.9
@@ -33,16 +34,26 @@ _GROUP = Path("/proc/self/cgroup")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-def resolve_offload(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe) -> Recipe:
-    """Return `recipe` with `offload` either none or layerwise.
+def resolve_offload(
+    checkpoint: ModelDirectory, config: PreTrainedConfig, recipe: Recipe, *, resume: bool = False
+) -> Offload:
+    """Return `none` or `layerwise`, as `recipe` says; refuse what a pass layer by layer cannot do.
 
     `auto` is layerwise where the weights do not fit into `max_memory`, or into the memory that is
     free now, that of the GPUs included.
     """
     offload = recipe.offload
     if offload != "layerwise":
-        needed = _weight_bytes(checkpoint, config, recipe.dtype)
-        fits = _fits(needed, recipe.device, recipe.max_memory)
+        needed, on_gpu = _weight_bytes(checkpoint, config, recipe.dtype), uses_gpu(recipe.device)
+        fits = True
+        # on their way to a GPU weights pass through mapped files, whose pages can be given back
+        if not on_gpu or recipe.max_memory:
+            fits = resident_bytes() + needed <= _SHARE * memory_limit(recipe.max_memory)
+        if on_gpu:
+            # one of several processes has a GPU of its own; one alone has them all
+            alone = not torch.distributed.is_initialized()
+            gpus = range(torch.cuda.device_count()) if alone else [torch.cuda.current_device()]
+            fits &= needed <= _SHARE * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
         if offload == "none" and recipe.max_memory and not fits:
             raise InputError(
                 f"the weights take {show_size(needed)}, too much for --max-memory "
@@ -50,12 +61,19 @@ def resolve_offload(checkpoint: ModelDirectory, config: PreTrainedConfig, recipe
             )
         stays = offload == "none" or is_quantized(config) or fits
         offload = "none" if stays else "layerwise"
+    problem = ""
     if offload == "layerwise" and recipe.data.dataset == "self":
-        raise InputError(
+        problem = (
             "dataset 'self' needs the model in memory, because the model writes the text; "
-            "use real text, such as --dataset builtin:python-docs, or --offload none"
+            "use real text, such as --dataset builtin:python-docs"
         )
-    return recipe.model_copy(update={"offload": offload})
+    elif offload == "layerwise" and recipe.data.until is not None:
+        problem = "--until: a pass layer by layer reads all text, and cannot stop early; leave --until away"
+    elif offload == "layerwise" and resume:
+        problem = "--resume: a pass layer by layer saves no progress; leave --resume away"
+    if problem:
+        raise InputError(f"{problem}, or use --offload none")
+    return offload
 
 
 def memory_limit(max_memory: str | None) -> int:
@@ -66,7 +84,7 @@ def memory_limit(max_memory: str | None) -> int:
 
 
 def _weight_bytes(checkpoint: ModelDirectory, config: PreTrainedConfig, dtype: DType) -> int:
-    if find_weight_format(checkpoint):
+    if split_weights(checkpoint).label:
         return sum(source.nbytes for source in weight_sources(checkpoint, config, dtype).values())
     stored = sum((checkpoint.path / shard).stat().st_size for shard in checkpoint.shards)
     loaded, saved = requested_dtype(dtype), config.dtype
@@ -74,20 +92,6 @@ def _weight_bytes(checkpoint: ModelDirectory, config: PreTrainedConfig, dtype: D
         return stored
     # converting needs both, the file being mapped into memory meanwhile
     return stored + stored * loaded.itemsize // saved.itemsize
-
-
-def _fits(needed: int, device: Device, max_memory: str | None) -> bool:
-    on_gpu = uses_gpu(device)
-    # on their way to a GPU weights pass through mapped files, whose pages can be given back
-    passes_through = on_gpu and not max_memory
-    if not passes_through and resident_bytes() + needed > _SHARE * memory_limit(max_memory):
-        return False
-    if not on_gpu:
-        return True
-    # one of several processes has a GPU of its own; one alone has them all
-    alone = not torch.distributed.is_initialized()
-    gpus = range(torch.cuda.device_count()) if alone else [torch.cuda.current_device()]
-    return needed <= _SHARE * sum(torch.cuda.mem_get_info(gpu)[0] for gpu in gpus)
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ def plan_memory(
 
 def statistics_bytes(attention: AttentionMap, recipe: Recipe) -> int:
     """Return the bytes of all histograms; other statistics are small beside them."""
-    if not make_observer(recipe.observer).needs_histogram:
+    if not recipe.observer.needs_histogram:
         return 0
     modules = attention.cached.values()
     heads = sum(2 * m.num_kv_heads + m.num_heads * (recipe.targets == "qkv") for m in modules)

@@ -7,8 +7,8 @@ that exchange more than what they return.
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import sqrt
@@ -22,7 +22,7 @@ from calib.capture.loop import to_device
 from calib.data import Batch
 from calib.errors import UnsupportedModelError
 from calib.layerwise.hidden import to_meta
-from calib.layerwise.replay import Output, Replay
+from calib.layerwise.replay import DecoderParts, Output, Replay
 from calib.layerwise.weights import meta_tensors, replace_tensor
 
 # one has rows of unequal length, so that the padding mask takes part
@@ -36,25 +36,14 @@ _ROWS = 64  # of an embedding; token ids and positions of the probes are below t
 Calls = dict[str, list[Tensor]]
 
 
-@dataclass(frozen=True)
-class DecoderParts:
-    """The parts of a model that is run layer by layer."""
-
-    attention: AttentionMap
-    layers: list[nn.Module]  # of the decoder, up to the last that caches K and V
-    names: list[str]  # of these layers
-    unused: list[nn.Module]  # the other layers
-    keeps_embeddings: bool = False  # whether more than the first layer depends on the embeddings
-
-
 @torch.inference_mode()
 def probe_layers(model: PreTrainedModel, device: torch.device) -> DecoderParts:
     """Find the layers of `model`, and prove that it computes the same when they run one at a time.
 
     The model is on the meta device, before and after; `device` is where to compute.
     """
-    probes = [to_device(probe, device) for probe in _PROBES]
     with random_weights(model.get_decoder(), device):
+        probes = [to_device(probe, device) for probe in _PROBES]
         attention = map_attention(model)
         if attention.note:
             attention = _compare_whole(model, attention, probes, device)
@@ -125,7 +114,7 @@ def _run_whole(model: PreTrainedModel, attention: AttentionMap, probes: list[Bat
 
 
 def _run_by_layer(model: PreTrainedModel, parts: DecoderParts, probes: list[Batch]) -> None:
-    with Replay(model, parts.attention, parts.layers) as replay:
+    with Replay(model, parts) as replay:
         embedded = [replay.run_embeddings(probe) for probe in probes]
         outputs: list[Output | None] = [None] * len(probes)
         try:
@@ -141,10 +130,8 @@ def _run_by_layer(model: PreTrainedModel, parts: DecoderParts, probes: list[Batc
 
 
 def _are_equal(calls: Calls, expected: Calls) -> bool:
-    return all(
-        len(tensors) == len(expected[name]) and all(map(torch.equal, tensors, expected[name]))
-        for name, tensors in calls.items()
-    )
+    pairs = [(tensors, expected[name]) for name, tensors in calls.items()]
+    return all(len(one) == len(two) and all(map(torch.equal, one, two)) for one, two in pairs)
 
 
 def random_bytes(decoder: nn.Module) -> int:
@@ -153,8 +140,7 @@ def random_bytes(decoder: nn.Module) -> int:
     return sum({_kind(n, t): t.nbytes for n, t in weights if not _is_embedding(decoder, n)}.values())
 
 
-@contextmanager
-def random_weights(decoder: nn.Module, device: torch.device) -> Iterator[None]:
+def random_weights(decoder: nn.Module, device: torch.device) -> AbstractContextManager[None]:
     """Give meta tensors random values inside the block; an embedding in its first rows only.
 
     Values are the same in every layer, to take little memory; every layer gets another input, so a
@@ -166,12 +152,20 @@ def random_weights(decoder: nn.Module, device: torch.device) -> Iterator[None]:
     def random(name: str, tensor: Tensor) -> Tensor:
         kind = _kind(name, tensor)
         if kind not in values:
-            rows = _ROWS if _is_embedding(decoder, name) else None
-            values[kind] = _random(tensor, generator, rows).to(device)
+            # memory that is not written takes no room, and an embedding can be half of a model
+            new = torch.empty_like(tensor, device="cpu")
+            part = new[:_ROWS] if _is_embedding(decoder, name) else new
+            if not part.is_floating_point():
+                new.zero_()
+            elif part.dim() < 2:  # norms multiply, so they must not be near zero
+                part.uniform_(0.5, 1.5, generator=generator)
+            else:
+                bound = sqrt(3 / part.shape[-1])
+                part.uniform_(-bound, bound, generator=generator)
+            values[kind] = new.to(device)
         return values[kind]
 
-    with _replace_meta(decoder, random):
-        yield
+    return _replace_meta(decoder, random)
 
 
 @contextmanager
@@ -195,17 +189,3 @@ def _kind(name: str, tensor: Tensor) -> tuple[str, torch.Size]:
 
 def _is_embedding(decoder: nn.Module, name: str) -> bool:
     return isinstance(decoder.get_submodule(name.rpartition(".")[0]), nn.Embedding)
-
-
-def _random(tensor: Tensor, generator: torch.Generator, rows: int | None) -> Tensor:
-    values = torch.empty_like(tensor, device="cpu")
-    if not values.is_floating_point():
-        return values.zero_()
-    # memory that is not written takes no room, and an embedding can be half of a model
-    part = values[:rows] if rows else values
-    if part.dim() < 2:  # norms multiply, so they must not be near zero
-        part.uniform_(0.5, 1.5, generator=generator)
-    else:
-        bound = sqrt(3 / part.shape[-1])
-        part.uniform_(-bound, bound, generator=generator)
-    return values

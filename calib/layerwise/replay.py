@@ -7,6 +7,7 @@ model does between two layers is done; embeddings return what they had returned.
 
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,18 +29,27 @@ def find_embeddings(decoder: nn.Module, layers: Sequence[nn.Module]) -> list[nn.
     return [m for m in decoder.modules() if isinstance(m, nn.Embedding) and m not in inside]
 
 
+@dataclass(frozen=True)
+class DecoderParts:
+    """The parts of a model that is run layer by layer."""
+
+    attention: AttentionMap
+    layers: list[nn.Module]  # of the decoder, up to the last that caches K and V
+    names: list[str]  # of these layers
+    unused: list[nn.Module]  # the other layers
+    keeps_embeddings: bool = False  # whether more than the first layer depends on the embeddings
+
+
 class _LayerDone(Exception):
     """The end of a forward pass; holds the output of the layer that was asked for."""
 
 
 class Replay:
-    """A model whose decoder's `layers` run one at a time inside the block."""
+    """A model whose decoder layers run one at a time inside the block."""
 
-    def __init__(self, model: PreTrainedModel, attention: AttentionMap, layers: Sequence[nn.Module]) -> None:
-        self._model = model
-        self._attention = attention
-        self._layers = layers
-        self._embeddings = find_embeddings(model.get_decoder(), layers)
+    def __init__(self, model: PreTrainedModel, parts: DecoderParts) -> None:
+        self._model, self._attention, self._layers = model, parts.attention, parts.layers
+        self._embeddings = find_embeddings(model.get_decoder(), parts.layers)
         self._index: int | None = None
         self._previous: Output | None = None
         self._embedded: list[Tensor] = []
@@ -89,7 +99,6 @@ class Replay:
         )
 
     def _layer(self, index: int, forward: Callable[..., Output], *args: Any, **kwargs: Any) -> Output:
-        """Stand in for the `forward` of layer `index`."""
         if self._index is None:
             raise _LayerDone(tuple(self._embedded))
         if index < self._index:
@@ -98,7 +107,6 @@ class Replay:
         raise _LayerDone(forward(*args, **kwargs))
 
     def _embedding(self, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Stand in for the `forward` of an embedding."""
         if self._index is None:
             self._embedded.append(forward(*args, **kwargs))
             return self._embedded[-1]

@@ -24,11 +24,10 @@ from calib.files.model_directory import ModelDirectory
 from calib.models.quantized.detect import (
     check_unused_tensors,
     drop_quantization_config,
-    find_weight_format,
     is_quantized,
     unused_codes,
 )
-from calib.models.quantized.weights import weight_shapes
+from calib.models.quantized.weights import split_weights
 
 # far beyond every model there is, and near enough to build one in no time
 _MOST_LAYERS = 1_000
@@ -55,12 +54,14 @@ _NONSENSE = (
 
 def load_config(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Read the model's config and refuse, before any weight is read, what cannot be calibrated."""
-    weight_format = find_weight_format(checkpoint)
+    label, coded, plain = split_weights(checkpoint)
     config = read_config(checkpoint.path, checkpoint.config, trust_remote_code=trust_remote_code)
     check_cacheable(config, checkpoint.config)
-    drop_quantization_config(config, weight_format)
-    shapes = {} if is_quantized(config) else weight_shapes(checkpoint, weight_format)
+    drop_quantization_config(config, is_coded=label is not None)
+    shapes = {name: entry.shape for name, entry in plain.items()}
+    shapes = {} if is_quantized(config) else shapes | {weight.name: weight.shape for weight in coded}
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
+    unused = unused_codes(model, shapes)
     parameters = dict(model.named_parameters())
     for name, shape in shapes.items():
         expected = parameters[name].shape if name in parameters else shape
@@ -70,7 +71,7 @@ def load_config(checkpoint: ModelDirectory, trust_remote_code: bool = False) -> 
                 f"'{name}' is {list(shape)} in the weights of '{checkpoint.path}', and "
                 f"its config.json wants {list(expected)}; download the model again"
             )
-    check_unused_tensors(checkpoint, unused_codes(model, shapes), shapes)
+    check_unused_tensors(checkpoint, unused, shapes)
     return config
 
 

@@ -21,8 +21,8 @@ from calib.files.model_directory import ModelDirectory
 from calib.files.strict_json import read_object, regular_size
 from calib.files.tensors import Source
 from calib.models.config import auto_class, build_on_meta, explain_nonsense
-from calib.models.quantized.detect import check_unused_tensors, find_weight_format
-from calib.models.quantized.weights import all_weights
+from calib.models.quantized.detect import check_unused_tensors
+from calib.models.quantized.weights import all_weights, split_weights
 from calib.progress import library_bars_hidden
 from fp8kv_runtime.hf import is_latent
 
@@ -43,7 +43,7 @@ def load_model(
         # one of several processes has a GPU of its own; one alone has them all
         is_alone = not torch.distributed.is_initialized()
         device_map = "auto" if is_alone else {"": torch.cuda.current_device()}
-    if find_weight_format(checkpoint):
+    if split_weights(checkpoint).label:
         sources = weight_sources(checkpoint, config, dtype)
         weights = {name: LazyWeight(source) for name, source in sources.items()}
         return load_from(weights, checkpoint, config, dtype, device_map, trust_remote_code=trust_remote_code)
@@ -117,7 +117,7 @@ def weight_sources(
     requested = requested_dtype(dtype)
     if not isinstance(requested, torch.dtype):
         requested = config.dtype  # as transformers resolves `auto`
-    return all_weights(checkpoint, find_weight_format(checkpoint), requested)
+    return all_weights(checkpoint, requested)
 
 
 class LazyWeight:

@@ -16,7 +16,7 @@ from calib.files.atomic import atomic_directory, claimed
 from calib.files.cache_type import FP8_MAX
 from calib.files.calibration import statistics_file
 from calib.files.fingerprint import baked_for, fingerprint, fingerprints, weights_digest
-from calib.files.model_directory import ModelDirectory
+from calib.files.model_directory import ModelDirectory, open_model_directory
 from calib.files.names import BAKE_FILE
 from calib.formats.directory import (
     ADAPTER_FILE,
@@ -28,7 +28,7 @@ from calib.formats.directory import (
     other_weights,
     write_json,
 )
-from calib.models.quantized.detect import find_weight_format
+from calib.models.quantized.weights import split_weights
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.rescale.cards import write_bake_card
@@ -174,10 +174,10 @@ def _check_bakeable(checkpoint: ModelDirectory, dtype: DType, *, in_place: bool)
             f"'{checkpoint.path}' holds '{unused[0]}' too, which would not fit what is baked; merge adapters "
             "first, and take other weights away or use -o"
         )
-    if purpose := baked_for(checkpoint.path):
+    if purpose := baked_for(checkpoint):
         raise InputError(f"'{checkpoint.path}' is baked for {purpose}; bake the model it was made from")
     check_no_scales(checkpoint)
-    if dtype != "auto" and find_weight_format(checkpoint):
+    if dtype != "auto" and split_weights(checkpoint).label:
         raise InputError(
             f"the weights of '{checkpoint.path}' are quantised: their scales take powers of two in their own "
             "type; leave --dtype away"
@@ -212,7 +212,7 @@ def _describe(
     facts = {
         "fp8_dtype": baked_fp8_type(report["recipe"]),
         "source": fingerprint(checkpoint),
-        "weights": weights_digest(out),
+        "weights": weights_digest(open_model_directory(out, weights=False)),
         "dataset": report["dataset"],
         "factors": baked.rescaling.plan.factors_json(),
         **records_json(stats.records),

@@ -71,8 +71,7 @@ def fp8_factors(stats: KVStats, recipe: Mapping[str, Any], source: StoredModel) 
         strategy="attn_head",
         observer=AbsMax(),
         fp8_dtype=baked_fp8_type(recipe),
-        headroom=1.0 if headroom == "auto" else max(1.0, headroom),
-        clip_chance=recipe["clip_chance"] if headroom == "auto" else None,
+        headroom=headroom if headroom == "auto" else max(1.0, headroom),
     )
     factors = {}
     for name, module in source.modules.items():

@@ -21,7 +21,7 @@ from calib.files.names import STRESS_FILE
 from calib.formats.compressed_tensors import find_quantization_config
 from calib.formats.directory import check_output, write_json
 from calib.models.config import caches_latents, load_config
-from calib.models.quantized.detect import find_weight_format
+from calib.models.quantized.weights import split_weights
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.rescale.cards import write_stress_card
@@ -142,7 +142,7 @@ def stress(
 def _check_plain(checkpoint: ModelDirectory) -> None:
     """Refuse quantised weights, and KV scales."""
     is_declared = find_quantization_config(checkpoint.config) is not None
-    if is_declared or find_weight_format(checkpoint):
+    if is_declared or split_weights(checkpoint).label:
         reason = "a quantization_config" if is_declared else "quantised weights"
         raise InputError(
             f"'{checkpoint.path}' has {reason}; give the model it was made from: quantised weights cannot be "

@@ -25,8 +25,7 @@ from calib.files.tensors import StoredTensor, stored_tensors
 from calib.formats.compressed_tensors import find_quantization_config
 from calib.formats.directory import copy_small_files, write_index, write_json
 from calib.models.quantized.coded_weight import CodedWeight
-from calib.models.quantized.detect import find_weight_format
-from calib.models.quantized.weights import coded_weights
+from calib.models.quantized.weights import split_weights
 from calib.progress import Progress
 from calib.rescale.changes import AttentionWeights, Factors, WeightChange, cached_attention, head_changes
 from calib.rescale.latent import latent_changes
@@ -79,7 +78,7 @@ class StoredModel:
     ) -> None:
         self.model, self.modules, self.checkpoint = model, cached_attention(model), checkpoint
         self.dtype, self.advice, self.stored = dtype, advice, stored_tensors(checkpoint)
-        coded = coded_weights(checkpoint, find_weight_format(checkpoint))
+        coded = split_weights(checkpoint).coded
         self.coded = {weight.name: weight for weight in coded}
 
     @property

@@ -79,7 +79,7 @@ def scales_facts(path: Path, stats: KVStats | None = None) -> ModelFacts:
 
 def model_facts(checkpoint: ModelDirectory, modules: Iterable[str] | None = None) -> ModelFacts:
     """Collect what `checkpoint` says; with its attention `modules` also the marks of its weights."""
-    path, bake = checkpoint.path, read_bake(checkpoint.path)
+    path, bake = checkpoint.path, read_bake(checkpoint)
     facts = ModelFacts(str(path), checkpoint.config, num_layers=checkpoint.num_layers)
     if bake:
         names = {fingerprint(checkpoint)}

@@ -26,7 +26,6 @@ from calib.files.model_directory import ModelDirectory
 from calib.files.names import is_of_cache, is_of_tower
 from calib.files.tensors import Source, StoredTensor
 from calib.models.config import read_config
-from calib.models.quantized.detect import find_weight_format
 from calib.models.quantized.weights import DequantizedTensor, all_weights
 
 PROBES = 64  # fixed inputs that every sampled row is multiplied with
@@ -151,7 +150,7 @@ def take_marks(checkpoint: ModelDirectory, modules: Iterable[str]) -> Marks:
 def _language_weights(checkpoint: ModelDirectory, above: str) -> Weights:
     """Return the weights of the language model that can be read as numbers, by names below `above`."""
     weights, count = {}, checkpoint.num_layers
-    for full_name, source in all_weights(checkpoint, find_weight_format(checkpoint), torch.float32).items():
+    for full_name, source in all_weights(checkpoint, torch.float32).items():
         name = full_name.removeprefix(above)
         match = _LAYER.fullmatch(name)
         # further layers draft tokens, and tools drop them

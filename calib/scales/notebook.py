@@ -24,8 +24,12 @@ def layers_html(
     headings = [*dict.fromkeys(heading for _, heading in values)]
     rows = [_elements("th", ["layer", "module", *headings])]
     for module, index in [*layers.items()][:_MOST_ROWS]:
-        ranges = (_show_range(values.get((module, heading))) for heading in headings)
-        rows.append(_elements("td", [str(index), module, *ranges]))
+        cells = [str(index), module]
+        for tensor in (values.get((module, heading)) for heading in headings):
+            low, high = (0.0, 0.0) if tensor is None else (float(tensor.min()), float(tensor.max()))
+            text = f"{low:.4g} to {high:.4g}" if low < high else f"{high:.4g}"
+            cells.append("" if tensor is None else text)
+        rows.append(_elements("td", cells))
     if len(layers) > _MOST_ROWS:
         lines = [f"{len(layers) - _MOST_ROWS} more layers are not shown", *lines]
     table = _elements("caption", [caption]) + "".join(f"\n<tr>{row}</tr>" for row in rows)
@@ -34,10 +38,3 @@ def layers_html(
 
 def _elements(tag: str, texts: Iterable[str]) -> str:
     return "".join(f"<{tag}>{escape(plain(text))}</{tag}>" for text in texts)
-
-
-def _show_range(values: Tensor | None) -> str:
-    if values is None:
-        return ""
-    low, high = float(values.min()), float(values.max())
-    return f"{low:.4g} to {high:.4g}" if low < high else f"{high:.4g}"

@@ -6,14 +6,13 @@ bfloat16 magnitude, 48 exponents of 128 steps each: so for a bfloat16 model the 
 nothing inside its range, and other dtypes are rounded to bfloat16 first.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from calib.choices import FP8Name, ObserverName, Strategy
+from calib.choices import FP8Name, Strategy
 from calib.errors import CalibrationError, InputError
 from calib.files.stored_scales import is_usable
 from calib.recipe import ObserverRecipe
@@ -46,16 +45,12 @@ def bin_values() -> Tensor:
 class Observer(Protocol):
     """A way to choose one amax per group of values that share a scale."""
 
-    needs_histogram: bool
-
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
         """Return [1], [H] or [H, D] from `amax` [H, D] and `histogram` [H, NUM_BINS]."""
 
 
 class AbsMax:
     """The largest magnitude seen, over all batches."""
-
-    needs_histogram = False
 
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
         """Reduce [H, D] to the strategy's groups by max."""
@@ -67,7 +62,6 @@ class Percentile:
     """The magnitude below which `percentile` % of the values lie; larger ones saturate."""
 
     percentile: float
-    needs_histogram = True
 
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
         """Read the percentile off the histogram, never above the true amax."""
@@ -86,7 +80,6 @@ class Mse:
     """
 
     fp8_dtype: torch.dtype
-    needs_histogram = True
     candidates = torch.exp2(-torch.arange(64) / 32)  # from amax down to amax / 4, 2 % apart
 
     def amax(self, amax: Tensor, histogram: Tensor | None, strategy: Strategy) -> Tensor:
@@ -103,17 +96,11 @@ class Mse:
         return torch.stack(best)
 
 
-# from a percentile and an FP8 type, of which each observer needs one at most
-OBSERVERS: dict[ObserverName, Callable[[float, torch.dtype], Observer]] = {
-    "absmax": lambda percentile, fp8_dtype: AbsMax(),
-    "percentile": lambda percentile, fp8_dtype: Percentile(percentile),
-    "mse": lambda percentile, fp8_dtype: Mse(fp8_dtype),
-}
-
-
 def make_observer(recipe: ObserverRecipe, fp8_dtype: FP8Name = "e4m3fn") -> Observer:
     """Return the observer that `recipe` names, with its options."""
-    return OBSERVERS[recipe.name](recipe.percentile, FP8_DTYPES[fp8_dtype])
+    if recipe.name == "absmax":
+        return AbsMax()
+    return Percentile(recipe.percentile) if recipe.name == "percentile" else Mse(FP8_DTYPES[fp8_dtype])
 
 
 def group_amax(amax: Tensor, strategy: Strategy) -> Tensor:

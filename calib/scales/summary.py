@@ -99,19 +99,16 @@ def _warning_templates(amax: Tensor, scale: Tensor, strategy: Strategy) -> Itera
     """Yield the warnings of one layer's K or V, to be filled with the letter and the layers."""
     if scale.max() > 1:
         yield "{} scale > 1 in {}: unscaled FP8 would clip there, so never serve without these scales"
-    if strategy == "tensor" and _head_ratio(amax) >= OUTLIER_HEAD:
+    heads = amax.amax(-1).sort().values
+    heads = heads[heads > 0]  # a dead head says nothing of what is usual
+    ratio = float(heads[-1] / heads[:-1].median()) if len(heads) > 1 else 1.0
+    if strategy == "tensor" and ratio >= OUTLIER_HEAD:
         text = f"{{}}: one head is {OUTLIER_HEAD}x the others in {{}}"
         yield f"{text}; use --strategy attn_head where the engine reads it"
     if strategy == "tensor" and (amax.amax(1) == 0).any():
         yield "{}: a head held only zeros in {}; the layer's one scale is for it too"
     elif (group_amax(amax, strategy) == 0).any():
         yield "{}: a head or channel held only zeros in {}; it takes the layer's largest scale"
-
-
-def _head_ratio(amax: Tensor) -> float:
-    heads = amax.amax(-1).sort().values
-    heads = heads[heads > 0]  # a dead head says nothing of what is usual
-    return float(heads[-1] / heads[:-1].median()) if len(heads) > 1 else 1.0
 
 
 def _place_warnings(places: list[LayerPlaces], strategy: Strategy, *, growth: bool) -> list[str]:

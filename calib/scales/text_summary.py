@@ -73,8 +73,12 @@ class TextSummary:
         read = [sample for sample in samples if len(sample) > skip_first]
         counted = [sample[skip_first:] for sample in read]
         tokens, distinct = sum(map(len, counted)), set[int]().union(*counted)
+        repeated = 0
         # sorted, a sample shares its longest beginning with a neighbour
-        shared = (_shared_beginning(*pair) for pair in pairwise(sorted(samples, key=tuple)))
+        for one, two in pairwise(sorted(samples, key=tuple)):
+            shortest = min(len(one), len(two))
+            shared = next((i for i in range(shortest) if one[i] != two[i]), shortest)
+            repeated += max(0, shared - skip_first)
         sketch = 0
         for token in distinct:
             digest = blake2b(str(token).encode(), digest_size=4).digest()
@@ -82,7 +86,7 @@ class TextSummary:
         return cls(
             samples=len(counted),
             tokens=tokens,
-            unrepeated_tokens=tokens - sum(max(0, length - skip_first) for length in shared),
+            unrepeated_tokens=tokens - repeated,
             distinct_tokens=len(distinct),
             unknown_tokens=None if unknown is None else sum(x.count(i) for x in counted for i in unknown),
             words=words and words[0],
@@ -97,7 +101,11 @@ class TextSummary:
         smaller, larger = sorted((self, summary), key=lambda text: text.distinct_tokens)
         added = min(_estimate(sketch) - _estimate(larger.sketch), smaller.distinct_tokens)
         is_recorded = self.records is not None and summary.records is not None
-        sums: dict[str, Any] = {name: _add(getattr(self, name), getattr(summary, name)) for name in _SUMS}
+        pairs = {name: (getattr(self, name), getattr(summary, name)) for name in _SUMS}
+        # a number that one text does not know is that of the other
+        sums: dict[str, Any] = {
+            x: sum(filter(None, pair)) for x, pair in pairs.items() if pair != (None, None)
+        }
         return replace(
             self,
             **sums,
@@ -165,17 +173,7 @@ def text_warnings(text: TextSummary | None, tokens: int) -> list[str]:
     ]
 
 
-def _shared_beginning(one: Sequence[int], two: Sequence[int]) -> int:
-    """Count the tokens with which both samples begin."""
-    shortest = min(len(one), len(two))
-    return next((i for i in range(shortest) if one[i] != two[i]), shortest)
-
-
 def _estimate(sketch: int) -> int:
     """Estimate how many tokens set these bits (linear counting; Whang et al. 1990)."""
     free = max(1, SKETCH_BITS - sketch.bit_count())
     return round(SKETCH_BITS * log(SKETCH_BITS / free))
-
-
-def _add(one: int | None, two: int | None) -> int | None:
-    return None if one is None and two is None else (one or 0) + (two or 0)

@@ -25,7 +25,7 @@ from calib.formats.output import (
     write_output,
 )
 from calib.formats.refusals import refusals_of
-from calib.models.quantized.detect import quantization_notes
+from calib.models.quantized.weights import quantization_notes
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe

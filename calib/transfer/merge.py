@@ -19,7 +19,6 @@ from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import Recipe, load_recipe
 from calib.same_model.check import ModelFacts, check_same_model, scales_facts
-from calib.scales.observers import make_observer
 from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import load_stats
 from calib.scales.summary import warnings_for
@@ -107,7 +106,7 @@ def _capture_settings(recipe: Recipe) -> dict[str, Any]:
         "targets": recipe.targets,
         "data.skip_first": recipe.data.skip_first,
         "means": recipe.collects_means,
-        "histograms": make_observer(recipe.observer).needs_histogram,
+        "histograms": recipe.observer.needs_histogram,
     }
 
 

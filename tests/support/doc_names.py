@@ -19,7 +19,7 @@ import calib.commands.app as programs
 from calib.data import builtin, loading
 from calib.eval import inputs
 from calib.eval.schema import Suite
-from calib.models import find
+from calib.models import sources
 
 # as in pyproject.toml
 APPS = {"fp8kv": "main", "fp8kv-calibrate": "calibrate_main", "fp8kv-eval": "eval_main"}
@@ -87,7 +87,7 @@ class Names:
             assert done.exit_code == 0, done.output
             self.printed[f"{command} -o {name}"] = done.output
         elif name == "path/to/model":  # that build/demo is made from
-            path.symlink_to(find.builtin_model("builtin:smollm2"))
+            path.symlink_to(sources.builtin_model("builtin:smollm2"))
         elif name == "QUANTISED_MODEL":
             quantised(self.made("MODEL"), path, "fp8")
         else:
@@ -169,8 +169,8 @@ def make_small(monkeypatch):
 
 def fake_hub(monkeypatch, names, home):
     """Every model of the Hub is MODEL, or a config of `benchmarks/`; every dataset a few chats."""
-    monkeypatch.setattr(find, "snapshot_download", lambda repo, **_: str(names.made("MODEL")))
-    monkeypatch.setattr(find, "hf_hub_download", partial(_config, names))
+    monkeypatch.setattr(sources, "snapshot_download", lambda repo, **_: str(names.made("MODEL")))
+    monkeypatch.setattr(sources, "hf_hub_download", partial(_config, names))
     chats = home / "chats"
     chats.mkdir()
     (chats / "README.md").write_text(_CARD)

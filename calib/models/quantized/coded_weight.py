@@ -112,7 +112,10 @@ class WeightScheme:
         if high == 1 and wide and columns % wide:
             raise FormatError(f"'{module.name}' has {columns} columns, which groups of {wide} do not divide")
         down, across = self._grid((rows, columns))
-        shapes, zero_shape = _scale_shapes(down, across), (zero_words, across)
+        vector: list[Shape] = [(down,)] if across == 1 else []
+        scalar: list[Shape] = [()] if down * across == 1 else []
+        # the last is ModelOpt's shape of scales of tiles
+        shapes, zero_shape = [(down, across), *vector, *scalar, (down, 1, across, 1)], (zero_words, across)
         if self.is_transposed:
             shapes, zero_shape = [(across, down)], (across, zero_words)
         parts = {"codes": f"{module.name}.{self.codes}"}
@@ -187,12 +190,6 @@ class WeightScheme:
         if groups.min() < 0 or groups.max() > in_turn[-1]:
             raise FormatError(f"its g_idx names a group beyond the {in_turn[-1] + 1} there are")
         return groups
-
-
-def _scale_shapes(down: int, across: int) -> list[Shape]:
-    """Return the shapes that scales of so many blocks may have; the last is ModelOpt's of tiles."""
-    vector: list[Shape] = [(down,)] if across == 1 else []
-    return [(down, across), *vector, *([()] if down * across == 1 else []), (down, 1, across, 1)]
 
 
 @dataclass(frozen=True)

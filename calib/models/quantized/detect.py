@@ -6,27 +6,23 @@ transformers loads codes as if they were weights where it does not know the `qua
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any
 
 from calib.errors import InputError
 from calib.files.config import quantization_configs
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import MODELOPT_FILE, is_of_cache, is_of_tower
-from calib.files.safetensors_header import FLOATS, read_values
-from calib.files.strict_json import read_object
+from calib.files.safetensors_header import read_values
 from calib.models.quantized import WEIGHT_FORMATS
 from calib.models.quantized.coded_weight import WeightFormat
 from calib.models.quantized.config import ADVICE, QuantizationConfig, name_subject
-from calib.models.quantized.weights import coded_weights, consumed_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 # places that transformers reads, too
 _SHARED_PLACES = ("quantization_config", "text_config.quantization_config")
-# integers are weights' codes under these names only: masks and positions are integers as well
-_WEIGHT = re.compile(r"(?:weight|_proj)$")
 _IN_LAYER = re.compile(r"(?:[^.\d][^.]*\.)*\d{1,6}\.")
 # the end of a name: of ModelOpt, compressed-tensors, GPTQ, AWQ, bitsandbytes, HQQ, AQLM, MXFP4 ...
 _SCALE_OR_CODE = re.compile(
@@ -55,42 +51,24 @@ def targets_attention(group: Any) -> bool:
     return isinstance(targets, list) and targets != [] and all(str(t).endswith("Attention") for t in targets)
 
 
-def find_weight_format(directory: ModelDirectory) -> WeightFormat | None:
-    """Return how the weights are stored as codes; None: they are numbers, or transformers decodes them.
+def read_formats(directory: ModelDirectory) -> set[WeightFormat | None]:
+    """Return the format of codes that the configs name, none or one; None: transformers decodes them.
 
-    InputError for formats that neither reads, and for files that do not fit their config.
+    InputError for formats that nothing reads, and for configs that contradict each other.
     """
-    formats = {place: _read_format(directory, place, config) for place, config in _configs(directory)}
-    if len({*formats.values()}) > 1:
-        raise InputError(
-            f"the weights of '{directory.path}' are quantised in one way by {next(iter(formats))} "
-            "and in another by a second config; take away whichever is not the model's"
-        )
-    weight_format = next(iter(formats.values()), None)
-    if formats and weight_format is None:
-        return None
-    plain = directory.entries.keys() - consumed_names(coded_weights(directory, weight_format))
-    for name in sorted(plain):
-        dtype = directory.entries[name].dtype
-        is_integer = dtype == "BOOL" or dtype.startswith(("I", "U"))
-        is_harmless = is_of_cache(name) or (is_integer and not _WEIGHT.search(name))
-        if dtype not in FLOATS and not is_harmless:
-            raise InputError(
-                f"'{directory.path / directory.weight_map[name]}' holds '{name}' as {dtype}, "
-                f"and no config says how to decode it, {ADVICE}"
-            )
-    return weight_format
-
-
-def _configs(directory: ModelDirectory) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the configs that are about weights, each with its place."""
     configs = dict(quantization_configs(directory.config))
     if (compression := configs.get("compression_config")) is not None:
         configs["compression_config"] = {"quant_method": "compressed-tensors", **compression}
-    file = directory.path / MODELOPT_FILE
-    if file.exists():
-        configs[MODELOPT_FILE] = {"quant_method": "modelopt", **read_object(file)}
-    return ((place, config) for place, config in configs.items() if not is_for_cache_only(config))
+    if directory.modelopt is not None:
+        configs[MODELOPT_FILE] = {"quant_method": "modelopt", **directory.modelopt}
+    configs = {place: config for place, config in configs.items() if not is_for_cache_only(config)}
+    formats = {_read_format(directory, place, config) for place, config in configs.items()}
+    if len(formats) > 1:
+        raise InputError(
+            f"the weights of '{directory.path}' are quantised in one way by {next(iter(configs))} "
+            "and in another by a second config; take away whichever is not the model's"
+        )
+    return formats
 
 
 def _read_format(directory: ModelDirectory, place: str, config: dict[str, Any]) -> WeightFormat | None:
@@ -109,15 +87,6 @@ def _read_format(directory: ModelDirectory, place: str, config: dict[str, Any]) 
         if method in ((None, "bitsandbytes") if has_flag else tuple(AUTO_QUANTIZATION_CONFIG_MAPPING)):
             return None
     raise InputError(f"{subject}, {ADVICE}")
-
-
-def quantization_notes(directory: ModelDirectory) -> list[str]:
-    """Return a line on how quantised weights were read; none where they are numbers."""
-    weight_format = find_weight_format(directory)
-    if weight_format is None:
-        return []
-    note = "they were dequantised, and activations were not quantised"
-    return [f"the weights are quantised ({weight_format.label}): {note}"]
 
 
 def unused_codes(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
@@ -161,11 +130,11 @@ def _is_zero_bias(directory: ModelDirectory, name: str) -> bool:
     return not any(read_values(directory.path / directory.weight_map[name], directory.entries[name]))
 
 
-def drop_quantization_config(config: PreTrainedConfig, weight_format: WeightFormat | None) -> None:
+def drop_quantization_config(config: PreTrainedConfig, *, is_coded: bool) -> None:
     """Drop quantization configs that are about the cache only, and those whose weights are decoded here."""
     for part in (config, config.get_text_config(decoder=True)):
         quantization = getattr(part, "quantization_config", None)
-        if weight_format or (isinstance(quantization, dict) and is_for_cache_only(quantization)):
+        if is_coded or (isinstance(quantization, dict) and is_for_cache_only(quantization)):
             part.__dict__.pop("quantization_config", None)
 
 

@@ -1,20 +1,27 @@
 """The weights of a model, quantised or not, read as numbers one at a time."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory
-from calib.files.safetensors_header import Entry
+from calib.files.names import is_of_cache
+from calib.files.safetensors_header import FLOATS, Entry
 from calib.files.tensors import Source, StoredTensor, aligned, stored_tensors
 from calib.models.quantized.coded_weight import CHUNK, CodedWeight, ModuleTensors, WeightFormat
-from calib.models.quantized.config import FormatError, name_subject
+from calib.models.quantized.config import ADVICE, FormatError, name_subject
+from calib.models.quantized.detect import read_formats
 
 # int64 indices, float32 values, codes and zero points of a chunk
 _CHUNK_BYTES = CHUNK * 32
+# integers are weights' codes under these names only: masks and positions are integers as well
+_WEIGHT = re.compile(r"(?:weight|_proj)$")
 _SCALES_OF_INPUTS = (
     *("input_scale", "input_zero_point", "input_global_scale", "input_scale_inv"),
     *("activation_scale", "output_scale"),
@@ -43,17 +50,43 @@ class DequantizedTensor(Source):
             return self.coded.decode(tensors, weight)
 
 
-def all_weights(
-    directory: ModelDirectory, weight_format: WeightFormat | None, dtype: torch.dtype | None = None
-) -> dict[str, Source]:
+class SplitWeights(NamedTuple):
+    """The tensors of a model: weights that are stored as codes, and all that is stored as numbers."""
+
+    label: str | None  # of the format of codes; None: there are none, or transformers decodes them
+    coded: list[CodedWeight]
+    plain: dict[str, Entry]  # by name
+
+
+def split_weights(directory: ModelDirectory) -> SplitWeights:
+    """Tell codes from numbers, by configs and headers alone.
+
+    InputError for formats that nothing reads, and for files that do not fit their config.
+    """
+    formats = read_formats(directory)
+    weight_format = next(iter(formats), None)
+    coded = _coded_weights(directory, weight_format) if weight_format else []
+    consumed = _consumed_names(coded)
+    plain = {name: entry for name, entry in directory.entries.items() if name not in consumed}
+    for name, entry in sorted(plain.items()) if weight_format or not formats else ():
+        is_integer = entry.dtype == "BOOL" or entry.dtype.startswith(("I", "U"))
+        is_harmless = is_of_cache(name) or (is_integer and not _WEIGHT.search(name))
+        if entry.dtype not in FLOATS and not is_harmless:
+            raise InputError(
+                f"'{directory.path / directory.weight_map[name]}' holds '{name}' as {entry.dtype}, "
+                f"and no config says how to decode it, {ADVICE}"
+            )
+    return SplitWeights(weight_format.label if weight_format else None, coded, plain)
+
+
+def all_weights(directory: ModelDirectory, dtype: torch.dtype | None = None) -> dict[str, Source]:
     """Return the weights of an unquantised version of the model, by name.
 
-    Codes of `weight_format` come in `dtype`, None being that of the first float stored as it is; all else
-    comes as it is. InputError, before any value is read, where the files do not fit their config.
+    Codes come in `dtype`, None being that of the first float stored as it is; all else comes as it is.
     """
-    stored, coded = stored_tensors(directory), coded_weights(directory, weight_format)
-    consumed = consumed_names(coded)
-    weights: dict[str, Source] = {name: t for name, t in stored.items() if name not in consumed}
+    _, coded, plain = split_weights(directory)
+    stored = stored_tensors(directory)
+    weights: dict[str, Source] = {name: stored[name] for name in plain}
     floats = (tensor.dtype for tensor in weights.values() if tensor.dtype.is_floating_point)
     dtype = dtype or next(floats, torch.bfloat16)
     for weight in coded:
@@ -62,20 +95,14 @@ def all_weights(
     return weights
 
 
-def weight_shapes(
-    directory: ModelDirectory, weight_format: WeightFormat | None
-) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights of an unquantised version of the model, by name."""
-    coded = coded_weights(directory, weight_format)
-    consumed = consumed_names(coded)
-    plain = {name: entry.shape for name, entry in directory.entries.items() if name not in consumed}
-    return plain | {weight.name: weight.shape for weight in coded}
+def quantization_notes(directory: ModelDirectory) -> list[str]:
+    """Return a line on how quantised weights were read; none where they are numbers."""
+    label = split_weights(directory).label
+    note = "they were dequantised, and activations were not quantised"
+    return [f"the weights are quantised ({label}): {note}"] if label else []
 
 
-def coded_weights(directory: ModelDirectory, weight_format: WeightFormat | None) -> list[CodedWeight]:
-    """Return the weights that are stored as codes, from headers; InputError where files and config differ."""
-    if weight_format is None:
-        return []
+def _coded_weights(directory: ModelDirectory, weight_format: WeightFormat) -> list[CodedWeight]:
     modules: dict[str, dict[str, Entry]] = {}
     for name, entry in directory.entries.items():
         module, _, part = name.rpartition(".")
@@ -85,14 +112,14 @@ def coded_weights(directory: ModelDirectory, weight_format: WeightFormat | None)
         weights = [weight for module in tensors for weight in weight_format.weights(module)]
         if not weights:
             raise FormatError(f"its config says {weight_format.label}, and no file holds such codes")
-        plain = directory.entries.keys() - consumed_names(weights)
+        plain = directory.entries.keys() - _consumed_names(weights)
         for weight in weights:
             if weight.name in plain:
                 raise FormatError(f"'{weight.name}' is there as numbers, and as codes beside it")
     return weights
 
 
-def consumed_names(weights: list[CodedWeight]) -> set[str]:
+def _consumed_names(weights: list[CodedWeight]) -> set[str]:
     """Return the names of the stored tensors of `weights`, and of scales of their inputs."""
     modules = [weight.name.rpartition(".")[0] for weight in weights]
     inputs = {f"{module}.{part}" for module in modules for part in _SCALES_OF_INPUTS}

@@ -63,14 +63,14 @@ def refuse(done, out):
 @pytest.mark.parametrize("change", [replaced, rewritten, gone])
 @pytest.mark.parametrize("moment", ["load", "measure"])
 def test_calibrate(after, moment, change, tiny_directory, tmp_path):
-    module, name = {"load": (job._Job, "prepare"), "measure": (resume, "calibrate")}[moment]
+    module, name = {"load": (job, "_prepare"), "measure": (resume, "calibrate")}[moment]
     after(module, name, tiny_directory, change)
     refuse(calibrate(tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["json", "fp8kv"])
 def test_calibrate_without_weights_in_the_output(after, name, tiny_directory, tmp_path):
-    after(job._Job, "prepare", tiny_directory)
+    after(job, "_prepare", tiny_directory)
     done = calibrate(tiny_directory, "-o", tmp_path / "out", "--format", name)
     refuse(done, tmp_path / "out")
 
@@ -142,11 +142,11 @@ def test_a_link_to_weights_that_now_leads_elsewhere(after, tiny_directory, tmp_p
         file.symlink_to(blobs / name)
 
     point(tiny_directory / "model.safetensors", "old")
-    after(job._Job, "prepare", tiny_directory, lambda file: point(file, "new"))
+    after(job, "_prepare", tiny_directory, lambda file: point(file, "new"))
     refuse(calibrate(tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
 
 
 def test_other_links_to_the_same_weights_are_no_change(after, tiny_directory, tmp_path):
-    after(job._Job, "prepare", tiny_directory, lambda file: os.link(file, tmp_path / "another"))
+    after(job, "_prepare", tiny_directory, lambda file: os.link(file, tmp_path / "another"))
     done = calibrate(tiny_directory, "-o", tmp_path / "out")
     assert done.exit_code == 0, done.stderr

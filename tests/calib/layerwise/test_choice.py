@@ -29,7 +29,7 @@ def resolve(tiny_directory, monkeypatch):
         recipe = load_recipe(None, {"device": "cpu", **changes})
         checkpoint = find_model(str(tiny_directory))
         config = config or load_config(checkpoint)
-        return memory.resolve_offload(checkpoint, config, recipe).offload
+        return memory.resolve_offload(checkpoint, config, recipe)
 
     return resolve
 

@@ -11,7 +11,7 @@ from calib.capture.attention import AttentionMap
 from calib.errors import InputError, UnsupportedModelError
 from calib.files import tensors as file_tensors
 from calib.layerwise.probe import find_layers, random_bytes, random_weights
-from calib.layerwise.replay import Replay
+from calib.layerwise.replay import DecoderParts, Replay
 from calib.layerwise.weights import plan_stages
 
 CPU = torch.device("cpu")
@@ -107,7 +107,7 @@ def test_random_weights_are_one_layers_and_go_again(llama):
 
 def test_replaying_leaves_no_trace_after_an_error(tiny_llama):
     decoder = tiny_llama.get_decoder()
-    attention = AttentionMap({}, {}, "model")
-    with pytest.raises(RuntimeError), Replay(tiny_llama, attention, list(decoder.layers)):
+    parts = DecoderParts(AttentionMap({}, {}, "model"), list(decoder.layers), [], [])
+    with pytest.raises(RuntimeError), Replay(tiny_llama, parts):
         raise RuntimeError
     assert not any("forward" in vars(module) for module in decoder.modules())

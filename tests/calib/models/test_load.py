@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from calib.capture.attention import map_attention
 from calib.errors import InputError, UnsupportedModelError
-from calib.models import find
+from calib.models import sources
 from calib.models.config import check_cacheable, check_positions, load_config
 from calib.models.load import load_model, load_tokenizer
 from calib.models.sources import find_model
@@ -212,7 +212,7 @@ def test_what_the_hub_says_in_words(kind, message, monkeypatch):
     def refuse_download(*_, **__):
         raise hub_error(kind)
 
-    monkeypatch.setattr(find, "snapshot_download", refuse_download)
+    monkeypatch.setattr(sources, "snapshot_download", refuse_download)
     with pytest.raises(InputError, match=message) as caught:
         find_model("org/name")
     assert "\n" not in str(caught.value)
@@ -225,7 +225,7 @@ def test_a_model_on_the_hub_is_downloaded_without_pickles(monkeypatch, tiny_dire
         asked.update(repo=repo, patterns=allow_patterns)
         return str(tiny_directory)
 
-    monkeypatch.setattr(find, "snapshot_download", download)
+    monkeypatch.setattr(sources, "snapshot_download", download)
     assert find_model("org/name").path == tiny_directory
     assert asked["repo"] == "org/name"
     assert "*.safetensors" in asked["patterns"]

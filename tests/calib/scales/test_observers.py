@@ -1,10 +1,14 @@
 """Observers against plain recomputation from the values themselves."""
 
+from typing import get_args
+
 import pytest
 import torch
 
+from calib.choices import ObserverName
 from calib.errors import InputError
-from calib.scales.observers import OBSERVERS, AbsMax, Mse, Percentile, magnitude_histogram
+from calib.recipe import ObserverRecipe
+from calib.scales.observers import AbsMax, Mse, Percentile, magnitude_histogram, make_observer
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 VALUES = (torch.randn(4000, 2, 8, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
@@ -65,11 +69,11 @@ def test_mse_clips_a_lone_outlier_in_e4m3_only_where_it_pays():
 
 @pytest.mark.parametrize("name", ["percentile", "mse"])
 def test_observers_that_need_a_histogram_say_so(name):
-    observer = OBSERVERS[name](99, torch.float8_e4m3fn)
+    observer = make_observer(ObserverRecipe(name=name, percentile=99))
     with pytest.raises(InputError, match="hold no histogram"):
         observer.amax(AMAX, None, "tensor")
 
 
 def test_only_clipping_observers_need_a_histogram():
-    needs = {name: OBSERVERS[name](99, torch.float8_e4m3fn).needs_histogram for name in OBSERVERS}
+    needs = {name: ObserverRecipe(name=name).needs_histogram for name in get_args(ObserverName)}
     assert needs == {"absmax": False, "percentile": True, "mse": True}
