@@ -87,8 +87,6 @@ def run(
         checkpoint = world.together(lambda: _find_checkpoint(name, destination))
         with _claimed_output(destination, world) as claim:
             prepared = world.together(lambda: _prepare(checkpoint, recipe, world.size, resume=resume))
-            batch_size = prepared.recipe.data.batch_size
-            world.check_same("data or batches", [prepared.data.fingerprint, batch_size])
             loaded = time.perf_counter()
             stats, data, notes = _measure(checkpoint, prepared, path, world, progress, resume=resume)
             measured = time.perf_counter()
@@ -97,8 +95,8 @@ def run(
             def write() -> Result | None:
                 if world.is_first:
                     calibrated = CalibratedModel(name, checkpoint, prepared.recipe)
-                    threads, facts = torch.get_num_threads(), dataset_facts(data)
-                    record = CalibrationRecord(stats, facts, data.warnings, notes, threads=threads)
+                    read = dataset_facts(data), data.warnings, notes
+                    record = CalibrationRecord(stats, *read, threads=torch.get_num_threads())
                     return write_output(calibrated, record, replace(destination, claim=claim))
                 return None
 
@@ -193,6 +191,7 @@ def _measure(
     recipe, data = prepared.recipe, prepared.data
     size, skip_first, until = int(recipe.data.batch_size), recipe.data.skip_first, recipe.data.until
     batches = make_batches(data.samples, size, pad_id=0, seed=recipe.data.seed, skip_first=skip_first)
+    world.check_same("data or batches", [data.fingerprint, size])
     own = world.share(batches)
     progress.stage("calibrate", sum(batch.num_tokens for batch in own), "tokens")
 
