@@ -10,7 +10,7 @@ from typing import Any
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import BAKE_FILE, SINGLE_FILE, is_of_cache
 from calib.files.safetensors_header import Entry
-from calib.files.strict_json import json_text, read_object
+from calib.files.strict_json import json_text, read_bytes, read_object
 
 _SAMPLED_BLOCKS = 16
 _BLOCK_BYTES = 4096
@@ -43,8 +43,11 @@ def fingerprint(checkpoint: ModelDirectory) -> str:
 def fingerprints(checkpoint: ModelDirectory) -> dict[str, str]:
     """Return the two digests that a calibration notes: `checkpoint`, the fingerprint, and `weights`,
     the sha256 of a few bytes of every tensor but those of experts."""
-    weights = weights_digest(checkpoint, beyond_attention=True)
-    return {"checkpoint": fingerprint(checkpoint), "weights": weights}
+    # the first refuses files that have changed
+    return {
+        "checkpoint": fingerprint(checkpoint),
+        "weights": weights_digest(checkpoint, beyond_attention=True),
+    }
 
 
 def weights_digest(directory: ModelDirectory, *, beyond_attention: bool = False) -> str:
@@ -63,10 +66,8 @@ def weights_digest(directory: ModelDirectory, *, beyond_attention: bool = False)
     for name in sorted(name for name in tensors if not is_of_cache(name)):
         shard, entry = tensors[name]
         digest.update(f"{name} {entry.dtype} {entry.shape} ".encode())
-        with (directory.path / shard).open("rb") as opened:
-            for place in (entry.begin, (entry.begin + entry.end) // 2):
-                opened.seek(place)
-                digest.update(opened.read(min(_SAMPLE_BYTES, entry.end - place)))
+        for place in (entry.begin, (entry.begin + entry.end) // 2):
+            digest.update(read_bytes(directory.path / shard, place, min(_SAMPLE_BYTES, entry.end - place)))
     return digest.hexdigest()
 
 
