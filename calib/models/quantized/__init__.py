@@ -2,14 +2,13 @@
 
 from collections.abc import Callable
 
-from calib.models.quantized.auto_round import read_auto_round
 from calib.models.quantized.awq import read_awq
 from calib.models.quantized.coded_weight import WeightFormat
 from calib.models.quantized.compressed_tensors import read_compressed_tensors
 from calib.models.quantized.config import QuantizationConfig
 from calib.models.quantized.fp8 import read_fp8
 from calib.models.quantized.gpt_oss import read_gpt_oss
-from calib.models.quantized.gptq import read_gptq
+from calib.models.quantized.gptq import read_auto_round, read_gptq
 from calib.models.quantized.modelopt import read_modelopt
 from calib.models.quantized.quark import read_quark
 

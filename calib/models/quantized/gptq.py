@@ -1,10 +1,12 @@
 """GPTQ: codes of a few bits in int32 words, packed down the columns, with groups of input channels.
 
-Source: `QuantLinear.pack` of AutoGPTQ 0.7 and GPTQModel 5 (`gptq` and `gptq_v2`).
+Sources: `QuantLinear.pack` of AutoGPTQ 0.7 and GPTQModel 5 (`gptq` and `gptq_v2`); `export_to_autoround` of
+AutoRound 0.16, whose own format has the tensors of GPTQ or AWQ.
 """
 
 from dataclasses import dataclass
 
+from calib.models.quantized.awq import read_awq
 from calib.models.quantized.bits import count_words, unpack_words
 from calib.models.quantized.coded_weight import Codes, ModuleTensors, Tensors, WeightFormat, WeightScheme
 from calib.models.quantized.config import ADVICE, FormatError, QuantizationConfig
@@ -65,3 +67,21 @@ def read_gptq(config: QuantizationConfig) -> WeightFormat:
         is_symmetric=config.get("sym") is True,
     )
     return WeightFormat("GPTQ", scheme, codes=("qweight",))
+
+
+# packing_format of AutoRound -> a reader, and the setting that it needs
+_AUTO_ROUND = {
+    "auto_round:auto_gptq": (read_gptq, {"checkpoint_format": "gptq"}),
+    "auto_round": (read_gptq, {"checkpoint_format": "gptq_v2"}),
+    "auto_round:auto_awq": (read_awq, {"version": "gemm"}),
+}
+
+
+def read_auto_round(config: QuantizationConfig) -> WeightFormat:
+    """Read a `quantization_config` of AutoRound."""
+    read, setting = _AUTO_ROUND[config.choice("packing_format", tuple(_AUTO_ROUND))]
+    config.choice("data_type", ("int",), "int")
+    # a module of 16 bits is left alone
+    if any(module.get("bits") != 16 for module in config.sections("extra_config").values()):
+        raise FormatError(f"'extra_config' gives modules bits of their own, {ADVICE}")
+    return read(QuantizationConfig({**config, **setting}))
