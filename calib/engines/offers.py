@@ -75,7 +75,8 @@ def find_offer(
     ways = [pair.way for pair in support if pair.engine is owner]
     gpus = [gpu] if gpu else [*dict.fromkeys(name for way in ways for name in way.gpus)]
     flag = ways[0].flag
-    # scales of a checkpoint are for FP8 that ends at 448; some engines double them where it ends at 240
+    # scales of a checkpoint are for FP8 that ends at 448: where it ends at 240, engines double those of
+    # compressed-tensors, or those of ModelOpt, which are written where that GPU is named
     is_doubled = strategy and (gpu or owner.methods["compressed-tensors"].doubles_fnuz)
     if cache == "fp8" and not is_doubled:
         gpus = [name for name in gpus if not GPUS[name].is_fnuz]
