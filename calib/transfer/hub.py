@@ -70,14 +70,11 @@ def push(directory: Path, name: str, *, private: bool = False) -> str:
     The repository is made where there is none. InputError if it holds something else, or is public and
     should be `private`, or the Hub refuses.
     """
-    check_hub_id("--push-to-hub", name)
     api = HfApi()
     try:
-        try:
-            repository = api.model_info(name)
-        except hub.RepositoryNotFoundError:
+        if not api.repo_exists(name):
             api.create_repo(name, private=private or None)
-            repository = api.model_info(name)
+        repository = api.model_info(name)
         names = {sibling.rfilename for sibling in repository.siblings or ()}
         if private and not repository.private:
             raise InputError("it is public there; make it private, or choose another name")
