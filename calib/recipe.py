@@ -243,6 +243,9 @@ def _read_recipe(source: str) -> dict[str, Any]:
         document = document.get("recipe")
         if isinstance(document, dict):
             document = {key: x for key, x in document.items() if str(x) != _TAKEN_OUT.get(key)}
+            evaluation = document.get("evaluation")
+            if isinstance(evaluation, dict):  # of a search that was taken out
+                evaluation.pop("bits_budget", None)
     if not isinstance(document, dict):
         raise InputError(f"recipe '{source}' must be a mapping of keys to values; see `fp8kv recipes`")
     return document

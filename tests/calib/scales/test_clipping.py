@@ -166,11 +166,12 @@ def test_the_job_writes_what_the_recipe_asks_and_says_what_to_expect(model, tmp_
     assert max(report["clip_chance"].values()) <= CLIP_CHANCE
     scales = load_scales(out)
 
-    # calibrations of before name two settings that are gone; their defaults changed nothing
+    # calibrations of before name three settings that are gone; their defaults changed nothing
     report["recipe"] |= {"clip_chance": 1e-6, "scale_rounding": "none"}
+    report["recipe"]["evaluation"]["bits_budget"] = None
     (out / "fp8kv_calibration.json").write_text(json.dumps(report))
-    assert [torch.equal(a.k, b.k) for a, b in zip(scales.layers.values(), load_scales(out).layers.values(),
-                                                  strict=True)]  # fmt: skip
+    pairs = zip(scales.layers.values(), load_scales(out).layers.values(), strict=True)
+    assert all(torch.equal(a.k, b.k) for a, b in pairs)
     report["recipe"]["scale_rounding"] = "pow2"
     (out / "fp8kv_calibration.json").write_text(json.dumps(report))
     with pytest.raises(InputError, match="unknown key 'scale_rounding'"):
