@@ -3,8 +3,9 @@ VENV ?= .venv
 BIN ?= $(VENV)/bin
 INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
+CUDA_BUILD ?= .venv-vllm
 
-.PHONY: help demo docs test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
+.PHONY: help demo docs test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines engines-cuda engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -176,6 +177,21 @@ engines: $(VENV)/.installed $(INTEROP)/.installed ## the section `classes` of en
 	$(VLLM_CLASSES)
 	$(SGLANG_CLASSES)
 	$(BIN)/python tools/engines_page.py
+
+# a vLLM without a build for CPUs: its classes from its build for CUDA, 10 GB on the disk
+engines-cuda: export HF_HUB_OFFLINE = 1
+engines-cuda: $(VENV)/.installed $(CUDA_BUILD)/.installed ## the same for a vLLM that is built for GPUs alone; none is needed
+	$(CUDA_BUILD)/bin/python tests/interop/vllm_classes.py
+	$(CUDA_BUILD)/bin/python tests/interop/check_backends.py
+	$(BIN)/python tools/engines_page.py
+
+$(CUDA_BUILD)/.installed: tests/interop/requirements.py
+	$(PYTHON) -m venv $(CUDA_BUILD)
+	$(CUDA_BUILD)/bin/pip install -q torch==2.14.0
+	$(CUDA_BUILD)/bin/pip install -q --no-deps vllm==0.33.0
+	$(CUDA_BUILD)/bin/python tests/interop/requirements.py vllm > $(CUDA_BUILD)/requirements.txt
+	$(CUDA_BUILD)/bin/pip install -q torch==2.14.0 -r $(CUDA_BUILD)/requirements.txt
+	touch $@
 
 engines-page: $(VENV)/.installed ## write docs/engines.md from calib/engines/*.yaml
 	$(BIN)/python tools/engines_page.py

@@ -1,6 +1,6 @@
 """The catalogue of engines: a YAML file beside this module for each engine and range of versions.
 
-`Engine` is the schema of such a file, `vllm-0.23.yaml` for instance. Its section `classes` is written by
+`Engine` is the schema of such a file, `vllm-0.33.yaml` for instance. Its section `classes` is written by
 `make engines`, the rest by hand.
 """
 

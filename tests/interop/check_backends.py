@@ -20,12 +20,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import fake_gpu
 import torch
 import triton
+from engine import installed_engine
 from outputs import report
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from calib.caches.types import CACHES, LATENT_CACHES, CacheType, Shape, cache_type
-from calib.engines.catalogue import CacheSupport, find_engine
+from calib.engines.catalogue import CacheSupport
 from calib.engines.offers import Offer, find_offer
 
 HEAD_DIMS = (32, 64, 72, 80, 96, 112, 128, 160, 192, 256, 512)
@@ -41,7 +42,7 @@ _STORED = {"fp8_per_token_head": "fp8e4nv", "int8_per_token_head": "i8"}
 
 def support(kind: CacheType) -> tuple[CacheSupport, ...]:
     """What our catalogue says that vLLM has for the type."""
-    return find_engine("vllm").caches.types.get(kind.name, ())
+    return installed_engine().caches.types.get(kind.name, ())
 
 
 def names(kind: CacheType) -> set[str]:
@@ -184,7 +185,7 @@ def latent_bytes(name: str, shape: Shape) -> float:
 
     layer = SimpleNamespace(
         kv_cache_dtype=name, head_size=shape.k + shape.v, sliding_window=None, indexer=None,
-        non_causal_multi_token_decode=False,
+        non_causal_multi_token_decode=False, topk_buffer_width=None,
     )  # fmt: skip
     config = SimpleNamespace(cache_config=SimpleNamespace(block_size=64), model_config=None)
     spec = MLAAttention.get_kv_cache_spec(layer, config)

@@ -16,10 +16,9 @@ from itertools import cycle, islice
 from pathlib import Path
 
 import torch
-from engine import start
+from engine import installed_engine, start
 from outputs import read_output, report
 
-from calib.engines.catalogue import find_engine
 from calib.files.names import layer_of
 from calib.serving import plugin
 
@@ -28,7 +27,7 @@ TIMES = 20
 SPOILED = (1.0, 2.0, 0.75)
 
 
-COPIES = find_engine("vllm").scale_copies
+COPIES = installed_engine().scale_copies
 
 
 def copies(letters: str) -> list[str]:
@@ -124,7 +123,7 @@ def main() -> None:
     if (line := said_of(runner)) != "goes on":
         problems.append(f"mended: {line}")
     name = layers[0].attn_backend.get_name()
-    backend, read = find_engine("vllm").backends[name], copies_read(llm, layers)
+    backend, read = installed_engine().backends[name], copies_read(llm, layers)
     if read != {"write": {*backend.write}, "read": {*backend.read}}:
         problems.append(f"{name} reads {read}, not what the catalogue says")
     report(directory, problems, f"{good!r}; {named} of {TIMES} spoiled copies are named; {name} reads {read}")

@@ -40,7 +40,10 @@ def verdict(engine: str, name: str, home: Path) -> tuple[bool, str]:
     """Whether a format's output is right, and what was found."""
     refused = home / f"{name}.refused"
     if refused.exists():
-        fates = find_engine(engine).classes.results[home.name][KINDS[name]]
+        from engine import installed_engine
+
+        known = installed_engine() if engine == "vllm" else find_engine(engine)
+        fates = known.classes.results[home.name][KINDS[name]]
         nothing = all(fates[naming] != "loaded" for naming in NAMES)
         return nothing, f"refused: {refused.read_text().strip()}"
     model = load(engine, home / name)

@@ -23,6 +23,7 @@ if sys.argv[1:] == ["kernel"]:  # Triton looks when it is imported
 
 import no_pictures  # noqa: F401 (before an engine)
 import torch
+from engine import installed_engine
 from engine_cases import (
     MLA_NAMINGS,
     NAMINGS,
@@ -35,7 +36,6 @@ from engine_cases import (
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from calib.engines.catalogue import find_engine
 from calib.engines.loading import simulate
 from calib.files.model_directory import open_model_directory
 from calib.scales.stats_file import load_scales
@@ -53,7 +53,7 @@ def check_vllm(out: Path) -> Iterator[tuple[str, bool]]:
         refused = {file.stem for file in home.glob("*.refused")}
         yield f"{home.name}: written for no engine but by modelopt", refused == {"vllm", "sglang"}
         directory = home / "modelopt"
-        found = simulate(open_model_directory(directory, weights=False), find_engine("vllm"))
+        found = simulate(open_model_directory(directory, weights=False), installed_engine())
         predicted = {(o.module, o.letter): o.values for o in found.outcomes if o.letter != "q"}
         held = scales_of(directory, vllm_classes.MLAAttention, model_impl="transformers")
         yield f"{home.name}: verify names the flag", "--model-impl transformers" in found.flag

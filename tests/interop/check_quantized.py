@@ -13,10 +13,9 @@ import torch
 import without_kernels
 from check_verify import difference, held_by_vllm
 from check_vllm import look, other_problems, text_of, wrong_scales
-from engine import ONE_GPU, load, start
+from engine import ONE_GPU, installed_engine, load, start
 from outputs import read_output, report
 
-from calib.engines.catalogue import find_engine
 from calib.engines.loading import simulate
 from calib.files.model_directory import open_model_directory
 
@@ -67,7 +66,7 @@ def problem(directory: Path) -> str | None:
     held = held_by_vllm(directory, ONE_GPU, 0)
     if reason := NOT_SERVED.get(directory.name):
         return None if reason in held else f"vLLM starts: {held}"
-    predicted = simulate(open_model_directory(directory, weights=False), find_engine("vllm"))
+    predicted = simulate(open_model_directory(directory, weights=False), installed_engine())
     return difference(predicted, held) or (None if predicted.is_good else "not all are loaded")
 
 

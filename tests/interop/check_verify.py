@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 
-from engine import ONE_GPU, Place, load
+from engine import ONE_GPU, Place, installed_engine, load
 from scale_cases import CASES, PLACES, write_case
 
-from calib.engines.catalogue import find_engine
 from calib.engines.loading import Simulation, simulate
 from calib.files.cache_type import is_for_nvfp4
 from calib.files.model_directory import open_model_directory
@@ -100,7 +99,7 @@ def difference(predicted: Simulation, held: Held | str) -> str | None:
 
 def check(directories: Mapping[str, Path], place: Place, *, must_load: bool = False) -> list[bool]:
     """Check directories in one place and print a line for each."""
-    rules = find_engine("vllm")
+    rules = installed_engine()
     right = []
     all_held = held_by_all([*directories.values()], place)
     for (name, path), held in zip(directories.items(), all_held, strict=True):

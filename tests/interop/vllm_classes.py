@@ -4,6 +4,7 @@ Each class is built as vLLM's loader does it, on the CPU and without weights; th
 `load_weights` gets the scales, and its attention layers are made ready to serve.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import no_pictures  # noqa: F401 (before vLLM)
+import plain_configs
 import torch
 from engine import OPTIONS, join_group, set_environment
 from engine_cases import Quantization, fixtures, write
@@ -23,12 +25,17 @@ set_environment()
 os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
 
 import vllm  # noqa: E402
+import without_gpu  # noqa: E402
+
+BUILD_OPTIONS = without_gpu.install()  # what vLLM serves on, its modules ask when they are imported
+
 from vllm.config import set_current_vllm_config  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.model_executor.layers.attention import Attention, MLAAttention  # noqa: E402
 from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod  # noqa: E402
 from vllm.model_executor.model_loader.utils import initialize_model  # noqa: E402
 from vllm.model_executor.models import registry  # noqa: E402
+from vllm.transformers_utils.config import _CONFIG_REGISTRY  # noqa: E402
 from vllm.triton_utils import triton  # noqa: E402
 from vllm.utils.torch_utils import set_default_torch_dtype  # noqa: E402
 
@@ -61,10 +68,12 @@ class VLLM:
     def build(self, directory: Path, **options: Any) -> "Built":
         config = config_of(directory, **options)
         with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-            return Built(config, initialize_model(config))
+            model = Built(config, initialize_model(config))
+        self.hold(model, [])  # a class that needs weights beside scales says nothing about scales here
+        return model
 
     def caches_latents(self, model: "Built") -> bool:
-        return any(isinstance(layer, MLAAttention) for layer in model.layers.values())
+        return any(is_latent(layer) for layer in model.layers.values())
 
     def heads(self, model: "Built") -> int:
         return next(iter(model.layers.values())).num_kv_heads
@@ -77,7 +86,10 @@ class VLLM:
 
 def config_of(directory: Path, **options: Any) -> Any:
     """What vLLM makes of the JSON files, for an FP8 cache."""
-    args = EngineArgs(model=str(directory), kv_cache_dtype="fp8", **OPTIONS, **options)
+    model_type = json.loads((directory / "config.json").read_text())["model_type"]
+    if model_type not in _CONFIG_REGISTRY:
+        plain_configs.register(model_type)
+    args = EngineArgs(model=str(directory), kv_cache_dtype="fp8", **OPTIONS, **BUILD_OPTIONS, **options)
     return args.create_engine_config()
 
 
@@ -105,9 +117,14 @@ class Built:
 
 def caches(module: nn.Module) -> bool:
     """Whether the layer keeps K and V of a decoder."""
-    if isinstance(module, MLAAttention):
+    if is_latent(module):
         return True
     return isinstance(module, Attention) and module.attn_type == "decoder"
+
+
+def is_latent(module: nn.Module) -> bool:
+    """Whether the layer keeps latents, in vLLM's class for all models or in a model's own."""
+    return isinstance(module, MLAAttention) or type(module).__name__ == "MultiHeadLatentAttention"
 
 
 def state_of(layer: nn.Module) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

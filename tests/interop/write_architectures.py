@@ -18,6 +18,7 @@ import yaml
 from transformers import AutoConfig, PretrainedConfig
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.models.auto import modeling_auto as auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 HERE = Path(__file__).parent
 FIXTURES = HERE / "architectures"
@@ -66,6 +67,24 @@ SMALL = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+# of a model whose config class is its publisher's own, and so not in transformers
+PLAIN = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "max_position_embeddings": 1024,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 SMALL_VISION = {
     "hidden_size": 128,
     "embed_dim": 128,
@@ -100,8 +119,12 @@ def write(name: str, options: dict[str, Any]) -> None:
     `extra` goes into config.json alone; `attention` replaces what is found.
     """
     architecture, options = name.partition("-")[0], dict(options)
-    extra, names = options.pop("extra", {}), options.pop("attention", None)
+    extra, names, plain = options.pop("extra", {}), options.pop("attention", None), options.pop("plain", True)
     model_type = options.pop("model_type", None) or type_of(architecture)
+    if model_type not in CONFIG_MAPPING or not plain:
+        document = {"architectures": [architecture], "model_type": model_type}
+        save(name, merged(document | (PLAIN if plain else {}), extra) | {"torch_dtype": "bfloat16"}, names)
+        return
     known = AutoConfig.for_model(model_type).attribute_map
     options = {known.get(name, name): value for name, value in options.items()}
     config = small_config(model_type, options)
@@ -109,7 +132,17 @@ def write(name: str, options: dict[str, Any]) -> None:
     document = {"architectures": [architecture], "model_type": model_type}
     document |= merged(without_noise(config.to_diff_dict()), options)
     document |= {"model_type": model_type, "torch_dtype": "bfloat16"}
-    document = merged(document, extra)
+    save(name, merged(document, extra), found)
+
+
+def save(name: str, document: dict[str, Any], attention: list[str] | str) -> None:
+    """Write the file; `attention` may be one name with `N` for the number of every layer."""
+    if isinstance(attention, str):
+        parts = [document, *(part for part in document.values() if isinstance(part, dict))]
+        parts += [part for one in parts[1:] for part in one.values() if isinstance(part, dict)]
+        layers = next(part["num_hidden_layers"] for part in parts if "vocab_size" in part)
+        attention = [attention.replace("N", str(layer)) for layer in range(layers)]
+    found = attention
     text = json.dumps(document | {"fp8kv_attention": found}, indent=2)
     text = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda found: as_line(found[1]), text)
     (FIXTURES / f"{name}.json").write_text(text + "\n")

@@ -1,6 +1,7 @@
 """Scales that are not one, or one per head: a problem for every engine, and none converts them."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -188,14 +189,19 @@ def test_classes_that_name_no_kv_heads_have_one_per_query_head(model_type):
     assert "multi_query" not in config
 
 
+def text_part(config):
+    """The part of a config that has the vocabulary, with the whole's model_type where it has none."""
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    parts += [part for one in parts[1:] for part in one.values() if isinstance(part, dict)]
+    text = config.get("text_config") or next((part for part in parts if "vocab_size" in part), config)
+    return {"model_type": config["model_type"]} | text
+
+
 def test_every_class_that_has_no_setting_for_kv_heads_is_named():
     documents = [json.loads(file.read_text()) for file in ARCHITECTURES.glob("*.json")]
-    texts = [document.get("text_config", document) for document in documents]
-    without = {
-        text["model_type"]
-        for text in texts
-        if not any("head" in k and ("kv" in k or "key_value" in k) for k in text)
-    }
+    texts = [text_part(document) for document in documents]
+    settings = re.compile(r"(?=.*head).*(kv|key_value)|num_attention_groups")
+    without = {text["model_type"] for text in texts if not any(settings.match(key) for key in text)}
     assert without
     assert without <= {*ONE_PER_QUERY_HEAD}
 

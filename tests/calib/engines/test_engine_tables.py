@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from engine_fixtures import make_scales
 
-from calib.engines.catalogue import find_engine
+from calib.engines.catalogue import find_engine, load_catalogue
 from calib.formats import export
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))
@@ -28,6 +28,7 @@ from engine_cases import (
 from engine_fates import NOT_FP8, fate, reason
 from engine_tables import differences, flat, groups, modules, named, recorded, together
 
+RUN = [name for name, engine in load_catalogue().items() if engine.classes]
 LLAMA = Fixture("Llama", {}, tuple(f"model.layers.{i}.self_attn" for i in (0, 1, 10)))
 OWN = wanted(LLAMA, NAMINGS[0])
 ONES = ((1.0,), (1.0,))
@@ -185,9 +186,9 @@ def test_spellings_of_published_checkpoints(name, module, expected):
     assert [other.modules[0] for other in Fixture(name, {}, (module,)).spellings()] == expected
 
 
-@pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_tables_are_about_the_small_configs(engine):
-    classes = find_engine(engine).classes
+@pytest.mark.parametrize("name", RUN)
+def test_tables_are_about_the_small_configs(name):
+    classes = load_catalogue()[name].classes
     table = recorded(classes)
     known = [fixture for fixture in fixtures([]) if fixture.architecture in classes.results]
     others = [other for fixture in known for other in fixture.spellings()]
@@ -196,3 +197,11 @@ def test_tables_are_about_the_small_configs(engine):
     assert {*table} == {fixture.architecture for fixture in fixtures([])}
     fates = {case.partition(":")[0] for case in flat(table).values()}
     assert fates <= {"loaded", "dropped", "no place", "crash", "refused", "partly", "no"}
+
+
+def test_vllm_0_33_does_what_0_32_did():
+    """Of every class that both versions could be run with."""
+    before, now = (find_engine("vllm", version).classes for version in ("0.32.0", "0.33.0"))
+    both = {*before.results} & {*now.results}
+    assert len(both) > 150
+    assert {name for name in both if before.results[name] != now.results[name]} == set()

@@ -143,7 +143,7 @@ def test_the_page():
     assert "| `nvfp4` | NVFP4" in page()
     assert "| 4.5 | 4.5 | - |" in page()
     assert "| - | - | 9.11 |" in page()  # 656 bytes for 576 values
-    assert "| `int8_per_token_head` | vllm 0.32 | `--kv-cache-dtype int8_per_token_head` |" in page()
+    assert "| `int8_per_token_head` | vllm 0.33 | `--kv-cache-dtype int8_per_token_head` |" in page()
     count = len(ALL_CACHES) + sum(len(find_support(name)) for name in ALL_CACHES)
     rows = [line for line in page().splitlines() if line.startswith("|")]
     assert len(rows) == count + 2 * 2  # each table's titles and line

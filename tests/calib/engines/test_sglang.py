@@ -153,7 +153,12 @@ def test_not_known_is_said_and_status_1(architectures, name, tmp_path):
 
 @pytest.mark.parametrize(
     ("engine", "version", "ran"),
-    [("sglang", "0.6.0", "0.5.23"), ("vllm", "0.23.0", "0.32.0"), ("vllm", "0.32.1", "0.32.0")],
+    [
+        ("sglang", "0.6.0", "0.5.23"),
+        ("vllm", "0.23.0", "0.32.0"),
+        ("vllm", "0.32.1", "0.32.0"),
+        ("vllm", "0.34.0", "0.33.0"),
+    ],
 )
 def test_another_version_than_that_of_its_table_is_not_known(engine, version, ran, tmp_path):
     done = fp8kv("verify", model(tmp_path), "--engine", engine, "--version", version)

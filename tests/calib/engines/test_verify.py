@@ -31,7 +31,8 @@ def test_every_rule_file_is_read():
     }
     assert all(name == f"{engine.name}-{engine.since}" for name, engine in engines.items())
     assert {"vllm-0.4.1", "sglang-0.5"} <= engines.keys()
-    assert [name for name, engine in engines.items() if engine.ran] == ["sglang-0.5.23", "vllm-0.23"]
+    ran = [name for name, engine in engines.items() if engine.ran]
+    assert ran == ["sglang-0.5.23", "vllm-0.23", "vllm-0.33"]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_the_command_says_what_each_engine_loads(tmp_path):
     done = fp8kv("verify", model(tmp_path))
     assert done.exit_code == 0
     printed = lines_of(done)
-    assert "vLLM 0.32.0 │ 2 of 2 │ 2 of 2 │ 1.0 │ by itself" in printed
+    assert "vLLM 0.33.0 │ 2 of 2 │ 2 of 2 │ 1.0 │ by itself" in printed
     assert "LMDeploy 0.10 and newer: it loads no KV scales" in printed
     assert "rules of Aphrodite, LMDeploy, TGI, TensorRT-LLM were read in the source, not run" in printed
 
@@ -157,7 +158,7 @@ def test_statistics_that_are_no_numbers_prove_nothing(value, tmp_path):
     [
         (("--engine", "vlm"), "--engine vlm is not one of aphrodite, lmdeploy, sglang"),
         (("--version", "0.23"), "of which engine? Add --engine"),
-        (("--engine", "vllm", "--version", "0.10"), "there are rules for vllm 0.23 and newer; 0"),
+        (("--engine", "vllm", "--version", "0.10"), "rules for vllm 0.33 and newer; 0.23 to 0.32; 0.4"),
         (("--engine", "vllm", "--version", "new"), "is not a version such as 0.23.1"),
         (("--engine", "vllm", "--version", "9" * 5000), "is not a version such as 0.23.1"),
         (("--engine", "tgi", "--version", "9"), "there are rules for tgi 2.4 to 3.3"),
@@ -187,6 +188,7 @@ def test_rules_that_were_read_and_load_scales_hold_for_no_version_to_come():
         ("vllm", "0.32", True),
         ("vllm", "0.32.0rc1", False),
         ("vllm", "0.32.0.post1", False),
+        ("vllm", "0.33.0", True),
         ("vllm", "0.33.0.dev20+g0123abc", False),
         ("sglang", "0.5.24rc1", False),
         # before 0.5.23, whose config it does not read
@@ -211,7 +213,7 @@ def test_statistics_of_another_model_prove_nothing(tmp_path):
 
 def test_json_says_at_what_version_classes_ran(tmp_path):
     done = fp8kv("verify", model(tmp_path), "--engine", "vllm", "--json")
-    assert json.loads(done.stdout)["engines"][0]["classes"] == "0.32.0"
+    assert json.loads(done.stdout)["engines"][0]["classes"] == "0.33.0"
 
 
 def test_an_output_without_statistics_cannot_be_compared_with(tmp_path):

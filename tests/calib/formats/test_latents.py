@@ -114,7 +114,7 @@ def test_they_have_the_name_that_arrives(make_checkpoint):
 @pytest.mark.parametrize(
     "architecture",
     # K and V in vLLM; not built; not known
-    ["MiniCPM3ForCausalLM", "DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM", "OwnForCausalLM"],
+    ["MiniCPM3ForCausalLM", "DeepseekV4ForCausalLM", "OwnForCausalLM"],
 )
 def test_modelopt_is_refused_where_they_were_not_seen_to_arrive(architecture, of_latents):
     message = f"loads scales of latents .* of {architecture} is not known, or .* Use {BAKE}"
