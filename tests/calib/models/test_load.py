@@ -174,7 +174,7 @@ def test_a_model_without_attention(family, options, tmp_path):
         check_cacheable(config, {"architectures": [name]})
     config.architectures = [name]
     config.save_pretrained(tmp_path)
-    one_line_error(fp8kv("plan", tmp_path), f"no layer of {name} attends")
+    one_line_error(fp8kv("bench", tmp_path), f"no layer of {name} attends")
 
 
 def test_cuda_without_a_gpu(tiny_directory, monkeypatch):
