@@ -17,7 +17,7 @@ import numpy as np
 from machine import machine, write_result
 
 from calib.caches.types import CACHES
-from calib.engines.offers import find_support
+from calib.engines.cache_support import find_support
 from calib.eval.advice import Judgement
 from calib.eval.found import Figure
 from calib.eval.inputs import SUITES, whole_text_only

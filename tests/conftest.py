@@ -35,7 +35,7 @@ KINDS = {
         *("calib/eval/", "calib/layerwise/", "calib/scales/test_center_keys.py", "calib/test_"),
         *(
             "calib/models/test_quantized.py",
-            "calib/serving/test_compare_server.py",
+            "calib/serving/test_server_logprobs.py",
             "calib/rescale/",
             "calib/formats/test_two",
             "calib/transfer/",

@@ -10,8 +10,8 @@ from jinja2 import Environment, FileSystemLoader
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from calib.caches.types import ALL_CACHES, CacheType, Shape, cache_type
+from calib.engines.cache_support import Support, find_support
 from calib.engines.catalogue import Kernel, find_engine
-from calib.engines.offers import Support, find_support
 
 PAGE = Path(__file__).parents[1] / "docs" / "caches.md"
 _SHAPES = {

@@ -8,7 +8,7 @@ from jinja2 import Environment, FileSystemLoader
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from calib.engines.catalogue import Engine, Remap, find_engine, load_catalogue
-from calib.engines.classes import NAMES, TRANSFORMERS
+from calib.engines.model_classes import NAMES, TRANSFORMERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "engines.md"
 _LATENTS = "#multi-head-latent-attention"

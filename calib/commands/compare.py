@@ -46,7 +46,7 @@ def _is_report(path: Path) -> bool:
 
 
 def _compare_scales(a: Path, b: Path, *, as_json: bool) -> None:
-    from calib.same_model.ratios import compare_scales
+    from calib.same_model.scale_ratios import compare_scales
 
     comparison = compare_scales(a, b)
     if as_json:
@@ -59,7 +59,7 @@ def _compare_scales(a: Path, b: Path, *, as_json: bool) -> None:
 
 
 def _scale_cells(a: "Values | None", b: "Values | None") -> tuple[str, str, str]:
-    from calib.same_model.ratios import ratio
+    from calib.same_model.scale_ratios import ratio
 
     low, high = ratio(a, b) or (None, None)
     shown = "-" if low is None else f"{low:.4g}"

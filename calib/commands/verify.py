@@ -10,10 +10,10 @@ from calib.commands.running import command, print_json, print_lines, print_table
 from calib.errors import InputError
 
 if TYPE_CHECKING:
-    from calib.engines.fit import Fit
     from calib.engines.outcome import Place, Simulation
+    from calib.engines.scale_fit import Fit
     from calib.engines.verification import Verification
-    from calib.serving.compare_server import ServerComparison
+    from calib.serving.server_logprobs import ServerComparison
 
 _HEADINGS = ("engine", "K scales", "V scales", "Q scales", "FP8 cache")
 _FIT_HEADINGS = ("layer", "K range used", "V range used", "clips")
@@ -82,7 +82,7 @@ def _check_flags(context: typer.Context) -> None:
 
 def _ask_server(context: typer.Context, url: str, directory: Path, as_json: bool) -> None:
     from calib.commands.overrides import overrides
-    from calib.serving.compare_server import compare_served
+    from calib.serving.server_logprobs import compare_served
 
     name, given = context.params["served_name"], overrides(context.params)
     model = context.params["model"] or str(directory)

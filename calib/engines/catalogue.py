@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from calib.caches.types import Attention
 from calib.choices import AttentionMode, FP8Name, Strategy
-from calib.engines.classes import Classes, Fates, architecture
+from calib.engines.model_classes import Classes, Fates, architecture
 from calib.errors import InputError
 from calib.files.cache_type import Divisor
 from calib.files.names import pattern_of

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from calib.engines.catalogue import Engine
-from calib.engines.classes import TRANSFORMERS, Fates, architecture, split_name
+from calib.engines.model_classes import TRANSFORMERS, Fates, architecture, split_name
 from calib.engines.outcome import NotKnown, Refused, Simulation, SimulationEnd
 from calib.engines.quantization_config import method_name
 from calib.files.model_directory import ModelDirectory

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from calib.engines.catalogue import Engine
-from calib.engines.classes import architecture
-from calib.engines.fit import Fit, Limits, compare, judge
-from calib.engines.loading import ONE_GPU, simulate
 from calib.engines.measured import measured_convention, read_measured
+from calib.engines.model_classes import architecture
 from calib.engines.outcome import Place, Simulation
+from calib.engines.scale_fit import Fit, Limits, compare, judge
+from calib.engines.simulate_loading import ONE_GPU, simulate
 from calib.errors import NoScalesError
 from calib.files.cache_type import FP8_DIVISOR, FP8_MAX, FP8_SMALLEST, Convention, nvfp4_convention
 from calib.files.calibration import statistics_file

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from calib.choices import REFERENCE
+from calib.engines.cache_support import find_support
 from calib.engines.catalogue import find_engine
-from calib.engines.offers import find_support
 from calib.errors import InputError
 from calib.eval.found import OtherText, Search
 from calib.eval.other_figures import clipping

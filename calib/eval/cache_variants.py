@@ -21,7 +21,7 @@ from calib.files.fingerprint import baked_for
 from calib.files.model_directory import ModelDirectory
 from calib.models.load import served_dtype
 from calib.rescale.bake import baked_factors
-from calib.rescale.changes import LayerFactors
+from calib.rescale.weight_changes import LayerFactors
 from calib.scales.observers import AbsMax
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from calib.choices import KL_BUDGET, REFERENCE
-from calib.engines.offers import Offer, check_place
+from calib.engines.cache_support import Offer, check_place
 from calib.errors import InputError
 from calib.eval.advice import SERVED, Judgement
 from calib.eval.found import Passed, Recommendation, Way
-from calib.eval.offers import Offers
 from calib.eval.schema import Row
+from calib.eval.serve_commands import Offers
 
 _BETTER = "measurably better"
 _NEEDS = ("nothing", "calibrated scales", "baked weights")

@@ -27,7 +27,6 @@ from calib.eval.found import Recommendation, Search
 from calib.eval.held_out import find_readers, with_own
 from calib.eval.material import Material
 from calib.eval.modes import check_model, select_variants
-from calib.eval.offers import Offers
 from calib.eval.other_text import (
     OtherDocuments,
     check_other_texts,
@@ -39,6 +38,7 @@ from calib.eval.page.html import check_report_directory, write_report
 from calib.eval.reader import measure, search, written_texts
 from calib.eval.recommend import Wish
 from calib.eval.schema import Report, Suite
+from calib.eval.serve_commands import Offers
 from calib.eval.summarize import Evaluation, summarize
 from calib.eval.task_files import Tasks, find_tasks, name_tasks
 from calib.eval.tasks import run_tasks, task_variants

@@ -13,12 +13,12 @@ from calib.eval.exceedance import anywhere
 from calib.eval.found import Recommendation, Search
 from calib.eval.layer_errors import layer_row, value_rows
 from calib.eval.lost import lost_figures, not_finite
-from calib.eval.offers import Offers
 from calib.eval.other_figures import other_text
 from calib.eval.other_text import MeasuredElsewhere
 from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, recommend
 from calib.eval.schema import Conditions, Figure, Report, Row, Texts
+from calib.eval.serve_commands import Offers
 from calib.eval.statistics import Values, estimate, kl_by_position, perplexity, quantile
 from calib.scales.places import LayerPlaces
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping
 
 from calib.engines.catalogue import Engine, find_engine
-from calib.engines.classes import NAMES, TRANSFORMERS, architecture
+from calib.engines.model_classes import NAMES, TRANSFORMERS, architecture
 from calib.files.config import quantization_configs
 from calib.files.model_directory import ModelDirectory
 from calib.formats.base import ScaledModel

@@ -32,11 +32,11 @@ from calib.models.quantized.weights import split_weights
 from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.rescale.cards import write_bake_card
-from calib.rescale.changes import LayerFactors
 from calib.rescale.factors import FactorChoice, baked_fp8_type, check_purpose, choose_baked_factors
+from calib.rescale.pipeline import Rescaling, check_no_scales, exact_recipe, plan_rescaling, rescale
 from calib.rescale.proof import kl_between, observe, prove
-from calib.rescale.rescaling import Rescaling, check_no_scales, exact_recipe, plan_rescaling, rescale
-from calib.rescale.weights import StoredModel
+from calib.rescale.stored_weights import StoredModel
+from calib.rescale.weight_changes import LayerFactors
 from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts, statistics_layers
 from calib.scales.stats import KVStats
 from calib.scales.stats_file import load_calibration

@@ -11,10 +11,10 @@ from torch import Tensor
 from calib.capture.attention import CachedAttention
 from calib.choices import FP8Name, Purpose
 from calib.errors import InputError
-from calib.rescale.changes import Factors, LayerFactors
 from calib.rescale.one_plus import nearest_powers, stay_below_largest, try_powers
-from calib.rescale.rope_pairs import find_pairs
-from calib.rescale.weights import StoredModel
+from calib.rescale.rope_pairs import find_pairs, fold_pairs
+from calib.rescale.stored_weights import StoredModel
+from calib.rescale.weight_changes import Factors, LayerFactors
 from calib.scales.observers import AbsMax
 from calib.scales.stats import KVStats
 
@@ -104,7 +104,7 @@ def int8_factors(stats: KVStats, source: StoredModel) -> Factors:
     factors = {}
     for name in source.modules:
         k, weights = stats.layers[name].k.amax, source.attention(name)
-        k = k.maximum(k[:, pairs[name]])
+        k = fold_pairs(k, pairs[name])
         rows = k.amax(0, keepdim=True) if weights.shares_k else k
         # evened once: the powers of one number differ by where it lies in memory
         k_factors, v_factors = (_even_channels(amax) for amax in (rows, stats.layers[name].v.amax))
@@ -138,7 +138,7 @@ def _hold_in_norms(ideal: Factors, stats: KVStats, purpose: Purpose, source: Sto
             shifts = sorted(range(-16, 17), key=abs)
         else:
             amax = stats.layers[name].k.amax.amax(0)
-            table = table & stay_below_largest(amax.maximum(amax[pair]), powers)
+            table = table & stay_below_largest(fold_pairs(amax, pair), powers)
         choices = [nearest_powers(table, powers + shift) for shift in shifts]
         distance, k = min(choices, key=lambda choice: choice[0])
         if distance < float("inf"):

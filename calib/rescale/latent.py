@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 
 from calib.errors import UnsupportedModelError
-from calib.rescale.changes import AttentionWeights, LayerFactors, WeightChange
+from calib.rescale.weight_changes import AttentionWeights, LayerFactors, WeightChange
 
 _NORM = "kv_a_layernorm"
 _NORM_OF_K_PE = "k_rope_only_layernorm"  # of dots3_note

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from calib.rescale.changes import WeightChange
+from calib.rescale.weight_changes import WeightChange
 
 Norms = Sequence[tuple[WeightChange, Tensor]]  # the change of a weight, and the weight
 

@@ -21,7 +21,7 @@ from calib.errors import UnsupportedModelError
 from calib.files.model_directory import ModelDirectory
 from calib.models.config import load_config
 from calib.models.load import input_device, load_model
-from calib.rescale.changes import Factors, WeightChange
+from calib.rescale.weight_changes import Factors, WeightChange
 
 PROBE_TOKENS = 24
 

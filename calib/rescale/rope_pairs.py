@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from calib.capture.attention import CachedAttention, observe_qkv
 from calib.errors import UnsupportedModelError
 from calib.models.load import input_device
-from calib.rescale.changes import LayerFactors
 from calib.rescale.proof import PROBE_TOKENS, apply_changes, probe_tokens
-from calib.rescale.weights import list_changes
+from calib.rescale.stored_weights import list_changes
+from calib.rescale.weight_changes import LayerFactors
 
 
 def find_pairs(model: PreTrainedModel, modules: Mapping[str, CachedAttention]) -> dict[str, Tensor]:
@@ -61,6 +61,11 @@ def rotated_pairs(model: PreTrainedModel, cached: CachedAttention) -> Tensor:
             "be moved"
         )
     return partner
+
+
+def fold_pairs(amax: Tensor, partner: Tensor) -> Tensor:
+    """Return the larger amax of each RoPE pair for both of its channels: `amax` is [..., D], `partner` [D]."""
+    return amax.maximum(amax[..., partner])
 
 
 class _KeysReached(Exception):

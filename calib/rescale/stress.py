@@ -26,8 +26,8 @@ from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.rescale.cards import write_stress_card
 from calib.rescale.factors import FactorChoice, uniform_factors
+from calib.rescale.pipeline import Rescaling, check_no_scales, exact_recipe, rescale
 from calib.rescale.proof import PROBE_TOKENS
-from calib.rescale.rescaling import Rescaling, check_no_scales, exact_recipe, rescale
 from fp8kv_runtime.fp8 import FP8_DTYPES
 
 _LARGEST_EXPONENT = 64

@@ -219,7 +219,7 @@ def _compare_fingerprints(scales: ModelFacts, model: ModelFacts) -> str | None:
 def _compare_weights(scales: ModelFacts, model: ModelFacts) -> str | None:
     if scales.marks is None or model.marks is None:
         return None
-    from calib.same_model.judge import OtherWeightsError, compare_marks
+    from calib.same_model.mark_comparison import OtherWeightsError, compare_marks
 
     try:
         compare_marks(scales.marks(), model.marks())

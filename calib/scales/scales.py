@@ -1,4 +1,4 @@
-"""Scales: frozen, checked data by module name, derived from statistics and written by `export/`."""
+"""Scales: frozen, checked data by module name, derived from statistics and written by `formats/`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from calib.files.stored_scales import StoredScales
-    from calib.serving.scales_in_force import EngineLayer, ScalesInForce
+    from calib.serving.loaded_scales import EngineLayer, ScalesInForce
 
 # vLLM's runners, which hold a worker's model
 _RUNNERS = {
@@ -104,7 +104,7 @@ def _check_vllm(runner: Any) -> "ScalesInForce":
     from vllm.platforms import current_platform  # type: ignore[import-not-found]
 
     from calib.engines.outcome import Place
-    from calib.serving.scales_in_force import compare
+    from calib.serving.loaded_scales import compare
 
     config, model = runner.vllm_config, runner.model_config
     parallel = config.parallel_config
@@ -124,7 +124,7 @@ def _check_sglang(runner: Any) -> "ScalesInForce | None":
     from sglang.srt.runtime_context import get_parallel  # type: ignore[import-not-found]
 
     from calib.engines.outcome import Place
-    from calib.serving.scales_in_force import compare
+    from calib.serving.loaded_scales import compare
 
     parallel, model = get_parallel(), runner.model_config
     cache = str(runner.kv_cache_dtype).removeprefix("torch.")
@@ -137,7 +137,7 @@ def _check_sglang(runner: Any) -> "ScalesInForce | None":
 def vllm_layers(model: Any) -> "Iterator[EngineLayer]":
     """Yield the decoder's attention layers of a vLLM model."""
     from calib.files.names import layer_of
-    from calib.serving.scales_in_force import EngineLayer
+    from calib.serving.loaded_scales import EngineLayer
 
     for module in model.modules():
         index = layer_of(getattr(module, "layer_name", ""))
@@ -150,7 +150,7 @@ def vllm_layers(model: Any) -> "Iterator[EngineLayer]":
 
 def sglang_layers(model: Any, is_fp8: bool, cache: str = "auto") -> "Iterator[EngineLayer]":
     """Yield the attention layers of an SGLang model; one without a place for scales is at 1.0."""
-    from calib.serving.scales_in_force import EngineLayer
+    from calib.serving.loaded_scales import EngineLayer
 
     for module in sglang_attention(model).values():
         k, v = (_copies("sglang", module, letter) or _AT_1 for letter in "kv")

@@ -30,7 +30,7 @@ from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import load_recipe
 from calib.same_model.check import ModelFacts, check_same_model, model_facts, scales_facts
-from calib.same_model.judge import Likeness, compare_marks
+from calib.same_model.mark_comparison import Likeness, compare_marks
 from calib.same_model.marks import Marks, take_marks, unmarked_matrices
 from calib.scales.stats import KVStats, derive_scales
 from calib.scales.stats_file import load_calibration

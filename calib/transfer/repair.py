@@ -7,8 +7,8 @@ from pathlib import Path
 from calib.capture.directory_scales import to_scales
 from calib.choices import FormatName, FP8Name
 from calib.engines.catalogue import choose_engines
-from calib.engines.fit import Scale, contradictions
 from calib.engines.measured import MeasuredAmax, measured_amax
+from calib.engines.scale_fit import Scale, contradictions
 from calib.engines.verification import verify_directory
 from calib.errors import UnsupportedExportError
 from calib.files.config import head_counts, layer_config

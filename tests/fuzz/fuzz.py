@@ -19,8 +19,8 @@ import torch
 
 with atheris.instrument_imports(include=["calib"]):
     from calib.engines.catalogue import choose_engines
-    from calib.engines.loading import simulate
     from calib.engines.outcome import Place
+    from calib.engines.simulate_loading import simulate
     from calib.errors import Fp8kvError
     from calib.files.model_directory import open_model_directory
     from calib.files.names import parse_scale_name

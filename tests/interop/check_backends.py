@@ -26,8 +26,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from calib.caches.types import CACHES, LATENT_CACHES, CacheType, Shape, cache_type
+from calib.engines.cache_support import Offer, find_offer
 from calib.engines.catalogue import CacheSupport
-from calib.engines.offers import Offer, find_offer
 
 HEAD_DIMS = (32, 64, 72, 80, 96, 112, 128, 160, 192, 256, 512)
 HEADS = 3

@@ -14,11 +14,11 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from calib.engines.catalogue import find_engine
-from calib.engines.classes import NAMES
+from calib.engines.model_classes import NAMES
 from calib.engines.outcome import Place
 from calib.files.stored_scales import read_scales
+from calib.serving.loaded_scales import compare
 from calib.serving.plugin import sglang_layers, vllm_layers
-from calib.serving.scales_in_force import compare
 
 FORMATS = {"vllm": ("vllm", "modelopt"), "sglang": ("sglang",)}
 KINDS = {"vllm": "compressed-tensors", "sglang": "compressed-tensors", "modelopt": "modelopt"}

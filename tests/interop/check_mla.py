@@ -36,7 +36,7 @@ from engine_cases import (
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from calib.engines.loading import simulate
+from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 from calib.scales.stats_file import load_scales
 

@@ -16,7 +16,7 @@ from check_vllm import look, other_problems, text_of, wrong_scales
 from engine import ONE_GPU, installed_engine, load, start
 from outputs import read_output, report
 
-from calib.engines.loading import simulate
+from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 
 TEXT = """The Eiffel Tower is a wrought-iron lattice tower on the Champ de Mars in Paris, France. It

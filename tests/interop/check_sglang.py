@@ -28,7 +28,7 @@ from sglang.srt.model_loader.weight_utils import (
 from torch import nn
 
 from calib.engines.catalogue import Engine, find_engine
-from calib.engines.loading import simulate
+from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from engine import ONE_GPU, Place, installed_engine, load
 from scale_cases import CASES, PLACES, write_case
 
-from calib.engines.loading import Simulation, simulate
+from calib.engines.simulate_loading import Simulation, simulate
 from calib.files.cache_type import is_for_nvfp4
 from calib.files.model_directory import open_model_directory
 

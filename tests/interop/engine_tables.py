@@ -21,7 +21,7 @@ from engine_cases import NAMINGS, QUANTIZATIONS, Engine, Fixture, alike, build, 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from calib.engines.catalogue import FOLDER, find_engine
-from calib.engines.classes import ALL, Classes
+from calib.engines.model_classes import ALL, Classes
 from calib.files.names import pattern_of
 
 Results = dict[str, dict[str, str]]  # quantization -> naming -> fate

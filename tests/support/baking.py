@@ -8,7 +8,7 @@ from families import FAMILIES, HYBRIDS, save_model, tiny_model
 from transformers import AutoModelForCausalLM
 
 from calib.capture.attention import observe_qkv
-from calib.rescale.changes import cached_attention
+from calib.rescale.weight_changes import cached_attention
 from calib.scales.stats_file import load_scales
 
 OTHERS = {

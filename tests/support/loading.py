@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from scale_directories import COMPRESSED, CONFIG
 
 from calib.engines.catalogue import find_engine
-from calib.engines.loading import simulate
+from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 from calib.files.names import layer_of
 

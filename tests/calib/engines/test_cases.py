@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from calib.engines.catalogue import find_engine
-from calib.engines.loading import simulate
+from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 
 sys.path.append(str(Path(__file__).parents[2] / "interop"))

@@ -13,8 +13,8 @@ from torch import tensor
 from transformers import AutoConfig
 
 from calib.engines.catalogue import find_engine
-from calib.engines.loading import simulate
 from calib.engines.outcome import Place
+from calib.engines.simulate_loading import simulate
 from calib.files.config import ONE_PER_QUERY_HEAD, head_counts
 from calib.files.model_directory import open_model_directory
 from calib.files.stored_scales import read_scales

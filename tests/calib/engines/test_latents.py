@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from scale_directories import COMPRESSED, lines_of
 
 from calib.engines.catalogue import find_engine
-from calib.engines.loading import simulate
+from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 
 WEIGHTS = [f"{module}.kv_b_proj.weight" for module in MODULES]

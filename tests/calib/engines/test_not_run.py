@@ -11,7 +11,7 @@ from loading import SCALES, WEIGHTS, said, write
 from scale_directories import COMPRESSED, NAMES, lines_of, model
 
 from calib.engines.catalogue import find_engine, load_catalogue
-from calib.engines.loading import simulate
+from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 
 SCHEME = {"num_bits": 8, "type": "float", "dynamic": False}

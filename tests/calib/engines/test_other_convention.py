@@ -8,7 +8,7 @@ from measured_amax import save_amax
 from scale_directories import NVFP4, lines_of, model
 
 from calib.engines.catalogue import find_engine
-from calib.engines.loading import simulate
+from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 
 PROJ = "{module}.{x}_proj.{x}_scale"

@@ -5,8 +5,8 @@ from command_line import fp8kv
 from scale_directories import COMPRESSED, GOOD, lines_of, model
 
 from calib.engines.catalogue import find_engine
-from calib.engines.loading import simulate
 from calib.engines.outcome import Place
+from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 
 PER_HEAD = COMPRESSED | {"kv_cache_scheme": COMPRESSED["kv_cache_scheme"] | {"strategy": "attn_head"}}

@@ -10,7 +10,7 @@ from command_line import fp8kv
 from scale_directories import COMPRESSED, NAMES, lines_of, model
 
 from calib.engines.catalogue import find_engine
-from calib.engines.loading import simulate
+from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 from calib.formats import FORMATS
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from calib.engines.catalogue import load_catalogue
-from calib.engines.classes import TRANSFORMERS
-from calib.engines.loading import simulate
+from calib.engines.model_classes import TRANSFORMERS
+from calib.engines.simulate_loading import simulate
 from calib.files.config import head_counts, text_config
 from calib.files.model_directory import ModelDirectory
 from calib.files.names import parse_scale_name

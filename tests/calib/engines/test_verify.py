@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from scale_directories import COMPRESSED, GOOD, lines_of, model
 
 from calib.engines.catalogue import find_engine, load_catalogue
-from calib.engines.loading import simulate
+from calib.engines.simulate_loading import simulate
 from calib.files.model_directory import open_model_directory
 
 

@@ -12,13 +12,13 @@ from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 
 from calib.choices import REFERENCE
-from calib.engines.offers import Offer
+from calib.engines.cache_support import Offer
 from calib.eval.advice import Judgement
-from calib.eval.offers import Offers
 from calib.eval.reader import Measured
 from calib.eval.recommend import Wish, advised_cache, answer_lines, recommend
 from calib.eval.run import evaluate
 from calib.eval.schema import Row, Suite
+from calib.eval.serve_commands import Offers
 from calib.eval.statistics import Divergence, estimate
 from calib.eval.summarize import summarize
 from calib.eval.variants import Variant

@@ -17,9 +17,9 @@ from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import open_model_directory
 from calib.rescale import latent, weights
 from calib.rescale.bake import baked_factors
-from calib.rescale.changes import cached_attention
 from calib.rescale.factors import uniform_factors
-from calib.rescale.weights import list_changes
+from calib.rescale.stored_weights import list_changes
+from calib.rescale.weight_changes import cached_attention
 from calib.scales.stats_file import load_stats
 
 DOCS = Path(__file__).parents[3] / "docs" / "bake.md"

@@ -16,8 +16,8 @@ from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.recipe import load_recipe
 from calib.rescale import one_plus, rescaling
-from calib.rescale.changes import WeightChange
 from calib.rescale.one_plus import is_held, nearest_powers
+from calib.rescale.weight_changes import WeightChange
 
 MODELS = ("gemma3_text", "qwen3_next")
 DTYPES = (torch.bfloat16, torch.float32)
@@ -157,7 +157,9 @@ def test_without_their_rounding_logits_are_the_same_bit_for_bit(tmp_path, monkey
     source = gemma(tmp_path / "source", "gemma3_text", torch.bfloat16)
     scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
     # another edit than the one that is allowed
-    monkeypatch.setattr("calib.rescale.weights.is_held", lambda norms: torch.ones((), dtype=torch.bool))
+    monkeypatch.setattr(
+        "calib.rescale.stored_weights.is_held", lambda norms: torch.ones((), dtype=torch.bool)
+    )
     of_v = WeightChange.product
 
     def spoiled(self, parameter):

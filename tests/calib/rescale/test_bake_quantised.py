@@ -15,7 +15,7 @@ from calib.files.model_directory import open_model_directory
 from calib.files.tensors import stored_tensors
 from calib.models.quantized.coded_weight import CodedWeight, WeightScheme
 from calib.rescale.proof import load_exact, observe
-from calib.rescale.weights import edited_scales
+from calib.rescale.stored_weights import edited_scales
 from calib.scales.stats_file import load_scales
 
 # finest factors of K and V: of each head, or of the layer

@@ -8,8 +8,8 @@ from baking import bake, calibrated, model_directory, scales_of
 from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
 
-from calib.rescale.changes import LayerFactors
-from calib.rescale.rescaling import RescalePlan
+from calib.rescale.pipeline import RescalePlan
+from calib.rescale.weight_changes import LayerFactors
 
 
 def verified(*flags):

@@ -18,9 +18,9 @@ from calib.capture.attention import observe_qkv
 from calib.errors import InputError, UnsupportedModelError
 from calib.generate import unit_scales
 from calib.rescale import changes, weights
-from calib.rescale.changes import cached_attention
 from calib.rescale.factors import uniform_factors
 from calib.rescale.stress import parse_factor
+from calib.rescale.weight_changes import cached_attention
 from fp8kv_runtime.hf import fp8_attention
 
 # Gemma multiplies by 1 + weight, which bfloat16 cannot hold times 256

@@ -12,7 +12,7 @@ from command_line import fp8kv, one_line_error
 from fake_server import SECRET, running, verify
 
 from calib.errors import InputError
-from calib.serving.server import Server
+from calib.serving.client import Server
 
 CERTIFICATE = Path(__file__).parents[2] / "support" / "self_signed.pem"
 
@@ -108,7 +108,7 @@ def test_addresses(ending, fake, directory):
 
 
 def test_a_server_that_never_ends_its_headers(monkeypatch):
-    monkeypatch.setattr("calib.serving.server.MAX_SECONDS", 1.0)
+    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 1.0)
 
     def drip(listening):
         with listening.accept()[0] as connection, suppress(OSError):  # the client has gone

@@ -15,7 +15,7 @@ from torch import nn
 from calib.engines.outcome import Place
 from calib.files.stored_scales import read_scales
 from calib.serving import plugin
-from calib.serving.scales_in_force import ScalesInForce, compare
+from calib.serving.loaded_scales import ScalesInForce, compare
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 

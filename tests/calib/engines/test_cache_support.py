@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 from calib.caches.types import ALL_CACHES, Shape
 from calib.choices import AttentionMode
+from calib.engines.cache_support import check_place, find_offer, find_support, serving_engines
 from calib.engines.catalogue import GPUS, CacheSupport, find_engine
-from calib.engines.offers import check_place, find_offer, find_support, serving_engines
 from calib.errors import InputError
 
 DEEPSEEK = Shape(1, 512, 64, "sparse latents")

@@ -10,10 +10,10 @@ from command_line import calibrate, fp8kv, one_line_error
 from fake_server import facts, serving, verify
 from families import save_model, tiny_model
 
-import calib.serving.compare_server
+import calib.serving.server_logprobs
 from calib.files.strict_json import json_text
-from calib.serving.compare_server import compare, decide
-from calib.serving.server import Answers
+from calib.serving.client import Answers
+from calib.serving.server_logprobs import compare, decide
 
 
 @pytest.mark.parametrize("prompt_logprobs", ["given", "ignored", "refused"])
@@ -96,8 +96,8 @@ def test_scales_of_another_model_are_refused_before_a_server_is_asked(fake, dire
 
 
 def test_asking_and_our_own_runs_have_their_times(fake, directory, monkeypatch):
-    load = calib.serving.compare_server.load_model
-    monkeypatch.setattr("calib.serving.compare_server.load_model", lambda *a: time.sleep(0.4) or load(*a))
+    load = calib.serving.server_logprobs.load_model
+    monkeypatch.setattr("calib.serving.server_logprobs.load_model", lambda *a: time.sleep(0.4) or load(*a))
     fake.wait = lambda number: time.sleep(0.1)
     start = time.monotonic()
     found = facts(verify(fake, directory, "--json"))

@@ -9,7 +9,7 @@ from command_line import one_line_error
 from fake_server import SECRET, facts, verify
 
 from calib.errors import InputError
-from calib.serving.server import Server
+from calib.serving.client import Server
 
 NAN = float("nan")
 
@@ -80,7 +80,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_answers_are_one_line(name, fake, directory, monkeypatch):
-    monkeypatch.setattr("calib.serving.compare_server.load_model", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("calib.serving.server_logprobs.load_model", lambda *_: pytest.fail("loaded"))
     change, *phrases = WRONG[name]
     fake.change = change
     one_line_error(verify(fake, directory), *phrases)
@@ -120,7 +120,7 @@ def test_a_key_that_is_refused(variable, status, fake, directory, monkeypatch):
 
 
 def test_a_slow_server(fake, directory, monkeypatch):
-    monkeypatch.setattr("calib.serving.server.MAX_SECONDS", 1.5)
+    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 1.5)
     fake.wait = lambda number: time.sleep(3 if number > 2 else 0)
     start = time.monotonic()
     one_line_error(verify(fake, directory), "took more than the 1.5 s", "try again")
@@ -133,7 +133,7 @@ def test_a_slow_server(fake, directory, monkeypatch):
 
 
 def test_a_server_that_never_ends_an_answer(fake, directory, monkeypatch):
-    monkeypatch.setattr("calib.serving.server.MAX_SECONDS", 1.5)
+    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 1.5)
     fake.drip = 0.3  # less than any wait for one byte
     start = time.monotonic()
     one_line_error(verify(fake, directory), "took more than the 1.5 s")

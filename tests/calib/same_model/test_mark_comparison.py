@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from calib.files.model_directory import open_model_directory
-from calib.same_model.judge import OtherWeightsError, compare_marks
+from calib.same_model.mark_comparison import OtherWeightsError, compare_marks
 from calib.same_model.marks import take_marks
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "quantized"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from calib.caches.types import Shape, cache_type
 from calib.choices import REFERENCE, FormatName, Strategy
+from calib.engines.cache_support import Offer, find_offer
 from calib.engines.catalogue import GPUS, find_engine
-from calib.engines.offers import Offer, find_offer
 from calib.errors import InputError, UnsupportedExportError
 from calib.eval.variants import Variant
 from calib.files.model_directory import ModelDirectory
 from calib.formats import FORMATS, export
-from calib.rescale.rescaling import check_no_scales
+from calib.rescale.pipeline import check_no_scales
 from calib.scales.scales import KVScales
 
 _LOADING: tuple[FormatName, ...] = ("vllm", "sglang")  # engines that load scales, in formats of their name

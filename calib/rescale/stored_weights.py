@@ -27,9 +27,15 @@ from calib.formats.directory import copy_small_files, write_index, write_json
 from calib.models.quantized.coded_weight import CodedWeight
 from calib.models.quantized.weights import split_weights
 from calib.progress import Progress
-from calib.rescale.changes import AttentionWeights, Factors, WeightChange, cached_attention, head_changes
 from calib.rescale.latent import latent_changes
 from calib.rescale.one_plus import Norms, is_held
+from calib.rescale.weight_changes import (
+    AttentionWeights,
+    Factors,
+    WeightChange,
+    cached_attention,
+    head_changes,
+)
 
 _LARGEST_E8M0 = 254
 _WEIGHT_ONLY = {"auto-round", "awq", "gptq", "mxfp4"}

@@ -21,7 +21,7 @@ from calib.models.load import check_token_ids, input_device, load_model, load_to
 from calib.models.sources import find_model
 from calib.recipe import DataRecipe, load_recipe
 from calib.scales.scales import KVScales
-from calib.serving.server import Answers, Server
+from calib.serving.client import Answers, Server
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.hf import fp8_attention
 

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from calib.engines.outcome import Place
 from calib.files.stored_scales import read_scales
-from calib.serving.scales_in_force import EngineLayer, compare
+from calib.serving.loaded_scales import EngineLayer, compare
 
 ONE = Place()
 

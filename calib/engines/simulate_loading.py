@@ -5,8 +5,8 @@ from itertools import product
 from typing import Any
 
 from calib.engines.catalogue import Engine, Method
-from calib.engines.classes import K_ALONE, Fates, find_fate, split_name
 from calib.engines.latents import flags_at_one, latents_problem, transformers_fates
+from calib.engines.model_classes import K_ALONE, Fates, find_fate, split_name
 from calib.engines.outcome import (
     LayerScale,
     NotKnown,
