@@ -64,7 +64,7 @@ def rotated_pairs(model: PreTrainedModel, cached: CachedAttention) -> Tensor:
 
 
 def fold_pairs(amax: Tensor, partner: Tensor) -> Tensor:
-    """Return the larger amax of each RoPE pair for both of its channels: `amax` is [..., D], `partner` [D]."""
+    """Return the larger amax of each RoPE pair for both its channels; `amax` is [..., D], `partner` [D]."""
     return amax.maximum(amax[..., partner])
 
 

@@ -9,7 +9,7 @@ from command_line import calibrate, fp8kv, one_line_error
 from calib import job
 from calib.capture import resume
 from calib.formats import output
-from calib.rescale import rescaling
+from calib.rescale import pipeline
 from calib.transfer import convert as rewrite
 from calib.transfer import merge
 from calib.transfer import repair as mending
@@ -127,7 +127,7 @@ def test_repair(after, tiny_directory, tmp_path):
 
 
 def test_stress(after, tiny_directory, tmp_path):
-    after(rescaling, "write_weights", tiny_directory)
+    after(pipeline, "write_weights", tiny_directory)
     refuse(fp8kv("stress", tiny_directory, "-o", tmp_path / "out"), tmp_path / "out")
 
 

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from calib.engines.catalogue import find_engine
 from calib.errors import InputError, UnsupportedModelError
 from calib.files.model_directory import open_model_directory
-from calib.rescale import latent, weights
+from calib.rescale import latent, stored_weights
 from calib.rescale.bake import baked_factors
 from calib.rescale.factors import uniform_factors
 from calib.rescale.stored_weights import list_changes
@@ -214,7 +214,7 @@ def test_a_weight_that_is_forgotten_is_found(forget, problem, tmp_path, monkeypa
     def forgetful(*args):
         return (each for each in latent.latent_changes(*args) if each.child != forget)
 
-    monkeypatch.setattr(weights, "latent_changes", forgetful)
+    monkeypatch.setattr(stored_weights, "latent_changes", forgetful)
     done = bake(source, scales, tmp_path / "out", "--for", "fp8")
     one_line_error(done, problem, "Nothing was written")
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from calib.eval.run import evaluate
 from calib.eval.schema import Suite
 from calib.recipe import load_recipe
-from calib.rescale import one_plus, rescaling
+from calib.rescale import one_plus, pipeline
 from calib.rescale.one_plus import is_held, nearest_powers
 from calib.rescale.weight_changes import WeightChange
 
@@ -179,7 +179,7 @@ def test_without_their_rounding_logits_are_the_same_bit_for_bit(tmp_path, monkey
 def test_a_rounded_norm_that_is_written_otherwise_is_seen(tmp_path, monkeypatch):
     source = gemma(tmp_path / "source", "gemma3_text", torch.bfloat16)
     scales = calibrated(source, tmp_path / "scales", "--format", "fp8kv")
-    write = rescaling.write_weights
+    write = pipeline.write_weights
 
     def write_another(checkpoint, edits, out, *more):
         write(checkpoint, edits, out, *more)
@@ -189,7 +189,7 @@ def test_a_rounded_norm_that_is_written_otherwise_is_seen(tmp_path, monkeypatch)
         tensors[norms[0]][0] *= 1.0625
         save_file(tensors, file, {"format": "pt"})
 
-    monkeypatch.setattr(rescaling, "write_weights", write_another)
+    monkeypatch.setattr(pipeline, "write_weights", write_another)
     done = bake(source, scales, tmp_path / "out", "--for", "int8")
     assert done.exit_code == 2
     assert "k_norm.weight' was not written as it was rounded" in done.stderr

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from calib.capture.attention import observe_qkv
 from calib.errors import InputError, UnsupportedModelError
 from calib.generate import unit_scales
-from calib.rescale import changes, weights
+from calib.rescale import stored_weights
 from calib.rescale.factors import uniform_factors
 from calib.rescale.stress import parse_factor
 from calib.rescale.weight_changes import cached_attention
@@ -223,20 +223,20 @@ def test_what_cannot_be_proved_is_refused(model_type, options, reason, tmp_path)
 def test_a_wrong_guess_is_found(model_type, wrong, tmp_path, monkeypatch):
     source = bf16_directory(tmp_path / "source", model_type, **FAMILIES[model_type])
     for name, value in wrong.items():
-        monkeypatch.setattr(changes, name, value)
+        monkeypatch.setattr(weight_changes, name, value)
     done = stress(source, tmp_path / "twin")
     one_line_error(done, "is not the source's times its factor", "Nothing was written")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
 def test_other_logits_are_found(tmp_path, monkeypatch):
-    head_changes = weights.head_changes
+    head_changes = stored_weights.head_changes
 
     def forget_the_output(*args):
         return (each for each in head_changes(*args) if "o_proj" not in each.name)
 
     source = bf16_directory(tmp_path / "source", "llama")
-    monkeypatch.setattr(weights, "head_changes", forget_the_output)
+    monkeypatch.setattr(stored_weights, "head_changes", forget_the_output)
     # later layers read what earlier ones got wrong, so one layer is what shows the logits alone
     one_line_error(stress(source, tmp_path / "twin"), "no twin of LlamaForCausalLM")
     one = bf16_directory(tmp_path / "one", "llama", num_hidden_layers=1)
@@ -250,7 +250,7 @@ def test_one_tensor_in_two_layers_is_not_multiplied_twice(tiny_llama):
     modules = cached_attention(model)
     factors = uniform_factors(modules, 2.0, 0.5)
     with pytest.raises(UnsupportedModelError, match="are the same tensor"):
-        weights.list_changes(model, modules, factors)
+        stored_weights.list_changes(model, modules, factors)
     assert torch.equal(first.k_proj.weight, tiny_llama.model.layers[0].self_attn.k_proj.weight)
 
 
