@@ -30,7 +30,7 @@ def test_every_rule_file_is_read():
         *("vllm", "aphrodite", "sglang", "tgi", "tensorrt-llm", "lmdeploy"),
     }
     assert all(name == f"{engine.name}-{engine.since}" for name, engine in engines.items())
-    assert {"vllm-0.4.1", "sglang-0.5"} <= engines.keys()
+    assert {"vllm-0.4.1", "sglang-0.5.0"} <= engines.keys()
     ran = [name for name, engine in engines.items() if engine.ran]
     assert ran == ["sglang-0.5.23", "vllm-0.23", "vllm-0.33"]
 

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from calib.capture.attention import observe_qkv
 from calib.errors import InputError, UnsupportedModelError
 from calib.generate import unit_scales
-from calib.rescale import stored_weights
+from calib.rescale import stored_weights, weight_changes
 from calib.rescale.factors import uniform_factors
 from calib.rescale.stress import parse_factor
 from calib.rescale.weight_changes import cached_attention
