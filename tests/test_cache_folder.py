@@ -82,6 +82,12 @@ def test_compiled_kernels(no_folder, monkeypatch, capsys):
     assert refusal("TRITON_CACHE_DIR") in capsys.readouterr().err
 
 
+def test_causes_that_form_a_circle_come_to_an_end():
+    first, second = ValueError(), ValueError()
+    first.__cause__, second.__cause__ = second, first
+    assert cache_refusal(first) is None
+
+
 def test_another_error_of_the_system_is_of_no_cache(no_folder):
     with pytest.raises(NotADirectoryError):
         run((no_folder / "folder").mkdir)

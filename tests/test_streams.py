@@ -81,6 +81,13 @@ def test_an_argument_that_is_not_utf_8_is_one_line(line):
     assert "is not UTF-8" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["verify", "inspect", "apply", "compare"])
+def test_a_name_that_is_too_long_for_a_file_is_one_line(command, output):
+    second = {"apply": [output], "compare": [output]}.get(command, [])
+    done = fp8kv(command, "x" * 5000, *second)
+    one_line_error(done, "xxx...' is too long for the name of a file")
+
+
 def test_what_the_screen_cannot_spell_is_escaped(output):
     done = shell(f"mv {output} {output}-é && PYTHONIOENCODING=ascii fp8kv inspect {output}-é")
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,5 +1,6 @@
 """How every command runs and prints: mistakes become one line and an exit status."""
 
+import errno
 import os
 import signal
 import sys
@@ -83,7 +84,7 @@ def run(work: Callable[[], None], *, debug: bool = False) -> None:
             _check_arguments()
             _print_all(work)
         except (Fp8kvError, OSError) as error:
-            refusal = None if isinstance(error, Fp8kvError) else cache_refusal(error)
+            refusal = None if isinstance(error, Fp8kvError) else _path_refusal(error) or cache_refusal(error)
             if debug or not (refusal or isinstance(error, Fp8kvError)):
                 raise
             _fail(refusal or str(error), 2)
@@ -95,6 +96,13 @@ def run(work: Callable[[], None], *, debug: bool = False) -> None:
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
+
+
+def _path_refusal(error: OSError) -> str | None:
+    """Say which name is too long for a path; None for any other error."""
+    if error.errno != errno.ENAMETOOLONG:
+        return None
+    return f"'{os.fsdecode(error.filename or '')[:80]}...' is too long for the name of a file"
 
 
 def _print_all(work: Callable[[], None]) -> None:

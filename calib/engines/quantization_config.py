@@ -32,6 +32,7 @@ def choose_method(directory: ModelDirectory, engine: Engine) -> Method | None:
     if method.mixed and directory.algorithms.get("quant_algo") == _MIXED:
         return _mixed_method(directory, method, engine)
     _check_algorithm(directory, method)
+    _check_weight_groups(config)
     missing = next((key for key in method.needs if not isinstance(config.get(key), dict)), None)
     if missing:
         raise Refused(f"the quantization config has no '{missing}', which {name} needs")
@@ -158,6 +159,13 @@ def _mixed_method(directory: ModelDirectory, method: Method, engine: Engine) -> 
         raise NotKnown(f"not known with {_MIXED} and a kv_cache_scheme that is not FP8")
     has_place = isinstance(scheme, dict) if method.mixed == "scheme" else names_fp8_cache(directory)
     return method if has_place else _NO_CACHE
+
+
+def _check_weight_groups(config: Mapping[str, Any]) -> None:
+    """Raise `NotKnown` for settings of weights that are not what they should be; none such was run."""
+    for key, kind, article in (("config_groups", dict, "an object"), ("ignore", list, "a list")):
+        if not isinstance(config.get(key), kind | None):
+            raise NotKnown(f"not known: '{key}' of the quantization config is not {article}")
 
 
 def _check_groups(groups: Any) -> None:

@@ -30,7 +30,9 @@ def cache_refusal(error: BaseException | None, variable: str = "") -> str | None
 
     An error that names no file, as that of a full disk, is of the cache of `variable`, if that is given.
     """
-    while error is not None:
+    visited = set[int]()  # causes can form a circle
+    while error is not None and id(error) not in visited:
+        visited.add(id(error))
         if isinstance(error, OSError) and error.errno in _REFUSALS:
             names = [variable] if variable else []
             if error.filename:

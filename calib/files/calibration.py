@@ -75,7 +75,9 @@ def statistics_file(path: Path) -> Path:
 def missing_model_error(path: Path, problem: str) -> NoModelError:
     """Return an error for a directory without a model: `problem`, or what the directory holds instead."""
     report = path / CALIBRATION_FILE
-    if (path / PACK_FILE).is_file():
+    if not path.exists():
+        problem = f"'{path}' does not exist; give a model's directory"
+    elif (path / PACK_FILE).is_file():
         problem = f"'{path}' is a pack and not a model; fp8kv apply puts its scales beside one"
     elif report.is_file():
         problem = (

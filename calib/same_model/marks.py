@@ -349,7 +349,7 @@ def settings_of(directory: Path, document: dict[str, Any]) -> dict[str, Any]:
         text = config.get_text_config(decoder=True)
         # transformers names what files of its older versions call otherwise
         settings = json.loads(text.to_json_string(use_diff=False))
-    except (Fp8kvError, TypeError, ValueError):
+    except (AttributeError, Fp8kvError, TypeError, ValueError):
         settings = dict(text_config(document))
     if isinstance(settings.get("rope_parameters"), dict):
         settings["rope_parameters"].pop("type", None)  # the older name of rope_type

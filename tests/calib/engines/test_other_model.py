@@ -2,6 +2,7 @@
 
 import pytest
 from loading import SCALES, WEIGHTS, said, write
+from scale_directories import COMPRESSED
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,12 @@ def test_a_config_that_no_engine_starts_with(changes, vllm, sglang, tmp_path):
     directory = write(tmp_path, WEIGHTS, SCALES, **changes)
     assert (said(directory, "vllm"), said(directory, "sglang")) == (vllm, sglang)
     assert {said(directory, engine) for engine in ("aphrodite", "tgi")} <= {"not known", "refused"}
+
+
+@pytest.mark.parametrize("settings", [{"config_groups": [1]}, {"config_groups": "x"}, {"ignore": 3}])
+def test_a_config_of_weights_that_was_never_run(settings, tmp_path):
+    directory = write(tmp_path, WEIGHTS, SCALES, COMPRESSED | settings)
+    assert (said(directory, "vllm"), said(directory, "sglang")) == ("not known", "not known")
 
 
 def test_layers_that_guess_tokens_need_no_scales(tmp_path):

@@ -239,3 +239,9 @@ def test_ranks_that_no_engine_can_split_heads_over(heads, kv_heads, ranks, make_
 def test_scales_stay_float32_and_exact(checkpoint):
     made = export(make_scales("attn_head", q=True), checkpoint, "vllm")
     assert {tensor.dtype for tensor in made.tensors.values()} == {torch.float32}
+
+
+def test_json_of_fewer_layers_than_there_are_scales_is_refused(make_checkpoint):
+    checkpoint = make_checkpoint({"num_hidden_layers": 0})
+    with pytest.raises(UnsupportedExportError, match="says 0 layers, and there are scales of more"):
+        export(make_scales("tensor"), checkpoint, "json")
