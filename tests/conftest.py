@@ -40,7 +40,7 @@ KINDS = {
             "calib/formats/test_two",
             "calib/transfer/",
         ),
-        *("calib/capture/test_distributed.py", "calib/capture/test_resume.py", "test_streams.py"),
+        *("calib/capture/test_processes.py", "calib/capture/test_resume.py", "test_streams.py"),
         *(
             "test_signals.py",
             "test_examples.py",
@@ -55,6 +55,8 @@ FAST = ("runtime/test_blocks.py", "runtime/test_fp8.py", "runtime/test_cache", "
 
 def pytest_collection_modifyitems(items):
     root = Path(__file__).parent
+    for place in (place for places in KINDS.values() for place in places if place != "smollm2_directory"):
+        assert any(root.glob(f"{place.partition('::')[0]}*")), f"KINDS names {place}, which is not there"
     for item in items:
         place = item.path.relative_to(root).as_posix() + f"::{item.name}"
         for kind, places in KINDS.items():

@@ -17,7 +17,7 @@ NOT_RUN = {
     "make": "installs; CI runs `make test`, and tests/test_docs.py compares `make demo`",
     "vllm serve": "needs the engine; `make interop` serves our outputs in it",
     "trtllm-serve": "needs the engine and a GPU",
-    "torchrun": "starts eight processes; tests/calib/capture/test_distributed.py starts two",
+    "torchrun": "starts eight processes; tests/calib/capture/test_processes.py starts two",
     "accelerate launch": "the same",
     "srun": "the same, on a cluster",
     "pip install": "changes the environment",

@@ -70,3 +70,10 @@ def test_a_commit_runs_what_ci_runs():
     (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     (hook,) = repository["hooks"]
     assert hook["entry"] in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_the_tests_that_an_installation_runs_are_there():
+    source = (ROOT / "tests/install/installed_checks.py").read_text()
+    files = re.findall(r'"(tests/[^"]+\.py)"', source)
+    assert len(files) >= 4
+    assert [file for file in files if not (ROOT / file).exists()] == []

@@ -12,7 +12,7 @@ CALIBRATE = (
 EVALUATE = ("fp8kv-eval", "builtin:smollm2", "-o", "report")
 TESTS = (
     *("tests/calib/test_recipe.py", "tests/calib/data/test_local_rows.py"),
-    *("tests/calib/files/test_places.py", "tests/runtime/test_fp8.py"),
+    *("tests/calib/scales/test_places.py", "tests/runtime/test_fp8.py"),
 )
 NEEDS_REPORT = "needs matplotlib: pip install 'fp8kv[report]'"
 

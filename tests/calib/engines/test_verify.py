@@ -226,3 +226,17 @@ def test_the_page_about_engines_is_that_of_the_rules():
     from engines_page import PAGE, page
 
     assert PAGE.read_text() == page(), "make engines-page"
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_newer_file_sets_all_that_the_older_one_sets(name):
+    """A file begins as a copy of the one before; what is lost on the way would be a broken command."""
+    versions = [engine for engine in load_catalogue().values() if engine.name == name and engine.ran]
+    older = [engine.model_dump(exclude_defaults=True).keys() - {"until"} for engine in versions[:-1]]
+    assert all(keys <= versions[-1].model_dump(exclude_defaults=True).keys() for keys in older)
+
+
+def test_rules_of_loading_in_vllm_0_33_are_those_that_were_run_in_0_32():
+    of_loading = {"reads", "without_config", "unknown", "methods", "remap", "first_remap", "nvfp4", "latent"}
+    old, new = (load_catalogue()[name].model_dump(include=of_loading) for name in ("vllm-0.23", "vllm-0.33"))
+    assert old == new
