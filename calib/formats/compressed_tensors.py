@@ -45,7 +45,7 @@ def compressed_tensors(model: ScaledModel) -> Export:
     elif method in _SCALES_WITHOUT_SCHEME:
         if method == "quark":
             _check_not_excluded(quantization, model)
-        notes = (_announce_beside_weights(str(method), strategy, quantization),)
+        notes = (_announce_beside_weights(str(method), strategy, quantization, model.engine.flag),)
     else:
         version = ", which compressed-tensors' AutoAWQConverter makes" if method == "awq" else ", if any"
         raise FormatRefusal(
@@ -92,7 +92,7 @@ def _check_not_excluded(quantization: dict[str, Any], model: ScaledModel) -> Non
         )
 
 
-def _announce_beside_weights(method: str, strategy: Strategy, quantization: dict[str, Any]) -> str:
+def _announce_beside_weights(method: str, strategy: Strategy, quantization: dict[str, Any], flag: str) -> str:
     """Set the KV part of a config of quantised weights where it has one; return what to know of it."""
     if strategy != "tensor":
         raise FormatRefusal(
@@ -103,4 +103,4 @@ def _announce_beside_weights(method: str, strategy: Strategy, quantization: dict
     if method == "modelopt":
         quantization["kv_cache_scheme"] = dict(FP8_SCHEME)
         return "modelopt weights: hf_quant_config.json, if any, is left as it is"
-    return f"'{method}' weights: the engine reads the scales only with --kv-cache-dtype fp8"
+    return f"'{method}' weights: the engine reads the scales only with {flag}"
