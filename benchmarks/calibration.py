@@ -21,7 +21,7 @@ from rich.table import Table
 from transformers import PreTrainedModel
 from workload import DATASET, DTYPE, MODEL, Workload, load_workload, make_recipe
 
-from calib.capture import running_statistics as running
+from calib.capture import running_amax as running
 from calib.capture.attention import map_attention
 from calib.capture.loop import calibrate
 from calib.data import Batch

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from calib.arguments import check_arguments
 from calib.capture.attention import AttentionMap, map_attention, observe_qkv
-from calib.capture.running_statistics import RunningLayer, count_tokens
+from calib.capture.running_amax import RunningLayer, count_tokens
 from calib.capture.trainer_batches import TrainerBatch, read_batches
 from calib.data import Batch
 from calib.errors import CalibrationError, InputError

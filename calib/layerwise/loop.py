@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from calib.capture import loop
-from calib.capture.running_statistics import RunningLayer
+from calib.capture.running_amax import RunningLayer
 from calib.data import Batch
 from calib.errors import InputError
 from calib.files.model_directory import ModelDirectory

@@ -6,7 +6,7 @@ from families import FAMILIES, LATENT, tiny_model
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from calib.capture.loop import calibrate, singles
-from calib.capture.running_statistics import count_tokens
+from calib.capture.running_amax import count_tokens
 from calib.data import make_batches
 from calib.recipe import load_recipe
 from calib.scales.places import BUCKETS, POSITION_BUCKETS
