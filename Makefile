@@ -5,7 +5,7 @@ INTEROP ?= .venv-interop
 PEERS ?= .venv-peers
 CUDA_BUILD ?= .venv-vllm
 
-.PHONY: help demo docs test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-models engines engines-cuda engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
+.PHONY: help demo docs test test-fast test-ptx test-ptx-oldest ptx-mutations fuzz check fix compile-kernels interop interop-outputs interop-scales interop-classes interop-classes-cuda interop-models engines engines-cuda engines-page caches-page formats-table bench bench-generate bench-eval bench-scale bench-bake bench-caches bench-latent bench-modes bench-cover bench-peers bench-apply bench-kernels bench-generate-gpu bench-launch bench-dependencies install-check house nightly golden golden-weights clean
 
 help:
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sort | sed 's/:.*## /\t/' | expand -t 17
@@ -133,6 +133,9 @@ interop-classes: $(VENV)/.installed $(INTEROP)/.installed
 	$(INTEROP)/bin/python tests/interop/check_mla.py baked $(OUT)/stressed-latents
 	PYTHONPATH=$(INTEROP)/sglang $(INTEROP)/bin/python tests/interop/check_mla.py sglang \
 		$(OUT)/stressed-latents
+
+interop-classes-cuda: $(CUDA_BUILD)/.installed ## the classes of a vLLM that is built for GPUs alone, against its file
+	$(CUDA_BUILD)/bin/python tests/interop/vllm_classes.py --check
 
 interop-models: interop-outputs
 	$(BIN)/python tests/interop/write_quantized.py "$$($(SMOLLM2_DIRECTORY))" \
@@ -318,4 +321,4 @@ $(PEERS)/.installed:
 	touch $@
 
 clean:
-	rm -rf build $(VENV) $(INTEROP) $(PEERS) $(PEERS)-modelopt $(PEERS)-autoround $(PEERS)-quark $(PEERS)-gptqmodel $(PEERS)-order
+	rm -rf build $(VENV) $(INTEROP) $(CUDA_BUILD) $(PEERS) $(PEERS)-modelopt $(PEERS)-autoround $(PEERS)-quark $(PEERS)-gptqmodel $(PEERS)-order

@@ -19,11 +19,14 @@ def page() -> str:
     folder = FileSystemLoader(Path(__file__).parent)
     template = Environment(loader=folder).get_template("engines.md.j2")
     newest_first = reversed(load_catalogue().values())
+    engines = sorted([*newest_first], key=lambda engine: engine.name)
     text = template.render(
-        engines=sorted(newest_first, key=lambda engine: engine.name),
+        engines=engines,
+        same_copies={each.title: _first_with_copies(each, engines) for each in engines},
         names=_names,
         classes=class_rows(),
         tables=[find_engine(name) for name in ("vllm", "sglang")],
+        latents=latent_classes(find_engine("vllm")),
     )
     return f"{text.rstrip()}\n"
 
@@ -32,6 +35,36 @@ def _names(engine: Engine) -> list[Remap]:
     """Return what becomes of names on disk: methods' own entries, then the engine's, each once."""
     own = (entry for method in engine.methods.values() for entry in method.remap)
     return [*dict.fromkeys((*own, *engine.remap))]
+
+
+def _first_with_copies(engine: Engine, engines: list[Engine]) -> Engine:
+    """Return the first version of the engine whose table of copies is this one's."""
+
+    def facts(each: Engine) -> tuple[object, ...]:
+        return each.name, each.scale_copies, each.backends
+
+    return next(each for each in engines if facts(each) == facts(engine))
+
+
+def latent_classes(engine: Engine) -> dict[str, list[str]]:
+    """Return the classes that cache latents (MLA), by the fate of ModelOpt's scales; those per head too."""
+    if not engine.classes:
+        return {}
+    words = ("loaded", "dropped", "no place", "crash", "crash per head")
+    found: dict[str, list[str]] = {word: [] for word in words}
+    for name in engine.classes.latent:
+        results = engine.classes.results[name]
+        per_layer = _words(results["modelopt"])
+        word = next(word for word in words if word in per_layer)
+        found[word].append(name)
+        if word != "crash" and _words(results["compressed-tensors attn_head"]) == {"crash"}:
+            found["crash per head"].append(name)
+    return found
+
+
+def _words(fates: dict[str, str]) -> set[str]:
+    """Return what became of scales under any name, without the errors."""
+    return {fate.partition(":")[0] for fate in fates.values()}
 
 
 def class_rows(*, page: str = "") -> list[tuple[str, ...]]:
@@ -66,7 +99,7 @@ def _cell(engine: Engine, kind: str, architecture: str, latents: str) -> str:
 def _latent_cell(engine: Engine, kind: str, architecture: str, latents: str) -> str:
     """Say the same of a class that caches latents (MLA), under any name."""
     results = engine.classes.results[architecture] if engine.classes else {}
-    words = {fate.partition(":")[0] for fate in results[kind].values()}
+    words = _words(results[kind])
     if "loaded" in words:
         return f"loads, [spoils]({latents})" if engine.latent_spoils else "**loads**"
     if "loaded" in results.get(f"{kind}{TRANSFORMERS}", {}).values():
