@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedConfig
 
+from calib.arguments import to_path
 from calib.errors import Fp8kvError, InputError, UnsupportedModelError
 from calib.files.model_directory import check_layers, read_index
 from calib.files.names import SINGLE_FILE
@@ -73,7 +74,7 @@ def attention_heads(model: str, *, trust_remote_code: bool = False) -> Heads:
 
 
 def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
-    path = builtin_model(model) if model.startswith("builtin:") else Path(model).expanduser()
+    path = builtin_model(model) if model.startswith("builtin:") else to_path(model)
     if path.is_dir():
         path /= "config.json"
     if not path.exists() and path.suffix != ".json":

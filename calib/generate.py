@@ -4,12 +4,12 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from calib.arguments import to_path
 from calib.caches.rounding import beside_queries, rounded_attention, rounding
 from calib.caches.types import CacheType, Shape, cache_type
 from calib.capture.attention import layer_shapes, map_attention
@@ -137,7 +137,7 @@ def generate_text(
     model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
     inputs = inputs.to(input_device(model))
-    directories = [Path(scales).expanduser()] if scales and scales != UNIT_SCALES else []
+    directories = [to_path(scales)] if scales and scales != UNIT_SCALES else []
     notes = (*quantization_notes(checkpoint), *weight_warnings(directories, checkpoint))
     heads = layer_shapes(model) if kind else []
     if kind:
@@ -200,7 +200,7 @@ def _open_scales(checkpoint: ModelDirectory, scales: str | None) -> ScalesForMod
     if scales == UNIT_SCALES:
         return unit_scales
     if scales is not None:
-        return open_scales(Path(scales).expanduser(), checkpoint)
+        return open_scales(to_path(scales), checkpoint)
     try:
         return open_scales(checkpoint.path)
     except InputError as error:

@@ -8,11 +8,11 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch.utils.data import ConcatDataset
 
+from calib.arguments import to_path
 from calib.data.builtin import BUILTIN_PREFIX, builtin_rows, check_builtin
 from calib.data.documents import LocatedRow
 from calib.data.generated import GENERATED
@@ -142,7 +142,7 @@ def check_dataset(dataset: str) -> None:
 def dataset_key(dataset: str) -> str:
     """Return what two names of one dataset share: the path of local files, links followed."""
     is_local = dataset not in GENERATED and looks_local(dataset)
-    return str(Path(dataset).expanduser().resolve()) if is_local else dataset
+    return str(to_path(dataset).resolve()) if is_local else dataset
 
 
 def _unused(recipe: DataRecipe, *names: str) -> tuple[str, ...]:

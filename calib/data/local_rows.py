@@ -12,6 +12,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset
 
+from calib.arguments import to_path
 from calib.data.documents import LocatedRow
 from calib.errors import InputError, one_line
 from calib.files.strict_json import regular_size
@@ -41,10 +42,10 @@ def find_files(dataset: str) -> tuple[list[Path], list[str]]:
 
     Both are in order of name. Hidden files are not listed. An InputError if no file is readable.
     """
-    path = Path(dataset).expanduser()
     suffixes = ", ".join(READERS)
     if not dataset:
         raise InputError(f"the dataset's name is empty; give a {suffixes} file or a Hub dataset")
+    path = to_path(dataset)
     if not path.exists():
         raise InputError(f"no file or directory '{dataset}'; give a {suffixes} file or a Hub dataset")
     if path.is_file() and path.suffix.lower() not in READERS:
@@ -100,10 +101,11 @@ class _Parquet:
     def __init__(self, path: Path) -> None:
         from pyarrow import parquet  # type: ignore[import-untyped]
 
-        file = parquet.ParquetFile(path)
-        groups = range(file.num_row_groups)
+        with _arrow_errors_explained(str(path)):
+            file = parquet.ParquetFile(path)
+            groups = range(file.num_row_groups)
+            self._ends = list(accumulate(file.metadata.row_group(i).num_rows for i in groups))
         self._path = path
-        self._ends = list(accumulate(file.metadata.row_group(i).num_rows for i in groups))
         self._read_group = lru_cache(CACHED_ROW_GROUPS)(file.read_row_group)
 
     def __len__(self) -> int:
@@ -113,7 +115,7 @@ class _Parquet:
         group = bisect_right(self._ends, index)
         start = self._ends[group - 1] if group else 0
         where = f"{self._path}, row {index + 1}"
-        with _errors_explained(where):
+        with _errors_explained(where), _arrow_errors_explained(where):
             return where, self._read_group(group).slice(index - start, 1).to_pylist()[0]
 
 
@@ -139,8 +141,21 @@ def _errors_explained(where: str) -> Iterator[None]:
         raise InputError(f"{where}: not UTF-8 text (byte {error.start}); convert it first") from None
     except json.JSONDecodeError as error:
         raise InputError(f"{where}: not valid JSON ({error.msg}); fix or remove it") from None
-    except Exception as error:
-        if not isinstance(error, (OSError, ValueError)) and not type(error).__module__.startswith("pyarrow"):
-            raise
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise InputError(f"{where}: cannot be read ({reason}); fix or remove it") from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(where, error) from None
+
+
+@contextmanager
+def _arrow_errors_explained(where: str) -> Iterator[None]:
+    """Turn pyarrow's own errors, not all of them a ValueError, into an InputError."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except ArrowException as error:
+        raise _unreadable(where, error) from None
+
+
+def _unreadable(where: str, error: Exception) -> InputError:
+    reason = getattr(error, "strerror", None) or one_line(error)
+    return InputError(f"{where}: cannot be read ({reason}); fix or remove it")

@@ -314,8 +314,9 @@ def choose_engines(name: str | None, version: str | None) -> list[Engine]:
             if engine.until and _parse(version) >= _parse(engine.until):
                 break
             return [engine.model_copy(update={"version": version})]
-    ranges = "; ".join(engine.versions for engine in newest_first)
-    raise InputError(f"--version {version[:40]}: there are rules for {name} {ranges}")
+    ranges = "; ".join(engine.versions for engine in reversed(newest_first))
+    problem = f"no rules hold for {newest[name].engine} {version[:40]}"
+    raise InputError(f"{problem}; there are some for {ranges}")
 
 
 def _parse(version: str) -> Version:

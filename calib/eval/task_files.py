@@ -12,6 +12,7 @@ import yaml
 from jinja2 import TemplateError
 from transformers import set_seed
 
+from calib.arguments import to_path
 from calib.data.hub_rows import is_unreachable
 from calib.errors import InputError, one_line
 
@@ -55,7 +56,7 @@ def name_tasks(specs: Sequence[str]) -> tuple[Any, list[str]]:
         raise InputError("--tasks needs lm-eval: pip install 'fp8kv[eval]'")
     specs = [*dict.fromkeys(specs)]
     are_paths = [spec for spec in specs if "/" in spec or spec.endswith(_SUFFIXES)]
-    paths = {spec: Path(spec).expanduser().resolve() for spec in are_paths}
+    paths = {spec: to_path(spec).resolve() for spec in are_paths}
     with lm_eval_quiet():
         from lm_eval.tasks import TaskManager
 

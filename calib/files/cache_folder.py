@@ -22,7 +22,8 @@ def cache_folder(variable: str) -> Path:
     parent, default = _DEFAULTS[variable]
     if parent and not os.environ.get(variable):
         return cache_folder(parent) / default
-    return Path(os.environ.get(variable) or default).expanduser().absolute()
+    # as the libraries do, whose folder `~nobody` is one of that name
+    return Path(os.path.expanduser(os.environ.get(variable) or default)).absolute()
 
 
 def cache_refusal(error: BaseException | None, variable: str = "") -> str | None:

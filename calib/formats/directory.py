@@ -7,6 +7,7 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+from calib.arguments import to_path
 from calib.errors import InputError
 from calib.files.atomic import OnCopied, Placing, place_shard, save_tensors
 from calib.files.model_directory import ModelDirectory
@@ -170,7 +171,7 @@ def check_places(output: Path | None, *, in_place: bool, overwrite: bool) -> Non
 
 def local_directory(model_name: str) -> Path:
     """Return the directory of `model_name`; an InputError unless it is one."""
-    path = Path(model_name).expanduser()
+    path = to_path(model_name)
     if not path.is_dir():
         raise InputError(f"--in-place writes into a local directory, which '{model_name}' is not; use -o")
     return path.resolve()

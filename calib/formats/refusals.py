@@ -22,8 +22,10 @@ _FLAGS: dict[Command, dict[str, str]] = {
     },
     "apply": {"format": "--format", "strategy": "--strategy"},
     "convert": {"format": "--to", "reduce": "--reduce"},
-    "repair": {"format": "--to"},
+    # it changes no strategy, but the statistics that it takes may be applied
+    "repair": {"format": "--to", "strategy": "fp8kv apply --strategy"},
 }
+_LEAVE_OUT = "leave out "
 BAKE = "fp8kv bake after fp8kv calibrate --format fp8kv"  # where an engine loads nothing
 
 
@@ -45,7 +47,7 @@ class WayOut:
                 return f"a new calibration in format fp8kv{self.purpose}"
         if flag is None:
             return ""
-        return f"{flag} {' or '.join(values)}{self.purpose}" if values else f"no {flag}"
+        return f"{flag} {' or '.join(values)}{self.purpose}" if values else f"{_LEAVE_OUT}{flag}"
 
 
 class FormatRefusal(UnsupportedExportError):
@@ -63,8 +65,11 @@ class FormatRefusal(UnsupportedExportError):
         flags = _FLAGS[command]
         problem = f"{flags['format']} {self.format}: {self.problem}" if self.format else self.problem
         ways = [way if isinstance(way, str) else way.words(flags) for way in self.ways]
-        advice = ", or ".join(way for way in ways if way)
-        return f"{problem}. Use {advice}" if advice else f"{problem}. Calibrate the model again"
+        # "use" is said once, before what is used
+        advice = ", or ".join(sorted(filter(None, ways), key=lambda way: way.startswith(_LEAVE_OUT)))
+        if not advice:  # without ways the problem itself says what to do
+            return f"{problem}. Calibrate the model again" if ways else problem
+        return f"{problem}. {'L' + advice[1:] if advice.startswith(_LEAVE_OUT) else f'Use {advice}'}"
 
 
 @contextmanager

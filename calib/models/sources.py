@@ -11,6 +11,7 @@ import torch
 from huggingface_hub import errors as hub
 from huggingface_hub import hf_hub_download, snapshot_download
 
+from calib.arguments import to_path
 from calib.errors import InputError, one_line
 from calib.files.atomic import Claim, atomic_directory, claimed, share_file
 from calib.files.cache_folder import cache_folder, cache_refusal
@@ -32,7 +33,7 @@ def find_model(model: str) -> ModelDirectory:
     """Resolve a local directory, Hub id or `builtin:` name, and check what is there."""
     if model.startswith("builtin:"):
         return open_model_directory(builtin_model(model))
-    path = Path(model).expanduser()
+    path = to_path(model)
     if path.is_dir():
         return open_model_directory(path)
     if path.exists():

@@ -3,12 +3,13 @@
 Prompts and keys are neither shown nor logged; of an answer, only the names of models are shown.
 """
 
-import asyncio
 import os
 import ssl
 import time
 from collections.abc import Sequence
+from concurrent import futures
 from dataclasses import dataclass
+from threading import Thread
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
@@ -162,11 +163,14 @@ class Server:
             )
 
     def _send(self, path: str, body: dict[str, Any] | None, answer_type: type[_Answer]) -> Any:
-        url, time_left = self._url + path, self._start + MAX_SECONDS - time.monotonic()
+        url, time_left = self._url + path, max(0.01, self._start + MAX_SECONDS - time.monotonic())
         self._requests += 1
+        answer = futures.Future[tuple[int, bytearray]]()
+        # nothing stops a thread that looks a name up: it is left behind, and no exit waits for it
+        Thread(target=self._exchange, args=(url, body, time_left, answer), daemon=True).start()
         try:
-            status, content = asyncio.run(asyncio.wait_for(self._exchange(url, body), max(0.01, time_left)))
-        except asyncio.TimeoutError:
+            status, content = answer.result(time_left)
+        except (futures.TimeoutError, httpx.TimeoutException):
             raise _SlowServerError(
                 f"{url} took more than the {MAX_SECONDS:g} s that there are for all requests; "
                 "try again while the server has nothing else to do"
@@ -180,17 +184,32 @@ class Server:
         except ValidationError:
             raise InputError(f"{url} answers something else than expected; {_EXAMPLE}") from None
 
-    async def _exchange(self, url: str, body: dict[str, Any] | None) -> tuple[int, bytearray]:
-        """Return the status and the content of an answer, not decompressed, of 64 MiB at most."""
-        content, method = bytearray(), "GET" if body is None else "POST"
+    def _exchange(
+        self,
+        url: str,
+        body: dict[str, Any] | None,
+        seconds: float,
+        answer: "futures.Future[tuple[int, bytearray]]",
+    ) -> None:
+        """Set `answer` to the status and the content, not decompressed, or to the error that came instead."""
+        try:
+            answer.set_result(self._receive(url, body, seconds))
+        except BaseException as error:  # noqa: BLE001  raised again where the answer is waited for
+            answer.set_exception(error)
+
+    def _receive(self, url: str, body: dict[str, Any] | None, seconds: float) -> tuple[int, bytearray]:
+        """Return the status and the content of an answer, of 64 MiB at most."""
+        content, method, end = bytearray(), "GET" if body is None else "POST", time.monotonic() + seconds
         # a proxy of the environment would see the key; the system's certificates are trusted
-        options = {"trust_env": False, "verify": ssl.create_default_context(), "timeout": None}
-        async with (
-            httpx.AsyncClient(**options) as client,
+        options = {"trust_env": False, "verify": ssl.create_default_context(), "timeout": seconds}
+        with (
+            httpx.Client(**options) as client,
             client.stream(method, url, json=body, headers=self._headers) as response,
         ):
-            async for chunk in response.aiter_raw():
+            for chunk in response.iter_raw():
                 content += chunk
+                if time.monotonic() > end:  # nobody waits any more
+                    raise httpx.ReadTimeout(url)
                 if len(content) > _MAX_BYTES:
                     break
             return response.status_code, content
@@ -209,16 +228,21 @@ class Server:
 
 def _explanation(error: BaseException) -> str:
     """Return the first cause of `error`, and what to do."""
-    while cause := error.__cause__ or error.__context__ or next(iter(getattr(error, "exceptions", ())), None):
+    visited = {id(error)}  # causes can form a circle
+    while (cause := error.__cause__ or error.__context__) and id(cause) not in visited:
+        visited.add(id(cause))
         error = cause
     reason = getattr(error, "strerror", None) or type(error).__name__
     if isinstance(error, ConnectionRefusedError):
         reason = "Connection refused"
+    if isinstance(error, UnicodeError):  # of a name that is too long to look up
+        reason = "no host has this name"
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"{reason}; give the host that it names, or the certificates to trust in SSL_CERT_FILE"
     if isinstance(error, ssl.SSLError):
         return f"{reason}; it gives no answer in TLS; does it take http://?"
-    if isinstance(error, OSError) and not isinstance(error, ConnectionResetError | BrokenPipeError):
+    is_cut_off = isinstance(error, ConnectionResetError | BrokenPipeError)
+    if isinstance(error, OSError | UnicodeError) and not is_cut_off:
         return f"{reason}; is it running? {_EXAMPLE}"
     return "it hung up, or gives no answer in HTTP; does it take http or https? see its log"
 

@@ -1,5 +1,6 @@
 """Paths of the user's machine, which stay out of what is published: the last part alone is named."""
 
+import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -60,5 +61,5 @@ def _looks_local(name: str) -> bool:
 
 def _spellings(path: str) -> list[str]:
     """Return how messages spell `path`, where that is not its last part alone."""
-    spellings = {path.rstrip("/"), str(Path(path)), str(Path(path).expanduser())}
+    spellings = {path.rstrip("/"), str(Path(path)), os.path.expanduser(Path(path))}
     return [spelling for spelling in spellings if Path(path).name not in ("", spelling)]

@@ -7,6 +7,7 @@ from huggingface_hub import HfApi, snapshot_download
 from huggingface_hub import errors as hub
 from huggingface_hub.utils import tqdm
 
+from calib.arguments import to_path
 from calib.errors import InputError, one_line
 from calib.files.names import CALIBRATION_FILE, PACK_FILE, STATS_FILE
 from calib.files.pack import FILES, LARGEST_FILES
@@ -31,7 +32,7 @@ def find_calibration(name: str, progress: Progress = SILENT) -> tuple[Path, str]
     Return its directory, which need not exist, and its name with the commit. A pack is downloaded into the
     Hub's cache. Its files are checked where they are read.
     """
-    path = Path(name).expanduser()
+    path = to_path(name)
     repository, at, revision = name.partition("@")
     if path.exists() or not _ID.fullmatch(repository) or (at and not _REVISION.fullmatch(revision)):
         return path, str(path)
@@ -47,7 +48,12 @@ def _download(name: str, revision: str) -> Path:
     try:
         for file in snapshot_download(name, revision=revision, dry_run=True, **options):
             limit = LARGEST_FILES[file.filename]
-            if file.file_size is None or file.file_size > limit:
+            if file.file_size is None:
+                raise InputError(
+                    f"'{name}' on the Hub: the size of {file.filename} is not given, so it is not fetched; "
+                    "download the pack and give its directory"
+                )
+            if file.file_size > limit:
                 raise InputError(f"'{name}' on the Hub: {file.filename} has more than {limit:,} bytes")
             revision = file.commit_hash  # a branch may move to files of another size
     except hub.RevisionNotFoundError:

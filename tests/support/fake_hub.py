@@ -40,7 +40,7 @@ class FakeHub:
 
     def __init__(self):
         self.repositories, self.requests, self.url = {}, [], ""
-        self.sizes = {}  # that it claims of files
+        self.sizes = {}  # that it claims of files; None: none
 
     def put(self, name, files):
         """A repository with these files."""
@@ -153,7 +153,8 @@ def running_hub():
             self.send_response(status)
             size = hub.sizes.get(path.rpartition("/")[2], len(content))
             for name, value in {**headers, "Content-Length": size}.items():
-                self.send_header(name, str(value))
+                if value is not None:
+                    self.send_header(name, str(value))
             self.end_headers()
             if self.command != "HEAD":
                 self.wfile.write(content)

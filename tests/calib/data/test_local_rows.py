@@ -178,6 +178,29 @@ def test_parquet_text_that_is_no_utf_8_is_named_with_its_row(tmp_path):
         rows_of(tmp_path / "a.parquet")
 
 
+class OtherError(Exception):
+    """An error of a module whose name merely begins like pyarrow's."""
+
+    __module__ = "pyarrow_helpers"
+
+
+@pytest.mark.parametrize(
+    ("raised", "seen", "message"),
+    [
+        (pa.ArrowNotImplementedError("no such\ncodec"), InputError, r"cannot be read \(no such codec\)"),
+        (OtherError("a mistake of ours"), OtherError, "a mistake of ours"),
+    ],
+)  # fmt: skip
+def test_only_errors_of_pyarrow_itself_are_blamed_on_a_file(raised, seen, message, tmp_path, monkeypatch):
+    def fail(*args):
+        raise raised
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", fail)
+    parquet.write_table(pa.table({"text": ["a"]}), tmp_path / "a.parquet")
+    with pytest.raises(seen, match=message):
+        rows_of(tmp_path / "a.parquet")
+
+
 def test_what_a_directory_holds_and_is_not_read_is_named(tmp_path):
     for name in ("a.jsonl", "b.csv", "README.md", ".hidden"):
         write(tmp_path / name, '"a"\n')

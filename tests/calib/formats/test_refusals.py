@@ -9,6 +9,7 @@ from engine_fixtures import make_scales
 from calib.choices import FORMATS as NAMES
 from calib.errors import UnsupportedExportError
 from calib.formats import FORMATS, export
+from calib.formats.refusals import FormatRefusal, WayOut
 
 SCALAR_ONLY = [name for name, target in FORMATS.items() if "attn_head" not in target.strategies]
 
@@ -243,5 +244,21 @@ def test_scales_stay_float32_and_exact(checkpoint):
 
 def test_json_of_fewer_layers_than_there_are_scales_is_refused(make_checkpoint):
     checkpoint = make_checkpoint({"num_hidden_layers": 0})
-    with pytest.raises(UnsupportedExportError, match="says 0 layers, and there are scales of more"):
+    said = r"says 0 layers, and there are scales of more; download the model again$"
+    with pytest.raises(UnsupportedExportError, match=said):
         export(make_scales("tensor"), checkpoint, "json")
+
+
+@pytest.mark.parametrize(
+    ("command", "ways", "advice"),
+    [
+        ("calibrate", [WayOut("center_keys")], "p. Leave out --center-keys"),
+        ("convert", [WayOut("reduce"), WayOut("format", ("a",))], "p. Use --to a, or leave out --reduce"),
+        ("apply", [WayOut("reduce", ("max",)), WayOut("strategy", ("tensor",))], "p. Use --strategy tensor"),
+        ("repair", [WayOut("strategy", ("tensor",))], "p. Use fp8kv apply --strategy tensor"),
+        ("repair", [WayOut("center_keys")], "p. Calibrate the model again"),
+        ("apply", [], "p"),
+    ],
+)  # fmt: skip
+def test_a_way_out_has_the_verb_that_it_needs(command, ways, advice):
+    assert FormatRefusal("p", *ways).words(command) == advice

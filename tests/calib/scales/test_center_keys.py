@@ -94,7 +94,8 @@ def test_what_cannot_hold_it_is_refused_with_the_way_out(directory, text, tmp_pa
     for name in ("vllm", "aphrodite", "sglang", "tgi", "json", "modelopt", "trtllm"):
         one_line_error(
             fp8kv(*command, "--format", name, "--reduce", "max"),
-            f"--format {name}: ", "subtracts nothing from K", "Use --format fp8kv, or no --center-keys",
+            f"--format {name}: ", "subtracts nothing from K",
+            "Use --format fp8kv, or leave out --center-keys",
         )  # fmt: skip
     one_line_error(
         fp8kv(*command, "--format", "fp8kv", "--observer", "mse"),

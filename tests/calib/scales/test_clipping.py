@@ -172,10 +172,12 @@ def test_the_job_writes_what_the_recipe_asks_and_says_what_to_expect(model, tmp_
     (out / "fp8kv_calibration.json").write_text(json.dumps(report))
     pairs = zip(scales.layers.values(), load_scales(out).layers.values(), strict=True)
     assert all(torch.equal(a.k, b.k) for a, b in pairs)
-    report["recipe"]["scale_rounding"] = "pow2"
-    (out / "fp8kv_calibration.json").write_text(json.dumps(report))
-    with pytest.raises(InputError, match="unknown key 'scale_rounding'"):
-        load_scales(out)
+    for key, value in (("scale_rounding", "pow2"), ("clip_chance", 0.001)):
+        other = report | {"recipe": report["recipe"] | {key: value}}
+        (out / "fp8kv_calibration.json").write_text(json.dumps(other))
+        said = f"was made with {key} {value}, a setting that was taken out; calibrate the model again$"
+        with pytest.raises(InputError, match=said):
+            load_scales(out)
 
 
 def test_old_statistics_have_no_headroom_by_layer(model, tmp_path):

@@ -12,7 +12,7 @@ from command_line import fp8kv, one_line_error
 from fake_server import SECRET, running, verify
 
 from calib.errors import InputError
-from calib.serving.client import Server
+from calib.serving.client import Server, _explanation
 
 CERTIFICATE = Path(__file__).parents[2] / "support" / "self_signed.pem"
 
@@ -29,7 +29,7 @@ CERTIFICATE = Path(__file__).parents[2] / "support" / "self_signed.pem"
         (f"http://me:{SECRET}@host", "FP8KV_API_KEY"),
         (f"http://host/v1?key={SECRET}", "FP8KV_API_KEY"),
         ("http://ho st", "is it running?"),
-        (f"http://{'a' * 64}.example", "is it running?"),
+        (f"http://{'a' * 64}.example", "no host has this name; is it running?"),
         ("http://127.0.0.1:9/ü", "Connection refused; is it running?"),
     ],
 )
@@ -123,3 +123,20 @@ def test_a_server_that_never_ends_its_headers(monkeypatch):
         with pytest.raises(InputError, match="took more than the 1 s"):
             Server(f"http://127.0.0.1:{listening.getsockname()[1]}").choose_model(None)
     assert time.monotonic() - start < 3
+
+
+def test_a_name_that_is_looked_up_for_long(monkeypatch):
+    monkeypatch.setattr("calib.serving.client.MAX_SECONDS", 0.5)
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **options: time.sleep(4))
+    before, start = {*threading.enumerate()}, time.monotonic()
+    with pytest.raises(InputError, match=r"took more than the 0\.5 s that there are for all requests"):
+        Server("http://slow.example").choose_model(None)
+    assert time.monotonic() - start < 3
+    # Python waits for all other threads when it ends
+    assert all(thread.daemon for thread in {*threading.enumerate()} - before)
+
+
+def test_causes_that_form_a_circle():
+    error, cause = OSError(5, "Input/output error"), ConnectionRefusedError()
+    error.__cause__, cause.__context__ = cause, error
+    assert _explanation(error).startswith("Connection refused; is it running?")

@@ -152,6 +152,14 @@ def test_a_file_that_is_larger_than_it_may_be(name, hub, model, pack, tmp_path):
     assert not any(path.endswith(name) for method, path in hub.requests if method == "GET")
 
 
+def test_a_file_whose_size_is_not_given(hub, model, pack, tmp_path):
+    hub.put("me/scales", files(pack))
+    hub.sizes["fp8kv_stats.safetensors"] = None
+    said = "the size of fp8kv_stats.safetensors is not given, so it is not fetched; download the pack"
+    refuse("me/scales", model, tmp_path, said)
+    assert not any(path.endswith("stats.safetensors") for method, path in hub.requests if method == "GET")
+
+
 def test_another_model(hub, model, pack, tmp_path):
     def edit(tensors):
         tensors["model.layers.1.self_attn.k_proj.weight"] *= 1.1
