@@ -3,7 +3,6 @@
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -75,12 +74,13 @@ def attention_heads(model: str, *, trust_remote_code: bool = False) -> Heads:
 
 def _read_config(model: str, *, trust_remote_code: bool) -> PreTrainedConfig:
     path = builtin_model(model) if model.startswith("builtin:") else to_path(model)
-    if path.is_dir():
+    is_directory = path.is_dir()
+    if is_directory:
         path /= "config.json"
     if not path.exists() and path.suffix != ".json":
         path = download_config(model)
     document = read_object(path)
-    if Path(model).is_dir():
+    if is_directory:
         single = path.with_name(SINGLE_FILE)
         weights = read_header(single) if single.exists() else {}
         check_layers(path.parent, document, read_index(path.parent) or weights)
