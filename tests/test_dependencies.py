@@ -14,6 +14,8 @@ ROOT = Path(__file__).parent.parent
 SHIPPED = ("calib", "fp8kv_runtime")
 # imported only inside them, by the plugin that they load
 ENGINES = {"vllm", "sglang"}
+# what huggingface_hub before version 2 requires, where it is called so
+BY_THE_HUB = {"httpx"}
 
 
 def imported():
@@ -26,7 +28,7 @@ def imported():
         elif isinstance(node, ast.ImportFrom):
             names.add((node.module or "").split(".")[0])
     found = packages_distributions()
-    others = names - set(sys.stdlib_module_names) - {*SHIPPED, *ENGINES}
+    others = names - set(sys.stdlib_module_names) - {*SHIPPED, *ENGINES, *BY_THE_HUB}
     return {found[name][0].lower().replace("_", "-") for name in others}
 
 
