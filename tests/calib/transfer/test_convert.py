@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from command_line import calibrate, fp8kv, one_line_error
+from apply_cases import calibrated, scales
+from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
 from quantized_models import modelopt
 from safetensors.torch import load_file, save_file
 
-from calib.files.stored_scales import read_scales
 from calib.formats import FORMATS
 from calib.scales.observers import AbsMax
 from calib.scales.stats import KVStats
@@ -21,16 +21,6 @@ from calib.scales.stats_file import load_stats, save_stats
 
 SCALAR = ("vllm", "aphrodite", "sglang", "tgi", "modelopt", "trtllm")
 PER_HEAD = ("vllm", "aphrodite")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
-
-
-def calibrated(model, out, *flags):
-    assert calibrate(model, "-o", out, *flags).exit_code == 0
-    return out
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +32,6 @@ def tensor(model, tmp_path_factory):
 def attn_head(model, tmp_path_factory):
     out = tmp_path_factory.mktemp("calibrated") / "attn_head"
     return calibrated(model, out, "--strategy", "attn_head", "--targets", "qkv")
-
-
-def scales(directory):
-    return [(layer.layer, layer.k, layer.v, layer.q) for layer in read_scales(directory).layers]
 
 
 def convert(source, to, out, *flags):

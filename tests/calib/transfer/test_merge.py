@@ -19,11 +19,6 @@ LENGTHS = ("--seq-len", 24, "--batch-size", 1)
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """Two halves of a dataset, and the whole."""
     directory = tmp_path_factory.mktemp("data")

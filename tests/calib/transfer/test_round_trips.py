@@ -5,9 +5,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
-from families import save_model, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -28,11 +26,6 @@ NAMES = (
 )
 # what no reader takes for memory that nobody wrote
 SCALE = st.floats(2.0**-20, 2.0**10, width=32).filter(lambda scale: scale != 1)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tiny_model("llama"), tmp_path_factory.mktemp("model") / "tiny")
 
 
 def write(model, directory, values, names, dtype, shape):
