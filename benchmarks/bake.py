@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreT
 
 from calib.caches.per_token_head import int8_per_token_head
 from calib.data import load_data
-from calib.eval.inputs import SUITES
-from calib.eval.statistics import Values, compare, estimate, ratio
-from calib.eval.variants import fp8_rounding
+from calib.evaluate.inputs import SUITES
+from calib.evaluate.statistics import Values, compare, estimate, ratio
+from calib.evaluate.variants import fp8_rounding
 from calib.generate import unit_scales
 from calib.models.sources import builtin_model
 from calib.recipe import load_recipe

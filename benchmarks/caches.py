@@ -18,16 +18,15 @@ from machine import machine, write_result
 
 from calib.caches.types import CACHES
 from calib.engines.cache_support import find_support
-from calib.eval.advice import Judgement
-from calib.eval.found import Figure
-from calib.eval.inputs import SUITES, whole_text_only
-from calib.eval.page.frontier import Point, kl_by_bytes
-from calib.eval.reader import Measured
-from calib.eval.recommend import Wish, recommend
-from calib.eval.run import evaluate
-from calib.eval.schema import Report
-from calib.eval.statistics import ratio
-from calib.eval.summarize import Evaluation, summarize
+from calib.evaluate.inputs import SUITES, whole_text_only
+from calib.evaluate.measure import Measured
+from calib.evaluate.page.frontier import Point, kl_by_bytes
+from calib.evaluate.recommend import Wish, recommend
+from calib.evaluate.report import Figure, Report
+from calib.evaluate.run import evaluate
+from calib.evaluate.statistics import ratio
+from calib.evaluate.summarize import Evaluation, summarize
+from calib.evaluate.verdict import Judgement
 from calib.recipe import load_recipe
 
 MODEL, DATASET = "builtin:smollm2", "builtin:python-docs"

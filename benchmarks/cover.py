@@ -17,7 +17,7 @@ from torch import Tensor
 
 from calib.capture.attention import observe_qkv
 from calib.data import load_data, make_batches
-from calib.eval.exceedance import poisson_interval
+from calib.evaluate.layer_errors import poisson_interval
 from calib.models.config import load_config
 from calib.models.load import load_model, load_tokenizer
 from calib.models.sources import find_model

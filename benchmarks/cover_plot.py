@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from calib.eval.page.plots import draw
+from calib.evaluate.page.plots import draw
 
 ROOT = Path(__file__).parent.parent
 DATASET, STRATEGY = "builtin:python-docs", "tensor"

@@ -12,9 +12,9 @@ import torch
 from machine import machine, scratch_and_output, write_result
 
 from calib.data import load_data
-from calib.eval.reader import read
-from calib.eval.statistics import estimate
-from calib.eval.variants import Setup, Variant
+from calib.evaluate.measure import read
+from calib.evaluate.statistics import estimate
+from calib.evaluate.variants import Setup, Variant
 from calib.job import run
 from calib.models.config import load_config
 from calib.models.load import load_model, load_tokenizer

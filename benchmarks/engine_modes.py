@@ -13,10 +13,10 @@ from caches import DATASET, MODEL, run_fp8kv, sums
 from machine import machine, print_figures, scratch_and_output, write_result
 
 from calib.choices import AttentionMode
-from calib.eval.inputs import SUITES, whole_text_only
-from calib.eval.run import evaluate
-from calib.eval.statistics import ratio
-from calib.eval.summarize import Evaluation, summarize
+from calib.evaluate.inputs import SUITES, whole_text_only
+from calib.evaluate.run import evaluate
+from calib.evaluate.statistics import ratio
+from calib.evaluate.summarize import Evaluation, summarize
 from calib.recipe import load_recipe
 
 MODES: tuple[AttentionMode, ...] = get_args(AttentionMode)

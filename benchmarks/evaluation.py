@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from calib.data import load_data
-from calib.eval.inputs import (
+from calib.evaluate.inputs import (
     SUITES,
     calibrate_on,
     calibrate_on_random_tokens,
     evaluation_recipe,
 )
-from calib.eval.variants import Setup, Variant, build_variants
+from calib.evaluate.variants import Setup, Variant, build_variants
 from calib.models.sources import builtin_model
 from calib.recipe import load_recipe
 from calib.scales.scales import LayerScales

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from calib.divergence import divergence
-from calib.eval.variants import Rounding, Variant, fp8_rounding
+from calib.evaluate.variants import Rounding, Variant, fp8_rounding
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
 from fp8kv_runtime.hf import swap_attention

@@ -21,8 +21,8 @@ torch.manual_seed(0)
 
 # kinds of slow tests, which `make test-fast` leaves out: where they are, or a fixture they use
 KINDS = {
-    "browser": ["calib/eval/test_html_browser.py", "test_site.py"],
-    "real_model": ["smollm2_directory", "calib/eval/test_smollm2.py", "test_demo.py"],
+    "browser": ["calib/evaluate/test_html_browser.py", "test_site.py"],
+    "real_model": ["smollm2_directory", "calib/evaluate/test_smollm2.py", "test_demo.py"],
     "mutation": ["runtime/test_mutations.py"],
     "interpreter": [
         "runtime/",
@@ -32,7 +32,7 @@ KINDS = {
         "calib/test_generate.py",
     ],
     "whole_job": [
-        *("calib/eval/", "calib/layerwise/", "calib/scales/test_center_keys.py", "calib/test_"),
+        *("calib/evaluate/", "calib/layerwise/", "calib/scales/test_center_keys.py", "calib/test_"),
         *(
             "calib/models/test_quantized.py",
             "calib/serving/test_server_logprobs.py",

@@ -56,7 +56,7 @@ def test_a_dependency_that_is_not_declared_is_noticed(name, shipped_dependencies
 def test_the_base_needs_no_extra():
     code = (
         "import sys; sys.modules |= dict.fromkeys(('matplotlib', 'lm_eval', 'gguf'))\n"
-        "import calib.job, calib.eval.run, calib.scales.plot, calib.commands.app"
+        "import calib.job, calib.evaluate.run, calib.scales.plot, calib.commands.app"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

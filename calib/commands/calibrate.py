@@ -158,7 +158,7 @@ def calibrate(
 
 def _check_evaluation(model: str, recipe: "Recipe", output: Path | None, *, in_place: bool) -> None:
     # a gate or a task that is none should be found before hours of calibration
-    from calib.eval.run import check_evaluation
+    from calib.evaluate.run import check_evaluation
     from calib.job import default_output
     from calib.scales.plot import check_can_draw
 

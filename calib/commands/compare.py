@@ -12,8 +12,8 @@ from calib.commands.running import command, print_json, print_lines, print_table
 from calib.files.text import NOT_FINITE, show_interval, show_number
 
 if TYPE_CHECKING:
-    from calib.eval.compare import Comparison, Pair
-    from calib.eval.schema import Figure
+    from calib.evaluate.compare import Comparison, Pair
+    from calib.evaluate.report import Figure
     from calib.files.stored_scales import Values
 
 _HEADINGS = (
@@ -31,7 +31,7 @@ def compare(a: Report, b: Report, as_json: AsJson = False, debug: Debug = False)
     if not (_is_report(a) or _is_report(b)):
         _compare_scales(a, b, as_json=as_json)
         return
-    from calib.eval.compare import compare_reports
+    from calib.evaluate.compare import compare_reports
 
     comparison = compare_reports(a, b)
     if as_json:

@@ -28,7 +28,7 @@ from calib.files.text import plain
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from calib.eval.schema import Report
+    from calib.evaluate.report import Report
     from calib.progress import Progress
     from calib.recipe import Recipe
 
@@ -114,9 +114,9 @@ def measure(
     silent: bool,
 ) -> "tuple[Report, list[str]]":
     """Evaluate behind `bar`; unless `silent`, print the tables and what follows from them."""
-    from calib.eval.page.markdown import HEADINGS, closing_lines, table_rows, task_table, title
-    from calib.eval.page.other_tables import OTHER_HEADINGS, printed_tables
-    from calib.eval.run import run_evaluation
+    from calib.evaluate.page.markdown import HEADINGS, closing_lines, table_rows, task_table, title
+    from calib.evaluate.page.other_tables import OTHER_HEADINGS, printed_tables
+    from calib.evaluate.run import run_evaluation
 
     with bar as progress:
         report, failed = run_evaluation(model, recipe, scales=scales, output=output, progress=progress)

@@ -24,7 +24,7 @@ from calib.commands.running import command, print_json, print_lines, print_table
 from calib.files.text import show_interval, show_number
 
 if TYPE_CHECKING:
-    from calib.eval.found import Recommendation
+    from calib.evaluate.report import Recommendation
 
 _HEADINGS = ("cache", "bytes", "of 16 bits", "KL", "why not")
 
@@ -60,8 +60,8 @@ def recommend(
     """Measure the caches that engines offer; name the cheapest that keeps the model's output."""
     from calib.commands.overrides import overrides
     from calib.commands.progress_bar import progress_bar
-    from calib.eval.recommend import answer_lines, make_wish
-    from calib.eval.run import run_recommendation
+    from calib.evaluate.recommend import answer_lines, make_wish
+    from calib.evaluate.run import run_recommendation
     from calib.recipe import load_recipe
 
     wish = make_wish(budget_kl, budget_bytes, engine, gpu)

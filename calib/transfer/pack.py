@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from calib.errors import InputError
-from calib.eval.schema import REPORT_FILE, Extremes, Report, Row
+from calib.evaluate.report import REPORT_FILE, Extremes, Report, Row
 from calib.files.atomic import atomic_directory
 from calib.files.calibration import statistics_file
 from calib.files.names import CALIBRATION_FILE, CARD_FILE, JSON_FILE, STATS_FILE

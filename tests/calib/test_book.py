@@ -7,9 +7,9 @@ from command_line import fp8kv, one_line_error
 from families import FAMILIES, save_model, tiny_model
 
 from calib.data import load_data
-from calib.eval import inputs
-from calib.eval.held_out import find_readers
-from calib.eval.variants import Setup
+from calib.evaluate import inputs
+from calib.evaluate.held_out import find_readers
+from calib.evaluate.variants import Setup
 from calib.models.config import load_config
 from calib.models.load import load_model, load_tokenizer
 from calib.models.sources import find_model

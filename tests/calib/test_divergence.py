@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from calib.divergence import divergence
-from calib.eval.statistics import compare
+from calib.evaluate.statistics import compare
 
 # what a probability loses that is subnormal in float64, times the largest difference
 _SUBNORMAL = 1e-280

@@ -9,8 +9,8 @@ from command_line import calibrate, fp8kv, one_line_error
 from families import save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
-from calib.eval import inputs
-from calib.eval.schema import Suite
+from calib.evaluate import inputs
+from calib.evaluate.report import Suite
 from calib.files.stored_scales import read_scales
 
 INDEX = "model.safetensors.index.json"

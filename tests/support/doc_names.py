@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 import calib.commands.app as programs
 from calib.data import builtin, loading
-from calib.eval import inputs
-from calib.eval.schema import Suite
+from calib.evaluate import inputs
+from calib.evaluate.report import Suite
 from calib.models import sources
 
 # as in pyproject.toml

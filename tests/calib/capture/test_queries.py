@@ -15,9 +15,9 @@ from calib.capture.loop import calibrate
 from calib.capture.training import scales_for
 from calib.data import make_batches
 from calib.errors import InputError
-from calib.eval.modes import check_model
-from calib.eval.simulated import simulated
-from calib.eval.variants import fp8_rounding
+from calib.evaluate.attention_modes import check_model
+from calib.evaluate.simulated import simulated
+from calib.evaluate.variants import fp8_rounding
 from calib.recipe import Recipe, load_recipe
 from calib.scales.stats import derive_scales
 from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from calib.capture.loop import calibrate as calibrate_model
 from calib.data import make_batches
 from calib.errors import InputError
-from calib.eval.run import evaluate
-from calib.eval.schema import Suite
+from calib.evaluate.report import Suite
+from calib.evaluate.run import evaluate
 from calib.files.tensors import StoredTensor
 from calib.models.config import load_config
 from calib.models.load import load_model, weight_sources

@@ -12,8 +12,8 @@ from command_line import fp8kv
 from families import FAMILIES, save_model, tiny_model
 from safetensors.torch import load_file, save_file
 
-from calib.eval.run import evaluate
-from calib.eval.schema import Suite
+from calib.evaluate.report import Suite
+from calib.evaluate.run import evaluate
 from calib.recipe import load_recipe
 from calib.rescale import one_plus, pipeline
 from calib.rescale.one_plus import is_held, nearest_powers

@@ -9,8 +9,8 @@ from families import save_model, tiny_model
 from generation import PROMPT, as_json, continuation
 
 from calib.errors import InputError
-from calib.eval.run import evaluate
-from calib.eval.schema import Suite
+from calib.evaluate.report import Suite
+from calib.evaluate.run import evaluate
 from calib.recipe import load_recipe
 from calib.scales.stats import derive_scales
 from calib.scales.stats_file import load_scales, load_stats

@@ -1,0 +1,185 @@
+"""Two evaluation reports side by side."""
+
+from collections.abc import Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from calib.choices import REFERENCE
+from calib.errors import InputError
+from calib.evaluate.report import REPORT_FILE, SCHEMA, Figure
+
+_DOCUMENT = TypeAdapter(dict[str, Any])
+_HOW_MADE = f"give what `fp8kv-eval -o DIR` writes: the directory, or its {REPORT_FILE}"
+_NOT_COMPARABLE = "the figures are not comparable"
+_NOISE = "small differences may come from that"
+_OTHER_SUITE = "so does what was measured"
+# what, where it is in a report, and what follows if it differs
+_CONDITIONS = (
+    ("the model", "model", _NOT_COMPARABLE),
+    ("the data", "data.source", _NOT_COMPARABLE),
+    ("the text's fingerprint", "data.fingerprint", _NOT_COMPARABLE),
+    ("the number of held-out documents", "data.documents", _NOT_COMPARABLE),
+    ("the number of held-out tokens", "data.tokens", _NOT_COMPARABLE),
+    ("the number of calibration tokens", "data.calibration_tokens",
+     "so do the scales that were derived from them"),
+    ("the dtype", "dtype", _NOISE),
+    ("the backend", "backend", _NOISE),
+    ("the engine's attention", "attention", _NOT_COMPARABLE),
+)  # fmt: skip
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True)
+
+
+class StrictFigure(Figure):
+    """A figure; null, and NaN of earlier reports, is no number."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Row(_Part):
+    """One variant, as far as it is compared: earlier reports have fewer figures."""
+
+    kl: StrictFigure
+    ppl_change: StrictFigure
+    top1: StrictFigure
+    measurable: bool  # whether the KL is above the noise floor
+    same_tokens: StrictFigure | None = None
+    passkey: StrictFigure | None = None
+
+
+class Data(_Part):
+    """The text that a report is of."""
+
+    source: str
+    fingerprint: str
+    documents: int
+    tokens: int
+    calibration_tokens: int
+
+
+class Report(_Part):
+    """A `report.json` of any version of schema 1, as far as it is compared."""
+
+    model: str
+    backend: str
+    attention: str = "exact"
+    dtype: str
+    data: Data
+    suite: dict[str, Any] = Field(default_factory=dict)
+    variants: dict[str, Row]
+
+
+class Pair(NamedTuple):
+    """One variant in two reports."""
+
+    name: str
+    a: Row
+    b: Row
+
+    @property
+    def kl_ratio(self) -> float | None:
+        """KL of B over that of A; None where A has none."""
+        is_ratio = self.is_finite and self.a.kl.value > 0
+        return self.b.kl.value / self.a.kl.value if is_ratio else None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether both have a KL."""
+        return self.a.kl.is_finite and self.b.kl.is_finite
+
+    @property
+    def is_same(self) -> bool:
+        """Whether the KL intervals overlap, or neither is above its noise floor."""
+        overlap = self.a.kl.low <= self.b.kl.high and self.b.kl.low <= self.a.kl.high
+        is_noise = not (self.a.measurable or self.b.measurable)
+        return self.is_finite and (overlap or is_noise)
+
+
+class Comparison(NamedTuple):
+    """What two reports say of the variants that both have."""
+
+    a: Path
+    b: Path
+    pairs: list[Pair]
+    only_a: list[str]
+    only_b: list[str]
+    warnings: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        return {
+            "a": str(self.a),
+            "b": str(self.b),
+            "variants": {
+                pair.name: {
+                    "a": pair.a.model_dump(),
+                    "b": pair.b.model_dump(),
+                    "kl_ratio": pair.kl_ratio,
+                    "no_measurable_difference": pair.is_same,
+                }
+                for pair in self.pairs
+            },
+            "only_a": self.only_a,
+            "only_b": self.only_b,
+            "warnings": self.warnings,
+        }
+
+
+def compare_reports(a: Path, b: Path) -> Comparison:
+    """Compare two reports, each given as a file or as the directory that holds it."""
+    first, second = load_report(a), load_report(b)
+    names = [name for name in first.variants if name != REFERENCE]
+    others = [name for name in second.variants if name != REFERENCE]
+    return Comparison(
+        a,
+        b,
+        [Pair(n, first.variants[n], second.variants[n]) for n in names if n in others],
+        [name for name in names if name not in others],
+        [name for name in others if name not in names],
+        [*_differences(first, second)],
+    )
+
+
+def load_report(path: Path) -> Report:
+    """Read a report; refuse one that is damaged or of another schema."""
+    file = path / REPORT_FILE if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        raise InputError(f"'{path}' holds no {REPORT_FILE}; {_HOW_MADE}")
+    try:
+        document = _DOCUMENT.validate_json(file.read_bytes())
+    except OSError as error:
+        raise InputError(f"cannot read '{file}': {error.strerror or error}; {_HOW_MADE}") from None
+    except ValidationError as error:
+        raise InputError(f"'{file}' is no report: {_explain(error)}; {_HOW_MADE}") from None
+    if "schema" not in document:
+        raise InputError(f"'{file}' is no report of fp8kv-eval: it has no `schema`; {_HOW_MADE}")
+    if document["schema"] != SCHEMA:
+        raise InputError(
+            f"'{file}' is of schema {document['schema']!r:.20}; this version reads {SCHEMA}: "
+            "evaluate again with it"
+        )
+    try:
+        return Report.model_validate(document)
+    except ValidationError as error:
+        raise InputError(f"'{file}' is damaged: {_explain(error)}; evaluate again") from None
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors(include_url=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return " ".join(f"{where}: {first['msg']}".removeprefix(": ").split())
+
+
+def _differences(a: Report, b: Report) -> Iterator[str]:
+    """One line for each condition that differs."""
+    conditions = [(what, attrgetter(at)(a), attrgetter(at)(b), so) for what, at, so in _CONDITIONS]
+    for key in sorted(a.suite.keys() | b.suite.keys()):
+        conditions.append((f"the suite's {key}", a.suite.get(key), b.suite.get(key), _OTHER_SUITE))
+    for what, one, other, consequence in conditions:
+        if one != other:
+            yield f"{what} differs: {one} in A, {other} in B; {consequence}"

@@ -1,0 +1,386 @@
+"""The report as types; `python -m calib.evaluate.report > docs/report.schema.json` documents them."""
+
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema
+from torch import Tensor
+
+from calib.choices import REFERENCE, AttentionMode, FP8Name, Strategy
+from calib.files.strict_json import json_text
+
+Tensors = Literal["k", "v"]
+Differs = Literal["higher", "lower", "no measurable difference", "not finite"]
+
+
+def _from_json(value: Any) -> Any:
+    return nan if value is None else value
+
+
+def _to_json(value: float) -> float | None:
+    return value if isfinite(value) else None
+
+
+# null in JSON, which has no word for what is not finite; earlier reports have NaN there
+Number = Annotated[
+    float,
+    BeforeValidator(_from_json),
+    PlainSerializer(_to_json),
+    WithJsonSchema({"anyOf": [{"type": "number"}, {"type": "null"}]}),
+]
+
+
+class Part(BaseModel):
+    """A part of the report."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+
+class Figure(Part):
+    """A figure with its 95 % interval."""
+
+    value: Number
+    low: Number
+    high: Number
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether it and its interval are finite numbers."""
+        return all(map(isfinite, (self.value, self.low, self.high)))
+
+
+class Events(Part):
+    """Tokens with a value beyond the largest that FP8 holds, and the interval of their share.
+
+    The interval is exact for a Poisson count (Garwood): it takes events to be independent.
+    """
+
+    tokens: int
+    events: int
+    low: float
+    high: float
+
+    @property
+    def share(self) -> float:
+        """Events of all tokens."""
+        return self.events / self.tokens
+
+
+class Exceedance(Events):
+    """The same of one layer, in any of its heads; and of each KV head."""
+
+    by_head: dict[Tensors, list[int]]
+    expected: float | None = None  # events that were predicted
+
+
+class ClippedLayer(Part):
+    """One layer on other text: shares of the values of each KV head, and tokens."""
+
+    layer_idx: int
+    saturated: dict[Tensors, list[float]]
+    exceedance: Exceedance
+
+
+class OtherRow(Part):
+    """One cache on other text."""
+
+    kl: Figure
+    difference: Figure  # of the mean KL, from that on the evaluation's own text
+    differs: Differs  # whether that is more than chance and the noise floor
+    clipped: Events  # in any layer
+    layers: list[ClippedLayer]
+    not_finite: str | None = None  # why figures are null
+
+
+class OtherText(Part):
+    """Text of another kind than the evaluation's own, and what the caches make of it."""
+
+    dataset: str
+    fingerprint: str
+    documents: int
+    tokens: int
+    ppl: Number  # of the reference
+    variants: dict[str, OtherRow]
+
+
+class Search(Part):
+    """What `--search` found; KL in nats, mean over the tokens of `documents` documents."""
+
+    variant: str
+    budget: float
+    documents: int
+    kl_of_all: Number  # every layer in FP8
+    kl_alone: dict[int, Number]  # by layer_idx: that layer alone in FP8
+    skipped: tuple[int, ...]  # layer_idx of those left in 16 bits
+    kl: Number  # with those in 16 bits
+
+
+class Passed(Part):
+    """A cache that was measured and can be served, and why it was not chosen."""
+
+    cache: str  # name of the variant
+    what: str
+    kl: Figure
+    bytes_per_token: int
+    share: float  # of the bytes in 16 bits
+    why: str
+
+
+class Way(Part):
+    """A cache and how to serve it."""
+
+    cache: str
+    what: str
+    kl: Figure
+    bytes_per_token: int
+    share: float
+    needs: str
+    engine: str
+    engine_version: str  # whose rules and kernels are known; empty: any
+    gpus: tuple[str, ...]
+    notes: tuple[str, ...]
+    commands: tuple[str, ...]  # the last one serves
+
+
+class Recommendation(Part):
+    """The cheapest cache within `budget_kl`, or the best within `budget_bytes`, a share."""
+
+    budget_kl: float | None
+    budget_bytes: float | None
+    engine: str | None  # None: any
+    gpu: str | None
+    chosen: Way
+    passed: list[Passed]
+    not_served: dict[str, str]  # variant: why
+
+
+SCHEMA: Literal[1] = 1
+REPORT_FILE = "report.json"
+
+
+@dataclass(frozen=True)
+class Suite:
+    """How much is measured; lengths in tokens."""
+
+    calibration_samples: int
+    documents: int
+    seq_len: int
+    prompts: int
+    new_tokens: int
+    passkey_tokens: tuple[int, ...]
+    passkey_depths: tuple[float, ...]
+    layer_documents: int
+    long_tokens: int = 0  # one long document, as far as the model has positions; 0: none
+
+
+class PositionBin(Part):
+    """Mean KL of the positions `from` to `to` (exclusive), with its interval over documents."""
+
+    start: int = Field(alias="from")
+    to: int
+    tokens: int
+    value: Number
+    low: Number
+    high: Number
+
+
+class Extremes(Part):
+    """The smallest and the largest of thousands of scales."""
+
+    min: float
+    max: float
+
+
+class LayerRow(Part):
+    """What one variant does to one layer; shares are of each KV head."""
+
+    layer_idx: int
+    rel_rms_layer: Figure  # of the attention output, over all heads
+    rel_rms: list[Number]  # of each query head
+    saturated: dict[Tensors, list[float]]
+    underflowed: dict[Tensors, list[float]]
+    range_used: dict[Tensors, list[Number]]
+    scale: dict[Tensors, float | list[float] | Extremes]  # per tensor, KV head or channel
+    exceedance: Exceedance | None = None  # tokens with a saturated value
+
+
+class Row(Part):
+    """The figures of one cache; what was not measured is absent."""
+
+    what: str
+    kind: Literal["reference", "control", "fp8", "given", "cache"]
+    cache: str | None = None  # its type, where that is not static FP8
+    is_baked: bool = False  # on weights as `fp8kv bake` writes them
+    bytes_per_token: int | None = None  # in all layers, with all overhead
+    strategy: Strategy | None = None
+    fp8_dtype: FP8Name | None = None
+    tensors: str | None = None  # those of q, k and v that are in FP8
+    attention: AttentionMode = "exact"  # whose rounding it was given
+    kl: Figure
+    kl_p99: Figure
+    kl_p999: Figure
+    ppl: Number
+    ppl_change: Figure
+    top1: Figure
+    top1_count: int
+    kl_by_position: list[PositionBin]
+    same_tokens: Figure | None = None
+    passkey: Figure | None = None
+    layers: list[LayerRow] = Field([])
+    clipped: Events | None = None  # tokens with a saturated value in any layer
+    measurable: bool  # whether `kl.low` is above the noise floor
+    not_finite: str | None = None  # why figures are null
+
+
+class Magnitudes(Part):
+    """|x| of K or V of one layer: a histogram in half octaves."""
+
+    amax: list[Number]  # of each KV head
+    zeros: int
+    log2_first: float  # lower edge of the first bin
+    counts: list[int]
+
+
+class Layer(Part):
+    """K and V of one layer as the reference holds them."""
+
+    layer_idx: int
+    k: Magnitudes
+    v: Magnitudes
+    # tokens of the calibration, and the amax of K or V by then
+    growth: dict[Tensors, list[tuple[int, Number]]] | None = None
+
+    @property
+    def tensors(self) -> dict[Tensors, Magnitudes]:
+        """K and V by letter."""
+        return {"k": self.k, "v": self.v}
+
+
+class Continuation(Part):
+    """Greedy text after a prompt, cut where it leaves the reference's."""
+
+    same_tokens: int
+    same: str
+    rest: str  # empty: all of it is the reference's
+
+
+class Texts(Part):
+    """Prompts, and what each variant that generates wrote after them."""
+
+    prompts: list[str]
+    continuations: dict[str, list[Continuation]]
+
+
+class TaskFigure(Part):
+    """A metric of a task; None: lm-eval has no number."""
+
+    value: float | None
+    stderr: float | None
+
+
+class Harness(Part):
+    """What ran the tasks, on how many documents of each; None: all."""
+
+    name: str
+    version: str
+    limit: int | None
+
+
+class Data(Part):
+    """The text that was measured on."""
+
+    source: str
+    fingerprint: str
+    calibration_tokens: int
+    documents: int
+    tokens: int
+    layer_documents: int  # how many of the documents the per-layer figures are from
+    new_tokens: int
+
+
+class Conditions(Part):
+    """What was measured, where, and on what."""
+
+    version: Literal[1] = Field(alias="schema")
+    versions: dict[str, str]
+    machine: str
+    created: str  # UTC, ISO 8601
+    model: str
+    suite: Suite
+    backend: str
+    attention: AttentionMode = "exact"  # whose rounding FP8 caches were given
+    dtype: str
+    data: Data
+    bytes_per_token: dict[Literal["fp8", "16bit"], int]
+
+
+class Report(Conditions):
+    """An evaluation: see docs/evaluation.md."""
+
+    noise_floor: Number
+    variants: dict[str, Row]
+    layers: list[Layer]
+    texts: Texts
+    verdict: str
+    subject: str | None  # the variant that the verdict is about
+    advised: str | None
+    advice: list[str]
+    search: Search | None
+    recommended: Recommendation | None = None
+    other_texts: list[OtherText] = Field([])
+    tasks: dict[str, dict[str, dict[str, TaskFigure]]] = Field({})  # task, variant, metric
+    harness: Harness | None = None
+    warnings: list[str]
+
+    @property
+    def judged(self) -> Row | None:
+        """The figures of the subject."""
+        return None if self.subject is None else self.variants.get(self.subject)
+
+    @property
+    def subjects(self) -> list[str]:
+        """Variants that an unqualified condition applies to: given ones, else the verdict's."""
+        given = [name for name, row in self.variants.items() if row.kind == "given"]
+        return given or [name for name in (self.subject,) if name is not None]
+
+    def to_json(self) -> dict[str, Any]:
+        """The object in `report.json`; keys of what was not measured are left out."""
+        return self.model_dump(by_alias=True, exclude_unset=True)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json_text(Report.model_json_schema(), indent=2) + "\n")
+
+
+_WHY = "logits are not finite there"
+
+
+def not_finite(documents: Sequence[Tensor]) -> str | None:
+    """Say of how many tokens the KL is no finite number; None if it is one everywhere."""
+    lost = sum(int((~kl.isfinite()).sum()) for kl in documents)
+    tokens = sum(map(len, documents))
+    if not lost:
+        return None
+    return f"the KL of {lost:,} of {tokens:,} tokens is not a finite number: {_WHY}"
+
+
+def lost_figures(
+    rows: Mapping[str, Row], others: Iterable[OtherText], search: Search | None
+) -> Iterable[str]:
+    """A line for each cache and text whose figures are null."""
+    own = rows[REFERENCE].not_finite
+    if own:
+        yield f"the model itself is broken on this text, whatever its cache: {own}"
+    for name, row in rows.items():
+        if row.not_finite not in (None, own):
+            yield f"'{name}': {row.not_finite}"
+    for text in others:
+        for name, other in text.variants.items():
+            if other.not_finite and not own:
+                yield f"'{name}' on {text.dataset}: {other.not_finite}"
+    lost = [str(i) for i, kl in search.kl_alone.items() if not isfinite(kl)] if search else []
+    if lost:
+        yield f"search: layers {', '.join(lost)} alone have a KL that is not finite: {_WHY}"

@@ -1,0 +1,122 @@
+"""How engines serve each variant of an evaluation: the commands that make it, and the one that serves it."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from calib.caches.types import Shape, cache_type
+from calib.choices import REFERENCE, FormatName, Strategy
+from calib.engines.cache_support import Offer, find_offer
+from calib.engines.catalogue import GPUS, find_engine
+from calib.errors import InputError, UnsupportedExportError
+from calib.evaluate.variants import Variant
+from calib.files.model_directory import ModelDirectory
+from calib.formats import FORMATS, export
+from calib.rescale.pipeline import check_no_scales
+from calib.scales.scales import KVScales
+
+_LOADING: tuple[FormatName, ...] = ("vllm", "sglang")  # engines that load scales, in formats of their name
+_OWN_SCALES = (
+    "the checkpoint has KV scales of its own, which engines load instead of 1.0; "
+    "take them out with fp8kv strip"
+)
+_LATENT_SCALES = (
+    "no engine stores latents with scales from a checkpoint by itself: vLLM loads those of "
+    "--format modelopt with --model-impl transformers, which was not run on a GPU and so is not "
+    "offered, and SGLang stores without them; bake the model, which makes scale 1.0 right"
+)
+_VARIANT_FLAGS = {"mse": " --observer mse", "rest": " --set data.skip_first=1"}
+
+
+@dataclass(frozen=True)
+class Offers:
+    """Engines for the caches of one model."""
+
+    model: str  # as commands name it
+    checkpoint: ModelDirectory
+    dataset: str
+    shapes: Sequence[Shape]
+    trust_remote_code: bool = False
+
+    def of(self, variant: Variant, engine: str | None, gpu: str | None) -> Offer | str:
+        """Return how the first engine serves `variant` there, or a sentence on why none does."""
+        if variant.kind == REFERENCE:
+            return self._serve(Offer(engine or "vllm", "", (gpu,) if gpu else ()), self.model)
+        if variant.scales is not None and variant.name != "none":
+            return self._serve_calibrated(variant.name, variant.scales, engine, gpu)
+        cache = variant.cache or "fp8"
+        if cache_type(cache).is_static and self._has_scales():
+            return _OWN_SCALES
+        offer = self._find_type(cache, engine, gpu)
+        if isinstance(offer, str):
+            return offer
+        if not variant.is_baked:
+            return self._serve(offer, self.model)
+        purpose = "fp8" if cache == "fp8" else "int8"
+        scales, output = f"{self._stem}-calibration", f"{self._stem}-baked-{purpose}"
+        bake = shlex.join(["fp8kv", "bake", self.model, "--scales", scales, "--for", purpose, "-o", output])
+        return self._serve(offer, output, self._calibration("--format fp8kv", scales), bake)
+
+    def _serve(self, offer: Offer, path: str, *preparation: str) -> Offer:
+        """Add the command that serves `path`, after those that make it."""
+        before, _, after = find_engine(offer.engine).serve.partition("{path}")
+        serve = f"{before}{shlex.quote(path)}" + f"{after} {offer.flag}" * bool(offer.flag)
+        trust = " --trust-remote-code" * self.trust_remote_code
+        return replace(offer, commands=tuple(f"{command}{trust}" for command in (*preparation, serve)))
+
+    def _find_type(
+        self, cache: str, engine: str | None, gpu: str | None, strategy: Strategy | None = None
+    ) -> Offer | str:
+        model_type = self.checkpoint.text_config.get("model_type")
+        return find_offer(cache, self.shapes, engine, gpu, model_type, strategy=strategy)
+
+    def _has_scales(self) -> bool:
+        try:
+            check_no_scales(self.checkpoint)
+        except InputError:
+            return True
+        return False
+
+    def _serve_calibrated(
+        self, name: str, scales: KVScales, engine: str | None, gpu: str | None
+    ) -> Offer | str:
+        """Return how the first engine serves calibrated scales, in a format that it loads."""
+        if scales.latent:
+            return _LATENT_SCALES
+        reason = f"{engine or 'no engine'} reads no such scales"
+        for engine_name in _LOADING:
+            if engine not in (None, engine_name):
+                continue
+            offer = self._find_type("fp8", engine_name, gpu, scales.strategy)
+            if isinstance(offer, str):
+                reason = offer
+                continue
+            is_modelopt = engine_name == "vllm" and gpu is not None and GPUS[gpu].is_fnuz
+            format_name = "modelopt" if is_modelopt else engine_name
+            if problem := self._format_problem(scales, format_name):
+                reason = problem
+                continue
+            output = f"{self._stem}-fp8kv-{name}"
+            flags = f"--strategy {scales.strategy}{_VARIANT_FLAGS.get(name, '')} --format {format_name}"
+            return self._serve(offer, output, self._calibration(flags, output))
+        return reason
+
+    def _format_problem(self, scales: KVScales, name: FormatName) -> str | None:
+        """Return why a format cannot hold scales of K and V for this model."""
+        if scales.strategy not in FORMATS[name].strategies:
+            return f"{FORMATS[name].engine} reads one scale per layer"
+        layers = {key: replace(layer, q=None) for key, layer in scales.layers.items()}
+        try:
+            export(replace(scales, layers=layers), self.checkpoint, name)
+        except (UnsupportedExportError, InputError) as error:
+            return str(error)
+        return None
+
+    def _calibration(self, flags: str, output: str) -> str:
+        data = shlex.join([self.model, "--dataset", self.dataset])
+        return f"fp8kv-calibrate {data} {flags} -o {shlex.quote(output)}"
+
+    @property
+    def _stem(self) -> str:
+        return Path(self.model.rstrip("/").removeprefix("builtin:")).name

@@ -1,0 +1,127 @@
+"""From logits to figures: divergence of each token, and intervals over documents."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from calib.divergence import compare_pair, rows_at_once
+from calib.evaluate.report import Figure, PositionBin
+
+Values = NDArray[np.float64]
+Statistic = Callable[[Values], float]
+
+_FIRST_BIN = 16  # positions; each bin after it ends at twice the position
+_RESAMPLES = 1000
+# what is no number is a figure as well, and is said where it is shown
+_quietly = np.errstate(invalid="ignore", over="ignore")
+
+
+class Divergence(NamedTuple):
+    """One document, one variant. Positions are those of the tokens read."""
+
+    kl: Tensor  # [T] float64, KL(reference || variant) in nats
+    agrees: Tensor  # [T] bool, the likeliest token is the same
+    nll: Tensor  # [T - 1] float64, of the text under the variant, in nats
+
+
+def compare(reference: Tensor, variant: Tensor, following: Tensor) -> Divergence:
+    """Compare logits [T, vocabulary]; `following` [T or T - 1] are the tokens that came next."""
+    parts = []
+    for rows in chunks(len(reference), rows_at_once(reference)):
+        found = variant[rows]
+        pair = compare_pair(reference[rows], found)
+        came = following[rows].to(found.device)
+        chosen = found[: len(came)].gather(1, came[:, None]).squeeze(1)
+        nll = pair.log_sum[: len(came)] - chosen.double()
+        parts.append(Divergence(pair.kl, pair.agrees, nll))
+    return Divergence(*(x.cpu() for x in join(parts)))
+
+
+def join(parts: Sequence[Divergence]) -> Divergence:
+    """Consecutive parts of one document as one."""
+    return Divergence(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def chunks(length: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size` that cover `length`."""
+    return (slice(i, min(i + size, length)) for i in range(0, length, size))
+
+
+@_quietly
+def estimate(documents: list[Values], statistic: Statistic = np.mean, *, seed: int = 0) -> Figure:
+    """`statistic` of all values, resampled by document: tokens of one are not independent."""
+    rng = np.random.default_rng(seed)
+    # a quantile sorts: a million values are enough work for one figure
+    resamples = int(min(_RESAMPLES, max(200, 2e7 // max(1, sum(map(len, documents))))))
+    draws = [
+        float(statistic(np.concatenate([documents[i] for i in chosen])))
+        for chosen in rng.integers(len(documents), size=(resamples, len(documents)))
+    ]
+    return _figure(float(statistic(np.concatenate(documents))), draws)
+
+
+@_quietly
+def ratio(numerators: Values, denominators: Values) -> Figure:
+    """Sum of `numerators` [documents] over that of `denominators`, resampled by document."""
+    rng = np.random.default_rng(0)
+    chosen = rng.integers(len(numerators), size=(_RESAMPLES, len(numerators)))
+    draws = numerators[chosen].sum(1) / denominators[chosen].sum(1)
+    return _figure(float(numerators.sum() / denominators.sum()), draws)
+
+
+@_quietly
+def difference(here: list[Values], there: list[Values]) -> Figure:
+    """Mean of the values `here` less that of those `there`, each resampled by its documents."""
+    rng = np.random.default_rng(0)
+    draws = [_means(each, rng.integers(len(each), size=(_RESAMPLES, len(each)))) for each in (here, there)]
+    value = float(np.concatenate(here).mean() - np.concatenate(there).mean())
+    return _figure(value, draws[0] - draws[1])
+
+
+def _means(documents: list[Values], chosen: NDArray[np.int64]) -> Values:
+    """Means of resamples, `chosen` [resamples, documents]."""
+    sums = np.array([document.sum() for document in documents])
+    counts = np.array([float(len(document)) for document in documents])
+    means: Values = sums[chosen].sum(1) / counts[chosen].sum(1)
+    return means
+
+
+def _figure(value: float, draws: Sequence[float] | Values) -> Figure:
+    is_number = math.isfinite(value)  # else some draws may still be
+    low, high = np.quantile(draws, [0.025, 0.975]) if is_number else (math.nan, math.nan)
+    return Figure(value=value, low=float(low), high=float(high))
+
+
+@_quietly
+def perplexity(nll: Values) -> float:
+    """Perplexity of text whose tokens have these `nll`, in nats."""
+    return float(np.exp(nll.mean()))
+
+
+def quantile(q: float) -> Statistic:
+    """The statistic that is the `q` quantile."""
+    return lambda values: float(np.quantile(values, q))
+
+
+@_quietly
+def kl_by_position(documents: list[Values]) -> list[PositionBin]:
+    """Mean KL in bins of the position: whether the error grows with the text."""
+    length = max(map(len, documents))
+    edges = [0, min(_FIRST_BIN, length)]
+    while edges[-1] < length:
+        edges.append(min(2 * edges[-1], length))
+    return [_bin(documents, start, stop) for start, stop in pairwise(edges)]
+
+
+def _bin(documents: list[Values], start: int, stop: int) -> PositionBin:
+    parts = [document[start:stop] for document in documents if len(document) > start]
+    sums = np.array([part.sum() for part in parts])
+    counts = np.array([float(len(part)) for part in parts])
+    figure = dict(ratio(sums, counts))
+    return PositionBin(start=start, to=stop, tokens=int(counts.sum()), **figure)

@@ -1,0 +1,264 @@
+"""report.html in headless Chromium: it is seen whole, on any screen, and asks for nothing."""
+
+import re
+
+import pytest
+from browser import asked_for, browser, look, needs_browser
+
+from calib.evaluate.page.html import write_report
+from calib.evaluate.report import Report
+
+pytestmark = needs_browser
+CLIPPED = {"tokens": 2048, "events": 77, "low": 0.0297, "high": 0.047}
+OTHER = {
+    "kl": {"value": 0.0123, "low": 0.0101, "high": 0.0145},
+    "difference": {"value": 0.011, "low": 0.01, "high": 0.012},
+    "differs": "no measurable difference",
+    "clipped": CLIPPED,
+    "layers": [
+        {
+            "layer_idx": 127,
+            "saturated": {"k": [0.001], "v": [0.0]},
+            "exceedance": CLIPPED | {"by_head": {"k": [77], "v": [0]}},
+        }
+    ],
+}
+# one search, one table of tasks and other text, so that every section is there
+MORE = {
+    "search": {
+        "variant": "tensor",
+        "budget": 0.01,
+        "documents": 2,
+        "kl_of_all": 0.02,
+        "kl_alone": {"0": 0.001, "1": 0.012, "2": 0.004},
+        "skipped": [1],
+        "kl": 0.007,
+    },
+    "tasks": {"arc_easy": {"reference": {"acc_norm": {"value": 0.5, "stderr": 0.25}}}},
+    "harness": {"name": "lm-eval", "version": "0", "limit": None},
+    "other_texts": [
+        {
+            "dataset": dataset,
+            "fingerprint": "0",
+            "documents": 8,
+            "tokens": 2048,
+            "ppl": 9.0,
+            "variants": {"attn_head": OTHER, "tensor": OTHER},
+        }
+        for dataset in ("builtin:code", "an_unbroken_path/" * 12)
+    ],
+    "warnings": ["an_unbroken_name_" * 20],
+}
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory, cache_report):
+    directory = tmp_path_factory.mktemp("report")
+    write_report(Report.model_validate(cache_report | MORE), directory)
+    return (directory / "report.html").as_uri()
+
+
+@pytest.fixture
+def page(driver, address):
+    """The page on a wide light screen; `look` changes that."""
+    look(driver)
+    driver.get(address)
+    for details in driver.find_elements("css selector", "details"):
+        driver.execute_script("arguments[0].open = true", details)
+    return driver
+
+
+# Pictures of SVG become SVG, at the same place and size, so that what is in them can be seen.
+INLINE = """
+for (const img of document.querySelectorAll("img.chart")) {
+  const bytes = Uint8Array.from(atob(img.currentSrc.split(",")[1]), c => c.charCodeAt(0));
+  const text = new TextDecoder().decode(bytes);
+  const svg = new DOMParser().parseFromString(text, "image/svg+xml").documentElement;
+  const {width, height} = img.getBoundingClientRect();
+  svg.setAttribute("width", width);
+  svg.setAttribute("height", height);
+  svg.setAttribute("class", "chart from-picture");
+  svg.style.minWidth = svg.style.maxWidth = width + "px";
+  img.closest("picture").replaceWith(svg);
+}
+"""
+
+
+def open_charts(driver, address):
+    """Load the page again, with its pictures as elements."""
+    driver.get(address)
+    driver.execute_script("document.querySelectorAll('details').forEach(d => d.open = true)")
+    driver.execute_script(INLINE)
+    return driver.find_elements("css selector", "figure svg.chart")
+
+
+def luminance(color):
+    red, green, blue = (int(x) / 255 for x in re.findall(r"\d+", color)[:3])
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in (red, green, blue)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(first, second):
+    low, high = sorted((luminance(first), luminance(second)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def style(driver, selector, name):
+    script = "return getComputedStyle(document.querySelector(arguments[0]))[arguments[1]]"
+    return driver.execute_script(script, selector, name)
+
+
+def test_nothing_is_asked_for_and_nothing_complained_about(driver, address):
+    driver.get_log("performance")
+    driver.get_log("browser")
+    driver.get(address)
+    asked = asked_for(driver, address)
+    assert address in asked
+    assert all(url == address or url.startswith("data:") for url in asked)
+    entries = driver.execute_script("return performance.getEntriesByType('resource').map(e => e.name)")
+    assert all(name.startswith("data:") for name in entries)
+    assert driver.get_log("browser") == []
+
+
+@pytest.mark.parametrize("width", [375, 1200])
+def test_charts_are_seen(page, address, width):
+    look(page, width=width)
+    charts = page.find_elements("css selector", "figure .chart")
+    assert len(charts) == 11
+    for chart in charts:
+        assert chart.size["width"] > 250
+        assert chart.size["height"] > 100
+        is_picture = chart.tag_name == "img"
+        assert is_picture or chart.get_attribute("role") == "img"
+        label = chart.get_attribute("alt" if is_picture else "aria-label")
+        assert len(label) > 20
+        caption = chart.find_element("xpath", "ancestor::figure")
+        assert caption.find_element("css selector", "figcaption").text
+        assert not is_picture or chart.get_property("naturalWidth") > 0
+    for chart in open_charts(page, address):
+        shapes = chart.find_elements("css selector", "path, use, image")
+        assert sum(s.rect["width"] > 0 or s.rect["height"] > 0 for s in shapes) > 3
+
+
+@pytest.mark.parametrize("width", [320, 375, 800, 1200])
+def test_the_page_never_scrolls_sideways(page, width):
+    look(page, width=width)
+    assert page.execute_script("return document.documentElement.scrollWidth") <= width
+    outside = page.execute_script(
+        "return [...document.querySelectorAll('main *, header *')].filter(e => "
+        "!e.closest('.scroll') && e.getBoundingClientRect().right > innerWidth + 1).length"
+    )
+    assert outside == 0
+
+
+# What a box has beyond its edge: its charts, whether shadows tell of it, and its first two columns.
+BOXES = """
+return [...document.querySelectorAll('.scroll')].map(box => {
+  const {left, right} = box.getBoundingClientRect();
+  const cells = [...box.querySelectorAll('tbody tr:last-child > *')];
+  const shown = cells.filter(cell => cell.offsetWidth);
+  return {
+    charts: box.querySelectorAll('.chart').length,
+    scrolls: box.scrollWidth > box.clientWidth,
+    shadows: getComputedStyle(box).backgroundImage.split('linear-gradient').length - 1,
+    stays: getComputedStyle(shown[0] ?? box).position === 'sticky',
+    cut: shown.slice(0, 2).filter(cell => cell.getBoundingClientRect().right > right + 1).length,
+    left: left, right: right,
+  }})
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_phone_shows_charts_whole_and_says_where_tables_go_on(page, scheme):
+    look(page, width=420, scheme=scheme)
+    assert page.execute_script("return document.documentElement.scrollWidth") <= 420
+    boxes = page.execute_script(BOXES)
+    assert sum(box["scrolls"] for box in boxes) >= 3
+    for box in boxes:
+        assert box["charts"] == 0
+        assert 0 <= box["left"] < box["right"] <= 420
+        assert not box["scrolls"] or (box["shadows"], box["stays"], box["cut"]) == (4, True, 0)
+    for chart in page.find_elements("css selector", "figure .chart"):
+        assert 0 <= chart.rect["x"] < chart.rect["x"] + chart.rect["width"] <= 420
+
+
+def test_the_end_of_a_table_can_be_reached(page):
+    look(page, width=420)
+    ends = page.execute_script(
+        "return [...document.querySelectorAll('.scroll')].map(box => { box.scrollLeft = 1e6;"
+        "  const last = [...box.querySelectorAll('tbody tr:last-child > *')].pop();"
+        "  return last.getBoundingClientRect().right - box.getBoundingClientRect().right })"
+    )
+    assert len(ends) >= 3
+    assert all(abs(end) <= 1 for end in ends)
+
+
+def test_text_in_charts_is_no_smaller_than_a_phone_can_show(page, address):
+    for width in (375, 1200):
+        look(page, width=width)
+        assert len(open_charts(page, address)) == 11
+        sizes = page.execute_script(
+            "return [...document.querySelectorAll('svg.chart')].map(svg => "
+            "svg.getBoundingClientRect().width / svg.viewBox.baseVal.width * "
+            "Math.min(...[...svg.querySelectorAll('text')].map(t => "
+            "parseFloat(getComputedStyle(t).fontSize))))"
+        )
+        assert min(sizes) >= 8.5  # CSS pixels
+
+
+def test_text_in_charts_does_not_overlap(page, address):
+    for width in (375, 1200):
+        look(page, width=width)
+        assert len(open_charts(page, address)) == 11
+        overlapping = page.execute_script(
+            "const hit = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && "
+            "a.top < b.bottom - 3 && b.top < a.bottom - 3; let found = [];"
+            "for (const svg of document.querySelectorAll('svg.chart')) {"
+            "  const texts = [...svg.querySelectorAll('text')];"
+            "  const boxes = texts.map(t => t.getBoundingClientRect());"
+            "  boxes.forEach((a, i) => boxes.slice(i + 1).forEach((b, j) => {"
+            "    if (hit(a, b)) found.push([texts[i].textContent, texts[i + 1 + j].textContent])"
+            "  })) } return found"
+        )
+        assert overlapping == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_and_lines_stand_out(page, address, scheme):
+    look(page, scheme=scheme)
+    open_charts(page, address)
+    paper = style(page, "body", "backgroundColor")
+    assert (luminance(paper) > 0.5) == (scheme == "light")
+    for selector in (
+        "body",
+        "figcaption",
+        ".chart text",
+        ".from-picture text",
+        "a",
+        ".warning",
+        ".interval",
+    ):
+        name = "fill" if "text" in selector else "color"
+        assert contrast(style(page, selector, name), paper) >= 4.5, selector
+    for number in range(9):
+        page.execute_script(f"document.body.style.outlineColor = 'var(--c{number})'")
+        # WCAG asks for 3 in what is no text
+        assert contrast(style(page, "body", "outlineColor"), paper) >= 3, number
+
+
+def test_dark_print_is_printed_light(page, address):
+    look(page, media="print", scheme="dark")
+    open_charts(page, address)
+    assert luminance(style(page, "body", "backgroundColor")) > 0.9
+    for selector in (".chart text", ".from-picture text"):
+        assert contrast(style(page, selector, "fill"), "rgb(255, 255, 255)") >= 4.5
+    page.get(address)
+    assert style(page, "nav", "display") == "none"
+    pdf = page.execute_cdp_cmd("Page.printToPDF", {"paperWidth": 8.27, "paperHeight": 11.69})
+    assert len(pdf["data"]) > 20_000
