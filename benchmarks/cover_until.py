@@ -12,7 +12,7 @@ import torch
 from machine import machine, scratch_and_output, write_result
 
 from calib.data import load_data
-from calib.evaluate.measure import read
+from calib.evaluate.measure import compare_variants
 from calib.evaluate.statistics import estimate
 from calib.evaluate.variants import Setup, Variant
 from calib.job import run
@@ -95,7 +95,7 @@ def divergences(scratch: Path) -> dict[str, Any]:
     found: dict[str, list[Any]] = {name: [] for name in kinds}
     setup, documents = _opened(recipe)
     for token_ids in documents[-HELD_OUT:]:
-        measured = read(setup, torch.tensor(token_ids), variants)
+        measured = compare_variants(setup, torch.tensor(token_ids), variants)
         for name, each in found.items():
             each.append(measured[name].kl.double().numpy())
     plain = found["whole"]

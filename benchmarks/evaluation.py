@@ -25,7 +25,7 @@ from calib.evaluate.inputs import (
     SUITES,
     calibrate_on,
     calibrate_on_random_tokens,
-    evaluation_recipe,
+    complete_recipe,
 )
 from calib.evaluate.variants import Setup, Variant, build_variants
 from calib.models.sources import builtin_model
@@ -125,7 +125,7 @@ def prepared(name: str) -> tuple[PreTrainedModel, list[Variant], list[Tensor], K
     directory = builtin_model(name)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    recipe = evaluation_recipe(load_recipe(None, {"data.dataset": "builtin:python-docs"}), suite)
+    recipe = complete_recipe(load_recipe(None, {"data.dataset": "builtin:python-docs"}), suite)
     samples = load_data(recipe.data, tokenizer, lambda: model).samples
     setup = Setup(model, tokenizer)
     stats = calibrate_on(setup, samples[: suite.calibration_samples], recipe)

@@ -14,7 +14,7 @@ from calib.files.names import BAKE_FILE
 from calib.scales.stats_file import load_records
 from calib.scales.text_records import Records, TextRecord, read_records
 
-Readers = Mapping[str, Records]  # what each has read, by its name in messages
+Readers = Mapping[str, Records]  # the text that each has read, by its name in messages
 OWN = "this evaluation"
 _MORE_LOADS = 3  # each of more than twice as many samples as the one before
 
@@ -40,7 +40,7 @@ def find_readers(scales: Sequence[Path], model: Path) -> tuple[Readers, list[str
     ]
 
 
-def with_own(readers: Readers, samples: Sequence[Sequence[int]]) -> Readers:
+def add_own_samples(readers: Readers, samples: Sequence[Sequence[int]]) -> Readers:
     """Add the evaluation itself, which calibrates on `samples`."""
     return {**readers, OWN: (TextRecord.of(samples),)} if samples else readers
 
@@ -57,14 +57,17 @@ def hold_out(
     `load` returns so many samples as it is given, or all there are. InputError if not even `least`
     of them, by default all, are left.
     """
-    wanted = own + documents
-    data = load(wanted)
+    count = own + documents
+    data = load(count)
     warnings, search = data.warnings, _search(data.samples, own, documents, readers)
     for _ in range(_MORE_LOADS):
-        if len(search.documents) == documents or len(data.samples) < wanted:
+        if len(search.documents) == documents or len(data.samples) < count:
             break
-        wanted = 2 * wanted + _most_read(readers, max(map(len, data.samples)))
-        data = replace(load(wanted), warnings=warnings)
+        # as many as all readers can know
+        records = [record for each in readers.values() for record in each if record]
+        seq_len = max(map(len, data.samples))
+        count = 2 * count + sum(record.samples + record.tokens // seq_len for record in records)
+        data = replace(load(count), warnings=warnings)
         search = _search(data.samples, own, documents, readers)
     needed = documents if least is None else least
     if len(search.documents) < needed:
@@ -76,18 +79,18 @@ class _Search(NamedTuple):
     """Documents that nobody has read, and how many were left out before there were enough."""
 
     documents: list[list[int]]
-    read: Counter[str]  # by the reader
+    left_out: Counter[str]  # by the reader
     short: int  # of which a reader cannot tell
 
     @property
     def examined(self) -> int:
-        return len(self.documents) + self.read.total() + self.short
+        return len(self.documents) + self.left_out.total() + self.short
 
     def warnings(self) -> list[str]:
         lines = [
             f"{count} of {self.examined} documents were left out: {name} was calibrated on their "
             "text, or on much of it"
-            for name, count in self.read.items()
+            for name, count in self.left_out.items()
         ]
         if self.short:
             lines.append(
@@ -97,45 +100,40 @@ class _Search(NamedTuple):
         return lines
 
     def refusal(self, data: CalibrationData, own: int, needed: int) -> str:
-        if not self.read and not self.short:
+        if not self.left_out and not self.short:
             first = f", {own} of them to calibrate on" * bool(own)
             return (
                 f"'{data.source}' has {len(data.samples)} samples, and {own + needed} are needed"
                 f"{first}: use a larger dataset, or a smaller --samples or --seq-len"
             )
-        why = [f"{name} read {count} others" for name, count in self.read.items()]
-        why += [f"{self.short} are too short to tell"] * bool(self.short)
+        reasons = [f"{name} read {count} others" for name, count in self.left_out.items()]
+        reasons += [f"{self.short} are too short to tell"] * bool(self.short)
         return (
             f"{len(self.documents)} of {self.examined} documents of '{data.source}' are new, and "
-            f"{needed} are needed: {', '.join(why)}; use another dataset"
+            f"{needed} are needed: {', '.join(reasons)}; use another dataset"
         )
 
 
 def _search(samples: Sequence[list[int]], own: int, documents: int, readers: Readers) -> _Search:
     """Look for `documents` that are new to `readers` and to the first `own` samples."""
-    readers = with_own(readers, samples[:own])
+    readers = add_own_samples(readers, samples[:own])
     new: list[list[int]] = []
-    read: Counter[str] = Counter()
+    left_out: Counter[str] = Counter()
     short = 0
     for sample in samples[own:]:
         if len(new) == documents:
             break
-        told = {name: _has_read(records, sample) for name, records in readers.items()}
-        if name := next((name for name, said in told.items() if said), None):
-            read[name] += 1
-        elif None in told.values():
+        answers = {name: _has_read(records, sample) for name, records in readers.items()}
+        if reader := next((name for name, answer in answers.items() if answer), None):
+            left_out[reader] += 1
+        elif None in answers.values():
             short += 1
         else:
             new.append(sample)
-    return _Search(new, read, short)
+    return _Search(new, left_out, short)
 
 
 def _has_read(records: Records, sample: Sequence[int]) -> bool | None:
-    said = [record.has_read(sample) for record in records if record]
-    return True if True in said else None if None in said else False
-
-
-def _most_read(readers: Readers, seq_len: int) -> int:
-    """Count the samples of `seq_len` tokens that readers can know."""
-    known = [record for records in readers.values() for record in records if record]
-    return sum(record.samples + record.tokens // seq_len for record in known)
+    """Return whether the sample is in one of `records`; None if one cannot tell."""
+    answers = [record.has_read(sample) for record in records if record]
+    return True if True in answers else None if None in answers else False

@@ -3,16 +3,16 @@
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from calib.choices import REFERENCE
-from calib.evaluate.inputs import Material, continue_greedily, cut_text, retrieve, same_tokens
+from calib.errors import InputError
+from calib.evaluate.inputs import EvaluationText, Passkey
 from calib.evaluate.layer_errors import LayerError, LayerValues, layer_errors
-from calib.evaluate.report import Search, Texts
+from calib.evaluate.report import Continuation, Search, Texts
 from calib.evaluate.statistics import Divergence, chunks, compare, join
 from calib.evaluate.variants import UNCHANGED, Setup, Variant
 
@@ -23,67 +23,49 @@ _AT_ONCE = 8  # variants of a search, each with a cache of its own
 
 @dataclass
 class Measured:
-    """What was measured of one variant."""
+    """The measurements of one variant."""
 
     variant: Variant
     documents: list[Divergence] = field(default_factory=list)
     long_documents: list[Divergence] = field(default_factory=list)
-    same_tokens: list[int] = field(default_factory=list)
-    found_passkeys: list[bool] = field(default_factory=list)
+    same_tokens: list[int] = field(default_factory=list)  # of each text, before it leaves the reference's
+    passkeys: list[bool] = field(default_factory=list)  # whether each was retrieved
     texts: list[list[int]] = field(default_factory=list)
     layers: dict[int, LayerError] = field(default_factory=dict)
     values: dict[int, LayerValues] = field(default_factory=dict)  # of the reference
 
     @property
     def is_finite(self) -> bool:
-        """Whether every token has a finite KL."""
+        """Return whether every token has a finite KL."""
         return all(bool(each.kl.isfinite().all()) for each in self.documents)
 
 
 @torch.inference_mode()
-def measure(setup: Setup, variants: Sequence[Variant], material: Material) -> dict[str, Measured]:
+def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> dict[str, Measured]:
     """Measure all variants; the reference is the first entry."""
-    found = {variant.name: Measured(variant) for variant in (UNCHANGED, *variants)}
-    for token_ids in setup.progress.each("documents", material.documents, "documents"):
-        for name, divergence in read(setup, token_ids, variants).items():
-            found[name].documents.append(divergence)
+    measured = {variant.name: Measured(variant) for variant in (UNCHANGED, *variants)}
+    for token_ids in setup.progress.each("documents", text.documents, "documents"):
+        for name, divergence in compare_variants(setup, token_ids, variants).items():
+            measured[name].documents.append(divergence)
     served = [variant for variant in variants if variant.served]
-    for token_ids in setup.progress.each("long documents", material.long_documents, "documents"):
-        for name, divergence in read(setup, token_ids, served).items():
-            found[name].long_documents.append(divergence)
-    errors, found[REFERENCE].values = layer_errors(setup, material.layer_documents, variants)
+    for token_ids in setup.progress.each("long documents", text.long_documents, "documents"):
+        for name, divergence in compare_variants(setup, token_ids, served).items():
+            measured[name].long_documents.append(divergence)
+    errors, measured[REFERENCE].values = layer_errors(setup, text.layer_documents, variants)
     for name, layers in errors.items():
-        found[name].layers = layers
-    writing = [m for m in found.values() if m.variant is UNCHANGED or m.variant.generates]
-    for measured in setup.progress.each("text", writing, "variants"):
-        _continue(setup, measured, found[REFERENCE], material)
-    return found
+        measured[name].layers = layers
+    writing = [m for m in measured.values() if m.variant is UNCHANGED or m.variant.generates]
+    for each in setup.progress.each("text", writing, "variants"):
+        setup.progress.detail(each.variant.name)
+        with each.variant.applied(setup):
+            each.texts = _continue_greedily(setup, text.prompts, text.new_tokens)
+            each.passkeys = _retrieve(setup, text.passkeys)
+        pairs = zip(measured[REFERENCE].texts, each.texts, strict=True)
+        each.same_tokens = [_count_same(a, b) for a, b in pairs]
+    return measured
 
 
-def _continue(setup: Setup, measured: Measured, reference: Measured, material: Material) -> None:
-    """Write greedy text and look for passkeys."""
-    setup.progress.detail(measured.variant.name)
-    with measured.variant.applied(setup):
-        if material.prompts:
-            measured.texts = continue_greedily(setup, material.prompts, material.new_tokens)
-        measured.found_passkeys = retrieve(setup, material.passkeys)
-    pairs = zip(reference.texts, measured.texts, strict=True)
-    measured.same_tokens = [same_tokens(a, b) for a, b in pairs]
-
-
-def written_texts(setup: Setup, material: Material, measured: dict[str, Measured]) -> Texts:
-    """The greedy texts of `measured`, cut where they leave the reference's."""
-    tokenizer = setup.tokenizer
-    continuations = {
-        name: [cut_text(tokenizer, *pair) for pair in zip(m.texts, m.same_tokens, strict=True)]
-        for name, m in measured.items()
-        if m.texts
-    }
-    prompts = [tokenizer.decode(prompt) for prompt in material.prompts]
-    return Texts(prompts=prompts, continuations=continuations)
-
-
-def read(setup: Setup, token_ids: Tensor, variants: Sequence[Variant]) -> dict[str, Divergence]:
+def compare_variants(setup: Setup, token_ids: Tensor, variants: Sequence[Variant]) -> dict[str, Divergence]:
     """Compare each variant's logits on `token_ids` [T] with the reference's, itself among them."""
     model = setup.model
     caches = {v.name: DynamicCache(config=model.config) for v in (UNCHANGED, *variants)}
@@ -105,22 +87,85 @@ def _logits(model: PreTrainedModel, token_ids: Tensor, cache: Cache) -> Tensor:
     return logits[0]
 
 
+def _continue_greedily(setup: Setup, prompts: Sequence[Tensor], count: int) -> list[list[int]]:
+    """Write `count` greedy tokens after each prompt [T]; all prompts have the same length."""
+    if not prompts:
+        return []
+    ids = torch.stack(list(prompts)).to(setup.model.device)
+    output = setup.model.generate(
+        input_ids=ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        use_cache=True,
+    )
+    tokens: list[list[int]] = output[:, ids.shape[1] :].tolist()
+    return tokens
+
+
+def _count_same(first: Sequence[int], second: Sequence[int]) -> int:
+    """Count the tokens before the two first differ."""
+    pairs = zip(first, second, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(first))
+
+
+def _retrieve(setup: Setup, passkeys: Sequence[Passkey]) -> list[bool]:
+    """Return whether the model's continuation of each prompt starts with its key."""
+    retrieved: dict[int, bool] = {}
+    for length in {len(passkey.prompt) for passkey in passkeys}:
+        indices = [i for i, passkey in enumerate(passkeys) if len(passkey.prompt) == length]
+        count = max(len(setup.tokenizer(passkeys[i].key)["input_ids"]) for i in indices) + 2
+        texts = _continue_greedily(setup, [passkeys[i].prompt for i in indices], count)
+        for i, tokens in zip(indices, texts, strict=True):
+            retrieved[i] = setup.tokenizer.decode(tokens).strip().startswith(passkeys[i].key)
+    return [retrieved[i] for i in range(len(passkeys))]
+
+
+def written_texts(setup: Setup, text: EvaluationText, measured: dict[str, Measured]) -> Texts:
+    """Decode the greedy texts of `measured`, cut where they leave the reference's."""
+    tokenizer = setup.tokenizer
+    continuations = {
+        name: [_cut_text(tokenizer, *pair) for pair in zip(m.texts, m.same_tokens, strict=True)]
+        for name, m in measured.items()
+        if m.texts
+    }
+    prompts = [tokenizer.decode(prompt) for prompt in text.prompts]
+    return Texts(prompts=prompts, continuations=continuations)
+
+
+def _cut_text(tokenizer: PreTrainedTokenizerBase, ids: list[int], count: int) -> Continuation:
+    """Decode `ids`, cut after the first `count` tokens."""
+    whole, start = tokenizer.decode(ids), tokenizer.decode(ids[:count])
+    # a character of several tokens may be cut in two: it belongs to the second part
+    start = start if whole.startswith(start) else start.rstrip("\ufffd")
+    return Continuation(same_tokens=count, same=start, rest=whole.removeprefix(start))
+
+
 @torch.inference_mode()
-def search(setup: Setup, variant: Variant, documents: Sequence[Tensor], budget: float) -> Search:
+def search_layers(
+    setup: Setup, variants: Sequence[Variant], documents: Sequence[Tensor], budget: float
+) -> Search:
     """Leave the layers that diverge most alone in 16 bits, as few as the budget allows.
 
-    Layers are ranked by the KL of each alone in FP8; that of several is measured, not added up.
+    The scales are the first of --scales, or else `attn_head`, or else any that engines load. Layers are
+    ranked by the KL of each alone in FP8; that of several is measured, not added up.
     """
+    ranks = {"given": 0, "attn_head": 1}
+    served = [variant for variant in variants if variant.served]
+    if not served:
+        raise InputError("a search needs scales that engines load: give --scales or keep attn_head")
+    variant = min(served, key=lambda v: min(ranks.get(v.kind, 2), ranks.get(v.name, 2)))
     layers = list(variant.layers)
-    ranking = [_only(variant, {layer}) for layer in layers]
 
     def kl(skipped: Iterable[int]) -> float:
-        kept = set(layers) - set(skipped)
-        stage = f"search: {len(kept)} of {len(layers)} layers in FP8"
-        return mean_kl(setup, stage, [_only(variant, kept)], documents)[0] if kept else 0.0
+        layers_in_fp8 = set(layers) - set(skipped)
+        stage = f"search: {len(layers_in_fp8)} of {len(layers)} layers in FP8"
+        return _mean_kl(setup, stage, variant, [layers_in_fp8], documents)[0] if layers_in_fp8 else 0.0
 
     stage = "search: each layer alone"
-    alone = dict(zip(layers, mean_kl(setup, stage, ranking, documents), strict=True))
+    kl_alone = _mean_kl(setup, stage, variant, [{layer} for layer in layers], documents)
+    alone = dict(zip(layers, kl_alone, strict=True))
     worst_first = sorted(layers, key=lambda layer: (math.isfinite(alone[layer]), -alone[layer]))
     measured = {0: kl([]), len(layers): 0.0}
     few, enough = (0, 0) if measured[0] <= budget else (0, len(layers))
@@ -139,22 +184,24 @@ def search(setup: Setup, variant: Variant, documents: Sequence[Tensor], budget: 
     )
 
 
-def _only(variant: Variant, kept: set[int]) -> Variant:
-    assert variant.scales is not None
-    layers = {n: s for n, s in variant.scales.layers.items() if s.layer_idx in kept}
-    name = f"layers {sorted(kept)}"
-    return replace(variant, name=name, scales=replace(variant.scales, layers=layers))
-
-
-def mean_kl(
-    setup: Setup, stage: str, variants: Sequence[Variant], documents: Sequence[Tensor]
+def _mean_kl(
+    setup: Setup, stage: str, variant: Variant, subsets: Sequence[set[int]], documents: Sequence[Tensor]
 ) -> list[float]:
-    """Mean KL of each variant over all tokens of `documents`; progress shows it as `stage`."""
-    total = {variant.name: 0.0 for variant in variants}
-    reads = [*product(documents, chunks(len(variants), _AT_ONCE))]
-    for token_ids, few in setup.progress.each(stage, reads, "reads"):
-        found = read(setup, token_ids, variants[few])
-        for variant in variants[few]:
-            total[variant.name] += float(found[variant.name].kl.double().sum())
+    """Measure the mean KL over all tokens of `documents` with each of these subsets of layers in FP8."""
+    variants = [_only(variant, layers) for layers in subsets]
+    total = [0.0] * len(variants)
+    reads = [(document, rows) for document in documents for rows in chunks(len(variants), _AT_ONCE)]
+    for token_ids, rows in setup.progress.each(stage, reads, "reads"):
+        divergences = compare_variants(setup, token_ids, variants[rows])
+        for i in range(len(variants))[rows]:
+            total[i] += float(divergences[variants[i].name].kl.double().sum())
     tokens = sum(map(len, documents))
-    return [total[variant.name] / tokens for variant in variants]
+    return [kl / tokens for kl in total]
+
+
+def _only(variant: Variant, layers: set[int]) -> Variant:
+    """Keep the scales of `layers` alone."""
+    assert variant.scales is not None
+    scales = {n: s for n, s in variant.scales.layers.items() if s.layer_idx in layers}
+    name = f"layers {sorted(layers)}"
+    return replace(variant, name=name, scales=replace(variant.scales, layers=scales))

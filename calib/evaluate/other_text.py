@@ -16,7 +16,7 @@ from calib.errors import InputError
 from calib.evaluate.held_out import Readers, hold_out
 from calib.evaluate.inputs import RANDOM_SAMPLES
 from calib.evaluate.layer_errors import Clipped, anywhere, clipped_layer, count_clipped
-from calib.evaluate.measure import Measured, read
+from calib.evaluate.measure import Measured, compare_variants
 from calib.evaluate.report import Differs, Events, Figure, OtherRow, OtherText, Row, Suite, not_finite
 from calib.evaluate.statistics import Divergence, Values, difference, estimate, perplexity
 from calib.evaluate.variants import Setup, Variant
@@ -128,7 +128,7 @@ def measure_other_texts(
 def _measure(setup: Setup, text: OtherDocuments, kept: Sequence[Variant]) -> MeasuredElsewhere:
     divergences: dict[str, list[Divergence]] = {}
     for token_ids in setup.progress.each(text.data.source, text.documents, "documents"):
-        for name, divergence in read(setup, token_ids, kept).items():
+        for name, divergence in compare_variants(setup, token_ids, kept).items():
             divergences.setdefault(name, []).append(divergence)
     return MeasuredElsewhere(text, divergences, count_clipped(setup, text.documents, kept))
 

@@ -1,13 +1,9 @@
-"""The whole evaluation: calibrate on one part of the data, measure every variant on another."""
+"""The whole evaluation: calibrate on one part of the text, measure every variant on another."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-from transformers import PreTrainedModel
-
-from calib.caches.types import Shape
 from calib.capture.attention import layer_shapes
 from calib.capture.capabilities import check_fp8_cache
 from calib.capture.directory_scales import weight_warnings
@@ -22,12 +18,9 @@ from calib.evaluate.cache_variants import (
     wanted_types,
     with_bytes,
 )
-from calib.evaluate.held_out import find_readers, with_own
-from calib.evaluate.inputs import Material
-from calib.evaluate.layer_errors import predicted
-from calib.evaluate.measure import measure, search, written_texts
+from calib.evaluate.held_out import add_own_samples, find_readers
+from calib.evaluate.measure import measure, search_layers, written_texts
 from calib.evaluate.other_text import (
-    OtherDocuments,
     check_other_texts,
     load_other_texts,
     measure_other_texts,
@@ -35,14 +28,13 @@ from calib.evaluate.other_text import (
 )
 from calib.evaluate.page.html import check_report_directory, write_report
 from calib.evaluate.recommend import Wish
-from calib.evaluate.report import Recommendation, Report, Search, Suite
+from calib.evaluate.report import Recommendation, Report, Suite
 from calib.evaluate.serve_commands import Offers
 from calib.evaluate.summarize import Evaluation, summarize
-from calib.evaluate.tasks import Tasks, find_tasks, name_tasks, run_tasks, task_variants
-from calib.evaluate.variants import ONE_ATTENTION, Setup, Variant, build_variants, other_attention
+from calib.evaluate.tasks import find_tasks, name_tasks, run_tasks, task_variants
+from calib.evaluate.variants import ONE_ATTENTION, Variant, build_variants, other_attention
 from calib.evaluate.verdict import check_variant, failures
 from calib.files.atomic import claimed
-from calib.files.model_directory import ModelDirectory
 from calib.files.text import Condition, parse_condition
 from calib.models.config import load_config
 from calib.models.quantized.weights import quantization_notes
@@ -50,20 +42,168 @@ from calib.models.sources import find_model
 from calib.progress import SILENT, Progress
 from calib.recipe import EvaluationRecipe, Recipe
 from calib.scales.scales import LATENT_NOTE
-from calib.scales.stats import KVStats
-from calib.scales.text_summary import TextSummary
 from fp8kv_runtime.errors import AttentionError
+
+
+def evaluate(
+    model_name: str,
+    recipe: Recipe,
+    *,
+    scales: Sequence[Path] = (),
+    suite: Suite | None = None,
+    wish: Wish | None = None,
+    progress: Progress = SILENT,
+) -> Evaluation:
+    """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's.
+
+    With a `wish`, nothing is measured that cannot be served there. `summarize` makes the report.
+    """
+    evaluation = _open_inputs(model_name, recipe, scales, suite, wish)
+    _load_model_and_text(evaluation, progress)
+    _calibrate(evaluation)
+    _choose_variants(evaluation)
+    _measure_variants(evaluation)
+    return evaluation
+
+
+def _open_inputs(
+    model_name: str, recipe: Recipe, scales: Sequence[Path], suite: Suite | None, wish: Wish | None
+) -> Evaluation:
+    """Find everything by its name, and refuse what cannot be evaluated before the model is loaded."""
+    checkpoint = find_model(model_name)
+    config = load_config(checkpoint, recipe.trust_remote_code)
+    suite, warnings = inputs.fit_suite(config, recipe.evaluation, suite)
+    if wish is not None:
+        suite = inputs.whole_text_only(suite)
+    tasks = find_tasks(recipe.evaluation.tasks, recipe.evaluation.task_limit)
+    opened_scales = inputs.open_named_scales(scales, checkpoint)
+    readers, unknown = find_readers(scales, checkpoint.path)
+    return Evaluation(
+        model_name=model_name,
+        checkpoint=checkpoint,
+        config=config,
+        recipe=inputs.complete_recipe(recipe, suite),
+        suite=suite,
+        wish=wish,
+        tasks=tasks,
+        scales=opened_scales,
+        readers=readers,
+        warnings=[
+            *warnings,
+            *quantization_notes(checkpoint),
+            *weight_warnings(scales, checkpoint),
+            *unknown,
+        ],
+    )
+
+
+def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
+    """Load the model and the text; refuse a model, scales or cache types that cannot be measured."""
+    recipe, suite = evaluation.recipe, evaluation.suite
+    evaluation.setup = setup = inputs.load_setup(evaluation.checkpoint, evaluation.config, recipe, progress)
+    evaluation.variants = [
+        Variant(name, "given with --scales", "given", scales_for(setup.model))
+        for name, scales_for in evaluation.scales.items()
+    ]
+    evaluation.text, warnings = inputs.load_text(setup, recipe, suite, evaluation.readers)
+    readers = add_own_samples(evaluation.readers, evaluation.text.calibration.samples)
+    evaluation.other_documents, other_warnings = load_other_texts(setup, recipe, suite, readers)
+    evaluation.shapes = layer_shapes(setup.model)  # runs the model, whose tokens are checked now
+    check_model(setup.attention, setup.model, evaluation.shapes)
+    check_fp8_cache(setup.model)
+    evaluation.cache_types, type_warnings = wanted_types(recipe.evaluation.caches, evaluation.shapes)
+    evaluation.warnings += [*warnings, *other_warnings, *type_warnings]
+
+
+def _calibrate(evaluation: Evaluation) -> None:
+    """Measure the statistics that variants are made of."""
+    setup, recipe, text = evaluation.setup, evaluation.recipe, evaluation.text.calibration
+    evaluation.stats = evaluation.random_stats = inputs.calibrate_on(setup, text.samples, recipe)
+    if "random" in _built_in_names(recipe.evaluation):
+        evaluation.random_stats = inputs.calibrate_on_random_tokens(setup, recipe)
+    evaluation.warnings += text.summary(recipe.data.skip_first).warnings()
+    evaluation.warnings += [LATENT_NOTE] * evaluation.stats.latent
+    evaluation.warnings += [ONE_ATTENTION] * (other_attention(setup.model) is None)
+
+
+def _choose_variants(evaluation: Evaluation) -> None:
+    """Make the variants that were asked for and can be measured; the scales of --scales come second."""
+    setup, stats, settings = evaluation.setup, evaluation.stats, evaluation.recipe.evaluation
+    built_in = _choose_built_in(evaluation)
+    caches, warnings = cache_variants(
+        setup, evaluation.checkpoint, settings.caches, evaluation.cache_types, stats
+    )
+    _refuse_variants(evaluation, [*built_in, *caches])
+    variants = [
+        variant
+        for variant in (*built_in, *evaluation.variants, *caches)
+        if variant.name not in evaluation.refused
+    ]
+    variants, mode_warnings = select_variants(setup, variants, settings.variants)
+    evaluation.variants = with_bytes(variants, evaluation.shapes)
+    evaluation.warnings += [*warnings, *mode_warnings]
+
+
+def _choose_built_in(evaluation: Evaluation) -> list[Variant]:
+    """Return the controls and the variants with static scales."""
+    variants = build_variants(evaluation.stats, evaluation.random_stats)
+    missing = {*(evaluation.recipe.evaluation.variants or ())} - {variant.name for variant in variants}
+    if missing:
+        raise InputError(
+            f"--variants {min(missing)}: this model caches latents (MLA), which have one scale per "
+            f"layer; choose from {', '.join(v.name for v in variants if v.kind != 'control')}"
+        )
+    names = _built_in_names(evaluation.recipe.evaluation)
+    has_eager = other_attention(evaluation.setup.model) is not None
+    return [v for v in variants if v.name in names and (has_eager or not v.eager)]
+
+
+def _built_in_names(settings: EvaluationRecipe) -> tuple[str, ...]:
+    static = STATIC if {"all", "fp8"} & set(settings.caches) else ()
+    return (*(VARIANTS if settings.variants is None else settings.variants), *static, *CONTROLS)
+
+
+def _refuse_variants(evaluation: Evaluation, variants: Sequence[Variant]) -> None:
+    """Find out which `variants` cannot be served as the wish says; without one, all are measured."""
+    name, checkpoint, wish = evaluation.model_name, evaluation.checkpoint, evaluation.wish
+    served_name = str(checkpoint.path) if name.startswith("builtin:") else name
+    recipe = evaluation.recipe
+    evaluation.offers = offers = Offers(
+        served_name, checkpoint, recipe.data.dataset, evaluation.shapes, recipe.trust_remote_code
+    )
+    if wish is not None:
+        caches = [variant for variant in variants if variant.kind != "control"]
+        answers = {variant.name: offers.of(variant, wish.engine, wish.gpu) for variant in caches}
+        evaluation.refused = {name: why for name, why in answers.items() if isinstance(why, str)}
+
+
+def _measure_variants(evaluation: Evaluation) -> None:
+    """Measure every variant beside the reference, on all that was loaded."""
+    setup, text, variants = evaluation.setup, evaluation.text, evaluation.variants
+    settings = evaluation.recipe.evaluation
+    try:
+        check_other_texts(evaluation.other_documents, variants)  # what refuses comes first
+        evaluation.measured = measure(setup, variants, text)
+        evaluation.texts = written_texts(setup, text, evaluation.measured)
+        evaluation.other_texts = measure_other_texts(setup, evaluation.other_documents, variants)
+        if settings.kl_budget is not None:
+            evaluation.search = search_layers(setup, variants, text.layer_documents, settings.kl_budget)
+        evaluation.task_figures = run_tasks(
+            setup, evaluation.tasks, task_variants(variants, settings.variants)
+        )
+    except AttentionError as error:
+        raise InputError(str(error)) from error
 
 
 def check_evaluation(recipe: Recipe, scales: Sequence[Path]) -> list[Condition]:
     """Read the conditions; refuse unknown variants and tasks. `scales` may not be there yet."""
-    wanted = recipe.evaluation
-    conditions = [parse_condition(text) for text in wanted.fail_if]
-    names = [*_built_in(wanted), *cache_names(wanted.caches), *inputs.given_names(scales)]
+    settings = recipe.evaluation
+    conditions = [parse_condition(text) for text in settings.fail_if]
+    names = [*_built_in_names(settings), *cache_names(settings.caches), *inputs.name_scales(scales)]
     for condition in conditions:
         check_variant(condition, names)
-    if wanted.tasks:
-        name_tasks(wanted.tasks)
+    if settings.tasks:
+        name_tasks(settings.tasks)
     wanted_datasets(recipe)
     return conditions
 
@@ -87,149 +227,16 @@ def run_evaluation(
         report = summarize(evaluate(model_name, recipe, scales=scales, progress=progress))
         if output is not None:
             write_report(report, output)
-    failed = [line for each in conditions for line in failures(each, report, report.subjects)]
-    return report, failed
-
-
-def evaluate(
-    model_name: str,
-    recipe: Recipe,
-    *,
-    scales: Sequence[Path] = (),
-    suite: Suite | None = None,
-    wish: Wish | None = None,
-    progress: Progress = SILENT,
-) -> Evaluation:
-    """Compare FP8 caches with the model's own on unseen text; `suite` replaces the recipe's.
-
-    With a `wish` nothing is measured that cannot be served there.
-    """
-    wanted = recipe.evaluation
-    checkpoint = find_model(model_name)
-    config = load_config(checkpoint, recipe.trust_remote_code)
-    suite, notes = inputs.fitting_suite(config, wanted, suite)
-    suite = suite if wish is None else inputs.whole_text_only(suite)
-    notes += quantization_notes(checkpoint)
-    recipe = inputs.evaluation_recipe(recipe, suite)
-    tasks = find_tasks(wanted.tasks, wanted.task_limit)
-    opened = inputs.open_given(scales, checkpoint)
-    notes += weight_warnings(scales, checkpoint)
-    setup = inputs.load_setup(checkpoint, config, recipe, progress)
-    model = setup.model
-    given = [Variant(n, "given with --scales", "given", of(model)) for n, of in opened.items()]
-    readers, warnings = find_readers(scales, checkpoint.path)
-    data, read, material, left = inputs.load_material(setup, recipe, suite, readers)
-    others, more = load_other_texts(setup, recipe, suite, with_own(readers, read.samples))
-    shapes = _fitting_shapes(setup)  # runs the model, whose tokens are checked now
-    types, left_out = wanted_types(wanted.caches, shapes)
-    stats = inputs.calibrate_on(setup, read.samples, recipe)
-    notes += _doubts(read.summary(recipe.data.skip_first), stats, model)
-    about = inputs.describe(data, material, stats.tokens)
-    conditions = inputs.conditions(setup, model_name, suite, about, shapes)
-    variants = _static(setup, recipe, stats)
-    caches, unbaked = cache_variants(setup, checkpoint, wanted.caches, types, stats)
-    served_name, trust = _served_name(model_name, checkpoint), recipe.trust_remote_code
-    offers = Offers(served_name, checkpoint, recipe.data.dataset, shapes, trust)
-    refused = _refused([*variants, *caches], offers, wish)
-    measured = [each for each in (*variants, *given, *caches) if each.name not in refused]
-    measured, unlike = select_variants(setup, measured, wanted.variants)
-    results = _results(setup, with_bytes(measured, shapes), material, others, tasks, wanted)
-    warnings = [*notes, *data.warnings, *warnings, *left, *more, *left_out, *unbaked, *unlike]
-    chances = {} if recipe.data.skip_first else predicted(measured, stats)
-    return Evaluation(
-        conditions, warnings=warnings, offers=offers, refused=refused,
-        places=stats.places(), clip_chances=chances, **results,
-    )  # fmt: skip
-
-
-def _fitting_shapes(setup: Setup) -> list[Shape]:
-    """Return the shapes of K and V; refuse a model that the evaluation cannot run."""
-    shapes = layer_shapes(setup.model)
-    check_model(setup.attention, setup.model, shapes)
-    check_fp8_cache(setup.model)
-    return shapes
-
-
-def _doubts(text: TextSummary, stats: KVStats, model: PreTrainedModel) -> list[str]:
-    """Say what limits figures of scales that were measured on `text`."""
-    lacks = other_attention(model) is None
-    return [*text.warnings(), *[LATENT_NOTE] * stats.latent, *[ONE_ATTENTION] * lacks]
-
-
-def _results(
-    setup: Setup,
-    variants: list[Variant],
-    material: Material,
-    others: list[OtherDocuments],
-    tasks: Tasks,
-    asked: EvaluationRecipe,
-) -> dict[str, Any]:
-    """The measurements, by their names in `Evaluation`."""
-    budget = asked.kl_budget
-    try:
-        check_other_texts(others, variants)  # what refuses comes first
-        measured = measure(setup, variants, material)
-        return {
-            "measured": measured,
-            "texts": written_texts(setup, material, measured),
-            "other_texts": measure_other_texts(setup, others, variants),
-            "search": None if budget is None else _search(setup, variants, material, budget),
-            "tasks": run_tasks(setup, tasks, task_variants(variants, asked.variants)),
-        }
-    except AttentionError as error:
-        raise InputError(str(error)) from error
-
-
-def _refused(variants: Sequence[Variant], offers: Offers, wish: Wish | None) -> dict[str, str]:
-    """Why variants cannot be served where the wish is to, by their names."""
-    if wish is None:
-        return {}
-    caches = [each for each in variants if each.kind != "control"]
-    answers = {each.name: offers.of(each, wish.engine, wish.gpu) for each in caches}
-    return {name: answer for name, answer in answers.items() if isinstance(answer, str)}
-
-
-def _served_name(model: str, checkpoint: ModelDirectory) -> str:
-    """What engines are given for `model`."""
-    return str(checkpoint.path) if model.startswith("builtin:") else model
-
-
-def _static(setup: Setup, recipe: Recipe, stats: KVStats) -> list[Variant]:
-    """The variants with scales that are wanted, and the controls."""
-    names = _built_in(recipe.evaluation)
-    random = inputs.calibrate_on_random_tokens(setup, recipe) if "random" in names else stats
-    made = build_variants(stats, random)
-    asked = {*(recipe.evaluation.variants or ())}
-    if missing := asked - {variant.name for variant in made}:
-        raise InputError(
-            f"--variants {min(missing)}: this model caches latents (MLA), which have one scale per "
-            f"layer; choose from {', '.join(v.name for v in made if v.kind != 'control')}"
-        )
-    lacks = other_attention(setup.model) is None
-    return [v for v in made if v.name in names and not (v.eager and lacks)]
-
-
-def _built_in(wanted: EvaluationRecipe) -> tuple[str, ...]:
-    static = STATIC if {"all", "fp8"} & set(wanted.caches) else ()
-    return (*(VARIANTS if wanted.variants is None else wanted.variants), *static, *CONTROLS)
-
-
-def _search(setup: Setup, variants: list[Variant], material: Material, budget: float) -> Search:
-    """Search with the first of --scales, or else `attn_head`, or else any variant engines load."""
-    ranks = {"given": 0, "attn_head": 1}
-    served = [variant for variant in variants if variant.served]
-    if not served:
-        raise InputError("a search needs scales that engines load: give --scales or keep attn_head")
-    subject = min(served, key=lambda v: min(ranks.get(v.kind, 2), ranks.get(v.name, 2)))
-    return search(setup, subject, material.layer_documents, budget)
+    lines = [line for condition in conditions for line in failures(condition, report, report.subjects)]
+    return report, lines
 
 
 def run_recommendation(
     model_name: str, recipe: Recipe, wish: Wish, *, progress: Progress
 ) -> tuple[Recommendation, list[str]]:
     """Measure whole texts with all caches that can be served, and choose one; warnings as well."""
-    evaluation = recipe.evaluation.model_copy(update={"caches": ("all",), "variants": (), "also": ()})
-    recipe = recipe.model_copy(update={"evaluation": evaluation})
-    report = summarize(evaluate(model_name, recipe, wish=wish, progress=progress), wish)
+    settings = recipe.evaluation.model_copy(update={"caches": ("all",), "variants": (), "also": ()})
+    recipe = recipe.model_copy(update={"evaluation": settings})
+    report = summarize(evaluate(model_name, recipe, wish=wish, progress=progress))
     assert report.recommended is not None
     return report.recommended, report.warnings

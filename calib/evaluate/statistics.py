@@ -1,7 +1,7 @@
 """From logits to figures: divergence of each token, and intervals over documents."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -18,12 +18,12 @@ Statistic = Callable[[Values], float]
 
 _FIRST_BIN = 16  # positions; each bin after it ends at twice the position
 _RESAMPLES = 1000
-# what is no number is a figure as well, and is said where it is shown
+# what is not a number is a figure as well, and is marked where it is shown
 _quietly = np.errstate(invalid="ignore", over="ignore")
 
 
 class Divergence(NamedTuple):
-    """One document, one variant. Positions are those of the tokens read."""
+    """A variant beside the reference on one document; a row is of the token at its position."""
 
     kl: Tensor  # [T] float64, KL(reference || variant) in nats
     agrees: Tensor  # [T] bool, the likeliest token is the same
@@ -34,28 +34,28 @@ def compare(reference: Tensor, variant: Tensor, following: Tensor) -> Divergence
     """Compare logits [T, vocabulary]; `following` [T or T - 1] are the tokens that came next."""
     parts = []
     for rows in chunks(len(reference), rows_at_once(reference)):
-        found = variant[rows]
-        pair = compare_pair(reference[rows], found)
-        came = following[rows].to(found.device)
-        chosen = found[: len(came)].gather(1, came[:, None]).squeeze(1)
-        nll = pair.log_sum[: len(came)] - chosen.double()
+        logits = variant[rows]
+        pair = compare_pair(reference[rows], logits)
+        tokens = following[rows].to(logits.device)
+        chosen = logits[: len(tokens)].gather(1, tokens[:, None]).squeeze(1)
+        nll = pair.log_sum[: len(tokens)] - chosen.double()
         parts.append(Divergence(pair.kl, pair.agrees, nll))
     return Divergence(*(x.cpu() for x in join(parts)))
 
 
 def join(parts: Sequence[Divergence]) -> Divergence:
-    """Consecutive parts of one document as one."""
+    """Join consecutive parts of one document."""
     return Divergence(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def chunks(length: int, size: int) -> Iterator[slice]:
-    """Slices of at most `size` that cover `length`."""
+    """Cut `length` into slices of at most `size`."""
     return (slice(i, min(i + size, length)) for i in range(0, length, size))
 
 
 @_quietly
 def estimate(documents: list[Values], statistic: Statistic = np.mean, *, seed: int = 0) -> Figure:
-    """`statistic` of all values, resampled by document: tokens of one are not independent."""
+    """Estimate `statistic` of all values, resampled by document: tokens of one are not independent."""
     rng = np.random.default_rng(seed)
     # a quantile sorts: a million values are enough work for one figure
     resamples = int(min(_RESAMPLES, max(200, 2e7 // max(1, sum(map(len, documents))))))
@@ -68,7 +68,7 @@ def estimate(documents: list[Values], statistic: Statistic = np.mean, *, seed: i
 
 @_quietly
 def ratio(numerators: Values, denominators: Values) -> Figure:
-    """Sum of `numerators` [documents] over that of `denominators`, resampled by document."""
+    """Estimate the sum of `numerators` [documents] over that of `denominators`, resampled by document."""
     rng = np.random.default_rng(0)
     chosen = rng.integers(len(numerators), size=(_RESAMPLES, len(numerators)))
     draws = numerators[chosen].sum(1) / denominators[chosen].sum(1)
@@ -76,20 +76,17 @@ def ratio(numerators: Values, denominators: Values) -> Figure:
 
 
 @_quietly
-def difference(here: list[Values], there: list[Values]) -> Figure:
-    """Mean of the values `here` less that of those `there`, each resampled by its documents."""
+def difference(first: list[Values], second: list[Values]) -> Figure:
+    """Estimate the mean of the values `first` less that of `second`, each resampled by its documents."""
     rng = np.random.default_rng(0)
-    draws = [_means(each, rng.integers(len(each), size=(_RESAMPLES, len(each)))) for each in (here, there)]
-    value = float(np.concatenate(here).mean() - np.concatenate(there).mean())
+    draws = []
+    for documents in (first, second):
+        chosen = rng.integers(len(documents), size=(_RESAMPLES, len(documents)))
+        sums = np.array([document.sum() for document in documents])
+        counts = np.array([float(len(document)) for document in documents])
+        draws.append(sums[chosen].sum(1) / counts[chosen].sum(1))
+    value = float(np.concatenate(first).mean() - np.concatenate(second).mean())
     return _figure(value, draws[0] - draws[1])
-
-
-def _means(documents: list[Values], chosen: NDArray[np.int64]) -> Values:
-    """Means of resamples, `chosen` [resamples, documents]."""
-    sums = np.array([document.sum() for document in documents])
-    counts = np.array([float(len(document)) for document in documents])
-    means: Values = sums[chosen].sum(1) / counts[chosen].sum(1)
-    return means
 
 
 def _figure(value: float, draws: Sequence[float] | Values) -> Figure:
@@ -100,28 +97,32 @@ def _figure(value: float, draws: Sequence[float] | Values) -> Figure:
 
 @_quietly
 def perplexity(nll: Values) -> float:
-    """Perplexity of text whose tokens have these `nll`, in nats."""
+    """Return the perplexity of text whose tokens have these `nll`, in nats."""
     return float(np.exp(nll.mean()))
 
 
 def quantile(q: float) -> Statistic:
-    """The statistic that is the `q` quantile."""
+    """Return the statistic that is the `q` quantile."""
     return lambda values: float(np.quantile(values, q))
 
 
 @_quietly
 def kl_by_position(documents: list[Values]) -> list[PositionBin]:
-    """Mean KL in bins of the position: whether the error grows with the text."""
+    """Average the KL in bins of the position, to see whether the error grows with the text."""
     length = max(map(len, documents))
     edges = [0, min(_FIRST_BIN, length)]
     while edges[-1] < length:
         edges.append(min(2 * edges[-1], length))
-    return [_bin(documents, start, stop) for start, stop in pairwise(edges)]
+    bins = []
+    for start, stop in pairwise(edges):
+        parts = [document[start:stop] for document in documents if len(document) > start]
+        sums = np.array([part.sum() for part in parts])
+        counts = np.array([float(len(part)) for part in parts])
+        figure = dict(ratio(sums, counts))
+        bins.append(PositionBin(start=start, to=stop, tokens=int(counts.sum()), **figure))
+    return bins
 
 
-def _bin(documents: list[Values], start: int, stop: int) -> PositionBin:
-    parts = [document[start:stop] for document in documents if len(document) > start]
-    sums = np.array([part.sum() for part in parts])
-    counts = np.array([float(len(part)) for part in parts])
-    figure = dict(ratio(sums, counts))
-    return PositionBin(start=start, to=stop, tokens=int(counts.sum()), **figure)
+def to_numpy(documents: Iterable[Tensor]) -> list[Values]:
+    """Return the values of each document, in float64."""
+    return [document.double().numpy() for document in documents]

@@ -1,161 +1,220 @@
-"""Turn measurements into figures with intervals, and into advice."""
+"""One evaluation as a record, and the report that is made of it: figures with intervals, and advice."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+import platform
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from transformers import PreTrainedConfig
 
+from calib.caches.types import CacheType, Shape
+from calib.capture.directory_scales import ScalesForModel
 from calib.choices import REFERENCE
-from calib.evaluate.layer_errors import anywhere, layer_row, value_rows
+from calib.evaluate.held_out import Readers
+from calib.evaluate.inputs import EvaluationText
+from calib.evaluate.layer_errors import anywhere, layer_row, predicted, value_rows
 from calib.evaluate.measure import Measured
-from calib.evaluate.other_text import MeasuredElsewhere, other_text
+from calib.evaluate.other_text import MeasuredElsewhere, OtherDocuments, other_text
 from calib.evaluate.recommend import Wish, advised_cache, recommend
 from calib.evaluate.report import (
+    SCHEMA,
     Conditions,
+    Data,
     Figure,
     Recommendation,
     Report,
     Row,
     Search,
+    Suite,
     Texts,
     lost_figures,
     not_finite,
 )
 from calib.evaluate.serve_commands import Offers
-from calib.evaluate.statistics import Values, estimate, kl_by_position, perplexity, quantile
+from calib.evaluate.statistics import Values, estimate, kl_by_position, perplexity, quantile, to_numpy
+from calib.evaluate.tasks import Tasks
+from calib.evaluate.variants import Setup, Variant
 from calib.evaluate.verdict import Judgement
-from calib.scales.places import LayerPlaces
+from calib.files.model_directory import ModelDirectory
+from calib.formats.output import versions
+from calib.recipe import Recipe
+from calib.scales.stats import KVStats
+
+_CPU_INFO = Path("/proc/cpuinfo")
 
 
-class Evaluation(NamedTuple):
-    """Measurements, before figures are made of them."""
+@dataclass
+class Evaluation:
+    """One evaluation. Each step of `calib.evaluate.run.evaluate` sets the fields under its name."""
 
-    conditions: Conditions
-    measured: dict[str, Measured]
-    texts: Texts
-    search: Search | None
-    tasks: dict[str, Any]  # as in the report; empty: none were asked for
-    warnings: Sequence[str]
-    offers: Offers | None = None  # to recommend by
-    other_texts: Sequence[MeasuredElsewhere] = ()
-    places: Sequence[LayerPlaces] = ()  # of the calibration
-    refused: dict[str, str] | None = None  # what was not measured: why it cannot be served
-    clip_chances: Mapping[str, Mapping[int, float]] = {}  # predicted, by variant and layer
+    # open
+    model_name: str
+    checkpoint: ModelDirectory
+    config: PreTrainedConfig
+    recipe: Recipe
+    suite: Suite
+    wish: Wish | None
+    tasks: Tasks
+    scales: Mapping[str, ScalesForModel]  # of --scales, by the names of their variants
+    readers: Readers
+    warnings: list[str]  # of all steps
+    # load
+    setup: Setup = field(init=False)
+    text: EvaluationText = field(init=False)
+    other_documents: Sequence[OtherDocuments] = field(init=False)
+    shapes: Sequence[Shape] = field(init=False)
+    cache_types: Sequence[CacheType] = field(init=False)
+    # calibrate
+    stats: KVStats = field(init=False)
+    random_stats: KVStats = field(init=False)
+    # choose variants
+    offers: Offers = field(init=False)
+    refused: dict[str, str] = field(default_factory=dict)  # variants that cannot be served, and why
+    variants: Sequence[Variant] = field(init=False)  # without the reference
+    # measure
+    measured: dict[str, Measured] = field(init=False)
+    texts: Texts = field(init=False)
+    other_texts: Sequence[MeasuredElsewhere] = field(init=False)
+    search: Search | None = None
+    task_figures: dict[str, Any] = field(default_factory=dict)  # as in the report; empty without tasks
 
 
-def summarize(evaluation: Evaluation, wish: Wish | None = None) -> Report:
-    """Make the report: figures with their intervals, verdict and advice; a cache by `wish`."""
+def summarize(evaluation: Evaluation) -> Report:
+    """Make the report: figures with their intervals, verdict and advice; a cache by the wish."""
     measured = evaluation.measured
-    kl = {name: estimate(_values(d.kl for d in m.documents)) for name, m in measured.items()}
+    kl = {name: estimate(to_numpy(d.kl for d in m.documents)) for name, m in measured.items()}
     controls = [name for name, m in measured.items() if m.variant.kind == "control"]
-    # what the controls reach is no difference
+    # a KL that the controls reach is not a difference
     floor = float(np.max([0.0, *(kl[name].high for name in controls)]))
-    rows = {
-        # what is no number is a difference
-        name: _row(m, kl[name], name != REFERENCE and not kl[name].low <= floor, evaluation)
-        for name, m in measured.items()
-    }
-    size = evaluation.conditions.bytes_per_token["16bit"]
-    rows[REFERENCE] = rows[REFERENCE].model_copy(update={"bytes_per_token": size})
+    rows = _rows(evaluation, kl, floor)
     judgement = Judgement(measured, rows, floor)
-    recommended = _recommended(evaluation, judgement, wish)
-    others = [other_text(each, measured, floor) for each in evaluation.other_texts]
+    recommended = _recommend(evaluation, judgement)
+    others = [other_text(text, measured, floor) for text in evaluation.other_texts]
     return Report(
-        **dict(evaluation.conditions),
+        **dict(_conditions(evaluation)),
         noise_floor=floor,
         variants=rows,
-        layers=value_rows(measured[REFERENCE].values, evaluation.places),
+        layers=value_rows(measured[REFERENCE].values, evaluation.stats.places()),
         texts=evaluation.texts,
         verdict=judgement.verdict(others),
         subject=judgement.subject,
         advised=judgement.advised,
-        advice=_advice(evaluation, judgement, recommended, wish),
+        advice=[*judgement.advise(evaluation.search), *advised_cache(recommended, evaluation.wish)],
         recommended=recommended,
         other_texts=others,
         search=evaluation.search,
-        **evaluation.tasks,
+        **evaluation.task_figures,
         warnings=[*evaluation.warnings, *lost_figures(rows, others, evaluation.search)],
     )
 
 
-def _advice(
-    evaluation: Evaluation,
-    judgement: Judgement,
-    recommended: Recommendation | None,
-    wish: Wish | None,
-) -> list[str]:
-    lines = judgement.advise(evaluation.search)
-    return lines + advised_cache(recommended, wish)
-
-
-def _recommended(evaluation: Evaluation, judgement: Judgement, wish: Wish | None) -> Recommendation | None:
-    """What to serve, if other caches than static FP8 were measured or it was asked for."""
-    asked = wish is not None or any(row.kind == "cache" for row in judgement.rows.values())
-    if evaluation.offers is None or not asked:
+def _recommend(evaluation: Evaluation, judgement: Judgement) -> Recommendation | None:
+    """Choose a cache, if other types than static FP8 were measured or there is a wish."""
+    if evaluation.wish is None and all(row.kind != "cache" for row in judgement.rows.values()):
         return None
-    found = recommend(judgement, evaluation.offers, wish or Wish())
-    refused = {**(evaluation.refused or {}), **found.not_served}
-    return found.model_copy(update={"not_served": refused})
+    answer = recommend(judgement, evaluation.offers, evaluation.wish or Wish())
+    return answer.model_copy(update={"not_served": {**evaluation.refused, **answer.not_served}})
 
 
-def _row(measured: Measured, kl: Figure, measurable: bool, evaluation: Evaluation) -> Row:
+def _rows(evaluation: Evaluation, kl: Mapping[str, Figure], floor: float) -> dict[str, Row]:
+    """Make the figures of every variant; a KL that is not a number counts as a difference."""
     reference = evaluation.measured[REFERENCE]
-    divergences = _values(d.kl for d in measured.documents)
-    agrees = _values(d.agrees for d in measured.documents)
-    pairs = zip(measured.documents, reference.documents, strict=True)
-    nll = _values(torch.stack([d.nll, r.nll], 1) for d, r in pairs)
-    return Row(
-        what=measured.variant.what,
-        kind=measured.variant.kind,
-        kl=kl,
-        kl_p99=estimate(divergences, quantile(0.99)),
-        kl_p999=estimate(divergences, quantile(0.999)),
-        ppl=perplexity(np.concatenate(nll)[:, 0]),
-        ppl_change=estimate(nll, _ppl_change),
-        top1=estimate(agrees),
-        top1_count=int(sum(a.sum() for a in agrees)),
-        kl_by_position=kl_by_position(divergences + _values(d.kl for d in measured.long_documents)),
-        **_present(measured, evaluation),
-        measurable=measurable,
-    )
+    rows = {}
+    for name, measured in evaluation.measured.items():
+        divergences = to_numpy(d.kl for d in measured.documents)
+        agreements = to_numpy(d.agrees for d in measured.documents)
+        pairs = zip(measured.documents, reference.documents, strict=True)
+        nll = to_numpy(torch.stack([d.nll, r.nll], 1) for d, r in pairs)
+        long_divergences = to_numpy(d.kl for d in measured.long_documents)
+        rows[name] = Row(
+            what=measured.variant.what,
+            kind=measured.variant.kind,
+            kl=kl[name],
+            kl_p99=estimate(divergences, quantile(0.99)),
+            kl_p999=estimate(divergences, quantile(0.999)),
+            ppl=perplexity(np.concatenate(nll)[:, 0]),
+            ppl_change=estimate(nll, _ppl_change),
+            top1=estimate(agreements),
+            top1_count=int(sum(a.sum() for a in agreements)),
+            kl_by_position=kl_by_position(divergences + long_divergences),
+            measurable=name != REFERENCE and not kl[name].low <= floor,
+            **{key: value for key, value in _optional_figures(evaluation, measured).items() if value},
+        )
+    return rows
 
 
-def _present(measured: Measured, evaluation: Evaluation) -> dict[str, Any]:
-    """Make the entries that not every variant has: scales, greedy text, passkeys, layers."""
-    found: dict[str, Any] = {}
-    variant, scales = measured.variant, measured.variant.scales
-    size = variant.bytes_per_token
-    held = {"cache": variant.cache, "is_baked": variant.is_baked or None, "bytes_per_token": size}
-    if scales is not None:
-        found = {"strategy": scales.strategy, "fp8_dtype": scales.fp8_dtype}
-        found["tensors"] = variant.tensors
-    if variant.in_mode:
-        found["attention"] = evaluation.conditions.attention
-    if reason := not_finite([each.kl for each in (*measured.documents, *measured.long_documents)]):
-        found["not_finite"] = reason
-    found |= {name: each for name, each in held.items() if each is not None}
-    greedy, keys = measured.same_tokens, measured.found_passkeys
-    numbers: dict[str, Sequence[float]] = {"same_tokens": greedy, "passkey": keys}
-    for name, values in numbers.items():
-        if values:
-            found[name] = estimate([np.array([float(each)]) for each in values])
-    if measured.layers:
-        layers = sorted(measured.layers.items())
-        tensors = variant.tensors
-        chances = evaluation.clip_chances.get(variant.name, {})
-        found["layers"] = [
-            layer_row(i, each, variant.layers[i], tensors, chances.get(i)) for i, each in layers
-        ]
-        found["clipped"] = anywhere([each.clipped for _, each in layers], tensors)
-    return found
+def _optional_figures(evaluation: Evaluation, measured: Measured) -> dict[str, Any]:
+    """Return the entries that not every variant has; None, False or empty where this one has not."""
+    variant, scales, layers = measured.variant, measured.variant.scales, sorted(measured.layers.items())
+    skips_tokens = evaluation.recipe.data.skip_first > 0  # whose clipping cannot be predicted
+    chances = {} if skips_tokens else predicted([variant], evaluation.stats).get(variant.name, {})
+    sixteen_bits = 2 * sum(shape.values for shape in evaluation.shapes)
+    return {
+        "cache": variant.cache,
+        "is_baked": variant.is_baked,
+        "bytes_per_token": sixteen_bits if variant.kind == REFERENCE else variant.bytes_per_token,
+        "strategy": scales and scales.strategy,
+        "fp8_dtype": scales and scales.fp8_dtype,
+        "tensors": scales and variant.tensors,
+        "attention": variant.in_mode and evaluation.setup.attention,
+        "not_finite": not_finite([d.kl for d in (*measured.documents, *measured.long_documents)]),
+        "same_tokens": _estimate_mean(measured.same_tokens),
+        "passkey": _estimate_mean(measured.passkeys),
+        "layers": [
+            layer_row(idx, layer, variant.layers[idx], variant.tensors, chances.get(idx))
+            for idx, layer in layers
+        ],
+        "clipped": layers and anywhere([layer.clipped for _, layer in layers], variant.tensors),
+    }
 
 
-def _values(documents: Iterable[Tensor]) -> list[Values]:
-    return [document.double().numpy() for document in documents]
+def _estimate_mean(values: Sequence[float]) -> Figure | None:
+    """Estimate the mean of a value for each prompt."""
+    return estimate([np.array([float(value)]) for value in values]) if values else None
 
 
 def _ppl_change(nll: Values) -> float:
-    """Relative change of perplexity; columns are the variant's nll and the reference's."""
+    """Return the relative change of perplexity; columns are the variant's nll and the reference's."""
     return float(np.expm1((nll[:, 0] - nll[:, 1]).mean()))
+
+
+def _conditions(evaluation: Evaluation) -> Conditions:
+    """Describe the model, machine and text of the evaluation."""
+    setup, text = evaluation.setup, evaluation.text
+    values = sum(shape.values for shape in evaluation.shapes)
+    return Conditions(
+        version=SCHEMA,
+        versions=versions(),
+        machine=_machine_name(setup.model.device.type),
+        created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        model=evaluation.model_name,
+        suite=evaluation.suite,
+        backend=setup.resolved_backend,
+        attention=setup.attention,
+        dtype=str(setup.model.dtype).removeprefix("torch."),
+        data=Data(
+            source=text.data.source,
+            fingerprint=text.data.fingerprint,
+            calibration_tokens=evaluation.stats.tokens,
+            documents=len(text.documents),
+            tokens=sum(map(len, text.documents)),
+            layer_documents=len(text.layer_documents),
+            new_tokens=text.new_tokens,
+        ),
+        bytes_per_token={"fp8": values, "16bit": 2 * values},
+    )
+
+
+def _machine_name(device: str) -> str:
+    """Return the name of the GPU or CPU behind torch's `device`."""
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    # Linux alone leaves `platform.processor()` empty, or says no more than x86_64
+    text = _CPU_INFO.read_text(errors="replace") if _CPU_INFO.exists() else ""
+    name = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+    return name[1] if name else platform.processor() or platform.machine()

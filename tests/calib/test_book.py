@@ -90,21 +90,21 @@ def test_the_rest_of_a_book_is_held_out(calibrated, model, book):
     recipe = load_recipe(None, {"data.dataset": str(book), **small})
     checkpoint = find_model(str(model))
     config = load_config(checkpoint)
-    suite, _ = inputs.fitting_suite(config, recipe.evaluation, None)
-    recipe = inputs.evaluation_recipe(recipe, suite)
+    suite, _ = inputs.fit_suite(config, recipe.evaluation, None)
+    recipe = inputs.complete_recipe(recipe, suite)
     setup = Setup(load_model(checkpoint, config, recipe.dtype, recipe.device), load_tokenizer(checkpoint))
     readers, _ = find_readers([scales], checkpoint.path)
-    data, _, material, warnings = inputs.load_material(setup, recipe, suite, readers)
+    text, warnings = inputs.load_text(setup, recipe, suite, readers)
     read = load_recipe(str(scales / "fp8kv_calibration.json")).data
     known = load_data(read, setup.tokenizer, None).samples
-    assert data.samples[:12] == known
-    held_out = [document.tolist() for document in material.documents]
+    assert text.data.samples[:12] == known
+    held_out = [document.tolist() for document in text.documents]
     assert len(held_out) == 6
     words = load_data(read.model_copy(update={"seq_len": WORDS}), setup.tokenizer, None).samples[0]
     places = [places_of(ids, words) for ids in (*known, *held_out)]
     assert len(set().union(*places)) == 18 * 32
     (warning,) = (line for line in warnings if "are pieces of" in line)
-    assert warning.startswith(f"the {len(data.samples)} samples are pieces of fewer documents (1)")
+    assert warning.startswith(f"the {len(text.data.samples)} samples are pieces of fewer documents (1)")
 
 
 def places_of(ids, words):

@@ -237,7 +237,7 @@ def test_the_suites_length_is_cut_to_the_models_positions_and_a_given_one_is_ref
     short = save_model(tiny_model("llama", max_position_embeddings=64), tmp_path / "short")
     choices = {**CHOICES, "evaluation.variants": ["tensor"]}
     done = evaluate(str(short), load_recipe(None, choices))
-    assert done.conditions.suite.seq_len == 64
+    assert done.suite.seq_len == 64
     assert "cut to the model's 64 positions; the default is 256 tokens" in done.warnings[0]
     typed = load_recipe(None, {**choices, "evaluation.seq_len": 65})
     with pytest.raises(InputError, match="--seq-len 65 is longer than the model's 64 positions"):

@@ -7,7 +7,7 @@ from families import FAMILIES, tiny_model
 from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.evaluate import measure
-from calib.evaluate.measure import read
+from calib.evaluate.measure import compare_variants
 from calib.evaluate.variants import REFERENCE, Setup, build_variants
 from calib.recipe import load_recipe
 
@@ -23,9 +23,9 @@ def test_chunks_give_what_one_pass_gives(family, monkeypatch):
     stats = calibrate(model, make_batches([DOCUMENT.tolist()], 1, pad_id=0), recipe)
     variants = build_variants(stats, stats)
     with torch.inference_mode():
-        whole = read(Setup(model, None, "torch"), DOCUMENT, variants)
+        whole = compare_variants(Setup(model, None, "torch"), DOCUMENT, variants)
         monkeypatch.setattr(measure, "_CHUNK", 10)
-        chunked = read(Setup(model, None, "torch"), DOCUMENT, variants)
+        chunked = compare_variants(Setup(model, None, "torch"), DOCUMENT, variants)
     assert list(whole) == [REFERENCE, *(variant.name for variant in variants)]
     for name, divergence in whole.items():
         assert divergence.kl.shape == (37,)

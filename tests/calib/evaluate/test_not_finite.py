@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import fp8kv
+from evaluations import with_measured
 from families import save_model, tiny_model
 
 from calib.evaluate.page.html import html, write_report
@@ -40,7 +41,7 @@ def spoiled(evaluation, names, number, tokens=3):
         kl[:tokens], nll[:tokens] = number, number
         documents = [first._replace(kl=kl, nll=nll), *rest]
         measured[name] = replace(measured[name], documents=documents)
-    return summarize(evaluation._replace(measured=measured))
+    return summarize(with_measured(evaluation, measured))
 
 
 def words(text):

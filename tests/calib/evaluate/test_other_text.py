@@ -13,7 +13,7 @@ from calib.capture.attention import observe_qkv
 from calib.data import load_data
 from calib.errors import InputError
 from calib.evaluate.layer_errors import poisson_interval
-from calib.evaluate.measure import read
+from calib.evaluate.measure import compare_variants
 from calib.evaluate.other_text import clips, differs
 from calib.evaluate.page.html import html
 from calib.evaluate.page.markdown import markdown
@@ -100,7 +100,7 @@ def test_kl_is_that_of_the_documents(evaluation, report, setup, texts):
     samples = load_data(data, setup.tokenizer, None).samples
     kept = [evaluation.measured[name].variant for name in ("tensor", "none")]
     with torch.inference_mode():
-        kl = [read(setup, torch.tensor(ids), kept) for ids in samples]
+        kl = [compare_variants(setup, torch.tensor(ids), kept) for ids in samples]
     for variant in kept:
         row = report.other_texts[0].variants[variant.name]
         mean = torch.cat([each[variant.name].kl for each in kl]).mean().item()

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from evaluations import with_measured
 
 from calib.evaluate.page.figures import charts
 from calib.evaluate.page.frontier import Point, frontier
@@ -88,7 +89,7 @@ def test_what_is_no_number_is_no_missing_difference(small_evaluation):
     measured = dict(small_evaluation.measured)
     lost = [each._replace(kl=each.kl * math.nan) for each in measured["tensor"].documents]
     measured["tensor"] = replace(measured["tensor"], documents=lost)
-    report = summarize(small_evaluation._replace(measured=measured))
+    report = summarize(with_measured(small_evaluation, measured))
     assert report.variants["tensor"].measurable
     row = next(row for row in table_rows(report) if row[0] == "tensor")
     assert row[2] == "not finite"

@@ -8,7 +8,7 @@ from families import tiny_model
 
 from calib.capture.loop import calibrate
 from calib.data import make_batches
-from calib.evaluate.measure import _only, read, search
+from calib.evaluate.measure import _only, compare_variants, search_layers
 from calib.evaluate.variants import Setup, build_variants
 from calib.evaluate.verdict import skip_argument
 from calib.recipe import load_recipe
@@ -26,7 +26,7 @@ def variant(model):
     recipe = load_recipe(None, {"means": True, "targets": "qkv", "observer.name": "mse"})
     samples = [document.tolist() for document in DOCUMENTS]
     stats = calibrate(model, make_batches(samples, 1, pad_id=0), recipe)
-    return next(v for v in build_variants(stats, stats) if v.name == "e5m2")
+    return next(v for v in build_variants(stats, stats) if v.name == "tensor")
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def kl_of(model, variant):
         if not kept:
             return 0.0
         only = _only(variant, kept)
-        kl = [read(Setup(model, None, "torch"), d, [only])[only.name].kl for d in DOCUMENTS]
+        kl = [compare_variants(Setup(model, None, "torch"), d, [only])[only.name].kl for d in DOCUMENTS]
         return torch.cat(kl).double().mean().item()
 
     every = set(range(4))
@@ -48,7 +48,7 @@ def kl_of(model, variant):
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.6, 0.9, 1.5])
 def test_no_other_choice_of_layers_is_smaller(share, model, variant, kl_of):
     budget = share * kl_of[()]
-    found = search(Setup(model, None, "torch"), variant, DOCUMENTS, budget)
+    found = search_layers(Setup(model, None, "torch"), [variant], DOCUMENTS, budget)
     fewest = min(len(skipped) for skipped, kl in kl_of.items() if kl <= budget)
     assert len(found.skipped) == fewest
     assert found.kl == pytest.approx(kl_of[found.skipped], rel=1e-6)

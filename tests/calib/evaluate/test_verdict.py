@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 
 import torch
+from evaluations import with_measured
 
 from calib.evaluate.page.html import html
 from calib.evaluate.page.markdown import closing_lines, markdown
@@ -27,7 +28,7 @@ def figures(evaluation, **kl):
         pairs = zip(found.documents, values, strict=True)
         documents = [d._replace(kl=torch.full_like(d.kl, value)) for d, value in pairs]
         measured[name] = replace(found, variant=variant, documents=documents, layers={})
-    return evaluation._replace(measured=measured)
+    return with_measured(evaluation, measured)
 
 
 def judged(evaluation, **kl):
