@@ -24,23 +24,15 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import kernel_roofline
+from gpu_timer import GpuTimer, Timing
 from kernel_paged_peers import fp8_peers, paged_peers, per_tensor
 from kernel_peers import Attention, Prepare, dense_peers
 from kernel_report import describe_machine, nvidia_smi, write
 from kernel_table import CASES
 
-from fp8kv_runtime.bench import correctness as gate
-from fp8kv_runtime.bench.cases import (
-    Case,
-    Inputs,
-    Launchers,
-    build,
-    call,
-    in_float16,
-    load_launchers,
-    tiny,
-)
-from fp8kv_runtime.bench.timing import GpuTimer, Timing
+from fp8kv_runtime.bench import correctness
+from fp8kv_runtime.bench.cases import Case, Inputs, Launchers, as_float16, build, call, load_launchers, shrink
+from fp8kv_runtime.bench.session import check_cases
 from fp8kv_runtime.options import AttentionOptions
 
 _COPIES = 16  # bytes of K and V in all forms that exist at once, over their FP8 bytes
@@ -57,8 +49,8 @@ def main() -> None:
     cases = tuple(case for case in CASES if case.quick or not args.quick)
     small = args.tiny or not gpu
     with torch.inference_mode():
-        cases = tiny(cases) if small else fitting(cases)
-        if not passes(cases, launchers):
+        cases = shrink(cases) if small else fitting(cases)
+        if check_cases(cases, launchers, device(), print):
             sys.exit("a kernel is wrong: nothing was timed")
         if small:
             print(f"correctness only: {_why_small(gpu)}, nothing was timed")
@@ -100,13 +92,6 @@ def device() -> torch.device:
     return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 
 
-def passes(cases: tuple[Case, ...], launchers: Launchers) -> bool:
-    """Check all cases, on a cache of float16 as well, and print a line for each."""
-    forms = [form for case in cases for form in ([case] if case.q_fp8 else [case, in_float16(case)])]
-    passed = [gate.checked(case, launchers, device(), print) for case in forms]
-    return all(passed)
-
-
 def measure(
     cases: tuple[Case, ...],
     launchers: Launchers,
@@ -145,7 +130,7 @@ def measure_case(case: Case, launchers: Launchers, timer: GpuTimer, facts: dict[
     theirs_fp8, left_out_fp8 = _usable(case, coarse, fp8_peers(case, coarse))
     own = {"fp8kv": call(case, inputs, launchers)}
     if not case.q_fp8:
-        wide = in_float16(case)
+        wide = as_float16(case)
         own["float16"] = call(wide, build(wide, device()), launchers)
     times = timer.measure(own | theirs | theirs_fp8)
     ours, same = times.pop("fp8kv"), times.pop("float16", None)
@@ -179,7 +164,7 @@ def _usable(
         except Exception as refusal:  # noqa: BLE001  another's library may raise anything
             left_out[name] = str(refusal).strip().split("\n")[0]
             continue
-        error = gate.output_error(out, case, inputs)
+        error = correctness.output_error(out, case, inputs)
         if error <= _SAME:
             usable[name] = run
         else:

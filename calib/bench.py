@@ -1,8 +1,9 @@
-"""`fp8kv bench`: whether the kernels are right here, and how fast at a model's shape."""
+"""`fp8kv bench`: checks the kernels on this machine, and times them at a model's shape."""
 
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +20,7 @@ from calib.models.sources import builtin_model, download_config
 from calib.progress import SILENT, Progress
 
 if TYPE_CHECKING:
-    from fp8kv_runtime.bench.session import Bench
-    from fp8kv_runtime.bench.session import Row as Row
+    from fp8kv_runtime.bench.session import KernelTime as KernelTime
 
 Heads = tuple[int, int, int]  # query heads, KV heads, head_dim
 Say = Callable[..., None]  # like print
@@ -33,12 +33,16 @@ class BenchResult:
     gpu: str
     heads: Heads
     copy_tb_per_s: float | None
-    tuned: str | None  # the file that --tune wrote
-    rows: list["Row"]
+    tuned: str | None  # the file with this machine's own configs, where there is one
+    rows: list["KernelTime"]
 
 
 def parse_heads(text: str) -> Heads:
-    """`32/8/128` as numbers; anything else is an InputError."""
+    """Parse heads such as `32/8/128`.
+
+    Raises:
+        InputError: the text is anything else.
+    """
     parts = text.split("/")
     numbers = tuple(int(part) for part in parts if part.isdecimal())
     if len(parts) != 3 or len(numbers) != 3 or min(numbers) < 1 or numbers[0] % numbers[1]:
@@ -103,50 +107,46 @@ def run_bench(
     heads: str,
     block_size: int,
     *,
-    tune: bool,
     trust_remote_code: bool,
     say: Say,
     say_case: Say,
     progress: Progress = SILENT,
 ) -> BenchResult:
-    """Check the kernels, with `tune` find their fastest configs first, and time them.
+    """Check the kernels against their references, then time them.
 
     Without a GPU they are checked at small shapes, in Triton's interpreter, and nothing is timed.
-    Without `model` the shape is `heads`. `say` gets what came of it, `say_case` each case and
-    config on its way; both are called like print.
+    Without `model` the shape is `heads`. `say` gets the outcome, `say_case` each case on its way;
+    both are called like print.
+
+    Raises:
+        Fp8kvError: a kernel is wrong on this machine.
     """
     gpu = torch.cuda.is_available()
-    if tune and not gpu:
-        raise InputError("--tune times kernels on a GPU, and torch finds none here")
     if not gpu:
         os.environ["TRITON_INTERPRET"] = "1"  # Triton looks when it is imported, now or by others
     shape = attention_heads(model, trust_remote_code=trust_remote_code) if model else parse_heads(heads)
     try:
-        from fp8kv_runtime.bench.session import Bench
+        from fp8kv_runtime.bench.cases import load_launchers
+        from fp8kv_runtime.bench.session import bench_cases, check_cases, time_cases
+        from fp8kv_runtime.kernels.table import tuned_path
+        from fp8kv_runtime.kernels.targets import gpu_name
     except ImportError as missing:
         raise InputError(f"the kernels need Triton, which is for Linux only ({missing})") from None
     torch.set_float32_matmul_precision("highest")  # TF32 would be no reference
-    bench = Bench.of(shape, block_size, torch.device("cuda" if gpu else "cpu"))
+    device, launchers = torch.device("cuda" if gpu else "cpu"), load_launchers()
+    cases = bench_cases(shape, block_size, device)
+    configs = str(tuned_path()) if tuned_path().exists() else None
     with torch.inference_mode():
         try:
-            return _run(bench, shape, progress, tune=tune, say=say, say_case=say_case)
+            iterate = partial(progress.each, "check", unit="cases")
+            wrong = check_cases(cases, launchers, device, say_case, iterate)
+            if wrong:
+                raise Fp8kvError(f"wrong on this machine, nothing was timed: {', '.join(wrong)}")
+            if not gpu:
+                say("no GPU that torch can use: checked at small shapes, nothing was timed")
+                return BenchResult("no GPU", shape, None, configs, [])
+            copy, rows = time_cases(cases, launchers, device, partial(progress.each, "time", unit="cases"))
         except ValueError as error:
             say_case()  # ends the line of a case
             raise InputError(str(error)) from None
-
-
-def _run(
-    bench: "Bench", heads: Heads, progress: Progress, *, tune: bool, say: Say, say_case: Say
-) -> BenchResult:
-    tuned = None
-    if tune:
-        progress.stage("tune")
-        tuned = str(bench.tune(say_case))
-        say(f"written: {tuned}")
-    if wrong := bench.wrong(say_case, lambda cases: progress.each("check", cases, "cases")):
-        raise Fp8kvError(f"wrong on this machine, nothing was timed: {', '.join(wrong)}")
-    if bench.device.type != "cuda":
-        say("no GPU that torch can use: checked at small shapes, nothing was timed")
-        return BenchResult("no GPU", heads, None, tuned, [])
-    copy, rows = bench.measure(lambda cases: progress.each("time", cases, "cases"))
-    return BenchResult(bench.gpu, heads, copy, tuned, rows)
+    return BenchResult(gpu_name(device), shape, copy, configs, rows)

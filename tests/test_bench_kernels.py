@@ -11,9 +11,7 @@ import torch
 
 from fp8kv_runtime import reference
 from fp8kv_runtime.bench import correctness as gate
-from fp8kv_runtime.bench.cases import build
-from fp8kv_runtime.bench.cases import tiny as tiny_cases
-from fp8kv_runtime.bench.timing import Timing
+from fp8kv_runtime.bench.cases import build, shrink
 from fp8kv_runtime.cache import PagedSequences
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -34,7 +32,7 @@ def bench(monkeypatch):
 
 
 def tiny(bench, kernel):
-    return [case for case in tiny_cases(bench.speed.CASES) if case.kernel == kernel]
+    return [case for case in shrink(bench.speed.CASES) if case.kernel == kernel]
 
 
 def test_tiny_checks_every_kernel_and_writes_nothing(tmp_path):
@@ -80,9 +78,9 @@ def last_token_forgotten(run, query, blocks, sequences, *arguments):
 def test_the_gate_refuses_broken_attention(bench, kernel, broken):
     run = REFERENCES[kernel]
     for case in tiny(bench, kernel):
-        assert gate.check(case, {kernel: run}, torch.device("cpu")).passed
+        assert gate.check(case, {kernel: run}, torch.device("cpu")).ok
         wrong = {kernel: lambda *arguments: broken(run, *arguments)}
-        assert not gate.check(case, wrong, torch.device("cpu")).passed, case.name
+        assert not gate.check(case, wrong, torch.device("cpu")).ok, case.name
 
 
 def one_token_skipped(key, value, blocks, slots):
@@ -102,10 +100,10 @@ def counted_twice(key, value, blocks, slots):
 def test_the_gate_refuses_a_broken_append(bench):
     for case in tiny(bench, "append_kv"):
         broken = [one_token_skipped, another_byte_written, *([counted_twice] if case.count else ())]
-        assert gate.check(case, REFERENCES, torch.device("cpu")).passed
+        assert gate.check(case, REFERENCES, torch.device("cpu")).ok
         for append in broken:
             verdict = gate.check(case, {"append_kv": append}, torch.device("cpu"))
-            assert not verdict.passed, append.__name__
+            assert not verdict.ok, append.__name__
 
 
 class FakeTimer:
@@ -135,7 +133,7 @@ def run_as_on_a_gpu(bench, monkeypatch, tmp_path):
         name="NVIDIA H200", total_memory=2**27, multi_processor_count=132, uuid="no such GPU"
     )
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr(bench.speed, "CASES", tiny_cases(bench.speed.CASES))
+    monkeypatch.setattr(bench.speed, "CASES", shrink(bench.speed.CASES))
     monkeypatch.setattr(bench.speed, "device", lambda: torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: gpu)
@@ -173,7 +171,7 @@ def test_nothing_is_timed_after_a_mismatch(bench, run_as_on_a_gpu, monkeypatch, 
 
 
 def test_results_say_what_was_measured(bench, run_as_on_a_gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(Timing))
+    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(bench.speed.Timing))
     run_as_on_a_gpu(REFERENCES)
     result = json.loads((tmp_path / "kernels.json").read_text())
     assert [row["kernel"] for row in result["rows"]] == [c.kernel for c in bench.speed.CASES]
@@ -193,7 +191,7 @@ def test_results_say_what_was_measured(bench, run_as_on_a_gpu, monkeypatch, tmp_
 
 
 def test_a_machine_without_matplotlib_draws_nothing(bench, run_as_on_a_gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(Timing))
+    monkeypatch.setattr(bench.speed, "GpuTimer", lambda: FakeTimer(bench.speed.Timing))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run_as_on_a_gpu(REFERENCES)
     assert "benchmarks/kernel_roofline.py draws it elsewhere" in capsys.readouterr().out

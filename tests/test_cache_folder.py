@@ -8,6 +8,7 @@ import typer
 from command_line import fp8kv, one_line_error
 from fake_hub import on, running_hub
 from triton.runtime.cache import FileCacheManager
+from tune_kernels import write_table
 
 from calib.commands.running import run
 from calib.data import hub_rows
@@ -15,7 +16,7 @@ from calib.errors import InputError
 from calib.files.cache_folder import cache_refusal
 from calib.models.sources import download_config
 from fp8kv_runtime.errors import AttentionError
-from fp8kv_runtime.kernels.table import read_table, tuned_path, write_table
+from fp8kv_runtime.kernels.table import read_table, tuned_path
 
 FOLDERS = {
     "XDG_CACHE_HOME": ".cache",

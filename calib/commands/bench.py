@@ -11,7 +11,7 @@ from calib.commands.flags import AsJson, Debug, Flag, ProgressFlag, TrustRemoteC
 from calib.commands.running import command, print_json, print_table
 
 if TYPE_CHECKING:
-    from calib.bench import Row
+    from calib.bench import KernelTime
 
 _HEADINGS = ("kernel", "sequences", "FP8, µs", "TB/s", "of a copy", "float16, µs", "float16 / FP8")
 
@@ -26,7 +26,6 @@ def bench(
         str, Flag("Without MODEL: query heads, KV heads, head_dim.", metavar="H/K/D")
     ] = "32/8/128",
     block_size: Annotated[int, Flag("Tokens per block.", min=1)] = 64,
-    tune: Annotated[bool, Flag("First find and save the fastest configs.", "--tune")] = False,
     trust_remote_code: TrustRemoteCode = False,
     as_json: AsJson = False,
     progress: ProgressFlag = "auto",
@@ -40,7 +39,7 @@ def bench(
     own, say = progress == "auto", partial(print, file=sys.stderr)
     with progress_bar(progress, quiet=own) as reported:
         result = run_bench(
-            model, heads, block_size, tune=tune, trust_remote_code=trust_remote_code,
+            model, heads, block_size, trust_remote_code=trust_remote_code,
             say=say, say_case=say if own else _unsaid, progress=reported,
         )  # fmt: skip
     if as_json:
@@ -55,7 +54,7 @@ def _unsaid(*words: str, **how: object) -> None:
     """Print nothing."""
 
 
-def _cells(row: "Row", copy: float | None) -> tuple[str, ...]:
+def _cells(row: "KernelTime", copy: float | None) -> tuple[str, ...]:
     share = row.tb_per_s / copy if copy else 0.0
     times = (f"{row.us:.1f}", f"{row.tb_per_s:.2f}", f"{share:.0%}", f"{row.float16_us:.1f}")
     return (row.kernel, row.case, *times, f"{row.float16_us / row.us:.2f}x")

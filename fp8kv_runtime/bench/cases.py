@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+import fp8kv_runtime
 from fp8kv_runtime.cache import PagedSequences
 from fp8kv_runtime.fp8 import fp8_max
-from fp8kv_runtime.kernels import append_kv, decode, extend
 from fp8kv_runtime.options import AttentionOptions
 from fp8kv_runtime.storage import BLOCK_DTYPES, KVBlocks
 
@@ -17,17 +17,14 @@ Launchers = Mapping[str, Callable[..., Tensor | None]]
 
 
 def load_launchers() -> Launchers:
-    """The kernels' launchers, with the names of their references."""
-    return {
-        "append_kv": append_kv.append_kv,
-        "decode_attention": decode.decode_attention,
-        "extend_attention": extend.extend_attention,
-    }
+    """Return the kernels' launchers by the names that their references have too."""
+    names = ("append_kv", "decode_attention", "extend_attention")
+    return {name: getattr(fp8kv_runtime, name) for name in names}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row: a launcher and the shape it is given."""
+    """A launcher and the shape of its inputs: one row of a table."""
 
     kernel: str  # a key of Launchers
     name: str
@@ -78,8 +75,8 @@ class Inputs:
     slots: Tensor  # [T] int64
 
 
-def tiny(cases: tuple[Case, ...]) -> tuple[Case, ...]:
-    """The same kinds of rows, each once, at sizes for Triton's interpreter."""
+def shrink(cases: tuple[Case, ...]) -> tuple[Case, ...]:
+    """Return one small case of each kind, at sizes for Triton's interpreter."""
     shrunk: dict[Case, Case] = {}
     for case in cases:
         longest = max(case.lengths)
@@ -97,8 +94,8 @@ def tiny(cases: tuple[Case, ...]) -> tuple[Case, ...]:
     return tuple(shrunk.values())
 
 
-def in_float16(case: Case) -> Case:
-    """The same on a cache of float16, which takes no FP8 queries."""
+def as_float16(case: Case) -> Case:
+    """Put the cache in float16, which takes no FP8 queries."""
     return replace(case, format="float16")
 
 
@@ -118,14 +115,14 @@ def build(case: Case, device: torch.device) -> Inputs:
         query=query,
         cu_seqlens=torch.arange(len(case.lengths) + 1, dtype=torch.int32, device=device) * case.new,
         options=AttentionOptions(q_scale=q_scale if case.q_fp8 else None),
-        key=_with_extremes(key),
-        value=_with_extremes(value),
+        key=_plant_extremes(key),
+        value=_plant_extremes(value),
         slots=_slots(case, sequences),
     )
 
 
 def call(case: Case, inputs: Inputs, launchers: Launchers) -> Callable[[], Tensor | None]:
-    """The launcher's call, ready to be repeated; attention returns [T, H, D]."""
+    """Bind the launcher to its inputs; the call can be repeated, and attention returns [T, H, D]."""
     run, blocks = launchers[case.kernel], inputs.blocks
     if case.kernel == "append_kv":
         return lambda: run(inputs.key, inputs.value, blocks, inputs.slots)
@@ -161,7 +158,7 @@ def _slots(case: Case, sequences: PagedSequences) -> Tensor:
 
 
 def _blocks(case: Case, num_blocks: int, random: torch.Generator) -> KVBlocks:
-    """K and V of about one, four standard deviations of which fit; one scale per head."""
+    """Draw K and V of about one, four standard deviations of which fit; one scale per head."""
     device = random.device
     dtype = _dtype(case, device)
     limit = fp8_max(dtype)
@@ -186,8 +183,8 @@ def _blocks(case: Case, num_blocks: int, random: torch.Generator) -> KVBlocks:
     return blocks
 
 
-def _with_extremes(x: Tensor) -> Tensor:
-    """Plant extreme values, far apart: some that append counts, some that it must not count."""
+def _plant_extremes(x: Tensor) -> Tensor:
+    """Write extreme values into `x`, far apart: some that append counts, some that it must not count."""
     extremes = torch.tensor([torch.inf, -torch.inf, torch.nan, 6e4, -6e4, 1e-6, -1e-6, 0.0])
     x.view(-1)[:: x.numel() // len(extremes)][: len(extremes)] = extremes.to(x)
     return x

@@ -1,6 +1,5 @@
 """Correctness before speed: every launcher against its reference, at the shapes that are timed."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,9 +18,8 @@ _ROWS = 128  # query rows at a time: the reference holds a score for each, head 
 class Verdict:
     """Result of comparing a launcher with its reference."""
 
-    passed: bool
-    found: str
-    error: float | None = None  # attention: the worst head's
+    ok: bool
+    text: str
 
 
 def check(case: Case, launchers: Launchers, device: torch.device) -> Verdict:
@@ -32,21 +30,12 @@ def check(case: Case, launchers: Launchers, device: torch.device) -> Verdict:
     out = call(case, inputs, launchers)()
     assert out is not None
     error = output_error(out, case, inputs)
-    passed = error <= TOLERANCE  # NaN is not
-    found = f"relative error {error:.1e}" + ("" if passed else f", allowed {TOLERANCE:.0e}")
-    return Verdict(passed, found, error)
-
-
-def checked(case: Case, launchers: Launchers, device: torch.device, say: Callable[..., None]) -> bool:
-    """Check a case and `say` the result on a line, named first because the kernel may crash."""
-    say(f"{case.kernel:17} {case.name:35} {case.format:7} ", end="", flush=True)
-    verdict = check(case, launchers, device)
-    say(f"{'ok   ' if verdict.passed else 'WRONG'} {verdict.found}", flush=True)
-    return verdict.passed
+    ok = error <= TOLERANCE  # NaN is not
+    return Verdict(ok, f"relative error {error:.1e}" + ("" if ok else f", allowed {TOLERANCE:.0e}"))
 
 
 def output_error(out: Tensor, case: Case, inputs: Inputs) -> float:
-    """Norm of the error over the norm of the reference's output; the worst head's and window's.
+    """Return the norm of the error over the norm of the reference's output: the worst head's and window's.
 
     Of many new tokens, the first, the middle and the last are compared: a reference for the rows
     of a window is the same call with a shorter sequence.
@@ -55,7 +44,7 @@ def output_error(out: Tensor, case: Case, inputs: Inputs) -> float:
     worst = torch.zeros((), dtype=torch.float64, device=out.device)
     for offset in sorted({0, (case.new - rows) // 2, case.new - rows}):
         lengths = inputs.sequences.seq_lens - (case.new - offset - rows)
-        want = reference.extend_attention(
+        expected = reference.extend_attention(
             _window(inputs.query, case.new, offset, rows).float(),
             inputs.blocks,
             PagedSequences(inputs.sequences.block_tables, lengths),
@@ -63,13 +52,13 @@ def output_error(out: Tensor, case: Case, inputs: Inputs) -> float:
             rows,
             inputs.options,
         ).double()
-        error = (_window(out, case.new, offset, rows).double() - want).norm(dim=(0, 2))
-        worst = torch.maximum(worst, (error / want.norm(dim=(0, 2))).amax())
+        error = (_window(out, case.new, offset, rows).double() - expected).norm(dim=(0, 2))
+        worst = torch.maximum(worst, (error / expected.norm(dim=(0, 2))).amax())
     return float(worst)
 
 
 def _window(x: Tensor, new: int, offset: int, rows: int) -> Tensor:
-    """The same rows of every sequence of [T, H, D]."""
+    """Take the same rows of every sequence of [T, H, D]."""
     return x.view(-1, new, *x.shape[1:])[:, offset : offset + rows].flatten(0, 1)
 
 
@@ -81,11 +70,11 @@ def _check_append(case: Case, inputs: Inputs, launchers: Launchers) -> Verdict:
     reference.append_kv(inputs.key, inputs.value, expected, inputs.slots)
     call(case, inputs, launchers)()
     # as bytes: NaN is unequal to itself
-    got, want = (b.codes.view(torch.uint8) for b in (blocks, expected))
-    wrong = int((got != want).sum())
+    ours, theirs = (b.codes.view(torch.uint8) for b in (blocks, expected))
+    wrong = int((ours != theirs).sum())
     if wrong:
-        return Verdict(False, f"{wrong} of {want.numel()} bytes differ")
+        return Verdict(False, f"{wrong} of {theirs.numel()} bytes differ")
     if blocks.counts is not None and counts is not None and not blocks.counts.equal(counts):
-        found, wanted = (x.sum((0, 1)).tolist() for x in (blocks.counts, counts))
-        return Verdict(False, f"counts are {found}, wanted {wanted}")
+        sums = [x.sum((0, 1)).tolist() for x in (blocks.counts, counts)]
+        return Verdict(False, f"counts are {sums[0]}, and the reference's {sums[1]}")
     return Verdict(True, "every byte equal" + (" and every count" if case.count else ""))

@@ -1,23 +1,16 @@
-"""One shape's cases on this machine: checked, tuned, measured."""
+"""One shape's cases on this machine: checked, then timed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from typing import Any
 
 import torch
+from triton.testing import do_bench
 
-from fp8kv_runtime.bench import correctness as gate
-from fp8kv_runtime.bench.cases import Case, build, call, in_float16, load_launchers, tiny
-from fp8kv_runtime.bench.timing import GpuTimer, Work
-from fp8kv_runtime.bench.tune import KERNELS, Tuner, merged
-from fp8kv_runtime.kernels.table import read_table, tuned_path, write_table
-from fp8kv_runtime.kernels.targets import current_target, gpu_name
-from fp8kv_runtime.kernels.tuning import forget_tuned
+from fp8kv_runtime.bench import correctness
+from fp8kv_runtime.bench.cases import Case, Launchers, as_float16, build, call, shrink
 
 Say = Callable[..., None]  # like print
-EachOf = Callable[[Sequence[Case]], Iterator[Case]]  # iterates, and may count
+Iterate = Callable[[Sequence[Case]], Iterator[Case]]  # goes through cases, and may count them
 
 _K = 1024
 _DECODED = {
@@ -30,8 +23,8 @@ _DECODED = {
 
 
 @dataclass(frozen=True)
-class Row:
-    """One case, timed on the GPU with a cold L2, on a cache of FP8 and on one of float16."""
+class KernelTime:
+    """Times of one case on the GPU with a cold L2, on a cache of FP8 and on one of float16."""
 
     kernel: str
     case: str
@@ -40,76 +33,58 @@ class Row:
     float16_us: float
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A shape's cases and the device they run on."""
+def bench_cases(heads: tuple[int, int, int], block_size: int, device: torch.device) -> tuple[Case, ...]:
+    """Return decode at lengths from 1k to 32k, a prompt of 8k, and storing: small without a GPU.
 
-    cases: tuple[Case, ...]
-    device: torch.device
+    `heads` are query heads, KV heads and head_dim.
+    """
+    shape = (*heads, block_size)
+    cases = (
+        Case("append_kv", "1 token of each of 64", (2 * _K,) * 64, 1, *shape),
+        *(Case("decode_attention", name, n, 1, *shape) for name, n in _DECODED.items()),
+        Case("extend_attention", "prompt of 8k", (8 * _K,), 8 * _K, *shape),
+    )
+    return cases if device.type == "cuda" else shrink(cases)
 
-    @classmethod
-    def of(cls, heads: tuple[int, int, int], block_size: int, device: torch.device) -> "Bench":
-        """Decode at lengths from 1k to 32k, a prompt of 8k, and storing: small without a GPU."""
-        shape = (*heads, block_size)
-        cases = (
-            Case("append_kv", "1 token of each of 64", (2 * _K,) * 64, 1, *shape),
-            *(Case("decode_attention", name, n, 1, *shape) for name, n in _DECODED.items()),
-            Case("extend_attention", "prompt of 8k", (8 * _K,), 8 * _K, *shape),
+
+def check_cases(
+    cases: Sequence[Case], launchers: Launchers, device: torch.device, say: Say, iterate: Iterate = iter
+) -> list[str]:
+    """Check every case on FP8 and on float16, say a line for each, and return the wrong ones' names."""
+    wrong = []
+    for case in iterate(cases):
+        for form in (case,) if case.q_fp8 else (case, as_float16(case)):
+            # named first because the kernel may crash
+            say(f"{form.kernel:17} {form.name:35} {form.format:7} ", end="", flush=True)
+            verdict = correctness.check(form, launchers, device)
+            say(f"{'ok   ' if verdict.ok else 'WRONG'} {verdict.text}", flush=True)
+            if not verdict.ok:
+                wrong.append(f"{form.kernel} {form.name} {form.format}".strip())
+    return wrong
+
+
+def time_cases(
+    cases: Sequence[Case], launchers: Launchers, device: torch.device, iterate: Iterate = iter
+) -> tuple[float, list[KernelTime]]:
+    """Return TB/s of a copy within the GPU's memory, and the times of every case."""
+    rows = []
+    for case in iterate(cases):
+        us, float16_us = (
+            time_on_gpu(call(form, build(form, device), launchers)) for form in (case, as_float16(case))
         )
-        return cls(cases if device.type == "cuda" else tiny(cases), device)
+        rows.append(KernelTime(case.kernel, case.name, us, case.num_bytes / us / 1e6, float16_us))
+    source, target = torch.zeros(2, 2**30, dtype=torch.uint8, device=device)
+    copy_us = time_on_gpu(lambda: target.copy_(source))
+    return 2 * source.numel() / copy_us / 1e6, rows
 
-    @property
-    def gpu(self) -> str:
-        """The GPU's name."""
-        return gpu_name(self.device)
 
-    def wrong(self, say: Say, each_of: EachOf = iter) -> list[str]:
-        """Names of the cases that a kernel gets wrong, on FP8 and on float16."""
-        found = []
-        for each in each_of(self.cases):
-            for case in (each, in_float16(each)):
-                if not gate.checked(case, self._launchers, self.device, say):
-                    found.append(f"{case.kernel} {case.name} {case.format}".strip())
-        return found
+def time_on_gpu(run: Callable[[], object]) -> float:
+    """Return microseconds of `run` on the GPU: the median of a graph's replays, without Python.
 
-    def tune(self, say: Say) -> Path:
-        """Find the fastest configs and write them to this machine's table, which is returned."""
-        path = tuned_path()
-        write_table(path, read_table(path))  # or stop before minutes of measuring
-        target = current_target()
-        names = (self.gpu, target.name, target.backend)
-        tuner = Tuner(names, self.device, self._launchers, self._measure, say)
-        found = {
-            kernel: [
-                tuner.tune(kernel, tuple(form(c) for c in self.cases if c.kernel == launcher))
-                for form in (lambda case: case, in_float16)
-            ]
-            for kernel, launcher in KERNELS.items()
-        }
-        write_table(path, merged(read_table(path), found))
-        forget_tuned()
-        return path
-
-    def measure(self, each_of: EachOf = iter) -> tuple[float, list[Row]]:
-        """TB/s of a copy within the GPU's memory, and a row for each case."""
-        rows = []
-        for case in each_of(self.cases):
-            forms = {"fp8": case, "float16": in_float16(case)}
-            work: dict[str, Work] = {
-                name: call(form, build(form, self.device), self._launchers) for name, form in forms.items()
-            }
-            times = self._measure(work)
-            us, speed = times["fp8"], case.num_bytes / times["fp8"] / 1e6
-            rows.append(Row(case.kernel, case.name, us, speed, times["float16"]))
-        return self._timer.copy_bandwidth() / 1e12, rows
-
-    @cached_property
-    def _timer(self) -> GpuTimer:
-        return GpuTimer()
-
-    @cached_property
-    def _launchers(self) -> dict[str, Any]:
-        return dict(load_launchers())
-
-    def _measure(self, work: dict[str, Work]) -> dict[str, float]:
-        return {name: timing.us for name, timing in self._timer.measure(work).items()}
+    `do_bench` empties the L2 before each replay; `do_bench_cudagraph` would find K and V there.
+    """
+    run()  # what is compiled at first use cannot be captured
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return 1e3 * float(do_bench(graph.replay, return_mode="median"))

@@ -1,4 +1,4 @@
-"""Tuning tables: which config a kernel has, where. JSON, shipped or of this machine.
+"""Tables of configs: JSON, shipped or of this machine; read without Triton.
 
 {"decode": [{"on": "NVIDIA H200", "bits": 8, "head_dim": 128, "tile": 64, "num_warps": 4, ...}]}
 """
@@ -12,13 +12,12 @@ from typing import Any
 
 from fp8kv_runtime.errors import AttentionError
 
-_ANOTHER = "set FP8KV_TUNING to another file"
 _POWERS_OF_TWO = ("tile", "num_warps", "rows")
 
 
 @dataclass(frozen=True)
 class Config:
-    """How one kernel is compiled and launched."""
+    """Sizes with which one kernel is compiled and launched."""
 
     tile: int  # tokens of K and V at a time
     num_warps: int
@@ -30,7 +29,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Row:
+class ConfigRow:
     """A config and where it holds: the first row that fits is taken."""
 
     on: str  # GPU, target or backend
@@ -40,7 +39,7 @@ class Row:
     over: int = 0  # head_dim is more than this
 
     def fits(self, names: Sequence[str], bits: int, head_dim: int, whole: bool = True) -> bool:
-        """Whether it holds for this number format and head_dim on a GPU of these names.
+        """Return whether it holds for this number format and head_dim on a GPU of these names.
 
         A warp alone has no registers for queries that are not `whole`, but in two float16 parts.
         """
@@ -48,20 +47,20 @@ class Row:
         return self.on in names and self.bits == bits and inside
 
 
-Table = Mapping[str, tuple[Row, ...]]  # by kernel: decode, extend
+Table = Mapping[str, tuple[ConfigRow, ...]]  # by kernel: decode, extend
 
 
 def tuned_path() -> Path:
-    """Where this machine's table is: $FP8KV_TUNING, or in the user's cache directory."""
+    """Return the path of this machine's table: $FP8KV_TUNING, or in the user's cache directory."""
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("FP8KV_TUNING") or caches / "fp8kv" / "tuning.json")
 
 
 def read_table(path: Path) -> Table:
-    """Read a table; an empty one where there is no file.
+    """Read a table; an empty one where the file does not exist.
 
     Raises:
-        AttentionError: the file is no tuning table, or cannot be read.
+        AttentionError: the file is not a tuning table, or cannot be read.
     """
     try:
         plain = json.loads(path.read_text())
@@ -69,31 +68,21 @@ def read_table(path: Path) -> Table:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except OSError as error:
-        raise AttentionError(f"cannot read {path}: {error.strerror}; {_ANOTHER}") from error
+        raise AttentionError(
+            f"cannot read {path}: {error.strerror}; set FP8KV_TUNING to another file"
+        ) from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise AttentionError(
-            f"{path} is no tuning table ({type(error).__name__}: {error}); delete it, or run "
-            "`fp8kv bench --tune` again after that"
+            f"{path} is not a tuning table ({type(error).__name__}: {error}); delete it, and the "
+            "shipped configs hold"
         ) from error
 
 
-def write_table(path: Path, table: Table) -> None:
-    """Write a table, whole or not at all."""
-    plain = {kernel: [_to_json(row) for row in rows] for kernel, rows in table.items()}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.{os.getpid()}")
-        new.write_text(json.dumps(plain, indent=2, allow_nan=False) + "\n")
-        new.replace(path)
-    except OSError as error:
-        raise AttentionError(f"cannot write {path}: {error.strerror}; {_ANOTHER}") from error
-
-
-def _to_row(fields: dict[str, Any]) -> Row:
+def _to_row(fields: dict[str, Any]) -> ConfigRow:
     where = {name: fields[name] for name in ("on", "bits", "head_dim")}
     where["over"] = fields.get("over", 0)
     config = {name: value for name, value in fields.items() if name not in where}
-    row = Row(**where, config=Config(**config))
+    row = ConfigRow(**where, config=Config(**config))
     if row.bits not in (8, 16):
         raise ValueError(f"bits must be 8 or 16, got {row.bits!r}")
     if type(row.over) is not int or row.over < 0:
@@ -104,8 +93,3 @@ def _to_row(fields: dict[str, Any]) -> Row:
         if name in _POWERS_OF_TWO and value & (value - 1):
             raise ValueError(f"{name} must be a power of two, got {value}")
     return row
-
-
-def _to_json(row: Row) -> dict[str, Any]:
-    where = {"on": row.on, "bits": row.bits, "over": row.over, "head_dim": row.head_dim}
-    return where | asdict(row.config)

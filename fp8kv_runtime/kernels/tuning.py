@@ -1,11 +1,9 @@
-"""Which config each kernel is launched with: looked up, never searched for at first use.
+"""Configs of kernels: looked up in tables, never searched for at first use.
 
-`tuning.json` comes with the package; what `fp8kv bench --tune` measured on this machine goes first.
+`tuning.json` comes with the package; this machine's table, which `tools/tune_kernels.py` writes, goes first.
 """
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,23 +19,16 @@ _MOST_SPLITS = 2048  # the reduce looks at all parts at once
 _FEWEST_ROWS = 16  # of a matrix instruction
 _TOKENS_PER_ROW = 4  # of a part, at least
 
-_pinned: dict[str, Config] = {}
-
-
-def query_is_whole(dtype: torch.dtype, blocks: BlocksLayout) -> bool:
-    """Whether a query fits float16: neither float32 nor multiplied by channel scales."""
-    return blocks.k_scales < 2 and dtype != torch.float32
-
 
 def plan_decode(
     target: Target, query: Tensor, blocks: KVBlocks, num_splits: int | None
 ) -> tuple[Config, int]:
-    """Config of decode attention for queries [S, H, D], and parts of a head's KV."""
+    """Return decode attention's config for queries [S, H, D], and the parts of a head's KV."""
     _check_splits(num_splits)
     num_kv_heads = blocks.layout.num_kv_heads
     config = _config("decode", target, query, blocks)
     least = config.least if num_splits is None else 1
-    config = _in_parts(config, query.shape[1] // num_kv_heads, least)
+    config = _fit_rows(config, query.shape[1] // num_kv_heads, least)
     return config, num_splits or choose_splits(config.per_processor, num_kv_heads, query.device)
 
 
@@ -45,7 +36,7 @@ def plan_extend(
     target: Target, query: Tensor, blocks: KVBlocks, num_seqs: int, rows: int, longest: int,
     num_splits: int | None,
 ) -> tuple[Config, int]:  # fmt: skip
-    """Config of extend attention, and parts of a head's KV: 0 where it is not split.
+    """Return extend attention's config, and the parts of a head's KV: 0 where it is not split.
 
     `rows` (token, query head) pairs of a KV head, at most, see `longest` tokens, at most. Not split
     are those that fill the GPU, and those of KV so short that it makes one part.
@@ -60,36 +51,31 @@ def plan_extend(
     m = min(rows, parts.rows)
     # of a shorter part the rows' sums in float32 are more memory than its K and V
     least = max(parts.least, triton.cdiv(_TOKENS_PER_ROW * m, parts.tile))
-    parts = _in_parts(parts, m, 1 if num_splits else least)
+    parts = _fit_rows(parts, m, 1 if num_splits else least)
     if num_splits is None and longest < 2 * least * parts.tile:
         return config, 0
     heads = num_kv_heads * triton.cdiv(rows, parts.rows)
     return parts, num_splits or choose_splits(max(2, parts.per_processor), heads, device)
 
 
-def _check_splits(num_splits: int | None) -> None:
-    if num_splits is not None and num_splits < 1:
-        raise ValueError(f"num_splits must be at least 1, or None to choose, got {num_splits}")
-
-
 def reduce_config(num_splits: int, num_seqs: int) -> Config:
-    """Config of the reduce for about as many sequences; its tile is in parts.
+    """Return the reduce's config for about as many sequences; its tile is in parts.
 
     On an H100 one sequence of 66 parts gained from 32 at a time, 64 sequences lost.
     """
-    most, each = triton.next_power_of_2(num_splits), num_splits // num_seqs
-    tile = min(most, 32, max(8, triton.next_power_of_2(each)))
+    most, per_seq = triton.next_power_of_2(num_splits), num_splits // num_seqs
+    tile = min(most, 32, max(8, triton.next_power_of_2(per_seq)))
     return Config(tile, num_warps=1 if num_splits <= 8 else 4)
 
 
 def append_config(target: Target, head_dim: int) -> Config:
-    """Config of append: 2,048 values per program, of which a thread stores 16 at a time."""
+    """Return append's config: 2,048 values per program, of which a thread stores 16 at a time."""
     tile = max(1, 2048 // triton.next_power_of_2(head_dim))
     return Config(tile, num_warps=2 if target.backend == "hip" else 4)
 
 
 def choose_splits(per_processor: int, num_heads: int, device: torch.device) -> int:
-    """Parts of a head's KV, all sequences together, that give every processor its programs.
+    """Return parts of a head's KV, all sequences together, that give every processor its programs.
 
     A KV head counts once for each program that attends to the same part of it.
     """
@@ -97,17 +83,36 @@ def choose_splits(per_processor: int, num_heads: int, device: torch.device) -> i
     return max(1, min(programs // num_heads, _MOST_SPLITS))
 
 
+def query_is_whole(dtype: torch.dtype, blocks: BlocksLayout) -> bool:
+    """Return whether a query fits float16: neither float32 nor multiplied by channel scales."""
+    return blocks.k_scales < 2 and dtype != torch.float32
+
+
+def _config(kernel: str, target: Target, query: Tensor, blocks: KVBlocks) -> Config:
+    names = (gpu_name(query.device), target.name, target.backend)
+    bits, whole = 8 * blocks.codes.itemsize, query_is_whole(query.dtype, blocks.layout)
+    return find_config(kernel, names, bits, blocks.layout.head_dim, whole)
+
+
+@functools.cache
+def _fit_rows(config: Config, rows: int, least: int) -> Config:
+    return replace(config, rows=max(_FEWEST_ROWS, triton.next_power_of_2(rows)), least=least)
+
+
+def _check_splits(num_splits: int | None) -> None:
+    if num_splits is not None and num_splits < 1:
+        raise ValueError(f"num_splits must be at least 1, or None to choose, got {num_splits}")
+
+
 @functools.cache
 def find_config(kernel: str, names: tuple[str, ...], bits: int, head_dim: int, whole: bool = True) -> Config:
-    """The first config that fits, of those tuned on this machine and then of those shipped.
+    """Return the first config that fits, of this machine's table and then of the one shipped.
 
     `names`: of the GPU, the target and its backend. `whole`: queries fit float16.
 
     Raises:
-        ValueError: head_dim is too large, or the tuned table cannot be read.
+        ValueError: head_dim is too large, or this machine's table cannot be read.
     """
-    if kernel in _pinned:
-        return _pinned[kernel]
     rows = [*tuned().get(kernel, ()), *shipped()[kernel]]
     for row in rows:
         if row.fits(names, bits, head_dim, whole):
@@ -116,42 +121,19 @@ def find_config(kernel: str, names: tuple[str, ...], bits: int, head_dim: int, w
     raise ValueError(f"head_dim {head_dim} is more than the {most} that kernels handle")
 
 
-@contextlib.contextmanager
-def pinned(kernel: str, config: Config) -> Iterator[None]:
-    """Inside, this kernel is launched with this config."""
-    _pinned[kernel] = config
-    find_config.cache_clear()
-    try:
-        yield
-    finally:
-        del _pinned[kernel]
-        find_config.cache_clear()
-
-
 @functools.cache
 def shipped() -> Table:
-    """The table that comes with the package."""
+    """Return the table that comes with the package."""
     return read_table(Path(__file__).with_name("tuning.json"))
 
 
 @functools.cache
 def tuned() -> Table:
-    """This machine's own table, as it was when first asked for."""
+    """Return this machine's own table, as it was at the first call."""
     return read_table(tuned_path())
 
 
 def forget_tuned() -> None:
-    """Read this machine's table again, which was written anew."""
+    """Read this machine's table again at the next call."""
     tuned.cache_clear()
     find_config.cache_clear()
-
-
-@functools.cache
-def _in_parts(config: Config, rows: int, least: int) -> Config:
-    return replace(config, rows=max(_FEWEST_ROWS, triton.next_power_of_2(rows)), least=least)
-
-
-def _config(kernel: str, target: Target, query: Tensor, blocks: KVBlocks) -> Config:
-    names = (gpu_name(query.device), target.name, target.backend)
-    bits, whole = 8 * blocks.codes.itemsize, query_is_whole(query.dtype, blocks.layout)
-    return find_config(kernel, names, bits, blocks.layout.head_dim, whole)

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ from typer.testing import CliRunner
 
 from calib import bench as facade
 from calib.commands.app import app
-from fp8kv_runtime.bench import correctness as gate
-from fp8kv_runtime.bench import session as run
+from fp8kv_runtime.bench import correctness, session
+from fp8kv_runtime.kernels import targets
 
 RUNNER = CliRunner()
 
@@ -44,15 +43,17 @@ def test_without_a_gpu_the_kernels_are_checked_and_nothing_is_timed(tmp_path):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU on which every case takes 10 microseconds, and 18 on float16."""
+    """A GPU on which everything takes 10 microseconds, and work on float16 takes 18."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(run, "gpu_name", lambda device: "NVIDIA H200")
-    monkeypatch.setattr(run.Bench, "wrong", lambda self, say, each_of: [])
-    monkeypatch.setattr(run.Bench, "_launchers", None)
-    monkeypatch.setattr(run.Bench, "_timer", SimpleNamespace(copy_bandwidth=lambda: 4e12))
-    monkeypatch.setattr(run.Bench, "_measure", lambda self, work: {"fp8": 10.0, "float16": 18.0})
-    for name, made in (("build", None), ("call", None)):
-        monkeypatch.setattr(run, name, lambda *_, made=made: made)
+    monkeypatch.setattr(targets, "gpu_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(session, "check_cases", lambda *_: [])
+    monkeypatch.setattr(session, "build", lambda case, device: case)
+    monkeypatch.setattr(session, "call", lambda form, inputs, launchers: form)
+    monkeypatch.setattr(
+        session, "time_on_gpu", lambda run: 18.0 if getattr(run, "format", "") == "float16" else 10.0
+    )
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device=None, **how: zeros(2, 2 * 10**4))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -60,7 +61,7 @@ def test_with_a_gpu_the_table_has_every_case():
     done = fp8kv("--heads", "32/8/128", "--json")
     assert done.exit_code == 0, done.output
     result = json.loads(done.output)
-    assert (result["gpu"], result["copy_tb_per_s"]) == ("NVIDIA H200", 4.0)
+    assert (result["gpu"], result["copy_tb_per_s"]) == ("NVIDIA H200", pytest.approx(4e-3))
     rows = {row["case"]: row for row in result["rows"]}
     assert rows["8 x 16k"]["tb_per_s"] == pytest.approx(8 * 16384 * 2 * 8 * 128 / 10e-6 / 1e12)
     table = fp8kv("--heads", "32/8/128").output
@@ -81,44 +82,43 @@ def test_a_job_runner_is_told_how_far_it_is_and_nothing_else():
 def test_the_verdict_is_no_progress(progress, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
-    def wrong(self, say, each_of):
+    def check_cases(cases, launchers, device, say, iterate):
         say("a case ", end="", flush=True)
         return []
 
-    monkeypatch.setattr(run.Bench, "wrong", wrong)
+    monkeypatch.setattr(session, "check_cases", check_cases)
     done = fp8kv("--progress", progress)
     assert (done.exit_code, done.stdout) == (0, "")
     assert done.stderr == "no GPU that torch can use: checked at small shapes, nothing was timed\n"
 
 
 @pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize("progress", ["none", "json"])
-def test_where_tuned_configs_are_is_no_progress(progress, monkeypatch, tmp_path):
-    def tune(self, say):
-        say("a config: 0.9 of the time")
-        return tmp_path
-
-    monkeypatch.setattr(run.Bench, "tune", tune)
-    done = fp8kv("--tune", "--progress", progress)
-    assert done.exit_code == 0, done.output
-    assert f"written: {tmp_path}" in done.stderr.splitlines()
-    assert "a config" not in done.stderr
+def test_the_machines_own_configs_are_named(monkeypatch, tmp_path):
+    table = tmp_path / "tuning.json"
+    monkeypatch.setenv("FP8KV_TUNING", str(table))
+    assert json.loads(fp8kv("--json").stdout)["tuned"] is None
+    table.write_text("{}")
+    assert json.loads(fp8kv("--json").stdout)["tuned"] == str(table)
 
 
 @pytest.mark.usefixtures("gpu")
 def test_nothing_is_timed_where_a_kernel_is_wrong(monkeypatch):
-    monkeypatch.setattr(run.Bench, "wrong", lambda self, say, each_of: ["decode_attention 1 x 1k"])
+    monkeypatch.setattr(session, "check_cases", lambda *_: ["decode_attention 1 x 1k"])
     done = fp8kv()
     assert done.exit_code == 2
     assert "wrong on this machine, nothing was timed: decode_attention 1 x 1k" in done.output
 
 
 def test_a_kernel_that_is_wrong_is_named(monkeypatch):
-    monkeypatch.setattr(gate, "checked", lambda case, *_: case.format != "float16")
-    bench = run.Bench.of((2, 1, 16), 16, torch.device("cpu"))
-    wrong = bench.wrong(print)
-    assert len(wrong) == len(bench.cases)
+    monkeypatch.setattr(
+        correctness, "check", lambda case, *_: correctness.Verdict(case.format != "float16", "so it is")
+    )
+    cpu = torch.device("cpu")
+    cases, lines = session.bench_cases((2, 1, 16), 16, cpu), []
+    wrong = session.check_cases(cases, {}, cpu, lambda *words, **how: lines.append(*words))
+    assert len(wrong) == len(cases)
     assert all(name.endswith("float16") for name in wrong)
+    assert lines.count("WRONG so it is") == len(cases)
 
 
 @pytest.mark.parametrize("text", ["", "32/8", "3/2/64", "0/0/64", "a/b/c", "32/8/128/1", "-4/2/64"])
@@ -131,7 +131,6 @@ def test_heads_that_are_none_are_refused(text):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tune"], "--tune times kernels on a GPU, and torch finds none here"),
         (["--heads", "4/2/300"], "head_dim 300 is more than the 256 that kernels handle"),
         (["no/such/config.json"], "no/such/config.json"),
     ],

@@ -23,8 +23,8 @@ from kernel_table import CASES
 from outputs import report
 from triton.backends import backends
 
-from fp8kv_runtime.bench import correctness as gate
-from fp8kv_runtime.bench.cases import build, call, load_launchers, tiny
+from fp8kv_runtime.bench import correctness
+from fp8kv_runtime.bench.cases import build, call, load_launchers, shrink
 
 PEERS = {"vLLM Triton": paged_peers, "vLLM Triton, FP8": fp8_peers}
 
@@ -36,15 +36,15 @@ def main() -> None:
     from vllm.v1.attention.ops import triton_unified_attention
 
     cpu, worst, problems = torch.device("cpu"), {"ours": 0.0} | dict.fromkeys(PEERS, 0.0), []
-    cases = [c for c in tiny(CASES) if c.kernel != "append_kv" and not c.q_fp8]
+    cases = [c for c in shrink(CASES) if c.kernel != "append_kv" and not c.q_fp8]
     for case in cases:
         inputs = per_tensor(build(case, cpu))
         runs = {"ours": call(case, inputs, load_launchers())}
         runs |= {name: found(case, inputs)[name]() for name, found in PEERS.items()}
         for name, run in runs.items():
-            error = gate.output_error(run().reshape(inputs.query.shape), case, inputs)
+            error = correctness.output_error(run().reshape(inputs.query.shape), case, inputs)
             worst[name] = max(worst[name], error)
-            if not error <= gate.TOLERANCE:
+            if not error <= correctness.TOLERANCE:
                 problems.append(f"{name} on {case.kernel} {case.name}: relative error {error:.1e}")
     errors = ", ".join(f"{name} {error:.1e}" for name, error in worst.items())
     report(Path("triton_unified_attention"), problems, f"{len(cases)} shapes; errors: {errors}")

@@ -5,16 +5,18 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+import tune_kernels
 from checks import assert_attention
 from paged import Case, build
+from tune_kernels import pinned, write_table
 
 from calib.doctor import examine
-from fp8kv_runtime.bench import tune
+from fp8kv_runtime import reference
 from fp8kv_runtime.bench.cases import Case as BenchCase
-from fp8kv_runtime.bench.session import Bench
+from fp8kv_runtime.bench.session import bench_cases
 from fp8kv_runtime.errors import AttentionError
 from fp8kv_runtime.kernels import tuning
-from fp8kv_runtime.kernels.table import Config, Row, read_table, tuned_path, write_table
+from fp8kv_runtime.kernels.table import Config, ConfigRow, read_table, tuned_path
 from fp8kv_runtime.kernels.targets import INTERPRETER, TARGETS
 
 GPU = "NVIDIA H200"
@@ -46,7 +48,7 @@ def test_a_config_is_shipped_for_every_head_dim_of_every_target(target, kernel):
 def test_this_machines_rows_go_first_and_hold_for_their_gpu_only(own_table):
     shipped = tuning.find_config("decode", NAMES, 8, 128)
     own = Config(tile=32, num_warps=2, num_stages=7, per_processor=3, least=1)
-    write_table(own_table, {"decode": (Row(GPU, 8, 128, own, over=64),)})
+    write_table(own_table, {"decode": (ConfigRow(GPU, 8, 128, own, over=64),)})
     tuning.forget_tuned()
     assert tuning.find_config("decode", NAMES, 8, 128) == own
     assert tuning.find_config("decode", NAMES, 8, 96) == own
@@ -56,7 +58,7 @@ def test_this_machines_rows_go_first_and_hold_for_their_gpu_only(own_table):
 
 
 def test_what_is_written_is_read(own_table):
-    table = {"decode": (Row(GPU, 8, 128, Config(64, 4, 5, 16, 3, 2), over=64),), "extend": ()}
+    table = {"decode": (ConfigRow(GPU, 8, 128, Config(64, 4, 5, 16, 3, 2), over=64),), "extend": ()}
     write_table(own_table, table)
     assert read_table(own_table) == table
     assert [path.name for path in own_table.parent.iterdir()] == ["tuning.json"]
@@ -86,7 +88,7 @@ def test_a_damaged_table_is_named_in_one_line(content, reason, own_table):
     own_table.parent.mkdir()
     own_table.write_text(content)
     batch = build(Case((9,)))
-    with pytest.raises(AttentionError, match=r"is no tuning table \(.*delete it") as refused:
+    with pytest.raises(AttentionError, match=r"is not a tuning table \(.*delete it") as refused:
         batch.attend("kernel")
     assert str(own_table) in str(refused.value)
     assert reason in str(refused.value)
@@ -95,10 +97,10 @@ def test_a_damaged_table_is_named_in_one_line(content, reason, own_table):
 
 def test_doctor_names_the_configs_in_force(own_table):
     assert dict(examine())["kernel configs"] == "those shipped"
-    write_table(own_table, {"decode": (Row(GPU, 8, 128, Config(64, 4)),)})
+    write_table(own_table, {"decode": (ConfigRow(GPU, 8, 128, Config(64, 4)),)})
     assert dict(examine())["kernel configs"] == f"1 tuned here, {own_table}; then those shipped"
     own_table.write_text("{")
-    assert "is no tuning table" in dict(examine())["kernel configs"]
+    assert "is not a tuning table" in dict(examine())["kernel configs"]
 
 
 def test_where_the_table_is(monkeypatch, tmp_path):
@@ -116,38 +118,30 @@ def test_any_config_computes_the_same(kernel, tile, device):
     names = ("", INTERPRETER.name, INTERPRETER.backend)
     config = replace(tuning.find_config(kernel, names, 8, 64), tile=tile, rows=32, least=1)
     case = Case((150, 33, 70), group=4, window=100, sinks=True)
-    with tuning.pinned(kernel, replace(config, per_processor=3)):
+    with pinned(kernel, replace(config, per_processor=3)):
         for format in ("e4m3fn", "float16"):
             query_lens = (20, 3, 1) if kernel == "extend" else None
             assert_attention(replace(case, format=format, query_lens=query_lens), device)
 
 
-class Clock:
-    """Times that depend on nothing but the config in use."""
+def tuner(microseconds, attend=None):
+    """A tuner of reference decode on a clock that sees the config alone, and what it says.
 
-    def __init__(self, microseconds):
-        self.microseconds = microseconds
+    `attend` may do something else with the result.
+    """
 
-    def measure(self, work):
-        for run in work.values():
-            run()
-        (config,) = tuning._pinned.values()
-        return dict.fromkeys(work, self.microseconds(config))
-
-
-def tuner(clock, attend=None):
-    """A tuner of reference decode; `attend` may do something else with its result."""
-    from fp8kv_runtime import reference
+    def config():
+        return tuning.find_config("decode", NAMES, 8, 128)  # the pinned one, whatever the place
 
     def decode(*arguments):
         out = reference.decode_attention(*arguments)
-        return attend(out, next(iter(tuning._pinned.values()))) if attend else out
+        return attend(out, config()) if attend else out
 
     said = []
     names = (GPU, INTERPRETER.name, INTERPRETER.backend)
     launchers = {"decode_attention": decode}
-    made = tune.Tuner(names, torch.device("cpu"), launchers, clock.measure, said.append)
-    return made, said
+    clock = lambda run: (run(), microseconds(config()))[1]  # noqa: E731
+    return tune_kernels.Tuner(names, torch.device("cpu"), launchers, clock, said.append), said
 
 
 SMALL = (
@@ -158,8 +152,7 @@ SMALL = (
 
 def test_the_fastest_config_is_found():
     cost = {16: 5.0, 32: 3.0, 64: 2.0, 128: 4.0}
-    clock = Clock(lambda c: cost[c.tile] + abs(c.num_warps - 8) + abs(c.per_processor - 3) + 1 / c.least)
-    made, _ = tuner(clock)
+    made, _ = tuner(lambda c: cost[c.tile] + abs(c.num_warps - 8) + abs(c.per_processor - 3) + 1 / c.least)
     row = made.tune("decode", SMALL)
     assert (row.on, row.bits, row.over, row.head_dim) == (GPU, 8, 64, 128)
     found = row.config
@@ -167,7 +160,7 @@ def test_the_fastest_config_is_found():
 
 
 def test_one_warp_with_many_programs_is_tried():
-    made, _ = tuner(Clock(lambda c: c.tile + 9 * c.num_warps - c.per_processor))
+    made, _ = tuner(lambda c: c.tile + 9 * c.num_warps - c.per_processor)
     found = made.tune("decode", SMALL).config
     assert (found.tile, found.num_warps, found.per_processor) == (16, 1, 16)
 
@@ -197,37 +190,39 @@ def test_a_fast_config_that_is_wrong_or_does_not_compile_is_not_taken():
             raise RuntimeError("out of resource: shared memory\nand more")
         return out
 
-    made, said = tuner(Clock(lambda c: {16: 20.0, 32: 1.0, 64: 10.0, 128: 2.0}[c.tile]), attend)
+    made, said = tuner(lambda c: {16: 20.0, 32: 1.0, 64: 10.0, 128: 2.0}[c.tile], attend)
     assert made.tune("decode", SMALL).config.tile == 64
     assert any("tile 32" in line and "relative error 1" in line for line in said)
     assert any(line.endswith("out of resource: shared memory") for line in said)
 
 
 def test_a_gain_that_may_be_noise_changes_nothing():
-    made, _ = tuner(Clock(lambda c: 99.0 if c.num_warps == 2 else 100.0))
+    made, _ = tuner(lambda c: 99.0 if c.num_warps == 2 else 100.0)
     names = (GPU, INTERPRETER.name, INTERPRETER.backend)
     assert made.tune("decode", SMALL).config == tuning.find_config("decode", names, 8, 128)
 
 
 def test_rows_found_anew_replace_those_of_the_same_place():
-    old = [Row(GPU, 8, d, Config(64, 4), over=d // 2) for d in (64, 128)]
-    other = Row("NVIDIA L4", 8, 128, Config(64, 4), over=64)
-    new = Row(GPU, 8, 128, Config(32, 2), over=64)
-    table = tune.merged({"decode": (*old, other), "extend": (other,)}, {"decode": [new]})
+    old = [ConfigRow(GPU, 8, d, Config(64, 4), over=d // 2) for d in (64, 128)]
+    other = ConfigRow("NVIDIA L4", 8, 128, Config(64, 4), over=64)
+    new = ConfigRow(GPU, 8, 128, Config(32, 2), over=64)
+    table = tune_kernels.merge_tables({"decode": (*old, other), "extend": (other,)}, {"decode": [new]})
     assert table == {"decode": (new, old[0], other), "extend": (other,)}
 
 
 def test_tuning_writes_what_later_launches_use(monkeypatch, own_table, device):
-    """The command's way, kernels in the interpreter, with two configs to choose from."""
+    """The script's way, kernels in the interpreter, with two configs to choose from."""
     few = {"_TILES": (32, 64), "_ROWS": (64,), "_PROGRAMS": (2,), "_LEAST": (4,)}
-    for name, values in (few | {"_WARPS": dict.fromkeys(tune.KERNELS, (4,))}).items():
-        monkeypatch.setattr(tune, name, values)
-    bench = Bench.of((4, 2, 64), 16, torch.device(device))
-    monkeypatch.setattr(Bench, "gpu", GPU)
-    monkeypatch.setattr(Bench, "_measure", lambda _, work: Clock(lambda c: c.tile).measure(work))
-    said = []
+    for name, values in (few | {"_WARPS": dict.fromkeys(tune_kernels.KERNELS, (4,))}).items():
+        monkeypatch.setattr(tune_kernels, name, values)
+    monkeypatch.setattr(tune_kernels, "gpu_name", lambda _: GPU)
+    # every config is still checked; its time is its tile
+    monkeypatch.setattr(
+        tune_kernels.Tuner, "_times", lambda _, kernel, config, cases: [config.tile] * len(cases)
+    )
+    said, on = [], torch.device(device)
     with torch.inference_mode():
-        assert bench.tune(said.append) == own_table
+        assert tune_kernels.tune(bench_cases((4, 2, 64), 16, on), on, None, said.append) == own_table
     assert said[-1].endswith(" of the time")
     rows = json.loads(own_table.read_text())
     assert {kernel: [(r["bits"], r["tile"]) for r in rows[kernel]] for kernel in rows} == {

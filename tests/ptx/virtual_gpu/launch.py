@@ -9,8 +9,8 @@ import torch
 from kernels.offline import pretend
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import CompiledKernel
+from tune_kernels import pinned
 
-from fp8kv_runtime.kernels.tuning import pinned
 from virtual_gpu.global_memory import GlobalMemory
 from virtual_gpu.machine import Machine
 from virtual_gpu.program import FaultError, parse
