@@ -7,7 +7,7 @@ cache; ratios are of the same documents, with an interval over these.
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from machine import machine, write_result
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, PreTrainedModel
 
-from calib.caches.per_token_head import int8_per_token_head
+from calib.caches.rounding import CacheRounding, rounding
 from calib.data import load_data
 from calib.evaluate.inputs import SUITES
 from calib.evaluate.statistics import Values, compare, estimate, ratio
@@ -32,7 +32,6 @@ MODEL, DATASET = "builtin:smollm2", "builtin:python-docs"
 SUITE = SUITES["full"]
 # documents that the power in calib/rescale/factors.py was chosen on
 CHOSEN_ON = 5
-Rounding = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def main() -> None:
@@ -90,20 +89,21 @@ def _measure(scratch: Path) -> dict[str, list[Values]]:
     source = _model(directory)
     documents = list(_documents(source, AutoTokenizer.from_pretrained(directory)))
     expected = [_logits(source, each) for each in documents]
-    twin_scales = fp8_rounding(load_scales(scratch / "twin-scales"), "kv")
-    ones = fp8_rounding(unit_scales(source), "kv")
-    caches: dict[str, tuple[Path, Rounding]] = {
-        "int8": (directory, _int8),
-        "int8 baked": (scratch / "int8", _int8),
+    twin_scales = fp8_rounding(load_scales(scratch / "twin-scales"))
+    ones = fp8_rounding(unit_scales(source))
+    int8 = rounding("int8_per_token_head")
+    caches: dict[str, tuple[Path, CacheRounding]] = {
+        "int8": (directory, int8),
+        "int8 baked": (scratch / "int8", int8),
         "twin calibrated": (scratch / "twin", twin_scales),
         "twin, 1.0": (scratch / "twin", ones),
         "twin baked, 1.0": (scratch / "twin-fp8", ones),
     }
     found = {}
-    for name, (path, rounding) in caches.items():
+    for name, (path, round_layer) in caches.items():
         model = _model(path)
         pairs = zip(documents, expected, strict=True)
-        found[name] = [_kl(model, rounding, each, reference) for each, reference in pairs]
+        found[name] = [_kl(model, round_layer, each, reference) for each, reference in pairs]
     return found
 
 
@@ -123,15 +123,11 @@ def _logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return model(input_ids=tokens[None], past_key_values=DynamicCache()).logits[0]
 
 
-def _int8(layer: int, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return query, int8_per_token_head(key), int8_per_token_head(value)
-
-
-def _kl(model: PreTrainedModel, rounding: Rounding, tokens: Tensor, expected: Tensor) -> Values:
+def _kl(model: PreTrainedModel, round_layer: CacheRounding, tokens: Tensor, expected: Tensor) -> Values:
     def attend(
         original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
     ) -> Any:
-        return original(module, *rounding(module.layer_idx, query, key, value), *args, **kw)
+        return original(module, query, *round_layer(module.layer_idx, key, value), *args, **kw)
 
     with swap_attention(model, attend):
         found = _logits(model, tokens)

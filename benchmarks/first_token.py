@@ -16,8 +16,9 @@ from machine import machine, write_result
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from calib.caches.rounding import CacheRounding
 from calib.divergence import divergence
-from calib.evaluate.variants import Rounding, Variant, fp8_rounding
+from calib.evaluate.variants import Variant, fp8_rounding
 from calib.scales.scales import KVScales
 from calib.scales.stats import KVStats
 from fp8kv_runtime.hf import swap_attention
@@ -47,7 +48,7 @@ def main() -> None:
     write_result(args.output, {"machine": facts, "model": MODEL, "kl_of_k_alone": rows})
 
 
-def _of(variant: Variant) -> Rounding:
+def _of(variant: Variant) -> CacheRounding:
     assert variant.scales is not None
     return fp8_rounding(variant.scales, "k")
 
@@ -62,7 +63,7 @@ def _bound(scales: KVScales, stats: KVStats) -> KVScales:
 
 
 @torch.inference_mode()
-def _measure(model: PreTrainedModel, rounding: Rounding, documents: list[Tensor]) -> dict[str, Any]:
+def _measure(model: PreTrainedModel, rounding: CacheRounding, documents: list[Tensor]) -> dict[str, Any]:
     kept: dict[str, Callable[[Tensor, Tensor], None]] = {
         "all tokens": lambda rounded, key: None,
         "all but the first": lambda rounded, key: rounded[:, :, :1].copy_(key[:, :, :1]),
@@ -78,13 +79,13 @@ def _measure(model: PreTrainedModel, rounding: Rounding, documents: list[Tensor]
     return {name: float(torch.cat(each).mean()) for name, each in kl.items()}
 
 
-def _attend(rounding: Rounding, keep: Callable[[Tensor, Tensor], None]) -> Callable[..., Any]:
+def _attend(rounding: CacheRounding, keep: Callable[[Tensor, Tensor], None]) -> Callable[..., Any]:
     def attend(
         original: Callable[..., Any], module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
         *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
         layer_idx: Any = module.layer_idx
-        _, rounded, _ = rounding(layer_idx, query, key, value)
+        rounded, _ = rounding(layer_idx, key, value)
         rounded = rounded.clone()
         keep(rounded, key)
         return original(module, query, rounded, value, *args, **kwargs)

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from calib.arguments import to_path
-from calib.caches.rounding import beside_queries, rounded_attention, rounding
+from calib.caches.rounding import rounded_attention, rounding
 from calib.caches.types import CacheType, Shape, cache_type
 from calib.capture.attention import layer_shapes, map_attention
 from calib.capture.capabilities import check_fp8_cache
@@ -46,7 +45,7 @@ class GenerationOptions:
 
 @dataclass(frozen=True)
 class Generation:
-    """One continuation of the prompt."""
+    """A continuation of the prompt."""
 
     text: str
     token_ids: list[int]
@@ -59,7 +58,7 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Generated:
+class GenerationResult:
     """The continuation on the quantised cache, and on a 16-bit one where that was asked for."""
 
     fp8: Generation  # whatever the type of the cache
@@ -93,16 +92,13 @@ class Generated:
         return next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
 
     def to_json(self) -> dict[str, Any]:
-        """The object that `--json` prints."""
+        """Return the object that `--json` prints."""
         derived = ("same_tokens", "bytes_per_token_16bit", "cache_bytes_16bit")
         facts = asdict(self) | {name: getattr(self, name) for name in derived}
-        for name, made in (("fp8", self.fp8), ("plain", self.plain)):
-            if made is not None:
-                facts[name]["tokens_per_second"] = made.tokens_per_second
+        for name, generation in (("fp8", self.fp8), ("plain", self.plain)):
+            if generation is not None:
+                facts[name]["tokens_per_second"] = generation.tokens_per_second
         return facts
-
-
-Made = tuple[Generation, Generation | None, int]  # on the cache, on 16 bits; tokens in the cache
 
 
 def generate_text(
@@ -114,7 +110,7 @@ def generate_text(
     overrides: dict[str, Any],
     on_text: Callable[[str], None] | None = None,
     progress: Progress = SILENT,
-) -> Generated:
+) -> GenerationResult:
     """Continue `prompt` with the model's K and V in FP8, or as another cache would hold them.
 
     `scales`, for FP8 alone, is a directory with scales of any tool, `none` for scale 1.0, by
@@ -127,76 +123,75 @@ def generate_text(
     progress.stage("load")
     recipe = load_recipe(None, overrides)
     checkpoint = find_model(model_name)
-    kind = _cache_type(options, scales)
-    opened = None if kind else _open_scales(checkpoint, scales)
+    kind = cache_type(options.cache)
+    scales_for_model = _open_scales(checkpoint, scales, kind, options.backend)
     config = load_config(checkpoint, recipe.trust_remote_code)
     tokenizer = load_tokenizer(checkpoint, recipe.trust_remote_code)
     inputs = _tokenize(tokenizer, prompt, chat=options.chat)
-    tokens = inputs["input_ids"].shape[1] + options.max_new_tokens
-    check_positions(config, tokens, "prompt + --max-new-tokens")
+    length = inputs["input_ids"].shape[1]
+    check_positions(config, length + options.max_new_tokens, "prompt + --max-new-tokens")
     model = load_model(checkpoint, config, recipe.dtype, recipe.device, recipe.trust_remote_code)
     check_token_ids(inputs["input_ids"].flatten().tolist(), tokenizer, model)
     inputs = inputs.to(input_device(model))
     directories = [to_path(scales)] if scales and scales != UNIT_SCALES else []
     notes = (*quantization_notes(checkpoint), *weight_warnings(directories, checkpoint))
-    heads = layer_shapes(model) if kind else []
-    if kind:
-        kind.bytes_per_token(heads)  # a head size that is refused, before a wait
+    if scales_for_model is None:
+        shapes = layer_shapes(model)
+        kind.bytes_per_token(shapes)  # a head size that is refused, before a wait
+        attention = rounded_attention(model, rounding(options.cache, dtype=served_dtype(checkpoint)))
     else:
         check_fp8_cache(model)
+        attention = fp8_attention(model, scales_for_model(model), backend=options.backend)
     progress.stage("generate")
     try:
-        with _applied(model, opened, options, served_dtype(checkpoint)):
+        with attention:
             fp8, cache = _generate(model, tokenizer, inputs, options, on_text)
     except AttentionError as error:
         raise InputError(str(error)) from error
     plain = _generate(model, tokenizer, inputs, options, None)[0] if options.compare else None
-    rows, length = inputs["input_ids"].shape
-    made = (fp8, plain, rows * (length + len(fp8.token_ids) - 1))  # nobody read the last one
-    return _held(cache, made, notes) if kind is None else _simulated(kind, made, notes, heads)
+    tokens = length + len(fp8.token_ids) - 1  # the last one was not read
+    memory = _memory(cache) if scales_for_model else _simulated_memory(kind, shapes, tokens)
+    return GenerationResult(fp8, plain, tokens, warnings=notes, **memory)
 
 
-def _held(cache: Cache, made: Made, notes: tuple[str, ...]) -> Generated:
-    """What the blocks of our FP8 cache take."""
+def _memory(cache: Cache) -> dict[str, Any]:
+    """Return the memory of our FP8 cache, by the fields of the result."""
     blocks = paged_cache(cache)
-    sizes = (blocks.block_size, values_per_token(cache), blocks.num_bytes_used)
-    return Generated(*made, *sizes, notes, bytes_per_token_in_blocks=blocks.bytes_per_token)
+    return {
+        "block_size": blocks.block_size,
+        "bytes_per_token": values_per_token(cache),
+        "cache_bytes": blocks.num_bytes_used,
+        "bytes_per_token_in_blocks": blocks.bytes_per_token,
+    }
 
 
-def _simulated(kind: CacheType, made: Made, notes: tuple[str, ...], shapes: list[Shape]) -> Generated:
-    """What a cache of this type would take."""
-    size, values = kind.bytes_per_token(shapes), sum(shape.values for shape in shapes)
-    return Generated(*made, None, size, size * made[2], notes, kind.name, kind.simulated, values)
-
-
-def _cache_type(options: GenerationOptions, scales: str | None) -> CacheType | None:
-    """The type of cache to simulate; None for FP8 with static scales, which our runtime holds."""
-    kind = cache_type(options.cache)
-    if kind.name == STATIC_FP8:
-        return None
-    given = "--scales" if scales is not None else "--backend triton"
-    if scales is not None or options.backend == "triton":
-        raise InputError(f"{given} is for --cache fp8, not for {kind.name}; leave it out")
-    return kind
-
-
-def _applied(
-    model: PreTrainedModel,
-    opened: ScalesForModel | None,
-    options: GenerationOptions,
-    dtype: torch.dtype | None,
-) -> AbstractContextManager[Any]:
-    if opened is not None:
-        return fp8_attention(model, opened(model), backend=options.backend)
-    return rounded_attention(model, beside_queries(rounding(options.cache, dtype=dtype)))
+def _simulated_memory(kind: CacheType, shapes: list[Shape], cached_tokens: int) -> dict[str, Any]:
+    """Return the memory that a cache of this type would take, by the fields of the result."""
+    size = kind.bytes_per_token(shapes)
+    return {
+        "block_size": None,
+        "bytes_per_token": size,
+        "cache_bytes": size * cached_tokens,
+        "cache": kind.name,
+        "simulated": kind.simulated,
+        "values_per_token": sum(shape.values for shape in shapes),
+    }
 
 
 def unit_scales(model: PreTrainedModel) -> KVScales:
-    """Scale 1.0 for every attention module that caches K and V: what engines do without scales."""
+    """Return scale 1.0 for every attention module that caches K and V, as engines have without scales."""
     return map_attention(model).unit_scales()
 
 
-def _open_scales(checkpoint: ModelDirectory, scales: str | None) -> ScalesForModel:
+def _open_scales(
+    checkpoint: ModelDirectory, scales: str | None, kind: CacheType, backend: Backend
+) -> ScalesForModel | None:
+    """Open the scales of a static FP8 cache; None for another type, which is simulated without any."""
+    if kind.name != STATIC_FP8:
+        if scales is None and backend != "triton":
+            return None
+        flag = "--backend triton" if scales is None else "--scales"
+        raise InputError(f"{flag} is for --cache fp8, not for {kind.name}; leave it out")
     if scales == UNIT_SCALES:
         return unit_scales
     if scales is not None:

@@ -19,7 +19,7 @@ from calib.commands.flags import (
 from calib.commands.running import command, print_json
 
 if TYPE_CHECKING:
-    from calib.generate import Generated
+    from calib.generate import GenerationResult
 
 
 @command
@@ -70,7 +70,7 @@ def generate(
         print("\n".join(generation_lines(result)))
 
 
-def generation_lines(result: "Generated") -> list[str]:
+def generation_lines(result: "GenerationResult") -> list[str]:
     """Speed and cache sizes, which follow the text."""
     fp8, plain = result.fp8, result.plain
     name = "FP8" if result.block_size else result.cache

@@ -1,7 +1,11 @@
-"""Models and variants for which `--attention` can simulate an engine."""
+"""Engines' attention kernels that `--attention` simulates: what they take, and how they round."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from calib.caches.types import Shape
@@ -9,10 +13,16 @@ from calib.capture.capabilities import check_queries, engine_class
 from calib.choices import AttentionMode
 from calib.engines.catalogue import Kernel, find_engine
 from calib.errors import InputError
-from calib.evaluate.variants import Setup, Variant
 from calib.scales.scales import KVScales
+from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
+from fp8kv_runtime.errors import AttentionError
+from fp8kv_runtime.fp8 import FP8_DTYPES
+from fp8kv_runtime.hf.queries import EngineQuery
+from fp8kv_runtime.hf.swap import Replacement
+from fp8kv_runtime.options import AttentionOptions
 
 _STRATEGIES = {"tensor": "tensor", "attn_head": "KV head", "channel": "channel"}
+_HIDDEN = torch.finfo(torch.float16).min / 2  # a mask of float16 may come as float32
 
 
 def check_model(mode: AttentionMode, model: PreTrainedModel, shapes: Sequence[Shape]) -> None:
@@ -27,8 +37,12 @@ def check_model(mode: AttentionMode, model: PreTrainedModel, shapes: Sequence[Sh
         check_queries(engine_class(model.config, type(model).__name__), f"--attention {mode}")
 
 
+def _find_kernel(mode: AttentionMode) -> Kernel:
+    return find_engine("vllm").kernels[mode]
+
+
 def _model_problem(kernel: Kernel, model: PreTrainedModel, shapes: Sequence[Shape]) -> str | None:
-    """Say why the kernel cannot be simulated for the model."""
+    """Return why the kernel cannot be simulated for the model."""
     if any(Shape(*shape).attention != "heads" for shape in shapes):
         return "this model caches latents (MLA), whose kernels are not simulated"
     sizes = {size for shape in shapes for size in (shape[1], shape[2])}
@@ -42,35 +56,9 @@ def _model_problem(kernel: Kernel, model: PreTrainedModel, shapes: Sequence[Shap
     return None
 
 
-def select_variants(
-    setup: Setup, variants: Sequence[Variant], names: Sequence[str] | None
-) -> tuple[list[Variant], list[str]]:
-    """Return the variants that can be measured in the setup's mode, and warnings on all that cannot.
-
-    FP8 caches that the kernel does not take are left out, and refused with an InputError where their scales
-    were given or `names` has them. All but FP8 caches of K and V is measured with exact attention.
-    """
-    if setup.attention == "exact":
-        return list(variants), []
-    kernel, flag = _find_kernel(setup.attention), f"--attention {setup.attention}"
-    caches = {v.name: v.scales for v in variants if v.in_mode and v.scales}
-    problems = {name: why for name, scales in caches.items() if (why := _scales_problem(kernel, scales))}
-    for variant in variants:
-        if variant.name in problems and (variant.kind == "given" or variant.name in (names or ())):
-            raise InputError(f"{flag}: '{variant.name}' has {problems[variant.name]}; leave it out")
-    measured = [variant for variant in variants if variant.name not in problems]
-    warnings = [f"{flag}: '{name}' has {why}: left out" for name, why in problems.items()]
-    if exact := ", ".join(variant.name for variant in measured if not variant.in_mode):
-        warnings.append(f"{flag}: no whole FP8 cache, so measured with exact attention: {exact}")
-    return measured, warnings
-
-
-def _find_kernel(mode: AttentionMode) -> Kernel:
-    return find_engine("vllm").kernels[mode]
-
-
-def _scales_problem(kernel: Kernel, scales: KVScales) -> str | None:
-    """Say what the kernel does not take of such scales."""
+def scales_problem(mode: AttentionMode, scales: KVScales) -> str | None:
+    """Return what the engine's kernel does not take of such scales."""
+    kernel = _find_kernel(mode)
     if scales.has_center:
         return f"a mean subtracted from K, which {kernel.name} does not add"
     if scales.strategy not in kernel.strategies:
@@ -79,3 +67,59 @@ def _scales_problem(kernel: Kernel, scales: KVScales) -> str | None:
     if scales.fp8_dtype not in kernel.fp8_types:
         return f"{scales.fp8_dtype} codes, and {kernel.name} takes {' or '.join(kernel.fp8_types)}"
     return None
+
+
+def simulate_attention(
+    mode: AttentionMode, scales: KVScales, *, with_queries: bool, dtype: torch.dtype
+) -> Replacement:
+    """Return attention for `swap_attention`, given K and V as restored from an FP8 cache with `scales`.
+
+    Layers without scales keep the model's own. `with_queries`: engines load query scales; without,
+    queries in FP8 have scale 1.0. `dtype` is that of the model; engines have bfloat16 for float32.
+    """
+    layers = {layer.layer_idx: layer for layer in scales.expand_shared().values()}
+    own_dtype = torch.bfloat16 if dtype == torch.float32 else dtype
+    kernels: Mapping[AttentionMode, Callable[..., Tensor]] = {
+        "fa3": fa3_attention,
+        "vllm_triton": partial(vllm_triton_attention, dtype=own_dtype),
+        "vllm_triton_fp8": partial(vllm_triton_attention, dtype=None, fp8=FP8_DTYPES[scales.fp8_dtype]),
+    }
+
+    def attend(
+        original: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any
+    ) -> Any:
+        layer = layers.get(module.layer_idx)
+        if layer is None:
+            return original(module, query, key, value, *args, **kw)
+        mask = args[0] if args else kw.get("attention_mask")
+        visible = _visible_keys(mask, query.shape[2], key.shape[2]).to(query.device)
+        if kw.get("position_bias") is not None:
+            raise AttentionError("this model adds a bias to scores: use --attention exact")
+        engine_query = EngineQuery.of(module, query.float(), kw.get("scaling"))
+        options = AttentionOptions(
+            engine_query.scaling, softcap=kw.get("softcap"), sinks=kw.get("s_aux"),
+            q_scale=layer.q if with_queries else None,
+        )  # fmt: skip
+        out = kernels[mode](engine_query.query, key.float(), value.float(), visible, options)
+        return out.transpose(1, 2).to(query.dtype), None
+
+    return attend
+
+
+def _visible_keys(mask: Tensor | None, tokens: int, length: int) -> Tensor:
+    """Return [B or 1, 1, T, N] bool, of a model's mask or, without one, causal."""
+    if mask is None and tokens in (1, length):
+        rows = torch.arange(length - tokens, length)[:, None]
+        return (torch.arange(length) <= rows)[None, None]
+    if mask is None or mask.dim() != 4:
+        raise AttentionError(
+            "engines' attention is simulated with masks for every query and key, which this model "
+            "was not given; use --attention exact"
+        )
+    mask = mask[..., :length]
+    if mask.dtype == torch.bool:
+        return mask
+    visible = mask > _HIDDEN
+    if (mask[visible] != 0).any():
+        raise AttentionError("this model adds a bias to scores: use --attention exact")
+    return visible

@@ -190,7 +190,7 @@ def layer_errors(
     repeats = {m.layer_idx: m.kv_repeat for m in attention.cached.values()}
     scaled = [(v, v.scales) for v in variants if v.scales]
     probes = [
-        (v, FP8_DTYPES[s.fp8_dtype], fp8_rounding(s, v.tensors), v.engine(setup) or _as_it_is)
+        (v, FP8_DTYPES[s.fp8_dtype], fp8_rounding(s, v.tensors), v.engine_attention(setup) or _as_it_is)
         for v, s in scaled
     ]
     errors: dict[str, dict[int, list[LayerError]]] = {variant.name: {} for variant, *_ in probes}
@@ -208,7 +208,7 @@ def layer_errors(
         for variant, dtype, rounding, through in probes:
             if idx in variant.layers:
                 asked = EngineQuery.of(module, query, kw.get("scaling"))
-                q, k, v = rounding(idx, asked.query, key, value)
+                q, (k, v) = variant.round_query(idx, asked.query), rounding(idx, key, value)
                 other = through(original, module, asked.undo(q), k, v, *args, **kw)
                 outputs = _tokens_last(out), _tokens_last(other)
                 error = _layer_error(*outputs, *stored, variant.layers[idx], dtype)

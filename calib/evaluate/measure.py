@@ -54,10 +54,10 @@ def measure(setup: Setup, variants: Sequence[Variant], text: EvaluationText) -> 
     errors, measured[REFERENCE].values = layer_errors(setup, text.layer_documents, variants)
     for name, layers in errors.items():
         measured[name].layers = layers
-    writing = [m for m in measured.values() if m.variant is UNCHANGED or m.variant.generates]
+    writing = [m for m in measured.values() if m.variant is UNCHANGED or m.variant.is_whole_cache]
     for each in setup.progress.each("text", writing, "variants"):
         setup.progress.detail(each.variant.name)
-        with each.variant.applied(setup):
+        with each.variant.apply(setup):
             each.texts = _continue_greedily(setup, text.prompts, text.new_tokens)
             each.passkeys = _retrieve(setup, text.passkeys)
         pairs = zip(measured[REFERENCE].texts, each.texts, strict=True)
@@ -75,7 +75,7 @@ def compare_variants(setup: Setup, token_ids: Tensor, variants: Sequence[Variant
         reference = _logits(model, chunk, caches[REFERENCE])
         parts[REFERENCE].append(compare(reference, reference, following))
         for variant in variants:
-            with variant.applied(setup):
+            with variant.apply(setup):
                 logits = _logits(model, chunk, caches[variant.name])
             parts[variant.name].append(compare(reference, logits, following))
     return {name: join(each) for name, each in parts.items()}

@@ -10,13 +10,13 @@ from calib.capture.directory_scales import weight_warnings
 from calib.choices import CONTROLS, VARIANTS
 from calib.errors import InputError
 from calib.evaluate import inputs
-from calib.evaluate.attention_modes import check_model, select_variants
+from calib.evaluate.attention_modes import check_model
 from calib.evaluate.cache_variants import (
     STATIC,
     cache_names,
     cache_variants,
-    wanted_types,
-    with_bytes,
+    count_bytes,
+    select_types,
 )
 from calib.evaluate.held_out import add_own_samples, find_readers
 from calib.evaluate.measure import measure, search_layers, written_texts
@@ -32,7 +32,7 @@ from calib.evaluate.report import Recommendation, Report, Suite
 from calib.evaluate.serve_commands import Offers
 from calib.evaluate.summarize import Evaluation, summarize
 from calib.evaluate.tasks import find_tasks, name_tasks, run_tasks, task_variants
-from calib.evaluate.variants import ONE_ATTENTION, Variant, build_variants, other_attention
+from calib.evaluate.variants import ONE_ATTENTION, Variant, build_variants, other_attention, select_variants
 from calib.evaluate.verdict import check_variant, failures
 from calib.files.atomic import claimed
 from calib.files.text import Condition, parse_condition
@@ -111,7 +111,7 @@ def _load_model_and_text(evaluation: Evaluation, progress: Progress) -> None:
     evaluation.shapes = layer_shapes(setup.model)  # runs the model, whose tokens are checked now
     check_model(setup.attention, setup.model, evaluation.shapes)
     check_fp8_cache(setup.model)
-    evaluation.cache_types, type_warnings = wanted_types(recipe.evaluation.caches, evaluation.shapes)
+    evaluation.cache_types, type_warnings = select_types(recipe.evaluation.caches, evaluation.shapes)
     evaluation.warnings += [*warnings, *other_warnings, *type_warnings]
 
 
@@ -140,7 +140,7 @@ def _choose_variants(evaluation: Evaluation) -> None:
         if variant.name not in evaluation.refused
     ]
     variants, mode_warnings = select_variants(setup, variants, settings.variants)
-    evaluation.variants = with_bytes(variants, evaluation.shapes)
+    evaluation.variants = count_bytes(variants, evaluation.shapes)
     evaluation.warnings += [*warnings, *mode_warnings]
 
 

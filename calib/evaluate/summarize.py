@@ -132,7 +132,7 @@ def _rows(evaluation: Evaluation, kl: Mapping[str, Figure], floor: float) -> dic
         nll = to_numpy(torch.stack([d.nll, r.nll], 1) for d, r in pairs)
         long_divergences = to_numpy(d.kl for d in measured.long_documents)
         rows[name] = Row(
-            what=measured.variant.what,
+            what=measured.variant.description,
             kind=measured.variant.kind,
             kl=kl[name],
             kl_p99=estimate(divergences, quantile(0.99)),
@@ -161,7 +161,7 @@ def _optional_figures(evaluation: Evaluation, measured: Measured) -> dict[str, A
         "strategy": scales and scales.strategy,
         "fp8_dtype": scales and scales.fp8_dtype,
         "tensors": scales and variant.tensors,
-        "attention": variant.in_mode and evaluation.setup.attention,
+        "attention": variant.is_fp8_cache and evaluation.setup.attention,
         "not_finite": not_finite([d.kl for d in (*measured.documents, *measured.long_documents)]),
         "same_tokens": _estimate_mean(measured.same_tokens),
         "passkey": _estimate_mean(measured.passkeys),

@@ -170,7 +170,7 @@ _RESAMPLES = 1000
 
 def task_variants(variants: Sequence[Variant], chosen: Sequence[str] | None) -> list[Variant]:
     """All FP8 caches if the user has `chosen` some; else those given, or none and attn_head."""
-    whole = [variant for variant in variants if variant.generates]
+    whole = [variant for variant in variants if variant.is_whole_cache]
     if chosen is not None:
         return whole
     given = [variant for variant in whole if variant.kind == "given"]
@@ -191,7 +191,7 @@ def run_tasks(setup: Setup, tasks: Tasks, variants: Sequence[Variant]) -> dict[s
         lm = _language_model(setup)
         for variant in setup.progress.each("tasks", (UNCHANGED, *variants), "variants"):
             setup.progress.detail(variant.name)
-            with variant.applied(setup):
+            with variant.apply(setup):
                 results = _evaluate(lm, tasks, variant.name)
             for task, figures in results.items():
                 found.setdefault(task, {})[variant.name] = figures

@@ -89,7 +89,7 @@ class Judgement:
         """The variant that the verdict is about: what the user gave, or what is advised."""
         given = [name for name, row in self.rows.items() if row.kind == "given"]
         fp8 = {n: m.variant for n, m in self.measured.items() if m.variant.scales is not None}
-        whole = [name for name, variant in fp8.items() if variant.generates]
+        whole = [name for name, variant in fp8.items() if variant.is_whole_cache]
         return next(iter([*given, *filter(None, [self.advised]), *whole]), None)
 
     def verdict(self, others: Sequence[OtherText] = ()) -> str:

@@ -8,7 +8,7 @@ from families import save_model, tiny_model
 from generation import PROMPT, as_json, continuation, generate
 from transformers import AutoTokenizer
 
-from calib.generate import Generated, Generation
+from calib.generate import Generation, GenerationResult
 from calib.scales.stats_file import load_scales
 
 BYTES_PER_TOKEN = 3 * 2 * 2 * 16  # layers, K and V, KV heads, head_dim
@@ -58,7 +58,7 @@ def test_compare_adds_transformers_own_text(calibrated, tiny_directory):
 @pytest.mark.parametrize(("theirs", "same"), [([4, 5, 6], 3), ([4, 5, 7], 2), ([8, 5, 6], 0), ([4], 1)])
 def test_where_two_texts_part(theirs, same):
     ours, plain = Generation("", [4, 5, 6], 1.0), Generation("", theirs, 1.0)
-    assert Generated(ours, plain, 3, 64, 1, 1).same_tokens == same
+    assert GenerationResult(ours, plain, 3, 64, 1, 1).same_tokens == same
 
 
 def test_scale_one_needs_no_calibration(tiny_directory):

@@ -72,11 +72,11 @@ def fp8_ds_mla(latent: Tensor, k_pe: Tensor) -> Tensor:
 
 def nvfp4_ds_mla(latent: Tensor, k_pe: Tensor) -> Tensor:
     """Our nvfp4_ds_mla: codes, k_pe, and the block scales in vLLM's order."""
-    rounded, scale = blocks.nvfp4_blocks(latent)
+    rounded, scale = blocks.nvfp4_latent_codes(latent)
     codes = latent_writer.e2m1_codes(rounded.flatten(-2))
     packed = codes[..., ::2] + 16 * codes[..., 1::2]
     ordered = scale.view(len(latent), 8, 4).mT.flatten(1)
-    eight = (each.to(torch.float8_e4m3fn).view(torch.uint8) for each in (blocks.fp8_k_pe(k_pe), ordered))
+    eight = (each.to(torch.float8_e4m3fn).view(torch.uint8) for each in (blocks.fp8_unscaled(k_pe), ordered))
     return torch.cat([packed, *eight], -1)
 
 

@@ -7,7 +7,6 @@ import torch
 from command_line import fp8kv, one_line_error
 from families import save_model, tiny_model
 
-from calib.caches.rounding import rounded_attention
 from calib.caches.types import Shape
 from calib.capture.attention import map_attention
 from calib.capture.capabilities import engine_class
@@ -15,9 +14,7 @@ from calib.capture.loop import calibrate
 from calib.capture.training import scales_for
 from calib.data import make_batches
 from calib.errors import InputError
-from calib.evaluate.attention_modes import check_model
-from calib.evaluate.simulated import simulated
-from calib.evaluate.variants import fp8_rounding
+from calib.evaluate.attention_modes import check_model, simulate_attention
 from calib.recipe import Recipe, load_recipe
 from calib.scales.stats import derive_scales
 from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
@@ -62,7 +59,7 @@ def test_opts_query_is_measured_before_the_model_scales_it(opt):
 @torch.inference_mode()
 def test_kernels_are_simulated_with_the_query_that_an_engine_rounds(mode, kernel, opt, scales):
     queries, calls = projected(opt), []
-    attend = simulated(mode, scales, with_queries=False, dtype=torch.float32)
+    attend = simulate_attention(mode, scales, with_queries=False, dtype=torch.float32)
 
     def compare(original, module, query, key, value, *args, **kwargs):
         found, _ = attend(original, module, query, key, value, *args, **kwargs)
@@ -79,7 +76,7 @@ def test_kernels_are_simulated_with_the_query_that_an_engine_rounds(mode, kernel
 
 @torch.inference_mode()
 def test_rounded_queries_are_those_of_an_engine(opt, scales):
-    """With the measured scales: of the evaluation's variant, and of the runtime."""
+    """With the measured scales, in the runtime."""
     layers = {layer.layer_idx: layer for layer in scales.layers.values()}
     queries = projected(opt)
 
@@ -97,7 +94,6 @@ def test_rounded_queries_are_those_of_an_engine(opt, scales):
         return original(module, query, key, value, *args, **kwargs)
 
     expected = logits(swap_attention(opt, by_hand))
-    assert torch.equal(logits(rounded_attention(opt, fp8_rounding(scales, "qkv"))), expected)
     runtime = logits(fp8_attention(opt, scales, backend="torch", quantize_query=True))
     torch.testing.assert_close(runtime, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
 

@@ -11,13 +11,12 @@ from families import FAMILIES, LATENT, save_model, tiny_model
 from calib.capture.loop import calibrate
 from calib.data import make_batches
 from calib.errors import InputError
-from calib.evaluate.attention_modes import select_variants
 from calib.evaluate.page.html import html
 from calib.evaluate.page.markdown import markdown
 from calib.evaluate.report import Suite
 from calib.evaluate.run import evaluate
 from calib.evaluate.summarize import summarize
-from calib.evaluate.variants import Setup, Variant, build_variants
+from calib.evaluate.variants import Setup, Variant, build_variants, select_variants
 from calib.recipe import load_recipe
 from fp8kv_runtime.engine_attention import fa3_attention, vllm_triton_attention
 from fp8kv_runtime.fp8 import dequantize, quantize
@@ -56,7 +55,7 @@ def variants_of(model):
 
 @torch.inference_mode()
 def logits(model, variant, mode, ids=IDS[None], **inputs):
-    with variant.applied(Setup(model, None, "torch", attention=mode)):
+    with variant.apply(Setup(model, None, "torch", attention=mode)):
         return model(input_ids=ids, **inputs).logits
 
 
@@ -196,7 +195,7 @@ def test_generated_text_is_in_the_mode_too(model, variants):
     prompt = IDS[None, :8]
     written = []
     for mode in ("exact", "fa3"):
-        with variants["none"].applied(Setup(model, None, attention=mode)):
+        with variants["none"].apply(Setup(model, None, attention=mode)):
             made = model.generate(
                 prompt, max_new_tokens=12, do_sample=False, output_logits=True,
                 return_dict_in_generate=True,

@@ -14,7 +14,7 @@ from calib.caches.types import ALL_CACHES, CACHES, cache_type
 from calib.choices import CacheName
 from calib.data import load_data
 from calib.errors import InputError
-from calib.evaluate.cache_variants import cache_names, wanted_types
+from calib.evaluate.cache_variants import cache_names, select_types
 from calib.evaluate.report import Suite
 from calib.evaluate.run import evaluate
 from calib.evaluate.summarize import summarize
@@ -151,8 +151,8 @@ def test_each_writes_text(evaluation):
 def test_a_head_size_that_is_not_allowed(dims):
     shapes = [(2, dims, dims)]
     with pytest.raises(InputError, match=rf"nvfp4: head size {dims} .*leave it out of --caches"):
-        wanted_types(["fp8", "nvfp4"], shapes)
-    types, warnings = wanted_types(["all"], shapes)
+        select_types(["fp8", "nvfp4"], shapes)
+    types, warnings = select_types(["all"], shapes)
     assert [kind.name for kind in types] == [n for n in CACHES if "nvfp4" not in n]
     assert len(warnings) == len(CACHES) - len(types)
     assert all(str(dims) in warning for warning in warnings)

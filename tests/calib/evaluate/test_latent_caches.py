@@ -12,7 +12,7 @@ from calib.caches.rounding import rounding
 from calib.caches.types import CACHES, LATENT_CACHES, cache_type
 from calib.capture.attention import layer_shapes
 from calib.data import load_data
-from calib.evaluate.cache_variants import wanted_types
+from calib.evaluate.cache_variants import select_types
 from calib.evaluate.recommend import Wish, recommend
 from calib.evaluate.report import Suite
 from calib.evaluate.run import evaluate
@@ -71,7 +71,7 @@ def test_all_are_the_types_for_latents(evaluation):
 
 
 def test_a_model_of_heads_has_none_of_them():
-    types, warnings = wanted_types(["all"], [(2, 64, 64)])
+    types, warnings = select_types(["all"], [(2, 64, 64)])
     assert [each.name for each in types] == [*CACHES]
     assert warnings == []
 
