@@ -188,7 +188,7 @@ def clips(here: Events, own: Events) -> bool:
 
 
 def clipping(texts: Sequence[OtherText], subject: str, row: Row, label: str) -> str:
-    """What the verdict adds: texts on which the subject's scales clip; empty where there are none.
+    """Name the texts on which the subject's scales clip, in a sentence; empty where there are none.
 
     `row` has the subject's figures on the evaluation's own text, `label` is what it is called.
     """
@@ -202,8 +202,7 @@ def clipping(texts: Sequence[OtherText], subject: str, row: Row, label: str) -> 
     listed = [f"{name} ({named[name].share:.1%} of tokens)" for name in worst_first[:_NAMED]]
     if more := worst_first[_NAMED:]:
         listed.append(f"{len(more)} more")
-    shares_here = f"here {row.clipped.share:.1%}"
-    return f"; with {label}, K or V are clipped on {', '.join(listed)}; {shares_here}"
+    return f"with {label}, K or V are clipped on {', '.join(listed)}; here {row.clipped.share:.1%}"
 
 
 def _values(documents: Iterable[Tensor]) -> list[Values]:

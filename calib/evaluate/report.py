@@ -118,25 +118,25 @@ class Search(Part):
     kl: Number  # with those in 16 bits
 
 
-class Passed(Part):
-    """A cache that was measured and can be served, and why it was not chosen."""
+class CacheFigures(Part):
+    """Figures by which caches are chosen."""
 
     cache: str  # name of the variant
     what: str
     kl: Figure
     bytes_per_token: int
     share: float  # of the bytes in 16 bits
+
+
+class Alternative(CacheFigures):
+    """A cache that was measured and can be served, and why it was not chosen."""
+
     why: str
 
 
-class Way(Part):
+class ServedCache(CacheFigures):
     """A cache and how to serve it."""
 
-    cache: str
-    what: str
-    kl: Figure
-    bytes_per_token: int
-    share: float
     needs: str
     engine: str
     engine_version: str  # whose rules and kernels are known; empty: any
@@ -152,8 +152,8 @@ class Recommendation(Part):
     budget_bytes: float | None
     engine: str | None  # None: any
     gpu: str | None
-    chosen: Way
-    passed: list[Passed]
+    chosen: ServedCache
+    passed: list[Alternative]
     not_served: dict[str, str]  # variant: why
 
 

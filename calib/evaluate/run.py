@@ -173,7 +173,7 @@ def _refuse_variants(evaluation: Evaluation, variants: Sequence[Variant]) -> Non
     )
     if wish is not None:
         caches = [variant for variant in variants if variant.kind != "control"]
-        answers = {variant.name: offers.of(variant, wish.engine, wish.gpu) for variant in caches}
+        answers = {variant.name: offers.find(variant, wish.engine, wish.gpu) for variant in caches}
         evaluation.refused = {name: why for name, why in answers.items() if isinstance(why, str)}
 
 

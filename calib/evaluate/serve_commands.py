@@ -3,10 +3,11 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from calib.caches.types import Shape, cache_type
-from calib.choices import REFERENCE, FormatName, Strategy
+from calib.choices import REFERENCE, FormatName
 from calib.engines.cache_support import Offer, find_offer
 from calib.engines.catalogue import GPUS, find_engine
 from calib.errors import InputError, UnsupportedExportError
@@ -26,7 +27,6 @@ _LATENT_SCALES = (
     "--format modelopt with --model-impl transformers, which was not run on a GPU and so is not "
     "offered, and SGLang stores without them; bake the model, which makes scale 1.0 right"
 )
-_VARIANT_FLAGS = {"mse": " --observer mse", "rest": " --set data.skip_first=1"}
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Offers:
     shapes: Sequence[Shape]
     trust_remote_code: bool = False
 
-    def of(self, variant: Variant, engine: str | None, gpu: str | None) -> Offer | str:
-        """Return how the first engine serves `variant` there, or a sentence on why none does."""
+    def find(self, variant: Variant, engine: str | None = None, gpu: str | None = None) -> Offer | str:
+        """Find how the first engine serves a variant there, or say in a sentence why none does."""
         if variant.kind == REFERENCE:
             return self._serve(Offer(engine or "vllm", "", (gpu,) if gpu else ()), self.model)
         if variant.scales is not None and variant.name != "none":
-            return self._serve_calibrated(variant.name, variant.scales, engine, gpu)
+            return self._find_calibrated(variant.name, variant.scales, engine, gpu)
         cache = variant.cache or "fp8"
-        if cache_type(cache).is_static and self._has_scales():
+        if cache_type(cache).is_static and self._has_scales:
             return _OWN_SCALES
-        offer = self._find_type(cache, engine, gpu)
+        offer = find_offer(cache, self.shapes, engine, gpu, self._model_type)
         if isinstance(offer, str):
             return offer
         if not variant.is_baked:
@@ -58,47 +58,30 @@ class Offers:
         bake = shlex.join(["fp8kv", "bake", self.model, "--scales", scales, "--for", purpose, "-o", output])
         return self._serve(offer, output, self._calibration("--format fp8kv", scales), bake)
 
-    def _serve(self, offer: Offer, path: str, *preparation: str) -> Offer:
-        """Add the command that serves `path`, after those that make it."""
-        before, _, after = find_engine(offer.engine).serve.partition("{path}")
-        serve = f"{before}{shlex.quote(path)}" + f"{after} {offer.flag}" * bool(offer.flag)
-        trust = " --trust-remote-code" * self.trust_remote_code
-        return replace(offer, commands=tuple(f"{command}{trust}" for command in (*preparation, serve)))
-
-    def _find_type(
-        self, cache: str, engine: str | None, gpu: str | None, strategy: Strategy | None = None
-    ) -> Offer | str:
-        model_type = self.checkpoint.text_config.get("model_type")
-        return find_offer(cache, self.shapes, engine, gpu, model_type, strategy=strategy)
-
-    def _has_scales(self) -> bool:
-        try:
-            check_no_scales(self.checkpoint)
-        except InputError:
-            return True
-        return False
-
-    def _serve_calibrated(
+    def _find_calibrated(
         self, name: str, scales: KVScales, engine: str | None, gpu: str | None
     ) -> Offer | str:
-        """Return how the first engine serves calibrated scales, in a format that it loads."""
+        """Find the first engine that serves calibrated scales, in a format that it loads."""
         if scales.latent:
             return _LATENT_SCALES
         reason = f"{engine or 'no engine'} reads no such scales"
         for engine_name in _LOADING:
             if engine not in (None, engine_name):
                 continue
-            offer = self._find_type("fp8", engine_name, gpu, scales.strategy)
+            offer = find_offer(
+                "fp8", self.shapes, engine_name, gpu, self._model_type, strategy=scales.strategy
+            )
             if isinstance(offer, str):
                 reason = offer
                 continue
             is_modelopt = engine_name == "vllm" and gpu is not None and GPUS[gpu].is_fnuz
-            format_name = "modelopt" if is_modelopt else engine_name
+            format_name: FormatName = "modelopt" if is_modelopt else engine_name
             if problem := self._format_problem(scales, format_name):
                 reason = problem
                 continue
             output = f"{self._stem}-fp8kv-{name}"
-            flags = f"--strategy {scales.strategy}{_VARIANT_FLAGS.get(name, '')} --format {format_name}"
+            observer = " --observer mse" * (name == "mse")
+            flags = f"--strategy {scales.strategy}{observer} --format {format_name}"
             return self._serve(offer, output, self._calibration(flags, output))
         return reason
 
@@ -113,9 +96,28 @@ class Offers:
             return str(error)
         return None
 
+    def _serve(self, offer: Offer, path: str, *preparation: str) -> Offer:
+        """Add the command that serves `path`, after those that make it."""
+        before, _, after = find_engine(offer.engine).serve.partition("{path}")
+        serve = f"{before}{shlex.quote(path)}" + f"{after} {offer.flag}" * bool(offer.flag)
+        trust = " --trust-remote-code" * self.trust_remote_code
+        return replace(offer, commands=tuple(f"{command}{trust}" for command in (*preparation, serve)))
+
     def _calibration(self, flags: str, output: str) -> str:
         data = shlex.join([self.model, "--dataset", self.dataset])
         return f"fp8kv-calibrate {data} {flags} -o {shlex.quote(output)}"
+
+    @cached_property
+    def _has_scales(self) -> bool:
+        try:
+            check_no_scales(self.checkpoint)
+        except InputError:
+            return True
+        return False
+
+    @property
+    def _model_type(self) -> str | None:
+        return self.checkpoint.text_config.get("model_type")
 
     @property
     def _stem(self) -> str:

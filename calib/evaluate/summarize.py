@@ -94,6 +94,9 @@ def summarize(evaluation: Evaluation) -> Report:
     rows = _rows(evaluation, kl, floor)
     judgement = Judgement(measured, rows, floor)
     recommended = _recommend(evaluation, judgement)
+    advice = judgement.advise(evaluation.search)
+    if recommended is not None and evaluation.wish is None:  # the answer to a wish is shown apart
+        advice.append(advised_cache(recommended))
     others = [other_text(text, measured, floor) for text in evaluation.other_texts]
     return Report(
         **dict(_conditions(evaluation)),
@@ -104,7 +107,7 @@ def summarize(evaluation: Evaluation) -> Report:
         verdict=judgement.verdict(others),
         subject=judgement.subject,
         advised=judgement.advised,
-        advice=[*judgement.advise(evaluation.search), *advised_cache(recommended, evaluation.wish)],
+        advice=advice,
         recommended=recommended,
         other_texts=others,
         search=evaluation.search,

@@ -26,21 +26,22 @@ from calib.evaluate.variants import UNCHANGED, Setup, Variant
 from calib.models.load import check_token_ids
 
 # lm-eval's own: its few-shot examples are those of its command line
-SEED = 1234
+_SEED = 1234
 _SUFFIXES = (".yaml", ".yml")
+_BATCH_SIZE = 8
+# enough for two digits; only metrics without a formula for their standard error are resampled
+_RESAMPLES = 1000
 # what lm-eval raises where a task's YAML, its functions or its dataset cannot be used
-_REFUSALS = (
+_LOADING_ERRORS = (
     *(AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError),
     *(SyntaxError, TypeError, ValueError, TemplateError, yaml.YAMLError),
 )
-# what `lm_eval.evaluate` takes: "tasks", "groups" and "group_map", each by name
-_Loaded = dict[str, dict[str, Any]]
 
 
 class Tasks(NamedTuple):
     """Tasks of lm-eval with their data."""
 
-    loaded: _Loaded
+    loaded: dict[str, dict[str, Any]]  # "tasks", "groups" and "group_map", each by name
     limit: int | None  # documents of each; None: all
 
 
@@ -49,24 +50,31 @@ def find_tasks(specs: Sequence[str], limit: int | None = None) -> Tasks:
 
     A path has a slash or ends in .yaml. `limit` documents of each task are used; None: all.
     """
-    found: _Loaded = {"tasks": {}, "groups": {}, "group_map": {}}
+    loaded: dict[str, dict[str, Any]] = {"tasks": {}, "groups": {}, "group_map": {}}
     if specs:
-        set_seed(SEED)  # some tasks shuffle their choices while they are read
+        set_seed(_SEED)  # some tasks shuffle their choices while they are read
         manager, names = name_tasks(specs)
-        with lm_eval_quiet():
+        with _silence():
             for name in names:
-                _add(found, name, _load(manager, name))
-    return Tasks(found, limit)
+                parts = _load(manager, name)
+                if twice := sorted(parts["tasks"].keys() & loaded["tasks"]):
+                    raise InputError(
+                        f"--tasks '{name}': another of --tasks holds '{twice[0]}' too; give one of them, "
+                        "or another `task:` name"
+                    )
+                for kind, entries in parts.items():
+                    loaded[kind].update(entries)
+    return Tasks(loaded, limit)
 
 
 def name_tasks(specs: Sequence[str]) -> tuple[Any, list[str]]:
-    """Find lm-eval's index, and its names for `specs`, without reading datasets."""
+    """Find lm-eval's `TaskManager`, and what it is to load for `specs`, without reading datasets."""
     if importlib.util.find_spec("lm_eval") is None:
         raise InputError("--tasks needs lm-eval: pip install 'fp8kv[eval]'")
     specs = [*dict.fromkeys(specs)]
     are_paths = [spec for spec in specs if "/" in spec or spec.endswith(_SUFFIXES)]
     paths = {spec: to_path(spec).resolve() for spec in are_paths}
-    with lm_eval_quiet():
+    with _silence():
         from lm_eval.tasks import TaskManager
 
         directories = [path for path in paths.values() if path.is_dir()]
@@ -77,7 +85,7 @@ def name_tasks(specs: Sequence[str]) -> tuple[Any, list[str]]:
 
 
 @contextmanager
-def lm_eval_quiet() -> Iterator[None]:
+def _silence() -> Iterator[None]:
     """Hide what lm-eval prints and logs inside the block, and its bars: no option silences all."""
     # our own bar keeps the stream that it was given
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -85,32 +93,29 @@ def lm_eval_quiet() -> Iterator[None]:
 
 
 def _names(manager: Any, spec: str, path: Path | None) -> list[str]:
-    """Names in lm-eval's index for `spec`, or the file that it is to load."""
+    """List the names in lm-eval's index for `spec`, or the file that it is to load."""
     if path is None:
-        return _known_names(manager, spec)
-    if not path.is_dir():
-        _check_is_task(spec, path)
-        return [str(path)]
-    files = {name: manager.task_index[name].yaml_path for name in manager.all_subtasks}
-    inside = [name for name, file in files.items() if file and file.is_relative_to(path)]
-    if not inside:
-        raise InputError(f"--tasks '{spec}' holds no task: no *.yaml in it has a `task:` name")
-    return inside
-
-
-def _known_names(manager: Any, spec: str) -> list[str]:
-    names: list[str] = manager.match_tasks([spec])
-    if not names:
-        close = difflib.get_close_matches(spec, manager.all_tasks, n=3)
-        meant = f"did you mean {' or '.join(close)}? " if close else ""
-        raise InputError(
-            f"lm-eval has no task '{spec}'; {meant}`lm-eval ls tasks` lists them; a YAML file or "
-            f"a directory of them is written as a path, such as ./{spec}"
-        )
+        names: list[str] = manager.match_tasks([spec])
+        if not names:
+            close = difflib.get_close_matches(spec, manager.all_tasks, n=3)
+            suggestion = f"did you mean {' or '.join(close)}? " if close else ""
+            raise InputError(
+                f"lm-eval has no task '{spec}'; {suggestion}`lm-eval ls tasks` lists them; a YAML file or "
+                f"a directory of them is written as a path, such as ./{spec}"
+            )
+    elif path.is_dir():
+        files = {name: manager.task_index[name].yaml_path for name in manager.all_subtasks}
+        names = [name for name, file in files.items() if file and file.is_relative_to(path)]
+        if not names:
+            raise InputError(f"--tasks '{spec}' holds no task: no *.yaml in it has a `task:` name")
+    else:
+        _check_file(spec, path)
+        names = [str(path)]
     return names
 
 
-def _check_is_task(spec: str, path: Path) -> None:
+def _check_file(spec: str, path: Path) -> None:
+    """Refuse a file that is not a task, before anything is loaded."""
     try:
         # composed, not loaded: the tags of lm-eval stay what they are
         document = yaml.compose(path.read_text(), Loader=yaml.SafeLoader)
@@ -122,59 +127,41 @@ def _check_is_task(spec: str, path: Path) -> None:
         raise InputError(f"--tasks '{spec}' is a group, not a task; give the directory that holds its tasks")
     if not {"task", "include"} & keys:
         raise InputError(
-            f"--tasks '{spec}' is no task of lm-eval: it has no `task:` name; see "
+            f"--tasks '{spec}' is not a task of lm-eval: it has no `task:` name; see "
             "docs/evaluation.md for what a task is made of"
         )
 
 
-def _load(manager: Any, name: str) -> _Loaded:
+def _load(manager: Any, name: str) -> dict[str, dict[str, Any]]:
+    """Load a task or group with its data; refuse tasks that run code, or have more than text."""
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HTTPError
 
     try:
-        loaded: _Loaded = manager.load([name])
-    except (*_REFUSALS, DatasetsError, HTTPError) as error:
-        raise InputError(_explain(name, error)) from error
-    return loaded
-
-
-def _explain(name: str, error: Exception) -> str:
-    message = one_line(error)
-    if is_unreachable(error):
-        return (
-            f"the dataset of task '{name}' cannot be reached ({message}); with no network give "
-            "--tasks a YAML file whose data lie on this machine"
-        )
-    return f"lm-eval cannot load task '{name}': {message}"
-
-
-def _add(found: _Loaded, name: str, loaded: _Loaded) -> None:
-    for task_name, task in loaded["tasks"].items():
-        if task_name in found["tasks"]:
-            raise InputError(
-                f"--tasks '{name}': another of --tasks holds '{task_name}' too; give one of them, "
-                "or another `task:` name"
+        parts: dict[str, dict[str, Any]] = manager.load([name])
+    except (*_LOADING_ERRORS, DatasetsError, HTTPError) as error:
+        reason = f"lm-eval cannot load task '{name}': {one_line(error)}"
+        if is_unreachable(error):
+            reason = (
+                f"the dataset of task '{name}' cannot be reached ({one_line(error)}); with no network give "
+                "--tasks a YAML file whose data lie on this machine"
             )
+        raise InputError(reason) from error
+    for task_name, task in parts["tasks"].items():
         if getattr(task, "UNSAFE_CODE", False):
             raise InputError(f"task '{task_name}' runs code that the model writes; use lm-eval")
         if getattr(task, "MULTIMODAL", False):
             raise InputError(f"task '{task_name}' has images or sound; only text is measured here")
-    for kind, entries in loaded.items():
-        found[kind].update(entries)
+    return parts
 
 
-_BATCH_SIZE = 8
-# enough for two digits; only metrics without a formula for their standard error are resampled
-_RESAMPLES = 1000
-
-
-def task_variants(variants: Sequence[Variant], chosen: Sequence[str] | None) -> list[Variant]:
-    """All FP8 caches if the user has `chosen` some; else those given, or none and attn_head."""
+def task_variants(variants: Sequence[Variant], names: Sequence[str] | None) -> list[Variant]:
+    """Choose all FP8 caches if the user gave `names`; else the user's scales, or `none` and `attn_head`."""
     whole = [variant for variant in variants if variant.is_whole_cache]
-    if chosen is not None:
+    if names is not None:
         return whole
-    given = [variant for variant in whole if variant.kind == "given"]
-    return given or [variant for variant in whole if variant.name in ("none", "attn_head")]
+    own = [variant for variant in whole if variant.kind == "given"]
+    return own or [variant for variant in whole if variant.name in ("none", "attn_head")]
 
 
 def run_tasks(setup: Setup, tasks: Tasks, variants: Sequence[Variant]) -> dict[str, Any]:
@@ -184,76 +171,67 @@ def run_tasks(setup: Setup, tasks: Tasks, variants: Sequence[Variant]) -> dict[s
     """
     if not tasks.loaded["tasks"]:
         return {}
-    found: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     # a process that may hold a GPU must not be forked
     alone = patch.dict(os.environ, DISABLE_MULTIPROC="1")
-    with alone, lm_eval_quiet(), _checking_ids(setup):
-        lm = _language_model(setup)
+    with alone, _silence(), _checking_ids(setup):
+        from lm_eval.models.huggingface import HFLM
+
+        # a copy of the tokenizer, which may be given a padding token. Choices are scored in one pass over
+        # rows padded on the right and without a mask: attention is causal, so padding is never read. Text
+        # is generated from rows padded on the left, with a mask
+        tokenizer = copy.deepcopy(setup.tokenizer)
+        lm = HFLM(pretrained=setup.model, tokenizer=tokenizer, backend="causal", batch_size=_BATCH_SIZE)
         for variant in setup.progress.each("tasks", (UNCHANGED, *variants), "variants"):
             setup.progress.detail(variant.name)
             with variant.apply(setup):
-                results = _evaluate(lm, tasks, variant.name)
-            for task, figures in results.items():
-                found.setdefault(task, {})[variant.name] = figures
+                rows = _evaluate(lm, tasks, variant.name)
+            for task, row in rows.items():
+                if metrics := _metrics(row):
+                    figures.setdefault(task, {})[variant.name] = metrics
     harness = {"name": "lm-eval", "version": version("lm-eval"), "limit": tasks.limit}
-    return {"tasks": found, "harness": harness}
+    return {"tasks": figures, "harness": harness}
 
 
 @contextmanager
 def _checking_ids(setup: Setup) -> Iterator[None]:
     """Check, inside the block, the token ids that lm-eval reads; they are not known before."""
 
-    def check(module: Any, given: tuple[Tensor]) -> None:
-        check_token_ids([int(given[0].max())], setup.tokenizer, setup.model)
+    def check(module: Any, arguments: tuple[Tensor]) -> None:
+        check_token_ids([int(arguments[0].max())], setup.tokenizer, setup.model)
 
     with setup.model.get_input_embeddings().register_forward_pre_hook(check):
         yield
 
 
-def _language_model(setup: Setup) -> Any:
-    """Lm-eval's own wrapper, which meets the FP8 cache as it is.
-
-    Choices are scored in one pass over rows padded on the right and without a mask: attention is
-    causal, so padding is never read. Text is generated from rows padded on the left, with a mask.
-    """
-    from lm_eval.models.huggingface import HFLM
-
-    # it may give the tokenizer a padding token
-    own = copy.deepcopy(setup.tokenizer)
-    return HFLM(pretrained=setup.model, tokenizer=own, backend="causal", batch_size=_BATCH_SIZE)
-
-
-def _evaluate(lm: Any, tasks: Tasks, name: str) -> dict[str, Any]:
-    """Do as `simple_evaluate`, but without its report of the machine, which asks git and pip."""
+def _evaluate(lm: Any, tasks: Tasks, name: str) -> dict[str, dict[str, Any]]:
+    """Evaluate as `simple_evaluate` does, but for its report of the machine, which starts 14 programs."""
     import lm_eval
 
-    set_seed(SEED)
+    set_seed(_SEED)
     for task in tasks.loaded["tasks"].values():
-        task.set_fewshot_seed(SEED)
+        task.set_fewshot_seed(_SEED)
     try:
-        done = lm_eval.evaluate(
+        results: dict[str, dict[str, dict[str, Any]]] = lm_eval.evaluate(
             lm, tasks.loaded, limit=tasks.limit, bootstrap_iters=_RESAMPLES, log_samples=False
         )
     # AssertionError: how lm-eval checks lengths; ValueError: also our AttentionError
     except (AssertionError, ValueError) as error:
-        unsaid = f"{type(error).__name__}; --debug shows where"
-        message = " ".join(str(error).split()) or unsaid
-        raise InputError(f"lm-eval on the cache '{name}': {message}") from error
-    return {task: figures for task, row in done["results"].items() if (figures := _figures(row))}
+        reason = " ".join(str(error).split()) or f"{type(error).__name__}; --debug shows where"
+        raise InputError(f"lm-eval on the cache '{name}': {reason}") from error
+    return results["results"]
 
 
-def _figures(row: dict[str, Any]) -> dict[str, dict[str, float | None]]:
-    """Metrics of a row such as `{"acc,none": 0.5, "acc_stderr,none": 0.1}`; none: no filter."""
-    found = {}
+def _metrics(row: dict[str, Any]) -> dict[str, dict[str, float | None]]:
+    """Take the metrics of a row such as `{"acc,none": 0.5, "acc_stderr,none": 0.1}`; none: no filter."""
+    metrics = {}
     for key, value in row.items():
         metric, comma, answer_filter = key.partition(",")
-        if not comma or metric.endswith("_stderr"):
-            continue
-        stderr = row.get(f"{metric}_stderr,{answer_filter}")
-        label = metric if answer_filter == "none" else key
-        found[label] = {"value": _number(value), "stderr": _number(stderr)}
-    return found
-
-
-def _number(x: object) -> float | None:
-    return float(x) if isinstance(x, Real) and math.isfinite(x) else None
+        if comma and not metric.endswith("_stderr"):
+            pair = {"value": value, "stderr": row.get(f"{metric}_stderr,{answer_filter}")}
+            label = metric if answer_filter == "none" else key
+            metrics[label] = {
+                name: float(x) if isinstance(x, Real) and math.isfinite(x) else None
+                for name, x in pair.items()
+            }
+    return metrics

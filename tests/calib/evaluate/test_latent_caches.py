@@ -135,7 +135,7 @@ def test_bytes(evaluation, directory):
 def answers(evaluation, engine=None, gpu=None):
     """Commands that serve each variant, or why none does."""
     found = {
-        name: evaluation.offers.of(each.variant, engine, gpu)
+        name: evaluation.offers.find(each.variant, engine, gpu)
         for name, each in evaluation.measured.items()
         if each.variant.kind != "control"
     }

@@ -80,7 +80,7 @@ def test_nothing_is_advised_where_nothing_has_a_kl(number, small_evaluation):
     report = spoiled(small_evaluation, list(small_evaluation.measured), number)
     assert report.advised is None
     (advice,) = report.advice
-    assert advice.startswith("serve none of these caches: the KL is not a finite number with any")
+    assert advice.startswith("Serve none of these caches: the KL is not a finite number with any")
     assert report.verdict.endswith("logits are not finite there.")
     (warning,) = [line for line in report.warnings if "finite" in line]
     assert warning.startswith("the model itself is broken on this text, whatever its cache: the KL")

@@ -165,8 +165,8 @@ def test_scales_with_a_quarter_of_the_room_clip_and_are_named(directory, texts, 
     report = Report.model_validate_json((tmp_path / "report/report.json").read_text())
     clipped = report.other_texts[0].variants["tight"].clipped
     assert clipped.share > 0.9
-    said = f"with scales of 'tight', K or V are clipped on {other} ({clipped.share:.1%} of tokens)"
-    assert f"; {said}; here" in report.verdict
+    said = f"With scales of 'tight', K or V are clipped on {other} ({clipped.share:.1%} of tokens)"
+    assert f". {said}; here" in report.verdict
     assert report.verdict.endswith(".")
     assert "Other text, 'tight'" in done.stdout
     assert f"{clipped.share:.2%} [{clipped.low:.2%}, {clipped.high:.2%}]" in done.stdout

@@ -183,18 +183,18 @@ def say(floor=1e-5, **variants):
     return Judgement(of, rows, floor).verdict()
 
 
-def test_the_verdict_is_one_sentence():
+def test_the_verdict_is_sentences():
     assert say(none=(0.5, "scale 1.0"), tensor=(0.01, "one scale per layer")) == (
-        "FP8 KV cache, one scale per layer: KL 0.01 nats [0.01, 0.01], perplexity +0.10%, "
-        "top-1 100.0%; no other scales that engines load are measurably better, "
-        "scale 1.0 is measurably worse (KL 0.5)."
+        "FP8 KV cache, one scale per layer: the KL is 0.01 nats [0.01, 0.01], perplexity changes by "
+        "+0.10%, and 100.0% of top-1 tokens agree. No other scales that engines load are measurably "
+        "better. Scale 1.0 is measurably worse (KL 0.5)."
     )
     assert say(tensor=(0.01, "one scale per layer"), mine=(0.03, "", "given")) == (
-        "FP8 KV cache, scales of 'mine': KL 0.03 nats [0.03, 0.03], perplexity +0.10%, "
-        "top-1 100.0%; one scale per layer is measurably better (KL 0.01)."
+        "FP8 KV cache, scales of 'mine': the KL is 0.03 nats [0.03, 0.03], perplexity changes by "
+        "+0.10%, and 100.0% of top-1 tokens agree. One scale per layer is measurably better (KL 0.01)."
     )
     assert say(tensor=(1e-6, "one scale per layer", "fp8", False)) == (
-        "FP8 KV cache, one scale per layer: no measurable difference from the model's own cache "
+        "FP8 KV cache, one scale per layer: it does not differ measurably from the model's own cache "
         "(KL 1e-06 nats, noise floor 1e-05)."
     )
     assert Judgement({}, {}).verdict() == "No FP8 KV cache was measured."

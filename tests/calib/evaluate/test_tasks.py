@@ -226,9 +226,9 @@ GOOD = "task: x\noutput_type: multiple_choice\ndataset_path: {path}\ntest_split:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("hello: 1", "is no task of lm-eval: it has no `task:` name"),
-        ("- task", "is no task of lm-eval"),
-        ("", "is no task of lm-eval"),
+        ("hello: 1", "is not a task of lm-eval: it has no `task:` name"),
+        ("- task", "is not a task of lm-eval"),
+        ("", "is not a task of lm-eval"),
         ("task: [x", "cannot read"),
         ("group: g\ntask: [a, b]", "is a group, not a task; give the directory"),
         ("task: x\nmistake: 1", "unexpected keyword argument 'mistake'"),
@@ -333,7 +333,7 @@ def test_a_figure_without_a_number():
 def test_mistakes_are_told_before_the_model_is_loaded(directory, tmp_path, monkeypatch):
     monkeypatch.setattr(inputs, "load_model", None)
     (tmp_path / "none.yaml").write_text("hello: 1")
-    one_line_error(eval_(directory, "--tasks", tmp_path / "none.yaml"), "is no task of lm-eval")
+    one_line_error(eval_(directory, "--tasks", tmp_path / "none.yaml"), "is not a task of lm-eval")
     one_line_error(eval_(directory, "--tasks", "x", "--task-limit", 0), "evaluation.task_limit", "equal to 1")
 
 

@@ -12,9 +12,9 @@ from calib.evaluate.page.markdown import closing_lines, markdown
 from calib.evaluate.summarize import summarize
 from calib.evaluate.verdict import Judgement
 
-BETTER = re.compile(r"; ([^;(]+) (?:is|are) measurably better \(KL")
+BETTER = re.compile(r"\. (Scale 1\.0|[^.(]+) (?:is|are) measurably better \(KL")
 KINDS = ("fp8", "given")
-NO_BETTER = "no other scales that engines load are measurably better"
+NO_BETTER = "No other scales that engines load are measurably better."
 
 
 def figures(evaluation, **kl):
@@ -45,14 +45,14 @@ def test_a_noisy_best_hides_no_measurable_difference(small_evaluation):
     )
     assert report.advised == "tensor"
     assert NO_BETTER in report.verdict
-    assert report.advice[0].startswith("use one scale per layer (--strategy tensor)")
+    assert report.advice[0].startswith("Use one scale per layer (--strategy tensor)")
 
 
 def test_given_scales_that_beat_all_are_kept(small_evaluation):
     report = judged(small_evaluation, none=(1, 1, 1), tensor=(0.9, 0.9, 0.9), mine=(0.1, 0.2, 0.1))
     assert (report.subject, report.advised) == ("mine", "mine")
-    assert f"{NO_BETTER}, scale 1.0 is measurably worse (KL 1)" in report.verdict
-    assert report.advice[0].startswith("keep the scales of 'mine'")
+    assert report.verdict.endswith(f"{NO_BETTER} Scale 1.0 is measurably worse (KL 1).")
+    assert report.advice[0].startswith("Keep the scales of 'mine'")
 
 
 def test_the_verdict_names_what_is_advised(small_evaluation):
@@ -63,8 +63,8 @@ def test_the_verdict_names_what_is_advised(small_evaluation):
         mine=(1, 1, 1),
     )
     assert report.advised == "none"
-    assert "; scale 1.0 is measurably better (KL 0.3)" in report.verdict
-    assert report.advice[0].startswith("serve without scales (scale 1.0)")
+    assert report.verdict.endswith(" Scale 1.0 is measurably better (KL 0.3).")
+    assert report.advice[0].startswith("Serve without scales (scale 1.0)")
 
 
 def test_between_two_that_differ_is_the_simplest(small_evaluation):
@@ -77,7 +77,7 @@ def test_between_two_that_differ_is_the_simplest(small_evaluation):
     )
     assert report.advised == "none"
     assert report.verdict.endswith(
-        "; one scale per KV head is measurably better (KL 0.9), but not measurably better than scale 1.0."
+        " One scale per KV head is measurably better (KL 0.9), but not measurably better than scale 1.0."
     )
 
 
@@ -85,14 +85,14 @@ def test_what_the_controls_reach_is_no_difference(small_evaluation):
     floor = summarize(small_evaluation).noise_floor
     report = judged(small_evaluation, none=(floor,) * 3, tensor=(floor / 2,) * 3)
     assert report.advised == "none"
-    assert "no measurable difference from the model's own cache" in report.verdict
+    assert "does not differ measurably from the model's own cache" in report.verdict
     assert NO_BETTER in report.verdict
 
 
 def test_one_cache_alone_is_compared_with_nothing(small_evaluation):
     report = judged(small_evaluation, none=(0.5, 0.5, 0.5))
     assert "measurably" not in report.verdict
-    assert report.advice == ["nothing was measured to compare scale 1.0 with: no other scales"]
+    assert report.advice == ["No other scales were measured that scale 1.0 could be compared with."]
 
 
 LEVELS = ((1.0, 1.0, 1.0), (0.9, 0.9, 0.9), (0.1, 0.1, 2.4), (1e-9,) * 3)
@@ -108,13 +108,13 @@ def test_no_judgement_contradicts_itself(small_evaluation):
         judgement = Judgement(measured, rows, reports[0].noise_floor)
         best, verdict, (advice, *_) = judgement.advised, judgement.verdict(), judgement.advise(None)
         better = BETTER.search(verdict)
-        assert NO_BETTER in advice
+        assert NO_BETTER.lower() in advice.lower()
         assert bool(better) != (NO_BETTER in verdict), verdict
         assert better is None or best != "mine", verdict
         label = "scale 1.0" if best == "none" else rows[best].what
-        if better and better[1] != label:
+        if better and better[1].lower() != label.lower():
             assert verdict.endswith(f", but not measurably better than {label}."), verdict
-        assert best != "none" or "scale 1.0 is measurably worse" not in verdict
+        assert best != "none" or "Scale 1.0 is measurably worse" not in verdict
         assert rows["mine"].measurable or better is None, verdict
 
 
